@@ -1,0 +1,1 @@
+"""Everything that runs beside the target model: verifier, training and export."""

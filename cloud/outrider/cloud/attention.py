@@ -1,0 +1,138 @@
+"""Attention of a ragged batch over the paged KV cache, for any decoder-only architecture of transformers.
+
+The rows of all sessions are one sequence to the model, [1, rows]; their positions are explicit, and the only place
+where rows meet is attention. So one attention function, registered under a name of its own, is all that has to know
+about sessions: it files the new keys and values and lets each session's rows see that session's positions alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from outrider.cloud.kv_cache import PagedKVCache, SessionCache
+from outrider.proto.errors import ModelRefused
+
+NAME = "outrider_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive rows of one session: rows[first : first + count] stand at positions start.. of `cache`."""
+
+    cache: SessionCache
+    first: int
+    count: int
+    start: int
+
+    @property
+    def context(self) -> int:
+        """Positions that the last row sees."""
+        return self.start + self.count
+
+
+@dataclass(slots=True)
+class RaggedBatch:
+    """Which rows belong to whom. `slots` [rows] int64: where each row's keys and values go."""
+
+    pool: PagedKVCache
+    spans: list[Span]
+    slots: torch.Tensor
+    masks: dict[tuple[int, int, int], torch.Tensor | None] = field(default_factory=dict)
+
+    def mask(self, span: Span, window: int | None) -> torch.Tensor | None:
+        """[count, context] bool, True where a row may look; None: everywhere. The same for all layers of a kind."""
+        key = (span.start, span.count, window or 0)
+        if key not in self.masks:
+            self.masks[key] = _mask(span, window, self.slots.device)
+        return self.masks[key]
+
+
+def _mask(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
+    if span.count == 1 and not (window and window < span.context):
+        return None
+    row = torch.arange(span.start, span.context, device=device)[:, None]
+    column = torch.arange(span.context, device=device)[None, :]
+    visible = column <= row
+    return visible & (column > row - window) if window else visible
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - transformers' signature; spans say who sees whom
+    scaling: float | None = None,
+    dropout: float = 0.0,  # noqa: ARG001 - transformers' signature; targets never train here
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    outrider_batch: RaggedBatch | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' interface.
+
+    Args:
+        module: the attention layer; its `layer_idx` names its share of the cache.
+        query: [1, heads, rows, head_dim], positions already applied.
+        key: [1, kv_heads, rows, head_dim].
+        value: [1, kv_heads, rows, head_dim].
+        attention_mask: not used.
+        scaling: of the scores; None: 1 / sqrt(head_dim).
+        dropout: not used.
+        sliding_window: positions that a row sees, itself included; None: all.
+        softcap: bound of the scores by tanh (Gemma 2); None: none.
+        outrider_batch: who the rows belong to.
+        kwargs: of other attention functions; those that would change the result are refused.
+
+    Returns:
+        [1, rows, heads, head_dim], and None in place of the attention weights.
+    """
+    if outrider_batch is None:
+        raise ModelRefused("this architecture does not hand keywords to its attention", field="target")
+    if kwargs.get("s_aux") is not None:
+        raise ModelRefused("attention sinks are not supported", field="target")
+    batch = outrider_batch
+    batch.pool.write(module.layer_idx, batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    attended = []
+    for span in batch.spans:
+        keys, values = batch.pool.read(module.layer_idx, span.cache, span.context)
+        attended.append(
+            _attend(
+                query[:, :, span.first : span.first + span.count],
+                keys.transpose(0, 1)[None],
+                values.transpose(0, 1)[None],
+                batch.mask(span, sliding_window),
+                scaling,
+                softcap,
+            )
+        )
+    rows = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+    return rows.transpose(1, 2), None
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One session: query [1, heads, n, d], keys and values [1, kv_heads, context, d] to [1, heads, n, d]."""
+    grouped = query.shape[1] != keys.shape[1]
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped
+        )
+    if grouped:
+        keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+        values = values.repeat_interleave(query.shape[1] // values.shape[1], dim=1)
+    scores = query @ keys.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ values

@@ -1,0 +1,293 @@
+"""The verifier's engine: one thread that gathers, runs the target, samples, commits and emits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.kv_cache import SessionCache
+from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.target import Rows, Target
+from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
+from outrider.proto.policy import Smoothed
+from outrider.proto.session import Verified, VerifierRules, VerifierSession
+from outrider.proto.types import Cancel, CloudFrame, Draft, EdgeFrame, Goaway, Open, Report
+
+IDLE_S = 0.5
+MOST_UNREAD = 64
+ALONE_PREFILL_ROWS = 512
+
+log = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Where a session's frames go; the server puts one around its stream. Called from the engine's thread."""
+
+    def put(self, item: CloudFrame | OutriderError) -> None:
+        """Hand over a frame, or the error that ends the stream."""
+        raise NotImplementedError
+
+    def unread(self) -> int:
+        """Frames that the client has not taken yet."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class _Seat:
+    """An admitted session with what the engine keeps for it."""
+
+    session: VerifierSession
+    cache: SessionCache
+    outbox: Outbox
+    ready_since: float = field(default_factory=time.monotonic)
+
+    @property
+    def behind(self) -> int:
+        """Committed tokens that the KV cache lacks; 1 while decoding: the last one."""
+        return len(self.session.transcript) - self.cache.length
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One session's part in a step: rows to run, and the drafts among them; block None: more prompt to come."""
+
+    seat: _Seat
+    rows: Rows
+    judged: Judged | None
+
+
+class Engine:
+    """Runs a target for many sessions. `post_*` may be called from any thread; the rest belongs to the engine's."""
+
+    def __init__(self, target: Target, rules: VerifierRules, config: VerifierConfig) -> None:
+        self.rules = rules
+        self._target = target
+        self._config = config
+        self._sampler = Sampler(target.device)
+        self._seats: dict[int, _Seat] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._bell = threading.Condition()
+        self._stopping = False
+        self._draining = False
+        self._step_s = Smoothed()
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+
+    # --- from any thread ---
+
+    def start(self) -> None:
+        """Begin to decode."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; sessions still here get Unavailable."""
+        self._post(self._stop)
+        self._thread.join()
+
+    def post_open(self, key: int, frame: Open, outbox: Outbox) -> None:
+        """Admit a session as `key`, or put the reason why not into its outbox."""
+        self._post(lambda: self._admit(key, frame, outbox))
+
+    def post_frame(self, key: int, frame: EdgeFrame, taken: Callable[[], None]) -> None:
+        """A later frame of session `key`; `taken` is called once it has been dealt with."""
+        self._post(lambda: self._take_frame(key, frame, taken))
+
+    def post_close(self, key: int) -> None:
+        """The stream of `key` is gone: free what it held."""
+        self._post(lambda: self._release(key))
+
+    def post_drain(self) -> None:
+        """Send all sessions elsewhere and admit no more."""
+        self._post(self._drain)
+
+    @property
+    def session_count(self) -> int:
+        """Sessions admitted at present."""
+        return len(self._seats)
+
+    @property
+    def free_pages(self) -> int:
+        """KV pages that no session holds."""
+        return self._target.pool.free_pages
+
+    @property
+    def step_s(self) -> float:
+        """Smoothed time of a decoding step, seconds; 0: none yet."""
+        return self._step_s.value
+
+    @property
+    def draining(self) -> bool:
+        """Whether sessions are being sent away."""
+        return self._draining
+
+    def _post(self, event: Callable[[], None]) -> None:
+        with self._bell:
+            self._inbox.append(event)
+            self._bell.notify()
+
+    # --- the engine's thread ---
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._take_events()
+            turns = self._plan(time.monotonic())
+            if not turns:
+                continue
+            try:
+                self._step(turns)
+            except Exception as error:  # the thread's top loop: one bad step must not end the others' sessions
+                log.exception("a step failed")
+                for turn in turns:
+                    self._fail(turn.seat, Internal(f"the step failed: {type(error).__name__}"))
+
+    def _step(self, turns: list[_Turn]) -> None:
+        """Gather, forward, sample, commit, emit."""
+        began = time.monotonic()
+        logits = self._target.forward([turn.rows for turn in turns])
+        judging = [(turn.seat, turn.judged) for turn in turns if turn.judged is not None]
+        sampled = self._sampler.sample(logits, [judged for _, judged in judging]) if judging else []
+        verify_s = time.monotonic() - began
+        if len(judging) == len(turns):
+            self._step_s.add(verify_s)
+        for (seat, judged), result in zip(judging, sampled, strict=True):
+            queue_s = max(0.0, began - seat.ready_since)
+            event = Verified(judged.block, result.tokens, result.logp, queue_s, verify_s, result.reward)
+            self._commit(seat, event)
+
+    def _commit(self, seat: _Seat, event: Verified) -> None:
+        now = time.monotonic()
+        seat.session.credit = self._credit()
+        commit = seat.session.on_verified(event, now)
+        seat.cache.truncate(min(seat.cache.length, len(seat.session.transcript) - 1))
+        seat.ready_since = now
+        seat.outbox.put(commit)
+
+    def _plan(self, now: float) -> list[_Turn]:
+        """Who takes part in the next step: every session that is due, and prompts as far as there is room."""
+        turns: list[_Turn] = []
+        decoding = [seat for seat in self._seats.values() if seat.behind == 1 and self._due(seat, now)]
+        for seat in decoding:
+            turns.append(self._decode_turn(seat))
+        room = self._config.prefill_chunk if decoding else ALONE_PREFILL_ROWS
+        for seat in self._seats.values():
+            if seat.behind > 1 and seat.session.finish is None and room > 0:
+                turn = self._prefill_turn(seat, room)
+                room -= len(turn.rows.tokens)
+                turns.append(turn)
+        return turns
+
+    def _due(self, seat: _Seat, now: float) -> bool:
+        session = seat.session
+        if session.finish is not None or seat.outbox.unread() > MOST_UNREAD:
+            return False
+        return session.ready_at(self.step_s) <= now
+
+    def _decode_turn(self, seat: _Seat) -> _Turn:
+        session = seat.session
+        block = session.block()
+        judged = Judged(session.sampling, session.transcript, session.prompt_length, block, session.block_q())
+        tokens = (*session.transcript[seat.cache.length :], *block)
+        return _Turn(seat, Rows(seat.cache, tokens, len(block) + 1), judged)
+
+    def _prefill_turn(self, seat: _Seat, room: int) -> _Turn:
+        """The next chunk of the prompt; the chunk that ends it is followed by the drafts, like any decoding step."""
+        if seat.behind <= room:
+            return self._decode_turn(seat)
+        chunk = tuple(seat.session.transcript[seat.cache.length : seat.cache.length + room])
+        return _Turn(seat, Rows(seat.cache, chunk, 0), None)
+
+    # --- events ---
+
+    def _take_events(self) -> None:
+        with self._bell:
+            if not self._inbox:
+                self._bell.wait(self._sleep_s(time.monotonic()))
+            events = list(self._inbox)
+            self._inbox.clear()
+        for event in events:
+            event()
+
+    def _sleep_s(self, now: float) -> float:
+        """Until the next session is due; at most IDLE_S."""
+        wait = IDLE_S
+        for seat in self._seats.values():
+            if seat.session.finish is not None:
+                continue
+            if seat.outbox.unread() > MOST_UNREAD:
+                wait = min(wait, 0.05)
+            elif seat.behind > 1:
+                return 0.0
+            else:
+                wait = min(wait, seat.session.ready_at(self.step_s) - now)
+        return max(0.0, wait)
+
+    def _admit(self, key: int, frame: Open, outbox: Outbox) -> None:
+        try:
+            seat = self._seat(frame, outbox)
+        except OutriderError as error:
+            outbox.put(error)
+            return
+        self._seats[key] = seat
+        outbox.put(seat.session.opened())
+
+    def _seat(self, frame: Open, outbox: Outbox) -> _Seat:
+        if self._draining:
+            raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
+        session = VerifierSession(frame, self.rules, time.monotonic())
+        if len(self._seats) >= self._config.max_sessions:
+            raise ResourceExhausted(
+                f"all {self._config.max_sessions} sessions are taken; try again later", retry_after_s=1.0
+            )
+        longest = session.prompt_length + session.sampling.max_tokens + self.rules.max_drafts
+        cache = self._target.pool.allocate(min(longest, self.rules.context_length + self.rules.max_drafts))
+        session.credit = self._credit()
+        return _Seat(session, cache, outbox)
+
+    def _credit(self) -> int:
+        """Unverified tokens a session: less the more sessions share the engine, never less than one step's worth."""
+        crowd = max(1, len(self._seats) // 8)
+        return max(min(self.rules.max_drafts, self.rules.max_credit), self.rules.max_credit // crowd)
+
+    def _take_frame(self, key: int, frame: EdgeFrame, taken: Callable[[], None]) -> None:
+        taken()
+        seat = self._seats.get(key)
+        if seat is None or seat.session.finish is not None:
+            return
+        try:
+            match frame:
+                case Draft():
+                    seat.session.on_draft(frame, time.monotonic())
+                case Report():
+                    seat.session.on_report(frame)
+                case Cancel():
+                    seat.outbox.put(seat.session.on_cancel())
+                case Open():
+                    raise InvalidArgument("comes twice in one stream; open another stream", field="frame.open")
+        except OutriderError as error:
+            self._fail(seat, error)
+
+    def _fail(self, seat: _Seat, error: OutriderError) -> None:
+        for key, other in list(self._seats.items()):
+            if other is seat:
+                self._release(key)
+        seat.outbox.put(error)
+
+    def _release(self, key: int) -> None:
+        seat = self._seats.pop(key, None)
+        if seat is not None:
+            self._target.pool.release(seat.cache)
+
+    def _drain(self) -> None:
+        self._draining = True
+        for seat in self._seats.values():
+            if seat.session.finish is None:
+                seat.outbox.put(Goaway("the verifier is draining", retry_after_s=0.0))
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for seat in self._seats.values():
+            seat.outbox.put(Unavailable("the verifier has stopped; resume elsewhere", retry_after_s=0.1))

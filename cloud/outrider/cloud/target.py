@@ -1,0 +1,250 @@
+"""The target: any decoder-only model of transformers, run on ragged batches."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.cloud import attention
+from outrider.cloud.attention import RaggedBatch, Span
+from outrider.cloud.kv_cache import PagedKVCache, SessionCache
+from outrider.proto.errors import ModelRefused, NotFound
+from outrider.proto.tokenizer import tokenizer_hash
+
+FAMILY = Path(__file__).parent / "family"
+TILE_ROWS = 16
+_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
+
+log = logging.getLogger(__name__)
+
+
+def embedded_targets() -> tuple[str, ...]:
+    """Names of the targets that the package carries."""
+    return tuple(sorted(folder.name for folder in FAMILY.iterdir() if (folder / "config.json").is_file()))
+
+
+def resolve_target(target: str) -> str:
+    """The folder or hub name behind `target`: an embedded name, an existing folder, or else a hub name."""
+    if target in embedded_targets():
+        return str(FAMILY / target)
+    folder = Path(target).expanduser()
+    if folder.is_dir():
+        if not any(folder.glob("*.safetensors")):
+            raise ModelRefused(f"{target} holds no *.safetensors; convert the weights first", field="target")
+        return str(folder)
+    if target.startswith((".", "/", "~")) or target.count("/") > 1:
+        raise NotFound(f"there is no folder {target}", field="target")
+    return target
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One session's share of a step: `tokens` [n] at positions cache.length.., logits wanted for the last `wanted`."""
+
+    cache: SessionCache
+    tokens: tuple[int, ...]
+    wanted: int
+
+
+class Target:
+    """A loaded target and its KV cache."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer_json: str,
+        *,
+        kv_tokens: int,
+        page_size: int,
+        context_length: int = 0,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.model = model
+        self.tokenizer_json = tokenizer_json
+        self.tokenizer_sha256 = tokenizer_hash(tokenizer_json)
+        self.batch_invariant = batch_invariant
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        config = model.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
+        made_for = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
+        self.context_length = min(context_length or made_for, made_for, kv_tokens)
+        self.eos_tokens = _eos_tokens(model)
+        self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device)
+        model.set_attn_implementation(attention.NAME)
+
+    @torch.inference_mode()
+    def forward(self, batch: list[Rows]) -> torch.Tensor:
+        """Logits [sum of wanted, vocab] float32 of one pass over the rows of all sessions; caches grow by their rows."""
+        if self.batch_invariant:
+            return self._forward_tiles(batch)
+        spans, first = [], 0
+        for rows in batch:
+            spans.append(Span(rows.cache, first, len(rows.tokens), rows.cache.length))
+            first += len(rows.tokens)
+        wanted = [span.first + span.count - rows.wanted + i for rows, span in zip(batch, spans, strict=True)
+                  for i in range(rows.wanted)]
+        logits = self._run([token for rows in batch for token in rows.tokens], spans, wanted)
+        for rows in batch:
+            rows.cache.length += len(rows.tokens)
+        return logits
+
+    def _run(self, tokens: list[int], spans: list[Span], wanted: list[int]) -> torch.Tensor:
+        slots = torch.cat([span.cache.slots[span.start : span.context] for span in spans])
+        positions = [p for span in spans for p in range(span.start, span.context)]
+        logits = self.model(
+            input_ids=torch.tensor([tokens], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(wanted or [0], device=self.device),
+            outrider_batch=RaggedBatch(self.pool, spans, slots),
+        ).logits[0]
+        return logits[: len(wanted)].float()
+
+    def _forward_tiles(self, batch: list[Rows]) -> torch.Tensor:
+        """As `forward`, but every row is computed in a tile of TILE_ROWS rows and attends alone.
+
+        The shapes of all matrix products are then the same in every step, so the same row gives the same bits
+        whatever shares its step. (The kernels of one shape add in one order; a test holds them to it.)
+        """
+        flat = [(rows, i) for rows in batch for i in range(len(rows.tokens))]
+        kept = []
+        for first in range(0, len(flat), TILE_ROWS):
+            tile = flat[first : first + TILE_ROWS]
+            filled = tile + [tile[-1]] * (TILE_ROWS - len(tile))  # copies of the last row write what it writes
+            spans = [Span(rows.cache, j, 1, rows.cache.length + i) for j, (rows, i) in enumerate(filled)]
+            logits = self._run([rows.tokens[i] for rows, i in filled], spans, list(range(TILE_ROWS)))
+            kept.extend(logits[j] for j, (rows, i) in enumerate(tile) if i >= len(rows.tokens) - rows.wanted)
+        for rows in batch:
+            rows.cache.length += len(rows.tokens)
+        return torch.stack(kept) if kept else torch.empty(0, self.vocab_size)
+
+    @torch.inference_mode()
+    def check(self) -> float:
+        """Compare ragged, chunked passes with the model's own plain forward; the largest difference of logits.
+
+        Raises:
+            ModelRefused: they disagree, so this architecture needs more than keys, values and positions.
+        """
+        length = min(24, self.context_length, self.pool.page_count * self.pool.page_size)
+        tokens = torch.randint(0, self.vocab_size, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+        cache = self.pool.allocate(length)
+        cuts = [0, length // 3, length // 3 + 1, length]
+        try:
+            pieces = [
+                self.forward([Rows(cache, tuple(tokens[a:b]), b - a)]) for a, b in zip(cuts, cuts[1:], strict=False)
+            ]
+        except (TypeError, AttributeError, NotImplementedError) as error:
+            raise ModelRefused(f"this architecture cannot run on a paged KV cache: {error}", field="target") from error
+        finally:
+            self.pool.release(cache)
+        self.model.set_attn_implementation("eager")
+        plain = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0].float()
+        self.model.set_attn_implementation(attention.NAME)
+        difference = float((torch.cat(pieces) - plain).abs().max())
+        if not difference <= _CHECK_TOLERANCE[self.dtype] * max(1.0, float(plain.abs().max())):
+            raise ModelRefused(
+                f"paged attention differs from the model's own by {difference:.2g}; the architecture is not supported",
+                field="target",
+            )
+        return difference
+
+
+def load_target(
+    target: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    kv_tokens: int = 32768,
+    page_size: int = 16,
+    context_length: int = 0,
+    batch_invariant: bool = False,
+) -> Target:
+    """Load from the embedded family, a folder or the hub: safetensors only, no remote code, checked before use.
+
+    Raises:
+        NotFound: no such model, or the hub cannot be reached.
+        ModelRefused: pickled weights, code of its own, no fast tokenizer, or an architecture that fails the check.
+    """
+    source = resolve_target(target)
+    tokenizer_json = _tokenizer_json(source, target)
+    loaded = Target(
+        load_model(source, target, device=device, dtype=dtype),
+        tokenizer_json,
+        kv_tokens=kv_tokens,
+        page_size=page_size,
+        context_length=context_length,
+        batch_invariant=batch_invariant,
+    )
+    difference = loaded.check()
+    log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, dtype, device, difference)
+    return loaded
+
+
+def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
+    """The model of a folder or hub name, as transformers makes it; the rules and errors of `load_target`."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
+        )
+    except OSError as error:
+        raise NotFound(
+            f"cannot load {target!r}: {_first_line(error)}; give a folder, a hub name that this machine can reach, "
+            f"or one of {', '.join(embedded_targets())}",
+            field="target",
+        ) from error
+    except ValueError as error:
+        raise ModelRefused(f"{target!r}: {_first_line(error)}", field="target") from error
+    try:
+        return model.to(device).eval()
+    except RuntimeError as error:
+        raise ModelRefused(f"cannot move {target!r} to {device}: {_first_line(error)}", field="device") from error
+
+
+def _tokenizer_json(source: str, target: str) -> str:
+    """The text of the fast tokenizer's file; where a repository has none, transformers converts what there is."""
+    local = Path(source) / "tokenizer.json"
+    if local.is_file():
+        return local.read_text(encoding="utf-8")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise NotFound(f"cannot load the tokenizer of {target!r}: {_first_line(error)}", field="target") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelRefused(f"{target!r} has no fast tokenizer (tokenizer.json)", field="target")
+    return str(json.dumps(json.loads(backend.to_str())))
+
+
+def _eos_tokens(model: Any) -> frozenset[int]:
+    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if eos is None:
+        eos = model.config.get_text_config().eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def register() -> None:
+    """Make the attention function known to transformers; done once on import."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(attention.NAME, attention.paged_attention)
+
+
+register()

@@ -1,0 +1,164 @@
+"""The edge's loop: draft, send, apply commits. All rules are the session machine's; this moves its instructions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from outrider.edge.drafters.protocol import DraftState, Proposal
+from outrider.edge.link import Stream, open_stream
+from outrider.edge.routes import Route
+from outrider.proto.errors import OutriderError, Unavailable
+from outrider.proto.session import Done, DraftJob, EdgeInstruction, EdgeSession, Emit, Reopen, Send
+from outrider.proto.types import CloudFrame, Commit, FinishReason, Goaway, Opened
+
+BLOCK_S = 0.002  # drafting time between looks at what the verifier has said
+
+
+class Decoding:
+    """One text being decoded: a session machine with its stream, its drafter and the thread that drafts."""
+
+    def __init__(
+        self,
+        machine: EdgeSession,
+        route: Route,
+        session: str,
+        *,
+        drafter: DraftState | None,
+        thread: ThreadPoolExecutor,
+        open_timeout_s: float,
+        silence_s: float,
+    ) -> None:
+        self.machine = machine
+        self._route = route
+        self._session = session
+        self._drafter = drafter
+        self._thread = thread
+        self._open_timeout_s = open_timeout_s
+        self._silence_s = silence_s
+        self._stream: Stream | None = None
+        self._reopen: Reopen | None = None
+        self._lost: list[str] = []
+        self._wake = asyncio.Event()
+        self._emitted: asyncio.Queue[Emit | Done] = asyncio.Queue()
+
+    async def run(self) -> AsyncIterator[Emit | Done]:
+        """Committed tokens as they come, and at last Done. Leaving early cancels the text everywhere."""
+        tasks = [asyncio.create_task(self._converse()), asyncio.create_task(self._draft())]
+        try:
+            while True:
+                item = await self._next_emitted(tasks)
+                yield item
+                if isinstance(item, Done):
+                    return
+        finally:
+            self._apply(self.machine.on_cancel())
+            if self._stream is not None:
+                await self._stream.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def stop(self, finish: FinishReason) -> None:
+        """End the text from this side; Done follows."""
+        self._apply(self.machine.on_cancel(finish))
+
+    async def _next_emitted(self, tasks: list[asyncio.Task[None]]) -> Emit | Done:
+        """The next item; a defect in one of the tasks is raised here instead of waiting for ever."""
+        getting = asyncio.create_task(self._emitted.get())
+        await asyncio.wait([getting, *(t for t in tasks if not t.done())], return_when=asyncio.FIRST_COMPLETED)
+        while not getting.done():
+            for task in tasks:
+                if task.done() and task.exception() is not None:
+                    getting.cancel()
+                    task.result()
+            await asyncio.wait([getting], timeout=0.05)
+        return getting.result()
+
+    # --- draft ---
+
+    async def _draft(self) -> None:
+        if self._drafter is None:
+            return
+        while not self.machine.done:
+            job = self.machine.next_job(self._block())
+            if job is None:
+                await self._wake.wait()
+                self._wake.clear()
+                continue
+            try:
+                proposal, seconds = await asyncio.get_running_loop().run_in_executor(self._thread, self._propose, job)
+            except OutriderError as error:
+                self._apply(self.machine.on_drafter_failed(error))
+                return
+            now = time.monotonic()
+            self._apply(self.machine.on_drafted(job, proposal.tokens, proposal.q, seconds, now))
+
+    def _block(self) -> int:
+        return max(1, min(8, int(BLOCK_S / max(1e-4, self.machine.drafting_s))))
+
+    def _propose(self, job: DraftJob) -> tuple[Proposal, float]:
+        """In the drafting thread."""
+        assert self._drafter is not None  # noqa: S101 - _draft returns without one
+        began = time.monotonic()
+        self._drafter.truncate(job.truncate_to)
+        self._drafter.extend(job.extend_with)
+        return self._drafter.propose(job.count), time.monotonic() - began
+
+    # --- send, apply commits ---
+
+    def _apply(self, instructions: list[EdgeInstruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(frame):
+                    if self._stream is not None:
+                        self._stream.send(frame)
+                case Emit() | Done():
+                    self._emitted.put_nowait(instruction)
+                case Reopen():
+                    self._reopen = instruction
+        self._wake.set()
+
+    async def _converse(self) -> None:
+        """Streams, one after the other, until the text is done."""
+        while not self.machine.done:
+            self._reopen = None
+            try:
+                await self._one_stream()
+            except OutriderError as error:
+                self._apply(self.machine.on_disconnected(error, time.monotonic()))
+            if self._stream is not None:
+                await self._stream.close()
+                self._stream = None
+            if self._reopen is not None:
+                await asyncio.sleep(self._reopen.after_s)
+
+    async def _one_stream(self) -> None:
+        lease = await self._route.lease(self._session, tuple(self._lost[-3:]))
+        stream = self._stream = open_stream(lease.address, self.machine.statistics, self._silence_s)
+        stream.send(self.machine.open_frame(lease.token, time.monotonic()))
+        frames = stream.frames()
+        try:
+            self._handle(await asyncio.wait_for(anext(frames), self._open_timeout_s))
+            self._lost.clear()
+            async for frame in frames:
+                self._handle(frame)
+                if self.machine.done or self._reopen is not None:
+                    return
+        except TimeoutError as error:
+            raise Unavailable(f"{lease.address} did not answer within {self._open_timeout_s:g} s") from error
+        finally:
+            if not self.machine.done:
+                self._lost.append(lease.verifier)
+
+    def _handle(self, frame: CloudFrame) -> None:
+        now = time.monotonic()
+        match frame:
+            case Commit():
+                self._apply(self.machine.on_commit(frame, now))
+            case Opened():
+                self._apply(self.machine.on_opened(frame, now))
+            case Goaway():
+                self._apply(self.machine.on_goaway(frame, now))

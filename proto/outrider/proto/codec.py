@@ -1,0 +1,459 @@
+"""Domain types to protobuf bytes and back. Nothing else converts; nothing else needs to.
+
+Bytes from a stranger either become a checked domain object or raise `InvalidArgument` that names the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from outrider.proto import types as t
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.v1 import decoding_pb2 as pb
+
+DECODE_METHOD = "/outrider.proto.v1.Decoding/Decode"
+CONTROL_SERVICE = "outrider.proto.v1.Control"
+DECODING_SERVICE = "outrider.proto.v1.Decoding"
+
+M = TypeVar("M", bound=Message)
+
+
+def _parse(kind: Callable[[], M], data: bytes) -> M:
+    message = kind()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise InvalidArgument(f"is not a {message.DESCRIPTOR.full_name} message", field="frame") from error
+    return message
+
+
+# --- the decoding stream, edge to cloud -------------------------------------------------------------------------
+
+
+def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
+    """One `EdgeFrame` message."""
+    match frame:
+        case t.Draft():
+            wire = pb.EdgeFrame(draft=_draft_to_wire(frame))
+        case t.Open():
+            wire = pb.EdgeFrame(open=_open_to_wire(frame))
+        case t.Report():
+            wire = pb.EdgeFrame(
+                report=pb.Report(
+                    drafting=frame.drafting, drafting_s=frame.drafting_s, round_trip_s=frame.round_trip_s
+                )
+            )
+        case t.Cancel():
+            wire = pb.EdgeFrame(cancel=pb.Cancel(reason=frame.reason))
+    return wire.SerializeToString()
+
+
+def decode_edge_frame(data: bytes) -> t.EdgeFrame:
+    """The frame in `data`; raises `InvalidArgument`."""
+    wire = _parse(pb.EdgeFrame, data)
+    match wire.WhichOneof("body"):
+        case "draft":
+            return _draft_from_wire(wire.draft)
+        case "open":
+            return _open_from_wire(wire.open)
+        case "report":
+            return t.Report(wire.report.drafting, wire.report.drafting_s, wire.report.round_trip_s)
+        case "cancel":
+            return t.Cancel(wire.cancel.reason)
+    raise InvalidArgument("holds none of open, draft, report, cancel", field="frame.body")
+
+
+def _draft_to_wire(draft: t.Draft) -> pb.Draft:
+    return pb.Draft(
+        chain=draft.chain,
+        start=draft.start,
+        tokens=draft.tokens,
+        parents=draft.parents,
+        q=np.asarray(draft.q, dtype="<f2").tobytes(),
+        drafter=draft.drafter,
+        drafter_version=draft.drafter_version,
+        sent_s=draft.sent_s,
+        complete=draft.complete,
+    )
+
+
+def _draft_from_wire(wire: pb.Draft) -> t.Draft:
+    if len(wire.q) % 2:
+        raise InvalidArgument("must be 2 bytes a token", field="draft.q")
+    return t.Draft(
+        chain=wire.chain,
+        start=wire.start,
+        tokens=tuple(wire.tokens),
+        parents=tuple(wire.parents),
+        q=tuple(np.frombuffer(wire.q, dtype="<f2").astype(float).tolist()),
+        drafter=wire.drafter,
+        drafter_version=wire.drafter_version,
+        sent_s=wire.sent_s,
+        complete=wire.complete,
+    )
+
+
+def _open_to_wire(frame: t.Open) -> pb.Open:
+    wire = pb.Open(
+        protocol_version=frame.protocol_version,
+        lease=frame.lease,
+        session=frame.session,
+        model=frame.model,
+        tokenizer_sha256=frame.tokenizer_sha256,
+        sampling=_sampling_to_wire(frame.sampling),
+        prompt=frame.prompt,
+        committed=frame.committed,
+        drafting=frame.drafting,
+        window=frame.window,
+        max_drafts=frame.max_drafts,
+        steering_width=frame.steering_width,
+    )
+    if frame.patience is not None:
+        wire.patience.CopyFrom(pb.Patience(seconds=frame.patience.seconds, drafts=frame.patience.drafts))
+    return wire
+
+
+def _open_from_wire(wire: pb.Open) -> t.Open:
+    if not wire.HasField("sampling"):
+        raise InvalidArgument("is missing", field="open.sampling")
+    patience = t.Patience(wire.patience.seconds, wire.patience.drafts) if wire.HasField("patience") else None
+    return t.Open(
+        protocol_version=wire.protocol_version,
+        lease=wire.lease,
+        session=wire.session,
+        model=wire.model,
+        tokenizer_sha256=wire.tokenizer_sha256,
+        sampling=_sampling_from_wire(wire.sampling),
+        prompt=tuple(wire.prompt),
+        committed=tuple(wire.committed),
+        patience=patience,
+        drafting=wire.drafting,
+        window=wire.window,
+        max_drafts=wire.max_drafts,
+        steering_width=wire.steering_width,
+    )
+
+
+def _sampling_to_wire(sampling: t.Sampling) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        bias_tokens=[token for token, _ in sampling.logit_bias],
+        bias_values=[bias for _, bias in sampling.logit_bias],
+        allowed_tokens=sampling.allowed_tokens,
+        max_tokens=sampling.max_tokens,
+        stop_tokens=sampling.stop_tokens,
+        ignore_eos=sampling.ignore_eos,
+    )
+
+
+def _sampling_from_wire(wire: pb.Sampling) -> t.Sampling:
+    if len(wire.bias_tokens) != len(wire.bias_values):
+        raise InvalidArgument("must hold one value for each of bias_tokens", field="sampling.bias_values")
+    return t.Sampling(
+        temperature=wire.temperature,
+        seed=wire.seed,
+        top_k=wire.top_k,
+        top_p=wire.top_p,
+        min_p=wire.min_p,
+        repetition_penalty=wire.repetition_penalty,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        logit_bias=tuple(zip(wire.bias_tokens, wire.bias_values, strict=True)),
+        allowed_tokens=tuple(wire.allowed_tokens),
+        max_tokens=wire.max_tokens,
+        stop_tokens=tuple(wire.stop_tokens),
+        ignore_eos=wire.ignore_eos,
+    )
+
+
+# --- the decoding stream, cloud to edge -------------------------------------------------------------------------
+
+
+def encode_cloud_frame(frame: t.CloudFrame) -> bytes:
+    """One `CloudFrame` message."""
+    match frame:
+        case t.Commit():
+            wire = pb.CloudFrame(commit=_commit_to_wire(frame))
+        case t.Opened():
+            wire = pb.CloudFrame(
+                opened=pb.Opened(
+                    committed=frame.committed,
+                    credit=frame.credit,
+                    max_tokens=frame.max_tokens,
+                    verifier=frame.verifier,
+                    context_length=frame.context_length,
+                    batch_invariant=frame.batch_invariant,
+                )
+            )
+        case t.Goaway():
+            wire = pb.CloudFrame(goaway=pb.Goaway(reason=frame.reason, retry_after_s=frame.retry_after_s))
+    return wire.SerializeToString()
+
+
+def decode_cloud_frame(data: bytes) -> t.CloudFrame:
+    """The frame in `data`; raises `InvalidArgument`."""
+    wire = _parse(pb.CloudFrame, data)
+    match wire.WhichOneof("body"):
+        case "commit":
+            return _commit_from_wire(wire.commit)
+        case "opened":
+            o = wire.opened
+            return t.Opened(o.committed, o.credit, o.max_tokens, o.verifier, o.context_length, o.batch_invariant)
+        case "goaway":
+            return t.Goaway(wire.goaway.reason, wire.goaway.retry_after_s)
+    raise InvalidArgument("holds none of opened, commit, goaway", field="frame.body")
+
+
+def _commit_to_wire(commit: t.Commit) -> pb.Commit:
+    wire = pb.Commit(
+        start=commit.start,
+        tokens=commit.tokens,
+        accepted=commit.accepted,
+        logp=commit.logp,
+        reward=commit.reward,
+        credit=commit.credit,
+        timing=pb.Timing(
+            echo_sent_s=commit.timing.echo_sent_s,
+            hold_s=commit.timing.hold_s,
+            queue_s=commit.timing.queue_s,
+            verify_s=commit.timing.verify_s,
+        ),
+        finish=pb.FinishReason.Name(commit.finish.value if commit.finish else 0),
+        chain=commit.chain,
+        judged=commit.judged,
+    )
+    if commit.steering is not None:
+        s = commit.steering
+        wire.steering.CopyFrom(
+            pb.Steering(
+                position=s.position, version=s.version, scale=s.scale, values=s.values, precision=s.precision.value
+            )
+        )
+    return wire
+
+
+def _commit_from_wire(wire: pb.Commit) -> t.Commit:
+    return t.Commit(
+        start=wire.start,
+        tokens=tuple(wire.tokens),
+        accepted=wire.accepted,
+        logp=tuple(wire.logp),
+        reward=wire.reward if wire.HasField("reward") else None,
+        steering=_steering_from_wire(wire.steering) if wire.HasField("steering") else None,
+        credit=wire.credit,
+        timing=t.Timing(wire.timing.echo_sent_s, wire.timing.hold_s, wire.timing.queue_s, wire.timing.verify_s),
+        finish=_enum(t.FinishReason, wire.finish, "commit.finish") if wire.finish else None,
+        chain=wire.chain,
+        judged=wire.judged,
+    )
+
+
+def _steering_from_wire(wire: pb.Steering) -> t.Steering:
+    precision = _enum(t.SteeringPrecision, wire.precision, "steering.precision")
+    return t.Steering(wire.position, wire.version, wire.scale, wire.values, precision)
+
+
+def _enum(kind: Any, number: int, field: str) -> Any:
+    try:
+        return kind(number)
+    except ValueError as error:
+        raise InvalidArgument(f"{number} is not a {kind.__name__}", field=field) from error
+
+
+# --- the control plane ------------------------------------------------------------------------------------------
+
+
+def _file_to_wire(file: t.RemoteFile) -> pb.RemoteFile:
+    return pb.RemoteFile(name=file.name, sha256=file.sha256, bytes=file.bytes)
+
+
+def _file_from_wire(wire: pb.RemoteFile) -> t.RemoteFile:
+    return t.RemoteFile(wire.name, wire.sha256, wire.bytes)
+
+
+def _manifest_to_wire(manifest: t.DrafterManifest) -> pb.DrafterManifest:
+    return pb.DrafterManifest(
+        name=manifest.name,
+        version=manifest.version,
+        tokenizer_sha256=manifest.tokenizer_sha256,
+        target=manifest.target,
+        files=[_file_to_wire(file) for file in manifest.files],
+    )
+
+
+def _manifest_from_wire(wire: pb.DrafterManifest) -> t.DrafterManifest:
+    return t.DrafterManifest(
+        wire.name, wire.version, wire.tokenizer_sha256, wire.target, tuple(_file_from_wire(f) for f in wire.files)
+    )
+
+
+def encode_lease_request(request: t.LeaseRequest) -> bytes:
+    """One `LeaseRequest` message."""
+    return pb.LeaseRequest(
+        model=request.model,
+        tokenizer_sha256=request.tokenizer_sha256,
+        session=request.session,
+        avoid=request.avoid,
+        protocol_version=request.protocol_version,
+    ).SerializeToString()
+
+
+def decode_lease_request(data: bytes) -> t.LeaseRequest:
+    """The request in `data`; raises `InvalidArgument`."""
+    wire = _parse(pb.LeaseRequest, data)
+    return t.LeaseRequest(wire.model, wire.session, wire.tokenizer_sha256, tuple(wire.avoid), wire.protocol_version)
+
+
+def encode_lease(lease: t.Lease) -> bytes:
+    """One `Lease` message."""
+    wire = pb.Lease(
+        token=lease.token,
+        verifier=lease.verifier,
+        address=lease.address,
+        expires_in_s=lease.expires_in_s,
+        model=lease.model,
+        tokenizer_sha256=lease.tokenizer_sha256,
+        drafters=[_manifest_to_wire(manifest) for manifest in lease.drafters],
+        prior=pb.DraftingPrior(acceptance=lease.prior.acceptance, step_s=lease.prior.step_s),
+    )
+    if lease.tokenizer is not None:
+        wire.tokenizer.CopyFrom(_file_to_wire(lease.tokenizer))
+    return wire.SerializeToString()
+
+
+def decode_lease(data: bytes) -> t.Lease:
+    """The lease in `data`; raises `InvalidArgument`."""
+    wire = _parse(pb.Lease, data)
+    return t.Lease(
+        token=wire.token,
+        verifier=wire.verifier,
+        address=wire.address,
+        expires_in_s=wire.expires_in_s,
+        model=wire.model,
+        tokenizer_sha256=wire.tokenizer_sha256,
+        tokenizer=_file_from_wire(wire.tokenizer) if wire.HasField("tokenizer") else None,
+        drafters=tuple(_manifest_from_wire(m) for m in wire.drafters),
+        prior=t.DraftingPrior(wire.prior.acceptance, wire.prior.step_s),
+    )
+
+
+def encode_drafters(manifests: tuple[t.DrafterManifest, ...]) -> bytes:
+    """One `ListDraftersReply` (or `DrafterUpdate`, which has the same shape) message."""
+    return pb.ListDraftersReply(drafters=[_manifest_to_wire(manifest) for manifest in manifests]).SerializeToString()
+
+
+def decode_drafters(data: bytes) -> tuple[t.DrafterManifest, ...]:
+    """The manifests of a `ListDraftersReply` or `DrafterUpdate`."""
+    return tuple(_manifest_from_wire(wire) for wire in _parse(pb.ListDraftersReply, data).drafters)
+
+
+def encode_drafter_query(tokenizer_sha256: str) -> bytes:
+    """One `ListDraftersRequest` (or `WatchDraftersRequest`, which has the same shape) message."""
+    return pb.ListDraftersRequest(tokenizer_sha256=tokenizer_sha256).SerializeToString()
+
+
+def decode_drafter_query(data: bytes) -> str:
+    """The tokenizer hash asked for; empty: all."""
+    return str(_parse(pb.ListDraftersRequest, data).tokenizer_sha256)
+
+
+def encode_fetch(sha256: str, offset: int) -> bytes:
+    """One `FetchFileRequest` message."""
+    return pb.FetchFileRequest(sha256=sha256, offset=offset).SerializeToString()
+
+
+def decode_fetch(data: bytes) -> tuple[str, int]:
+    """The hash of the wanted content and the bytes to skip."""
+    wire = _parse(pb.FetchFileRequest, data)
+    return wire.sha256, wire.offset
+
+
+def encode_chunk(data: bytes) -> bytes:
+    """One `FileChunk` message."""
+    return pb.FileChunk(data=data).SerializeToString()
+
+
+def decode_chunk(data: bytes) -> bytes:
+    """The content of one `FileChunk`."""
+    return bytes(_parse(pb.FileChunk, data).data)
+
+
+def _report_to_wire(report: t.SessionReport) -> pb.SessionReport:
+    return pb.SessionReport(**{name: getattr(report, name) for name in t.SessionReport.__dataclass_fields__})
+
+
+def _report_from_wire(wire: pb.SessionReport) -> t.SessionReport:
+    return t.SessionReport(**{name: getattr(wire, name) for name in t.SessionReport.__dataclass_fields__})
+
+
+def encode_report(report: t.SessionReport) -> bytes:
+    """One `SessionReport` message."""
+    return _report_to_wire(report).SerializeToString()
+
+
+def decode_report(data: bytes) -> t.SessionReport:
+    """The report in `data`; raises `InvalidArgument`."""
+    return _report_from_wire(_parse(pb.SessionReport, data))
+
+
+def encode_status(status: t.ClusterStatus) -> bytes:
+    """One `ClusterStatus` message."""
+    names = t.VerifierStatus.__dataclass_fields__
+    return pb.ClusterStatus(
+        verifiers=[pb.VerifierStatus(**{name: getattr(v, name) for name in names}) for v in status.verifiers],
+        drafters=[_manifest_to_wire(manifest) for manifest in status.drafters],
+        leases_granted=status.leases_granted,
+        recent=[_report_to_wire(report) for report in status.recent],
+    ).SerializeToString()
+
+
+def decode_status(data: bytes) -> t.ClusterStatus:
+    """The status in `data`; raises `InvalidArgument`."""
+    wire = _parse(pb.ClusterStatus, data)
+    names = t.VerifierStatus.__dataclass_fields__
+    return t.ClusterStatus(
+        verifiers=tuple(t.VerifierStatus(**{name: getattr(v, name) for name in names}) for v in wire.verifiers),
+        drafters=tuple(_manifest_from_wire(m) for m in wire.drafters),
+        leases_granted=wire.leases_granted,
+        recent=tuple(_report_from_wire(r) for r in wire.recent),
+    )
+
+
+def encode_drain(verifier: str) -> bytes:
+    """One `DrainRequest` message."""
+    return pb.DrainRequest(verifier=verifier).SerializeToString()
+
+
+def decode_drain(data: bytes) -> str:
+    """The name of the verifier to drain."""
+    return str(_parse(pb.DrainRequest, data).verifier)
+
+
+def encode_drained(sessions: int) -> bytes:
+    """One `DrainReply` message."""
+    return pb.DrainReply(sessions=sessions).SerializeToString()
+
+
+def decode_drained(data: bytes) -> int:
+    """How many sessions were asked to move."""
+    return int(_parse(pb.DrainReply, data).sessions)
+
+
+def encode_nothing(_: None) -> bytes:
+    """A message without fields."""
+    return b""
+
+
+def decode_nothing(_: bytes) -> None:
+    """A message without fields."""

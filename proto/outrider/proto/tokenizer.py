@@ -1,0 +1,26 @@
+"""The identity of a tokenizer: one hash that the edge, the verifier and every drafter must share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+# What decides how text becomes ids and back. Padding, truncation and the file's layout do not.
+DECIDING_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
+
+
+def tokenizer_hash(tokenizer_json: str) -> str:
+    """Hash the content of a fast-tokenizer file (`tokenizer.json`), whatever its white space.
+
+    Two tokenizers of equal vocabulary size can still map text to different ids, so sizes are never compared.
+
+    Args:
+        tokenizer_json: the text of the file.
+
+    Returns:
+        64 lower-case hexadecimal digits (SHA-256).
+    """
+    parsed = json.loads(tokenizer_json)
+    deciding = {part: parsed.get(part) for part in DECIDING_PARTS}
+    canonical = json.dumps(deciding, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()

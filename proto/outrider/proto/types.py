@@ -1,0 +1,376 @@
+"""Frozen domain types: what the messages mean, checked when made. Only `codec` knows their protobuf twins.
+
+Positions are absolute (prompt + text, from 0). Token ids are Python ints in tuples. Seconds are floats.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+
+from outrider.proto.errors import InvalidArgument
+
+PROTOCOL_VERSION = 1
+MAX_TOKEN_ID = (1 << 31) - 1
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class FinishReason(Enum):
+    """Why a text ended. `STOP_STRING` is settled at the edge, where the text is."""
+
+    EOS = 1
+    STOP_TOKEN = 2
+    LENGTH = 3
+    CANCELLED = 4
+    STOP_STRING = 5
+
+
+class Provenance(Enum):
+    """Where a committed token was first thought of. Either way it is the target's token."""
+
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+def _require(holds: bool, field_name: str, message: str) -> None:
+    if not holds:
+        raise InvalidArgument(message, field=field_name)
+
+
+def _check_tokens(tokens: tuple[int, ...], field_name: str) -> None:
+    for token in tokens:
+        if not 0 <= token <= MAX_TOKEN_ID:
+            raise InvalidArgument(f"token id {token} is not in 0..{MAX_TOKEN_ID}", field=field_name)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target's distribution is processed. Processing order: allowed tokens, bias, repetition, presence and
+    frequency penalty, temperature, top-k, top-p, min-p. At temperature 0 the argmax before temperature is taken."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_tokens: tuple[int, ...] = ()
+    max_tokens: int = 128
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _require(math.isfinite(getattr(self, name)), f"sampling.{name}", "must be a finite number")
+        _require(self.temperature >= 0, "sampling.temperature", f"{self.temperature} is below 0; 0 means greedy")
+        _require(0 <= self.seed < 1 << 64, "sampling.seed", "must be in 0..2^64-1")
+        _require(self.top_k >= 0, "sampling.top_k", "must be 0 (off) or more")
+        _require(0 < self.top_p <= 1, "sampling.top_p", f"{self.top_p} is not in (0, 1]; 1 means off")
+        _require(0 <= self.min_p <= 1, "sampling.min_p", f"{self.min_p} is not in [0, 1]; 0 means off")
+        _require(self.repetition_penalty > 0, "sampling.repetition_penalty", "must be above 0; 1 means off")
+        _require(self.max_tokens >= 1, "sampling.max_tokens", "must be 1 or more")
+        bias_tokens = tuple(token for token, _ in self.logit_bias)
+        _require(len(set(bias_tokens)) == len(bias_tokens), "sampling.bias_tokens", "a token stands twice")
+        _require(all(math.isfinite(b) for _, b in self.logit_bias), "sampling.bias_values", "must be finite numbers")
+        _require(
+            len(set(self.allowed_tokens)) == len(self.allowed_tokens), "sampling.allowed_tokens", "a token stands twice"
+        )
+        _check_tokens(bias_tokens, "sampling.bias_tokens")
+        _check_tokens(self.allowed_tokens, "sampling.allowed_tokens")
+        _check_tokens(self.stop_tokens, "sampling.stop_tokens")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the distribution depends on which tokens came before, beyond the target's own view of them."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long (seconds from the last commit, may be infinite) and for how many drafts the verifier waits."""
+
+    seconds: float
+    drafts: int = 1
+
+    def __post_init__(self) -> None:
+        _require(self.seconds >= 0, "patience.seconds", "must be 0 or more")
+        _require(self.drafts >= 1, "patience.drafts", "must be 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Everything that decides a text, so that any verifier can begin it or take it over."""
+
+    model: str
+    tokenizer_sha256: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    session: str
+    committed: tuple[int, ...] = ()
+    lease: bytes = b""
+    patience: Patience | None = None
+    drafting: bool = True
+    window: int = 0
+    max_drafts: int = 0
+    steering_width: int = 0
+    protocol_version: int = PROTOCOL_VERSION
+
+    def __post_init__(self) -> None:
+        _require(bool(_SESSION.fullmatch(self.session)), "open.session", "must be 1 to 64 of A-Z a-z 0-9 - _")
+        _require(bool(self.model), "open.model", "is empty; name the target")
+        _require(
+            bool(_SHA256.fullmatch(self.tokenizer_sha256)), "open.tokenizer_sha256", "must be 64 hexadecimal digits"
+        )
+        _require(len(self.prompt) > 0, "open.prompt", "is empty; give at least one token, such as BOS")
+        _check_tokens(self.prompt, "open.prompt")
+        _check_tokens(self.committed, "open.committed")
+        _require(
+            len(self.committed) < self.sampling.max_tokens or not self.committed,
+            "open.committed",
+            "already holds sampling.max_tokens tokens; there is nothing left to generate",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens proposed from `start` on, as part of `chain`."""
+
+    chain: int
+    start: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    q: tuple[float, ...] = ()
+    drafter: str = ""
+    drafter_version: str = ""
+    sent_s: float = 0.0
+    complete: bool = False
+
+    def __post_init__(self) -> None:
+        _check_tokens(self.tokens, "draft.tokens")
+        _require(self.chain >= 0, "draft.chain", "must be 0 or more")
+        _require(self.start >= 0, "draft.start", "must be 0 or more")
+        _require(bool(self.tokens) or self.complete, "draft.tokens", "is empty and the chain is not complete")
+        _require(len(self.q) in (0, len(self.tokens)), "draft.q", "must hold one number for each token, or none")
+        _require(all(0 <= value <= 1 for value in self.q), "draft.q", "must be probabilities")
+        _require(len(self.parents) in (0, len(self.tokens)), "draft.parents", "must hold one for each token, or none")
+        _require(
+            all(-1 <= parent < child for child, parent in enumerate(self.parents)),
+            "draft.parents",
+            "must point to an earlier token of the message, or be -1",
+        )
+
+    def first_path(self) -> tuple[int, ...]:
+        """The tokens of the tree's first branch, in order: what a verifier without tree attention judges."""
+        if not self.parents:
+            return self.tokens
+        length = next((i for i, parent in enumerate(self.parents) if parent != i - 1), len(self.tokens))
+        return self.tokens[:length]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the edge knows and the verifier's patience needs."""
+
+    drafting: bool
+    drafting_s: float = 0.0
+    round_trip_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("drafting_s", "round_trip_s"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, f"report.{name}", "must be a finite number, 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The edge wants no more of this text."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The verifier has taken the session."""
+
+    committed: int
+    credit: int
+    max_tokens: int
+    verifier: str
+    context_length: int
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time of one commit went; `echo_sent_s` is on the edge's clock."""
+
+    echo_sent_s: float = 0.0
+    hold_s: float = 0.0
+    queue_s: float = 0.0
+    verify_s: float = 0.0
+
+
+class SteeringPrecision(Enum):
+    """How the numbers of a steering code travel."""
+
+    FLOAT16 = 1
+    INT8 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """A low-rank code [w] of the target's hidden state at `position`, as it travels."""
+
+    position: int
+    version: int
+    scale: float
+    values: bytes
+    precision: SteeringPrecision
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens that are now part of the text, for ever. The first `accepted` of them were drafts."""
+
+    start: int
+    tokens: tuple[int, ...]
+    accepted: int
+    credit: int
+    logp: tuple[float, ...] = ()
+    reward: float | None = None
+    steering: Steering | None = None
+    timing: Timing = field(default_factory=Timing)
+    finish: FinishReason | None = None
+    chain: int = 0
+    judged: int = 0
+
+    def __post_init__(self) -> None:
+        _require(bool(self.tokens) or self.finish is not None, "commit.tokens", "is empty and the text goes on")
+        _require(0 <= self.accepted <= len(self.tokens), "commit.accepted", "exceeds the tokens")
+        _require(len(self.logp) in (0, len(self.tokens)), "commit.logp", "must hold one for each token, or none")
+
+
+@dataclass(frozen=True, slots=True)
+class Goaway:
+    """The verifier ends the stream; the text goes on elsewhere."""
+
+    reason: str
+    retry_after_s: float = 0.0
+
+
+EdgeFrame = Open | Draft | Report | Cancel
+CloudFrame = Opened | Commit | Goaway
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file that the coordinator serves, known by the hash of its content."""
+
+    name: str
+    sha256: str
+    bytes: int
+
+    def __post_init__(self) -> None:
+        plain = bool(self.name) and "/" not in self.name and "\\" not in self.name and not self.name.startswith(".")
+        _require(plain, "file.name", f"{self.name!r} is not a plain file name")
+        _require(bool(_SHA256.fullmatch(self.sha256)), "file.sha256", "must be 64 hexadecimal digits")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterManifest:
+    """A drafter package: its identity and its files, `manifest.json` among them."""
+
+    name: str
+    version: str
+    tokenizer_sha256: str
+    target: str
+    files: tuple[RemoteFile, ...]
+
+    def __post_init__(self) -> None:
+        _require(bool(_SESSION.fullmatch(self.name)), "drafter.name", "must be 1 to 64 of A-Z a-z 0-9 - _")
+        _require(bool(_SESSION.fullmatch(self.version)), "drafter.version", "must be 1 to 64 of A-Z a-z 0-9 - _")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """An edge asks where to decode."""
+
+    model: str
+    session: str
+    tokenizer_sha256: str = ""
+    avoid: tuple[str, ...] = ()
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingPrior:
+    """What the fleet knows before a session's first commit; 0: not known."""
+
+    acceptance: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Permission to decode on one verifier for a while."""
+
+    token: bytes
+    verifier: str
+    address: str
+    expires_in_s: float
+    model: str
+    tokenizer_sha256: str
+    tokenizer: RemoteFile | None = None
+    drafters: tuple[DrafterManifest, ...] = ()
+    prior: DraftingPrior = field(default_factory=DraftingPrior)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReport:
+    """The figures of a finished session; no prompt and no text."""
+
+    session: str
+    model: str
+    verifier: str
+    drafter: str = ""
+    drafter_version: str = ""
+    committed_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_tokens: int = 0
+    judged_tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    uplink_bytes: int = 0
+    downlink_bytes: int = 0
+    resumes: int = 0
+    round_trip_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierStatus:
+    """One verifier as the coordinator sees it; state is `ready`, `draining` or `down`."""
+
+    name: str
+    address: str
+    model: str
+    state: str
+    sessions: int = 0
+    step_s: float = 0.0
+    restarts: int = 0
+    kv_pages_free: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """The coordinator's whole view."""
+
+    verifiers: tuple[VerifierStatus, ...]
+    drafters: tuple[DrafterManifest, ...]
+    leases_granted: int
+    recent: tuple[SessionReport, ...]

@@ -1,0 +1,441 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_EOS: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_TOKEN: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_STRING: _ClassVar[FinishReason]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_EOS: FinishReason
+FINISH_REASON_STOP_TOKEN: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_CANCELLED: FinishReason
+FINISH_REASON_STOP_STRING: FinishReason
+
+class EdgeFrame(_message.Message):
+    __slots__ = ("open", "draft", "cancel", "report")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    draft: Draft
+    cancel: Cancel
+    report: Report
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ...) -> None: ...
+
+class CloudFrame(_message.Message):
+    __slots__ = ("opened", "commit", "goaway")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    GOAWAY_FIELD_NUMBER: _ClassVar[int]
+    opened: Opened
+    commit: Commit
+    goaway: Goaway
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., goaway: _Optional[_Union[Goaway, _Mapping]] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "seed", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_tokens", "bias_values", "allowed_tokens", "max_tokens", "stop_tokens", "ignore_eos")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BIAS_VALUES_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    seed: int
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    bias_tokens: _containers.RepeatedScalarFieldContainer[int]
+    bias_values: _containers.RepeatedScalarFieldContainer[float]
+    allowed_tokens: _containers.RepeatedScalarFieldContainer[int]
+    max_tokens: int
+    stop_tokens: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, temperature: _Optional[float] = ..., seed: _Optional[int] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., bias_tokens: _Optional[_Iterable[int]] = ..., bias_values: _Optional[_Iterable[float]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_tokens: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+
+class Patience(_message.Message):
+    __slots__ = ("seconds", "drafts")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    drafts: int
+    def __init__(self, seconds: _Optional[float] = ..., drafts: _Optional[int] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "steering_width")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    STEERING_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    lease: bytes
+    session: str
+    model: str
+    tokenizer_sha256: str
+    sampling: Sampling
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    committed: _containers.RepeatedScalarFieldContainer[int]
+    patience: Patience
+    drafting: bool
+    window: int
+    max_drafts: int
+    steering_width: int
+    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., steering_width: _Optional[int] = ...) -> None: ...
+
+class Draft(_message.Message):
+    __slots__ = ("chain", "start", "tokens", "parents", "q", "drafter", "drafter_version", "sent_s", "complete")
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    Q_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SENT_S_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    chain: int
+    start: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    q: bytes
+    drafter: str
+    drafter_version: str
+    sent_s: float
+    complete: bool
+    def __init__(self, chain: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., q: _Optional[bytes] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., sent_s: _Optional[float] = ..., complete: _Optional[bool] = ...) -> None: ...
+
+class Report(_message.Message):
+    __slots__ = ("drafting", "drafting_s", "round_trip_s")
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_S_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    drafting: bool
+    drafting_s: float
+    round_trip_s: float
+    def __init__(self, drafting: _Optional[bool] = ..., drafting_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "batch_invariant")
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    committed: int
+    credit: int
+    max_tokens: int
+    verifier: str
+    context_length: int
+    batch_invariant: bool
+    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., batch_invariant: _Optional[bool] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "judged")
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    LOGP_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    STEERING_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    TIMING_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    JUDGED_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    accepted: int
+    logp: _containers.RepeatedScalarFieldContainer[float]
+    reward: float
+    steering: Steering
+    credit: int
+    timing: Timing
+    finish: FinishReason
+    chain: int
+    judged: int
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logp: _Optional[_Iterable[float]] = ..., reward: _Optional[float] = ..., steering: _Optional[_Union[Steering, _Mapping]] = ..., credit: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., chain: _Optional[int] = ..., judged: _Optional[int] = ...) -> None: ...
+
+class Steering(_message.Message):
+    __slots__ = ("position", "version", "scale", "values", "precision")
+    class Precision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PRECISION_UNSPECIFIED: _ClassVar[Steering.Precision]
+        PRECISION_FLOAT16: _ClassVar[Steering.Precision]
+        PRECISION_INT8: _ClassVar[Steering.Precision]
+    PRECISION_UNSPECIFIED: Steering.Precision
+    PRECISION_FLOAT16: Steering.Precision
+    PRECISION_INT8: Steering.Precision
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    version: int
+    scale: float
+    values: bytes
+    precision: Steering.Precision
+    def __init__(self, position: _Optional[int] = ..., version: _Optional[int] = ..., scale: _Optional[float] = ..., values: _Optional[bytes] = ..., precision: _Optional[_Union[Steering.Precision, str]] = ...) -> None: ...
+
+class Timing(_message.Message):
+    __slots__ = ("echo_sent_s", "hold_s", "queue_s", "verify_s")
+    ECHO_SENT_S_FIELD_NUMBER: _ClassVar[int]
+    HOLD_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_S_FIELD_NUMBER: _ClassVar[int]
+    echo_sent_s: float
+    hold_s: float
+    queue_s: float
+    verify_s: float
+    def __init__(self, echo_sent_s: _Optional[float] = ..., hold_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., verify_s: _Optional[float] = ...) -> None: ...
+
+class Goaway(_message.Message):
+    __slots__ = ("reason", "retry_after_s")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    retry_after_s: float
+    def __init__(self, reason: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class ErrorDetail(_message.Message):
+    __slots__ = ("kind", "message", "field", "retry_after_s")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    message: str
+    field: str
+    retry_after_s: float
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class LeaseRequest(_message.Message):
+    __slots__ = ("model", "tokenizer_sha256", "session", "avoid", "protocol_version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    AVOID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    tokenizer_sha256: str
+    session: str
+    avoid: _containers.RepeatedScalarFieldContainer[str]
+    protocol_version: int
+    def __init__(self, model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., session: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("token", "verifier", "address", "expires_in_s", "model", "tokenizer_sha256", "drafters", "tokenizer", "prior")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    PRIOR_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    verifier: str
+    address: str
+    expires_in_s: float
+    model: str
+    tokenizer_sha256: str
+    drafters: _containers.RepeatedCompositeFieldContainer[DrafterManifest]
+    tokenizer: RemoteFile
+    prior: DraftingPrior
+    def __init__(self, token: _Optional[bytes] = ..., verifier: _Optional[str] = ..., address: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., tokenizer: _Optional[_Union[RemoteFile, _Mapping]] = ..., prior: _Optional[_Union[DraftingPrior, _Mapping]] = ...) -> None: ...
+
+class DraftingPrior(_message.Message):
+    __slots__ = ("acceptance", "step_s")
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    acceptance: float
+    step_s: float
+    def __init__(self, acceptance: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
+
+class RemoteFile(_message.Message):
+    __slots__ = ("name", "sha256", "bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    sha256: str
+    bytes: int
+    def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class DrafterManifest(_message.Message):
+    __slots__ = ("name", "version", "tokenizer_sha256", "target", "files")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    tokenizer_sha256: str
+    target: str
+    files: _containers.RepeatedCompositeFieldContainer[RemoteFile]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., target: _Optional[str] = ..., files: _Optional[_Iterable[_Union[RemoteFile, _Mapping]]] = ...) -> None: ...
+
+class ListDraftersRequest(_message.Message):
+    __slots__ = ("tokenizer_sha256",)
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    tokenizer_sha256: str
+    def __init__(self, tokenizer_sha256: _Optional[str] = ...) -> None: ...
+
+class ListDraftersReply(_message.Message):
+    __slots__ = ("drafters",)
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    drafters: _containers.RepeatedCompositeFieldContainer[DrafterManifest]
+    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ...) -> None: ...
+
+class FetchFileRequest(_message.Message):
+    __slots__ = ("sha256", "offset")
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    sha256: str
+    offset: int
+    def __init__(self, sha256: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FileChunk(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class SessionReport(_message.Message):
+    __slots__ = ("session", "model", "verifier", "drafter", "drafter_version", "committed_tokens", "accepted_tokens", "drafted_tokens", "steps", "seconds", "uplink_bytes", "downlink_bytes", "resumes", "round_trip_s", "judged_tokens")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERIFIER_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UPLINK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DOWNLINK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESUMES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    JUDGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    model: str
+    verifier: str
+    drafter: str
+    drafter_version: str
+    committed_tokens: int
+    accepted_tokens: int
+    drafted_tokens: int
+    steps: int
+    seconds: float
+    uplink_bytes: int
+    downlink_bytes: int
+    resumes: int
+    round_trip_s: float
+    judged_tokens: int
+    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., verifier: _Optional[str] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., resumes: _Optional[int] = ..., round_trip_s: _Optional[float] = ..., judged_tokens: _Optional[int] = ...) -> None: ...
+
+class SessionReportReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchDraftersRequest(_message.Message):
+    __slots__ = ("tokenizer_sha256",)
+    TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
+    tokenizer_sha256: str
+    def __init__(self, tokenizer_sha256: _Optional[str] = ...) -> None: ...
+
+class DrafterUpdate(_message.Message):
+    __slots__ = ("drafters",)
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    drafters: _containers.RepeatedCompositeFieldContainer[DrafterManifest]
+    def __init__(self, drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class VerifierStatus(_message.Message):
+    __slots__ = ("name", "address", "model", "state", "sessions", "step_s", "restarts", "kv_pages_free")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    model: str
+    state: str
+    sessions: int
+    step_s: float
+    restarts: int
+    kv_pages_free: int
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., step_s: _Optional[float] = ..., restarts: _Optional[int] = ..., kv_pages_free: _Optional[int] = ...) -> None: ...
+
+class ClusterStatus(_message.Message):
+    __slots__ = ("verifiers", "drafters", "leases_granted", "recent")
+    VERIFIERS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    RECENT_FIELD_NUMBER: _ClassVar[int]
+    verifiers: _containers.RepeatedCompositeFieldContainer[VerifierStatus]
+    drafters: _containers.RepeatedCompositeFieldContainer[DrafterManifest]
+    leases_granted: int
+    recent: _containers.RepeatedCompositeFieldContainer[SessionReport]
+    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("verifier",)
+    VERIFIER_FIELD_NUMBER: _ClassVar[int]
+    verifier: str
+    def __init__(self, verifier: _Optional[str] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    def __init__(self, sessions: _Optional[int] = ...) -> None: ...
