@@ -168,11 +168,9 @@ class Engine:
 
     def _plan(self, now: float) -> list[_Turn]:
         """Who takes part in the next step: every session that is due, and prompts as far as there is room."""
-        turns: list[_Turn] = []
-        decoding = [seat for seat in self._seats.values() if seat.behind == 1 and self._due(seat, now)]
-        for seat in decoding:
-            turns.append(self._decode_turn(seat))
-        room = self._config.prefill_chunk if decoding else ALONE_PREFILL_ROWS
+        due = (seat for seat in self._seats.values() if seat.behind == 1 and self._due(seat, now))
+        turns = [self._decode_turn(seat) for seat in due]
+        room = self._config.prefill_chunk if turns else ALONE_PREFILL_ROWS
         for seat in self._seats.values():
             if seat.behind > 1 and seat.session.finish is None and room > 0:
                 turn = self._prefill_turn(seat, room)

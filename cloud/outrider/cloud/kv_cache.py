@@ -110,7 +110,7 @@ class PagedKVCache:
         self._values[layer].index_copy_(0, slots, values.to(self._dtype))
 
     def read(self, layer: int, cache: SessionCache, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [length, kv_heads, head_dim] of a session's first positions; a view where they lie together."""
+        """Keys and values [length, kv_heads, head_dim] of a session's first positions; a view where they can be."""
         if cache.contiguous:
             here = slice(cache.first_slot, cache.first_slot + length)
             return self._keys[layer][here], self._values[layer][here]

@@ -78,7 +78,10 @@ class Sampler:
 
     def _choose(self, scores: torch.Tensor, sessions: list[Judged]) -> torch.Tensor:
         """[rows] int64."""
-        noisy, seeds, positions, first = [], [], [], 0
+        noisy: list[int] = []
+        seeds: list[int] = []
+        positions: list[int] = []
+        first = 0
         for session in sessions:
             if session.sampling.temperature > 0:
                 noisy += range(first, first + session.rows)
@@ -92,7 +95,7 @@ class Sampler:
         return tokens
 
     def _coupled_argmax(self, scores: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
-        """argmax over tokens of scores + G, decided by the portable noise where the fast one leaves a doubt.
+        """Argmax over tokens of scores + G, decided by the portable noise where the fast one leaves a doubt.
 
         scores: [rows, vocab] float64, -inf where a token is excluded; row_keys: [rows] int64.
         """
@@ -177,9 +180,7 @@ def _penalise(scores: torch.Tensor, session: Judged) -> torch.Tensor:
     if sampling.repetition_penalty != 1:
         prompt = torch.tensor(session.transcript[: session.prompt_length], device=scores.device)
         seen = (counts + torch.bincount(prompt, minlength=vocab)[None]) > 0
-        penalised = torch.where(
-            scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty
-        )
+        penalised = torch.where(scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty)
         scores = torch.where(seen, penalised, scores)
     return scores - sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts
 

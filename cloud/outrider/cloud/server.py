@@ -53,7 +53,7 @@ class StreamOutbox(Outbox):
         return await self._queue.get()
 
     def sent(self) -> None:
-        """gRPC has taken the last item."""
+        """GRPC has taken the last item."""
         self._unread -= 1
         self.taken += 1
 
@@ -202,9 +202,7 @@ class VerifierServer:
         except TimeoutError:
             outbox.put(InvalidArgument(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open"))
 
-    async def _read_open(
-        self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox
-    ) -> LeaseClaim | None:
+    async def _read_open(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> LeaseClaim | None:
         async for data in requests:
             frame = codec.decode_edge_frame(data)
             if not isinstance(frame, Open):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from dataclasses import dataclass
@@ -12,34 +13,15 @@ import torch
 
 from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, Span
+from outrider.cloud.family_index import embedded_targets, resolve_target
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
-FAMILY = Path(__file__).parent / "family"
 TILE_ROWS = 16
 _CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
 
 log = logging.getLogger(__name__)
-
-
-def embedded_targets() -> tuple[str, ...]:
-    """Names of the targets that the package carries."""
-    return tuple(sorted(folder.name for folder in FAMILY.iterdir() if (folder / "config.json").is_file()))
-
-
-def resolve_target(target: str) -> str:
-    """The folder or hub name behind `target`: an embedded name, an existing folder, or else a hub name."""
-    if target in embedded_targets():
-        return str(FAMILY / target)
-    folder = Path(target).expanduser()
-    if folder.is_dir():
-        if not any(folder.glob("*.safetensors")):
-            raise ModelRefused(f"{target} holds no *.safetensors; convert the weights first", field="target")
-        return str(folder)
-    if target.startswith((".", "/", "~")) or target.count("/") > 1:
-        raise NotFound(f"there is no folder {target}", field="target")
-    return target
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +62,18 @@ class Target:
 
     @torch.inference_mode()
     def forward(self, batch: list[Rows]) -> torch.Tensor:
-        """Logits [sum of wanted, vocab] float32 of one pass over the rows of all sessions; caches grow by their rows."""
+        """Logits [sum of wanted, vocab] float32 of one pass over all sessions' rows, which their caches keep."""
         if self.batch_invariant:
             return self._forward_tiles(batch)
         spans, first = [], 0
         for rows in batch:
             spans.append(Span(rows.cache, first, len(rows.tokens), rows.cache.length))
             first += len(rows.tokens)
-        wanted = [span.first + span.count - rows.wanted + i for rows, span in zip(batch, spans, strict=True)
-                  for i in range(rows.wanted)]
+        wanted = [
+            span.first + span.count - rows.wanted + i
+            for rows, span in zip(batch, spans, strict=True)
+            for i in range(rows.wanted)
+        ]
         logits = self._run([token for rows in batch for token in rows.tokens], spans, wanted)
         for rows in batch:
             rows.cache.length += len(rows.tokens)
@@ -113,7 +98,7 @@ class Target:
         whatever shares its step. (The kernels of one shape add in one order; a test holds them to it.)
         """
         flat = [(rows, i) for rows in batch for i in range(len(rows.tokens))]
-        kept = []
+        kept: list[torch.Tensor] = []
         for first in range(0, len(flat), TILE_ROWS):
             tile = flat[first : first + TILE_ROWS]
             filled = tile + [tile[-1]] * (TILE_ROWS - len(tile))  # copies of the last row write what it writes
@@ -137,7 +122,7 @@ class Target:
         cuts = [0, length // 3, length // 3 + 1, length]
         try:
             pieces = [
-                self.forward([Rows(cache, tuple(tokens[a:b]), b - a)]) for a, b in zip(cuts, cuts[1:], strict=False)
+                self.forward([Rows(cache, tuple(tokens[a:b]), b - a)]) for a, b in itertools.pairwise(cuts)
             ]
         except (TypeError, AttributeError, NotImplementedError) as error:
             raise ModelRefused(f"this architecture cannot run on a paged KV cache: {error}", field="target") from error

@@ -1,10 +1,10 @@
 """The edge: client SDK, drafters and the link. Imports neither torch nor ray nor transformers.
 
-    from outrider.edge import Client, EdgeConfig
+from outrider.edge import Client, EdgeConfig
 
-    async with Client(EdgeConfig(coordinator="127.0.0.1:50050")) as client:
-        async for event in client.generate("def main():", max_tokens=64):
-            print(event.text, end="", flush=True)
+async with Client(EdgeConfig(coordinator="127.0.0.1:50050")) as client:
+async for event in client.generate("def main():", max_tokens=64):
+print(event.text, end="", flush=True)
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,14 +48,19 @@ class Tokens:
         tokens: [n] ids.
         provenance: [n] whether each was an accepted draft or the target's own.
         logp: [n] natural log of the target's processed probability of each.
-        text: what they add for certain; may lag behind while a character or a stop string is incomplete.
+        pieces: [n] text that each adds for certain; lags behind while a character or a stop string is incomplete.
     """
 
     position: int
     tokens: tuple[int, ...]
     provenance: tuple[Provenance, ...]
     logp: tuple[float, ...]
-    text: str
+    pieces: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """All pieces."""
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ class Client:
         stop: Sequence[str] = (),
         deadline_s: float | None = None,
         **overrides: Any,
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event]:
         """Decode one text. Leaving the loop early (`aclose`) cancels it on both sides.
 
         Args:
@@ -194,9 +199,7 @@ class Client:
                 else:
                     await self._report(frame.session, machine, time.monotonic() - began)
                     reason = item.finish or FinishReason.CANCELLED
-                    yield Finished(
-                        reason, text.finish(), machine.statistics, time.monotonic() - began, first_token_s
-                    )
+                    yield Finished(reason, text.finish(), machine.statistics, time.monotonic() - began, first_token_s)
                     return
         finally:
             await items.aclose()
@@ -211,10 +214,22 @@ class Client:
         **overrides: Any,
     ) -> Completion:
         """`generate`, collected."""
+        return await self.collect(
+            prompt, self.generate(prompt, sampling, stop=stop, deadline_s=deadline_s, **overrides)
+        )
+
+    async def collect(
+        self,
+        prompt: str | Sequence[int],
+        events: AsyncIterator[Event],
+        on_event: Callable[[Event], None] = lambda _: None,
+    ) -> Completion:
+        """The whole text of `generate(prompt, ...)`; `on_event` sees each event as it comes."""
         tokens: list[int] = []
         provenance: list[Provenance] = []
         text = ""
-        async for event in self.generate(prompt, sampling, stop=stop, deadline_s=deadline_s, **overrides):
+        async for event in events:
+            on_event(event)
             text += event.text
             if isinstance(event, Tokens):
                 tokens += event.tokens
@@ -399,7 +414,9 @@ class SyncClient:
         """As `Client.complete`."""
         return self._call(self._client.complete(prompt, sampling, **options))
 
-    def generate(self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any) -> Iterator[Event]:
+    def generate(
+        self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any
+    ) -> Iterator[Event]:
         """As `Client.generate`; closing the iterator cancels the text."""
         events: queue.Queue[Event | BaseException | None] = queue.Queue()
         pump = asyncio.run_coroutine_threadsafe(
@@ -421,18 +438,20 @@ async def _make(config: EdgeConfig) -> Client:
     return Client(config)
 
 
-async def _pump(events: AsyncIterator[Event], into: queue.Queue[Event | BaseException | None]) -> None:
+async def _pump(events: AsyncGenerator[Event], into: queue.Queue[Event | BaseException | None]) -> None:
     try:
         async for event in events:
             into.put(event)
     except OutriderError as error:
         into.put(error)
     finally:
-        await events.aclose()  # type: ignore[attr-defined]
+        await events.aclose()
         into.put(None)
 
 
-async def _until(items: AsyncIterator[Emit | Done], deadline_s: float | None) -> AsyncIterator[Emit | Done]:
+async def _until(
+    items: AsyncGenerator[Emit | Done], deadline_s: float | None
+) -> AsyncGenerator[Emit | Done]:
     """The same items, or DeadlineExceeded once `deadline_s` seconds are over."""
     try:
         if deadline_s is None:
@@ -448,7 +467,7 @@ async def _until(items: AsyncIterator[Emit | Done], deadline_s: float | None) ->
             except TimeoutError as error:
                 raise DeadlineExceeded(f"the text took longer than {deadline_s:g} s", field="deadline_s") from error
     finally:
-        await items.aclose()  # type: ignore[attr-defined]
+        await items.aclose()
 
 
 def _tokens_event(item: Emit, text: TextStream) -> Tokens:

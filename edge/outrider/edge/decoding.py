@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
 from outrider.edge.drafters.protocol import DraftState, Proposal
@@ -44,7 +44,7 @@ class Decoding:
         self._wake = asyncio.Event()
         self._emitted: asyncio.Queue[Emit | Done] = asyncio.Queue()
 
-    async def run(self) -> AsyncIterator[Emit | Done]:
+    async def run(self) -> AsyncGenerator[Emit | Done]:
         """Committed tokens as they come, and at last Done. Leaving early cancels the text everywhere."""
         tasks = [asyncio.create_task(self._converse()), asyncio.create_task(self._draft())]
         try:

@@ -64,9 +64,7 @@ class CoordinatorRoute:
     async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
         """As the coordinator decides."""
         return await self._client.open_lease(
-            LeaseRequest(
-                model=self._model, session=session, tokenizer_sha256=self._tokenizer_sha256, avoid=avoid
-            )
+            LeaseRequest(model=self._model, session=session, tokenizer_sha256=self._tokenizer_sha256, avoid=avoid)
         )
 
     async def report(self, report: SessionReport) -> None:

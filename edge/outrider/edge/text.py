@@ -22,11 +22,15 @@ class TextStream:
         self._decoded = ""
         self._given = 0
 
-    def push(self, tokens: tuple[int, ...]) -> str:
-        """The text that `tokens` add for certain; empty once a stop string has ended it."""
-        for token in tokens:
-            self._tokens.append(token)
-            self._decoded += self._decoder.step(self._tokenizer, token) or ""
+    def push(self, tokens: tuple[int, ...]) -> tuple[str, ...]:
+        """The text that each of `tokens` adds for certain; empty from where a stop string has ended it."""
+        return tuple(self._push_one(token) for token in tokens)
+
+    def _push_one(self, token: int) -> str:
+        if self.stopped:
+            return ""
+        self._tokens.append(token)
+        self._decoded += self._decoder.step(self._tokenizer, token) or ""
         return self._give(self._settled())
 
     def finish(self) -> str:

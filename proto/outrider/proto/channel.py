@@ -18,4 +18,8 @@ _LIMITS = [
 CLIENT_OPTIONS = [*_LIMITS, ("grpc.enable_retries", 0), ("grpc.max_reconnect_backoff_ms", 2_000)]
 
 # A server refuses pings closer together than this ("too many pings"); half the client's interval leaves room.
-SERVER_OPTIONS = [*_LIMITS, ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2), ("grpc.so_reuseport", 0)]
+SERVER_OPTIONS = [
+    *_LIMITS,
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.so_reuseport", 0),
+]

@@ -43,9 +43,7 @@ def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
             wire = pb.EdgeFrame(open=_open_to_wire(frame))
         case t.Report():
             wire = pb.EdgeFrame(
-                report=pb.Report(
-                    drafting=frame.drafting, drafting_s=frame.drafting_s, round_trip_s=frame.round_trip_s
-                )
+                report=pb.Report(drafting=frame.drafting, drafting_s=frame.drafting_s, round_trip_s=frame.round_trip_s)
             )
         case t.Cancel():
             wire = pb.EdgeFrame(cancel=pb.Cancel(reason=frame.reason))

@@ -68,7 +68,7 @@ def random_bits(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:
-    """u = (k + 1/2) / 2^52 in (0, 1) from the upper 52 bits; float64 of the shape of `bits`."""
+    """U = (k + 1/2) / 2^52 in (0, 1) from the upper 52 bits; float64 of the shape of `bits`."""
     return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 

@@ -36,7 +36,6 @@ from outrider.proto.policy import (
 from outrider.proto.types import (
     PROTOCOL_VERSION,
     Cancel,
-
     Commit,
     Draft,
     EdgeFrame,
@@ -441,6 +440,7 @@ class EdgeStatistics:
     accepted: int = 0
     drafted: int = 0
     judged: int = 0
+    questioned: int = 0  # judged drafts up to the first that missed in each step: acceptance is accepted / questioned
     steps: int = 0
     resumes: int = 0
     uplink_bytes: int = 0
@@ -600,6 +600,7 @@ class EdgeSession:
     def _measure(self, commit: Commit, now: float) -> None:
         self.statistics.steps += 1
         self.statistics.judged += commit.judged
+        self.statistics.questioned += min(commit.accepted + 1, commit.judged)
         self._acceptance.add(commit.accepted, commit.judged)
         timing = commit.timing
         if timing.verify_s > 0:
@@ -734,9 +735,7 @@ class EdgeSession:
         if not (self._connected and self._drafting) or self._job_running or self.allowance() > 0:
             return []
         self._chain_sent = True
-        return [
-            Send(Draft(self._chain, len(self.transcript) + len(self._drafted), (), sent_s=now, complete=True))
-        ]
+        return [Send(Draft(self._chain, len(self.transcript) + len(self._drafted), (), sent_s=now, complete=True))]
 
     def _reports(self) -> list[EdgeInstruction]:
         """A report when what the verifier's patience rests on has changed by a quarter."""
@@ -752,9 +751,7 @@ class EdgeSession:
         self._reported = report
         return [Send(report)]
 
-    def _end(
-        self, finish: FinishReason | None = None, error: OutriderError | None = None
-    ) -> list[EdgeInstruction]:
+    def _end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> list[EdgeInstruction]:
         self.done = True
         self.finish = finish
         return [Done(finish, error)]

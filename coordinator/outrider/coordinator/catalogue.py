@@ -1,0 +1,196 @@
+"""The drafters that the fleet offers, and every byte that can be fetched, known by its hash alone."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from outrider.coordinator.package import MANIFEST, Content, MemoryContent, Package, Stamp, load_package, stamp
+from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument, NotFound, OutriderError
+from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import DrafterManifest, RemoteFile
+
+logger = logging.getLogger(__name__)
+
+SCAN_DEPTH = 2  # drafters/tiny/7/manifest.json
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """What one look at the folders found; replaced whole, so that readers need no lock."""
+
+    manifests: tuple[DrafterManifest, ...] = ()
+    content_by_sha256: Mapping[str, Content] = field(default_factory=dict)
+    refused: Mapping[Path, OutriderError] = field(default_factory=dict)
+
+
+class Catalogue:
+    """Drafter packages below some folders, plus tokenizers. `rescan` may run in any thread, the rest in one loop."""
+
+    def __init__(self, folders: tuple[Path, ...] = ()) -> None:
+        self._folders = folders
+        self._scan = _Scan()
+        self._scanning = threading.Lock()
+        self._looked: dict[Path, tuple[tuple[tuple[str, Stamp], ...], Package | OutriderError]] = {}
+        self._tokenizers: dict[str, RemoteFile] = {}
+        self._tokenizer_content: dict[str, Content] = {}
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    @property
+    def manifests(self) -> tuple[DrafterManifest, ...]:
+        """All drafters, by name; of one name the newest version comes first."""
+        return self._scan.manifests
+
+    @property
+    def refused(self) -> Mapping[Path, OutriderError]:
+        """Package folders that are not served, and why."""
+        return self._scan.refused
+
+    def fits(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
+        """Return the drafters that share this tokenizer; empty asks for all."""
+        return tuple(m for m in self.manifests if tokenizer_sha256 in ("", m.tokenizer_sha256))
+
+    def tokenizer(self, tokenizer_sha256: str) -> RemoteFile | None:
+        """Return the file of the tokenizer with this identity, if it was added."""
+        return self._tokenizers.get(tokenizer_sha256)
+
+    def add_tokenizer(self, tokenizer_json: str) -> RemoteFile:
+        """Serve the text of a `tokenizer.json` as well; raises `ConfigError` when it is none."""
+        try:
+            identity = tokenizer_hash(tokenizer_json)
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"is not a tokenizer.json: {error}", field="tokenizer") from error
+        data = tokenizer_json.encode()
+        file = RemoteFile("tokenizer.json", hashlib.sha256(data).hexdigest(), len(data))
+        self._tokenizer_content[file.sha256] = MemoryContent(data)
+        self._tokenizers[identity] = file
+        return file
+
+    def open(self, sha256: str, offset: int) -> BinaryIO:
+        """Return a reader of the content with this hash, `offset` bytes in.
+
+        Raises:
+            InvalidArgument: not a hash, or an offset behind the end.
+            NotFound: nothing served has this hash.
+            DataLoss: the file was touched since it was checked.
+        """
+        if not _SHA256.fullmatch(sha256):
+            raise InvalidArgument("must be 64 hexadecimal digits", field="fetch.sha256")
+        content = self._scan.content_by_sha256.get(sha256) or self._tokenizer_content.get(sha256)
+        if content is None:
+            raise NotFound("no file with this hash is served; list the drafters again", field="fetch.sha256")
+        if offset > content.size:
+            raise InvalidArgument(f"{offset} is behind the end at {content.size}", field="fetch.offset")
+        reader = content.open()
+        reader.seek(offset)
+        return reader
+
+    def rescan(self) -> bool:
+        """Look at the folders again; whether the drafters changed. Hashes only packages that were touched."""
+        with self._scanning:
+            before = self._scan
+            looked = {folder: self._look(folder) for folder in self._package_folders()}
+            self._looked = looked
+            self._scan = _collect({folder: outcome for folder, (_, outcome) in looked.items()})
+            return self._scan.manifests != before.manifests
+
+    async def refresh(self) -> bool:
+        """`rescan` in a thread, then wake whoever awaits a change."""
+        changed = await asyncio.to_thread(self.rescan)
+        if changed:
+            self._wake()
+        return changed
+
+    async def changed(self) -> bool:
+        """Wait until the drafters changed; False: the catalogue was closed, no change will come."""
+        if not self._closed:
+            await self._changed.wait()
+        return not self._closed
+
+    def close(self) -> None:
+        """Release everybody who waits for a change."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        woken, self._changed = self._changed, asyncio.Event()
+        woken.set()
+
+    def _package_folders(self) -> Iterator[Path]:
+        seen: set[Path] = set()
+        for top in self._folders:
+            for folder in _walk(top, SCAN_DEPTH):
+                resolved = folder.resolve()
+                if resolved not in seen and (folder / MANIFEST).exists():
+                    seen.add(resolved)
+                    yield folder
+
+    def _look(self, folder: Path) -> tuple[tuple[tuple[str, Stamp], ...], Package | OutriderError]:
+        stamps = _stamps(folder)
+        known = self._looked.get(folder)
+        if known is not None and known[0] == stamps:
+            return known
+        try:
+            package = load_package(folder)
+        except (ConfigError, DataLoss) as error:
+            logger.warning("drafter package %s is refused: %s", folder, error)
+            return stamps, error
+        logger.info("drafter %s version %s is served", package.manifest.name, package.manifest.version)
+        return stamps, package
+
+
+def _collect(outcomes: Mapping[Path, Package | OutriderError]) -> _Scan:
+    packages: dict[tuple[str, str], Package] = {}
+    refused: dict[Path, OutriderError] = {}
+    for folder, outcome in outcomes.items():
+        if isinstance(outcome, OutriderError):
+            refused[folder] = outcome
+            continue
+        identity = (outcome.manifest.name, outcome.manifest.version)
+        # Two contents under one version would make "the same drafter" differ from edge to edge.
+        if packages.setdefault(identity, outcome).manifest != outcome.manifest:
+            refused[folder] = ConfigError(f"another package is already {identity}", field=folder.name)
+            logger.warning("drafter package %s is refused: %s", folder, refused[folder])
+    newest_first = sorted(packages.values(), key=lambda p: _version_key(p.manifest.version), reverse=True)
+    ordered = sorted(newest_first, key=lambda p: p.manifest.name)
+    contents: dict[str, Content] = {}
+    for package in ordered:
+        contents.update(package.content_by_sha256)
+    return _Scan(tuple(package.manifest for package in ordered), contents, refused)
+
+
+def _version_key(version: str) -> list[tuple[int, int, str]]:
+    parts = re.findall(r"\d+|\D+", version)
+    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]
+
+
+def _walk(folder: Path, depth: int) -> Iterator[Path]:
+    """`folder` and what is below; hidden folders are skipped, so that a package can be copied in and then renamed."""
+    if not folder.is_dir():
+        return
+    yield folder
+    if depth:
+        for child in sorted(folder.iterdir()):
+            if not child.name.startswith("."):
+                yield from _walk(child, depth - 1)
+
+
+def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
+    stamps = []
+    for name in sorted(os.listdir(folder)):
+        try:
+            stamps.append((name, stamp((folder / name).stat())))
+        except FileNotFoundError:
+            # Gone since the listing, or a dangling link: the next look will see it differently.
+            stamps.append((name, (-1, 0, 0, 0)))
+    return tuple(stamps)

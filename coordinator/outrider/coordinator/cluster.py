@@ -1,0 +1,194 @@
+"""What the coordinator needs to know of its verifiers, whoever runs them; and the simplest such fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Protocol, Self
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from outrider.coordinator.config import StaticVerifier
+from outrider.proto.errors import InvalidArgument, NotFound
+from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import VerifierStatus
+
+logger = logging.getLogger(__name__)
+
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+
+
+class VerifierState(StrEnum):
+    """Whether a verifier takes sessions."""
+
+    READY = "ready"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierInfo:
+    """One verifier at one moment. `model` is empty while it has never answered; `step_s` is a smoothed target step."""
+
+    name: str
+    address: str
+    model: str
+    tokenizer_sha256: str
+    state: VerifierState
+    sessions: int = 0
+    max_sessions: int = 64
+    step_s: float = 0.0
+    restarts: int = 0
+    kv_pages_free: int = 0
+
+    @classmethod
+    def from_report(cls, report: Mapping[str, Any]) -> Self:
+        """Read what a verifier says of itself; keys beyond the fields are left alone.
+
+        Raises:
+            InvalidArgument: a field is missing or cannot be read.
+        """
+        try:
+            return cls(
+                name=str(report["name"]),
+                address=str(report["address"]),
+                model=str(report["model"]),
+                tokenizer_sha256=str(report["tokenizer_sha256"]),
+                state=VerifierState(report["state"]),
+                sessions=int(report["sessions"]),
+                max_sessions=int(report["max_sessions"]),
+                step_s=float(report["step_s"]),
+                kv_pages_free=int(report["kv_pages_free"]),
+            )
+        except (KeyError, ValueError, TypeError) as error:
+            raise InvalidArgument(f"cannot be read: {error!r}", field="verifier.info") from error
+
+    def down(self) -> VerifierInfo:
+        """Return the same verifier, not answering."""
+        return replace(self, state=VerifierState.DOWN, sessions=0, kv_pages_free=0)
+
+    def status(self) -> VerifierStatus:
+        """As operators and edges see it."""
+        return VerifierStatus(
+            name=self.name,
+            address="" if self.state is VerifierState.DOWN else self.address,
+            model=self.model,
+            state=self.state.value,
+            sessions=self.sessions,
+            step_s=self.step_s,
+            restarts=self.restarts,
+            kv_pages_free=self.kv_pages_free,
+        )
+
+
+class Cluster(Protocol):
+    """The fleet of verifiers. Every method may raise `Unavailable` when the fleet itself cannot be asked."""
+
+    async def refresh(self) -> tuple[VerifierInfo, ...]:
+        """All verifiers as they are now, sorted by name; those that do not answer are `down`."""
+        ...
+
+    async def drain(self, name: str) -> int:
+        """Ask the sessions of verifier `name` to move, and take no more; how many there were.
+
+        Raises:
+            NotFound: there is no such verifier.
+        """
+        ...
+
+    async def tokenizer_json(self, name: str) -> str:
+        """Return the text of `tokenizer.json` of the target at verifier `name`; raises `NotFound`."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections; the verifiers go on."""
+        ...
+
+
+class StaticCluster:
+    """Verifiers at fixed addresses, found ready or not by the standard gRPC health service.
+
+    What health cannot tell (sessions, step time) stays 0, so load is spread by the leases that were granted.
+    """
+
+    def __init__(self, verifiers: tuple[StaticVerifier, ...], *, probe_timeout_s: float = 1.0) -> None:
+        self._verifiers = {verifier.name: verifier for verifier in verifiers}
+        self._probe_timeout_s = probe_timeout_s
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._draining: set[str] = set()
+        self._infos = {
+            v.name: VerifierInfo(
+                name=v.name,
+                address=v.address,
+                model=v.model,
+                tokenizer_sha256=tokenizer_hash(v.tokenizer_json),
+                state=VerifierState.DOWN,
+                max_sessions=v.max_sessions,
+            )
+            for v in verifiers
+        }
+        self._seen_ready: set[str] = set()
+
+    async def refresh(self) -> tuple[VerifierInfo, ...]:
+        """Probe all at once; a verifier that is down counts one restart when it is ready again."""
+        names = sorted(self._verifiers)
+        states = await asyncio.gather(*(self._probe(name) for name in names))
+        for name, state in zip(names, states, strict=True):
+            self._infos[name] = self._next(self._infos[name], state)
+        return tuple(self._infos[name] for name in names)
+
+    async def drain(self, name: str) -> int:
+        """Give the verifier no more leases until it was restarted. Its sessions go on: 0 of them were asked."""
+        self._require(name)
+        self._draining.add(name)
+        return 0
+
+    async def tokenizer_json(self, name: str) -> str:
+        """As the constructor was told."""
+        return self._require(name).tokenizer_json
+
+    async def close(self) -> None:
+        """Close the probing channels."""
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
+
+    def _require(self, name: str) -> StaticVerifier:
+        if name not in self._verifiers:
+            raise NotFound(f"there is no verifier {name!r}; there are {sorted(self._verifiers)}", field="verifier")
+        return self._verifiers[name]
+
+    def _next(self, before: VerifierInfo, state: VerifierState) -> VerifierInfo:
+        restarts = before.restarts
+        if state is VerifierState.DOWN:
+            return before.down()
+        if before.state is VerifierState.DOWN:
+            self._draining.discard(before.name)
+            restarts += before.name in self._seen_ready
+            self._seen_ready.add(before.name)
+        if before.name in self._draining:
+            state = VerifierState.DRAINING
+        return replace(before, state=state, restarts=restarts)
+
+    async def _probe(self, name: str) -> VerifierState:
+        if name not in self._channels:
+            # A local subchannel pool, and a short backoff: a verifier that came back must be seen at the next poll.
+            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 1000)]
+            self._channels[name] = grpc.aio.insecure_channel(self._verifiers[name].address, options=options)
+        check = self._channels[name].unary_unary(
+            HEALTH_METHOD,
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            reply = await check(health_pb2.HealthCheckRequest(), timeout=self._probe_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            logger.debug("verifier %s does not answer: %s", name, error.code().name)
+            return VerifierState.DOWN
+        serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+        return VerifierState.READY if serving else VerifierState.DRAINING

@@ -1,0 +1,95 @@
+"""Stand-ins for tests and examples: a fleet that says what it is told, and drafter packages of a few bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.coordinator.package import FORMAT, MANIFEST
+from outrider.proto.errors import NotFound, Unavailable
+from outrider.proto.tokenizer import tokenizer_hash
+
+TOKENIZER_JSON = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}})
+TOKENIZER_SHA256 = tokenizer_hash(TOKENIZER_JSON)
+
+
+def ready(name: str, **fields: object) -> VerifierInfo:
+    """Make a verifier of model `tiny` that is ready, with `fields` replaced."""
+    info = VerifierInfo(
+        name=name,
+        address="127.0.0.1:1",
+        model="tiny",
+        tokenizer_sha256=TOKENIZER_SHA256,
+        state=VerifierState.READY,
+        max_sessions=4,
+    )
+    return replace(info, **fields)  # type: ignore[arg-type]
+
+
+class ScriptedCluster:
+    """A fleet whose verifiers are whatever `verifiers` holds; `reachable = False` makes every question fail."""
+
+    def __init__(self, *verifiers: VerifierInfo, tokenizer_json: str = TOKENIZER_JSON) -> None:
+        self.verifiers = {verifier.name: verifier for verifier in verifiers}
+        self.reachable = True
+        self.refreshes = 0
+        self.drained: list[str] = []
+        self._tokenizer_json = tokenizer_json
+
+    async def refresh(self) -> tuple[VerifierInfo, ...]:
+        """Return what the script says now."""
+        self.refreshes += 1
+        if not self.reachable:
+            raise Unavailable("the cluster is away")
+        return tuple(self.verifiers[name] for name in sorted(self.verifiers))
+
+    async def drain(self, name: str) -> int:
+        """Mark it draining; return its sessions."""
+        if name not in self.verifiers:
+            raise NotFound(f"there is no verifier {name!r}", field="verifier")
+        self.drained.append(name)
+        self.verifiers[name] = replace(self.verifiers[name], state=VerifierState.DRAINING)
+        return self.verifiers[name].sessions
+
+    async def tokenizer_json(self, name: str) -> str:
+        """Return the one tokenizer that all share."""
+        if name not in self.verifiers:
+            raise NotFound(f"there is no verifier {name!r}", field="verifier")
+        return self._tokenizer_json
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+def write_package(
+    folder: Path,
+    *,
+    name: str = "tiny-drafter",
+    version: str = "1",
+    target: str = "tiny",
+    tokenizer_sha256: str = TOKENIZER_SHA256,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Write a drafter package into `folder`, the manifest last, as an exporter would; return `folder`."""
+    contents = {"model.onnx": b"onnx " + version.encode()} if files is None else files
+    folder.mkdir(parents=True, exist_ok=True)
+    for file_name, data in contents.items():
+        (folder / file_name).write_bytes(data)
+    manifest = {
+        "format": FORMAT,
+        "name": name,
+        "version": version,
+        "kind": "onnx-lm",
+        "target": target,
+        "tokenizer_sha256": tokenizer_sha256,
+        "files": {
+            file_name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+            for file_name, data in contents.items()
+        },
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder

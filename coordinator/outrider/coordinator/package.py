@@ -1,0 +1,178 @@
+"""One drafter package: a folder with `manifest.json` and the files that it lists, every one checked by its hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument
+from outrider.proto.types import DrafterManifest, RemoteFile
+
+FORMAT = "outrider-drafter/1"
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+Stamp = tuple[int, int, int, int]
+
+
+def stamp(status: os.stat_result) -> Stamp:
+    """Size, times of change in ns, and inode: differs once somebody wrote to the file or replaced it.
+
+    Writes within one tick of the file system's clock (ms) can go unseen; whoever fetches checks the hash as well.
+    """
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+class Content(Protocol):
+    """Bytes that can be served."""
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        ...
+
+    def open(self) -> BinaryIO:
+        """Return a fresh reader at the start; raises `DataLoss` when the bytes are no longer those checked."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredContent:
+    """A file that had the right hash when it bore this stamp."""
+
+    path: Path
+    stamp: Stamp
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.stamp[0]
+
+    def open(self) -> BinaryIO:
+        """Return a fresh reader at the start; raises `DataLoss` when the file was touched since it was checked."""
+        try:
+            reader = self.path.open("rb")
+        except OSError as error:
+            raise DataLoss(f"{self.path.name} can no longer be read; list the drafters again") from error
+        if stamp(os.fstat(reader.fileno())) != self.stamp:
+            reader.close()
+            raise DataLoss(f"{self.path.name} changed since it was checked; list the drafters again")
+        return reader
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryContent:
+    """Bytes that came from elsewhere."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return len(self.data)
+
+    def open(self) -> BinaryIO:
+        """Return a fresh reader at the start."""
+        return BytesIO(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A checked drafter package."""
+
+    manifest: DrafterManifest
+    content_by_sha256: Mapping[str, StoredContent]
+
+
+def load_package(folder: Path) -> Package:
+    """Read and check the package in `folder`.
+
+    Raises:
+        ConfigError: the manifest cannot be read or says something impossible; `field` names the file.
+        DataLoss: a file is missing or is not what the manifest promises; `field` names the file.
+    """
+    manifest_path = folder / MANIFEST
+    raw, manifest_stamp = _read_manifest(manifest_path)
+    where = f"{folder.name}/{MANIFEST}"
+    try:
+        parsed = json.loads(raw)
+        listed = _listed_files(parsed)
+        itself = RemoteFile(MANIFEST, hashlib.sha256(raw).hexdigest(), len(raw))
+        manifest = DrafterManifest(
+            name=_text(parsed, "name"),
+            version=_text(parsed, "version"),
+            tokenizer_sha256=_text(parsed, "tokenizer_sha256"),
+            target=_text(parsed, "target"),
+            files=(itself, *listed),
+        )
+    except ValueError as error:  # JSON, Unicode, and the contract's own InvalidArgument
+        raise ConfigError(str(error), field=where) from error
+    if not _SHA256.fullmatch(manifest.tokenizer_sha256):
+        raise ConfigError("tokenizer_sha256 must be 64 hexadecimal digits", field=where)
+    contents = {itself.sha256: StoredContent(manifest_path, manifest_stamp)}
+    for file in listed:
+        contents[file.sha256] = _checked(folder, file)
+    return Package(manifest, contents)
+
+
+def _read_manifest(path: Path) -> tuple[bytes, Stamp]:
+    try:
+        with path.open("rb") as reader:
+            before = stamp(os.fstat(reader.fileno()))
+            raw = reader.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", field=f"{path.parent.name}/{MANIFEST}") from error
+    if len(raw) > MAX_MANIFEST_BYTES:
+        raise ConfigError(f"exceeds {MAX_MANIFEST_BYTES} bytes", field=f"{path.parent.name}/{MANIFEST}")
+    return raw, before
+
+
+def _text(parsed: Mapping[str, Any], key: str) -> str:
+    value = parsed.get(key)
+    if not isinstance(value, str):
+        raise InvalidArgument("must be a string", field=key)
+    return value
+
+
+def _listed_files(parsed: Any) -> tuple[RemoteFile, ...]:
+    if not isinstance(parsed, dict) or parsed.get("format") != FORMAT:
+        raise InvalidArgument(f"is not {FORMAT!r}; export the drafter again", field="format")
+    files = parsed.get("files")
+    if not isinstance(files, dict) or not files:
+        raise InvalidArgument("must list at least one file", field="files")
+    listed = []
+    for name, entry in files.items():
+        if name == MANIFEST:
+            raise InvalidArgument("cannot list the manifest itself", field="files")
+        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or entry["bytes"] < 0:
+            raise InvalidArgument("must hold sha256 and bytes", field=f"files.{name}")
+        listed.append(RemoteFile(name, _text(entry, "sha256"), entry["bytes"]))
+    return tuple(listed)
+
+
+def _checked(folder: Path, file: RemoteFile) -> StoredContent:
+    path, where = folder / file.name, f"{folder.name}/{file.name}"
+    try:
+        # Before opening: a pipe or a device would block or never end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataLoss("is not a plain file", field=where)
+        with path.open("rb") as reader:
+            before = stamp(os.fstat(reader.fileno()))
+            # The size first: it costs nothing, and a half-copied gigabyte need not be hashed.
+            if before[0] != file.bytes:
+                raise DataLoss(f"has {before[0]} bytes, the manifest promises {file.bytes}", field=where)
+            found = hashlib.file_digest(reader, "sha256").hexdigest()
+    except OSError as error:
+        raise DataLoss(f"cannot be read: {error.strerror}", field=where) from error
+    if found != file.sha256:
+        raise DataLoss(f"has sha256 {found[:12]}, the manifest promises {file.sha256[:12]}", field=where)
+    return StoredContent(path, before)

@@ -1,0 +1,74 @@
+"""Which verifier takes a session: a pure function of what is known about them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
+
+RETRY_WHEN_FULL_S = 2.0
+RETRY_WHEN_DOWN_S = 1.0
+
+
+def place(
+    verifiers: Sequence[VerifierInfo],
+    model: str,
+    tokenizer_sha256: str,
+    avoid: Collection[str] = (),
+    pending: Mapping[str, int] | None = None,
+) -> VerifierInfo:
+    """Choose the least loaded verifier that can take one more session.
+
+    Load is sessions, then target step. Room is judged by the sessions that a verifier reports; leases that it has
+    yet to see (`pending`, by name) only decide between those with room, because most are opened before it reports.
+
+    Args:
+        verifiers: everything known.
+        model: the wanted target; empty takes the first there is.
+        tokenizer_sha256: the edge's; empty: it has none yet.
+        avoid: names to use only when nothing else is left.
+        pending: leases granted but not yet seen as sessions.
+
+    Raises:
+        NotFound: no verifier serves the model.
+        TokenizerMismatch: its target has another tokenizer.
+        Unavailable: those that serve it are all down or draining; has `retry_after_s`.
+        ResourceExhausted: those that are ready are all full; has `retry_after_s`.
+    """
+    waiting = pending or {}
+    serving = _with_tokenizer(_with_model(verifiers, model), tokenizer_sha256)
+    ready = [v for v in serving if v.state is VerifierState.READY]
+    if not ready:
+        names = ", ".join(f"{v.name} ({v.state})" for v in serving)
+        raise Unavailable(f"no verifier of {serving[0].model!r} is ready: {names}", retry_after_s=RETRY_WHEN_DOWN_S)
+    roomy = [v for v in ready if v.sessions < v.max_sessions]
+    if not roomy:
+        raise ResourceExhausted(
+            f"all {len(ready)} verifiers of {serving[0].model!r} are full", retry_after_s=RETRY_WHEN_FULL_S
+        )
+    return min(roomy, key=lambda v: (v.name in avoid, v.sessions + waiting.get(v.name, 0), v.step_s, v.name))
+
+
+def _with_model(verifiers: Sequence[VerifierInfo], model: str) -> list[VerifierInfo]:
+    known = [v for v in verifiers if v.model]
+    wanted = model or (known[0].model if known else "")
+    serving = [v for v in known if v.model == wanted]
+    if serving:
+        return serving
+    # A verifier that never answered may be the one that serves it: that is no reason to give up for good.
+    if not known or len(known) < len(verifiers):
+        raise Unavailable(f"no verifier of {wanted or 'any model'!r} has come up yet", retry_after_s=RETRY_WHEN_DOWN_S)
+    models = ", ".join(sorted({v.model for v in known}))
+    raise NotFound(f"no verifier serves {model!r}; there is {models}", field="lease_request.model")
+
+
+def _with_tokenizer(serving: list[VerifierInfo], tokenizer_sha256: str) -> list[VerifierInfo]:
+    matching = [v for v in serving if tokenizer_sha256 in ("", v.tokenizer_sha256)]
+    if not matching:
+        raise TokenizerMismatch(
+            f"{serving[0].model!r} has tokenizer {serving[0].tokenizer_sha256[:12]}, not {tokenizer_sha256[:12]}; "
+            "leave it empty to get the right one with the lease",
+            field="lease_request.tokenizer_sha256",
+        )
+    return matching

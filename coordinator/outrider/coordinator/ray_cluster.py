@@ -1,0 +1,172 @@
+"""Verifiers that are Ray actors: the only file here that imports Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import ray
+import ray.exceptions
+
+from outrider.coordinator.cluster import VerifierInfo
+from outrider.coordinator.roster import Roster
+from outrider.proto.errors import ConfigError, NotFound, OutriderError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "outrider"
+ACTOR_PREFIX = "outrider-verifier-"
+RETRY_S = 1.0
+
+# What Ray raises when it cannot be asked, beside its own tree.
+_RAY_FAILURES = (ray.exceptions.RayError, ConnectionError, RuntimeError)
+
+
+def connect_ray(address: str) -> None:
+    """Join the Ray cluster at `address` (`auto`: the one on this machine), unless this process is in one already.
+
+    Call it before any gRPC server or channel exists: Ray forks helpers, and gRPC does not survive a fork.
+
+    Raises:
+        Unavailable: no Ray answers there.
+    """
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+    except (*_RAY_FAILURES, ValueError) as error:
+        raise Unavailable(f"no Ray cluster answers at {address!r}: {error}", field="ray_address") from error
+
+
+class RayCluster:
+    """The actors of one namespace whose names begin with `ACTOR_PREFIX`.
+
+    All talk with Ray blocks, so it happens in worker threads; a poll waits `info_timeout_s` at most, for all actors
+    together.
+
+    Args:
+        info_timeout_s: an actor that takes longer to answer is down for this poll.
+        drain_grace_s: how long a drained actor lets its sessions move.
+        respawn: starts a new actor under a verifier's name (without prefix) when Ray has given the old one up, and
+            returns its handle. Make it a detached actor if it should outlive the coordinator. None: lost ones stay
+            down.
+    """
+
+    def __init__(
+        self,
+        *,
+        namespace: str = NAMESPACE,
+        info_timeout_s: float = 2.0,
+        drain_grace_s: float = 10.0,
+        respawn: Callable[[str], object] | None = None,
+    ) -> None:
+        if not ray.is_initialized():
+            raise ConfigError("this process is in no Ray cluster; call connect_ray first", field="ray_address")
+        self._namespace = namespace
+        self._info_timeout_s = info_timeout_s
+        self._drain_grace_s = drain_grace_s
+        self._respawn = respawn
+        self._roster = Roster()
+        self._polling = asyncio.Lock()
+        self._asked: dict[str, ray.ObjectRef] = {}
+        # Ray ends an actor that is not detached when its first handle goes.
+        self._respawned: dict[str, object] = {}
+
+    @classmethod
+    def connect(cls, address: str, **options: Any) -> Self:
+        """`connect_ray`, then the cluster; raises `Unavailable`."""
+        connect_ray(address)
+        return cls(**options)
+
+    async def refresh(self) -> tuple[VerifierInfo, ...]:
+        """Ask every actor for its info; raises `Unavailable` when Ray itself does not answer."""
+        async with self._polling:
+            return await asyncio.to_thread(self._poll)
+
+    async def drain(self, name: str) -> int:
+        """Ask the sessions of verifier `name` to move; how many there were.
+
+        Raises:
+            NotFound: there is no such actor.
+            Unavailable: it does not answer.
+        """
+        patience_s = self._drain_grace_s + self._info_timeout_s
+        sessions = await asyncio.to_thread(self._call, name, "drain", patience_s, self._drain_grace_s)
+        async with self._polling:
+            self._roster.drained(name)
+        return int(sessions)
+
+    async def tokenizer_json(self, name: str) -> str:
+        """Return the text of `tokenizer.json` of the target at verifier `name`; raises `NotFound` or `Unavailable`."""
+        return str(await asyncio.to_thread(self._call, name, "tokenizer_json", self._info_timeout_s))
+
+    async def close(self) -> None:
+        """Forget the handles; the actors and the connection to Ray stay."""
+        self._asked.clear()
+        self._respawned.clear()
+
+    def _poll(self) -> tuple[VerifierInfo, ...]:
+        listed = self._listed()
+        self._roster.observe(listed, self._reports(listed))
+        if self._respawn is not None:
+            for name in self._roster.to_respawn(time.monotonic()):
+                self._replace(name, self._respawn)
+        return self._roster.infos
+
+    def _listed(self) -> tuple[str, ...]:
+        try:
+            actors = ray.util.list_named_actors(all_namespaces=True)
+        except _RAY_FAILURES as error:
+            raise Unavailable(f"Ray does not answer: {error}", retry_after_s=RETRY_S) from error
+        names = (actor["name"] for actor in actors if actor["namespace"] == self._namespace)
+        return tuple(name.removeprefix(ACTOR_PREFIX) for name in names if name.startswith(ACTOR_PREFIX))
+
+    def _reports(self, listed: tuple[str, ...]) -> dict[str, Mapping[str, Any]]:
+        # An actor that is still loading answers much later: its question is kept, not asked anew at every poll.
+        asked = {name: self._asked.get(name) or self._ask(name) for name in listed}
+        waiting = {name: ref for name, ref in asked.items() if ref is not None}
+        refs = list(waiting.values())
+        done = set(ray.wait(refs, num_returns=len(refs), timeout=self._info_timeout_s)[0]) if refs else set()
+        self._asked = {name: ref for name, ref in waiting.items() if ref not in done}
+        answers = {name: self._answer(name, ref) for name, ref in waiting.items() if ref in done}
+        return {name: answer for name, answer in answers.items() if answer is not None}
+
+    def _ask(self, name: str) -> ray.ObjectRef | None:
+        try:
+            return self._actor(name).info.remote()
+        except (NotFound, *_RAY_FAILURES) as error:
+            logger.debug("verifier %s cannot be asked: %s", name, error)
+            return None
+
+    def _answer(self, name: str, ref: ray.ObjectRef) -> Mapping[str, Any] | None:
+        try:
+            answer = ray.get(ref, timeout=self._info_timeout_s)
+        except _RAY_FAILURES as error:
+            logger.debug("verifier %s does not answer: %s", name, error)
+            return None
+        return answer if isinstance(answer, Mapping) else None
+
+    def _replace(self, name: str, respawn: Callable[[str], object]) -> None:
+        try:
+            self._respawned[name] = respawn(name)
+        except (OutriderError, ValueError, *_RAY_FAILURES) as error:
+            logger.warning("verifier %s cannot be replaced, will try again: %s", name, error)
+        else:
+            logger.info("verifier %s is being replaced", name)
+
+    def _actor(self, name: str) -> Any:
+        try:
+            return ray.get_actor(ACTOR_PREFIX + name, namespace=self._namespace)
+        except ValueError as error:
+            raise NotFound(f"there is no verifier {name!r}", field="verifier") from error
+
+    def _call(self, name: str, method: str, timeout_s: float, *arguments: Any) -> Any:
+        try:
+            ref = getattr(self._actor(name), method).remote(*arguments)
+            return ray.get(ref, timeout=timeout_s)
+        except _RAY_FAILURES as error:
+            silent = f"verifier {name!r} does not answer to {method}: {error}"
+            raise Unavailable(silent, retry_after_s=RETRY_S) from error

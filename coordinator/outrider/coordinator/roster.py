@@ -1,0 +1,109 @@
+"""Who is in a cluster of restartable verifiers: what they last said, who is lost, whom to replace. Pure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.proto.errors import InvalidArgument
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 1.0
+LONGEST_BACKOFF_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    info: VerifierInfo
+    incarnation: str = ""
+    leaving: bool = False  # it was draining when it last answered
+    lost: bool = False  # Ray has given it up
+    respawns: int = 0
+    respawn_at_s: float = 0.0
+
+
+class Roster:
+    """Remembers verifiers across polls. Times are seconds of a monotonic clock."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, _Member] = {}
+
+    @property
+    def infos(self) -> tuple[VerifierInfo, ...]:
+        """Everybody, by name."""
+        return tuple(self._members[name].info for name in sorted(self._members))
+
+    def observe(self, listed: Collection[str], reports: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take in one poll.
+
+        A listed verifier without a report is down, and will be back by itself. One that is no longer listed is dead
+        for good: it is lost, except if it was draining, which means that somebody took it away on purpose.
+
+        Args:
+            listed: names that the cluster knows.
+            reports: what each that answered says of itself, with its `incarnation`.
+        """
+        for name in sorted({*listed, *self._members}):
+            member = self._members.get(name)
+            if name in listed:
+                self._members[name] = _with_report(name, member, reports.get(name))
+            elif member is not None and member.leaving:
+                logger.info("verifier %s was drained and is gone", name)
+                del self._members[name]
+            elif member is not None and not member.lost:
+                logger.warning("verifier %s is dead for good", name)
+                # `respawn_at_s` stays: one that dies while it starts must not be started again at once.
+                self._members[name] = replace(member, info=member.info.down(), lost=True)
+
+    def to_respawn(self, now_s: float) -> tuple[str, ...]:
+        """Name the lost verifiers to replace at time `now_s`: each again, later and later, until it answers."""
+        due = [name for name, m in sorted(self._members.items()) if m.lost and now_s >= m.respawn_at_s]
+        for name in due:
+            member = self._members[name]
+            wait_s = min(FIRST_BACKOFF_S * 2**member.respawns, LONGEST_BACKOFF_S)
+            self._members[name] = replace(member, respawns=min(member.respawns + 1, 16), respawn_at_s=now_s + wait_s)
+        return tuple(due)
+
+    def drained(self, name: str) -> None:
+        """Take verifier `name` for draining from now on, whatever it said last."""
+        member = self._members.get(name)
+        if member is not None and member.info.state is VerifierState.READY:
+            info = replace(member.info, state=VerifierState.DRAINING)
+            self._members[name] = replace(member, info=info, leaving=True)
+
+
+def _with_report(name: str, member: _Member | None, report: Mapping[str, Any] | None) -> _Member:
+    before = member or _Member(_unknown(name))
+    if report is None:
+        return _silent(before)
+    try:
+        said = VerifierInfo.from_report(report)
+    except InvalidArgument as error:
+        logger.warning("verifier %s: %s", name, error)
+        return _silent(before)
+    if said.name != name:
+        # Leases name the verifier, and it checks its own name: every lease for this one would be refused.
+        logger.warning("the verifier listed as %s calls itself %s and gets no sessions", name, said.name)
+        return _silent(before)
+    # A verifier that came back listens elsewhere: for one that names no incarnation, the address tells.
+    incarnation = str(report.get("incarnation") or said.address)
+    restarted = before.incarnation not in ("", incarnation)
+    if restarted:
+        logger.warning("verifier %s was restarted and is at %s", name, said.address)
+    leaving = said.state is VerifierState.DRAINING
+    return _Member(replace(said, restarts=before.info.restarts + restarted), incarnation, leaving)
+
+
+def _silent(before: _Member) -> _Member:
+    if before.info.state is not VerifierState.DOWN:
+        logger.warning("verifier %s does not answer", before.info.name)
+    # `lost` is over, since it is listed; `respawns` stays until it answers, or a crash at start would loop fast.
+    return replace(before, info=before.info.down(), lost=False)
+
+
+def _unknown(name: str) -> VerifierInfo:
+    return VerifierInfo(name=name, address="", model="", tokenizer_sha256="", state=VerifierState.DOWN)

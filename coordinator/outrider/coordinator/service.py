@@ -1,0 +1,257 @@
+"""The control logic, without gRPC: domain types in, domain types or `OutriderError` out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import closing
+from dataclasses import replace
+
+from outrider.coordinator.catalogue import Catalogue
+from outrider.coordinator.cluster import Cluster, VerifierInfo, VerifierState
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.placement import place
+from outrider.coordinator.statistics import FleetStatistics
+from outrider.proto.errors import (
+    InvalidArgument,
+    NotFound,
+    OutriderError,
+    ResourceExhausted,
+    Unavailable,
+    UnsupportedProtocol,
+)
+from outrider.proto.lease import LeaseClaim, sign_lease
+from outrider.proto.types import (
+    PROTOCOL_VERSION,
+    ClusterStatus,
+    DrafterManifest,
+    Lease,
+    LeaseRequest,
+    SessionReport,
+)
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 256 << 10
+# Edges that all fail at once must not turn into as many polls of the fleet.
+REFRESH_GAP_S = 0.1
+MAX_NAME_LENGTH = 256
+_SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SHA256 = re.compile(r"([0-9a-f]{64})?")
+
+
+class ControlService:
+    """What a coordinator does. One event loop; `clock` is Unix time in seconds and can be replaced in tests."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        cluster: Cluster,
+        catalogue: Catalogue,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.catalogue = catalogue
+        self._config = config
+        self._cluster = cluster
+        self._clock = clock
+        self._statistics = FleetStatistics()
+        if config.state is not None:
+            self._statistics.load(config.state)
+        self._unsaved = False
+        self._known: tuple[VerifierInfo, ...] = ()
+        self._draining: Counter[str] = Counter()
+        self._granted: deque[tuple[float, str]] = deque()  # (monotonic time, verifier)
+        self._refreshing = asyncio.Lock()
+        self._refreshed_s = float("-inf")
+
+    @property
+    def verifiers(self) -> tuple[VerifierInfo, ...]:
+        """The fleet as last seen, with those that are being drained marked so."""
+        return tuple(
+            replace(v, state=VerifierState.DRAINING) if self._draining[v.name] and v.state is VerifierState.READY else v
+            for v in self._known
+        )
+
+    async def refresh(self) -> None:
+        """Look at the fleet again. When it cannot be asked, the last view stays: its verifiers may well be fine."""
+        async with self._refreshing:
+            if time.monotonic() - self._refreshed_s < REFRESH_GAP_S:
+                return
+            try:
+                self._known = await self._cluster.refresh()
+            except OutriderError as error:
+                logger.warning("the cluster cannot be asked: %s", error)
+            self._refreshed_s = time.monotonic()
+            await self._learn_tokenizers()
+
+    async def open_lease(self, request: LeaseRequest) -> Lease:
+        """Permission for one session on the verifier that suits it best.
+
+        Raises:
+            UnsupportedProtocol: the edge speaks another version of the contract.
+            InvalidArgument: a field is malformed.
+            NotFound, TokenizerMismatch, ResourceExhausted, Unavailable: as `place`.
+        """
+        _check_lease_request(request)
+        verifier = await self._place(request)
+        self._granted.append((time.monotonic(), verifier.name))
+        self._statistics.leases_granted += 1
+        self._unsaved = True
+        drafters = self.catalogue.fits(verifier.tokenizer_sha256)
+        fitting = {(drafter.name, drafter.version) for drafter in drafters}
+        claim = LeaseClaim(
+            verifier=verifier.name,
+            model=verifier.model,
+            session=request.session,
+            expires_at_s=self._clock() + self._config.lease_seconds,
+        )
+        return Lease(
+            token=sign_lease(claim, self._config.lease_secret),
+            verifier=verifier.name,
+            address=verifier.address,
+            expires_in_s=self._config.lease_seconds,
+            model=verifier.model,
+            tokenizer_sha256=verifier.tokenizer_sha256,
+            tokenizer=self.catalogue.tokenizer(verifier.tokenizer_sha256),
+            # Those that were distilled for this very target first; the sort is stable.
+            drafters=tuple(sorted(drafters, key=lambda drafter: drafter.target != verifier.model)),
+            prior=self._statistics.prior(verifier.model, fitting, verifier.step_s),
+        )
+
+    async def list_drafters(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
+        """Return the drafters with this tokenizer; empty: all. Raises `InvalidArgument`."""
+        _check_tokenizer(tokenizer_sha256, "list_drafters.tokenizer_sha256")
+        return self.catalogue.fits(tokenizer_sha256)
+
+    async def fetch(self, sha256: str, offset: int) -> AsyncIterator[bytes]:
+        """Read the content with this hash from `offset`, in chunks of 256 KiB at most; raises like `Catalogue.open`."""
+        with closing(await asyncio.to_thread(self.catalogue.open, sha256, offset)) as reader:
+            while chunk := await asyncio.to_thread(reader.read, CHUNK_BYTES):
+                yield chunk
+
+    async def report(self, report: SessionReport) -> None:
+        """Learn from a finished session; raises `InvalidArgument`, or `NotFound` for a model that nobody serves."""
+        models = {v.model for v in self._known if v.model}
+        if models and report.model not in models:
+            raise NotFound(f"no verifier serves {report.model[:MAX_NAME_LENGTH]!r}", field="report.model")
+        self._statistics.add(report)
+        self._unsaved = True
+
+    async def status(self) -> ClusterStatus:
+        """Return the whole view."""
+        return ClusterStatus(
+            verifiers=tuple(verifier.status() for verifier in self.verifiers),
+            drafters=self.catalogue.manifests,
+            leases_granted=self._statistics.leases_granted,
+            recent=tuple(self._statistics.recent),
+        )
+
+    async def drain(self, name: str) -> int:
+        """Give verifier `name` no more sessions and ask those that it has to move; how many there were.
+
+        Raises:
+            NotFound: there is no such verifier.
+            Unavailable: it does not answer.
+        """
+        names = [v.name for v in self._known]
+        if name not in names:
+            there_is = ", ".join(names) or "none"
+            raise NotFound(f"no verifier {name[:MAX_NAME_LENGTH]!r}; there is {there_is}", field="drain.verifier")
+        self._draining[name] += 1
+        try:
+            sessions = await self._cluster.drain(name)
+            # Before the mark goes, its new state must be known, or the next lease would land on it.
+            self._refreshed_s = float("-inf")
+            await self.refresh()
+            return sessions
+        finally:
+            self._draining[name] -= 1
+
+    async def watch(self, tokenizer_sha256: str) -> AsyncIterator[tuple[DrafterManifest, ...]]:
+        """Yield the drafters with this tokenizer (empty: all), now and each time that they change.
+
+        Raises:
+            InvalidArgument: not a hash.
+            Unavailable: the coordinator stops.
+        """
+        _check_tokenizer(tokenizer_sha256, "watch_drafters.tokenizer_sha256")
+        shown: tuple[DrafterManifest, ...] | None = None
+        while True:
+            # No await between looking and waiting, so no change can slip through.
+            now = self.catalogue.fits(tokenizer_sha256)
+            if now != shown:
+                shown = now
+                yield now
+                continue
+            if not await self.catalogue.changed():
+                raise Unavailable("the coordinator stops", retry_after_s=1.0)
+
+    async def save(self) -> None:
+        """Write the statistics to the state file, if there is one and there is news."""
+        if self._config.state is None or not self._unsaved:
+            return
+        self._unsaved = False
+        try:
+            self._statistics.save(self._config.state)
+        except OSError as error:
+            self._unsaved = True
+            logger.warning("statistics cannot be saved: %s", error)
+
+    async def _place(self, request: LeaseRequest) -> VerifierInfo:
+        # The view is up to one poll old. When it says no, or offers what the edge has just lost, look again first.
+        try:
+            chosen = self._choose(request)
+            if chosen.name not in request.avoid:
+                return chosen
+        except (Unavailable, ResourceExhausted, NotFound):
+            pass
+        await self.refresh()
+        return self._choose(request)
+
+    def _choose(self, request: LeaseRequest) -> VerifierInfo:
+        return place(self.verifiers, request.model, request.tokenizer_sha256, request.avoid, self._pending())
+
+    def _pending(self) -> Counter[str]:
+        # A lease is a session at the verifier after a round trip, and in its report after one more poll.
+        oldest_s = time.monotonic() - 2 * self._config.poll_s
+        while self._granted and self._granted[0][0] < oldest_s:
+            self._granted.popleft()
+        return Counter(name for _, name in self._granted)
+
+    async def _learn_tokenizers(self) -> None:
+        for verifier in self._known:
+            wanted = verifier.tokenizer_sha256
+            if verifier.state is VerifierState.DOWN or not wanted or self.catalogue.tokenizer(wanted) is not None:
+                continue
+            try:
+                self.catalogue.add_tokenizer(await self._cluster.tokenizer_json(verifier.name))
+            except OutriderError as error:
+                logger.warning("the tokenizer of verifier %s is not served: %s", verifier.name, error)
+                continue
+            if self.catalogue.tokenizer(wanted) is None:
+                logger.warning("verifier %s serves a tokenizer that is not %s", verifier.name, wanted[:12])
+
+
+def _check_lease_request(request: LeaseRequest) -> None:
+    # First of all: a newer edge may mean something else by every other field.
+    if request.protocol_version != PROTOCOL_VERSION:
+        raise UnsupportedProtocol(
+            f"the edge speaks version {request.protocol_version}, this coordinator {PROTOCOL_VERSION}; "
+            "bring both to the same release",
+            field="lease_request.protocol_version",
+        )
+    if not _SESSION.fullmatch(request.session):
+        raise InvalidArgument("must be 1 to 64 of A-Z a-z 0-9 - _", field="lease_request.session")
+    if len(request.model) > MAX_NAME_LENGTH:
+        raise InvalidArgument(f"is longer than {MAX_NAME_LENGTH} characters", field="lease_request.model")
+    _check_tokenizer(request.tokenizer_sha256, "lease_request.tokenizer_sha256")
+
+
+def _check_tokenizer(tokenizer_sha256: str, field: str) -> None:
+    if not _SHA256.fullmatch(tokenizer_sha256):
+        raise InvalidArgument("must be 64 hexadecimal digits, or empty", field=field)

@@ -1,0 +1,106 @@
+"""What the fleet has learned from finished sessions, and the prior that it gives to the next one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections import OrderedDict, deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.types import DraftingPrior, SessionReport
+
+logger = logging.getLogger(__name__)
+
+RECENT_REPORTS = 64
+# One session can move the average by so much at most, and the average forgets: drafters and texts change.
+REPORT_TOKENS = 20_000
+MEMORY_TOKENS = 400_000
+# Reports come from strangers: what they name must not grow the table without end.
+MAX_ROWS = 1024
+MAX_NAME_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Drafts that were verified, and how many of them held. Decayed, hence not whole numbers."""
+
+    accepted: float = 0.0
+    judged: float = 0.0
+
+    def plus(self, accepted: float, judged: float) -> Judged:
+        """With one more session counted in."""
+        weight = min(1.0, REPORT_TOKENS / judged) if judged else 0.0
+        total_accepted, total_judged = self.accepted + weight * accepted, self.judged + weight * judged
+        fade = min(1.0, MEMORY_TOKENS / total_judged) if total_judged else 1.0
+        return Judged(total_accepted * fade, total_judged * fade)
+
+
+class FleetStatistics:
+    """Acceptance by (model, drafter, version), and the newest reports."""
+
+    def __init__(self) -> None:
+        self.recent: deque[SessionReport] = deque(maxlen=RECENT_REPORTS)
+        self.leases_granted = 0
+        self._rows: OrderedDict[tuple[str, str, str], Judged] = OrderedDict()
+
+    def add(self, report: SessionReport) -> None:
+        """Count a finished session in; raises `InvalidArgument` for figures that cannot be."""
+        check_report(report)
+        self.recent.append(report)
+        if not report.judged_tokens:
+            return
+        key = (report.model, report.drafter, report.drafter_version)
+        self._rows[key] = self._rows.pop(key, Judged()).plus(report.accepted_tokens, report.judged_tokens)
+        while len(self._rows) > MAX_ROWS:
+            self._rows.popitem(last=False)
+
+    def prior(self, model: str, drafters: Collection[tuple[str, str]], step_s: float) -> DraftingPrior:
+        """Say what to expect of `model` with one of `drafters` (name, version); without news of those, with any."""
+        rows = {key: row for key, row in self._rows.items() if key[0] == model}
+        fitting = [row for key, row in rows.items() if key[1:] in drafters]
+        chosen = fitting or list(rows.values())
+        judged = sum(row.judged for row in chosen)
+        acceptance = sum(row.accepted for row in chosen) / judged if judged else 0.0
+        return DraftingPrior(acceptance=acceptance, step_s=step_s)
+
+    def save(self, path: Path) -> None:
+        """Write to `path`, whole or not at all; raises `OSError`."""
+        rows = [[*key, row.accepted, row.judged] for key, row in self._rows.items()]
+        whole = json.dumps({"leases_granted": self.leases_granted, "judged": rows})
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(whole)
+        beside.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Take over what `save` wrote. A file that is missing or unreadable costs the prior, never the start."""
+        try:
+            parsed = json.loads(path.read_text())
+            rows = {(str(m), str(d), str(v)): Judged(float(a), float(j)) for m, d, v, a, j in parsed["judged"]}
+            self.leases_granted = int(parsed["leases_granted"])
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("statistics in %s cannot be read and start anew: %r", path, error)
+            return
+        self._rows = OrderedDict(list(rows.items())[-MAX_ROWS:])
+
+
+def check_report(report: SessionReport) -> None:
+    """Refuse figures that contradict themselves; raises `InvalidArgument` with the field."""
+    for name in ("session", "model", "verifier", "drafter", "drafter_version"):
+        if len(getattr(report, name)) > MAX_NAME_LENGTH:
+            raise InvalidArgument(f"is longer than {MAX_NAME_LENGTH} characters", field=f"report.{name}")
+    for name in ("session", "model"):
+        if not getattr(report, name):
+            raise InvalidArgument("is empty", field=f"report.{name}")
+    for name in ("seconds", "round_trip_s"):
+        value = getattr(report, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise InvalidArgument("must be a finite number, 0 or more", field=f"report.{name}")
+    if report.accepted_tokens > report.judged_tokens:
+        raise InvalidArgument("exceeds judged_tokens", field="report.accepted_tokens")

@@ -1,0 +1,1 @@
+"""Putting the parts together: command line, local cluster, demo."""

@@ -1,0 +1,222 @@
+"""The command line, `outrider`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from outrider.deploy.options import (
+    Parser,
+    add_command,
+    add_drafting,
+    add_listening,
+    add_sampling,
+    add_target,
+    at_least,
+    number,
+)
+from outrider.proto.errors import ConfigError, OutriderError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; its exit status. A mistake or a failure is one line on standard error."""
+    options = build_parser().parse_args(argv)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of each retry; our error says it once
+    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return int(options.run_command(options))
+    except OutriderError as error:
+        option = error.field.rpartition(".")[2].replace("_", "-")
+        print(f"outrider {options.command}: {f'{option}: ' if option else ''}{error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _in(module: str, function: str) -> Callable[[argparse.Namespace], int]:
+    """The command's function, imported when it runs: `outrider generate` must not load torch."""
+
+    def run(options: argparse.Namespace) -> int:
+        try:
+            return int(getattr(importlib.import_module(f"outrider.deploy.{module}"), function)(options))
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("outrider"):
+                raise
+            raise ConfigError(f"needs the package {error.name}; pip install 'outrider[all]'") from error
+
+    return run
+
+
+def build_parser() -> Parser:
+    """All commands and options."""
+    parser = Parser(prog="outrider", description="Edge-cloud speculative decoding; the text is exactly the target's.")
+    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    _add_run(commands)
+    _add_up(commands)
+    _add_coordinator(commands)
+    _add_verifier(commands)
+    _add_generate(commands)
+    _add_train(commands)
+    _add_export(commands)
+    add_command(commands, "models", "list the embedded targets and drafters", _in("models", "models"))
+    _add_drain(commands)
+    _add_status(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _add_prompts(parser: Parser) -> None:
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; - reads standard input")
+    parser.add_argument("--prompts", type=Path, default=None, metavar="FILE", help='.jsonl of {"id","prompt"}, or text')
+    parser.add_argument("--limit", type=at_least(0), default=0, metavar="N", help="first N of --prompts; 0: all")
+    parser.add_argument("--json", action="store_true", help="one JSON object a prompt")
+    parser.add_argument("--sessions", type=at_least(1), default=1, metavar="N", help="with --json: decoded at once")
+
+
+def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(commands, "run", "decode prompts with verifier and edge in this process", _in("decode", "run"))
+    _add_prompts(parser)
+    add_sampling(parser)
+    add_drafting(parser)
+    add_target(parser)
+
+
+def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(commands, "generate", "decode prompts on a running cluster", _in("decode", "generate"))
+    _add_coordinator_address(parser)
+    parser.add_argument("--model", default="", metavar="NAME", help="target; empty: what the coordinator has")
+    parser.add_argument("--cache", type=Path, default=_cache(), metavar="DIR", help="of downloaded drafters")
+    _add_prompts(parser)
+    add_sampling(parser)
+    add_drafting(parser)
+
+
+def _add_up(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands, "up", "start a local Ray with verifiers and a coordinator, and stay", _in("servers", "up")
+    )
+    add_listening(parser, "127.0.0.1:50050")
+    parser.add_argument("--verifiers", type=at_least(1), default=1, metavar="N", help="actors of the same target")
+    _add_lease_options(parser)
+    add_target(parser)
+
+
+def _add_coordinator(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands, "coordinator", "serve leases and drafters for a Ray cluster", _in("servers", "coordinator")
+    )
+    add_listening(parser, "127.0.0.1:50050")
+    parser.add_argument("--ray-address", default="auto", metavar="ADDRESS", help="of the Ray cluster")
+    parser.add_argument(
+        "--verifier", action="append", default=[], metavar="HOST:PORT", help="fixed verifier instead of Ray; repeatable"
+    )
+    parser.add_argument("--model", default="reference", metavar="NAME", help="target of fixed verifiers")
+    parser.add_argument("--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json of that target")
+    parser.add_argument("--state", type=Path, default=None, metavar="FILE", help="keeps fleet statistics on restart")
+    _add_lease_options(parser)
+    _add_secret(parser)
+
+
+def _add_verifier(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands, "verifier", "serve one target, here or as an actor in a Ray cluster", _in("servers", "verifier")
+    )
+    add_listening(parser, "127.0.0.1:50051")
+    parser.add_argument("--name", default="verifier", metavar="NAME", help="unique in the cluster")
+    parser.add_argument(
+        "--ray-address", default="", metavar="ADDRESS", help="start as a detached actor there and leave"
+    )
+    parser.add_argument("--num-cpus", type=number(0), default=1.0, metavar="N", help="with --ray-address")
+    parser.add_argument("--num-gpus", type=number(0), default=0.0, metavar="N", help="with --ray-address")
+    parser.add_argument("--drain-grace", type=number(0), default=10.0, metavar="S", help="for sessions to move away")
+    _add_secret(parser)
+    add_target(parser)
+
+
+def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(commands, "train", "train a drafter for a target", _in("training", "train"))
+    parser.add_argument("what", choices=("drafter",), help="distil a small drafter from the target")
+    parser.add_argument("--target", default="reference", metavar="NAME", help="embedded name, folder, or hub name")
+    parser.add_argument(
+        "--corpus", type=Path, nargs="+", required=True, metavar="FILE", help='.jsonl of {"id","text"}, or text files'
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="drafter, checkpoints and caches")
+    parser.add_argument("--minutes", type=number(0), default=None, metavar="M", help="budget in time; or")
+    parser.add_argument("--steps", type=at_least(1), default=None, metavar="N", help="budget in steps")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--hidden", type=at_least(8), default=192, metavar="N", help="width of the drafter")
+    parser.add_argument("--layers", type=at_least(1), default=3, metavar="N", help="depth of the drafter")
+    parser.add_argument("--mlp", type=at_least(8), default=512, metavar="N", help="width of its MLP")
+    parser.add_argument("--self-text", type=at_least(0), default=1_000_000, metavar="N", help="tokens by the target")
+    parser.add_argument("--threads", type=at_least(0), default=0, metavar="N", help="torch threads; 0: torch's choice")
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="of torch")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of everything random")
+
+
+def _add_export(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(commands, "export", "write a drafter as a checked ONNX package", _in("training", "export"))
+    parser.add_argument("source", type=Path, metavar="FOLDER", help="a transformers model, such as train wrote")
+    parser.add_argument("output", type=Path, metavar="PACKAGE", help="folder to make")
+    parser.add_argument("--name", required=True, metavar="NAME", help="under which edges ask for it")
+    parser.add_argument("--target", default="reference", metavar="NAME", help="the model that it drafts for")
+    parser.add_argument("--precision", choices=("float32", "int8"), default="float32", help="of the weights")
+    parser.add_argument(
+        "--candidates", type=at_least(1), default=64, metavar="K", help="most likely tokens it gives out"
+    )
+
+
+def _add_drain(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(commands, "drain", "send a verifier's sessions elsewhere", _in("control", "drain"))
+    parser.add_argument("name", metavar="NAME", help="of the verifier")
+    _add_coordinator_address(parser)
+
+
+def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(commands, "status", "show verifiers, drafters and leases", _in("control", "status"))
+    _add_coordinator_address(parser)
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+
+
+def _add_demo(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands, "demo", "decode prompts of four domains on a local Ray, against cloud streaming", _in("demo", "demo")
+    )
+    parser.add_argument("--prompts", type=Path, default=None, metavar="FILE", help="others than the built-in ones")
+    parser.add_argument("--per-domain", type=at_least(1), default=2, metavar="N", help="built-in prompts a domain")
+    parser.add_argument("--quiet", action="store_true", help="the table only")
+    parser.add_argument("--cache", type=Path, default=_cache(), metavar="DIR", help="of downloaded drafters")
+    parser.add_argument("--verifiers", type=at_least(1), default=1, metavar="N", help="actors of the same target")
+    add_sampling(parser)
+    add_drafting(parser)
+    add_target(parser)
+
+
+def _add_lease_options(parser: Parser) -> None:
+    parser.add_argument("--lease-seconds", type=number(1), default=600.0, metavar="S", help="how long a lease lasts")
+    parser.add_argument(
+        "--drafters", type=Path, action="append", default=[], metavar="DIR", help="more drafter packages; repeatable"
+    )
+
+
+def _add_secret(parser: Parser) -> None:
+    parser.add_argument(
+        "--lease-secret-file", type=Path, default=None, metavar="FILE", help="shared by coordinator and verifiers"
+    )
+
+
+def _add_coordinator_address(parser: Parser) -> None:
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="to ask for a verifier")
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "outrider"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

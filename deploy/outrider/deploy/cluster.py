@@ -1,0 +1,132 @@
+"""A whole cluster on this machine: local Ray, verifier actors, a coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.cloud.config import VerifierConfig
+from outrider.proto.errors import ConfigError, OutriderError, Unavailable
+
+LOAD_TIMEOUT_S = 600.0
+SECRET_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """A running cluster: the coordinator's address, and the handles of the verifier actors by name."""
+
+    coordinator: str
+    actors: dict[str, Any]
+
+
+@asynccontextmanager
+async def local_cluster(
+    verifier: VerifierConfig,
+    *,
+    verifiers: int = 1,
+    listen: str = "127.0.0.1:0",
+    insecure_listen: bool = False,
+    lease_seconds: float = 600.0,
+    drafters: tuple[Path, ...] = (),
+) -> AsyncIterator[LocalCluster]:
+    """Start a local Ray, `verifiers` actors of the same target, and a coordinator; end them all on leaving.
+
+    Args:
+        verifier: of each; its name is a prefix, its threads default to an equal share of the cores.
+        verifiers: how many.
+        listen: of the coordinator.
+        insecure_listen: allow that to be more than loopback.
+        lease_seconds: how long a lease lasts.
+        drafters: folders of drafter packages, beside the embedded family.
+
+    Raises:
+        ConfigError: an extra is missing, or an option is wrong.
+        OutriderError: a verifier cannot load its target.
+    """
+    try:
+        import ray
+
+        from outrider.cloud.actor import start_verifier_actor
+        from outrider.coordinator.config import CoordinatorConfig
+        from outrider.coordinator.ray_cluster import NAMESPACE, RayCluster
+        from outrider.coordinator.server import CoordinatorServer
+    except ImportError as error:
+        raise ConfigError(f"needs {error.name}; pip install 'outrider[all]'", field="cluster") from error
+
+    secret = secrets.token_bytes(SECRET_BYTES)
+    coordinator_config = CoordinatorConfig(
+        lease_secret=secret,
+        listen=listen,
+        insecure_listen=insecure_listen,
+        lease_seconds=lease_seconds,
+        drafters=(embedded_drafters(), *drafters),
+    )
+    verifier = replace(verifier, threads=verifier.threads or max(1, (os.cpu_count() or 1) // verifiers))
+    start_local_ray(NAMESPACE)  # before any gRPC server or channel: Ray forks
+    try:
+
+        def start(name: str) -> Any:
+            # The actors share one machine, so Ray's accounting of CPUs must not keep any of them from starting.
+            options = {"num_cpus": 0.01, "num_gpus": int(verifier.device.startswith("cuda"))}
+            return start_verifier_actor(name, verifier, lease_secret=secret, ray_options=options)
+
+        actors = {name: start(name) for name in (f"{verifier.name}-{i}" for i in range(verifiers))}
+        for name, actor in actors.items():
+            await asyncio.to_thread(wait_until_loaded, name, actor)
+        server = CoordinatorServer(coordinator_config, RayCluster(respawn=start))
+        try:
+            yield LocalCluster(await server.start(), actors)
+        finally:
+            await server.stop()
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+
+
+def start_local_ray(namespace: str) -> None:
+    """A Ray of this process's own, on loopback, without dashboard.
+
+    Raises:
+        Unavailable: Ray does not start.
+    """
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a warning on machines without GPU
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(
+            address="local",
+            namespace=namespace,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address="127.0.0.1",
+        )
+    except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
+        raise Unavailable(f"a local Ray does not start: {error}", field="ray") from error
+
+
+def wait_until_loaded(name: str, actor: Any) -> None:
+    """Until the actor serves; raises what kept it from doing so."""
+    import ray
+
+    try:
+        ray.get(actor.info.remote(), timeout=LOAD_TIMEOUT_S)
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, OutriderError):
+            raise cause from None
+        raise Unavailable(f"verifier {name} does not start: {str(error).strip().splitlines()[-1]}") from error
+
+
+def embedded_drafters() -> Path:
+    """The folder of the drafter packages that Outrider carries."""
+    from outrider.edge.drafters.packages import FAMILY
+
+    return FAMILY

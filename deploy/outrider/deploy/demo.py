@@ -1,0 +1,149 @@
+"""`outrider demo`: the whole system on real prompts, beside plain cloud streaming on the same verifier."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.deploy.cluster import LocalCluster, local_cluster
+from outrider.deploy.decode import sampling_of
+from outrider.deploy.prompts import Prompt, read_prompts
+from outrider.deploy.servers import verifier_config
+from outrider.deploy.show import LiveText, figures
+from outrider.edge import Client, Completion, EdgeConfig, Sampling
+
+HELD_OUT = Path(__file__).parent / "heldout"
+DOMAINS = ("code", "docs", "prose", "math")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the texts of one domain, both ways of decoding."""
+
+    outrider: list[Completion] = field(default_factory=list)
+    cloud: list[Completion] = field(default_factory=list)
+
+    def row(self) -> tuple[str, ...]:
+        """The figures of the table."""
+        tokens = sum(len(c.tokens) for c in self.outrider)
+        statistics = [c.statistics for c in self.outrider]
+        accepted, questioned = sum(s.accepted for s in statistics), sum(s.questioned for s in statistics)
+        up, down = sum(s.uplink_bytes for s in statistics), sum(s.downlink_bytes for s in statistics)
+        down_cloud = sum(c.statistics.downlink_bytes for c in self.cloud)
+        speed, speed_of_cloud = _speed(self.outrider), _speed(self.cloud)
+        identical = sum(ours.tokens == theirs.tokens for ours, theirs in zip(self.outrider, self.cloud, strict=True))
+        return (
+            f"{speed:.1f}",
+            f"{speed_of_cloud:.1f}",
+            f"{speed / speed_of_cloud:.2f}",
+            f"{sum(s.steps for s in statistics) / tokens:.3f}",
+            f"{accepted / questioned:.3f}" if questioned else "-",
+            f"{up / tokens:.1f}",
+            f"{down / tokens:.1f}",
+            f"{down_cloud / tokens:.1f}",
+            f"{identical}/{len(self.outrider)}",
+        )
+
+    @property
+    def identical(self) -> bool:
+        """Whether every text equals cloud streaming's."""
+        return all(ours.tokens == theirs.tokens for ours, theirs in zip(self.outrider, self.cloud, strict=True))
+
+
+def demo(options: argparse.Namespace) -> int:
+    """`outrider demo`; fails unless every text is identical."""
+    return asyncio.run(_demo(options))
+
+
+async def _demo(options: argparse.Namespace) -> int:
+    console = Console(highlight=False)
+    console.print("starting a local Ray, a verifier actor and the coordinator …")
+    async with local_cluster(verifier_config(options), verifiers=options.verifiers) as cluster:
+        console.print(f"coordinator on {cluster.coordinator}; verifiers: {', '.join(cluster.actors)}\n")
+        tallies = await _compare(cluster, options, console)
+    console.print(_table(tallies, options))
+    if not all(tally.identical for tally in tallies.values()):
+        console.print("the texts differ from cloud streaming", style="bold red")
+        return 1
+    console.print("every text is identical to cloud streaming of the same target")
+    return 0
+
+
+async def _compare(cluster: LocalCluster, options: argparse.Namespace, console: Console) -> dict[str, Tally]:
+    live = LiveText(console)
+    tallies: dict[str, Tally] = {}
+    sampling = sampling_of(options)
+    drafting = EdgeConfig(
+        coordinator=cluster.coordinator,
+        drafter=options.drafter,
+        window=options.window,
+        threads=options.drafter_threads,
+        cache=options.cache,
+    )
+    streaming = EdgeConfig(coordinator=cluster.coordinator, drafter="none", cache=options.cache)
+    async with Client(drafting) as ours, Client(streaming) as cloud:
+        await ours.complete("warming up", Sampling(max_tokens=16))
+        await cloud.complete("warming up", Sampling(max_tokens=16))
+        if not options.quiet:
+            console.print(f"drafter {ours.drafter_name}; {live.legend}")
+        for prompt in _prompts(options):
+            tally = tallies.setdefault(prompt.domain or "prompts", Tally())
+            tally.outrider.append(await _ours(ours, prompt, sampling, live, options, console))
+            tally.cloud.append(await cloud.complete(prompt.text, sampling, stop=options.stop))
+    return tallies
+
+
+async def _ours(
+    client: Client,
+    prompt: Prompt,
+    sampling: Sampling,
+    live: LiveText,
+    options: argparse.Namespace,
+    console: Console,
+) -> Completion:
+    if options.quiet:
+        return await client.complete(prompt.text, sampling, stop=options.stop)
+    console.rule(f"{prompt.domain} {prompt.id}".strip())
+    console.print(prompt.text[-400:], style="dim", end="", markup=False, soft_wrap=True)
+    events = client.generate(prompt.text, sampling, stop=options.stop)
+    completion = await client.collect(prompt.text, events, live.show)
+    console.print(figures(completion), style="dim", markup=False, soft_wrap=True)
+    return completion
+
+
+def _prompts(options: argparse.Namespace) -> list[Prompt]:
+    if options.prompts is not None:
+        return read_prompts(options.prompts)
+    return [prompt for domain in DOMAINS for prompt in read_prompts(HELD_OUT / f"{domain}.jsonl", options.per_domain)]
+
+
+def _table(tallies: dict[str, Tally], options: argparse.Namespace) -> Table:
+    table = Table(
+        title=f"T = {options.temperature:g}, {options.max_tokens} tokens a prompt, {options.dtype}",
+        caption="cloud: the same verifier without drafts; accept: chance that a draft is right, given those before it; "
+        "up, down: bytes a token",
+    )
+    headings = ("tok/s", "cloud", "ratio", "steps/tok", "accept", "up", "down", "cloud down", "identical")
+    table.add_column("domain")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for domain, tally in tallies.items():
+        table.add_row(domain, *tally.row())
+    if len(tallies) > 1:
+        together = Tally(
+            [c for tally in tallies.values() for c in tally.outrider],
+            [c for tally in tallies.values() for c in tally.cloud],
+        )
+        table.add_section()
+        table.add_row("all", *together.row())
+    return table
+
+
+def _speed(completions: list[Completion]) -> float:
+    """Tokens a second."""
+    return sum(len(c.tokens) for c in completions) / sum(c.seconds for c in completions)

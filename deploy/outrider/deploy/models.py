@@ -1,0 +1,41 @@
+"""`outrider models`: what the package carries."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cloud.family_index import embedded_targets, target_folder
+from outrider.edge.drafters import embedded_packages, find_package
+
+
+def models(options: argparse.Namespace) -> int:  # noqa: ARG001 - every command takes its options
+    """`outrider models`."""
+    console = Console()
+    console.print(_targets(), _drafters())
+    console.print("any other --target is a folder or a hub name, such as Qwen/Qwen3-8B", highlight=False)
+    return 0
+
+
+def _targets() -> Table:
+    table = Table("target", "architecture", "layers", "hidden", "vocabulary", "context", "MB")
+    for name in embedded_targets():
+        config = json.loads((target_folder(name) / "config.json").read_text(encoding="utf-8"))
+        size = (target_folder(name) / "model.safetensors").stat().st_size / 1e6
+        keys = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+        table.add_row(name, config["architectures"][0], *(str(config[key]) for key in keys), f"{size:.1f}")
+    return table
+
+
+def _drafters() -> Table:
+    table = Table("drafter", "version", "made for", "parameters", "precision", "MB")
+    for name in embedded_packages():
+        package = find_package(name)
+        size = sum(file.bytes for file in package.files) / 1e6
+        parameters = f"{package.parameters / 1e6:.2f} M"
+        table.add_row(package.name, package.version, package.target, parameters, package.precision, f"{size:.1f}")
+    table.add_row("ngram", "-", "any", "-", "-", "-")
+    return table

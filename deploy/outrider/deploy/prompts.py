@@ -1,0 +1,51 @@
+"""Prompts from the command line or a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.proto.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt and the name it is reported under."""
+
+    id: str
+    text: str
+    domain: str = ""
+
+
+def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
+    """The prompts of a `.jsonl` file ({"id", "prompt"} a line; "domain" if there is one) or of a text file, one a line.
+
+    Args:
+        path: of the file.
+        limit: so many from its beginning; 0: all.
+
+    Raises:
+        ConfigError: the file cannot be read, a line is not what it should be, or there is no prompt.
+    """
+    try:
+        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", field="prompts") from error
+    parse = _parse_json if path.suffix == ".jsonl" else _parse_text
+    prompts = [parse(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompt", field="prompts")
+    return prompts[:limit] if limit else prompts
+
+
+def _parse_text(line: str, number: int) -> Prompt:
+    return Prompt(str(number), line)
+
+
+def _parse_json(line: str, number: int) -> Prompt:
+    try:
+        parsed = json.loads(line)
+        return Prompt(str(parsed.get("id", number)), str(parsed["prompt"]), str(parsed.get("domain", "")))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f'line {number} is not a JSON object with "prompt"', field="prompts") from error

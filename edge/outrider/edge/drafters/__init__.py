@@ -1,0 +1,36 @@
+"""Drafters: whatever proposes tokens after a prefix.
+
+protocol    what a drafter is: `Drafter`, `DraftState`, `Proposal`
+proposals   from a drafter's logits to one token, with the noise that the verifier will use
+packages    drafters on disk: embedded or in a folder, checked against their manifest
+cache       what the coordinator serves, downloaded once
+onnx        an ONNX language model whose KV cache is one numpy buffer
+ngram       prompt lookup, no model at all
+fakes       drafters whose every token is known before
+"""
+
+from __future__ import annotations
+
+from outrider.edge.drafters.cache import DrafterCache
+from outrider.edge.drafters.ngram import NgramDrafter
+from outrider.edge.drafters.packages import (
+    DrafterPackage,
+    embedded_packages,
+    find_package,
+    load_package,
+)
+from outrider.edge.drafters.proposals import ProposalRule
+from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal
+
+__all__ = [
+    "DraftState",
+    "Drafter",
+    "DrafterCache",
+    "DrafterPackage",
+    "NgramDrafter",
+    "Proposal",
+    "ProposalRule",
+    "embedded_packages",
+    "find_package",
+    "load_package",
+]

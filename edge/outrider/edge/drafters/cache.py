@@ -1,0 +1,108 @@
+"""Files that the coordinator serves, kept on disk under the hash that was promised for them.
+
+    <root>/drafters/<name>/<version>/   a drafter package, as `load_package` reads it
+    <root>/files/<sha256>/<name>        a single file, such as a target's tokenizer
+
+A file arrives as `<name>.<hash>.part`, which an interrupted download leaves behind for the next to go on with, and
+takes its name only once its hash is right. What lies here is checked again at every use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from outrider.edge.drafters.packages import MANIFEST, DrafterPackage, check_file, load_package
+from outrider.proto.errors import DataLoss, InvalidArgument
+from outrider.proto.types import DrafterManifest, RemoteFile
+
+Fetch = Callable[[RemoteFile, int], Iterator[bytes]]
+"""Called with a file and the bytes to skip; yields the rest of its content piece by piece."""
+
+DEFAULT_ROOT = Path("~/.cache/outrider")
+
+
+class DrafterCache:
+    """The downloads of one machine. Several processes may share a root."""
+
+    def __init__(self, root: Path = DEFAULT_ROOT) -> None:
+        self.root = root.expanduser()
+
+    def ensure(self, manifest: DrafterManifest, fetch: Fetch) -> DrafterPackage:
+        """Return the drafter of that manifest, fetched as far as it is not here yet.
+
+        Raises:
+            InvalidArgument: the manifest does not list `manifest.json`, or lists a name twice.
+            DataLoss: what came is not what was promised.
+            OutriderError: whatever `fetch` raises; the next call goes on where this one stopped.
+        """
+        names = [file.name for file in manifest.files]
+        if MANIFEST not in names or len(set(names)) != len(names):
+            raise InvalidArgument(f"must list {MANIFEST}, and no name twice", field="drafter.files")
+        folder = self.root / "drafters" / manifest.name / manifest.version
+        with _locked(folder):
+            for file in manifest.files:
+                _ensure_file(folder, file, fetch)
+        package = load_package(folder)
+        for field_name in ("name", "version", "tokenizer_sha256", "target"):
+            inside, promised = getattr(package, field_name), getattr(manifest, field_name)
+            if inside != promised:
+                raise DataLoss(f"{MANIFEST} says {inside!r} where the coordinator said {promised!r}", field=field_name)
+        return package
+
+    def ensure_file(self, file: RemoteFile, fetch: Fetch) -> Path:
+        """Return the path of that file, fetched unless it is here already."""
+        folder = self.root / "files" / file.sha256
+        with _locked(folder):
+            return _ensure_file(folder, file, fetch)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make the folder and keep other processes from downloading into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file unlocks it
+        yield
+
+
+def _ensure_file(folder: Path, file: RemoteFile, fetch: Fetch) -> Path:
+    path = folder / file.name
+    if _is_whole(path, file):
+        return path
+    partial = folder / f"{file.name}.{file.sha256[:16]}.part"
+    resumed = partial.exists()
+    _download(partial, file, fetch)
+    if resumed and not _is_whole(partial, file):  # the old beginning may be at fault: once more from nothing
+        partial.unlink()
+        _download(partial, file, fetch)
+    try:
+        check_file(partial, file)
+    except DataLoss:
+        partial.unlink()
+        raise
+    partial.replace(path)
+    return path
+
+
+def _download(partial: Path, file: RemoteFile, fetch: Fetch) -> None:
+    """Append the rest of `file` to `partial`, never more than one piece beyond what was promised."""
+    with partial.open("ab") as content:
+        have = content.tell()
+        if have >= file.bytes:
+            return
+        for piece in fetch(file, have):
+            content.write(piece)
+            have += len(piece)
+            if have > file.bytes:
+                return  # the check that follows refuses it
+
+
+def _is_whole(path: Path, file: RemoteFile) -> bool:
+    try:
+        check_file(path, file)
+    except DataLoss:
+        return False
+    return True

@@ -1,0 +1,137 @@
+"""Drafters whose every token is known before: for tests, examples, the simulator and negative controls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from outrider.edge.drafters.prefix import TokenPrefix
+from outrider.edge.drafters.proposals import ProposalRule
+from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal, check_scorable
+from outrider.proto.errors import Internal
+from outrider.proto.noise import random_bits
+
+Script = Sequence[int] | Callable[[Sequence[int]], int | None]
+
+
+class ScriptedDrafter:
+    """Proposes by a script: tokens by absolute position, or a function of the prefix (None: nothing to say)."""
+
+    version = "1"
+
+    def __init__(self, script: Script, *, q: float = 0.9, name: str = "scripted") -> None:
+        """Make the drafter; `q` is the probability it gives to its own token, and 1 - q to any other."""
+        self.name = name
+        self._script = script
+        self._q = q
+
+    def open(self, rule: ProposalRule) -> DraftState:  # noqa: ARG002 - a script has no use for noise
+        """Begin an empty prefix."""
+        return _ScriptedState(self._script, self._q)
+
+
+class _ScriptedState(TokenPrefix):
+    def __init__(self, script: Script, q: float) -> None:
+        super().__init__()
+        self._script = script
+        self._q = q
+
+    def _next(self) -> int | None:
+        if callable(self._script):
+            return self._script(self.tokens)
+        return self._script[self.length] if self.length < len(self._script) else None
+
+    def propose(self, n: int) -> Proposal:
+        tokens: list[int] = []
+        while len(tokens) < n and (token := self._next()) is not None:
+            tokens.append(token)
+            self.extend((token,))
+        return Proposal(tuple(tokens), (self._q,) * len(tokens))
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        check_scorable(self.length)
+        probability = np.empty(len(tokens))
+        for index, token in enumerate(tokens):
+            probability[index] = self._q if token == self._next() else 1 - self._q
+            self.extend((token,))
+        return np.log(np.maximum(probability, 1e-9)).astype(np.float32)
+
+
+class GarbageDrafter:
+    """Proposes uniformly random tokens, a pure function of (seed, position): the text must survive it unchanged."""
+
+    version = "1"
+
+    def __init__(self, vocab: int, seed: int = 0, *, name: str = "garbage") -> None:
+        self.name = name
+        self._vocab = vocab
+        self._seed = seed
+
+    def open(self, rule: ProposalRule) -> DraftState:  # noqa: ARG002 - garbage follows no rule
+        """Begin an empty prefix."""
+        return _GarbageState(self._vocab, self._seed)
+
+
+class _GarbageState(TokenPrefix):
+    def __init__(self, vocab: int, seed: int) -> None:
+        super().__init__()
+        self._vocab = vocab
+        self._seed = seed
+
+    def propose(self, n: int) -> Proposal:
+        bits = [random_bits(self._seed, self.length + ahead, np.zeros(1, dtype=np.int64))[0] for ahead in range(n)]
+        tokens = tuple(int(value) % self._vocab for value in bits)
+        self.extend(tokens)
+        return Proposal(tokens, (1 / self._vocab,) * n)
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        check_scorable(self.length)
+        self.extend(tokens)
+        return np.full(len(tokens), -math.log(self._vocab), dtype=np.float32)
+
+
+class FailingDrafter:
+    """Drafts as `inner` does, and breaks once a state has proposed `after_n` tokens, as a bad model file would."""
+
+    def __init__(self, after_n: int = 0, inner: Drafter | None = None) -> None:
+        self._after_n = after_n
+        self._inner = inner if inner is not None else GarbageDrafter(vocab=2, name="failing")
+        self.name = self._inner.name
+        self.version = self._inner.version
+
+    def open(self, rule: ProposalRule) -> DraftState:
+        """Begin an empty prefix, with all its proposals before it."""
+        return _FailingState(self._inner.open(rule), self._after_n)
+
+
+class _FailingState:
+    def __init__(self, inner: DraftState, after_n: int) -> None:
+        self._inner = inner
+        self._left = after_n
+
+    @property
+    def length(self) -> int:
+        return self._inner.length
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._inner.extend(tokens)
+
+    def propose(self, n: int) -> Proposal:
+        if self._left == 0 and n > 0:
+            raise Internal("the drafter was told to fail here")
+        proposal = self._inner.propose(min(n, self._left))
+        self._left -= len(proposal)
+        return proposal
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        if self._left == 0:
+            raise Internal("the drafter was told to fail here")
+        return self._inner.score(tokens)
+
+    def truncate(self, length: int) -> None:
+        self._inner.truncate(length)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,175 @@
+"""Drafting without a model: what followed the same words before, in this very prompt and text.
+
+Sources: Saxena 2023, "Prompt Lookup Decoding"; He et al. 2023, "REST: Retrieval-Based Speculative Decoding". Unlike
+theirs, the continuations are weighed, so that every proposal comes with an honest q. With c_n(t) how often token t
+followed the last n tokens, N_n the sum of these counts and D_n how many tokens have one,
+
+    q_n(t) = (c_n(t) + D_n q_{n-1}(t)) / (N_n + D_n),      q_0(t) = 1 / vocabulary size
+
+which is the interpolation of Witten and Bell (1991, method C): one continuation seen once is believed by half, and
+the rest is left to shorter matches. q_n is a distribution over the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from outrider.edge.drafters.prefix import TokenPrefix
+from outrider.edge.drafters.proposals import ProposalRule
+from outrider.edge.drafters.protocol import Proposal, check_scorable, check_truncation
+from outrider.proto.errors import InvalidArgument
+
+# A common word has thousands of places; the newest tell enough, and a bound keeps a token's price constant.
+PLACES_READ = 16
+
+
+class NgramDrafter:
+    """Proposes the continuation of the longest suffix that was seen before."""
+
+    version = "1"
+
+    def __init__(self, *, longest: int = 3, vocab_size: int = 1 << 16, name: str = "ngram") -> None:
+        """Make the drafter.
+
+        Args:
+            longest: tokens of the longest suffix looked up; shorter ones down to one token are tried after it.
+            vocab_size: over how many tokens the belief in the unseen is spread; only a scale, need not be exact.
+            name: as reported to the verifier.
+        """
+        if longest < 1:
+            raise InvalidArgument(f"{longest} is below 1; the suffix needs a token", field="ngram.longest")
+        if vocab_size < 1:
+            raise InvalidArgument(f"{vocab_size} is below 1", field="ngram.vocab_size")
+        self.name = name
+        self.longest = longest
+        self.vocab_size = vocab_size
+
+    def open(self, rule: ProposalRule) -> NgramState:
+        """Begin an empty prefix."""
+        return NgramState(rule, self.longest, self.vocab_size)
+
+
+class NgramState(TokenPrefix):
+    """One session's tokens and where each of their n-grams ended last."""
+
+    def __init__(self, rule: ProposalRule, longest: int, vocab_size: int) -> None:
+        super().__init__()
+        self._rule = rule
+        self._vocab_size = vocab_size
+        self._places = [_Places(n) for n in range(1, longest + 1)]  # shortest first, as q is built
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append known tokens, O(longest) each."""
+        for token in tokens:
+            self.tokens.append(int(token))
+            for places in self._places:
+                places.append(self.tokens)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens; the index becomes what it was when they were the last."""
+        check_truncation(length, self.length)
+        while self.length > length:
+            for places in self._places:
+                places.pop(self.tokens)
+            self.tokens.pop()
+
+    def propose(self, n: int) -> Proposal:
+        """Up to n tokens, for as long as the last token has been seen before."""
+        tokens: list[int] = []
+        q: list[float] = []
+        while len(tokens) < n:
+            believed = self._believed()
+            if not believed:
+                break
+            candidates = sorted(believed, key=believed.__getitem__, reverse=True)  # stable: the newest first
+            chosen = self._rule.choose(
+                self.length,
+                np.array(candidates, dtype=np.int64),
+                np.log(np.array([believed[token] for token in candidates])),
+                0.0,
+                np.array(self.tokens if self._rule.sampling.penalises else (), dtype=np.int64),
+            )
+            if chosen is None:
+                break
+            tokens.append(chosen[0])
+            q.append(chosen[1])
+            self.extend(chosen[:1])
+        return Proposal(tuple(tokens), tuple(q))
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        """Log q of each token [m] float32, appended; the module's q_n over the whole vocabulary."""
+        check_scorable(self.length)
+        log_q = np.empty(len(tokens), dtype=np.float32)
+        for index, token in enumerate(tokens):
+            log_q[index] = math.log(self._probability(int(token)))
+            self.extend((token,))
+        return log_q
+
+    def close(self) -> None:
+        """Give the memory back."""
+        super().close()
+        self._places = []
+
+    def _counts(self) -> Iterator[Counter[int]]:
+        """Count what followed the last 1, 2, ... `longest` tokens, as far as they occurred before."""
+        for places in self._places:
+            counts = Counter(self.tokens[place + 1] for place in places.before(self.tokens))
+            if not counts:
+                return
+            yield counts
+
+    def _believed(self) -> dict[int, float]:
+        """Return q of every token that followed the last token before."""
+        floor = 1 / self._vocab_size
+        believed: dict[int, float] = {}
+        for counts in self._counts():
+            if not believed:
+                believed = dict.fromkeys(counts, floor)
+            total = counts.total() + len(counts)
+            for token in believed:
+                believed[token] = (counts[token] + len(counts) * believed[token]) / total
+        return believed
+
+    def _probability(self, token: int) -> float:
+        """Return q of one token, seen before or not."""
+        q = 1 / self._vocab_size
+        for counts in self._counts():
+            q = (counts[token] + len(counts) * q) / (counts.total() + len(counts))
+        return q
+
+
+class _Places:
+    """Where each n-gram of one length ended: the last place in a dict, earlier ones by links from place to place."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._last: dict[tuple[int, ...], int] = {}
+        self._earlier: list[int] = []  # [length]; for each end, the end of the same n-gram before it; -1: none
+
+    def append(self, tokens: list[int]) -> None:
+        """Take note of the n-gram that the newest of `tokens` ends."""
+        gram = tuple(tokens[-self._n :])
+        self._earlier.append(self._last.get(gram, -1))
+        self._last[gram] = len(tokens) - 1
+
+    def pop(self, tokens: list[int]) -> None:
+        """Forget the n-gram that the newest of `tokens` ends."""
+        gram = tuple(tokens[-self._n :])
+        earlier = self._earlier.pop()
+        if earlier < 0:
+            del self._last[gram]
+        else:
+            self._last[gram] = earlier
+
+    def before(self, tokens: list[int]) -> Iterator[int]:
+        """Earlier ends of the n-gram that the newest of `tokens` ends, newest first, `PLACES_READ` at most."""
+        place = self._earlier[-1] if len(tokens) >= self._n else -1
+        for _ in range(PLACES_READ):
+            if place < 0:
+                return
+            yield place
+            place = self._earlier[place]

@@ -1,0 +1,273 @@
+"""An ONNX language model as a drafter. A session's KV cache is one numpy buffer that the graph reads and writes.
+
+The graph's contract (the exporter's side is in `outrider.cloud`); p tokens are in the cache, n are new:
+
+    inputs   tokens            int64   [n]
+             past              float32 [p, layers, 2, kv_heads, head_dim]
+             logit_rows        int64   [m]         which of the new tokens to answer for, 0 <= row < n
+    outputs  candidate_tokens  int64   [m, K]      the K most likely next tokens, descending
+             candidate_logits  float32 [m, K]
+             log_normalizer    float32 [m]         log of the sum of exp over the vocabulary
+             logits            float32 [m, vocabulary]
+             present           float32 [n, layers, 2, kv_heads, head_dim]    the new entries only
+
+Position is the leading axis, so the first p rows of the buffer are `past` as they stand, and `present` is bound onto
+the n rows after them: nothing is ever copied, and rolling back sets one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as _onnxruntime_errors
+
+from outrider.edge.drafters.packages import DrafterPackage
+from outrider.edge.drafters.proposals import ProposalRule
+from outrider.edge.drafters.protocol import Proposal, check_scorable, check_truncation
+from outrider.proto.errors import Internal, ModelRefused, OutriderError, UnknownToken
+from outrider.proto.types import Sampling
+
+PREFILL_TOKENS = 128  # new tokens a run: keeps a long prompt's activations small
+SCORED_TOKENS = 16  # as above where a row of logits is wanted for each
+FIRST_CAPACITY = 256
+
+_INPUTS = {"tokens": "tensor(int64)", "past": "tensor(float)", "logit_rows": "tensor(int64)"}
+_OUTPUTS = {
+    "candidate_tokens": "tensor(int64)",
+    "candidate_logits": "tensor(float)",
+    "log_normalizer": "tensor(float)",
+    "logits": "tensor(float)",
+    "present": "tensor(float)",
+}
+# ONNX Runtime's exceptions have no common base of their own; binding raises the other two.
+_RUNTIME_ERRORS: tuple[type[Exception], ...] = (
+    *(kind for kind in vars(_onnxruntime_errors).values() if isinstance(kind, type) and issubclass(kind, Exception)),
+    RuntimeError,
+    ValueError,
+)
+
+
+@contextmanager
+def _translated(refusal: type[OutriderError], doing: str) -> Iterator[None]:
+    """Turn ONNX Runtime's errors into ours."""
+    try:
+        yield
+    except OutriderError:
+        raise
+    except _RUNTIME_ERRORS as error:
+        raise refusal(f"{doing}: {error}") from error
+
+
+class OnnxDrafter:
+    """A drafter package in ONNX Runtime on the CPU, shared by all sessions of the process."""
+
+    def __init__(self, package: DrafterPackage, *, threads: int = 1) -> None:
+        """Load the model and try it once; ModelRefused where it does not keep the contract.
+
+        Args:
+            package: as `load_package` returned it, that is, with every hash checked.
+            threads: for one step of one session.
+        """
+        self.package = package
+        self.name = package.name
+        self.version = package.version
+        with _translated(ModelRefused, f"drafter {package.name}"):
+            self._session = onnxruntime.InferenceSession(
+                str(package.model_path), _options(threads), providers=["CPUExecutionProvider"]
+            )
+        self._check_graph()
+        self._try()
+
+    def open(self, rule: ProposalRule) -> OnnxState:
+        """Begin an empty prefix; its memory grows with its length."""
+        return OnnxState(self._session, self.package, rule)
+
+    def _check_graph(self) -> None:
+        for wanted, found in ((_INPUTS, self._session.get_inputs()), (_OUTPUTS, self._session.get_outputs())):
+            types = {node.name: node.type for node in found}
+            if types != wanted:
+                raise ModelRefused(f"drafter {self.name}: the graph has {types} where the contract wants {wanted}")
+
+    def _try(self) -> None:
+        """Use every input and output once, since a graph need not declare its shapes."""
+        state = self.open(ProposalRule(Sampling()))
+        try:
+            state.extend((0,))
+            state.propose(2)  # the first token meets an empty cache, the second does not
+            state.score((0,))
+        except Internal as error:
+            raise ModelRefused(f"drafter {self.name} does not run as its manifest says: {error.message}") from error
+        finally:
+            state.close()
+
+
+def _options(threads: int) -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # an edge has a battery
+    options.enable_mem_pattern = False  # it would keep one pattern for every cache length ever seen
+    options.enable_cpu_mem_arena = False  # the arena never shrinks after a prefill
+    options.log_severity_level = 3  # errors come as exceptions
+    return options
+
+
+class OnnxState:
+    """One session's tokens and KV cache. `_computed` of its `length` tokens are in the cache, never the last one.
+
+    The last token is always left to the next run, because it is that run which answers what follows it.
+    """
+
+    def __init__(self, session: onnxruntime.InferenceSession, package: DrafterPackage, rule: ProposalRule) -> None:
+        self.length = 0
+        self._computed = 0
+        self._session = session
+        self._choose = rule.choose
+        self._vocab_size = package.vocab_size
+        self._context_length = package.context_length
+        self._row_shape = (package.cache.layers, 2, package.cache.kv_heads, package.cache.head_dim)
+        self._row_bytes = 4 * int(np.prod(self._row_shape))
+
+        candidates = package.candidates
+        self._logit_rows = np.zeros(1, dtype=np.int64)
+        self._candidate_tokens = np.zeros(candidates, dtype=np.int64)
+        self._candidate_logits = np.zeros(candidates, dtype=np.float32)
+        self._log_normalizer = np.zeros(1, dtype=np.float32)
+        self._binding = session.io_binding()
+        with _translated(Internal, "binding a drafter's buffers"):
+            _bind_input(self._binding, "logit_rows", self._logit_rows)
+            _bind_output(self._binding, "candidate_tokens", self._candidate_tokens.reshape(1, candidates))
+            _bind_output(self._binding, "candidate_logits", self._candidate_logits.reshape(1, candidates))
+            _bind_output(self._binding, "log_normalizer", self._log_normalizer)
+        self._tokens = np.empty(0, dtype=np.int64)
+        self._cache = np.empty((0, *self._row_shape), dtype=np.float32)
+        self._grow(0)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append known tokens; computes nothing yet."""
+        if not len(tokens):
+            return
+        lowest, highest = min(tokens), max(tokens)
+        if lowest < 0 or highest >= self._vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise UnknownToken(f"the drafter's vocabulary of {self._vocab_size} has no token {wrong}", field="tokens")
+        end = self.length + len(tokens)
+        if end > len(self._tokens):
+            self._grow(end)
+        self._tokens[self.length : end] = tokens
+        self.length = end
+
+    def propose(self, n: int) -> Proposal:
+        """Up to n tokens; fewer at the end of the context, or where the rule allows none of the candidates."""
+        tokens: list[int] = []
+        q: list[float] = []
+        while len(tokens) < n and 0 < self.length <= self._context_length:
+            self._compute_near(self.length - 1)
+            self._run(self.length - self._computed, self._binding)
+            chosen = self._choose(
+                self.length,
+                self._candidate_tokens,
+                self._candidate_logits,
+                float(self._log_normalizer[0]),
+                self._tokens[: self.length],
+            )
+            if chosen is None:
+                self._computed -= 1
+                break
+            tokens.append(chosen[0])
+            q.append(chosen[1])
+            self._append(chosen[0])
+        return Proposal(tuple(tokens), tuple(q))
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        """Log q of each token [m] float32, appended; beyond the context's end the uniform distribution's."""
+        check_scorable(self.length)
+        first = self.length
+        self.extend(tokens)
+        log_q = np.full(len(tokens), -np.log(self._vocab_size), dtype=np.float32)
+        # The row of position i answers for token i + 1, so rows first - 1 .. end - 2 are wanted.
+        end = min(self.length - 1, self._context_length)
+        if end < first:
+            return log_q
+        self._compute_near(first - 1)
+        for start in range(first - 1, end, SCORED_TOKENS):
+            stop = min(start + SCORED_TOKENS, end)
+            log_q[start + 1 - first : stop + 1 - first] = self._log_q_after(start, stop)
+        return log_q
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens. The cache stays where it is; rows past the end are written over."""
+        check_truncation(length, self.length)
+        self.length = length
+        self._computed = max(0, min(self._computed, length - 1))
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.length = self._computed = self._context_length = 0
+        self._binding.clear_binding_inputs()
+        self._allocate(0)
+
+    def _append(self, token: int) -> None:
+        if self.length == len(self._tokens):
+            self._grow(self.length + 1)
+        self._tokens[self.length] = token
+        self.length += 1
+
+    def _compute_near(self, position: int) -> None:
+        """Fill the cache until one prefill's worth of tokens at most, the one at `position` the last, is left."""
+        while position + 1 - self._computed > PREFILL_TOKENS:
+            self._run(PREFILL_TOKENS, self._binding)
+
+    def _run(self, n: int, binding: onnxruntime.IOBinding) -> None:
+        """Put the next n tokens into the cache; the bound outputs answer for the last of them."""
+        computed = self._computed
+        self._logit_rows[0] = n - 1
+        present = self._cache_address + computed * self._row_bytes
+        try:  # not `_translated`: a context manager costs this loop 2 us
+            binding.bind_input("tokens", "cpu", 0, np.int64, (n,), self._tokens_address + 8 * computed)
+            binding.bind_input("past", "cpu", 0, np.float32, (computed, *self._row_shape), self._cache_address)
+            binding.bind_output("present", "cpu", 0, np.float32, (n, *self._row_shape), present)
+            self._session.run_with_iobinding(binding)
+        except _RUNTIME_ERRORS as error:
+            raise Internal(f"running a drafter: {error}") from error
+        self._computed = computed + n
+
+    def _log_q_after(self, start: int, stop: int) -> np.ndarray:
+        """Log q [stop - start] of the tokens that follow positions start .. stop - 1; these go into the cache."""
+        rows = np.arange(start, stop, dtype=np.int64) - self._computed
+        logits = np.empty((len(rows), self._vocab_size), dtype=np.float32)
+        log_normalizer = np.empty(len(rows), dtype=np.float32)
+        binding = self._session.io_binding()
+        with _translated(Internal, "binding a drafter's buffers"):
+            _bind_input(binding, "logit_rows", rows)
+            _bind_output(binding, "logits", logits)
+            _bind_output(binding, "log_normalizer", log_normalizer)
+        self._run(stop - self._computed, binding)
+        return logits[np.arange(len(rows)), self._tokens[start + 1 : stop + 1]] - log_normalizer
+
+    def _grow(self, length: int) -> None:
+        """Make room for `length` tokens, by doubling; the cache never exceeds the context."""
+        self._allocate(max(length, 2 * len(self._tokens), FIRST_CAPACITY))
+
+    def _allocate(self, capacity: int) -> None:
+        rows = min(capacity, self._context_length)
+        tokens = np.zeros(capacity, dtype=np.int64)
+        tokens[: self.length] = self._tokens[: self.length]
+        self._tokens = tokens
+        self._tokens_address = tokens.ctypes.data
+        if rows != len(self._cache):
+            cache = np.empty((rows, *self._row_shape), dtype=np.float32)
+            cache[: self._computed] = self._cache[: self._computed]
+            self._cache = cache
+            self._cache_address = cache.ctypes.data
+
+
+def _bind_input(binding: onnxruntime.IOBinding, name: str, array: np.ndarray) -> None:
+    binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+def _bind_output(binding: onnxruntime.IOBinding, name: str, array: np.ndarray) -> None:
+    binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)

@@ -1,0 +1,217 @@
+"""Drafters on disk: a folder of plain files and a manifest that promises the hash of each.
+
+Nothing is handed to ONNX Runtime before its hash is checked, and a graph that keeps weights in external files does
+not load, so the manifest covers all that a drafter is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound
+from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import RemoteFile
+
+MANIFEST = "manifest.json"
+MODEL = "model.onnx"
+TOKENIZER = "tokenizer.json"
+FORMAT = "outrider-drafter/1"
+KINDS = ("onnx-lm",)
+CACHE_LAYOUT = "[position, layer, key_or_value, kv_head, head_dim]"
+
+FAMILY = Path(__file__).resolve().parent.parent / "family"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_VERSION = re.compile(r"[0-9a-f]{12}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """A position's entry in the KV cache: float32 [layers, 2, kv_heads, head_dim]."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPackage:
+    """A drafter whose files are what its manifest says."""
+
+    folder: Path
+    name: str
+    version: str
+    kind: str
+    target: str
+    tokenizer_sha256: str
+    files: tuple[RemoteFile, ...]
+    precision: str
+    vocab_size: int
+    context_length: int
+    candidates: int
+    parameters: int
+    cache: CacheShape
+
+    @property
+    def model_path(self) -> Path:
+        """The ONNX graph with its weights."""
+        return self.folder / MODEL
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """The tokenizer that drafter and target share."""
+        return self.folder / TOKENIZER
+
+
+def load_package(folder: Path) -> DrafterPackage:
+    """Read a folder's manifest and check every file against it.
+
+    Raises:
+        NotFound: there is no manifest.
+        InvalidArgument: the manifest is malformed; `field` names where.
+        ModelRefused: a format, kind or cache that this version does not know.
+        DataLoss: a file is missing or is not what the manifest promises.
+    """
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise NotFound(f"{folder} holds no {MANIFEST}, so it is no drafter package")
+    package = parse_manifest(manifest.read_text(encoding="utf-8", errors="replace"), folder)
+    for file in package.files:
+        check_file(folder / file.name, file)
+    with package.tokenizer_path.open(encoding="utf-8") as lines:
+        found = tokenizer_hash(lines.read())
+    if found != package.tokenizer_sha256:
+        raise DataLoss(f"{TOKENIZER} has the canonical hash {found}, the manifest promises {package.tokenizer_sha256}")
+    return package
+
+
+def parse_manifest(text: str, folder: Path) -> DrafterPackage:
+    """Return the package that a manifest describes; its files are not looked at."""
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidArgument(f"is not JSON: {error}", field="manifest") from error
+    fields = _Fields(parsed, "manifest")
+    for key, known in (("format", (FORMAT,)), ("kind", KINDS)):
+        if fields.text(key) not in known:
+            raise ModelRefused(f"{fields.text(key)!r} is none of {', '.join(known)}", field=f"manifest.{key}")
+    cache = fields.inner("cache")
+    for key, known_value in (("dtype", "float32"), ("layout", CACHE_LAYOUT)):
+        if cache.text(key) != known_value:
+            raise ModelRefused(f"{cache.text(key)!r} is not {known_value!r}", field=f"manifest.cache.{key}")
+    package = DrafterPackage(
+        folder=folder,
+        name=fields.matching("name", _NAME),
+        version=fields.matching("version", _VERSION),
+        kind=fields.text("kind"),
+        target=fields.text("target"),
+        tokenizer_sha256=fields.matching("tokenizer_sha256", _SHA256),
+        files=_files(fields.inner("files")),
+        precision=fields.text("precision"),
+        vocab_size=fields.count("vocab_size"),
+        context_length=fields.count("context_length"),
+        candidates=fields.count("candidates"),
+        parameters=fields.count("parameters"),
+        cache=CacheShape(cache.count("layers"), cache.count("kv_heads"), cache.count("head_dim")),
+    )
+    if package.candidates > package.vocab_size:
+        raise InvalidArgument("exceeds the vocabulary", field="manifest.candidates")
+    return package
+
+
+def check_file(path: Path, file: RemoteFile) -> None:
+    """DataLoss, naming the file, unless `path` holds the promised content."""
+    if not path.is_file():
+        raise DataLoss(f"{file.name} is missing")
+    size = path.stat().st_size
+    if size != file.bytes:
+        raise DataLoss(f"{file.name} has {size} bytes where {file.bytes} were promised")
+    found = sha256_of(path)
+    if found != file.sha256:
+        raise DataLoss(f"{file.name} has SHA-256 {found}, not the promised {file.sha256}")
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hash of a file, read piece by piece."""
+    digest = hashlib.sha256()
+    with path.open("rb") as content:
+        while piece := content.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def embedded_packages() -> tuple[str, ...]:
+    """Return the names of the drafters that ship with the wheel."""
+    return tuple(sorted(manifest.parent.name for manifest in FAMILY.glob(f"*/{MANIFEST}")))
+
+
+def find_package(name_or_path: str | Path) -> DrafterPackage:
+    """Return the embedded drafter of that name, or else the package in that folder, checked as by `load_package`."""
+    if name_or_path in embedded_packages():
+        return load_package(FAMILY / name_or_path)
+    folder = Path(name_or_path).expanduser()
+    if (folder / MANIFEST).is_file():
+        return load_package(folder)
+    names = ", ".join(embedded_packages()) or "none"
+    raise NotFound(f"no drafter {str(name_or_path)!r}: give a folder with a {MANIFEST}, or an embedded name ({names})")
+
+
+def _files(files: _Fields) -> tuple[RemoteFile, ...]:
+    promised = []
+    names = files.keys()
+    for name in names:
+        entry = files.inner(name)
+        try:
+            promised.append(RemoteFile(name, entry.matching("sha256", _SHA256), entry.count("bytes")))
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message, field=f"manifest.files.{name}") from error
+    for needed in (MODEL, TOKENIZER):
+        if needed not in names:
+            raise InvalidArgument(f"does not list {needed}", field="manifest.files")
+    return tuple(promised)
+
+
+class _Fields:
+    """A JSON object whose every access checks the type and names the field at fault."""
+
+    def __init__(self, parsed: Any, where: str) -> None:
+        if not isinstance(parsed, Mapping):
+            raise InvalidArgument("must be a JSON object", field=where)
+        self._parsed = parsed
+        self._where = where
+
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self._parsed)
+
+    def inner(self, key: str) -> _Fields:
+        return _Fields(self._get(key), f"{self._where}.{key}")
+
+    def text(self, key: str) -> str:
+        value = self._get(key)
+        if not isinstance(value, str) or not value:
+            raise InvalidArgument("must be a text that is not empty", field=f"{self._where}.{key}")
+        return value
+
+    def matching(self, key: str, pattern: re.Pattern[str]) -> str:
+        value = self.text(key)
+        if not pattern.fullmatch(value):
+            raise InvalidArgument(f"{value!r} does not match {pattern.pattern}", field=f"{self._where}.{key}")
+        return value
+
+    def count(self, key: str) -> int:
+        value = self._get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidArgument("must be a whole number, 1 or more", field=f"{self._where}.{key}")
+        return value
+
+    def _get(self, key: str) -> Any:
+        if key not in self._parsed:
+            raise InvalidArgument("is missing", field=f"{self._where}.{key}")
+        return self._parsed[key]

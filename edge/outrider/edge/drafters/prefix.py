@@ -1,0 +1,32 @@
+"""A prefix of tokens in a plain list: what every drafter without a cache keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.edge.drafters.protocol import check_truncation
+
+
+class TokenPrefix:
+    """The tokens before the next proposal, with the verbs of `DraftState` that need no model."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens in the prefix."""
+        return len(self.tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append known tokens."""
+        self.tokens.extend(int(token) for token in tokens)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        check_truncation(length, len(self.tokens))
+        del self.tokens[length:]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.tokens = []

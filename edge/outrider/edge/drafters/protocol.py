@@ -1,0 +1,85 @@
+"""What a drafter is. The engine, the policies and the tests know drafters by these types only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from outrider.edge.drafters.proposals import ProposalRule
+from outrider.proto.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens [n] that a drafter puts after a prefix, and the probability q [n] that it gave to each."""
+
+    tokens: tuple[int, ...]
+    q: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class DraftState(Protocol):
+    """One session's prefix in one drafter. Used by one thread at a time; different states may run in parallel."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in the prefix (prompt, text and the state's own proposals): the position of the next token."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append known tokens. Cheap: what they cost is paid by the next `propose` or `score`."""
+        ...
+
+    def propose(self, n: int) -> Proposal:
+        """Up to n tokens after the prefix, which are appended to it; fewer, or none, where the drafter has no more."""
+        ...
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        """Append `tokens` [m] and return log q of each given all before it: [m] float32, plain log-softmax, no noise.
+
+        Needs a prefix of at least one token. Where a drafter can know nothing it answers the uniform distribution.
+        """
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens, 0 <= length <= self.length; what comes next is as if no more had been."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. The state is not used afterwards."""
+        ...
+
+
+class Drafter(Protocol):
+    """Loaded once a process, shared by its sessions."""
+
+    @property
+    def name(self) -> str:
+        """As in the manifest."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """As in the manifest."""
+        ...
+
+    def open(self, rule: ProposalRule) -> DraftState:
+        """Begin an empty prefix whose proposals follow `rule`."""
+        ...
+
+
+def check_truncation(length: int, current: int) -> None:
+    """Refuse a truncation that would grow the prefix or go below nothing."""
+    if not 0 <= length <= current:
+        raise InvalidArgument(f"cannot truncate a prefix of {current} tokens to {length}", field="length")
+
+
+def check_scorable(length: int) -> None:
+    """Refuse to score the very first token, of which no causal model has an opinion."""
+    if length == 0:
+        raise InvalidArgument("nothing can be scored after an empty prefix; extend it with the prompt", field="tokens")

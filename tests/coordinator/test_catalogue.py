@@ -1,0 +1,251 @@
+"""The catalogue: only what its manifest promises is served, only by hash, and changes are noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.coordinator.catalogue import Catalogue
+from outrider.coordinator.fakes import TOKENIZER_JSON, TOKENIZER_SHA256, write_package
+from outrider.coordinator.package import load_package
+from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument, NotFound, OutriderError
+
+
+def scanned(folder: Path) -> Catalogue:
+    catalogue = Catalogue((folder,))
+    catalogue.rescan()
+    return catalogue
+
+
+def test_a_package_is_listed_with_its_manifest_among_its_files(tmp_path: Path) -> None:
+    write_package(tmp_path / "d", files={"model.onnx": b"weights", "vocab.txt": b"words"})
+    (manifest,) = scanned(tmp_path).manifests
+    assert {file.name for file in manifest.files} == {"manifest.json", "model.onnx", "vocab.txt"}
+    assert (manifest.name, manifest.version, manifest.target) == ("tiny-drafter", "1", "tiny")
+
+
+def test_every_listed_file_is_served_by_its_hash_and_from_any_offset(tmp_path: Path) -> None:
+    write_package(tmp_path / "d", files={"model.onnx": b"weights"})
+    catalogue = scanned(tmp_path)
+    for file in catalogue.manifests[0].files:
+        with catalogue.open(file.sha256, 0) as reader:
+            content = reader.read()
+        assert (hashlib.sha256(content).hexdigest(), len(content)) == (file.sha256, file.bytes)
+        with catalogue.open(file.sha256, 3) as reader:
+            assert reader.read() == content[3:]
+
+
+@pytest.mark.parametrize("depth", ["", "d", "d/1"])
+def test_a_package_is_found_in_the_folder_itself_and_two_levels_below(tmp_path: Path, depth: str) -> None:
+    write_package(tmp_path / depth)
+    assert len(scanned(tmp_path).manifests) == 1
+
+
+def test_a_hidden_folder_is_not_looked_into_so_a_package_can_be_renamed_into_place(tmp_path: Path) -> None:
+    hidden = write_package(tmp_path / ".incoming")
+    catalogue = scanned(tmp_path)
+    assert not catalogue.manifests
+    hidden.rename(tmp_path / "d")
+    assert catalogue.rescan()
+    assert len(catalogue.manifests) == 1
+
+
+def test_a_tampered_file_refuses_its_package_with_a_log_line_and_leaves_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = write_package(tmp_path / "bad", name="bad", files={"model.onnx": b"weights"})
+    write_package(tmp_path / "good", name="good")
+    (bad / "model.onnx").write_bytes(b"weightz")
+    with caplog.at_level(logging.WARNING):
+        catalogue = scanned(tmp_path)
+        catalogue.rescan()
+    assert [m.name for m in catalogue.manifests] == ["good"]
+    refusal = catalogue.refused[bad]
+    assert isinstance(refusal, DataLoss)
+    assert refusal.field == "bad/model.onnx"
+    assert len([r for r in caplog.records if "bad/model.onnx" in r.getMessage()]) == 1, "said once, not every second"
+    with pytest.raises(NotFound):
+        catalogue.open(hashlib.sha256(b"weightz").hexdigest(), 0)
+
+
+def test_a_file_of_another_length_and_a_missing_one_are_refused_by_name(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "d", files={"model.onnx": b"weights"})
+    (package / "model.onnx").write_bytes(b"weights and more")
+    with pytest.raises(DataLoss, match="16 bytes, the manifest promises 7"):
+        load_package(package)
+    (package / "model.onnx").unlink()
+    with pytest.raises(DataLoss, match=r"d/model\.onnx"):
+        load_package(package)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "d")
+    (package / "model.onnx").unlink()
+    os.mkfifo(package / "model.onnx")
+    with pytest.raises(DataLoss, match="not a plain file"):
+        load_package(package)
+
+
+def test_a_file_that_is_changed_after_the_check_is_not_served(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "d", files={"model.onnx": b"weights"})
+    catalogue = scanned(tmp_path)
+    time.sleep(0.02)  # beyond one tick of the file system's clock
+    (package / "model.onnx").write_bytes(b"weightz")
+    with pytest.raises(DataLoss, match="changed since it was checked"):
+        catalogue.open(hashlib.sha256(b"weights").hexdigest(), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"format": "other/1"}, "format"),
+        ({"name": "../up"}, "drafter.name"),
+        ({"name": 3}, "name"),
+        ({"version": ""}, "drafter.version"),
+        ({"tokenizer_sha256": "abc"}, "tokenizer_sha256"),
+        ({"files": {}}, "files"),
+        ({"files": {"../../etc/passwd": {"sha256": "0" * 64, "bytes": 1}}}, "plain file name"),
+        ({"files": {"/etc/passwd": {"sha256": "0" * 64, "bytes": 1}}}, "plain file name"),
+        ({"files": {"manifest.json": {"sha256": "0" * 64, "bytes": 1}}}, "manifest itself"),
+        ({"files": {"model.onnx": {"sha256": "0" * 64}}}, "files.model.onnx"),
+        ({"files": {"model.onnx": {"sha256": "zz", "bytes": 1}}}, "file.sha256"),
+    ],
+)
+def test_an_impossible_manifest_is_a_config_error_that_says_what(
+    tmp_path: Path, change: dict[str, Any], complaint: str
+) -> None:
+    package = write_package(tmp_path / "d")
+    manifest = json.loads((package / "manifest.json").read_text()) | change
+    (package / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ConfigError, match=complaint) as refusal:
+        load_package(package)
+    assert refusal.value.field == "d/manifest.json"
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff\xfe", b"null"])
+def test_a_manifest_that_is_no_json_object_is_a_config_error(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(raw)
+    with pytest.raises(ConfigError):
+        load_package(tmp_path)
+
+
+def test_a_repaired_package_is_served_at_the_next_look(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "d", files={"model.onnx": b"weights"})
+    (package / "model.onnx").unlink()
+    catalogue = scanned(tmp_path)
+    assert not catalogue.manifests
+    (package / "model.onnx").write_bytes(b"weights")
+    assert catalogue.rescan()
+    assert len(catalogue.manifests) == 1
+
+
+def test_only_touched_packages_are_hashed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_package(tmp_path / "a", name="a")
+    write_package(tmp_path / "b", name="b")
+    catalogue = scanned(tmp_path)
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> Any:
+        loaded.append(folder)
+        return load_package(folder)
+
+    monkeypatch.setattr("outrider.coordinator.catalogue.load_package", load)
+    assert not catalogue.rescan()
+    write_package(tmp_path / "b", name="b", version="2")
+    assert catalogue.rescan()
+    assert loaded == [tmp_path / "b"]
+
+
+def test_versions_are_ordered_newest_first_by_number_not_by_letter(tmp_path: Path) -> None:
+    for version in ("9", "10", "2"):
+        write_package(tmp_path / version, version=version)
+    assert [m.version for m in scanned(tmp_path).manifests] == ["10", "9", "2"]
+
+
+def test_a_removed_version_is_no_longer_served(tmp_path: Path) -> None:
+    package = write_package(tmp_path / "d")
+    catalogue = scanned(tmp_path)
+    sha256 = catalogue.manifests[0].files[0].sha256
+    package.rename(tmp_path / ".withdrawn")
+    assert catalogue.rescan()
+    with pytest.raises(NotFound):
+        catalogue.open(sha256, 0)
+
+
+def test_a_second_content_under_the_same_version_is_refused(tmp_path: Path) -> None:
+    write_package(tmp_path / "a", files={"model.onnx": b"one"})
+    write_package(tmp_path / "b", files={"model.onnx": b"two"})
+    catalogue = scanned(tmp_path)
+    assert len(catalogue.manifests) == 1
+    assert list(catalogue.refused) == [tmp_path / "b"]
+
+
+def test_fits_keeps_drafters_with_the_same_tokenizer(tmp_path: Path) -> None:
+    write_package(tmp_path / "a", name="a")
+    write_package(tmp_path / "b", name="b", tokenizer_sha256="b" * 64)
+    catalogue = scanned(tmp_path)
+    assert [m.name for m in catalogue.fits(TOKENIZER_SHA256)] == ["a"]
+    assert [m.name for m in catalogue.fits("")] == ["a", "b"]
+    assert not catalogue.fits("c" * 64)
+
+
+def test_a_tokenizer_is_known_by_identity_and_served_by_content_hash() -> None:
+    catalogue = Catalogue()
+    file = catalogue.add_tokenizer(TOKENIZER_JSON)
+    assert catalogue.tokenizer(TOKENIZER_SHA256) == file
+    with catalogue.open(file.sha256, 0) as reader:
+        assert reader.read().decode() == TOKENIZER_JSON
+    with pytest.raises(ConfigError):
+        catalogue.add_tokenizer("not json")
+
+
+@pytest.mark.parametrize(
+    ("sha256", "offset", "kind"),
+    [
+        ("../../etc/passwd", 0, InvalidArgument),
+        ("", 0, InvalidArgument),
+        ("A" * 64, 0, InvalidArgument),
+        ("a" * 64, 0, NotFound),
+        (hashlib.sha256(b"weights").hexdigest(), 8, InvalidArgument),
+    ],
+)
+def test_nothing_but_a_served_hash_and_an_offset_within_is_answered(
+    tmp_path: Path, sha256: str, offset: int, kind: type[OutriderError]
+) -> None:
+    write_package(tmp_path / "d", files={"model.onnx": b"weights"})
+    with pytest.raises(kind):
+        scanned(tmp_path).open(sha256, offset)
+
+
+def test_a_missing_folder_is_empty_and_may_appear_later(tmp_path: Path) -> None:
+    catalogue = scanned(tmp_path / "later")
+    assert not catalogue.manifests
+    write_package(tmp_path / "later" / "d")
+    assert catalogue.rescan()
+
+
+def test_whoever_awaits_a_change_wakes_on_a_new_version_and_on_closing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        catalogue = Catalogue((tmp_path,))
+        waiting = asyncio.create_task(catalogue.changed())
+        assert not await catalogue.refresh()
+        await asyncio.sleep(0)
+        assert not waiting.done(), "nothing changed"
+        write_package(tmp_path / "d")
+        assert await catalogue.refresh()
+        assert await waiting
+        waiting = asyncio.create_task(catalogue.changed())
+        await asyncio.sleep(0)
+        catalogue.close()
+        assert not await waiting
+        assert not await catalogue.changed()
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))

@@ -1,0 +1,226 @@
+"""Verifiers as Ray actors: found, missed, found again after a restart, replaced, drained. One local Ray for all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from outrider.cloud import actor
+from outrider.cloud.config import VerifierConfig
+from outrider.coordinator import ray_cluster
+from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.coordinator.fakes import TOKENIZER_JSON, TOKENIZER_SHA256
+from outrider.coordinator.ray_cluster import RayCluster
+from outrider.proto.errors import ConfigError, NotFound, Unavailable
+from outrider.proto.types import LeaseRequest
+
+pytestmark = pytest.mark.ray
+Serve = Callable[..., None]
+
+
+def fake_actor() -> type:
+    """Made in a function, so that Ray sends the class itself: workers cannot import this file."""
+
+    class FakeVerifier:
+        def __init__(self, config: Any, lease_secret: bytes = b"", *, load_s: float = 0.0) -> None:
+            import os
+            import time
+
+            time.sleep(load_s)
+            self._config = config
+            self._pid = os.getpid()
+            self._state = "ready"
+
+        async def info(self) -> dict[str, Any]:
+            return {
+                "name": self._config.name,
+                "address": f"127.0.0.1:{1024 + self._pid % 60_000}",
+                "model": "tiny",
+                "tokenizer_sha256": TOKENIZER_SHA256,
+                "state": self._state,
+                "sessions": 3,
+                "max_sessions": 8,
+                "step_s": 0.05,
+                "kv_pages_free": 9,
+                "incarnation": str(self._pid),
+            }
+
+        async def tokenizer_json(self) -> str:
+            return TOKENIZER_JSON
+
+        async def drain(self, grace_s: float) -> int:
+            self._state = "draining"
+            return 3
+
+    return FakeVerifier
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, namespace="outrider", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def start(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Start a fake verifier through the real `start_verifier_actor`."""
+    monkeypatch.setattr(actor, "VerifierActor", fake_actor())
+    handles = []
+
+    def one(name: str) -> Any:
+        handles.append(actor.start_verifier_actor(name, VerifierConfig(), ray_options={"num_cpus": 0}))
+        return handles[-1]
+
+    yield one
+    for handle in handles:
+        ray.kill(handle, no_restart=True)
+    while ray.util.list_named_actors(all_namespaces=True):
+        time.sleep(0.02)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+async def until(cluster: RayCluster, holds: Callable[[VerifierInfo], bool]) -> VerifierInfo:
+    while True:
+        for info in await cluster.refresh():
+            if holds(info):
+                return info
+        await asyncio.sleep(0.05)
+
+
+def is_ready(info: VerifierInfo) -> bool:
+    return info.state is VerifierState.READY
+
+
+def test_both_sides_agree_on_where_verifiers_are_found() -> None:
+    assert (ray_cluster.NAMESPACE, ray_cluster.ACTOR_PREFIX) == (actor.NAMESPACE, actor.ACTOR_PREFIX)
+
+
+def test_actors_are_found_by_prefix_and_say_what_they_serve(start: Callable[[str], Any]) -> None:
+    start("a")
+    other = ray.remote(fake_actor()).options(name="unrelated", namespace="outrider", num_cpus=0).remote(None)
+
+    async def scenario() -> None:
+        cluster = RayCluster()
+        info = await until(cluster, is_ready)
+        assert [v.name for v in await cluster.refresh()] == ["a"]
+        assert (info.model, info.sessions, info.max_sessions, info.restarts) == ("tiny", 3, 8, 0)
+        assert await cluster.tokenizer_json("a") == TOKENIZER_JSON
+        with pytest.raises(NotFound):
+            await cluster.tokenizer_json("zzz")
+
+    run(scenario)
+    ray.kill(other)
+
+
+def test_a_killed_actor_is_down_then_restarted_at_a_new_address(start: Callable[[str], Any]) -> None:
+    handle = start("a")
+
+    async def scenario() -> None:
+        cluster = RayCluster(info_timeout_s=0.05)
+        before = await until(cluster, is_ready)
+        ray.kill(handle, no_restart=False)
+        down = await until(cluster, lambda info: info.state is VerifierState.DOWN)
+        assert (down.model, down.status().address) == ("tiny", "")
+        after = await until(cluster, is_ready)
+        assert after.restarts == 1
+        assert after.address != before.address
+
+    run(scenario)
+
+
+def test_an_actor_that_ray_has_given_up_is_replaced_by_respawn(start: Callable[[str], Any]) -> None:
+    handle = start("a")
+
+    async def scenario() -> None:
+        cluster = RayCluster(respawn=start)
+        await until(cluster, is_ready)
+        ray.kill(handle, no_restart=True)
+        after = await until(cluster, lambda info: is_ready(info) and info.restarts == 1)
+        assert after.name == "a"
+
+    run(scenario)
+
+
+def test_without_respawn_an_actor_that_ray_has_given_up_stays_down(start: Callable[[str], Any]) -> None:
+    handle = start("a")
+
+    async def scenario() -> None:
+        cluster = RayCluster()
+        await until(cluster, is_ready)
+        ray.kill(handle, no_restart=True)
+        await until(cluster, lambda info: info.state is VerifierState.DOWN)
+        with pytest.raises(NotFound):
+            await cluster.drain("a")
+
+    run(scenario)
+
+
+def test_a_drain_reaches_the_actor_which_is_then_forgotten_when_it_ends(start: Callable[[str], Any]) -> None:
+    handle = start("a")
+
+    async def scenario() -> None:
+        cluster = RayCluster(respawn=lambda name: pytest.fail("it was taken away on purpose"))
+        await until(cluster, is_ready)
+        assert await cluster.drain("a") == 3
+        assert (await cluster.refresh())[0].state is VerifierState.DRAINING
+        ray.kill(handle, no_restart=True)
+        while await cluster.refresh():  # noqa: ASYNC110 - the loop is what polls
+            await asyncio.sleep(0.05)
+
+    run(scenario)
+
+
+def test_an_actor_that_is_still_loading_is_down_and_stalls_neither_the_loop_nor_the_poll(
+    local_ray: None,
+) -> None:
+    options = {"name": "outrider-verifier-slow", "namespace": "outrider", "num_cpus": 0}
+    slow = ray.remote(fake_actor()).options(**options).remote(VerifierConfig(name="slow"), load_s=2.5)
+
+    async def scenario() -> None:
+        cluster = RayCluster(info_timeout_s=1.0)
+        polling = asyncio.create_task(cluster.refresh())
+        longest_gap_s, last_s = 0.0, time.monotonic()
+        while not polling.done():
+            await asyncio.sleep(0.01)
+            longest_gap_s, last_s = max(longest_gap_s, time.monotonic() - last_s), time.monotonic()
+        assert (await polling)[0].state is VerifierState.DOWN
+        assert longest_gap_s < 0.5, "a loop that waited for Ray would have stood for 1 s"
+        with pytest.raises(Unavailable):
+            await cluster.tokenizer_json("slow")
+        assert (await until(cluster, is_ready)).restarts == 0
+
+    run(scenario)
+    ray.kill(slow)
+
+
+def test_a_name_that_is_taken_is_a_config_error(start: Callable[[str], Any]) -> None:
+    start("a")
+    with pytest.raises(ConfigError) as refusal:
+        start("a")
+    assert refusal.value.field == "name"
+
+
+def test_leases_follow_a_restarted_actor_to_its_new_address(start: Callable[[str], Any], serve: Serve) -> None:
+    handle = start("a")
+
+    async def scenario(call: Any) -> None:
+        service = call.server.service
+        await call.until(lambda: service.verifiers and is_ready(service.verifiers[0]))
+        first = await call("OpenLease", LeaseRequest(model="tiny", session="s"))
+        ray.kill(handle, no_restart=False)
+        await call.until(lambda: service.verifiers[0].restarts == 1)
+        second = await call("OpenLease", LeaseRequest(model="tiny", session="s", avoid=("a",)))
+        assert (first.verifier, second.verifier) == ("a", "a")
+        assert second.address != first.address
+        assert second.tokenizer is not None
+
+    serve(scenario, ray_address="auto")

@@ -1,0 +1,467 @@
+"""The control plane end to end, over gRPC on loopback: leases, drafters, files, reports, drains and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2
+
+from outrider.coordinator.cluster import VerifierState
+from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.fakes import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, ready, write_package
+from outrider.coordinator.server import CoordinatorServer
+from outrider.proto import codec
+from outrider.proto.errors import (
+    ConfigError,
+    Internal,
+    InvalidArgument,
+    LeaseExpired,
+    NotFound,
+    OutriderError,
+    ResourceExhausted,
+    TokenizerMismatch,
+    Unauthenticated,
+    Unavailable,
+    UnsupportedProtocol,
+)
+from outrider.proto.lease import verify_lease
+from outrider.proto.types import LeaseRequest, SessionReport
+
+SECRET = b"0123456789abcdef"
+HEALTH = "/grpc.health.v1.Health/Check"
+Serve = Callable[..., None]
+
+
+def ask(**fields: Any) -> LeaseRequest:
+    return LeaseRequest(**{"model": "tiny", "session": "s1", **fields})
+
+
+# --- leases ---
+
+
+def test_a_lease_names_verifier_model_tokenizer_and_fitting_drafters(serve: Serve, drafters: Path) -> None:
+    write_package(drafters / "other", name="aaa", target="big")
+    write_package(drafters / "own", name="zzz", target="tiny")
+    write_package(drafters / "alien", name="alien", tokenizer_sha256="b" * 64)
+
+    async def scenario(call: Any) -> None:
+        lease = await call("OpenLease", ask())
+        assert (lease.verifier, lease.address, lease.model) == ("a", "127.0.0.1:7", "tiny")
+        assert (lease.expires_in_s, lease.tokenizer_sha256) == (600.0, TOKENIZER_SHA256)
+        assert [m.name for m in lease.drafters] == ["zzz", "aaa"], "the target's own first, no foreign tokenizer"
+        assert lease.prior.step_s == 0.03
+        assert lease.prior.acceptance == 0
+
+    serve(scenario, ScriptedCluster(ready("a", address="127.0.0.1:7", step_s=0.03)), drafters=(drafters,))
+
+
+def test_the_token_of_a_lease_verifies_for_its_session_only_and_until_it_expires(serve: Serve) -> None:
+    async def scenario(call: Any) -> None:
+        token = (await call("OpenLease", ask())).token
+        use = {"verifier": "a", "model": "tiny", "session": "s1", "now_s": time.time()}
+        assert verify_lease(token, SECRET, **use).session == "s1"
+        for wrong in ({"session": "s2"}, {"verifier": "b"}, {"model": "big"}):
+            with pytest.raises(Unauthenticated):
+                verify_lease(token, SECRET, **use | wrong)
+        with pytest.raises(Unauthenticated):
+            verify_lease(token, b"another secret of enough bytes", **use)
+        with pytest.raises(LeaseExpired):
+            verify_lease(token, SECRET, **use | {"now_s": time.time() + 61})
+
+    serve(scenario, ScriptedCluster(ready("a")), lease_seconds=50)
+
+
+def test_an_empty_model_and_tokenizer_get_what_there_is(serve: Serve) -> None:
+    async def scenario(call: Any) -> None:
+        lease = await call("OpenLease", ask(model=""))
+        assert (lease.model, lease.tokenizer_sha256) == ("tiny", TOKENIZER_SHA256)
+        content = b"".join([chunk async for chunk in call.stream("FetchFile", lease.tokenizer.sha256, 0)])
+        assert content.decode() == TOKENIZER_JSON
+
+    serve(scenario, ScriptedCluster(ready("a")))
+
+
+@pytest.mark.parametrize(
+    ("verifier", "request_", "kind", "field"),
+    [
+        (ready("a"), ask(model="huge"), NotFound, "lease_request.model"),
+        (ready("a"), ask(tokenizer_sha256="f" * 64), TokenizerMismatch, "lease_request.tokenizer_sha256"),
+        (ready("a"), ask(tokenizer_sha256="xyz"), InvalidArgument, "lease_request.tokenizer_sha256"),
+        (ready("a"), ask(session="no spaces"), InvalidArgument, "lease_request.session"),
+        (ready("a"), ask(model="m" * 100_000), InvalidArgument, "lease_request.model"),
+        (ready("a"), ask(protocol_version=2), UnsupportedProtocol, "lease_request.protocol_version"),
+        (ready("a", sessions=4), ask(), ResourceExhausted, ""),
+        (ready("a", state=VerifierState.DOWN), ask(), Unavailable, ""),
+        (ready("a", state=VerifierState.DRAINING), ask(), Unavailable, ""),
+    ],
+)
+def test_a_refused_lease_arrives_as_the_right_error_with_field_or_retry_time(
+    serve: Serve, verifier: Any, request_: LeaseRequest, kind: type[OutriderError], field: str
+) -> None:
+    async def scenario(call: Any) -> None:
+        with pytest.raises(kind) as refusal:
+            await call("OpenLease", request_)
+        assert type(refusal.value) is kind
+        assert refusal.value.field == field
+        assert (refusal.value.retry_after_s > 0) == (field == "")
+        assert (await call("Status", None)).leases_granted == 0
+
+    serve(scenario, ScriptedCluster(verifier))
+
+
+def test_a_burst_of_leases_is_spread_although_no_session_was_seen_yet(serve: Serve) -> None:
+    async def scenario(call: Any) -> None:
+        leases = await asyncio.gather(*(call("OpenLease", ask(session=f"s{i}")) for i in range(4)))
+        assert sorted(lease.verifier for lease in leases) == ["a", "a", "b", "b"]
+
+    serve(scenario, ScriptedCluster(ready("a"), ready("b", step_s=0.1)), poll_s=5.0)
+
+
+def test_an_edge_that_lost_a_verifier_gets_another_and_the_same_only_as_last_resort(serve: Serve) -> None:
+    cluster = ScriptedCluster(ready("a"), ready("b", sessions=3))
+
+    async def scenario(call: Any) -> None:
+        assert (await call("OpenLease", ask(avoid=("a",)))).verifier == "b"
+        assert (await call("OpenLease", ask(avoid=("a", "b")))).verifier == "a"
+
+    serve(scenario, cluster)
+
+
+def test_a_refusal_from_a_stale_view_is_checked_against_the_fleet_first(serve: Serve) -> None:
+    cluster = ScriptedCluster(ready("a", state=VerifierState.DOWN))
+
+    async def scenario(call: Any) -> None:
+        await asyncio.sleep(0.15)
+        cluster.verifiers["a"] = ready("a")
+        assert (await call("OpenLease", ask())).verifier == "a"
+
+    serve(scenario, cluster, poll_s=60.0)
+
+
+def test_leases_are_still_given_while_the_cluster_cannot_be_asked(serve: Serve) -> None:
+    cluster = ScriptedCluster(ready("a"))
+
+    async def scenario(call: Any) -> None:
+        cluster.reachable = False
+        before = cluster.refreshes
+        await call.until(lambda: cluster.refreshes >= before + 2)
+        assert (await call("OpenLease", ask())).verifier == "a"
+
+    serve(scenario, cluster)
+
+
+# --- drafters and files ---
+
+
+def test_drafters_are_listed_all_or_by_tokenizer(serve: Serve, drafters: Path) -> None:
+    write_package(drafters / "a", name="a")
+    write_package(drafters / "b", name="b", tokenizer_sha256="b" * 64)
+
+    async def scenario(call: Any) -> None:
+        assert [m.name for m in await call("ListDrafters", "")] == ["a", "b"]
+        assert [m.name for m in await call("ListDrafters", TOKENIZER_SHA256)] == ["a"]
+        with pytest.raises(InvalidArgument):
+            await call("ListDrafters", "nonsense")
+
+    serve(scenario, ScriptedCluster(), drafters=(drafters,))
+
+
+def test_a_file_comes_in_bounded_chunks_whole_or_from_an_offset_and_has_its_hash(serve: Serve, drafters: Path) -> None:
+    weights = bytes(range(256)) * 2500  # 640,000 bytes: three chunks
+    write_package(drafters / "a", files={"model.onnx": weights})
+
+    async def scenario(call: Any) -> None:
+        (manifest,) = await call("ListDrafters", "")
+        by_name = {file.name: file for file in manifest.files}
+        sha256 = by_name["model.onnx"].sha256
+        chunks = [chunk async for chunk in call.stream("FetchFile", sha256, 0)]
+        assert [len(chunk) for chunk in chunks] == [262144, 262144, 115712]
+        assert hashlib.sha256(b"".join(chunks)).hexdigest() == sha256
+        rest = b"".join([chunk async for chunk in call.stream("FetchFile", sha256, 500_000)])
+        assert rest == weights[500_000:]
+        assert [chunk async for chunk in call.stream("FetchFile", sha256, len(weights))] == []
+        raw = b"".join([chunk async for chunk in call.stream("FetchFile", by_name["manifest.json"].sha256, 0)])
+        assert raw == (drafters / "a" / "manifest.json").read_bytes()
+
+    serve(scenario, ScriptedCluster(), drafters=(drafters,))
+
+
+@pytest.mark.parametrize(
+    ("sha256", "offset", "kind", "field"),
+    [
+        ("../../../etc/passwd", 0, InvalidArgument, "fetch.sha256"),
+        ("0" * 64, 0, NotFound, "fetch.sha256"),
+        (hashlib.sha256(b"weights").hexdigest(), 1 << 60, InvalidArgument, "fetch.offset"),
+    ],
+)
+def test_a_fetch_of_anything_else_is_refused(
+    serve: Serve, drafters: Path, sha256: str, offset: int, kind: type[OutriderError], field: str
+) -> None:
+    write_package(drafters / "a", files={"model.onnx": b"weights"})
+
+    async def scenario(call: Any) -> None:
+        with pytest.raises(kind) as refusal:
+            _ = [chunk async for chunk in call.stream("FetchFile", sha256, offset)]
+        assert refusal.value.field == field
+
+    serve(scenario, ScriptedCluster(), drafters=(drafters,))
+
+
+def test_a_watch_shows_the_drafters_at_once_and_each_new_version_and_its_withdrawal(
+    serve: Serve, drafters: Path
+) -> None:
+    write_package(drafters / "1", version="1")
+
+    async def scenario(call: Any) -> None:
+        updates = call.stream("WatchDrafters", TOKENIZER_SHA256)
+        assert [m.version for m in await anext(updates)] == ["1"]
+        write_package(drafters / ".2", version="2").rename(drafters / "2")
+        assert [m.version for m in await anext(updates)] == ["2", "1"]
+        (drafters / "2").rename(drafters / ".2")
+        assert [m.version for m in await anext(updates)] == ["1"]
+
+    serve(scenario, ScriptedCluster(), drafters=(drafters,))
+
+
+def test_a_watch_of_one_tokenizer_is_not_woken_by_another(serve: Serve, drafters: Path) -> None:
+    async def scenario(call: Any) -> None:
+        updates = call.stream("WatchDrafters", TOKENIZER_SHA256)
+        assert await anext(updates) == ()
+        write_package(drafters / "alien", name="alien", tokenizer_sha256="b" * 64)
+        await call.until(lambda: call.server.service.catalogue.fits("b" * 64))
+        write_package(drafters / "own", name="own")
+        assert [m.name for m in await anext(updates)] == ["own"], "the update between would have been empty"
+
+    serve(scenario, ScriptedCluster(), drafters=(drafters,))
+
+
+def test_stopping_ends_a_watch_with_unavailable_and_without_waiting_for_it(serve: Serve) -> None:
+    async def scenario(call: Any) -> None:
+        updates = call.stream("WatchDrafters", "")
+        await anext(updates)
+        began_s = time.monotonic()
+        await call.server.stop(5.0)
+        assert time.monotonic() - began_s < 2
+        with pytest.raises(Unavailable):
+            await anext(updates)
+
+    serve(scenario, ScriptedCluster())
+
+
+# --- reports, status, drain ---
+
+
+def test_reports_become_the_prior_of_the_next_lease_and_show_in_the_status(serve: Serve, drafters: Path) -> None:
+    write_package(drafters / "a")
+    report = SessionReport(
+        session="s1",
+        model="tiny",
+        verifier="a",
+        drafter="tiny-drafter",
+        drafter_version="1",
+        accepted_tokens=80,
+        judged_tokens=100,
+    )
+
+    async def scenario(call: Any) -> None:
+        await call("ReportSession", report)
+        assert (await call("OpenLease", ask())).prior.acceptance == pytest.approx(0.8)
+        status = await call("Status", None)
+        assert status.recent == (report,)
+        assert status.leases_granted == 1
+        assert [m.name for m in status.drafters] == ["tiny-drafter"]
+        with pytest.raises(InvalidArgument) as refusal:
+            await call("ReportSession", replace(report, accepted_tokens=101))
+        assert refusal.value.field == "report.accepted_tokens"
+        with pytest.raises(NotFound):
+            await call("ReportSession", replace(report, model="invented"))
+
+    serve(scenario, ScriptedCluster(ready("a")), drafters=(drafters,))
+
+
+def test_what_the_fleet_learned_survives_a_restart_of_the_coordinator(serve: Serve, tmp_path: Path) -> None:
+    async def first(call: Any) -> None:
+        report = SessionReport(session="s", model="tiny", verifier="a", accepted_tokens=8, judged_tokens=10)
+        await call("ReportSession", report)
+
+    async def second(call: Any) -> None:
+        assert (await call("OpenLease", ask())).prior.acceptance == pytest.approx(0.8)
+
+    for scenario in (first, second):
+        serve(scenario, ScriptedCluster(ready("a")), state=tmp_path / "state.json")
+
+
+def test_the_status_shows_no_address_of_a_verifier_that_is_down(serve: Serve) -> None:
+    async def scenario(call: Any) -> None:
+        verifiers = (await call("Status", None)).verifiers
+        assert [(v.name, v.state, v.address) for v in verifiers] == [
+            ("a", "ready", "127.0.0.1:1"),
+            ("b", "down", ""),
+        ]
+
+    serve(scenario, ScriptedCluster(ready("a"), ready("b", state=VerifierState.DOWN)))
+
+
+def test_a_drained_verifier_gets_no_more_leases_and_its_sessions_are_counted(serve: Serve) -> None:
+    cluster = ScriptedCluster(ready("a", sessions=2), ready("b", sessions=3))
+
+    async def scenario(call: Any) -> None:
+        assert (await call("OpenLease", ask())).verifier == "a"
+        assert await call("Drain", "a") == 2
+        assert cluster.drained == ["a"]
+        assert (await call("OpenLease", ask())).verifier == "b"
+        assert (await call("Status", None)).verifiers[0].state == "draining"
+
+    serve(scenario, cluster)
+
+
+def test_no_lease_lands_on_a_verifier_while_its_drain_is_under_way(serve: Serve) -> None:
+    class SlowDrain(ScriptedCluster):
+        async def drain(self, name: str) -> int:
+            await asyncio.sleep(0.3)
+            return await super().drain(name)
+
+    async def scenario(call: Any) -> None:
+        draining = asyncio.create_task(call("Drain", "a"))
+        await asyncio.sleep(0.1)
+        with pytest.raises(Unavailable):
+            await call("OpenLease", ask())
+        await draining
+
+    serve(scenario, SlowDrain(ready("a")))
+
+
+def test_draining_an_unknown_verifier_is_not_found_and_lists_those_there_are(serve: Serve) -> None:
+    async def scenario(call: Any) -> None:
+        with pytest.raises(NotFound, match="there is a") as refusal:
+            await call("Drain", "zzz")
+        assert refusal.value.field == "drain.verifier"
+
+    serve(scenario, ScriptedCluster(ready("a")))
+
+
+# --- the server itself ---
+
+
+@pytest.mark.parametrize("method", ["OpenLease", "ListDrafters", "ReportSession", "Drain", "FetchFile"])
+def test_malformed_bytes_are_an_invalid_argument_that_names_the_frame(serve: Serve, method: str) -> None:
+    async def scenario(call: Any) -> None:
+        with pytest.raises(InvalidArgument) as refusal:
+            await call.raw(method, b"\xff\xff\xff")
+        assert refusal.value.field == "frame"
+
+    serve(scenario, ScriptedCluster(ready("a")))
+
+
+def test_a_defect_is_internal_and_logged_and_the_edge_sees_no_trace_of_it(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(ScriptedCluster):
+        async def drain(self, name: str) -> int:
+            raise ZeroDivisionError("private detail")
+
+    async def scenario(call: Any) -> None:
+        with pytest.raises(Internal) as failure:
+            await call("Drain", "a")
+        assert "private" not in str(failure.value)
+        assert (await call("OpenLease", ask())).verifier == "a", "the server lives on"
+
+    with caplog.at_level(logging.ERROR):
+        serve(scenario, Broken(ready("a")))
+    assert "private detail" in caplog.text
+
+
+def test_an_oversized_request_is_refused_and_the_server_lives_on(serve: Serve) -> None:
+    async def scenario(call: Any) -> None:
+        with pytest.raises(ResourceExhausted):
+            await call("OpenLease", ask(model="m" * 2_000_000))
+        assert (await call("OpenLease", ask())).verifier == "a"
+
+    serve(scenario, ScriptedCluster(ready("a")))
+
+
+def test_the_standard_health_service_answers(serve: Serve) -> None:
+    async def scenario(call: Any) -> None:
+        for service in ("", codec.CONTROL_SERVICE):
+            request = health_pb2.HealthCheckRequest(service=service).SerializeToString()
+            reply = health_pb2.HealthCheckResponse.FromString(await call.channel.unary_unary(HEALTH)(request))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+    serve(scenario, ScriptedCluster())
+
+
+def test_a_port_that_is_taken_is_a_config_error(serve: Serve) -> None:
+    async def scenario(call: Any) -> None:
+        second = CoordinatorServer(CoordinatorConfig(SECRET, listen=call.address), ScriptedCluster())
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            await second.start()
+        await second.stop(0)
+
+    serve(scenario, ScriptedCluster())
+
+
+def test_a_failing_poll_is_logged_and_tried_again(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    class Flaky(ScriptedCluster):
+        async def refresh(self) -> Any:
+            if self.refreshes == 1:
+                self.refreshes += 1
+                raise ZeroDivisionError("once")
+            return await super().refresh()
+
+    cluster = Flaky(ready("a"))
+
+    async def scenario(call: Any) -> None:
+        await call.until(lambda: cluster.refreshes >= 4)
+
+    serve(scenario, cluster)
+    assert "will be tried again" in caplog.text
+
+
+# --- verifiers at fixed addresses ---
+
+
+def test_a_static_verifier_is_ready_while_its_health_service_says_so_and_its_return_counts_as_restart(
+    serve: Serve,
+) -> None:
+    async def scenario(call: Any) -> None:
+        # Another coordinator stands in for the verifier: all that counts here is its health service.
+        stand_in = CoordinatorServer(CoordinatorConfig(SECRET, listen="127.0.0.1:0"), ScriptedCluster())
+        address = await stand_in.start()
+        verifier = StaticVerifier("v", address, "tiny", TOKENIZER_JSON)
+        config = CoordinatorConfig(SECRET, listen="127.0.0.1:0", poll_s=0.1, verifiers=(verifier,))
+        server = CoordinatorServer(config)
+        await server.start()
+        service = server.service
+        assert service is not None
+        lease = await service.open_lease(ask())
+        assert (lease.verifier, lease.address, lease.tokenizer is not None) == ("v", address, True)
+        assert await service.drain("v") == 0
+        assert service.verifiers[0].state is VerifierState.DRAINING
+        await stand_in.stop(0)
+        await call.until(lambda: service.verifiers[0].state is VerifierState.DOWN)
+        with pytest.raises(Unavailable):
+            await service.open_lease(ask())
+        again = CoordinatorServer(CoordinatorConfig(SECRET, listen=address), ScriptedCluster())
+        await again.start()
+        await call.until(lambda: service.verifiers[0].state is VerifierState.READY)
+        assert service.verifiers[0].restarts == 1
+        await server.stop(0)
+        await again.stop(0)
+
+    serve(scenario, ScriptedCluster())
+
+
+def test_a_coordinator_without_verifiers_starts_and_says_unavailable(serve: Serve) -> None:
+    async def scenario(call: Any) -> None:
+        with pytest.raises(Unavailable):
+            await call("OpenLease", ask())
+
+    serve(scenario)

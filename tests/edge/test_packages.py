@@ -1,0 +1,249 @@
+"""Drafter packages on disk and from the coordinator: what is loaded is what was promised, or it is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from outrider.edge.drafters import DrafterCache, embedded_packages, find_package, load_package
+from outrider.edge.drafters.packages import sha256_of
+from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound, OutriderError, Unavailable
+from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import DrafterManifest, RemoteFile
+
+TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}}, "padding": null}'
+
+
+def write_package(folder, **changes):
+    """A package whose model is no model; `changes` go into the manifest (None: the field is left out)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {"model.onnx": b"not a graph" * 1000, "tokenizer.json": TOKENIZER.encode()}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    manifest = {
+        "format": "outrider-drafter/1",
+        "name": "tiny",
+        "version": "0123456789ab",
+        "kind": "onnx-lm",
+        "target": "target",
+        "tokenizer_sha256": tokenizer_hash(TOKENIZER),
+        "files": {
+            name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+            for name, content in contents.items()
+        },
+        "precision": "int8",
+        "vocab_size": 32,
+        "context_length": 64,
+        "candidates": 8,
+        "parameters": 1000,
+        "cache": {
+            "dtype": "float32",
+            "layout": "[position, layer, key_or_value, kv_head, head_dim]",
+            "layers": 2,
+            "kv_heads": 1,
+            "head_dim": 4,
+        },
+        "a_field_of_tomorrow": 1,
+    } | changes
+    kept = {key: value for key, value in manifest.items() if value is not None}
+    (folder / "manifest.json").write_text(json.dumps(kept))
+    return folder
+
+
+def remote(folder, **changes):
+    """The coordinator's manifest of a package."""
+    files = tuple(RemoteFile(p.name, sha256_of(p), p.stat().st_size) for p in sorted(folder.iterdir()))
+    fields = {
+        "name": "tiny",
+        "version": "0123456789ab",
+        "tokenizer_sha256": tokenizer_hash(TOKENIZER),
+        "target": "target",
+        "files": files,
+    }
+    return DrafterManifest(**(fields | changes))
+
+
+class Server:
+    """Serves a folder in small pieces, counts what it was asked, and can break off."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.asked = []
+        self.breaks_after = None
+
+    def __call__(self, file, offset):
+        self.asked.append((file.name, offset))
+        content = (self.folder / file.name).read_bytes()[offset:]
+        for sent, start in enumerate(range(0, len(content), 100)):
+            if sent == self.breaks_after:
+                raise Unavailable("the link is down")
+            yield content[start : start + 100]
+
+
+def test_a_package_loads_with_what_its_manifest_says(tmp_path):
+    package = load_package(write_package(tmp_path))
+    assert (package.name, package.version, package.target, package.precision) == (
+        "tiny",
+        "0123456789ab",
+        "target",
+        "int8",
+    )
+    assert (package.vocab_size, package.context_length, package.candidates, package.parameters) == (32, 64, 8, 1000)
+    assert (package.cache.layers, package.cache.kv_heads, package.cache.head_dim) == (2, 1, 4)
+    assert package.model_path.read_bytes().startswith(b"not a graph")
+    assert {file.name for file in package.files} == {"model.onnx", "tokenizer.json"}
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "tokenizer.json"])
+def test_one_flipped_byte_or_a_missing_file_is_named(tmp_path, name):
+    folder = write_package(tmp_path)
+    content = bytearray((folder / name).read_bytes())
+    content[7] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(DataLoss, match=f"{name} has SHA-256"):
+        load_package(folder)
+    (folder / name).write_bytes(content[:-1])
+    with pytest.raises(DataLoss, match=f"{name} has .* bytes"):
+        load_package(folder)
+    (folder / name).unlink()
+    with pytest.raises(DataLoss, match=f"{name} is missing"):
+        load_package(folder)
+
+
+def test_the_tokenizer_must_have_the_canonical_hash(tmp_path):
+    with pytest.raises(DataLoss, match=r"tokenizer\.json has the canonical hash"):
+        load_package(write_package(tmp_path, tokenizer_sha256="0" * 64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "field"),
+    [
+        ({"format": "outrider-drafter/2"}, ModelRefused, "manifest.format"),
+        ({"kind": "telepathy"}, ModelRefused, "manifest.kind"),
+        ({"cache": {"dtype": "float16", "layout": "x"}}, ModelRefused, "manifest.cache.dtype"),
+        ({"name": None}, InvalidArgument, "manifest.name"),
+        ({"name": "../x"}, InvalidArgument, "manifest.name"),
+        ({"version": "1"}, InvalidArgument, "manifest.version"),
+        ({"vocab_size": "32"}, InvalidArgument, "manifest.vocab_size"),
+        ({"vocab_size": True}, InvalidArgument, "manifest.vocab_size"),
+        ({"context_length": 0}, InvalidArgument, "manifest.context_length"),
+        ({"candidates": 33}, InvalidArgument, "manifest.candidates"),
+        ({"cache": 3}, InvalidArgument, "manifest.cache"),
+        ({"files": []}, InvalidArgument, "manifest.files"),
+        ({"files": {}}, InvalidArgument, "manifest.files"),
+        ({"files": {"../evil": {"sha256": "0" * 64, "bytes": 1}}}, InvalidArgument, "manifest.files.../evil"),
+        ({"files": {"model.onnx": {"sha256": "xyz", "bytes": 1}}}, InvalidArgument, "manifest.files.model.onnx"),
+    ],
+)
+def test_a_bad_manifest_is_refused_and_the_field_named(tmp_path, changes, error, field):
+    with pytest.raises(error) as raised:
+        load_package(write_package(tmp_path, **changes))
+    assert raised.value.field == field
+
+
+def test_a_manifest_that_is_no_json_is_refused(tmp_path):
+    (write_package(tmp_path) / "manifest.json").write_text("{")
+    with pytest.raises(InvalidArgument) as raised:
+        load_package(tmp_path)
+    assert raised.value.field == "manifest"
+
+
+def test_packages_are_found_by_path_and_the_names_there_are_are_listed(tmp_path):
+    folder = write_package(tmp_path / "mine")
+    assert find_package(folder).name == find_package(str(folder)).name == "tiny"
+    with pytest.raises(NotFound, match="nowhere") as raised:
+        find_package(tmp_path / "nowhere")
+    for name in embedded_packages():
+        assert name in str(raised.value)
+    with pytest.raises(NotFound):
+        load_package(tmp_path)
+
+
+def test_a_drafter_is_fetched_once(tmp_path):
+    server, cache = Server(write_package(tmp_path / "served")), DrafterCache(tmp_path / "cache")
+    package = cache.ensure(remote(server.folder), server)
+    assert package.folder.is_relative_to(tmp_path / "cache")
+    assert sha256_of(package.model_path) == sha256_of(server.folder / "model.onnx")
+    assert sorted(server.asked) == [("manifest.json", 0), ("model.onnx", 0), ("tokenizer.json", 0)]
+    assert cache.ensure(remote(server.folder), server) == package
+    assert len(server.asked) == 3
+    assert not list(package.folder.glob("*.part"))
+
+
+def test_a_broken_download_goes_on_where_it_stopped(tmp_path):
+    server, cache = Server(write_package(tmp_path / "served")), DrafterCache(tmp_path / "cache")
+    server.breaks_after = 30
+    with pytest.raises(Unavailable):
+        cache.ensure(remote(server.folder), server)
+    assert not (tmp_path / "cache/drafters/tiny/0123456789ab/model.onnx").exists()
+    server.breaks_after = None
+    cache.ensure(remote(server.folder), server)
+    assert ("model.onnx", 3000) in server.asked
+    assert server.asked.count(("model.onnx", 0)) == 1
+
+
+def test_a_spoilt_beginning_is_fetched_again_from_nothing(tmp_path):
+    server, cache = Server(write_package(tmp_path / "served")), DrafterCache(tmp_path / "cache")
+    server.breaks_after = 30
+    with pytest.raises(Unavailable):
+        cache.ensure(remote(server.folder), server)
+    [partial] = (tmp_path / "cache").rglob("model.onnx.*.part")
+    partial.write_bytes(b"?" * 500)
+    server.breaks_after = None
+    cache.ensure(remote(server.folder), server)
+    assert [offset for name, offset in server.asked if name == "model.onnx"] == [0, 500, 0]
+
+
+def test_a_tampered_cache_is_fetched_again(tmp_path):
+    server, cache = Server(write_package(tmp_path / "served")), DrafterCache(tmp_path / "cache")
+    package = cache.ensure(remote(server.folder), server)
+    spoilt = bytearray(package.model_path.read_bytes())
+    spoilt[0] ^= 1
+    package.model_path.write_bytes(spoilt)
+    cache.ensure(remote(server.folder), server)
+    assert server.asked.count(("model.onnx", 0)) == 2
+    assert server.asked.count(("tokenizer.json", 0)) == 1
+    load_package(package.folder)
+
+
+@pytest.mark.parametrize("lie", [b"x", b"x" * 11000, b"x" * 100_000])
+def test_content_that_was_not_promised_never_takes_its_name(tmp_path, lie):
+    served = write_package(tmp_path / "served")
+    manifest = remote(served)
+    (served / "model.onnx").write_bytes(lie)
+    with pytest.raises(DataLoss, match=r"model\.onnx"):
+        DrafterCache(tmp_path / "cache").ensure(manifest, Server(served))
+    assert not list((tmp_path / "cache").rglob("model.onnx*"))
+
+
+def test_a_single_file_is_kept_under_its_hash(tmp_path):
+    server, cache = Server(write_package(tmp_path / "served")), DrafterCache(tmp_path / "cache")
+    file = RemoteFile("tokenizer.json", hashlib.sha256(TOKENIZER.encode()).hexdigest(), len(TOKENIZER))
+    path = cache.ensure_file(file, server)
+    assert path.read_text() == TOKENIZER
+    assert path.is_relative_to(tmp_path / "cache")
+    assert cache.ensure_file(file, server) == path
+    assert server.asked == [("tokenizer.json", 0)]
+
+
+def test_the_coordinator_and_the_package_must_agree_on_what_it_is(tmp_path):
+    server, cache = Server(write_package(tmp_path / "served")), DrafterCache(tmp_path / "cache")
+    with pytest.raises(DataLoss) as raised:
+        cache.ensure(remote(server.folder, target="another"), server)
+    assert raised.value.field == "target"
+    files = remote(server.folder).files
+    for wrong in (files[1:], (*files, files[1])):
+        with pytest.raises(InvalidArgument) as refused:
+            cache.ensure(remote(server.folder, files=wrong), server)
+        assert refused.value.field == "drafter.files"
+
+
+def test_no_name_from_outside_leads_out_of_the_cache(tmp_path):
+    for name in ("../evil", "/etc/passwd", ".hidden", "a\\b", ""):
+        with pytest.raises(InvalidArgument):
+            RemoteFile(name, "0" * 64, 1)
+    for wrong in ({"name": "../x"}, {"version": "a/b"}, {"version": ".."}):
+        with pytest.raises(OutriderError):
+            remote(write_package(tmp_path / "served"), **wrong)

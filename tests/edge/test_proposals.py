@@ -1,0 +1,212 @@
+"""From logits to a proposal: against a brute-force computation over whole small vocabularies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.edge.drafters import NgramDrafter, ProposalRule
+from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
+from outrider.proto.errors import Internal, InvalidArgument
+from outrider.proto.noise import gumbel
+from outrider.proto.types import Sampling
+
+VOCAB = 12
+
+
+def choose(sampling, logits_by_token, position, history=(), candidates=None, prompt_length=0):
+    """Hand the rule the top `candidates` of a vocabulary's logits, as a drafter would."""
+    order = np.argsort(-logits_by_token, kind="stable")[:candidates]
+    return ProposalRule(sampling, prompt_length=prompt_length).choose(
+        position,
+        order.astype(np.int64),
+        logits_by_token[order].astype(np.float32),
+        math.log(sum(math.exp(logit) for logit in logits_by_token)),
+        np.array(history, dtype=np.int64),
+    )
+
+
+def brute_force(sampling, logits_by_token, history=(), prompt_length=0):
+    """The processed distribution, token by token, in the order that `Sampling` documents. {token: probability}."""
+    logits = {t: float(logit) for t, logit in enumerate(logits_by_token)}
+    if sampling.allowed_tokens:
+        logits = {t: logit for t, logit in logits.items() if t in sampling.allowed_tokens}
+    for t, bias in sampling.logit_bias:
+        if t in logits:
+            logits[t] += bias
+    text = list(history[prompt_length:])
+    for t, logit in logits.items():
+        if t in history:
+            penalty = sampling.repetition_penalty
+            logits[t] = logit / penalty if logit > 0 else logit * penalty
+        logits[t] -= sampling.presence_penalty * (t in text) + sampling.frequency_penalty * text.count(t)
+    weights = {t: math.exp(logit / sampling.temperature) for t, logit in logits.items()}
+    ranked = sorted(weights, key=weights.__getitem__, reverse=True)
+    if sampling.top_k:
+        ranked = ranked[: sampling.top_k]
+    total, before, nucleus = sum(weights[t] for t in ranked), 0.0, []
+    for t in ranked:
+        if before / total < sampling.top_p:
+            nucleus.append(t)
+        before += weights[t]
+    ranked = [t for t in nucleus if weights[t] >= sampling.min_p * weights[nucleus[0]]]
+    total = sum(weights[t] for t in ranked)
+    return {t: weights[t] / total for t in ranked}
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.6]),
+    seed=st.integers(0, 1 << 40),
+    top_k=st.sampled_from([0, 0, 1, 3, VOCAB]),
+    top_p=st.sampled_from([1.0, 0.83, 0.41]),
+    min_p=st.sampled_from([0.0, 0.0, 0.17]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.7]),
+    frequency_penalty=st.sampled_from([0.0, 0.35]),
+    logit_bias=st.sampled_from([(), ((2, 3.0), (5, -2.0))]),
+    allowed_tokens=st.sampled_from([(), (), (1, 2, 5, 9)]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(samplings, st.integers(0, 10**6), st.lists(st.integers(0, VOCAB - 1), max_size=8), st.integers(0, 3))
+def test_with_all_tokens_as_candidates_the_rule_is_the_brute_force_one(sampling, draw, history, prompt_length):
+    logits = (np.random.default_rng(draw).normal(size=VOCAB) * 2).astype(np.float32)
+    position = len(history)
+    q = brute_force(sampling, logits, history, prompt_length)
+    tokens = np.array(sorted(q))
+    noisy = np.log([q[t] for t in tokens.tolist()]) + gumbel(sampling.seed, position, tokens)
+    token, probability = choose(sampling, logits, position, history, prompt_length=prompt_length)
+    assert token == tokens[np.argmax(noisy)]
+    assert probability == pytest.approx(q[token], rel=1e-4)
+
+
+def test_at_temperature_zero_the_argmax_is_proposed_with_its_plain_probability_whatever_the_seed():
+    logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
+    plain = np.exp(logits) / np.exp(logits).sum()
+    for seed in range(20):
+        token, q = choose(Sampling(seed=seed), logits, position=seed)
+        assert token == 1
+        assert q == pytest.approx(plain[1], rel=1e-6)
+
+
+def test_a_temperature_next_to_zero_is_the_argmax():
+    logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
+    for temperature in (1e-4, 1e-320):
+        for candidates in (2, 4):
+            assert choose(Sampling(temperature=temperature, seed=3), logits, 7, candidates=candidates) == (1, 1.0)
+
+
+def test_at_temperature_zero_bias_and_penalties_move_the_argmax():
+    logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
+    assert choose(Sampling(logit_bias=((0, 2.0),)), logits, 4)[0] == 0
+    assert choose(Sampling(repetition_penalty=1.2), logits, 4, history=(1, 1, 2, 1))[0] == 3
+    assert choose(Sampling(frequency_penalty=0.2), logits, 4, history=(1, 1, 2, 1), prompt_length=3)[0] == 3
+    assert choose(Sampling(frequency_penalty=0.2), logits, 4, history=(1, 1, 2, 1), prompt_length=4)[0] == 1
+
+
+@pytest.mark.parametrize(("temperature", "candidates"), [(1.0, VOCAB), (0.6, VOCAB), (1.0, 4)])
+def test_proposals_over_many_positions_are_as_frequent_as_q(temperature, candidates):
+    """Chi-square of 6,000 proposals at a fixed seed; below the 99.9 % point (31.3 for 11 degrees of freedom)."""
+    logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
+    sampling = Sampling(temperature=temperature, seed=7)
+    count, q_seen = np.zeros(VOCAB), {}
+    for position in range(6000):
+        token, q = choose(sampling, logits, position, candidates=candidates)
+        count[token] += 1
+        q_seen[token] = q
+    expected = np.array([q_seen.get(token, 0.0) for token in range(VOCAB)])
+    assert np.count_nonzero(expected) == candidates
+    if candidates == VOCAB:
+        assert expected.sum() == pytest.approx(1, abs=1e-5)
+    expected *= 6000 / expected.sum()
+    drawn = expected > 0
+    statistic = float(((count - expected)[drawn] ** 2 / expected[drawn]).sum())
+    assert statistic < 31.3
+    shuffled = expected[drawn][::-1]  # the test can fail: the reversed distribution is refused
+    assert float(((count[drawn] - shuffled) ** 2 / shuffled).sum()) > 1000
+
+
+def test_q_counts_the_tokens_that_are_no_candidates():
+    logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
+    everything = brute_force(Sampling(temperature=1.0), logits)
+    token, q = choose(Sampling(temperature=1.0, seed=3), logits, 5, candidates=4)
+    assert q == pytest.approx(everything[token], rel=1e-5)
+    token, q = choose(Sampling(temperature=0.7, seed=3), logits, 5, candidates=6)
+    colder = brute_force(Sampling(temperature=0.7), logits)
+    assert q == pytest.approx(colder[token], rel=0.1)  # the tail is estimated
+    token, q = choose(Sampling(temperature=0.7, seed=3, top_k=4), logits, 5, candidates=4)
+    assert q == pytest.approx(brute_force(Sampling(temperature=0.7, top_k=4), logits)[token], rel=1e-5)
+
+
+def test_nothing_is_proposed_where_no_candidate_is_allowed():
+    logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
+    for temperature in (0.0, 1.0):
+        assert choose(Sampling(temperature=temperature, allowed_tokens=(10, 11)), logits, 0, candidates=4) is None
+        assert choose(Sampling(temperature=temperature, allowed_tokens=(3,)), logits, 0, candidates=4)[0] == 3
+
+
+def test_penalties_see_earlier_tokens_of_the_same_block():
+    """The n-gram drafter repeats a run for ever; a frequency penalty must break the run inside one `propose`."""
+    prompt = (1, 1, 1, 1, 2, 1, 1, 1)
+    greedy = Sampling(temperature=0.0)
+    for sampling, repeats in ((greedy, True), (replace(greedy, frequency_penalty=0.8), False)):
+        state = NgramDrafter(vocab_size=16).open(ProposalRule(sampling, prompt_length=len(prompt)))
+        state.extend(prompt)
+        proposed = state.propose(6).tokens
+        assert len(proposed) == 6
+        assert (set(proposed) == {1}) == repeats
+        assert proposed[0] == 1
+
+
+def test_a_scripted_drafter_follows_its_script_by_position_or_by_prefix():
+    rule = ProposalRule(Sampling())
+    by_position = ScriptedDrafter((9, 8, 7, 6)).open(rule)
+    by_position.extend((5,))
+    assert by_position.propose(2).tokens == (8, 7)
+    assert by_position.propose(5).tokens == (6,)
+    by_position.truncate(2)
+    assert by_position.propose(1) == ScriptedDrafter((9, 8, 7)).open(rule).propose(3).__class__((7,), (0.9,))
+    by_prefix = ScriptedDrafter(lambda prefix: sum(prefix) % 10).open(rule)
+    by_prefix.extend((1, 2))
+    assert by_prefix.propose(3).tokens == (3, 6, 2)
+    np.testing.assert_allclose(by_prefix.score((4, 9)), np.log([0.9, 0.1]), atol=1e-3)
+    assert by_prefix.length == 7
+
+
+def test_garbage_depends_on_seed_and_position_only():
+    rule = ProposalRule(Sampling())
+    state, other = GarbageDrafter(50, seed=1).open(rule), GarbageDrafter(50, seed=1).open(rule)
+    state.extend((1, 2, 3))
+    other.extend((3, 2))
+    whole = state.propose(20).tokens
+    assert other.propose(21).tokens[1:] == whole
+    assert len(set(whole)) > 10
+    assert max(whole) < 50
+    state.truncate(3)
+    assert state.propose(20).tokens == whole
+    assert GarbageDrafter(50, seed=2).open(rule).propose(20).tokens != whole
+
+
+def test_a_failing_drafter_drafts_first_and_breaks_then():
+    state = FailingDrafter(3, ScriptedDrafter(range(100))).open(ProposalRule(Sampling()))
+    assert state.propose(2).tokens == (0, 1)
+    assert state.propose(2).tokens == (2,)
+    with pytest.raises(Internal):
+        state.propose(1)
+    assert state.length == 3
+
+
+def test_the_first_token_cannot_be_scored_and_truncation_never_grows():
+    state = ScriptedDrafter((1, 2)).open(ProposalRule(Sampling()))
+    with pytest.raises(InvalidArgument, match="empty prefix"):
+        state.score((1,))
+    for length in (1, -1):
+        with pytest.raises(InvalidArgument, match="truncate"):
+            state.truncate(length)
