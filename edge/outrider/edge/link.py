@@ -10,11 +10,20 @@ import grpc
 
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
-from outrider.proto.errors import OutriderError, Unavailable, from_rpc_error
+from outrider.proto.errors import DETAIL_KEY, OutriderError, Unavailable, from_rpc_error
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CloudFrame, EdgeFrame
 
 GRPC_PREFIX_BYTES = 5  # flag and length before every message
+LAST_WORDS_S = 0.2
+# With these gRPC reports a connection lost in its various moments; a verifier's own word carries a detail.
+BROKEN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.CANCELLED,
+)
+_NO_MORE = b""  # no frame is empty
 
 
 class Stream:
@@ -45,24 +54,25 @@ class Stream:
                     raise await self._ending()
                 self._statistics.downlink_bytes += len(data) + GRPC_PREFIX_BYTES
                 yield codec.decode_cloud_frame(data)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        except grpc.aio.AioRpcError as error:  # of the read alone; the stream's own status tells more
+            raise await self._ending() from error
         except asyncio.InvalidStateError as error:
             raise Unavailable("the stream is gone") from error
         except TimeoutError as error:
             raise Unavailable(f"the verifier said nothing for {self._silence_s:g} s") from error
 
     async def _ending(self) -> OutriderError:
-        if await self._call.code() == grpc.StatusCode.OK:
-            return Unavailable("the verifier ended the stream before the text")
-        metadata = await self._call.trailing_metadata()
-        details = await self._call.details()
         code = await self._call.code()
+        if code == grpc.StatusCode.OK:
+            return Unavailable("the verifier ended the stream before the text")
+        metadata = await self._call.trailing_metadata() or grpc.aio.Metadata()
+        details = await self._call.details()
+        if DETAIL_KEY not in metadata and code in BROKEN:
+            return Unavailable(f"the stream broke: {details or code.name}")
         return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details))
 
     async def _write(self) -> None:
-        while True:
-            data = await self._outgoing.get()
+        while data := await self._outgoing.get():
             self._statistics.uplink_bytes += len(data) + GRPC_PREFIX_BYTES
             try:
                 await self._call.write(data)
@@ -71,9 +81,8 @@ class Stream:
 
     async def close(self) -> None:
         """Send what is still waiting, for a moment at most, and end the stream."""
-        until = asyncio.get_running_loop().time() + 0.2
-        while not self._outgoing.empty() and not self._writer.done() and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(0)
+        self._outgoing.put_nowait(_NO_MORE)
+        await asyncio.wait([self._writer], timeout=LAST_WORDS_S)
         self._writer.cancel()
         self._call.cancel()
         await self._channel.close()

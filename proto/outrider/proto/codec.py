@@ -235,7 +235,11 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
         s = commit.steering
         wire.steering.CopyFrom(
             pb.Steering(
-                position=s.position, version=s.version, scale=s.scale, values=s.values, precision=s.precision.value
+                position=s.position,
+                version=s.version,
+                scale=s.scale,
+                values=s.values,
+                precision=pb.Steering.Precision.Name(s.precision.value),
             )
         )
     return wire

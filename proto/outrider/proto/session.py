@@ -239,8 +239,9 @@ class VerifierSession:
         if draft.chain > self.chain:
             self.chain = draft.chain
             self._alive = True
+            self._complete = False
             self._drop_drafts()
-        self._complete = draft.complete
+        self._complete = self._complete or draft.complete  # a late message must not take back what a later one said
         path = draft.first_path()
         if draft.start > len(self.transcript) + len(self._drafts):
             self._complete = True  # a hole: what is missing will not come in order, so do not wait for it
@@ -511,6 +512,7 @@ class EdgeSession:
         self._round_trip_s = Smoothed()
         self._step_s = Smoothed()
         self._opened_at = 0.0
+        self._opened_with = 0  # tokens of text that the last Open held
         self._reported = Report(frame.drafting)
 
     # --- opening and reopening ---
@@ -518,6 +520,8 @@ class EdgeSession:
     def open_frame(self, lease: bytes, now: float) -> Open:
         """What to open a stream with, fresh or resumed."""
         self._opened_at = now
+        self._opened_with = self.generated
+        self._reported = Report(self._drafting)
         return replace(
             self._open,
             lease=lease,
@@ -527,7 +531,9 @@ class EdgeSession:
 
     def on_opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:
         """A verifier has taken the session. Drafts that it has not seen go again, as a new chain."""
-        if opened.committed != self.generated:
+        if self.done or self._connected:
+            return []  # said before
+        if opened.committed != self._opened_with:
             error = InvalidArgument("the verifier took over another text", field="opened.committed")
             return self.on_disconnected(error, now)
         self.verifier = opened.verifier
@@ -540,7 +546,7 @@ class EdgeSession:
         self._sent = 0
         if len(self._drafted) > self._credit:
             self._forget_drafts()
-        return self._flush(now)
+        return [*self._flush(now), *self._reports()]
 
     def on_disconnected(self, error: OutriderError, now: float) -> list[EdgeInstruction]:
         """The stream broke, or could not be opened."""
@@ -552,7 +558,7 @@ class EdgeSession:
         self._retries.since = min(self._retries.since, now)
         if now - self._retries.since > self._retry.give_up_s:
             return self._end(error=error)
-        backoff_s = min(self._retry.most_s, self._retry.first_s * 2**self._retries.count)
+        backoff_s = min(self._retry.most_s, self._retry.first_s * 2.0 ** min(self._retries.count, 64))
         self._retries.count += 1
         self.statistics.resumes += 1
         return [Reopen(max(error.retry_after_s, backoff_s), error)]
@@ -581,9 +587,10 @@ class EdgeSession:
             self.transcript[commit.start : commit.start + len(commit.tokens)]
         ):
             return self._end(error=InvalidArgument("contradicts the transcript", field="commit.tokens"))
-        self._measure(commit, now)
-        self._credit = commit.credit
         tokens = commit.tokens[known:]
+        if tokens or commit.finish is not None:  # else a replay
+            self._measure(commit, now)
+            self._credit = commit.credit
         instructions: list[EdgeInstruction] = []
         if tokens:
             drafted = tuple(i < commit.accepted for i in range(known, len(commit.tokens)))
@@ -702,6 +709,8 @@ class EdgeSession:
             if agreeing < overtaken:
                 return self._nothing_more(now)
             tokens, q = tokens[overtaken:], q[overtaken:]
+        room = max(0, self._credit - len(self._drafted))  # the credit may have shrunk meanwhile
+        tokens, q = tokens[:room], q[:room]
         self._drafted.extend(tokens)
         self._agreed = max(self._agreed, len(self.transcript) + len(self._drafted)) if tokens else self._agreed
         return self._flush(now, q)

@@ -48,8 +48,10 @@ def _check_tokens(tokens: tuple[int, ...], field_name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target's distribution is processed. Processing order: allowed tokens, bias, repetition, presence and
-    frequency penalty, temperature, top-k, top-p, min-p. At temperature 0 the argmax before temperature is taken.
+    """How the target's distribution is processed.
+
+    In this order: allowed tokens, bias, repetition, presence and frequency penalty, temperature, top-k, top-p, min-p.
+    At temperature 0 the argmax before temperature is taken.
     """
 
     temperature: float = 0.0

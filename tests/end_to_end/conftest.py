@@ -1,0 +1,119 @@
+"""Verifiers and edges on loopback, and a relay that cuts streams at will."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.family_index import target_folder
+from outrider.cloud.server import VerifierServer
+from outrider.deploy.demo import DOMAINS, HELD_OUT
+from outrider.deploy.prompts import Prompt, read_prompts
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.routes import DirectRoute
+
+TOKENIZER = target_folder("reference") / "tokenizer.json"
+
+
+@pytest.fixture(scope="session")
+def prompts() -> Callable[[int], list[Prompt]]:
+    """The first n held-out prompts of each domain."""
+
+    def first(n: int) -> list[Prompt]:
+        return [prompt for domain in DOMAINS for prompt in read_prompts(HELD_OUT / f"{domain}.jsonl", n)]
+
+    return first
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file() -> Path:
+    return TOKENIZER
+
+
+@asynccontextmanager
+async def _serving(**config: Any) -> AsyncIterator[str]:
+    server = VerifierServer(VerifierConfig(**{"threads": 1, **config}))
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def _edge(*addresses: str, drafter: Any = None, **config: Any) -> AsyncIterator[Client]:
+    """An edge that knows verifiers by address; `drafter` is a name or an object."""
+    if isinstance(drafter, str):
+        config["drafter"], drafter = drafter, None
+    edge = EdgeConfig(**{"verifier": addresses[0], "model": "reference", "tokenizer": TOKENIZER, **config})
+    client = Client(edge, drafter=drafter)
+    await client.prepare()
+    if len(addresses) > 1:
+        ready = client._ready
+        assert ready is not None
+        object.__setattr__(ready, "route", DirectRoute(addresses, edge.model, ready.tokenizer_sha256))
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+class Relay:
+    """Bytes through a port of its own; `cut` breaks every connection that passes through it."""
+
+    def __init__(self, target: str) -> None:
+        self.address = ""
+        self.cuts = 0
+        self._host, _, port = target.partition(":")
+        self._port = int(port)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Relay:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = "127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cut()
+        assert self._server is not None
+        self._server.close()
+
+    def cut(self) -> None:
+        self.cuts += bool(self._writers)
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        onward_reader, onward_writer = await asyncio.open_connection(self._host, self._port)
+        self._writers |= {writer, onward_writer}
+        with contextlib.suppress(ConnectionError, OSError):
+            await asyncio.gather(self._copy(reader, onward_writer), self._copy(onward_reader, writer))
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+
+@pytest.fixture(scope="session")
+def serving() -> Callable[..., Any]:
+    return _serving
+
+
+@pytest.fixture(scope="session")
+def edge() -> Callable[..., Any]:
+    return _edge
+
+
+@pytest.fixture(scope="session")
+def relay() -> type[Relay]:
+    return Relay

@@ -1,0 +1,63 @@
+"""The main job on a local Ray: coordinator, verifier actors, an edge with a downloaded drafter, and what dies of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from outrider.cloud.config import VerifierConfig
+from outrider.deploy.cluster import LocalCluster, local_cluster
+from outrider.edge import Client, EdgeConfig, Sampling
+from outrider.edge.control import CoordinatorClient
+
+pytestmark = pytest.mark.ray
+
+SAMPLED = Sampling(max_tokens=64, temperature=1.0, seed=11)
+
+
+async def decode_through_kills(cluster: LocalCluster, client: Client, prompt: str) -> tuple[Any, int]:
+    """The tokens of one text during which every verifier is killed, one after the other, and its resumes."""
+    import ray
+
+    got: list[int] = []
+    living = list(cluster.actors.values())
+    async for event in client.generate(prompt, SAMPLED):
+        got += getattr(event, "tokens", ())
+        if living and len(got) > 15 * (len(cluster.actors) - len(living) + 1):
+            ray.kill(living.pop(), no_restart=False)
+        statistics = getattr(event, "statistics", None)
+    assert not living
+    return tuple(got), statistics.resumes
+
+
+def test_the_text_survives_the_death_of_its_verifier_and_ray_brings_that_back(tmp_path, prompts) -> None:
+    async def main() -> None:
+        prompt = prompts(1)[0].text
+        async with local_cluster(VerifierConfig(threads=1), verifiers=2) as cluster:
+            config = {"coordinator": cluster.coordinator, "cache": tmp_path}
+            async with Client(EdgeConfig(drafter="none", **config)) as plain:
+                expected = await plain.complete(prompt, SAMPLED)
+            async with Client(EdgeConfig(drafter="general", **config)) as client:
+                assert client.drafter_name == "general"
+                assert (tmp_path / "drafters" / "general").is_dir()  # downloaded from the coordinator, hash-checked
+                undisturbed = await client.complete(prompt, SAMPLED)
+                got, resumes = await decode_through_kills(cluster, client, prompt)
+            assert undisturbed.tokens == expected.tokens
+            assert got == expected.tokens
+            assert resumes >= 1
+            await all_ready_again(cluster)
+
+    asyncio.run(main())
+
+
+async def all_ready_again(cluster: LocalCluster) -> None:
+    control = CoordinatorClient(cluster.coordinator)
+    for _ in range(240):
+        verifiers = (await control.status()).verifiers
+        if all(v.state == "ready" for v in verifiers) and sum(v.restarts for v in verifiers) >= 2:
+            await control.close()
+            return
+        await asyncio.sleep(0.5)
+    raise AssertionError(f"verifiers did not come back: {verifiers}")

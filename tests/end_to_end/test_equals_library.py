@@ -1,0 +1,41 @@
+"""At T = 0 the tokens are those of `transformers` `generate` on the same float32 target."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outrider.cloud.family_index import target_folder
+from outrider.deploy.demo import DOMAINS
+
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def library() -> tuple[Any, Any]:
+    folder: Path = target_folder("reference")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_greedy_text_equals_generate_of_transformers(serving, edge, prompts, library, domain) -> None:
+    model, tokenizer = library
+
+    def by_library(text: str) -> tuple[int, ...]:
+        encoded = tokenizer(text, return_tensors="pt")
+        generated = model.generate(**encoded, do_sample=False, max_new_tokens=TOKENS)
+        return tuple(generated[0, encoded["input_ids"].shape[1] :].tolist())
+
+    async def main() -> None:
+        chosen = [prompt for prompt in prompts(3) if prompt.domain == domain]
+        async with serving() as address, edge(address, drafter="general") as client:
+            for prompt in chosen:
+                completion = await client.complete(prompt.text, max_tokens=TOKENS)
+                assert completion.tokens == by_library(prompt.text)
+
+    asyncio.run(main())
