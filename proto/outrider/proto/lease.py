@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import hmac
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from outrider.proto.errors import ConfigError, LeaseExpired, Unauthenticated
 
@@ -60,9 +60,16 @@ def verify_lease(token: bytes, secret: bytes, *, verifier: str, model: str, sess
 
 def _parse_claim(body: bytes) -> LeaseClaim:
     try:
-        return LeaseClaim(**json.loads(base64.urlsafe_b64decode(body + b"=" * (-len(body) % 4))))
+        claim = LeaseClaim(**json.loads(base64.urlsafe_b64decode(body + b"=" * (-len(body) % 4))))
+        return replace(claim, expires_at_s=_number(claim.expires_at_s))
     except (binascii.Error, ValueError, TypeError) as error:
         raise Unauthenticated("is not a lease token", field="open.lease") from error
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
 
 
 def _signature(body: bytes, secret: bytes) -> bytes:

@@ -1,0 +1,197 @@
+"""The command line: what it prints, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from outrider.deploy.cli import main
+
+RECORD = {
+    "id": str,
+    "prompt_tokens": int,
+    "tokens": list,
+    "text": str,
+    "accepted": int,
+    "steps": int,
+    "seconds": float,
+    "uplink_bytes": int,
+    "downlink_bytes": int,
+    "finish_reason": str,
+}
+
+
+def run(*arguments: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        status = main(list(arguments))
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    captured = capfd.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_run_prints_one_json_object_a_prompt(tmp_path, capfd) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "def main():"}\n\n{"id": "b", "prompt": "Once upon"}\n')
+    arguments = ["run", "--prompts", str(prompts), "--json", "--max-tokens", "8", "--sessions", "2"]
+    status, out, _ = run(*arguments, "--drafter", "ngram", capfd=capfd)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert status == 0
+    assert [record["id"] for record in records] == ["a", "b"]
+    for record in records:
+        assert {key: type(value) for key, value in record.items()} == RECORD
+        assert len(record["tokens"]) == 8
+        assert record["finish_reason"] == "length"
+        assert record["uplink_bytes"] > 0
+        assert record["downlink_bytes"] > 0
+    _, again, _ = run(*arguments, "--drafter", "none", capfd=capfd)
+    assert [json.loads(line)["tokens"] for line in again.splitlines()] == [record["tokens"] for record in records]
+
+
+def test_run_shows_a_person_the_text_and_how_it_came_about(capfd) -> None:
+    status, out, _ = run("run", "def main():", "--max-tokens", "6", "--drafter", "none", capfd=capfd)
+    assert status == 0
+    assert out.startswith("def main():⟦")
+    assert "1.00 target steps a token" in out
+
+
+def test_options_come_from_the_file_and_the_environment_and_the_line_wins(tmp_path, monkeypatch, capfd) -> None:
+    config = tmp_path / "outrider.toml"
+    config.write_text('[run]\nmax-tokens = 3\ndrafter = "none"\n')
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(config))
+
+    def tokens(*arguments: str) -> int:
+        _, out, _ = run("run", "--json", "def main():", *arguments, capfd=capfd)
+        return len(json.loads(out)["tokens"])
+
+    assert tokens() == 3
+    monkeypatch.setenv("OUTRIDER_RUN_MAX_TOKENS", "4")
+    assert tokens() == 4
+    assert tokens("--max-tokens", "5") == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["run"], 1, "prompt: is missing"),
+        (["run", "x", "--target", "./nowhere"], 1, "target: there is no folder ./nowhere"),
+        (["run", "x", "--drafter", "nobody"], 1, "nobody"),
+        (["run", "x", "--max-tokens", "0"], 2, "--max-tokens: 0 is below 1"),
+        (["run", "x", "--temperature", "warm"], 2, "--temperature: 'warm' is not a number"),
+        (["run", "x", "--window", "0"], 2, "--window"),
+        (["run", "x", "--dtype", "int3"], 2, "--dtype"),
+        (["run", "x", "--warmth", "1"], 2, "--warmth"),
+        (["run", "x", "--prompts", "y"], 1, "not both"),
+        (["run", "--prompts", "nowhere.jsonl"], 1, "prompts: cannot read"),
+        (["run", "x", "--config", "nowhere.toml"], 2, "nowhere.toml"),
+        (["run", "x", "--top-p", "0"], 1, "top-p: 0.0 is not in (0, 1]"),
+        (["run", "x", "--device", "cuda:77"], 1, "device"),
+        (["generate", "x"], 2, "--coordinator"),
+        (["generate", "x", "--coordinator", "127.0.0.1:1"], 1, "does not answer"),
+        (["generate", "x", "--coordinator", "nowhere"], 1, "is not host:port"),
+        (["coordinator"], 1, "lease-secret-file: is missing"),
+        (["verifier", "--listen", "0.0.0.0:0"], 1, "not a loopback address"),
+        (["train", "drafter", "--corpus", "nowhere.txt", "--output", "o", "--steps", "1"], 1, "corpus"),
+        (["export", "nowhere", "o", "--name", "n"], 1, "nowhere"),
+        (["fly"], 2, "'fly'"),
+        ([], 2, "COMMAND"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_one_clear_line_and_a_status_that_is_not_zero(arguments, status, says, capfd) -> None:
+    got, out, err = run(*arguments, capfd=capfd)
+    assert got == status
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert out == ""
+
+
+def test_an_unknown_key_in_the_config_file_is_a_mistake(tmp_path, capfd) -> None:
+    config = tmp_path / "outrider.toml"
+    config.write_text("[run]\nmax-tokenz = 3\n")
+    status, _, err = run("run", "x", "--config", str(config), capfd=capfd)
+    assert status == 2
+    assert "max-tokenz" in err
+
+
+def test_every_option_has_help_a_config_key_and_an_environment_variable(capfd) -> None:
+    from outrider.deploy.cli import build_parser
+
+    commands = build_parser()._subparsers._group_actions[0].choices
+    for name, parser in commands.items():
+        for action in parser._actions:
+            assert action.help, f"{name} {action.dest} has no help"
+            if action.option_strings and action.dest not in ("help", "config_file"):
+                keys = parser.get_possible_config_keys(action)
+                assert keys, f"{name} {action.dest} has no config key"
+        status, text, _ = run(name, "--help", capfd=capfd)
+        assert status == 0
+        options = [a for a in parser._actions if a.option_strings and a.dest not in ("help", "config_file", "config")]
+        for action in options:
+            variable = f"OUTRIDER_{name.upper()}_{action.dest.upper()}"
+            assert variable in text.replace("\n", "").replace(" ", ""), f"{variable} is not in the help"
+
+
+def test_models_lists_what_the_package_carries(capfd) -> None:
+    status, out, _ = run("models", capfd=capfd)
+    assert status == 0
+    for name in ("reference", "general", "ngram"):
+        assert name in out
+
+
+def test_a_verifier_and_a_coordinator_serve_as_processes_and_end_on_sigterm(tmp_path, capfd, tokenizer_file) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef0123456789abcdef")
+    shared = ["--listen", "127.0.0.1:0", "--lease-secret-file", str(secret)]
+    verifier = Served("verifier", *shared, "--name", "verifier-0", "--target-threads", "1")
+    fixed = ["--verifier", verifier.address, "--tokenizer", str(tokenizer_file)]
+    coordinator = Served("coordinator", *shared, *fixed)
+    try:
+        generate = ["generate", "--coordinator", coordinator.address, "--cache", str(tmp_path), "--json"]
+        status, out, _ = run(*generate, "--max-tokens", "5", "def main():", capfd=capfd)
+        assert status == 0
+        assert len(json.loads(out)["tokens"]) == 5
+        status, out, _ = run("status", "--coordinator", coordinator.address, "--json", capfd=capfd)
+        shown = json.loads(out)
+        assert [v["state"] for v in shown["verifiers"]] == ["ready"]
+        assert shown["recent"][0]["committed_tokens"] == 5
+    finally:
+        assert coordinator.end() == 0
+        assert verifier.end() == 0
+
+
+class Served:
+    """An `outrider` process that serves; the address is the last word of its first line."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "outrider.deploy.cli", *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"outrider {' '.join(arguments)} said nothing"
+        self.address = line.split()[-1]
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        status = self.process.wait(30)
+        assert time.monotonic() - began < 25
+        return status
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file() -> Path:
+    from outrider.cloud.family_index import target_folder
+
+    return target_folder("reference") / "tokenizer.json"

@@ -1,0 +1,194 @@
+"""The client SDK against a real verifier: events, cancellation, deadlines, stop strings, errors that name a field."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.edge import EdgeConfig, Finished, FinishReason, Provenance, SyncClient, Tokens
+from outrider.edge.drafters.fakes import FailingDrafter
+from outrider.proto.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    OutriderError,
+    PromptTooLong,
+    Unavailable,
+    UnknownToken,
+)
+from outrider.proto.session import RetryRules
+
+PROMPT = "def main(argv):\n"
+
+
+def test_events_carry_positions_provenance_log_probabilities_and_the_text(serving, edge) -> None:
+    async def main() -> None:
+        async with serving() as address, edge(address, drafter="general") as client:
+            events = [event async for event in client.generate(PROMPT, max_tokens=40)]
+            completion = await client.complete(PROMPT, max_tokens=40)
+            position = len(client.encode(PROMPT))
+        *tokens, end = events
+        assert isinstance(end, Finished)
+        for event in tokens:
+            assert isinstance(event, Tokens)
+            assert event.position == position
+            assert len(event.tokens) == len(event.provenance) == len(event.logp) == len(event.pieces)
+            assert all(logp <= 0 for logp in event.logp)
+            position += len(event.tokens)
+        drafted = [p is Provenance.DRAFT for event in tokens for p in event.provenance]
+        assert sum(drafted) == end.statistics.accepted > 0
+        assert "".join(event.text for event in events) == completion.text
+        assert end.reason is FinishReason.LENGTH
+        assert len(drafted) == 40
+
+    asyncio.run(main())
+
+
+def test_the_synchronous_twin_says_the_same(serving, edge, tokenizer_file) -> None:
+    async def main() -> None:
+        async with serving() as address, edge(address, drafter="none") as client:
+            expected = await client.complete(PROMPT, max_tokens=12)
+
+            def blocking() -> tuple[int, ...]:
+                config = EdgeConfig(verifier=address, model="reference", tokenizer=tokenizer_file, drafter="ngram")
+                with SyncClient(config) as twin:
+                    events = list(twin.generate(PROMPT, max_tokens=12))
+                    assert isinstance(events[-1], Finished)
+                    with pytest.raises(InvalidArgument, match="temperature"):
+                        twin.complete(PROMPT, temperature=-1)
+                    return twin.complete(PROMPT, max_tokens=12).tokens
+
+            assert await asyncio.to_thread(blocking) == expected.tokens
+
+    asyncio.run(main())
+
+
+def test_leaving_the_loop_cancels_the_text_at_the_verifier(edge) -> None:
+    from outrider.cloud.config import VerifierConfig
+    from outrider.cloud.server import VerifierServer
+
+    async def main() -> None:
+        server = VerifierServer(VerifierConfig(threads=1))
+        async with edge(await server.start(), drafter="general") as client:
+            free = server.status().kv_pages_free
+            events = client.generate(PROMPT, max_tokens=1000)
+            await anext(events)
+            assert server.status().sessions == 1
+            assert server.status().kv_pages_free < free
+            await events.aclose()
+            for _ in range(200):
+                if server.status().sessions == 0:
+                    break
+                await asyncio.sleep(0.02)
+            assert server.status().sessions == 0
+            assert server.status().kv_pages_free == free
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(serving, edge) -> None:
+    async def main() -> None:
+        async with serving() as address, edge(address, drafter="none") as client:
+            got = []
+            with pytest.raises(DeadlineExceeded, match="deadline_s"):
+                async for event in client.generate(PROMPT, max_tokens=2000, deadline_s=0.5):
+                    got.append(event)
+            assert got
+
+    asyncio.run(main())
+
+
+def test_a_stop_string_ends_the_text_and_is_not_part_of_it(serving, edge) -> None:
+    async def main() -> None:
+        async with serving() as address, edge(address, drafter="general") as client:
+            whole = await client.complete(PROMPT, max_tokens=40)
+            stop = whole.text[25:31]
+            assert stop in whole.text
+            stopped = await client.complete(PROMPT, max_tokens=40, stop=[stop])
+        assert stopped.finish_reason is FinishReason.STOP_STRING
+        assert stopped.text == whole.text.split(stop)[0]
+
+    asyncio.run(main())
+
+
+def test_eos_and_stop_tokens_end_the_text(serving, edge) -> None:
+    async def main() -> None:
+        async with serving() as address, edge(address, drafter="general") as client:
+            whole = await client.complete(PROMPT, max_tokens=40)
+            stop = whole.tokens[20]
+            stopped = await client.complete(PROMPT, max_tokens=40, stop_tokens=(stop,))
+            eos = await client.complete(PROMPT, max_tokens=40, allowed_tokens=(1,))
+            ignored = await client.complete(PROMPT, max_tokens=5, allowed_tokens=(1,), ignore_eos=True)
+        assert stopped.finish_reason is FinishReason.STOP_TOKEN
+        assert stopped.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+        assert (eos.finish_reason, eos.tokens) == (FinishReason.EOS, (1,))
+        assert ignored.tokens == (1,) * 5
+
+    asyncio.run(main())
+
+
+def test_a_broken_drafter_leaves_plain_cloud_streaming_and_says_so(serving, edge) -> None:
+    async def main() -> None:
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                expected = await client.complete(PROMPT, max_tokens=30)
+            async with edge(address, drafter=FailingDrafter(0)) as client:
+                completion = await client.complete(PROMPT, max_tokens=30)
+        assert completion.tokens == expected.tokens
+        assert completion.statistics.drafter_error
+        assert completion.statistics.steps == 30
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "field"),
+    [
+        ("", {}, InvalidArgument, "open.prompt"),
+        ([], {}, InvalidArgument, "open.prompt"),
+        ([8192], {}, UnknownToken, "open.prompt"),
+        ([-1], {}, InvalidArgument, "open.prompt"),
+        ([5] * 2048, {}, PromptTooLong, "open.prompt"),
+        (PROMPT, {"temperature": -0.1}, InvalidArgument, "sampling.temperature"),
+        (PROMPT, {"top_p": 0.0}, InvalidArgument, "sampling.top_p"),
+        (PROMPT, {"max_tokens": 0}, InvalidArgument, "sampling.max_tokens"),
+        (PROMPT, {"stop_tokens": (9000,)}, UnknownToken, "sampling.stop_tokens"),
+        (PROMPT, {"warmth": 1}, InvalidArgument, "sampling"),
+        (PROMPT, {"stop": [""]}, InvalidArgument, "stop"),
+    ],
+)
+def test_bad_input_is_refused_with_the_field_named(serving, edge, prompt, options, error, field) -> None:
+    async def main() -> None:
+        async with serving() as address, edge(address, drafter="ngram") as client:
+            with pytest.raises(error) as caught:
+                await client.complete(prompt, **options)
+            assert caught.value.field == field
+            assert (await client.complete(PROMPT, max_tokens=3)).tokens
+
+    asyncio.run(main())
+
+
+def test_an_unknown_model_and_a_silent_address_are_told_apart(serving, edge, tokenizer_file) -> None:
+    async def main() -> None:
+        async with serving() as address:
+            async with edge(address, drafter="none", model="other") as client:
+                with pytest.raises(NotFound, match="reference"):
+                    await client.complete(PROMPT)
+        retry = RetryRules(give_up_s=0.5)
+        async with edge(address, drafter="none", retry=retry, open_timeout_s=0.5) as client:
+            with pytest.raises(Unavailable):
+                await client.complete(PROMPT)
+
+    asyncio.run(main())
+
+
+def test_a_missing_drafter_names_those_that_there_are() -> None:
+    async def main() -> None:
+        from outrider.edge import Client
+
+        with pytest.raises(OutriderError, match="general"):
+            await Client(EdgeConfig(verifier="127.0.0.1:1", model="reference", drafter="nobody")).prepare()
+
+    asyncio.run(main())

@@ -1,0 +1,79 @@
+"""The built wheel with `[edge]` alone: it installs without torch, decodes against a verifier, and stays small."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.server import VerifierServer
+from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.server import CoordinatorServer
+from outrider.deploy.cluster import embedded_drafters
+
+pytestmark = [pytest.mark.wheel, pytest.mark.timeout(500)]
+
+SECRET = b"a secret of the two of them"
+MOST_MEGABYTES = 250
+
+EDGE_PROGRAM = r"""
+import importlib.util, re, sys
+absent = [name for name in ("torch", "transformers", "ray") if importlib.util.find_spec(name) is None]
+from outrider.deploy.cli import main
+status = main(sys.argv[1:])
+peak_kb = re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]  # of this program alone
+print(status, int(peak_kb) // 1024, *absent)
+"""
+
+
+@pytest.fixture(scope="module")
+def edge_python(tmp_path_factory, root) -> Path:
+    """The interpreter of a fresh environment in which only the wheel with [edge] is installed."""
+    folder = tmp_path_factory.mktemp("edge")
+    run = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(root)]
+    subprocess.run(run, check=True, capture_output=True)
+    (wheel,) = folder.glob("outrider-*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    python = folder / "venv" / "bin" / "python"
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", f"{wheel}[edge]"], check=True)
+    return python
+
+
+def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(edge_python, tmp_path, tokenizer_file) -> None:
+    async def main() -> None:
+        verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
+        fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_file.read_text())
+        config = CoordinatorConfig(SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(embedded_drafters(),))
+        coordinator = CoordinatorServer(config)
+        address = await coordinator.start()
+        arguments = ["generate", "--coordinator", address, "--cache", str(tmp_path / "cache"), "--json"]
+        prompt = "def main(argv):\n" * 40
+        process = await asyncio.create_subprocess_exec(
+            str(edge_python),
+            "-c",
+            EDGE_PROGRAM,
+            *arguments,
+            "--max-tokens",
+            "200",
+            prompt,
+            stdout=asyncio.subprocess.PIPE,
+            cwd=tmp_path,
+        )
+        out = (await process.communicate())[0].decode().splitlines()
+        await coordinator.stop()
+        await verifier.stop()
+        record = json.loads(out[0])
+        status, megabytes, *absent = out[-1].split()
+        assert status == "0"
+        assert absent == ["torch", "transformers", "ray"]
+        assert int(megabytes) < MOST_MEGABYTES
+        assert len(record["tokens"]) == 200
+        assert record["accepted"] > 0
+        print(f"peak memory of the edge: {megabytes} MB")
+
+    asyncio.run(main())

@@ -1,0 +1,104 @@
+"""Who may import whom, and what the README promises about files (DESIGN section 4)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARTS = {
+    "proto": {"outrider.proto"},
+    "edge": {"outrider.proto", "outrider.edge"},
+    "cloud": {"outrider.proto", "outrider.cloud"},
+    "coordinator": {"outrider.proto", "outrider.coordinator"},
+    "deploy": {"outrider.proto", "outrider.edge", "outrider.cloud", "outrider.coordinator", "outrider.deploy"},
+}
+FORBIDDEN = {
+    "proto": {"torch", "ray", "transformers", "onnxruntime"},
+    "edge": {"torch", "ray", "transformers"},
+    "cloud": set(),
+    "coordinator": {"torch", "transformers", "onnxruntime"},
+    "deploy": set(),
+}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_imports_only_what_it_may(root, part) -> None:
+    files = [path for path in (root / part).rglob("*.py") if "v1" not in path.parts]
+    assert files
+    for path in files:
+        for name in imports(path):
+            if name.startswith("outrider."):
+                assert ".".join(name.split(".")[:2]) in PARTS[part], f"{path} imports {name}"
+            assert name.split(".")[0] not in FORBIDDEN[part], f"{path} imports {name}"
+
+
+def test_only_the_codec_and_the_errors_know_the_generated_code(root) -> None:
+    users = {
+        path.name
+        for part in PARTS
+        for path in (root / part).rglob("*.py")
+        if "v1" not in path.parts and any(name.startswith("outrider.proto.v1") for name in imports(path))
+    }
+    assert users == {"codec.py", "errors.py"}
+
+
+def test_ray_is_in_one_file_of_the_coordinator(root) -> None:
+    users = [path.name for path in (root / "coordinator").rglob("*.py") if "ray" in imports(path)]
+    assert users == ["ray_cluster.py"]
+
+
+def test_the_namespace_has_no_init_file(root) -> None:
+    for part in PARTS:
+        assert not (root / part / "__init__.py").exists()
+        assert not (root / part / "outrider" / "__init__.py").exists()
+
+
+def test_importing_the_edge_loads_neither_torch_nor_ray_nor_transformers() -> None:
+    program = "import sys, outrider.edge, outrider.edge.drafters.onnx, outrider.deploy.decode; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "onnxruntime" in loaded
+    assert not {"torch", "ray", "transformers"} & set(loaded)
+
+
+def test_the_files_that_the_readme_names_exist(root) -> None:
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:proto|edge|cloud|coordinator|deploy|tests)/[\w/.-]+)`", readme))
+    assert len(named) > 10
+    missing = [name for name in named if not (root / name).exists()]
+    assert not missing
+
+
+def test_the_readme_names_every_command(root) -> None:
+    from outrider.deploy.cli import build_parser
+
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    commands = build_parser()._subparsers._group_actions[0].choices
+    assert {"run", "up", "generate", "demo"} < set(commands)
+    assert [name for name in commands if f"outrider {name}" not in readme] == []
+
+
+def test_embedded_drafters_and_target_share_one_tokenizer() -> None:
+    from outrider.cloud.family_index import embedded_targets, target_folder
+    from outrider.edge.drafters import embedded_packages, find_package
+    from outrider.proto.tokenizer import tokenizer_hash
+
+    assert "reference" in embedded_targets()
+    assert "general" in embedded_packages()
+    of_target = tokenizer_hash((target_folder("reference") / "tokenizer.json").read_text(encoding="utf-8"))
+    for name in embedded_packages():
+        assert find_package(name).tokenizer_sha256 == of_target
