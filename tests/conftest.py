@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,8 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_torch_thread() -> Iterator[None]:
+def _one_torch_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
-    yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 
 import pytest
 
@@ -91,10 +92,13 @@ def test_leaving_the_loop_cancels_the_text_at_the_verifier(edge) -> None:
 def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(serving, edge) -> None:
     async def main() -> None:
         async with serving() as address, edge(address, drafter="none") as client:
-            got = []
+            got: list[int] = []
             with pytest.raises(DeadlineExceeded, match="deadline_s"):
-                async for event in client.generate(PROMPT, max_tokens=2000, deadline_s=0.5):
-                    got.append(event)
+                await client.collect(
+                    PROMPT,
+                    client.generate(PROMPT, max_tokens=2000, deadline_s=0.5),
+                    lambda event: got.extend(event.tokens),
+                )
             assert got
 
     asyncio.run(main())
@@ -172,10 +176,9 @@ def test_bad_input_is_refused_with_the_field_named(serving, edge, prompt, option
 
 def test_an_unknown_model_and_a_silent_address_are_told_apart(serving, edge, tokenizer_file) -> None:
     async def main() -> None:
-        async with serving() as address:
-            async with edge(address, drafter="none", model="other") as client:
-                with pytest.raises(NotFound, match="reference"):
-                    await client.complete(PROMPT)
+        async with serving() as address, edge(address, drafter="none", model="other") as client:
+            with pytest.raises(NotFound, match="reference"):
+                await client.complete(PROMPT)
         retry = RetryRules(give_up_s=0.5)
         async with edge(address, drafter="none", retry=retry, open_timeout_s=0.5) as client:
             with pytest.raises(Unavailable):
@@ -190,5 +193,22 @@ def test_a_missing_drafter_names_those_that_there_are() -> None:
 
         with pytest.raises(OutriderError, match="general"):
             await Client(EdgeConfig(verifier="127.0.0.1:1", model="reference", drafter="nobody")).prepare()
+
+    asyncio.run(main())
+
+
+def test_a_drafter_package_that_was_tampered_with_leaves_cloud_streaming_and_says_so(serving, edge, tmp_path) -> None:
+    from outrider.deploy.cluster import embedded_drafters
+
+    broken = tmp_path / "broken"
+    shutil.copytree(embedded_drafters() / "general", broken)
+    model = broken / "model.onnx"
+    model.write_bytes(model.read_bytes()[:-1] + b"x")
+
+    async def main() -> None:
+        async with serving() as address, edge(address, drafter=str(broken)) as client:
+            completion = await client.complete(PROMPT, max_tokens=5)
+        assert len(completion.tokens) == 5
+        assert "model.onnx" in completion.statistics.drafter_error
 
     asyncio.run(main())

@@ -207,7 +207,10 @@ class Engine:
             events = list(self._inbox)
             self._inbox.clear()
         for event in events:
-            event()
+            try:
+                event()
+            except Exception:  # the thread's top loop: one bad event must not end every session
+                log.exception("an event failed")
 
     def _sleep_s(self, now: float) -> float:
         """Until the next session is due; at most IDLE_S."""
@@ -240,8 +243,7 @@ class Engine:
             raise ResourceExhausted(
                 f"all {self._config.max_sessions} sessions are taken; try again later", retry_after_s=1.0
             )
-        longest = session.prompt_length + session.sampling.max_tokens + self.rules.max_drafts
-        cache = self._target.pool.allocate(min(longest, self.rules.context_length + self.rules.max_drafts))
+        cache = self._target.pool.allocate(session.prompt_length + session.sampling.max_tokens)
         session.credit = self._credit()
         return _Seat(session, cache, outbox)
 

@@ -157,7 +157,8 @@ def processed_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
         scores = _penalise(scores, session)
     if sampling.temperature == 0:
         return scores
-    scores = scores / sampling.temperature
+    # The best at 0: a tiny temperature cannot overflow, and near ties are resolved to the last bit.
+    scores = (scores - scores.max(dim=-1, keepdim=True).values) / sampling.temperature
     if 0 < sampling.top_k < scores.shape[1]:
         least = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < least, -math.inf)

@@ -18,10 +18,10 @@ from outrider.cloud.engine import Engine, Outbox
 from outrider.cloud.target import load_target
 from outrider.proto import codec
 from outrider.proto.channel import SERVER_OPTIONS
-from outrider.proto.errors import ConfigError, InvalidArgument, NotFound, OutriderError, to_status
+from outrider.proto.errors import ConfigError, InvalidArgument, NotFound, OutriderError, Unavailable, to_status
 from outrider.proto.lease import LeaseClaim, verify_lease
 from outrider.proto.session import VerifierRules
-from outrider.proto.types import CloudFrame, Commit, Goaway, Open, VerifierStatus
+from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Report, VerifierStatus
 
 OPEN_WITHIN_S = 10.0
 MOST_UNTAKEN = 256
@@ -106,6 +106,7 @@ class VerifierServer:
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self._address = ""
+        self._endings: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
         """Begin to serve; the address as host:port."""
@@ -166,7 +167,7 @@ class VerifierServer:
         reader = asyncio.create_task(self._read(key, requests, outbox))
         stream = asyncio.current_task()
         assert stream is not None  # noqa: S101 - a coroutine runs in a task
-        stall = asyncio.create_task(self._watch_stall(outbox, stream))
+        stall = asyncio.create_task(self._watch_stall(outbox, stream, context))
         try:
             while True:
                 item = await outbox.get()
@@ -197,6 +198,7 @@ class VerifierServer:
                 await room.acquire()
                 frame = codec.decode_edge_frame(data)
                 self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release))
+            self._engine.post_frame(key, Report(drafting=False), lambda: None)  # half-closed: no draft will come
         except OutriderError as error:
             outbox.put(error)
         except TimeoutError:
@@ -228,11 +230,11 @@ class VerifierServer:
             now_s=time.time(),
         )
 
-    async def _watch_stall(self, outbox: StreamOutbox, stream: asyncio.Task[Any]) -> None:
+    async def _watch_stall(self, outbox: StreamOutbox, stream: asyncio.Task[Any], context: Any) -> None:
         """End a stream whose client has left its frames unread for `stall_s` seconds.
 
-        The stream's task is then stuck in a write that flow control holds back, so no frame and no status could be
-        sent any more: it is cancelled, which resets the stream.
+        The stream's task is then stuck in a write that flow control holds back. It is cancelled, which frees the
+        session now; the status is queued behind that write, for a client that comes to read again and resumes.
         """
         taken, since = outbox.taken, time.monotonic()
         while True:
@@ -241,8 +243,17 @@ class VerifierServer:
                 taken, since = outbox.taken, time.monotonic()
             elif time.monotonic() - since > self._config.stall_s:
                 log.warning("a client left its commits unread for %g s; its stream is ended", self._config.stall_s)
+                status, message, metadata = to_status(Unavailable("you left commits unread too long; resume"))
+                ending = asyncio.create_task(context.abort(status, message, metadata))
+                self._endings.add(ending)
+                ending.add_done_callback(self._ended)
                 stream.cancel()
                 return
+
+    def _ended(self, ending: asyncio.Task[None]) -> None:
+        self._endings.discard(ending)
+        if not ending.cancelled():
+            ending.exception()  # abort always raises
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Any) -> None:

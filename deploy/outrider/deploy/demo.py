@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -124,11 +125,13 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
 
 def _table(tallies: dict[str, Tally], options: argparse.Namespace) -> Table:
     table = Table(
+        box=box.SIMPLE,
+        padding=(0, 1),
         title=f"T = {options.temperature:g}, {options.max_tokens} tokens a prompt, {options.dtype}",
         caption="cloud: the same verifier without drafts; accept: chance that a draft is right, given those before it; "
-        "up, down: bytes a token",
+        "up, down, cloud B: bytes a token; same: texts identical to cloud streaming",
     )
-    headings = ("tok/s", "cloud", "ratio", "steps/tok", "accept", "up", "down", "cloud down", "identical")
+    headings = ("tok/s", "cloud", "ratio", "steps/tok", "accept", "up B", "down B", "cloud B", "same")
     table.add_column("domain")
     for heading in headings:
         table.add_column(heading, justify="right")

@@ -9,8 +9,10 @@ print(event.text, end="", flush=True)
 
 from __future__ import annotations
 
-from outrider.edge.client import Client, Completion, Event, Finished, SyncClient, Tokens
+from outrider.edge.client import Client
 from outrider.edge.config import EdgeConfig
+from outrider.edge.events import Completion, Event, Finished, Tokens
+from outrider.edge.sync_client import SyncClient
 from outrider.proto.types import FinishReason, Provenance, Sampling
 
 __all__ = [

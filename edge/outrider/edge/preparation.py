@@ -1,0 +1,170 @@
+"""What a client finds out before its first text: the route, the tokenizer, the drafter."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from outrider.edge.config import EdgeConfig
+from outrider.edge.control import CoordinatorClient, file_fetcher
+from outrider.edge.drafters import DrafterCache, DrafterPackage, NgramDrafter, embedded_packages
+from outrider.edge.drafters.packages import find_package, load_package
+from outrider.edge.drafters.protocol import Drafter
+from outrider.edge.routes import CoordinatorRoute, DirectRoute, Route
+from outrider.proto.errors import (
+    ConfigError,
+    DataLoss,
+    ModelRefused,
+    NotFound,
+    OutriderError,
+    TokenizerMismatch,
+    Unavailable,
+)
+from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import DrafterManifest, Lease, LeaseRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Where to decode, in which tokens, with which drafter; `drafter_error` says why there is none against the wish."""
+
+    route: Route
+    model: str
+    tokenizer: Tokenizer
+    tokenizer_sha256: str
+    drafter: Drafter | None
+    drafter_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafting:
+    drafter: Drafter | None
+    package: DrafterPackage | None = None
+    error: str = ""
+
+
+class Preparation:
+    """Carried out once a client.
+
+    Args:
+        config: of the edge.
+        coordinator: where the config names one.
+        route: instead of the config's.
+        drafter: instead of the config's.
+    """
+
+    def __init__(
+        self,
+        config: EdgeConfig,
+        coordinator: CoordinatorClient | None,
+        route: Route | None,
+        drafter: Drafter | None,
+    ) -> None:
+        self._config = config
+        self._coordinator = coordinator
+        self._route = route
+        self._drafter = drafter
+        self._cache = DrafterCache(config.cache)
+
+    async def run(self) -> Ready:
+        """Find everything.
+
+        Raises:
+            NotFound: no such model, drafter or file.
+            TokenizerMismatch: drafter, tokenizer and target do not belong together.
+            Unavailable: the coordinator does not answer.
+            ConfigError: something that only the config could tell is missing.
+        """
+        return await (self._direct() if self._coordinator is None else self._leased(self._coordinator))
+
+    async def _direct(self) -> Ready:
+        wanted_sha256 = tokenizer_hash(_read(self._config.tokenizer)) if self._config.tokenizer else ""
+        drafting = await self._load_drafter((), wanted_sha256)
+        path = self._config.tokenizer or (drafting.package.tokenizer_path if drafting.package else None)
+        if path is None:
+            raise ConfigError(
+                "is needed: without a coordinator and a drafter package nothing else has it", field="tokenizer"
+            )
+        text = _read(path)
+        sha256 = tokenizer_hash(text)
+        route = self._route or DirectRoute((self._config.verifier,), self._config.model, sha256)
+        return Ready(route, self._config.model, Tokenizer.from_str(text), sha256, drafting.drafter, drafting.error)
+
+    async def _leased(self, coordinator: CoordinatorClient) -> Ready:
+        lease = await coordinator.open_lease(LeaseRequest(model=self._config.model, session=uuid.uuid4().hex))
+        drafting = await self._load_drafter(lease.drafters, lease.tokenizer_sha256)
+        text = await asyncio.to_thread(self._fetch_tokenizer, lease)
+        sha256 = tokenizer_hash(text)
+        if sha256 != lease.tokenizer_sha256:
+            raise TokenizerMismatch("is not the one of the target; leave it to the coordinator", field="tokenizer")
+        route = self._route or CoordinatorRoute(coordinator, lease.model, sha256)
+        return Ready(route, lease.model, Tokenizer.from_str(text), sha256, drafting.drafter, drafting.error)
+
+    def _fetch_tokenizer(self, lease: Lease) -> str:
+        if self._config.tokenizer is not None:
+            return _read(self._config.tokenizer)
+        if lease.tokenizer is None:
+            raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
+        return _read(self._cache.ensure_file(lease.tokenizer, file_fetcher(self._config.coordinator)))
+
+    async def _load_drafter(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
+        """The drafter that is wished for.
+
+        One that cannot be had at present, or is broken, is no reason not to decode: the text goes on as plain cloud
+        streaming and its statistics say why. A name that nobody knows, or a wrong tokenizer, is a mistake.
+        """
+        if self._drafter is not None:
+            return _Drafting(self._drafter)
+        if self._config.drafter == "none":
+            return _Drafting(None)
+        if self._config.drafter == "ngram":
+            return _Drafting(NgramDrafter())
+        try:
+            return await asyncio.to_thread(self._load_package, offers, tokenizer_sha256)
+        except (DataLoss, ModelRefused, Unavailable) as error:
+            log.warning("decoding without a drafter: %s", error)
+            return _Drafting(None, error=_one_line(error))
+
+    def _load_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
+        from outrider.edge.drafters.onnx import OnnxDrafter
+
+        package = self._find_package(offers, tokenizer_sha256)
+        if package is None:
+            return _Drafting(NgramDrafter())
+        if tokenizer_sha256 and package.tokenizer_sha256 != tokenizer_sha256:
+            raise TokenizerMismatch(
+                f"{package.name!r} was made for another tokenizer than the target's; try `auto` or `ngram`",
+                field="drafter",
+            )
+        return _Drafting(OnnxDrafter(package, threads=self._config.threads), package)
+
+    def _find_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> DrafterPackage | None:
+        """The package that the config names; with `auto` the first that fits, None where none does."""
+        wanted = self._config.drafter
+        if "/" in wanted or Path(wanted).is_dir():
+            return load_package(Path(wanted).expanduser())
+        for offer in offers:
+            if wanted in ("auto", offer.name):
+                return self._cache.ensure(offer, file_fetcher(self._config.coordinator))
+        if wanted != "auto":
+            return find_package(wanted)
+        embedded = (find_package(name) for name in embedded_packages())
+        return next((package for package in embedded if package.tokenizer_sha256 == tokenizer_sha256), None)
+
+
+def _one_line(error: OutriderError) -> str:
+    return str(error).splitlines()[0]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise NotFound(f"cannot read {path}: {error.strerror}", field="tokenizer") from error

@@ -1,0 +1,80 @@
+"""Edge, coordinator and verifier together: leases that expire, a coordinator that dies, reports that arrive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.server import VerifierServer
+from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.server import CoordinatorServer
+from outrider.deploy.cluster import embedded_drafters
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.control import CoordinatorClient
+
+SECRET = b"a secret of the two of them"
+PROMPT = "def main(argv):\n"
+
+
+def coordinator_config(address: str, tokenizer: Path, **config: Any) -> CoordinatorConfig:
+    fixed = StaticVerifier("verifier", address, "reference", tokenizer.read_text())
+    return CoordinatorConfig(
+        SECRET, **{"listen": "127.0.0.1:0", "verifiers": (fixed,), "drafters": (embedded_drafters(),), **config}
+    )
+
+
+@asynccontextmanager
+async def verifier() -> AsyncIterator[str]:
+    server = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0)
+
+
+def test_a_text_outlives_its_lease(tokenizer_file, tmp_path) -> None:
+    async def main() -> None:
+        async with verifier() as address:
+            coordinator = CoordinatorServer(coordinator_config(address, tokenizer_file, lease_seconds=0.7))
+            config = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none")
+            async with Client(config) as client:
+                short = await client.complete(PROMPT, max_tokens=20)
+                long = await client.complete(PROMPT, max_tokens=400)
+                control = CoordinatorClient(config.coordinator)
+                reported = (await control.status()).recent
+                await control.close()
+            await coordinator.stop()
+        assert long.statistics.resumes >= 1
+        assert len(long.tokens) == 400
+        assert long.tokens[:20] == short.tokens
+        assert [report.committed_tokens for report in reported] == [20, 400]
+        assert reported[1].resumes == long.statistics.resumes
+
+    asyncio.run(main())
+
+
+def test_running_texts_outlive_the_coordinator_and_new_ones_wait_for_the_next(tokenizer_file, tmp_path) -> None:
+    async def main() -> None:
+        async with verifier() as address:
+            first = CoordinatorServer(coordinator_config(address, tokenizer_file))
+            where = await first.start()
+            async with Client(EdgeConfig(coordinator=where, cache=tmp_path, drafter="general")) as client:
+                running = client.generate(PROMPT, max_tokens=120)
+                tokens = list((await anext(running)).tokens)
+                await first.stop(0)
+                async for event in running:
+                    tokens += getattr(event, "tokens", ())
+                assert len(tokens) == 120
+                waiting = asyncio.create_task(client.complete(PROMPT, max_tokens=120))
+                await asyncio.sleep(0.5)
+                assert not waiting.done()
+                second = CoordinatorServer(coordinator_config(address, tokenizer_file, listen=where))
+                await second.start()
+                assert (await waiting).tokens == tuple(tokens)
+                await second.stop(0)
+
+    asyncio.run(main())
