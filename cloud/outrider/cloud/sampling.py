@@ -183,7 +183,8 @@ def _penalise(scores: torch.Tensor, session: Judged) -> torch.Tensor:
         seen = (counts + torch.bincount(prompt, minlength=vocab)[None]) > 0
         penalised = torch.where(scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty)
         scores = torch.where(seen, penalised, scores)
-    return scores - sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts
+    counts = counts.double()  # a float times integers would be float32
+    return scores - sampling.presence_penalty * (counts > 0).double() - sampling.frequency_penalty * counts
 
 
 def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -190,7 +190,7 @@ def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
     except ValueError as error:
         raise ModelRefused(f"{target!r}: {_first_line(error)}", field="target") from error
     try:
-        return model.to(device).eval()
+        return model.to(torch.device(device)).eval()
     except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
         raise ModelRefused(f"cannot move {target!r} to {device}: {_first_line(error)}", field="device") from error
 

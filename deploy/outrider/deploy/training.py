@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 
+from outrider.cloud.family_index import resolve_target
+from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.proto.errors import ConfigError
+
+HEAD_DIM = 32
 
 
 def train(options: argparse.Namespace) -> int:
     """`outrider train drafter`."""
-    from outrider.cloud.family_index import resolve_target
     from outrider.cloud.training.drafter import train_drafter
-    from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 
     if (options.minutes is None) == (options.steps is None):
         raise ConfigError("give either --minutes or --steps", field="minutes")
@@ -21,7 +23,7 @@ def train(options: argparse.Namespace) -> int:
             target=resolve_target(options.target),
             corpus=tuple(options.corpus),
             output=options.output,
-            shape=DrafterShape(hidden=options.hidden, layers=options.layers, mlp=options.mlp),
+            shape=_shape(options),
             self_text_tokens=options.self_text,
             self_text_fraction=0.5 if options.self_text else 0.0,
             minutes=options.minutes,
@@ -35,6 +37,20 @@ def train(options: argparse.Namespace) -> int:
     print(f"{result.parameters / 1e6:.2f} M parameters after {result.tokens_seen:,} tokens, in {result.folder}")
     print(f"next: outrider export {result.folder} PACKAGE --name NAME --target {options.target}")
     return 0
+
+
+def _shape(options: argparse.Namespace) -> DrafterShape:
+    heads, rest = divmod(options.hidden, HEAD_DIM)
+    if rest or not heads:
+        raise ConfigError(f"{options.hidden} is not a multiple of {HEAD_DIM}, the width of a head", field="hidden")
+    return DrafterShape(
+        hidden=options.hidden,
+        layers=options.layers,
+        mlp=options.mlp,
+        heads=heads,
+        kv_heads=1 if heads % 2 else 2,
+        head_dim=HEAD_DIM,
+    )
 
 
 def export(options: argparse.Namespace) -> int:

@@ -60,6 +60,8 @@ class Decoding:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._drafter is not None:
+                self._thread.submit(self._drafter.close)  # behind a job that may still run there
 
     def stop(self, finish: FinishReason) -> None:
         """End the text from this side; Done follows."""

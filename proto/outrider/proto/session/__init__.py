@@ -1,0 +1,45 @@
+"""The session machine: both halves of the decoding contract, without any input or output.
+
+Events go in with the time of a clock that is passed in, instructions come out. The edge, the verifier, the simulator
+and the tests run this same code; sockets, threads and models live in thin shells around it.
+
+The rules, in short. Positions are absolute and commits append only. A *chain* is a run of drafts that continues the
+transcript; it dies at the first draft that contradicts a committed token, and what else arrives of it is ignored. A
+chain whose next draft equals the target's own token lives on.
+
+settle    the one place where a judged block becomes text
+verifier  the cloud's half
+edge      the edge's half
+"""
+
+from __future__ import annotations
+
+from outrider.proto.session.edge import (
+    Done,
+    DraftJob,
+    EdgeInstruction,
+    EdgeSession,
+    EdgeStatistics,
+    Emit,
+    Reopen,
+    RetryRules,
+    Send,
+)
+from outrider.proto.session.settle import settle
+from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
+
+__all__ = [
+    "Done",
+    "DraftJob",
+    "EdgeInstruction",
+    "EdgeSession",
+    "EdgeStatistics",
+    "Emit",
+    "Reopen",
+    "RetryRules",
+    "Send",
+    "Verified",
+    "VerifierRules",
+    "VerifierSession",
+    "settle",
+]

@@ -1,0 +1,43 @@
+"""The one place where a step becomes text."""
+
+from __future__ import annotations
+
+from outrider.proto.types import FinishReason, Sampling
+
+
+def settle(
+    block: tuple[int, ...],
+    tokens_by_target: tuple[int, ...],
+    *,
+    generated: int,
+    sampling: Sampling,
+    eos_tokens: frozenset[int],
+) -> tuple[tuple[int, ...], int, FinishReason | None]:
+    """Follow the drafts while they agree, then take the target's own token; end where the text ends.
+
+    Args:
+        block: [k] drafts that the step judged.
+        tokens_by_target: [k + 1]; entry j is the target's token after the transcript and block[:j], so it means
+            something only while block[:j] was agreed with.
+        generated: tokens of text before this step.
+        sampling: for stop tokens and the length limit.
+        eos_tokens: of the target.
+
+    Returns:
+        The committed tokens, how many of the first were drafts, and why the text ends (None: it goes on). EOS is
+        settled before stop tokens, and these before the length limit.
+    """
+    tokens: list[int] = []
+    for j, token in enumerate(tokens_by_target):
+        tokens.append(token)
+        agreed = j < len(block) and block[j] == token
+        accepted = j + agreed
+        if token in eos_tokens and not sampling.ignore_eos:
+            return tuple(tokens), accepted, FinishReason.EOS
+        if token in sampling.stop_tokens:
+            return tuple(tokens), accepted, FinishReason.STOP_TOKEN
+        if generated + len(tokens) >= sampling.max_tokens:
+            return tuple(tokens), accepted, FinishReason.LENGTH
+        if not agreed:
+            return tuple(tokens), accepted, None
+    raise ValueError("tokens_by_target must hold one token more than block")

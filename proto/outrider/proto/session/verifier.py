@@ -1,0 +1,316 @@
+"""The verifier's half of a session: committed tokens, and the drafts that may follow them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from outrider.proto.errors import (
+    InvalidArgument,
+    PromptTooLong,
+    ResourceExhausted,
+    TokenizerMismatch,
+    UnknownToken,
+    UnsupportedProtocol,
+)
+from outrider.proto.policy import (
+    Acceptance,
+    VerifierView,
+    balanced_patience,
+)
+from outrider.proto.session.settle import settle
+from outrider.proto.types import (
+    PROTOCOL_VERSION,
+    Commit,
+    Draft,
+    FinishReason,
+    Open,
+    Opened,
+    Patience,
+    Report,
+    Timing,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierRules:
+    """What a verifier tells its sessions; fixed while it runs."""
+
+    name: str
+    model: str
+    tokenizer_sha256: str
+    vocab_size: int
+    context_length: int
+    eos_tokens: frozenset[int]
+    max_drafts: int = 16
+    max_credit: int = 64
+    patience: Patience | None = None  # None: balanced, from each session's own measurements
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The engine has judged `block`: event of the verifier's half.
+
+    tokens_by_target: [k + 1], logp [k + 1] natural logs of their processed probabilities, reward as in Commit.
+    """
+
+    block: tuple[int, ...]
+    tokens_by_target: tuple[int, ...]
+    logp: tuple[float, ...]
+    queue_s: float = 0.0
+    verify_s: float = 0.0
+    reward: float | None = None
+
+
+class VerifierSession:
+    """One text as the verifier sees it: committed tokens, and the drafts that may follow them."""
+
+    def __init__(self, frame: Open, rules: VerifierRules, now: float) -> None:
+        """Take the session, or refuse it before any compute.
+
+        Raises:
+            UnsupportedProtocol, TokenizerMismatch, PromptTooLong, UnknownToken, InvalidArgument.
+        """
+        _check_open(frame, rules)
+        self.id = frame.session
+        self.sampling = replace(
+            frame.sampling, max_tokens=min(frame.sampling.max_tokens, rules.context_length - len(frame.prompt))
+        )
+        self.prompt_length = len(frame.prompt)
+        self.transcript: list[int] = [*frame.prompt, *frame.committed]
+        self.finish: FinishReason | None = None
+        self.chain = -1
+        self.credit = rules.max_credit
+        self._rules = rules
+        self._resumed = len(frame.committed)
+        self._max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
+        self._window = frame.window or rules.max_credit
+        self._wish = frame.patience
+        self._drafting = frame.drafting
+        self._drafts: list[int] = []
+        self._q: list[float] = []
+        self._alive = True
+        self._complete = False
+        self._acceptance = Acceptance()
+        self._report = Report(frame.drafting)
+        self._ready_since = now
+        self._newest_sent_s = 0.0
+        self._newest_arrival = now
+
+    def opened(self) -> Opened:
+        """The answer to Open."""
+        rules = self._rules
+        return Opened(
+            committed=self._resumed,
+            credit=self.credit,
+            max_tokens=self.sampling.max_tokens,
+            verifier=rules.name,
+            context_length=rules.context_length,
+            batch_invariant=rules.batch_invariant,
+        )
+
+    @property
+    def generated(self) -> int:
+        """Tokens of text so far."""
+        return len(self.transcript) - self.prompt_length
+
+    @property
+    def waiting_drafts(self) -> int:
+        """Drafts at hand that follow the transcript."""
+        return len(self._drafts)
+
+    @property
+    def waits_for_drafts(self) -> bool:
+        """Whether more drafts of the chain may come before the next commit."""
+        return self._drafting and not self._complete
+
+    def block(self) -> tuple[int, ...]:
+        """[k] drafts to judge in a step now: no more than allowed, nor than the text has room for."""
+        return tuple(self._drafts[: max(0, self._most_useful())])
+
+    def block_q(self) -> tuple[float, ...]:
+        """[k] the drafter's probability of each draft in `block`, NaN where it was not sent."""
+        return tuple(self._q[: max(0, self._most_useful())])
+
+    def _most_useful(self) -> int:
+        return min(self._max_drafts, self.sampling.max_tokens - self.generated - 1)
+
+    def ready_at(self, step_s: float) -> float:
+        """When the next step should begin at the latest, on the clock of `now`; infinite: at the next event.
+
+        Args:
+            step_s: what a target step takes at present, seconds.
+        """
+        patience = self._patience(step_s)
+        enough = min(patience.drafts, self._most_useful(), self._window, self.credit)
+        if not self.waits_for_drafts or len(self._drafts) >= enough:
+            return self._ready_since
+        return self._ready_since + patience.seconds
+
+    def _patience(self, step_s: float) -> Patience:
+        chosen = self._wish or self._rules.patience
+        if chosen is not None:
+            return chosen
+        return balanced_patience(
+            VerifierView(
+                acceptance=self._acceptance.rate,
+                drafting_s=self._report.drafting_s,
+                step_s=step_s,
+                round_trip_s=0.0 if self._drafts else self._report.round_trip_s,
+                most_drafts=self._max_drafts,
+            )
+        )
+
+    # --- events ---
+
+    def on_draft(self, draft: Draft, now: float) -> None:
+        """Take drafts in; stale ones are ignored.
+
+        Raises:
+            InvalidArgument, UnknownToken: what no honest edge sends; the field is named.
+            ResourceExhausted: more unverified tokens than any credit allowed.
+        """
+        self._check_draft(draft)
+        self._newest_sent_s, self._newest_arrival = draft.sent_s, now
+        if draft.chain < self.chain or (draft.chain == self.chain and not self._alive):
+            return
+        if draft.chain > self.chain:
+            self.chain = draft.chain
+            self._alive = True
+            self._complete = False
+            self._drop_drafts()
+        self._complete = self._complete or draft.complete  # a late message must not take back what a later one said
+        path = draft.first_path()
+        if draft.start > len(self.transcript) + len(self._drafts):
+            self._complete = True  # a hole: what is missing will not come in order, so do not wait for it
+            return
+        q = draft.q or (math.nan,) * len(path)
+        for i, token in enumerate(path):
+            if not self._take_draft(draft.start + i, token, q[i]):
+                return
+
+    def _take_draft(self, position: int, token: int, q: float) -> bool:
+        """Whether the chain still lives after `token` at `position`."""
+        ahead = position - len(self.transcript)
+        if ahead < 0:
+            if self.transcript[position] != token:
+                self._kill_chain()
+                return False
+        elif ahead < len(self._drafts):
+            if self._drafts[ahead] != token:
+                raise InvalidArgument(f"contradicts what chain {self.chain} said at {position}", field="draft.tokens")
+        elif ahead >= self._rules.max_credit:
+            raise ResourceExhausted(
+                f"more than {self._rules.max_credit} unverified tokens; respect the credit", field="draft.tokens"
+            )
+        else:
+            self._drafts.append(token)
+            self._q.append(q)
+        return True
+
+    def _check_draft(self, draft: Draft) -> None:
+        if draft.start < self.prompt_length:
+            raise InvalidArgument(
+                f"{draft.start} lies inside the prompt; text begins at {self.prompt_length}", field="draft.start"
+            )
+        if draft.start + len(draft.tokens) > self._rules.context_length + self._rules.max_credit:
+            raise InvalidArgument(
+                f"{draft.start} lies beyond the context of {self._rules.context_length}", field="draft.start"
+            )
+        _check_vocabulary(draft.tokens, self._rules.vocab_size, "draft.tokens")
+
+    def on_report(self, report: Report) -> None:
+        """Remember what the edge measured; it replaces the last report."""
+        self._report = report
+        self._drafting = report.drafting
+
+    def on_cancel(self) -> Commit:
+        """End the text; the last commit says so."""
+        self.finish = FinishReason.CANCELLED
+        return Commit(len(self.transcript), (), 0, self.credit, finish=self.finish, chain=max(0, self.chain))
+
+    def on_verified(self, verified: Verified, now: float) -> Commit:
+        """Make text of a judged block: the only way in which a token gets into the transcript."""
+        tokens, accepted, self.finish = settle(
+            verified.block,
+            verified.tokens_by_target,
+            generated=self.generated,
+            sampling=self.sampling,
+            eos_tokens=self._rules.eos_tokens,
+        )
+        start = len(self.transcript)
+        self.transcript.extend(tokens)
+        self._acceptance.add(accepted, len(verified.block))
+        self._follow(tokens)
+        self._complete = False
+        self._ready_since = now
+        return Commit(
+            start=start,
+            tokens=tokens,
+            accepted=accepted,
+            credit=self.credit,
+            logp=verified.logp[: len(tokens)],
+            reward=verified.reward,
+            timing=Timing(
+                echo_sent_s=self._newest_sent_s,
+                hold_s=now - self._newest_arrival,
+                queue_s=verified.queue_s,
+                verify_s=verified.verify_s,
+            ),
+            finish=self.finish,
+            chain=max(0, self.chain),
+            judged=len(verified.block),
+        )
+
+    def _follow(self, tokens: tuple[int, ...]) -> None:
+        for token in tokens:
+            if not self._drafts:
+                return  # drafts for these positions may still come, and will be compared then
+            if self._drafts[0] != token:
+                self._kill_chain()
+                return
+            del self._drafts[0], self._q[0]
+
+    def _kill_chain(self) -> None:
+        self._alive = False
+        self._drop_drafts()
+
+    def _drop_drafts(self) -> None:
+        self._drafts.clear()
+        self._q.clear()
+
+
+def _check_open(frame: Open, rules: VerifierRules) -> None:
+    if frame.protocol_version != PROTOCOL_VERSION:
+        raise UnsupportedProtocol(
+            f"is {frame.protocol_version}, this verifier speaks {PROTOCOL_VERSION}; update the older side",
+            field="open.protocol_version",
+        )
+    if frame.tokenizer_sha256 != rules.tokenizer_sha256:
+        raise TokenizerMismatch(
+            f"is {frame.tokenizer_sha256[:12]}…, the target {rules.model!r} has {rules.tokenizer_sha256[:12]}…; "
+            "fetch the target's tokenizer from the coordinator",
+            field="open.tokenizer_sha256",
+        )
+    if len(frame.prompt) >= rules.context_length:
+        raise PromptTooLong(
+            f"has {len(frame.prompt)} tokens; the target holds {rules.context_length}, text included; shorten it",
+            field="open.prompt",
+        )
+    if len(frame.prompt) + len(frame.committed) >= rules.context_length:
+        raise InvalidArgument("fills the target's context; there is nothing left to generate", field="open.committed")
+    _check_vocabulary(frame.prompt, rules.vocab_size, "open.prompt")
+    _check_vocabulary(frame.committed, rules.vocab_size, "open.committed")
+    sampling = frame.sampling
+    _check_vocabulary(sampling.allowed_tokens, rules.vocab_size, "sampling.allowed_tokens")
+    _check_vocabulary(sampling.stop_tokens, rules.vocab_size, "sampling.stop_tokens")
+    _check_vocabulary(tuple(token for token, _ in sampling.logit_bias), rules.vocab_size, "sampling.bias_tokens")
+    over = rules.eos_tokens & set(frame.committed) if not sampling.ignore_eos else set()
+    if over or set(sampling.stop_tokens) & set(frame.committed):
+        raise InvalidArgument("holds a token that ends the text; there is nothing to resume", field="open.committed")
+
+
+def _check_vocabulary(tokens: tuple[int, ...], vocab_size: int, field_name: str) -> None:
+    if tokens and max(tokens) >= vocab_size:
+        raise UnknownToken(f"token id {max(tokens)} is not in the vocabulary of {vocab_size}", field=field_name)
