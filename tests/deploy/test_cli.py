@@ -97,6 +97,7 @@ def test_options_come_from_the_file_and_the_environment_and_the_line_wins(tmp_pa
         (["generate", "x", "--coordinator", "127.0.0.1:1"], 1, "does not answer"),
         (["generate", "x", "--coordinator", "nowhere"], 1, "is not host:port"),
         (["coordinator"], 1, "lease-secret-file: is missing"),
+        (["train", "drafter", "--corpus", "x", "--output", "o", "--steps", "1", "--hidden", "33"], 1, "hidden"),
         (["verifier", "--listen", "0.0.0.0:0"], 1, "not a loopback address"),
         (["train", "drafter", "--corpus", "nowhere.txt", "--output", "o", "--steps", "1"], 1, "corpus"),
         (["export", "nowhere", "o", "--name", "n"], 1, "nowhere"),
@@ -150,8 +151,8 @@ def test_a_verifier_and_a_coordinator_serve_as_processes_and_end_on_sigterm(tmp_
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef0123456789abcdef")
     shared = ["--listen", "127.0.0.1:0", "--lease-secret-file", str(secret)]
-    verifier = Served("verifier", *shared, "--name", "verifier-0", "--target-threads", "1")
-    fixed = ["--verifier", verifier.address, "--tokenizer", str(tokenizer_file)]
+    verifier = Served("verifier", *shared, "--name", "one", "--target-threads", "1")
+    fixed = ["--verifier", f"one={verifier.address}", "--tokenizer", str(tokenizer_file)]
     coordinator = Served("coordinator", *shared, *fixed)
     try:
         generate = ["generate", "--coordinator", coordinator.address, "--cache", str(tmp_path), "--json"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 
 import pytest
 
 from outrider.edge import EdgeConfig, Finished, FinishReason, Provenance, SyncClient, Tokens
-from outrider.edge.drafters.fakes import FailingDrafter
+from outrider.edge.drafters import Proposal
+from outrider.edge.drafters.fakes import FailingDrafter, ScriptedDrafter
 from outrider.proto.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -212,3 +214,90 @@ def test_a_drafter_package_that_was_tampered_with_leaves_cloud_streaming_and_say
         assert "model.onnx" in completion.statistics.drafter_error
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("drafter", ["general", "ngram"])
+def test_a_stop_string_cuts_the_same_tokens_with_any_drafter(serving, edge, drafter) -> None:
+    async def main() -> None:
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                whole = await client.complete(PROMPT, max_tokens=60)
+                stops = [whole.text[at : at + 2] for at in (9, 30, 55)]
+                expected = [await client.complete(PROMPT, max_tokens=60, stop=[stop]) for stop in stops]
+            async with edge(address, drafter=drafter) as client:
+                got = [await client.complete(PROMPT, max_tokens=60, stop=[stop]) for stop in stops]
+        assert [c.tokens for c in got] == [c.tokens for c in expected]
+        assert [len(c.provenance) for c in got] == [len(c.tokens) for c in got]
+
+    asyncio.run(main())
+
+
+class ForeignDrafter:
+    """Somebody's drafter: proposes `token`, or raises it."""
+
+    name, version = "foreign", "1"
+
+    def __init__(self, token: int | Exception) -> None:
+        self.token = token
+
+    def open(self, rule):
+        inner = ScriptedDrafter(lambda prefix: 5).open(rule)
+        propose = inner.propose
+
+        def foreign(n: int) -> Proposal:
+            if isinstance(self.token, Exception):
+                raise self.token
+            proposal = propose(n)
+            return Proposal((self.token,) * len(proposal.tokens), proposal.q)
+
+        inner.propose = foreign
+        return inner
+
+
+@pytest.mark.parametrize("token", [IndexError("a bug"), 8192, -1, 1 << 40], ids=str)
+def test_whatever_a_drafter_does_the_text_goes_on(serving, edge, token) -> None:
+    async def main() -> None:
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                expected = await client.complete(PROMPT, max_tokens=15)
+            async with edge(address, drafter=ForeignDrafter(token)) as client:
+                completion = await client.complete(PROMPT, max_tokens=15)
+        assert completion.tokens == expected.tokens
+        assert completion.statistics.drafter_error
+
+    asyncio.run(main())
+
+
+def test_a_client_that_closes_right_after_its_last_text_leaves_nothing_behind(serving, edge) -> None:
+    complaints: list[dict] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        async with serving() as address:
+            for _ in range(3):
+                async with edge(address, drafter="general") as client:
+                    await client.complete(PROMPT, max_tokens=8)
+                async with edge(address, drafter="general") as client:
+                    async for _ in client.generate(PROMPT, max_tokens=30):
+                        break
+            gc.collect()
+            await asyncio.sleep(0.2)
+
+    asyncio.run(main())
+    assert not complaints
+
+
+def test_the_synchronous_twin_raises_what_went_wrong_even_if_it_is_a_defect(tokenizer_file) -> None:
+    with SyncClient(
+        EdgeConfig(verifier="127.0.0.1:1", model="reference", tokenizer=tokenizer_file, drafter="none")
+    ) as twin:
+
+        async def broken(*_, **__):
+            yield Tokens(0, (), (), (), ())
+            raise IndexError("a defect")
+
+        twin._client.generate = broken
+        events = twin.generate(PROMPT)
+        next(events)
+        with pytest.raises(IndexError, match="a defect"):
+            next(events)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Patience
 
 DTYPES = ("float32", "bfloat16", "float16")
-LOOPBACK = ("127.", "localhost", "[::1]", "unix:")
+LOOPBACK = ("127.", "localhost:", "[::1]:")
+EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,7 @@ class VerifierConfig:
         model: the id that edges ask for; empty: as `target`.
         name: of this verifier, unique in its cluster.
         listen: host:port; port 0 takes a free one.
+        advertise: host by which edges reach it; empty: that of `listen`, or this machine's where that is every one.
         device: of torch, such as `cpu` or `cuda:0`.
         dtype: of weights and KV cache. float32 keeps the text bit for bit whatever shares a step.
         threads: of torch on the CPU; 0 leaves torch's choice.
@@ -41,6 +44,7 @@ class VerifierConfig:
     model: str = ""
     name: str = "verifier"
     listen: str = "127.0.0.1:0"
+    advertise: str = ""
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 0
@@ -84,6 +88,14 @@ class VerifierConfig:
                 raise ConfigError(f"{getattr(self, name)} is below {minimum}", field=name)
         if self.stall_s <= 0:
             raise ConfigError("must be above 0 seconds", field="stall_s")
+
+    @property
+    def host(self) -> str:
+        """The host that edges are told."""
+        listening = self.listen.rpartition(":")[0]
+        if self.advertise or listening not in EVERYWHERE:
+            return self.advertise or listening
+        return socket.gethostbyname(socket.gethostname())
 
     @property
     def model_id(self) -> str:

@@ -133,16 +133,27 @@ class Engine:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._take_events()
-            turns = self._plan(time.monotonic())
-            if not turns:
-                continue
             try:
-                self._step(turns)
-            except Exception as error:  # the thread's top loop: one bad step must not end the others' sessions
-                log.exception("a step failed")
-                for turn in turns:
-                    self._fail(turn.seat, Internal(f"the step failed: {type(error).__name__}"))
+                self._take_events()
+                turns = self._plan(time.monotonic())
+                if turns:
+                    self._step_or_find_culprit(turns)
+            except Exception:  # the thread's top loop: it must go on for the others, whatever one event was
+                log.exception("the engine met a defect")
+
+    def _step_or_find_culprit(self, turns: list[_Turn]) -> None:
+        """One step; where it fails, each session alone, so that only the one at fault ends."""
+        try:
+            self._step(turns)
+            return
+        except Exception:  # whatever torch raises, memory that is short among it
+            log.exception("a step of %d sessions failed; trying each alone", len(turns))
+        for seat in [turn.seat for turn in turns]:
+            seat.cache.truncate(min(seat.cache.length, len(seat.session.transcript) - 1))
+            try:
+                self._step([self._prefill_turn(seat, self._config.prefill_chunk)])
+            except Exception as error:  # as above
+                self._fail(seat, Internal(f"the step failed: {type(error).__name__}"))
 
     def _step(self, turns: list[_Turn]) -> None:
         """Gather, forward, sample, commit, emit."""
@@ -227,6 +238,9 @@ class Engine:
         return max(0.0, wait)
 
     def _admit(self, key: int, frame: Open, outbox: Outbox) -> None:
+        for other in [seat for seat in self._seats.values() if seat.session.id == frame.session]:
+            # Its edge has lost the old stream before this end noticed.
+            self._fail(other, Unavailable("the session goes on in another stream"))
         try:
             seat = self._seat(frame, outbox)
         except OutriderError as error:

@@ -24,6 +24,7 @@ from outrider.proto.session import VerifierRules
 from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Report, VerifierStatus
 
 OPEN_WITHIN_S = 10.0
+SPARE_CALLS = 16  # health checks, and streams that are refused
 MOST_UNTAKEN = 256
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class StreamOutbox(Outbox):
         self._queue: asyncio.Queue[CloudFrame | OutriderError] = asyncio.Queue()
         self._unread = 0
         self.taken = 0
+        self.end_of_lease: asyncio.TimerHandle | None = None
 
     def put(self, item: CloudFrame | OutriderError) -> None:
         """From any thread."""
@@ -101,6 +103,7 @@ class VerifierServer:
             patience=config.patience,
             batch_invariant=config.batch_invariant,
         )
+        self._most_tokens = max(target.context_length, target.vocab_size)
         self._engine = Engine(target, self.rules, config)
         self._keys = itertools.count()
         self._server: grpc.aio.Server | None = None
@@ -110,7 +113,9 @@ class VerifierServer:
 
     async def start(self) -> str:
         """Begin to serve; the address as host:port."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server = grpc.aio.server(
+            options=SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions + SPARE_CALLS
+        )
         handler = grpc.stream_stream_rpc_method_handler(self._decode)  # bytes in, bytes out: the codec checks them
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, {"Decode": handler}),)
@@ -120,7 +125,7 @@ class VerifierServer:
             port = self._server.add_insecure_port(self._config.listen)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {self._config.listen}: {error}", field="listen") from error
-        self._address = f"{self._config.listen.rpartition(':')[0]}:{port}"
+        self._address = f"{self._config.host}:{port}"
         self._engine.start()
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -183,6 +188,8 @@ class VerifierServer:
         finally:
             reader.cancel()
             stall.cancel()
+            if outbox.end_of_lease is not None:
+                outbox.end_of_lease.cancel()
             self._engine.post_close(key)
 
     async def _read(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> None:
@@ -193,10 +200,10 @@ class VerifierServer:
             claim = await asyncio.wait_for(self._read_open(key, requests, outbox), OPEN_WITHIN_S)
             if claim is not None:
                 lasts_s = max(0.0, claim.expires_at_s - time.time())
-                loop.call_later(lasts_s, outbox.put, Goaway("the lease has expired"))
+                outbox.end_of_lease = loop.call_later(lasts_s, outbox.put, Goaway("the lease has expired"))
             async for data in requests:
                 await room.acquire()
-                frame = codec.decode_edge_frame(data)
+                frame = codec.decode_edge_frame(data, self._most_tokens)
                 self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release))
             self._engine.post_frame(key, Report(drafting=False), lambda: None)  # half-closed: no draft will come
         except OutriderError as error:
@@ -206,7 +213,7 @@ class VerifierServer:
 
     async def _read_open(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> LeaseClaim | None:
         async for data in requests:
-            frame = codec.decode_edge_frame(data)
+            frame = codec.decode_edge_frame(data, self._most_tokens)
             if not isinstance(frame, Open):
                 raise InvalidArgument("must be the first frame of a stream", field="frame.open")
             claim = self._check_lease(frame)

@@ -19,7 +19,10 @@ from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
 TILE_ROWS = 16
-_CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.35, torch.float16: 0.1}
+# Relative to the size of the logits. Rounding gives a tenth of this; a mask or a cache that is wrong gives 0.3 or more.
+_CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+# These turn all rows by the longest session of the step, so that one session would change another's text.
+_ROPE_ACROSS_SESSIONS = ("dynamic", "longrope")
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Target:
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         config = model.config.get_text_config()
+        _refuse_what_sees_other_sessions(config)
         self.vocab_size = int(config.vocab_size)
         made_for = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
         self.context_length = min(context_length or made_for, made_for, kv_tokens)
@@ -111,7 +115,7 @@ class Target:
 
     @torch.inference_mode()
     def check(self) -> float:
-        """Compare ragged, chunked passes with the model's own plain forward; the largest difference of logits.
+        """Compare ragged, chunked passes with the model's own plain forward; the relative difference of logits.
 
         Raises:
             ModelRefused: they disagree, so this architecture needs more than keys, values and positions.
@@ -121,9 +125,7 @@ class Target:
         cache = self.pool.allocate(length)
         cuts = [0, length // 3, length // 3 + 1, length]
         try:
-            pieces = [
-                self.forward([Rows(cache, tuple(tokens[a:b]), b - a)]) for a, b in itertools.pairwise(cuts)
-            ]
+            pieces = [self.forward([Rows(cache, tuple(tokens[a:b]), b - a)]) for a, b in itertools.pairwise(cuts)]
         except (TypeError, AttributeError, NotImplementedError) as error:
             raise ModelRefused(f"this architecture cannot run on a paged KV cache: {error}", field="target") from error
         finally:
@@ -131,8 +133,8 @@ class Target:
         self.model.set_attn_implementation("eager")
         plain = self.model(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0].float()
         self.model.set_attn_implementation(attention.NAME)
-        difference = float((torch.cat(pieces) - plain).abs().max())
-        if not difference <= _CHECK_TOLERANCE[self.dtype] * max(1.0, float(plain.abs().max())):
+        difference = float((torch.cat(pieces) - plain).norm() / plain.norm())
+        if not difference <= _CHECK_TOLERANCE[self.dtype]:
             raise ModelRefused(
                 f"paged attention differs from the model's own by {difference:.2g}; the architecture is not supported",
                 field="target",
@@ -178,7 +180,7 @@ def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
 
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
         )
     except OSError as error:
@@ -190,7 +192,7 @@ def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
     except ValueError as error:
         raise ModelRefused(f"{target!r}: {_first_line(error)}", field="target") from error
     try:
-        return model.to(torch.device(device)).eval()
+        return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:  # the latter is what a torch without CUDA raises
         raise ModelRefused(f"cannot move {target!r} to {device}: {_first_line(error)}", field="device") from error
 
@@ -210,6 +212,17 @@ def _tokenizer_json(source: str, target: str) -> str:
     if backend is None:
         raise ModelRefused(f"{target!r} has no fast tokenizer (tokenizer.json)", field="target")
     return str(json.dumps(json.loads(backend.to_str())))
+
+
+def _refuse_what_sees_other_sessions(config: Any) -> None:
+    """Refuse what the check on one short session cannot notice."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
+    for kind in _ROPE_ACROSS_SESSIONS:
+        if kind in kinds:
+            raise ModelRefused(f"RoPE of type {kind!r} depends on what shares a step; not supported", field="target")
+    if getattr(config, "attention_chunk_size", None):
+        raise ModelRefused("chunked attention is not supported", field="target")
 
 
 def _eos_tokens(model: Any) -> frozenset[int]:

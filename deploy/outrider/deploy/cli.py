@@ -114,7 +114,7 @@ def _add_coordinator(commands: argparse._SubParsersAction[Parser]) -> None:
     add_listening(parser, "127.0.0.1:50050")
     parser.add_argument("--ray-address", default="auto", metavar="ADDRESS", help="of the Ray cluster")
     parser.add_argument(
-        "--verifier", action="append", default=[], metavar="HOST:PORT", help="fixed verifier instead of Ray; repeatable"
+        "--verifier", action="append", default=[], metavar="NAME=HOST:PORT", help="fixed, instead of Ray; repeatable"
     )
     parser.add_argument("--model", default="reference", metavar="NAME", help="target of fixed verifiers")
     parser.add_argument("--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json of that target")
@@ -127,7 +127,8 @@ def _add_verifier(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = add_command(
         commands, "verifier", "serve one target, here or as an actor in a Ray cluster", _in("servers", "verifier")
     )
-    add_listening(parser, "127.0.0.1:50051")
+    add_listening(parser, "127.0.0.1:0")
+    parser.add_argument("--advertise", default="", metavar="HOST", help="by which edges reach it; empty: as it listens")
     parser.add_argument("--name", default="verifier", metavar="NAME", help="unique in the cluster")
     parser.add_argument(
         "--ray-address", default="", metavar="ADDRESS", help="start as a detached actor there and leave"

@@ -52,8 +52,8 @@ async def _coordinator(options: argparse.Namespace) -> int:
         drafters=(embedded_drafters(), *options.drafters),
         ray_address="" if options.verifier else options.ray_address,
         verifiers=tuple(
-            StaticVerifier(f"verifier-{i}", address, options.model, _read(options.tokenizer))
-            for i, address in enumerate(options.verifier)
+            StaticVerifier(name, address, options.model, _read(options.tokenizer))
+            for name, address in map(_named_address, options.verifier)
         ),
         state=options.state,
     )
@@ -67,7 +67,11 @@ async def _coordinator(options: argparse.Namespace) -> int:
 def verifier(options: argparse.Namespace) -> int:
     """`outrider verifier`."""
     config = replace(
-        verifier_config(options), name=options.name, listen=options.listen, insecure_listen=options.insecure_listen
+        verifier_config(options),
+        name=options.name,
+        listen=options.listen,
+        advertise=options.advertise,
+        insecure_listen=options.insecure_listen,
     )
     secret = lease_secret(options.lease_secret_file)
     if options.ray_address:
@@ -115,6 +119,13 @@ def verifier_config(options: argparse.Namespace) -> VerifierConfig:
         batch_invariant=options.batch_invariant,
         max_sessions=options.max_sessions,
     )
+
+
+def _named_address(text: str) -> tuple[str, str]:
+    name, equals, address = text.partition("=")
+    if not (name and equals and address):
+        raise ConfigError(f"{text!r} is not NAME=HOST:PORT; leases are bound to the name", field="verifier")
+    return name, address
 
 
 def _required_secret(path: Path | None) -> bytes:

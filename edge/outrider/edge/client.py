@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient
@@ -23,6 +24,10 @@ from outrider.edge.text import TextStream
 from outrider.proto.errors import ConfigError, DeadlineExceeded, InvalidArgument
 from outrider.proto.session import Done, EdgeSession, Emit
 from outrider.proto.types import FinishReason, Open, Provenance, Sampling, SessionReport
+
+REPORT_WITHIN_S = 1.0
+
+T = TypeVar("T")
 
 
 class Client:
@@ -41,6 +46,7 @@ class Client:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-drafter")
         self._ready: Ready | None = None
         self._preparing = asyncio.Lock()
+        self._reports: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         await self.prepare()
@@ -53,6 +59,8 @@ class Client:
 
     async def close(self) -> None:
         """Give channels and the drafting thread back."""
+        if self._reports:
+            await asyncio.wait(self._reports, timeout=REPORT_WITHIN_S)
         if self._coordinator is not None:
             await self._coordinator.close()
         self._thread.shutdown(wait=False)
@@ -99,7 +107,7 @@ class Client:
             OutriderError: the text cannot be finished anywhere.
         """
         began = time.monotonic()
-        await self.prepare()
+        await _within(self.prepare(), deadline_s)
         frame = self._open(prompt, sampling or Sampling(), overrides)
         stop = _checked_stop(stop)
         ready = self._ready_now()
@@ -108,9 +116,11 @@ class Client:
         machine.statistics.drafter_error = ready.drafter_error
         first_token_s = 0.0
         decoding = self._decoding(machine, frame)
-        items = _until(decoding.run(), deadline_s)
+        items = _until(decoding.run(), None if deadline_s is None else began + deadline_s)
         try:
             async for item in items:
+                if isinstance(item, Emit) and text.stopped:
+                    continue  # it was on its way when the stop string was seen
                 if isinstance(item, Emit):
                     first_token_s = first_token_s or time.monotonic() - began
                     yield _tokens_event(item, text)
@@ -119,7 +129,7 @@ class Client:
                 elif item.error is not None:
                     raise item.error
                 else:
-                    await self._report(frame.session, machine, time.monotonic() - began)
+                    self._report(frame.session, machine, time.monotonic() - began)
                     reason = item.finish or FinishReason.CANCELLED
                     yield Finished(reason, text.finish(), machine.statistics, time.monotonic() - began, first_token_s)
                     return
@@ -143,30 +153,31 @@ class Client:
     async def collect(
         self,
         prompt: str | Sequence[int],
-        events: AsyncIterator[Event],
+        events: AsyncGenerator[Event],
         on_event: Callable[[Event], None] = lambda _: None,
     ) -> Completion:
         """The whole text of `generate(prompt, ...)`; `on_event` sees each event as it comes."""
         tokens: list[int] = []
         provenance: list[Provenance] = []
         text = ""
-        async for event in events:
-            on_event(event)
-            text += event.text
-            if isinstance(event, Tokens):
-                tokens += event.tokens
-                provenance += event.provenance
-            else:
-                return Completion(
-                    prompt_tokens=len(self.encode(prompt)),
-                    tokens=tuple(tokens),
-                    provenance=tuple(provenance),
-                    text=text,
-                    finish_reason=event.reason,
-                    statistics=event.statistics,
-                    seconds=event.seconds,
-                    first_token_s=event.first_token_s,
-                )
+        async with aclosing(events):
+            async for event in events:
+                on_event(event)
+                text += event.text
+                if isinstance(event, Tokens):
+                    tokens += event.tokens
+                    provenance += event.provenance
+                else:
+                    return Completion(
+                        prompt_tokens=len(self.encode(prompt)),
+                        tokens=tuple(tokens),
+                        provenance=tuple(provenance),
+                        text=text,
+                        finish_reason=event.reason,
+                        statistics=event.statistics,
+                        seconds=event.seconds,
+                        first_token_s=event.first_token_s,
+                    )
         raise AssertionError("generate ends with Finished or an error")
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
@@ -204,12 +215,12 @@ class Client:
             drafter=ready.drafter.open(rule) if ready.drafter is not None else None,
             thread=self._thread,
             open_timeout_s=self.config.open_timeout_s,
-            silence_s=self.config.silence_s,
         )
 
-    async def _report(self, session: str, machine: EdgeSession, seconds: float) -> None:
+    def _report(self, session: str, machine: EdgeSession, seconds: float) -> None:
+        """Hand the figures in beside the text, which must not wait for it."""
         ready, statistics = self._ready_now(), machine.statistics
-        await ready.route.report(
+        handing_in = ready.route.report(
             SessionReport(
                 session=session,
                 model=ready.model,
@@ -228,6 +239,9 @@ class Client:
                 round_trip_s=statistics.round_trip_s,
             )
         )
+        task = asyncio.create_task(handing_in)
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
 
     def _ready_now(self) -> Ready:
         if self._ready is None:
@@ -235,28 +249,31 @@ class Client:
         return self._ready
 
 
-async def _until(items: AsyncGenerator[Emit | Done], deadline_s: float | None) -> AsyncGenerator[Emit | Done]:
-    """The same items, or DeadlineExceeded once `deadline_s` seconds are over."""
-    try:
-        if deadline_s is None:
-            async for item in items:
-                yield item
-            return
-        until = time.monotonic() + deadline_s
+async def _until(items: AsyncGenerator[Emit | Done], until: float | None) -> AsyncGenerator[Emit | Done]:
+    """The same items, or DeadlineExceeded once the monotonic clock passes `until`."""
+    async with aclosing(items):
         while True:
+            left_s = None if until is None else max(0.0, until - time.monotonic())
             try:
-                yield await asyncio.wait_for(anext(items), max(0.0, until - time.monotonic()))
+                yield await _within(anext(items), left_s)
             except StopAsyncIteration:
                 return
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"the text took longer than {deadline_s:g} s", field="deadline_s") from error
-    finally:
-        await items.aclose()
+
+
+async def _within(waited_for: Awaitable[T], seconds: float | None) -> T:
+    try:
+        async with asyncio.timeout(seconds):
+            return await waited_for
+    except TimeoutError as error:
+        raise DeadlineExceeded("the time allowed for the whole text is over", field="deadline_s") from error
 
 
 def _tokens_event(item: Emit, text: TextStream) -> Tokens:
-    provenance = tuple(Provenance.DRAFT if drafted else Provenance.TARGET for drafted in item.drafted)
-    return Tokens(item.start, item.tokens, provenance, item.logp, text.push(item.tokens))
+    """The event of what was emitted, as far as a stop string lets it be part of the text."""
+    pieces = text.push(item.tokens)
+    n = len(pieces)
+    provenance = tuple(Provenance.DRAFT if drafted else Provenance.TARGET for drafted in item.drafted[:n])
+    return Tokens(item.start, item.tokens[:n], provenance, item.logp[:n], pieces)
 
 
 def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:

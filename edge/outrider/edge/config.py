@@ -29,7 +29,6 @@ class EdgeConfig:
         max_drafts: judged in one step at most; 0: the verifier's limit.
         send_q: send the drafter's probability of each token (2 bytes), which earns rewards in the commits.
         open_timeout_s: to get a lease, and for a verifier to answer.
-        silence_s: without any frame before a stream counts as lost.
         retry: how long lost streams are reopened.
     """
 
@@ -44,8 +43,7 @@ class EdgeConfig:
     patience: Patience | None = None
     max_drafts: int = 0
     send_q: bool = False
-    open_timeout_s: float = 10.0
-    silence_s: float = 60.0
+    open_timeout_s: float = 30.0
     retry: RetryRules = field(default_factory=RetryRules)
 
     def __post_init__(self) -> None:
@@ -62,9 +60,8 @@ class EdgeConfig:
             raise ConfigError("must be 1 or more; use --drafter none for no drafting", field="window")
         if self.threads < 1:
             raise ConfigError("must be 1 or more", field="threads")
-        for name in ("open_timeout_s", "silence_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError("must be above 0 seconds", field=name)
+        if self.open_timeout_s <= 0:
+            raise ConfigError("must be above 0 seconds", field="open_timeout_s")
 
     @property
     def window_policy(self) -> WindowPolicy:

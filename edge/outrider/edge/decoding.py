@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from outrider.edge.drafters.protocol import DraftState, Proposal
 from outrider.edge.link import Stream, open_stream
 from outrider.edge.routes import Route
-from outrider.proto.errors import OutriderError, Unavailable
+from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import Done, DraftJob, EdgeInstruction, EdgeSession, Emit, Reopen, Send
 from outrider.proto.types import CloudFrame, Commit, FinishReason, Goaway, Opened
 
@@ -29,7 +30,6 @@ class Decoding:
         drafter: DraftState | None,
         thread: ThreadPoolExecutor,
         open_timeout_s: float,
-        silence_s: float,
     ) -> None:
         self.machine = machine
         self._route = route
@@ -37,7 +37,6 @@ class Decoding:
         self._drafter = drafter
         self._thread = thread
         self._open_timeout_s = open_timeout_s
-        self._silence_s = silence_s
         self._stream: Stream | None = None
         self._reopen: Reopen | None = None
         self._lost: list[str] = []
@@ -61,7 +60,8 @@ class Decoding:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._drafter is not None:
-                self._thread.submit(self._drafter.close)  # behind a job that may still run there
+                with contextlib.suppress(RuntimeError):  # the client is closed, and the thread with it
+                    self._thread.submit(self._drafter.close)  # behind a job that may still run there
 
     def stop(self, finish: FinishReason) -> None:
         """End the text from this side; Done follows."""
@@ -94,6 +94,9 @@ class Decoding:
                 proposal, seconds = await asyncio.get_running_loop().run_in_executor(self._thread, self._propose, job)
             except OutriderError as error:
                 self._apply(self.machine.on_drafter_failed(error))
+                return
+            except Exception as error:  # a drafter may be anybody's code, and no text may fail for it
+                self._apply(self.machine.on_drafter_failed(Internal(f"{type(error).__name__}: {error}")))
                 return
             now = time.monotonic()
             self._apply(self.machine.on_drafted(job, proposal.tokens, proposal.q, seconds, now))
@@ -139,11 +142,12 @@ class Decoding:
 
     async def _one_stream(self) -> None:
         lease = await self._route.lease(self._session, tuple(self._lost[-3:]))
-        stream = self._stream = open_stream(lease.address, self.machine.statistics, self._silence_s)
+        stream = self._stream = open_stream(lease.address, self.machine.statistics)
         stream.send(self.machine.open_frame(lease.token, time.monotonic()))
         frames = stream.frames()
         try:
-            self._handle(await asyncio.wait_for(anext(frames), self._open_timeout_s))
+            async with asyncio.timeout(self._open_timeout_s):
+                self._handle(await anext(frames))
             self._lost.clear()
             async for frame in frames:
                 self._handle(frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from outrider.edge.routes import CoordinatorRoute, DirectRoute, Route
 from outrider.proto.errors import (
     ConfigError,
     DataLoss,
+    DeadlineExceeded,
     ModelRefused,
     NotFound,
     OutriderError,
+    ResourceExhausted,
     TokenizerMismatch,
     Unavailable,
 )
@@ -98,7 +101,7 @@ class Preparation:
         return Ready(route, self._config.model, Tokenizer.from_str(text), sha256, drafting.drafter, drafting.error)
 
     async def _leased(self, coordinator: CoordinatorClient) -> Ready:
-        lease = await coordinator.open_lease(LeaseRequest(model=self._config.model, session=uuid.uuid4().hex))
+        lease = await self._first_lease(coordinator)
         drafting = await self._load_drafter(lease.drafters, lease.tokenizer_sha256)
         text = await asyncio.to_thread(self._fetch_tokenizer, lease)
         sha256 = tokenizer_hash(text)
@@ -106,6 +109,18 @@ class Preparation:
             raise TokenizerMismatch("is not the one of the target; leave it to the coordinator", field="tokenizer")
         route = self._route or CoordinatorRoute(coordinator, lease.model, sha256)
         return Ready(route, lease.model, Tokenizer.from_str(text), sha256, drafting.drafter, drafting.error)
+
+    async def _first_lease(self, coordinator: CoordinatorClient) -> Lease:
+        """A lease, waited for while the coordinator says that there will be one."""
+        until = time.monotonic() + self._config.retry.give_up_s
+        while True:
+            try:
+                request = LeaseRequest(model=self._config.model, session=uuid.uuid4().hex)
+                return await coordinator.open_lease(request)
+            except (ResourceExhausted, Unavailable) as error:
+                if not error.retry_after_s or time.monotonic() > until:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
 
     def _fetch_tokenizer(self, lease: Lease) -> str:
         if self._config.tokenizer is not None:
@@ -128,9 +143,9 @@ class Preparation:
             return _Drafting(NgramDrafter())
         try:
             return await asyncio.to_thread(self._load_package, offers, tokenizer_sha256)
-        except (DataLoss, ModelRefused, Unavailable) as error:
+        except (DataLoss, DeadlineExceeded, ModelRefused, Unavailable, OSError) as error:
             log.warning("decoding without a drafter: %s", error)
-            return _Drafting(None, error=_one_line(error))
+            return _Drafting(None, error=str(error).splitlines()[0])
 
     def _load_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
         from outrider.edge.drafters.onnx import OnnxDrafter
@@ -150,17 +165,19 @@ class Preparation:
         wanted = self._config.drafter
         if "/" in wanted or Path(wanted).is_dir():
             return load_package(Path(wanted).expanduser())
+        fetch = file_fetcher(self._config.coordinator)
         for offer in offers:
-            if wanted in ("auto", offer.name):
-                return self._cache.ensure(offer, file_fetcher(self._config.coordinator))
+            if wanted == offer.name:
+                return self._cache.ensure(offer, fetch)
         if wanted != "auto":
             return find_package(wanted)
+        for offer in offers:
+            try:
+                return self._cache.ensure(offer, fetch)
+            except (OutriderError, OSError) as error:
+                log.warning("passing over drafter %s %s: %s", offer.name, offer.version, error)
         embedded = (find_package(name) for name in embedded_packages())
         return next((package for package in embedded if package.tokenizer_sha256 == tokenizer_sha256), None)
-
-
-def _one_line(error: OutriderError) -> str:
-    return str(error).splitlines()[0]
 
 
 def _read(path: Path) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Coroutine
+from typing import Any, Protocol
 
 from outrider.edge.control import CoordinatorClient
 from outrider.proto.errors import OutriderError
@@ -16,7 +17,7 @@ class Route(Protocol):
         """Permission to decode; `avoid` names verifiers just lost."""
         ...
 
-    async def report(self, report: SessionReport) -> None:
+    def report(self, report: SessionReport) -> Coroutine[Any, Any, None]:
         """Hand in a finished session's figures, if anybody wants them."""
         ...
 

@@ -6,13 +6,13 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from outrider.edge.client import Client
 from outrider.edge.config import EdgeConfig
 from outrider.edge.events import Completion, Event
-from outrider.proto.errors import OutriderError
 from outrider.proto.types import Sampling
 
 T = TypeVar("T")
@@ -62,9 +62,15 @@ class SyncClient:
                 yield event
         finally:
             pump.cancel()
+            self._call(_ended(pump))
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+async def _ended(pump: Future[None]) -> None:
+    """Until the text is cancelled on both sides."""
+    await asyncio.wait([asyncio.wrap_future(pump)])
 
 
 async def _make(config: EdgeConfig) -> Client:
@@ -75,7 +81,9 @@ async def _pump(events: AsyncGenerator[Event], into: queue.Queue[Event | BaseExc
     try:
         async for event in events:
             into.put(event)
-    except OutriderError as error:
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # whatever it is, it belongs to the thread that iterates
         into.put(error)
     finally:
         await events.aclose()

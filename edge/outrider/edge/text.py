@@ -23,12 +23,18 @@ class TextStream:
         self._given = 0
 
     def push(self, tokens: tuple[int, ...]) -> tuple[str, ...]:
-        """The text that each of `tokens` adds for certain; empty from where a stop string has ended it."""
-        return tuple(self._push_one(token) for token in tokens)
+        """The text that each of `tokens` adds for certain, as far as the token that completes a stop string.
+
+        Fewer pieces than tokens mean that the rest of the tokens are not part of the text.
+        """
+        pieces: list[str] = []
+        for token in tokens:
+            if self.stopped:
+                break
+            pieces.append(self._push_one(token))
+        return tuple(pieces)
 
     def _push_one(self, token: int) -> str:
-        if self.stopped:
-            return ""
         self._tokens.append(token)
         self._decoded += self._decoder.step(self._tokenizer, token) or ""
         return self._give(self._settled())

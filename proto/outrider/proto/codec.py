@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from outrider.proto import types as t
-from outrider.proto.errors import InvalidArgument
+from outrider.proto.errors import InvalidArgument, PromptTooLong
 from outrider.proto.v1 import decoding_pb2 as pb
 
 DECODE_METHOD = "/outrider.proto.v1.Decoding/Decode"
@@ -50,9 +50,19 @@ def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
     return wire.SerializeToString()
 
 
-def decode_edge_frame(data: bytes) -> t.EdgeFrame:
-    """The frame in `data`; raises `InvalidArgument`."""
+def decode_edge_frame(data: bytes, most_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeFrame:
+    """The frame in `data`.
+
+    Args:
+        data: of one message.
+        most_tokens: that any list in it may hold, looked at before a list is built, so that a stranger's message
+            cannot hold a server up.
+
+    Raises:
+        InvalidArgument: with the field named.
+    """
     wire = _parse(pb.EdgeFrame, data)
+    _check_lengths(wire, most_tokens)
     match wire.WhichOneof("body"):
         case "draft":
             return _draft_from_wire(wire.draft)
@@ -63,6 +73,25 @@ def decode_edge_frame(data: bytes) -> t.EdgeFrame:
         case "cancel":
             return t.Cancel(wire.cancel.reason)
     raise InvalidArgument("holds none of open, draft, report, cancel", field="frame.body")
+
+
+def _check_lengths(wire: pb.EdgeFrame, most_tokens: int) -> None:
+    sampling = wire.open.sampling
+    lists = {
+        "open.prompt": wire.open.prompt,
+        "open.committed": wire.open.committed,
+        "sampling.bias_tokens": sampling.bias_tokens,
+        "sampling.bias_values": sampling.bias_values,
+        "sampling.allowed_tokens": sampling.allowed_tokens,
+        "sampling.stop_tokens": sampling.stop_tokens,
+        "draft.tokens": wire.draft.tokens,
+        "draft.parents": wire.draft.parents,
+        "draft.q": wire.draft.q,
+    }
+    for field, values in lists.items():
+        if len(values) > 2 * most_tokens:  # twice: q has two bytes a token
+            error = PromptTooLong if field == "open.prompt" else InvalidArgument
+            raise error(f"holds {len(values)} entries; {most_tokens} is the most that can make sense", field=field)
 
 
 def _draft_to_wire(draft: t.Draft) -> pb.Draft:
@@ -192,6 +221,7 @@ def encode_cloud_frame(frame: t.CloudFrame) -> bytes:
                     verifier=frame.verifier,
                     context_length=frame.context_length,
                     batch_invariant=frame.batch_invariant,
+                    vocab_size=frame.vocab_size,
                 )
             )
         case t.Goaway():
@@ -207,7 +237,15 @@ def decode_cloud_frame(data: bytes) -> t.CloudFrame:
             return _commit_from_wire(wire.commit)
         case "opened":
             o = wire.opened
-            return t.Opened(o.committed, o.credit, o.max_tokens, o.verifier, o.context_length, o.batch_invariant)
+            return t.Opened(
+                committed=o.committed,
+                credit=o.credit,
+                max_tokens=o.max_tokens,
+                verifier=o.verifier,
+                context_length=o.context_length,
+                batch_invariant=o.batch_invariant,
+                vocab_size=o.vocab_size,
+            )
         case "goaway":
             return t.Goaway(wire.goaway.reason, wire.goaway.retry_after_s)
     raise InvalidArgument("holds none of opened, commit, goaway", field="frame.body")

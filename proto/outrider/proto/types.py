@@ -14,6 +14,7 @@ from outrider.proto.errors import InvalidArgument
 
 PROTOCOL_VERSION = 1
 MAX_TOKEN_ID = (1 << 31) - 1
+MOST_STOP_TOKENS = 256  # they are looked through at every token
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -41,9 +42,8 @@ def _require(holds: bool, field_name: str, message: str) -> None:
 
 
 def _check_tokens(tokens: tuple[int, ...], field_name: str) -> None:
-    for token in tokens:
-        if not 0 <= token <= MAX_TOKEN_ID:
-            raise InvalidArgument(f"token id {token} is not in 0..{MAX_TOKEN_ID}", field=field_name)
+    if tokens and not (min(tokens) >= 0 and max(tokens) <= MAX_TOKEN_ID):
+        raise InvalidArgument(f"holds a token id that is not in 0..{MAX_TOKEN_ID}", field=field_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,9 @@ class Sampling:
         _require(self.repetition_penalty > 0, "sampling.repetition_penalty", "must be above 0; 1 means off")
         _require(self.max_tokens >= 1, "sampling.max_tokens", "must be 1 or more")
         bias_tokens = tuple(token for token, _ in self.logit_bias)
+        _require(
+            len(self.stop_tokens) <= MOST_STOP_TOKENS, "sampling.stop_tokens", f"holds more than {MOST_STOP_TOKENS}"
+        )
         _require(len(set(bias_tokens)) == len(bias_tokens), "sampling.bias_tokens", "a token stands twice")
         _require(all(math.isfinite(b) for _, b in self.logit_bias), "sampling.bias_values", "must be finite numbers")
         _require(
@@ -207,6 +210,7 @@ class Opened:
     verifier: str
     context_length: int
     batch_invariant: bool = False
+    vocab_size: int = MAX_TOKEN_ID + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from outrider.proto.errors import (
     OutriderError,
     ResourceExhausted,
     Unavailable,
+    UnknownToken,
 )
 from outrider.proto.policy import (
     Acceptance,
@@ -20,6 +21,7 @@ from outrider.proto.policy import (
     WindowPolicy,
 )
 from outrider.proto.types import (
+    MAX_TOKEN_ID,
     Cancel,
     Commit,
     Draft,
@@ -150,6 +152,7 @@ class EdgeSession:
         self._connected = False
         self._max_tokens = frame.sampling.max_tokens
         self._credit = 0
+        self._vocab_size = MAX_TOKEN_ID + 1
         self._drafting = frame.drafting
         self._drafted: list[int] = []  # unverified, follows the transcript
         self._sent = 0  # so many of them are on the wire
@@ -190,6 +193,7 @@ class EdgeSession:
             return self.on_disconnected(error, now)
         self.verifier = opened.verifier
         self._max_tokens = opened.max_tokens
+        self._vocab_size = opened.vocab_size
         self._credit = opened.credit
         self._connected = True
         self._round_trip_s.add(now - self._opened_at)
@@ -345,6 +349,8 @@ class EdgeSession:
         self._job_running = False
         if self.done:
             return []
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
+            return self.on_drafter_failed(UnknownToken("the drafter proposes tokens that the target does not have"))
         if job.epoch != self._epoch:
             self._agreed = min(self._agreed, job.start)
             return self._nothing_more(now)

@@ -108,6 +108,7 @@ class VerifierSession:
             verifier=rules.name,
             context_length=rules.context_length,
             batch_invariant=rules.batch_invariant,
+            vocab_size=rules.vocab_size,
         )
 
     @property

@@ -153,20 +153,22 @@ class Cancel(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "batch_invariant")
+    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "batch_invariant", "vocab_size")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     committed: int
     credit: int
     max_tokens: int
     verifier: str
     context_length: int
     batch_invariant: bool
-    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., batch_invariant: _Optional[bool] = ...) -> None: ...
+    vocab_size: int
+    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., batch_invariant: _Optional[bool] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "judged")

@@ -1,0 +1,79 @@
+"""Checkpoints: a folder each, there whole or not at all, and readable as an ordinary model folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+STATE = "state.pt"
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps done.
+        elapsed_s: seconds spent training, over all resumes.
+        tokens_seen: tokens trained on.
+        taken, drawn: the block sampler's state.
+        losses: (step, mean KL in nats a token since the entry before).
+        recent: losses of the steps since the last entry of `losses`.
+        run: the settings that must not change between resumes.
+    """
+
+    step: int
+    elapsed_s: float
+    tokens_seen: int
+    taken: list[int]
+    drawn: int
+    losses: list[tuple[int, float]]
+    recent: list[float]
+    run: dict[str, Any]
+
+
+def save_checkpoint(
+    folder: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], progress: Progress
+) -> Path:
+    """Write `folder/step-<n>` and remove older ones."""
+    final = folder / f"step-{progress.step:08d}"
+    unfinished = folder / "unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    model.save_pretrained(unfinished)
+    state = {
+        "progress": vars(progress),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "torch_rng": torch.get_rng_state(),
+    }
+    torch.save(state, unfinished / STATE)
+    older = checkpoints(folder)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(unfinished, final)
+    for stale in older:
+        if stale != final:
+            shutil.rmtree(stale)
+    return final
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints in `folder`, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if (path / STATE).exists())
+
+
+def load_checkpoint(checkpoint: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer]) -> Progress:
+    """Put weights, optimizers and torch's random state back as they were."""
+    saved = type(model).from_pretrained(checkpoint, dtype=torch.float32, use_safetensors=True)
+    model.load_state_dict(saved.state_dict())
+    state = torch.load(checkpoint / STATE, weights_only=True)
+    for optimizer, saved_state in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved_state)
+    torch.set_rng_state(state["torch_rng"])
+    return Progress(**state["progress"])

@@ -1,0 +1,128 @@
+"""The texts a drafter learns from: one domain a file, tokenised once and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from outrider.proto.errors import InvalidArgument
+
+DOCUMENTS_PER_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Framed documents `<bos> text <eos>`, end to end.
+
+    Attributes:
+        name: the domain.
+        tokens: uint32 [total].
+        starts: int64 [documents + 1]; document `i` is `tokens[starts[i]:starts[i + 1]]`.
+    """
+
+    name: str
+    tokens: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.tokens[self.starts[index] : self.starts[index + 1]]
+
+    def select(self, indices: np.ndarray) -> Documents:
+        """The documents at `indices` (int64 [n]), in that order."""
+        return join_documents(self.name, [self[int(index)] for index in indices])
+
+
+def join_documents(name: str, documents: list[np.ndarray]) -> Documents:
+    """Lay framed documents (each uint32 [length]) end to end."""
+    starts = np.zeros(len(documents) + 1, dtype=np.int64)
+    np.cumsum([len(document) for document in documents], out=starts[1:])
+    tokens = np.concatenate(documents) if documents else np.zeros(0)
+    return Documents(name, tokens.astype(np.uint32), starts)
+
+
+def load_domain(path: Path, tokenizer: Tokenizer, *, bos: int, eos: int, cache: Path) -> Documents:
+    """Read and tokenise one file, or take its tokens from `cache` if neither file nor tokenizer changed."""
+    content = hashlib.sha256(path.read_bytes())
+    content.update(tokenizer.to_str().encode())
+    content.update(f"{bos},{eos}".encode())
+    cached = cache / f"tokens-{domain_name(path)}-{content.hexdigest()[:16]}.npz"
+    if cached.exists():
+        with np.load(cached, allow_pickle=False) as stored:
+            return Documents(domain_name(path), stored["tokens"], stored["starts"])
+    documents = [
+        np.array([bos, *ids, eos], dtype=np.uint32) for ids in _tokenised(list(_read_texts(path)), tokenizer) if ids
+    ]
+    if not documents:
+        raise InvalidArgument(f"{path} holds no text", field="corpus")
+    joined = join_documents(domain_name(path), documents)
+    save_arrays(cached, tokens=joined.tokens, starts=joined.starts)
+    return joined
+
+
+def domain_name(path: Path) -> str:
+    """`train.code.jsonl` is the domain `code`."""
+    return path.name.removesuffix(path.suffix).removeprefix("train.")
+
+
+def split_held_out(documents: Documents, held_out_tokens: int, seed: int) -> tuple[Documents, Documents]:
+    """Set whole documents aside until they hold `held_out_tokens`, or a tenth of all tokens if that is less.
+
+    The last document is set aside whole, whatever its length. A domain of one document is cut in two, and its last
+    tenth is held out.
+
+    Returns:
+        (documents to train on, held-out documents).
+    """
+    if len(documents) == 1:
+        cut = max(1, len(documents.tokens) * 9 // 10)
+        whole = documents.tokens
+        return join_documents(documents.name, [whole[:cut]]), join_documents(documents.name, [whole[cut:]])
+    order = np.random.default_rng([seed, 0]).permutation(len(documents))
+    allowance = min(held_out_tokens, len(documents.tokens) // 10)
+    lengths = np.diff(documents.starts)[order]
+    held = min(len(order) - 1, int(np.searchsorted(np.cumsum(lengths), allowance)) + 1)
+    return documents.select(np.sort(order[held:])), documents.select(order[:held])
+
+
+def save_arrays(path: Path, **arrays: np.ndarray) -> None:
+    """Write an `.npz` that is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    os.replace(unfinished, path)
+
+
+def _read_texts(path: Path) -> Iterator[str]:
+    if path.suffix != ".jsonl":
+        yield path.read_text(encoding="utf-8")
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise InvalidArgument(
+                    f'{path} line {number} is not {{"id", "text"}}: {error!r}', field="corpus"
+                ) from error
+            if not isinstance(text, str):
+                raise InvalidArgument(f"{path} line {number}: text is not a string", field="corpus")
+            yield text
+
+
+def _tokenised(texts: list[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    for first in range(0, len(texts), DOCUMENTS_PER_BATCH):
+        batch = texts[first : first + DOCUMENTS_PER_BATCH]
+        yield from (coded.ids for coded in tokenizer.encode_batch(batch, add_special_tokens=False))

@@ -1,0 +1,63 @@
+"""Forward KL divergence from target to drafter over the whole vocabulary, in little memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class _ForwardKL(torch.autograd.Function):
+    """Computes the gradients with the loss, so that no [positions, vocab] tensor outlives its chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_by_drafter: torch.Tensor,
+        head: torch.Tensor,
+        logits_by_target: torch.Tensor,
+        positions_per_chunk: int,
+    ) -> torch.Tensor:
+        positions = hidden_by_drafter.shape[0]
+        total = hidden_by_drafter.new_zeros(())
+        grad_hidden = torch.empty_like(hidden_by_drafter)
+        grad_head = torch.zeros_like(head)
+        for first in range(0, positions, positions_per_chunk):
+            chunk = slice(first, first + positions_per_chunk)
+            log_p = logits_by_target[chunk].float().log_softmax(-1)
+            log_q = (hidden_by_drafter[chunk] @ head.T).log_softmax(-1)
+            difference = log_p - log_q
+            p = log_p.exp_()
+            total += difference.mul_(p).sum()
+            grad_logits = log_q.exp_().sub_(p).div_(positions)
+            grad_hidden[chunk] = grad_logits @ head
+            grad_head.addmm_(grad_logits.T, hidden_by_drafter[chunk])
+        ctx.save_for_backward(grad_hidden, grad_head)
+        return total / positions
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        grad_hidden, grad_head = ctx.saved_tensors
+        return grad_hidden * grad_loss, grad_head * grad_loss, None, None
+
+
+def forward_kl(
+    hidden_by_drafter: torch.Tensor,
+    head: torch.Tensor,
+    logits_by_target: torch.Tensor,
+    *,
+    positions_per_chunk: int,
+) -> torch.Tensor:
+    """Mean over positions of KL(target || drafter), in nats a token.
+
+    Args:
+        hidden_by_drafter: float32 [positions, hidden], after the last norm.
+        head: float32 [vocab, hidden]; the drafter's logits are `hidden_by_drafter @ head.T`.
+        logits_by_target: [positions, vocab]; no gradient flows to it.
+        positions_per_chunk: how many positions are expanded to the vocabulary at once.
+
+    Returns:
+        float32 scalar.
+    """
+    loss: torch.Tensor = _ForwardKL.apply(hidden_by_drafter, head, logits_by_target, positions_per_chunk)
+    return loss

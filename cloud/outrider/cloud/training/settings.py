@@ -1,0 +1,164 @@
+"""What a training run is told: one frozen, validated record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outrider.proto.errors import InvalidArgument
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _require_positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
+        raise InvalidArgument(f"{value} is not a positive number", field=name)
+
+
+@dataclass(frozen=True)
+class DrafterShape:
+    """A small Llama: RoPE, grouped query heads, gated MLP, tied embeddings.
+
+    Attributes:
+        hidden: width of the residual stream.
+        layers: decoder layers.
+        heads, kv_heads: query heads, and the key/value heads they share.
+        head_dim: width of a head; even, for RoPE.
+        mlp: width of the gated MLP.
+        context: longest sequence, in tokens.
+    """
+
+    hidden: int = 192
+    layers: int = 3
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 32
+    mlp: int = 512
+    context: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "context"):
+            _require_positive(f"shape.{name}", getattr(self, name))
+        if self.heads % self.kv_heads:
+            raise InvalidArgument(
+                f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly", field="shape.kv_heads"
+            )
+        if self.head_dim % 2:
+            raise InvalidArgument(f"RoPE turns pairs: even widths only, not {self.head_dim}", field="shape.head_dim")
+
+
+@dataclass(frozen=True)
+class DrafterTraining:
+    """How to distil a drafter from a target.
+
+    Attributes:
+        target: folder or hub name of a transformers causal language model with safetensors weights.
+        corpus: `.jsonl` files (`{"id", "text"}` a line) or plain text files; each file is a domain.
+        output: folder for the drafter, its checkpoints and the token cache.
+        shape: the drafter's.
+        domain_weights: share of each domain in what is read; equal for all if empty.
+        self_text_tokens: how many tokens the target writes itself before training, all domains together.
+        self_text_fraction: share of blocks taken from that text instead of the corpus.
+        self_text_rows, self_text_new_tokens: rows written at once, and the most tokens written a row.
+        block: tokens in a training sequence.
+        blocks_per_step, blocks_per_pass: sequences an optimizer step, and how many go through the models at once.
+        positions_per_chunk: positions whose full-vocabulary distributions the loss holds at once.
+        steps, minutes: the budget, exactly one of the two. The learning rate follows it.
+        matrix_lr, other_lr: of Muon for the layers' matrices, of AdamW for embedding and norms.
+        warm_up_steps: of linear growth of both learning rates.
+        decay_fraction: last share of the budget, over which both fall linearly to zero.
+        clip: largest norm of the whole gradient.
+        warm_start: start from the target's embedding (see `drafter.start_embedding`).
+        held_out_tokens: tokens a domain kept from training to measure acceptance on.
+        measure_every_minutes: between measurements of acceptance; the end is always measured.
+        checkpoint_every_steps, checkpoint_every_minutes: whichever comes first.
+        threads: of torch on the CPU.
+        device, dtype: where both models run; dtype is the target's, the drafter trains in float32.
+        seed: of everything random.
+        resume: go on from the newest checkpoint in `output`, if there is one.
+    """
+
+    target: str
+    corpus: tuple[Path, ...]
+    output: Path
+    shape: DrafterShape = DrafterShape()
+    domain_weights: Mapping[str, float] = field(default_factory=dict)
+    self_text_tokens: int = 0
+    self_text_fraction: float = 0.0
+    self_text_rows: int = 192
+    self_text_new_tokens: int = 256
+    block: int = 512
+    blocks_per_step: int = 4
+    blocks_per_pass: int = 4
+    positions_per_chunk: int = 256
+    steps: int | None = None
+    minutes: float | None = None
+    matrix_lr: float = 0.02
+    other_lr: float = 3e-3
+    warm_up_steps: int = 40
+    decay_fraction: float = 0.4
+    clip: float = 1.0
+    warm_start: bool = True
+    held_out_tokens: int = 8192
+    measure_every_minutes: float = 10.0
+    checkpoint_every_steps: int = 1_000_000
+    checkpoint_every_minutes: float = 5.0
+    threads: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    seed: int = 0
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "corpus", tuple(Path(path) for path in self.corpus))
+        object.__setattr__(self, "output", Path(self.output))
+        if not self.target:
+            raise InvalidArgument("name a folder or a hub model", field="target")
+        if not self.corpus:
+            raise InvalidArgument("name at least one .jsonl or text file", field="corpus")
+        for path in self.corpus:
+            if not path.is_file():
+                raise InvalidArgument(f"{path} is not a file; give paths of .jsonl or text files", field="corpus")
+        if len({path.name for path in self.corpus}) < len(self.corpus):
+            raise InvalidArgument("two files share a name; a domain is named after its file", field="corpus")
+        for name in (
+            "self_text_rows",
+            "self_text_new_tokens",
+            "block",
+            "blocks_per_step",
+            "blocks_per_pass",
+            "positions_per_chunk",
+            "matrix_lr",
+            "other_lr",
+            "clip",
+            "held_out_tokens",
+            "measure_every_minutes",
+            "checkpoint_every_steps",
+            "checkpoint_every_minutes",
+            "threads",
+        ):
+            _require_positive(name, getattr(self, name))
+        if (self.steps is None) == (self.minutes is None):
+            raise InvalidArgument("give a budget by either steps or minutes", field="steps")
+        _require_positive("steps" if self.minutes is None else "minutes", self.steps or self.minutes or 0)
+        if self.block < 2 or self.block > self.shape.context:
+            raise InvalidArgument(f"{self.block} is not between 2 and the context, {self.shape.context}", field="block")
+        if self.blocks_per_step % self.blocks_per_pass:
+            raise InvalidArgument(f"does not divide blocks_per_step ({self.blocks_per_step})", field="blocks_per_pass")
+        if not 0 <= self.self_text_fraction < 1:
+            raise InvalidArgument(f"{self.self_text_fraction} is not in [0, 1)", field="self_text_fraction")
+        if (self.self_text_fraction > 0) != (self.self_text_tokens > 0):
+            raise InvalidArgument("give self_text_tokens and self_text_fraction, or neither", field="self_text_tokens")
+        if not 0 <= self.decay_fraction <= 1:
+            raise InvalidArgument(f"{self.decay_fraction} is not in [0, 1]", field="decay_fraction")
+        if self.warm_up_steps < 0:
+            raise InvalidArgument(f"{self.warm_up_steps} is negative", field="warm_up_steps")
+        if self.dtype not in DTYPES:
+            raise InvalidArgument(f"{self.dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
+        for name, weight in self.domain_weights.items():
+            if not (math.isfinite(weight) and weight >= 0):
+                raise InvalidArgument(
+                    f"the weight of {name!r} is {weight}; weights are finite and not negative", field="domain_weights"
+                )

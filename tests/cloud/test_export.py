@@ -1,0 +1,310 @@
+"""Export of drafters: the graph computes what torch computes, and nothing is published that does not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from outrider.cloud import export
+from outrider.cloud.export import CacheShape, ExportMismatch, QuantisedMatrix, export_drafter, open_session
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.tokenizer import tokenizer_hash
+
+COMMON = {
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 72,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+ONE_LAYER = COMMON | {"num_hidden_layers": 1}
+SHAPE = CacheShape(layers=2, kv_heads=2, head_dim=16)
+ONE_LAYER_SHAPE = CacheShape(layers=1, kv_heads=2, head_dim=16)
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<bos>": 0, "<eos>": 1} | {letter: 2 + index for index, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied embeddings, and a training.json to be summarised."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=True))
+    folder = save_model(model, tmp_path_factory.mktemp("llama") / "source")
+    (folder / "training.json").write_text(json.dumps({"steps": 3, "losses": [[1, 2.0]]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def package(llama: Path) -> Path:
+    out = llama.with_name("package")
+    export_drafter(llama, out, name="tiny", target_id="big", candidates=8)
+    return out
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(1)
+    model = MistralForCausalLM(MistralConfig(**ONE_LAYER, sliding_window=6))
+    return save_model(model, tmp_path_factory.mktemp("mistral") / "source")
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen 3: norms on queries and keys, a head of its own."""
+    torch.manual_seed(2)
+    model = Qwen3ForCausalLM(Qwen3Config(**ONE_LAYER, tie_word_embeddings=False))
+    return save_model(model, tmp_path_factory.mktemp("qwen3") / "source")
+
+
+def logits_by_torch(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits: np.ndarray = model(input_ids=torch.from_numpy(tokens)[None]).logits[0].numpy()
+    return logits
+
+
+def random_tokens(length: int) -> np.ndarray:
+    return np.random.default_rng(7).integers(0, 258, length)
+
+
+@pytest.mark.parametrize("chunks", [[40], [1] * 40, [7, 1, 1, 20, 11]])
+def test_any_chunking_gives_the_logits_of_torchs_whole_forward(package: Path, llama: Path, chunks: list[int]) -> None:
+    tokens = random_tokens(40)
+    outputs = export.run_in_chunks(open_session(package / "model.onnx"), tokens, chunks, SHAPE)
+    expected = logits_by_torch(llama, tokens)
+    np.testing.assert_allclose(outputs["logits"], expected, atol=1e-4 * expected.std())
+    whole = export.run_in_chunks(open_session(package / "model.onnx"), tokens, [40], SHAPE)
+    np.testing.assert_allclose(outputs["present"], whole["present"], atol=1e-4)
+
+
+def test_only_the_asked_rows_come_back_and_candidates_are_the_largest_logits_in_order(
+    package: Path, llama: Path
+) -> None:
+    tokens = random_tokens(9)
+    expected = logits_by_torch(llama, tokens)
+    session = open_session(package / "model.onnx")
+    for rows in ([8], [0, 3, 8], [5, 5]):
+        fed = {"tokens": tokens, "past": SHAPE.empty().numpy(), "logit_rows": np.array(rows, dtype=np.int64)}
+        candidate_tokens, candidate_logits, log_normalizer, logits, present = session.run(None, fed)
+        assert logits.shape == (len(rows), 258)
+        assert candidate_tokens.shape == candidate_logits.shape == (len(rows), 8)
+        assert present.shape == (9, 2, 2, 2, 16)
+        np.testing.assert_allclose(logits, expected[rows], atol=1e-4)
+        np.testing.assert_array_equal(candidate_tokens, np.argsort(-logits, axis=-1)[:, :8])
+        np.testing.assert_array_equal(candidate_logits, -np.sort(-logits, axis=-1)[:, :8])
+        torch_normalizer = torch.from_numpy(expected[rows]).logsumexp(-1).numpy()
+        np.testing.assert_allclose(log_normalizer, torch_normalizer, atol=1e-4)
+
+
+def test_the_manifest_describes_the_package(package: Path, llama: Path) -> None:
+    manifest = json.loads((package / "manifest.json").read_text())
+    assert {path.name for path in package.iterdir()} == {"model.onnx", "tokenizer.json", "manifest.json"}
+    for name, file in manifest["files"].items():
+        content = (package / name).read_bytes()
+        assert (file["sha256"], file["bytes"]) == (hashlib.sha256(content).hexdigest(), len(content))
+    assert manifest["version"] == manifest["files"]["model.onnx"]["sha256"][:12]
+    assert manifest["tokenizer_sha256"] == tokenizer_hash((llama / "tokenizer.json").read_text())
+    assert (manifest["format"], manifest["kind"]) == ("outrider-drafter/1", "onnx-lm")
+    assert (manifest["name"], manifest["target"], manifest["candidates"]) == ("tiny", "big", 8)
+    assert (manifest["vocab_size"], manifest["context_length"]) == (258, 256)
+    assert {key: manifest["cache"][key] for key in ("layers", "kv_heads", "head_dim")} == vars(SHAPE)
+    assert manifest["training"] == {"steps": 3}
+    assert manifest["check"]["agreement_beyond_ties"] == 1.0
+    session = open_session(package / "model.onnx")
+    assert [value.name for value in session.get_inputs()] == list(manifest["inputs"])
+    assert [value.name for value in session.get_outputs()] == list(manifest["outputs"])
+
+
+def test_a_tied_embedding_is_stored_once_and_the_file_names_no_source(package: Path) -> None:
+    graph = onnx.load(package / "model.onnx").graph
+    embedding = 258 * 64
+    assert sum(int(np.prod(tensor.dims)) >= embedding for tensor in graph.initializer) == 1
+    assert b".py" not in (package / "model.onnx").read_bytes()
+
+
+def test_a_sliding_window_is_kept_across_chunks(windowed: Path, tmp_path: Path) -> None:
+    export_drafter(windowed, tmp_path / "out", name="tiny", target_id="big", candidates=8)
+    tokens = random_tokens(30)
+    outputs = export.run_in_chunks(
+        open_session(tmp_path / "out" / "model.onnx"), tokens, [3, 1, 1, 13, 12], ONE_LAYER_SHAPE
+    )
+    expected = logits_by_torch(windowed, tokens)
+    np.testing.assert_allclose(outputs["logits"], expected, atol=1e-4 * expected.std())
+    late = tokens.copy()
+    late[0] = (late[0] + 1) % 258
+    seen = np.abs(logits_by_torch(windowed, late) - expected).max(-1) > 1e-4
+    assert seen[5]
+    assert not seen[6:].any()  # the window was really there
+
+
+def test_eight_bit_weights_stay_close_for_a_model_with_its_own_head(untied: Path, tmp_path: Path) -> None:
+    manifest = export_drafter(untied, tmp_path / "out", name="tiny", target_id="big", precision="int8", candidates=8)
+    assert manifest["precision"] == "int8"
+    operators = {node.op_type for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node}
+    assert "MatMulNBits" in operators
+    tokens = random_tokens(60)
+    outputs = export.run_in_chunks(open_session(tmp_path / "out" / "model.onnx"), tokens, [20, 1, 39], ONE_LAYER_SHAPE)
+    expected = logits_by_torch(untied, tokens)
+    error = np.abs(outputs["logits"] - expected).mean() / expected.std()
+    assert 1e-5 < error < 0.05  # quantised, and not too much
+    assert manifest["check"]["mean_kl"] < 0.02
+
+
+def test_an_eight_bit_tied_embedding_is_shared_with_the_head_and_the_file_shrinks(
+    package: Path, tmp_path: Path
+) -> None:
+    graph = tmp_path / "model.onnx"
+    graph.write_bytes((package / "model.onnx").read_bytes())
+    export.quantise(graph)
+    assert graph.stat().st_size < 0.75 * (package / "model.onnx").stat().st_size
+    model = onnx.load(graph).graph
+    assert all(len(t.dims) < 2 or t.data_type == onnx.TensorProto.UINT8 or min(t.dims) < 64 for t in model.initializer)
+    tokens = random_tokens(24)
+    exact = export.run_in_chunks(open_session(package / "model.onnx"), tokens, [24], SHAPE)["logits"]
+    close = export.run_in_chunks(open_session(graph), tokens, [24], SHAPE)["logits"]
+    assert np.abs(close - exact).mean() < 0.05 * exact.std()
+
+
+def test_quantised_matrices_are_within_half_a_level_and_zero_stays_zero() -> None:
+    matrix = np.random.default_rng(0).normal(size=(5, 100)).astype(np.float32)
+    matrix[2] = 0
+    quantised = QuantisedMatrix.of(matrix)
+    assert quantised.levels.shape == (5, 2, export.BLOCK)
+    restored = (quantised.levels.astype(np.float32) - 128) * quantised.scales[..., None]
+    restored = restored.reshape(5, -1)[:, :100]
+    assert (restored[2] == 0).all()
+    limit = np.repeat(quantised.scales, export.BLOCK, axis=1)[:, :100] / 2
+    assert (np.abs(restored - matrix) <= limit * 1.001).all()
+
+
+def corrupt_weights(graph: Path) -> None:
+    """Make one weight of one matrix wrong: the smallest damage that has to be noticed."""
+    model = onnx.load(graph)
+    tensor = next(t for t in model.graph.initializer if list(t.dims) == [64, 72])
+    values = onnx.numpy_helper.to_array(tensor).copy()
+    values[3, 3] += 1.0
+    tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    onnx.save(model, graph)
+
+
+def corrupt_order(graph: Path) -> None:
+    """Turn a rotation the other way."""
+    model = onnx.load(graph)
+    node = next(node for node in model.graph.node if node.op_type == "Sin")
+    node.op_type = "Cos"
+    onnx.save(model, graph)
+
+
+def corrupt_candidates(graph: Path) -> None:
+    """Return the smallest logits as candidates."""
+    model = onnx.load(graph)
+    node = next(node for node in model.graph.node if node.op_type == "TopK")
+    kept = [attribute for attribute in node.attribute if attribute.name != "largest"]
+    del node.attribute[:]
+    node.attribute.extend([*kept, onnx.helper.make_attribute("largest", 0)])
+    onnx.save(model, graph)
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "precision"),
+    [
+        (corrupt_weights, "float32"),
+        (corrupt_order, "float32"),
+        (corrupt_candidates, "float32"),
+        (corrupt_order, "int8"),
+    ],
+)
+def test_a_graph_that_computes_something_else_is_refused_and_leaves_nothing(
+    package: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corrupt: Any, precision: str
+) -> None:
+    def write_corrupted_graph(model: Any, shape: Any, candidates: int, graph: Path) -> None:
+        graph.write_bytes((package / "model.onnx").read_bytes())
+        corrupt(graph)
+
+    monkeypatch.setattr(export, "write_graph", write_corrupted_graph)
+    with pytest.raises(ExportMismatch):
+        export_drafter(llama, tmp_path / "out", name="tiny", target_id="big", candidates=8, precision=precision)
+    assert list(tmp_path.iterdir()) == []
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "manifest.json").write_text("the version before")
+    with pytest.raises(ExportMismatch):
+        export_drafter(llama, published, name="tiny", target_id="big", candidates=8, precision=precision)
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
+    assert (published / "manifest.json").read_text() == "the version before"
+
+
+def test_a_sound_graph_passes_the_same_check_and_replaces_what_was_published(
+    package: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_sound_graph(model: Any, shape: Any, candidates: int, graph: Path) -> None:
+        graph.write_bytes((package / "model.onnx").read_bytes())
+
+    monkeypatch.setattr(export, "write_graph", write_sound_graph)
+    published = tmp_path / "published"
+    published.mkdir()
+    (published / "stale").write_text("from the version before")
+    export_drafter(llama, published, name="tiny", target_id="big", candidates=8)
+    assert {path.name for path in published.iterdir()} == {"model.onnx", "tokenizer.json", "manifest.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("name", {"name": ""}),
+        ("precision", {"precision": "int3"}),
+        ("candidates", {"candidates": 259}),
+        ("candidates", {"candidates": 0}),
+        ("source_folder", {"source_folder": Path("nowhere")}),
+    ],
+)
+def test_bad_arguments_name_their_field(llama: Path, tmp_path: Path, field: str, bad: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"source_folder": llama, "out_folder": tmp_path / "out", "name": "tiny"}
+    with pytest.raises(InvalidArgument) as refused:
+        export_drafter(**{**arguments, **bad}, target_id="big")
+    assert refused.value.field == field
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_a_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "no-model"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text((llama / "tokenizer.json").read_text())
+    with pytest.raises(InvalidArgument) as refused:
+        export_drafter(folder, tmp_path / "out", name="tiny", target_id="big")
+    assert refused.value.field == "source_folder"

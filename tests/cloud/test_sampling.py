@@ -1,0 +1,227 @@
+"""The processed distribution, against a slow independent computation and against transformers' own processors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.cloud.sampling import Judged, Sampler, processed_logits
+from outrider.proto.noise import gumbel
+from outrider.proto.types import Sampling
+
+torch.set_num_threads(1)
+
+VOCAB = 12
+quick = settings(max_examples=150, deadline=None, derandomize=True)
+tokens = st.integers(0, VOCAB - 1)
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 3, 11, 12, 500]),
+    top_p=st.sampled_from([1.0, 0.05, 0.5, 0.95]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.5]),
+    presence_penalty=st.sampled_from([0.0, 0.6, -0.4]),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -0.2]),
+    logit_bias=st.dictionaries(tokens, st.sampled_from([-2.0, 0.5, 3.0]), max_size=3).map(lambda d: tuple(d.items())),
+    allowed_tokens=st.lists(tokens, unique=True, max_size=6).map(tuple),
+)
+
+
+def random_logits(seed, rows, vocab=VOCAB):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def slow_law(logits, sampling, prompt, text):
+    """{token: probability} after `prompt` + `text`, token by token as the contract documents it."""
+    score = dict(enumerate(logits.double().tolist()))
+    if sampling.allowed_tokens:
+        score = {t: score[t] for t in sampling.allowed_tokens}
+    for t, bias in sampling.logit_bias:
+        if t in score:
+            score[t] += bias
+    for t in score:
+        if t in (*prompt, *text) and sampling.repetition_penalty != 1:
+            divide = score[t] > 0
+            score[t] = score[t] / sampling.repetition_penalty if divide else score[t] * sampling.repetition_penalty
+        score[t] -= sampling.presence_penalty * (t in text) + sampling.frequency_penalty * text.count(t)
+    if sampling.temperature == 0:
+        return {max(score, key=lambda t: score[t]): 1.0}
+    score = {t: s / sampling.temperature for t, s in score.items()}
+    ordered = sorted(score, key=lambda t: -score[t])
+    if sampling.top_k:
+        ordered = ordered[: sampling.top_k]
+    weight = {t: math.exp(score[t] - score[ordered[0]]) for t in ordered}
+    total, kept, mass = sum(weight.values()), [], 0.0
+    for t in ordered:
+        if sampling.top_p < 1 and mass >= sampling.top_p:
+            break
+        kept.append(t)
+        mass += weight[t] / total
+    kept = [t for t in kept if weight[t] >= sampling.min_p * (1 - 1e-12)]
+    total = sum(weight[t] for t in kept)
+    return {t: weight[t] / total for t in kept}
+
+
+@quick
+@given(
+    sampling=samplings,
+    seed=st.integers(0, 10_000),
+    prompt=st.lists(tokens, min_size=1, max_size=5),
+    text=st.lists(tokens, max_size=5),
+    block=st.lists(tokens, max_size=4).map(tuple),
+)
+def test_every_row_has_the_documented_law_and_counts_the_drafts_before_it(sampling, seed, prompt, text, block):
+    logits = random_logits(seed, len(block) + 1)
+    rows = processed_logits(logits, Judged(sampling, [*prompt, *text], len(prompt), block))
+    for j, row in enumerate(rows):
+        wanted = slow_law(logits[j], sampling, prompt, [*text, *block[:j]])
+        if sampling.temperature == 0:
+            assert int(row.argmax()) in wanted
+            continue
+        law = torch.softmax(row, -1).tolist()
+        assert {t for t, p in enumerate(law) if p > 0} == set(wanted)
+        assert [law[t] for t in wanted] == pytest.approx(list(wanted.values()), abs=1e-12)
+
+
+@quick
+@given(sampling=samplings, seed=st.integers(0, 10_000), block=st.lists(tokens, min_size=1, max_size=4).map(tuple))
+def test_a_row_in_a_block_equals_the_row_after_the_drafts_were_committed(sampling, seed, block):
+    logits = random_logits(seed, len(block) + 1)
+    together = processed_logits(logits, Judged(sampling, [1, 2, 2], 1, block))
+    for j in range(len(block) + 1):
+        alone = processed_logits(logits[j : j + 1], Judged(sampling, [1, 2, 2, *block[:j]], 1, ()))
+        assert torch.equal(together[j : j + 1], alone)
+
+
+def test_processing_leaves_the_targets_logits_alone():
+    logits = random_logits(0, 3)
+    before = logits.clone()
+    sampling = Sampling(temperature=0.5, logit_bias=((1, 1.0),), repetition_penalty=2.0, top_k=2)
+    processed_logits(logits, Judged(sampling, [1, 2], 1, (3, 4)))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("k", [1, 3, 11])
+def test_top_k_equals_transformers(k):
+    from transformers import TopKLogitsWarper
+
+    logits = random_logits(1, 4)
+    mine = processed_logits(logits, Judged(Sampling(temperature=1.0, top_k=k), [0], 1, (0, 0, 0)))
+    theirs = TopKLogitsWarper(k)(torch.zeros(4, 1, dtype=torch.long), logits.double())
+    assert torch.allclose(torch.softmax(mine, -1), torch.softmax(theirs, -1), atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.4, 0.9, 0.999])
+def test_top_p_equals_transformers(p):
+    from transformers import TopPLogitsWarper
+
+    logits = random_logits(2, 6)
+    mine = processed_logits(logits, Judged(Sampling(temperature=1.0, top_p=p), [0], 1, (0,) * 5))
+    theirs = TopPLogitsWarper(p)(torch.zeros(6, 1, dtype=torch.long), logits.double())
+    assert torch.allclose(torch.softmax(mine, -1), torch.softmax(theirs, -1), atol=1e-12)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.2, 0.9])
+def test_min_p_equals_transformers(p):
+    from transformers import MinPLogitsWarper
+
+    logits = random_logits(3, 6)
+    mine = processed_logits(logits, Judged(Sampling(temperature=1.0, min_p=p), [0], 1, (0,) * 5))
+    theirs = MinPLogitsWarper(p)(torch.zeros(6, 1, dtype=torch.long), logits.double())
+    assert torch.allclose(torch.softmax(mine, -1), torch.softmax(theirs, -1), atol=1e-12)
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 4.0])
+def test_the_repetition_penalty_equals_transformers_over_prompt_and_text(penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits, seen = random_logits(4, 1), [3, 3, 7, 0]
+    mine = processed_logits(logits, Judged(Sampling(repetition_penalty=penalty), seen, 2, ()))
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), logits.double())
+    assert torch.equal(mine, theirs)
+
+
+def test_presence_and_frequency_penalties_do_not_count_the_prompt():
+    sampling = Sampling(presence_penalty=1.0, frequency_penalty=0.25)
+    logits = torch.zeros(1, VOCAB)
+    row = processed_logits(logits, Judged(sampling, [5, 5, 6, 7, 7, 7], 3, ()))[0]
+    assert row[5] == 0
+    assert row[6] == 0
+    assert row[7] == -1.75
+
+
+def test_ties_at_a_top_k_cut_are_kept_and_at_a_top_p_cut_broken_by_token_id():
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    by_k = processed_logits(logits, Judged(Sampling(temperature=1.0, top_k=2), [0], 1, ()))[0]
+    by_p = processed_logits(logits, Judged(Sampling(temperature=1.0, top_p=0.5), [0], 1, ()))[0]
+    assert torch.isfinite(by_k).tolist() == [True, True, True, False]
+    assert torch.isfinite(by_p).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-12])
+def test_a_tiny_temperature_takes_the_argmax_with_probability_one(temperature):
+    logits = random_logits(6, 5)
+    sampling = Sampling(temperature=temperature, seed=4)
+    (got,) = Sampler(torch.device("cpu")).sample(logits, [Judged(sampling, [0], 1, (0,) * 4)])
+    assert list(got.tokens) == logits.argmax(dim=-1).tolist()
+    assert got.logp == (0.0,) * 5
+
+
+def test_the_token_is_the_argmax_of_log_probability_and_noise_at_its_absolute_position():
+    sampling = Sampling(temperature=0.8, seed=(1 << 64) - 1)
+    logits = random_logits(7, 4, 5000)
+    (got,) = Sampler(torch.device("cpu")).sample(logits, [Judged(sampling, [0] * 17, 5, (1, 2, 3))])
+    every = torch.arange(5000).numpy()
+    for j, (token, logp) in enumerate(zip(got.tokens, got.logp, strict=True)):
+        law = torch.log_softmax(logits[j].double() / 0.8, -1)
+        assert token == int((law + torch.from_numpy(gumbel(sampling.seed, 17 + j, every))).argmax())
+        assert logp == pytest.approx(float(law[token]), abs=1e-9)
+
+
+def test_near_ties_are_decided_by_the_portable_noise_alone():
+    sampler = Sampler(torch.device("cpu"))
+    seed, position, rivals = 3, 9, torch.tensor([10, 20])
+    noise = torch.from_numpy(gumbel(seed, position, rivals.numpy()))
+    for winner, loser in ((0, 1), (1, 0)):
+        scores = torch.full((1, 32), -math.inf, dtype=torch.float64)
+        scores[0, rivals] = -noise  # both sums are 0 to the last bits
+        scores[0, rivals[winner]] += 3e-13
+        keys = sampler._noise.row_keys([seed], [position])
+        exact = scores[0, rivals] + noise
+        assert exact[winner] > exact[loser]
+        assert int(sampler._coupled_argmax(scores, keys)) == int(rivals[winner])
+
+
+def test_the_marginal_over_a_large_vocabulary_is_the_law():
+    vocab, rows = 20_000, 3000
+    logits = torch.full((vocab,), -7.0)
+    logits[::4000] = torch.tensor([4.0, 3.0, 2.0, 1.0, 0.0])
+    law = torch.softmax(logits.double(), -1)
+    sampler = Sampler(torch.device("cpu"))
+    heads, drawn = torch.arange(0, vocab, 4000), []
+    for first in range(0, rows, 50):
+        keys = sampler._noise.row_keys([11] * 50, list(range(first, first + 50)))
+        drawn.append(sampler._coupled_argmax(logits.double().log_softmax(-1).expand(50, -1), keys))
+    drawn = torch.cat(drawn)
+    seen = torch.stack([(drawn == head).sum() for head in heads]).double()
+    expected = law[heads] * rows
+    seen = torch.cat([seen, rows - seen.sum()[None]])
+    expected = torch.cat([expected, rows - expected.sum()[None]])
+    statistic = float(((seen - expected) ** 2 / expected).sum())
+    assert statistic < 22.0, "chi-square with 5 degrees of freedom at 5e-4"
+    assert float(expected[-1]) > 500, "the many unlikely tokens matter to this test"
+
+
+def test_the_reward_is_the_mean_of_capped_ratios_over_drafts_with_a_probability():
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]])).repeat(4, 1)
+    judged = Judged(Sampling(temperature=1.0), [0], 1, (0, 1, 2), (0.25, 0.5, math.nan))
+    sampler = Sampler(torch.device("cpu"))
+    assert sampler.sample(logits, [judged])[0].reward == pytest.approx((1.0 + 0.5) / 2)
+    assert sampler.sample(logits, [replace(judged, q=(math.nan,) * 3)])[0].reward is None

@@ -1,0 +1,599 @@
+"""A live verifier on loopback, spoken to in raw frames: what is wrong is refused by name, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+
+import grpc
+import pytest
+import torch
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.server import VerifierServer
+from outrider.proto import codec
+from outrider.proto.errors import (
+    ConfigError,
+    InvalidArgument,
+    LeaseExpired,
+    NotFound,
+    OutriderError,
+    PromptTooLong,
+    ResourceExhausted,
+    TokenizerMismatch,
+    Unauthenticated,
+    Unavailable,
+    UnknownToken,
+    UnsupportedProtocol,
+    from_rpc_error,
+)
+from outrider.proto.lease import LeaseClaim, sign_lease
+from outrider.proto.noise import gumbel
+from outrider.proto.types import (
+    Cancel,
+    Commit,
+    Draft,
+    FinishReason,
+    Goaway,
+    Open,
+    Opened,
+    Patience,
+    Report,
+    Sampling,
+)
+from outrider.proto.v1 import decoding_pb2 as pb
+
+torch.set_num_threads(1)
+
+VOCAB = 61
+CONTEXT = 4096
+SECRET = b"a secret of the test"
+PROMPT = (5,)  # one token, so that the verifier's patience holds from the first step on
+START = len(PROMPT)
+FOREVER = Patience(math.inf, 1000)
+EXPECTED_TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random Llama with a tokenizer, as on disk."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(60)
+    model.save_pretrained(folder)
+    vocabulary = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """The text after PROMPT with seed 9 at temperature 1, by transformers and the documented rule alone."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    tokens = list(PROMPT)
+    with torch.inference_mode():
+        for position in range(len(PROMPT), len(PROMPT) + EXPECTED_TOKENS):
+            logp = torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1].double(), -1)
+            noise = torch.from_numpy(gumbel(9, position, torch.arange(VOCAB).numpy()))
+            tokens.append(int((logp + noise).argmax()))
+    return tuple(tokens[len(PROMPT) :])
+
+
+class RawStream:
+    """One Decode call in bytes."""
+
+    def __init__(self, channel):
+        self.call = channel.stream_stream(codec.DECODE_METHOD)()
+
+    async def send(self, *frames):
+        for frame in frames:
+            await self.call.write(frame if isinstance(frame, bytes) else codec.encode_edge_frame(frame))
+
+    async def receive(self):
+        """The next frame; None at the end; OutriderError as the status says."""
+        try:
+            data = await asyncio.wait_for(self.call.read(), 20)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return None if data is grpc.aio.EOF else codec.decode_cloud_frame(data)
+
+    async def opened(self):
+        frame = await self.receive()
+        assert isinstance(frame, Opened)
+        return frame
+
+    async def rest(self):
+        """All tokens until the last commit, and its reason."""
+        tokens = ()
+        while True:
+            frame = await self.receive()
+            assert isinstance(frame, Commit), frame
+            tokens += frame.tokens
+            if frame.finish is not None:
+                return tokens, frame.finish
+
+    async def error(self):
+        """The error that ends the stream, whatever comes before."""
+        try:
+            while await self.receive() is not None:
+                pass
+        except OutriderError as error:
+            return error
+        return None
+
+
+class Bench:
+    """A running verifier and a channel to it."""
+
+    def __init__(self, server, channel):
+        self.server = server
+        self.channel = channel
+
+    def stream(self):
+        return RawStream(self.channel)
+
+    def open(self, **changes):
+        sampling = Sampling(temperature=1.0, seed=9, max_tokens=EXPECTED_TOKENS, ignore_eos=True)
+        defaults = {
+            "model": "tiny",
+            "tokenizer_sha256": self.server.tokenizer_sha256,
+            "prompt": PROMPT,
+            "sampling": sampling,
+            "session": "s",
+        }
+        return Open(**(defaults | changes))
+
+    def lease(self, *, session="s", model="tiny", verifier="verifier", seconds=60.0, secret=SECRET):
+        return sign_lease(LeaseClaim(verifier, model, session, time.time() + seconds), secret)
+
+    async def text(self, **changes):
+        stream = self.stream()
+        await stream.send(self.open(**changes))
+        await stream.opened()
+        return await stream.rest()
+
+    async def until(self, condition, seconds=10.0):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it never came true"
+            await asyncio.sleep(0.01)
+
+
+def run(folder, scenario, *, secret=b"", options=(), **changes):
+    """The result of `scenario(bench)` against a verifier of its own."""
+
+    async def main():
+        defaults = {"target": str(folder), "model": "tiny", "kv_tokens": 8192, "threads": 1}
+        server = VerifierServer(VerifierConfig(**(defaults | changes)), secret)
+        address = await server.start()
+        try:
+            async with grpc.aio.insecure_channel(address, options=list(options)) as channel:
+                return await asyncio.wait_for(scenario(Bench(server, channel)), 60)
+        finally:
+            await server.stop(0.2)
+
+    return asyncio.run(main())
+
+
+def expect_still_right(folder, expected, *frames, settings=None, secret=b""):
+    """Send frames on one stream (functions of the bench are called); its error, once another session has been right."""
+
+    async def scenario(bench):
+        made = [frame(bench) if callable(frame) else frame for frame in frames]
+        stream = bench.stream()
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await stream.send(*made)
+        error = await stream.error()
+        lease = bench.lease(session="other") if secret else b""
+        assert await bench.text(session="other", lease=lease) == (expected, FinishReason.LENGTH)
+        await bench.until(lambda: bench.server.status().sessions == 0)
+        return error
+
+    return run(folder, scenario, secret=secret, **(settings or {}))
+
+
+def raw_open(bench, **fields):
+    wire = pb.EdgeFrame.FromString(codec.encode_edge_frame(bench.open()))
+    for name, value in fields.items():
+        if isinstance(value, list):
+            del getattr(wire.open, name)[:]
+            getattr(wire.open, name).extend(value)
+        else:
+            setattr(wire.open, name, value)
+    return wire.SerializeToString()
+
+
+def waiting(bench, **changes):
+    """An Open that the verifier waits with."""
+    return bench.open(patience=FOREVER, **changes)
+
+
+BAD_INPUT = {
+    "empty prompt": ([lambda b: raw_open(b, prompt=[])], InvalidArgument, "open.prompt"),
+    "prompt too long": ([lambda b: b.open(prompt=(5,) * CONTEXT)], PromptTooLong, "open.prompt"),
+    "unknown prompt token": ([lambda b: b.open(prompt=(5, VOCAB))], UnknownToken, "open.prompt"),
+    "huge prompt token": ([lambda b: raw_open(b, prompt=[1 << 31])], InvalidArgument, "open.prompt"),
+    "unknown committed token": ([lambda b: b.open(committed=(VOCAB,))], UnknownToken, "open.committed"),
+    "other tokenizer": ([lambda b: b.open(tokenizer_sha256="0" * 64)], TokenizerMismatch, "open.tokenizer_sha256"),
+    "no tokenizer": ([lambda b: raw_open(b, tokenizer_sha256="")], InvalidArgument, "open.tokenizer_sha256"),
+    "unknown model": ([lambda b: b.open(model="another")], NotFound, "open.model"),
+    "other protocol": ([lambda b: b.open(protocol_version=2)], UnsupportedProtocol, "open.protocol_version"),
+    "malformed bytes": ([b"\xff\xff\xff"], InvalidArgument, "frame"),
+    "empty frame": ([b""], InvalidArgument, "frame.body"),
+    "malformed bytes later": ([waiting, b"\xff\xff\xff"], InvalidArgument, "frame"),
+    "draft first": ([Draft(0, START, (5,))], InvalidArgument, "frame.open"),
+    "cancel first": ([Cancel()], InvalidArgument, "frame.open"),
+    "open twice": ([waiting, waiting], InvalidArgument, "frame.open"),
+    "draft inside the prompt": ([waiting, Draft(0, START - 1, (5,))], InvalidArgument, "draft.start"),
+    "draft of an unknown token": ([waiting, Draft(0, START, (VOCAB,))], UnknownToken, "draft.tokens"),
+    "draft beyond the context": ([waiting, Draft(0, CONTEXT + 64, (5,))], InvalidArgument, "draft.start"),
+    "contradictory drafts": (
+        [waiting, Draft(0, START, (5, 6)), Draft(0, START + 1, (7,))],
+        InvalidArgument,
+        "draft.tokens",
+    ),
+    "flood in one frame": ([waiting, Draft(0, START, (5,) * 65)], ResourceExhausted, "draft.tokens"),
+    "session name": ([lambda b: raw_open(b, session="a b")], InvalidArgument, "open.session"),
+    "bad report": (
+        [waiting, pb.EdgeFrame(report=pb.Report(drafting_s=-1)).SerializeToString()],
+        InvalidArgument,
+        "report.drafting_s",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_ends_its_own_stream_with_the_status_and_field_and_no_other(name, folder, expected):
+    frames, kind, field = BAD_INPUT[name]
+    error = expect_still_right(folder, expected, *frames)
+    assert (type(error), error.field) == (kind, field)
+
+
+@pytest.mark.parametrize(
+    ("lease", "kind"),
+    [
+        (lambda b: b"", Unauthenticated),
+        (lambda b: b"garbage", Unauthenticated),
+        (lambda b: b.lease(secret=b"another secret of the test"), Unauthenticated),
+        (lambda b: b.lease(verifier="another"), Unauthenticated),
+        (lambda b: b.lease(model="another"), Unauthenticated),
+        (lambda b: b.lease(session="another"), Unauthenticated),
+        (lambda b: b.lease(seconds=-60), LeaseExpired),
+    ],
+)
+def test_a_lease_that_is_not_for_this_stream_is_refused(lease, kind, folder, expected):
+    error = expect_still_right(folder, expected, lambda b: b.open(lease=lease(b)), secret=SECRET)
+    assert (type(error), error.field) == (kind, "open.lease")
+
+
+def test_the_status_code_and_the_trailing_metadata_are_the_contracts_own(folder):
+    async def scenario(bench):
+        call = bench.channel.stream_stream(codec.DECODE_METHOD)()
+        await call.write(codec.encode_edge_frame(bench.open(prompt=(VOCAB,))))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        metadata = dict(await call.trailing_metadata())
+        detail = pb.ErrorDetail.FromString(metadata["outrider-error-bin"])
+        assert (detail.kind, detail.field) == ("UnknownToken", "open.prompt")
+        assert (await call.details()).startswith("open.prompt: ")
+
+    run(folder, scenario)
+
+
+def test_a_text_equals_the_rule_computed_by_transformers_alone(folder, expected):
+    async def scenario(bench):
+        assert await bench.text() == (expected, FinishReason.LENGTH)
+        assert await bench.text(drafting=False) == (expected, FinishReason.LENGTH)
+        assert await bench.text(committed=expected[:7]) == (expected[7:], FinishReason.LENGTH)
+
+    run(folder, scenario)
+
+
+def test_right_drafts_are_accepted_and_wrong_ones_are_not(folder, expected):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(waiting(bench), Draft(0, START, (*expected[:5], (expected[5] + 1) % VOCAB), complete=True))
+        await stream.opened()
+        commit = await stream.receive()
+        assert (commit.tokens, commit.accepted, commit.judged) == (expected[:6], 5, 6)
+        assert len(commit.logp) == 6
+        await stream.send(Draft(1, START + 6, expected[6:9], q=(0.5, 0.5, 0.5), sent_s=1.5, complete=True))
+        commit = await stream.receive()
+        assert (commit.tokens, commit.accepted, commit.chain) == (expected[6:10], 3, 1)
+        assert 0 < commit.reward <= 1
+        assert commit.timing.echo_sent_s == 1.5
+        await stream.send(Report(False))
+        assert await stream.rest() == (expected[10:], FinishReason.LENGTH)
+        assert await stream.receive() is None
+
+    run(folder, scenario)
+
+
+def test_many_sessions_at_once_get_the_text_that_each_gets_alone(folder):
+    async def scenario(bench):
+        def sampling(i):
+            return Sampling(temperature=0.5 + i / 10, seed=i, max_tokens=15, top_p=0.9, ignore_eos=True)
+
+        alone = [await bench.text(sampling=sampling(i), prompt=PROMPT * (i + 1)) for i in range(8)]
+        together = await asyncio.gather(
+            *(bench.text(sampling=sampling(i), prompt=PROMPT * (i + 1), session=f"s{i}") for i in range(8))
+        )
+        assert together == alone
+
+    run(folder, scenario)
+
+
+def test_a_full_kv_cache_refuses_with_a_time_to_retry_and_kills_nobody(folder, expected):
+    async def scenario(bench):
+        first, second = bench.stream(), bench.stream()
+        await first.send(waiting(bench))
+        await first.opened()
+        await second.send(bench.open(session="second"))
+        error = await second.error()
+        assert (type(error), error.field) == (ResourceExhausted, "open.prompt")
+        assert error.retry_after_s > 0
+        await first.send(Report(False))
+        assert await first.rest() == (expected, FinishReason.LENGTH)
+        assert await bench.text() == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario, kv_tokens=32, page_size=16)
+
+
+def test_a_text_that_fills_a_cache_of_the_size_of_the_context_is_served(folder):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(bench.open(sampling=Sampling(max_tokens=1000, ignore_eos=True)))
+        assert (await stream.opened()).max_tokens == 31
+        tokens, finish = await stream.rest()
+        assert (len(tokens), finish) == (31, FinishReason.LENGTH)
+
+    run(folder, scenario, kv_tokens=32, page_size=16)
+
+
+def test_drafts_up_to_the_end_of_the_context_stay_inside_the_reserved_pages(folder):
+    async def scenario(bench):
+        plain, _ = await bench.text(sampling=Sampling(max_tokens=1000, ignore_eos=True))
+        stream = bench.stream()
+        sampling = Sampling(max_tokens=1000, ignore_eos=True)
+        await stream.send(waiting(bench, sampling=sampling), Draft(0, START, (*plain, 5, 5), complete=True))
+        await stream.opened()
+        assert (await stream.receive()).tokens == plain[:17]
+        await stream.send(Report(False))
+        assert (await stream.rest())[0] == plain[17:]
+
+    run(folder, scenario, kv_tokens=32, page_size=16)
+
+
+def test_one_session_too_many_is_refused_with_a_time_to_retry(folder, expected):
+    async def scenario(bench):
+        streams = [bench.stream() for _ in range(3)]
+        for i, stream in enumerate(streams[:2]):
+            await stream.send(waiting(bench, session=f"s{i}"))
+            await stream.opened()
+        await streams[2].send(bench.open())
+        error = await streams[2].error()
+        assert type(error) is ResourceExhausted
+        assert error.retry_after_s > 0
+        streams[0].call.cancel()
+        await bench.until(lambda: bench.server.status().sessions == 1)
+        assert await bench.text() == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario, max_sessions=2)
+
+
+def test_cancel_ends_the_text_with_cancelled(folder):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(waiting(bench), Cancel("enough"))
+        await stream.opened()
+        assert await stream.rest() == ((), FinishReason.CANCELLED)
+        assert await stream.receive() is None
+        await bench.until(lambda: bench.server.status().sessions == 0)
+
+    run(folder, scenario)
+
+
+@pytest.mark.parametrize("how", ["cancel", "finish", "error"])
+def test_whatever_ends_a_stream_its_pages_are_free_again(how, folder):
+    async def scenario(bench):
+        before = bench.server.status().kv_pages_free
+        stream = bench.stream()
+        await stream.send(waiting(bench))
+        await stream.opened()
+        assert bench.server.status().kv_pages_free < before
+        if how == "cancel":
+            stream.call.cancel()
+        elif how == "finish":
+            await stream.send(Report(False))
+            await stream.rest()
+        else:
+            await stream.send(b"\xff")
+            assert await stream.error() is not None
+        await bench.until(lambda: bench.server.status().kv_pages_free == before)
+        assert bench.server.status().sessions == 0
+
+    run(folder, scenario)
+
+
+def test_a_client_that_sends_no_more_is_not_waited_for(folder, expected):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(waiting(bench))
+        await stream.call.done_writing()
+        await stream.opened()
+        assert await stream.rest() == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario)
+
+
+def test_draining_sends_goaway_and_admits_nobody_and_the_text_goes_on_elsewhere(folder, expected):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(waiting(bench), Draft(0, START, expected[:3], complete=True))
+        await stream.opened()
+        tokens = (await stream.receive()).tokens
+        draining = asyncio.create_task(bench.server.drain())
+        assert isinstance(await stream.receive(), Goaway)
+        assert await stream.receive() is None
+        assert await draining == 1
+        assert bench.server.status().state == "draining"
+        late = bench.stream()
+        await late.send(bench.open())
+        error = await late.error()
+        assert type(error) is Unavailable
+        assert error.retry_after_s > 0
+        return tokens
+
+    tokens = run(folder, scenario)
+    assert tokens == expected[: len(tokens)]
+
+    async def elsewhere(bench):
+        return await bench.text(committed=tokens)
+
+    assert run(folder, elsewhere) == (expected[len(tokens) :], FinishReason.LENGTH)
+
+
+def test_stopping_tells_running_sessions_that_they_may_resume(folder):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(waiting(bench))
+        await stream.opened()
+        stopping = asyncio.create_task(bench.server.stop(0.0))
+        error = await stream.error()
+        await stopping
+        return error
+
+    assert isinstance(run(folder, scenario), Unavailable)
+
+
+def test_a_lease_that_runs_out_sends_goaway(folder):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(waiting(bench, lease=bench.lease(seconds=0.3)))
+        await stream.opened()
+        goaway = await stream.receive()
+        assert isinstance(goaway, Goaway)
+        assert "lease" in goaway.reason
+        await bench.until(lambda: bench.server.status().sessions == 0)
+
+    run(folder, scenario, secret=SECRET)
+
+
+def test_a_client_that_does_not_read_is_dropped_and_others_go_on(folder, expected):
+    async def scenario(bench):
+        lazy = bench.stream()
+        await lazy.send(bench.open(sampling=Sampling(max_tokens=4000, ignore_eos=True), session="lazy"))
+        await bench.until(lambda: bench.server.status().sessions == 1)
+        assert await bench.text() == (expected, FinishReason.LENGTH)
+        await bench.until(lambda: bench.server.status().sessions == 0, 30)
+        assert await bench.text() == (expected, FinishReason.LENGTH)
+        error = await lazy.error()
+        assert isinstance(error, Unavailable), "one that comes back is told to resume"
+
+    small_window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    run(folder, scenario, stall_s=0.4, options=small_window)
+
+
+def test_a_flood_of_chains_neither_grows_nor_stops_anything(folder, expected):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(waiting(bench))
+        await stream.opened()
+        reading = asyncio.create_task(stream.rest())
+        await stream.send(*(Draft(chain, START, (5, 5, 5)) for chain in range(1500)))
+        assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
+        await stream.send(Report(False))
+        assert await reading == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario)
+
+
+def test_a_long_prompt_does_not_stall_a_session_that_decodes(folder):
+    async def scenario(bench):
+        busy, long = bench.stream(), bench.stream()
+        await busy.send(bench.open(sampling=Sampling(max_tokens=3000, ignore_eos=True), drafting=False))
+        await busy.opened()
+        await busy.receive()
+        await long.send(bench.open(prompt=(7,) * 1500, session="long", drafting=False))
+        await long.opened()
+        first = asyncio.create_task(long.receive())
+        between = 0
+        while not first.done():
+            await busy.receive()
+            between += 1
+        assert between >= 15, "some 1500 / 16 steps lie between, each with a commit of the other"
+        return (await first).tokens + (await long.rest())[0]
+
+    chunked = run(folder, scenario, prefill_chunk=16)
+
+    async def alone(bench):
+        return (await bench.text(prompt=(7,) * 1500, drafting=False))[0]
+
+    assert chunked == run(folder, alone)
+
+
+def test_a_step_that_fails_ends_its_sessions_with_internal_and_not_the_verifier(folder, expected):
+    async def scenario(bench):
+        target = bench.server._engine._target
+        right = target.forward
+
+        def broken(batch):
+            target.forward = right
+            raise RuntimeError("no memory")
+
+        stream = bench.stream()
+        await stream.send(waiting(bench))
+        await stream.opened()
+        target.forward = broken
+        await stream.send(Report(False))
+        error = await stream.error()
+        assert (type(error).__name__, str(error)) == ("Internal", "the step failed: RuntimeError")
+        assert await bench.text() == (expected, FinishReason.LENGTH)
+        await bench.until(lambda: bench.server.status().sessions == 0)
+
+    run(folder, scenario)
+
+
+def test_an_event_that_fails_does_not_end_the_engine(folder, expected):
+    async def scenario(bench):
+        bench.server._engine._post(lambda: 1 // 0)
+        assert await bench.text() == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario)
+
+
+def test_a_verifier_beyond_loopback_needs_a_secret(folder):
+    with pytest.raises(ConfigError) as caught:
+        VerifierServer(VerifierConfig(target=str(folder), listen="0.0.0.0:0", insecure_listen=True))
+    assert caught.value.field == "lease_secret"
+
+
+def test_a_taken_port_is_a_config_error(folder):
+    async def scenario(bench):
+        address = bench.server.status().address
+        other = VerifierServer(VerifierConfig(target=str(folder), listen=address))
+        with pytest.raises(ConfigError) as caught:
+            await other.start()
+        assert caught.value.field == "listen"
+
+    run(folder, scenario)

@@ -1,0 +1,80 @@
+"""Targets whose rows would see other sessions, or whose attention is wrong, are refused before they serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from outrider.cloud import attention
+from outrider.cloud.target import Target, load_target
+from outrider.proto.errors import ModelRefused
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+}
+ROPE: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+def tiny(**config: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**{**SMALL, **config})).eval()
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_rope_that_depends_on_what_shares_a_step_is_refused(kind) -> None:
+    with pytest.raises(ModelRefused, match=kind):
+        Target(tiny(rope_parameters=ROPE[kind]), '{"model": {}}', kv_tokens=256, page_size=4)
+
+
+def test_chunked_attention_is_refused() -> None:
+    model = tiny()
+    model.config.attention_chunk_size = 64
+    with pytest.raises(ModelRefused, match="chunked"):
+        Target(model, '{"model": {}}', kv_tokens=256, page_size=4)
+
+
+def test_linear_rope_is_accepted_and_agrees() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    Target(tiny(rope_parameters=rope), '{"model": {}}', kv_tokens=256, page_size=4).check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_notices_a_wrong_mask_in_every_precision(dtype, monkeypatch) -> None:
+    target = load_target("reference", dtype=dtype, kv_tokens=512)
+    honest = target.check()
+    monkeypatch.setattr(attention, "_mask", lambda span, window, device: None)
+    with pytest.raises(ModelRefused, match="differs from the model's own"):
+        target.check()
+    monkeypatch.undo()
+    assert target.check() == honest
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_check_notices_keys_in_the_wrong_places(dtype, monkeypatch) -> None:
+    target = load_target("reference", dtype=dtype, kv_tokens=512)
+    write = target.pool.write
+    monkeypatch.setattr(
+        target.pool, "write", lambda layer, slots, keys, values: write(layer, slots.flip(0), keys, values)
+    )
+    with pytest.raises(ModelRefused, match="differs from the model's own"):
+        target.check()

@@ -1,0 +1,413 @@
+"""Training of drafters: what it refuses, that it learns, and that a resumed run is the same run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from outrider.cloud.training.acceptance import Row, measure_acceptance
+from outrider.cloud.training.blocks import BlockSampler, Source
+from outrider.cloud.training.corpus import join_documents, load_domain, split_held_out
+from outrider.cloud.training.drafter import build_drafter, start_embedding, train_drafter
+from outrider.cloud.training.loss import forward_kl
+from outrider.cloud.training.muon import orthogonalised
+from outrider.cloud.training.schedule import Budget
+from outrider.cloud.training.self_text import SelfTextPlan, continue_rows, write_self_text
+from outrider.cloud.training.settings import DrafterShape, DrafterTraining
+from outrider.proto.errors import InvalidArgument
+
+BOS, EOS = 0, 1
+SHAPE = DrafterShape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=24, context=64)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+LINES = [f"line {i} of {i * i} lines; " * 4 for i in range(40)]
+PLAIN = "one two three four five six seven eight nine ten\n" * 40
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama over 258 byte-level tokens that has seen the test corpus for a second or two."""
+    folder = tmp_path_factory.mktemp("target")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<bos>": BOS, "<eos>": EOS} | {letter: 2 + index for index, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    target = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=258,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=48,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+        )
+    )
+    framed = [[BOS, *tokenizer.encode(text).ids, EOS] for text in (*LINES, PLAIN)]
+    stream = torch.tensor([token for document in framed for token in document])
+    optimizer = torch.optim.AdamW(target.parameters(), lr=1e-2)
+    for _ in range(100):
+        blocks = torch.stack([stream[first : first + 48] for first in torch.randint(0, len(stream) - 48, (8,))])
+        target(input_ids=blocks, labels=blocks).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    target.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> tuple[Path, Path]:
+    lines = tmp_path / "train.lines.jsonl"
+    lines.write_text("".join(json.dumps({"id": str(i), "text": t}) + "\n" for i, t in enumerate(LINES)))
+    plain = tmp_path / "plain.txt"
+    plain.write_text(PLAIN)
+    return lines, plain
+
+
+@pytest.fixture
+def config(target_folder: Path, corpus: tuple[Path, Path], tmp_path: Path) -> DrafterTraining:
+    return DrafterTraining(
+        target=str(target_folder),
+        corpus=corpus,
+        output=tmp_path / "out",
+        shape=SHAPE,
+        steps=8,
+        block=32,
+        blocks_per_step=4,
+        blocks_per_pass=2,
+        positions_per_chunk=24,
+        warm_up_steps=2,
+        held_out_tokens=256,
+    )
+
+
+def load_target(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+class Crash(Exception):
+    pass
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_bit_for_bit(config: DrafterTraining) -> None:
+    config = replace(config, self_text_tokens=2000, self_text_fraction=0.5, self_text_rows=16, self_text_new_tokens=24)
+    whole = train_drafter(config)
+
+    def crash_at_five(step: int) -> None:
+        if step == 5:
+            raise Crash
+
+    broken = replace(config, output=config.output.with_name("broken"), checkpoint_every_steps=3)
+    with pytest.raises(Crash):
+        train_drafter(broken, on_step=crash_at_five)
+    assert not (broken.output / "model.safetensors").exists()
+    torch.manual_seed(99)  # the resumed run must not depend on where the process's random state happens to be
+    resumed = train_drafter(replace(broken, resume=True))
+
+    weights = load_file(whole.folder / "model.safetensors")
+    assert {n: t.shape for n, t in weights.items()} == {
+        n: t.shape for n, t in load_file(resumed.folder / "model.safetensors").items()
+    }
+    for name, tensor in load_file(resumed.folder / "model.safetensors").items():
+        assert torch.equal(tensor, weights[name]), name
+    assert (resumed.steps, resumed.tokens_seen) == (whole.steps, whole.tokens_seen) == (8, 8 * 4 * 32)
+    assert resumed.acceptance == whole.acceptance
+
+
+def test_a_trained_drafter_agrees_with_its_target_far_better_than_a_fresh_one(config: DrafterTraining) -> None:
+    config = replace(config, steps=120, self_text_tokens=4000, self_text_fraction=0.5, self_text_new_tokens=24)
+    result = train_drafter(config)
+    assert result.losses[-1][1] < 0.5 * result.losses[0][1]
+    untrained = train_drafter(replace(config, steps=1, output=config.output.with_name("untrained"), warm_start=False))
+    assert set(result.acceptance) == {
+        f"{kind}/{name}" for kind in ("corpus", "self") for name in ("lines", "plain", "mean")
+    }
+    for kind in ("corpus/mean", "self/mean"):
+        assert result.acceptance[kind].overlap > untrained.acceptance[kind].overlap + 0.2
+        assert result.acceptance[kind].greedy > untrained.acceptance[kind].greedy + 0.2
+
+
+def test_the_output_is_an_ordinary_model_folder_with_the_figures_of_its_training(config: DrafterTraining) -> None:
+    result = train_drafter(config)
+    drafter = AutoModelForCausalLM.from_pretrained(result.folder)
+    assert drafter.config.vocab_size == 258
+    assert sum(p.numel() for p in drafter.parameters()) == result.parameters
+    assert (result.folder / "tokenizer.json").exists()
+    record = json.loads((result.folder / "training.json").read_text())
+    assert record["tokens_seen"] == 8 * 4 * 32
+    assert record["config"]["corpus"] == ["train.lines.jsonl", "plain.txt"]
+    assert str(config.output.parent) not in json.dumps(record["config"]["corpus"])
+    assert record["held_out_acceptance"]["corpus/plain"]["positions"] > 0
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def test_a_budget_in_minutes_ends_the_run(config: DrafterTraining) -> None:
+    result = train_drafter(replace(config, steps=None, minutes=0.02))
+    assert result.elapsed_s == pytest.approx(1.2, abs=1.0)
+    assert result.steps > 2
+
+
+def test_a_second_run_into_the_same_folder_is_refused_and_so_is_a_resumption_with_other_settings(
+    config: DrafterTraining,
+) -> None:
+    train_drafter(config)
+    with pytest.raises(InvalidArgument, match="resume") as refused:
+        train_drafter(config)
+    assert refused.value.field == "output"
+    with pytest.raises(InvalidArgument, match="the run to resume had 0") as refused:
+        train_drafter(replace(config, seed=1, resume=True))
+    assert refused.value.field == "seed"
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("target", {"target": ""}),
+        ("corpus", {"corpus": ()}),
+        ("corpus", {"corpus": (Path("nowhere.jsonl"),)}),
+        ("steps", {"steps": None}),
+        ("steps", {"minutes": 5.0}),
+        ("steps", {"steps": 0}),
+        ("block", {"block": 65}),
+        ("blocks_per_pass", {"blocks_per_pass": 3}),
+        ("self_text_tokens", {"self_text_tokens": 10}),
+        ("self_text_fraction", {"self_text_tokens": 10, "self_text_fraction": 1.0}),
+        ("decay_fraction", {"decay_fraction": 1.5}),
+        ("matrix_lr", {"matrix_lr": float("nan")}),
+        ("threads", {"threads": 0}),
+        ("dtype", {"dtype": "int3"}),
+        ("domain_weights", {"domain_weights": {"lines": -1.0}}),
+    ],
+)
+def test_bad_settings_name_their_field(config: DrafterTraining, field: str, bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        replace(config, **bad)
+    assert refused.value.field == field
+    assert field in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"), [("kv_heads", {"heads": 3, "kv_heads": 2}), ("head_dim", {"head_dim": 7}), ("mlp", {"mlp": 0})]
+)
+def test_bad_shapes_name_their_field(field: str, bad: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        DrafterShape(**bad)
+    assert refused.value.field == f"shape.{field}"
+
+
+def test_bad_input_found_only_when_read_names_its_field(config: DrafterTraining, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"id": "0", "text": "fine"}\n{"id": "1"}\n')
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    short = tmp_path / "short.txt"
+    short.write_text("a few words")
+    for field, words, bad in (
+        ("corpus", "line 2", {"corpus": (broken,)}),
+        ("corpus", "no text", {"corpus": (empty,)}),
+        ("block", "shorter blocks", {"corpus": (short,)}),
+        ("domain_weights", "no such domain", {"domain_weights": {"prose": 1.0}}),
+        ("target", "safetensors", {"target": str(tmp_path / "nowhere")}),
+    ):
+        with pytest.raises(InvalidArgument, match=words) as refused:
+            train_drafter(replace(config, **bad))
+        assert refused.value.field == field
+
+
+def test_the_chunked_loss_and_its_gradients_equal_those_of_the_whole() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(13, 6, dtype=torch.float64, requires_grad=True)
+    logits_by_target = torch.randn(10, 13, dtype=torch.float64).float().double() * 3
+    loss = 0.7 * forward_kl(hidden, head, logits_by_target, positions_per_chunk=4)
+    loss.backward()
+    grads = hidden.grad, head.grad
+    hidden.grad = head.grad = None
+    whole = 0.7 * torch.nn.functional.kl_div(
+        (hidden @ head.T).log_softmax(-1), logits_by_target.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    whole.backward()
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+    for chunked, plain in zip(grads, (hidden.grad, head.grad), strict=True):
+        torch.testing.assert_close(chunked, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_muon_keeps_singular_vectors_and_levels_singular_values() -> None:
+    torch.manual_seed(0)
+    for shape in ((8, 20), (20, 8)):
+        matrix = torch.randn(shape)
+        update = orthogonalised(matrix)
+        assert torch.linalg.svdvals(update).sub(1).abs().max() < 0.5
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        off_diagonal = u.T @ update @ v.T
+        assert (off_diagonal - off_diagonal.diag().diag()).abs().max() < 1e-4
+
+
+def test_the_rate_warms_up_holds_and_falls_to_zero_under_either_budget() -> None:
+    steps = Budget(100, None, 4, 0.4)
+    assert [steps.rate(step, 0) for step in (0, 3, 30, 60)] == pytest.approx([0.2, 0.8, 1.0, 1.0])
+    assert steps.rate(80, 0) == pytest.approx(0.5)
+    assert steps.rate(100, 0) == 0
+    minutes = Budget(None, 10.0, 4, 0.4)
+    assert minutes.rate(1000, 480.0) == pytest.approx(0.5)
+    assert minutes.spent(1, 600.0) == 1
+
+
+def test_every_token_of_an_epoch_is_read_once_and_the_order_can_be_taken_up_anywhere() -> None:
+    sources = [
+        Source("a", np.arange(100, dtype=np.uint32), 1.0),
+        Source("b", np.arange(100, 200, dtype=np.uint32), 3.0),
+    ]
+    sampler = BlockSampler(sources, 10, seed=5)
+    blocks = sampler.draw(64)
+    assert (np.diff(blocks, axis=1) == 1).all()
+    from_a = blocks[blocks[:, 0] < 100]
+    assert 6 <= len(from_a) <= 26
+    first_epoch = from_a[:9]
+    assert len(np.unique(first_epoch)) == min(len(from_a), 9) * 10
+    again = BlockSampler(sources, 10, seed=5)
+    again.draw(20)
+    later = BlockSampler(sources, 10, seed=5)
+    later.taken, later.drawn = list(again.taken), again.drawn
+    np.testing.assert_array_equal(later.draw(44), blocks[20:])
+
+
+def test_documents_are_framed_and_cached_until_the_file_changes(tmp_path: Path, target_folder: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(target_folder / "tokenizer.json"))
+    path = tmp_path / "train.words.jsonl"
+    path.write_text('{"id": "0", "text": "ab"}\n\n{"id": "1", "text": "c"}\n')
+    first = load_domain(path, tokenizer, bos=BOS, eos=EOS, cache=tmp_path)
+    assert first.name == "words"
+    assert [len(first[i]) for i in range(len(first))] == [4, 3]
+    assert all((first[i][0], first[i][-1]) == (BOS, EOS) for i in range(len(first)))
+    assert tokenizer.decode(first[0][1:-1].tolist()) == "ab"
+    assert len(list(tmp_path.glob("tokens-*"))) == 1
+    np.testing.assert_array_equal(load_domain(path, tokenizer, bos=BOS, eos=EOS, cache=tmp_path).tokens, first.tokens)
+    path.write_text('{"id": "0", "text": "other"}\n')
+    assert len(load_domain(path, tokenizer, bos=BOS, eos=EOS, cache=tmp_path).tokens) == 7
+
+
+def test_held_out_documents_are_whole_and_never_trained_on() -> None:
+    documents = join_documents("d", [np.full(10, i) for i in range(50)])
+    training, held_out = split_held_out(documents, 25, seed=0)
+    assert len(held_out) == 3
+    assert len(held_out.tokens) == 30
+    assert not set(training.tokens) & set(held_out.tokens)
+    assert len(training) + len(held_out) == 50
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_target_continues_rows_exactly_as_its_plain_forward_would(window: int | None) -> None:
+    """Greedy rows are the plain argmax, whatever other rows do, and rows that end are cut at their end."""
+    torch.manual_seed(1)
+    target = MistralForCausalLM(
+        MistralConfig(
+            vocab_size=20,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=4,
+            intermediate_size=24,
+            initializer_range=0.4,
+            sliding_window=window,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+        )
+    ).eval()
+    prefixes = torch.cat([torch.zeros(12, 1, dtype=torch.int64), torch.randint(2, 20, (12, 4))], dim=1)
+    is_greedy = torch.arange(12) % 2 == 0
+    generator = torch.Generator().manual_seed(0)
+    rows = continue_rows(target, prefixes, is_greedy, new_tokens=20, eos=EOS, generator=generator)
+    for row, prefix, greedy in zip(rows, prefixes, is_greedy.tolist(), strict=True):
+        assert row[:5].tolist() == prefix.tolist()
+        assert EOS not in row[5:-1]
+        assert len(row) == 25 or row[-1] == EOS
+        if greedy:
+            chosen = target(input_ids=torch.from_numpy(row)[None]).logits[0].argmax(-1)
+            assert chosen[4:-1].tolist() == row[5:].tolist()
+    assert len({len(row) for row in rows}) > 1
+
+
+def test_sampled_rows_follow_the_targets_distribution(target_folder: Path) -> None:
+    target = load_target(target_folder)
+    rows = 4000
+    prefixes = torch.tensor([[BOS, 7, 9]]).expand(rows, 3)
+    sampled = continue_rows(
+        target,
+        prefixes,
+        torch.zeros(rows, dtype=torch.bool),
+        new_tokens=1,
+        eos=EOS,
+        generator=torch.Generator().manual_seed(0),
+    )
+    counts = np.bincount([row[3] for row in sampled], minlength=258) / rows
+    with torch.no_grad():
+        p = target(input_ids=prefixes[:1]).logits[0, -1].softmax(-1).numpy()
+    assert 0.5 * np.abs(counts - p).sum() < 0.5 * np.sqrt(2 * p * (1 - p) / np.pi / rows).sum() * 1.5
+
+
+def test_self_text_begins_with_corpus_and_counts_what_the_target_wrote(target_folder: Path) -> None:
+    documents = join_documents("d", [np.array([BOS, *range(2, 40), EOS]), np.array([BOS, *range(50, 60), EOS])])
+    plan = SelfTextPlan(tokens=100, rows=8, new_tokens=10, shortest_prefix=4, longest_prefix=6)
+    reported: list[int] = []
+    text = write_self_text(
+        load_target(target_folder), documents, plan, bos=BOS, eos=EOS, seed=3, report=reported.append
+    )
+    assert text.written == sum(reported) >= 100
+    assert text.greedy.mean() == pytest.approx(0.5)
+    for index in range(len(text)):
+        prefix = text.row(index)[: text.prefix_lengths[index]]
+        assert prefix[0] == BOS
+        assert (np.diff(prefix[1:].astype(int)) == 1).all()
+
+
+def test_acceptance_of_the_target_by_itself_is_one_and_ignores_padding(target_folder: Path) -> None:
+    target = load_target(target_folder)
+    rows = [Row(np.arange(2, 20)), Row(np.arange(30, 35), first=3)]
+    same = measure_acceptance(target, target, rows, seed=0)
+    assert (same.greedy, same.sampled, same.positions) == (1.0, 1.0, 17 + 2)
+    assert same.overlap == pytest.approx(1.0, abs=1e-5)
+    torch.manual_seed(0)
+    drafter = build_drafter(target, SHAPE, warm_start=False).eval()
+    together = measure_acceptance(target, drafter, rows, seed=0)
+    apart = [measure_acceptance(target, drafter, [row], seed=0) for row in rows]
+    assert together.kl == pytest.approx(sum(a.kl * a.positions for a in apart) / 19, rel=1e-4)
+    assert together.sampled >= (together.overlap / (2 - together.overlap)) - 0.3  # Daliri et al. 2024, small sample
+
+
+def test_the_start_embedding_keeps_the_distances_its_width_allows() -> None:
+    torch.manual_seed(0)
+    low_rank = torch.randn(50, 4) @ torch.randn(4, 12)
+    start = start_embedding(low_rank, torch.zeros(50, 6))
+    torch.testing.assert_close(start @ start.T, low_rank @ low_rank.T, rtol=1e-3, atol=1e-3)
+    wider = start_embedding(low_rank, torch.ones(50, 20))
+    assert (wider[:, 12:] == 1).all()

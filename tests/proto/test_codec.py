@@ -1,0 +1,359 @@
+"""Every message survives the wire; bytes of a stranger become a checked object or `InvalidArgument`."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.proto import codec
+from outrider.proto import types as t
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.v1 import decoding_pb2 as pb
+
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+
+ids = st.integers(0, t.MAX_TOKEN_ID)
+tokens = st.lists(ids, max_size=20).map(tuple)
+some_tokens = st.lists(ids, min_size=1, max_size=20).map(tuple)
+distinct = st.lists(ids, max_size=8, unique=True).map(tuple)
+counts = st.integers(0, (1 << 32) - 1)
+big_counts = st.integers(0, (1 << 64) - 1)
+singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
+doubles = st.floats(allow_nan=False, allow_infinity=False)
+seconds = st.floats(0, 1e9)
+words = st.text(max_size=20)
+names = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
+hashes = st.from_regex(r"[0-9a-f]{64}", fullmatch=True)
+
+samplings = st.builds(
+    t.Sampling,
+    temperature=st.floats(0, 1e6),
+    seed=big_counts,
+    top_k=counts,
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(1e-6, 1e6),
+    presence_penalty=doubles,
+    frequency_penalty=doubles,
+    logit_bias=distinct.flatmap(lambda ts: st.tuples(*(st.tuples(st.just(x), singles) for x in ts))),
+    allowed_tokens=distinct,
+    max_tokens=st.integers(1, (1 << 32) - 1),
+    stop_tokens=tokens,
+    ignore_eos=st.booleans(),
+)
+opens = st.builds(
+    t.Open,
+    model=st.text(min_size=1, max_size=20),
+    tokenizer_sha256=hashes,
+    prompt=some_tokens,
+    sampling=samplings.filter(lambda s: s.max_tokens > 20),
+    session=names,
+    committed=tokens,
+    lease=st.binary(max_size=40),
+    patience=st.none()
+    | st.builds(t.Patience, st.floats(0, allow_nan=False), st.integers(1, (1 << 32) - 1)),
+    drafting=st.booleans(),
+    window=counts,
+    max_drafts=counts,
+    steering_width=counts,
+    protocol_version=counts,
+)
+
+
+@st.composite
+def drafts(draw):
+    content = draw(tokens)
+    n = len(content)
+    half = st.floats(0, 1, width=16)
+    return t.Draft(
+        chain=draw(counts),
+        start=draw(counts),
+        tokens=content,
+        parents=draw(st.just(()) | st.tuples(*(st.integers(-1, i - 1) for i in range(n)))),
+        q=draw(st.just(()) | st.tuples(*(half for _ in range(n)))),
+        drafter=draw(words),
+        drafter_version=draw(words),
+        sent_s=draw(doubles),
+        complete=not content or draw(st.booleans()),
+    )
+
+
+edge_frames = opens | drafts() | st.builds(t.Report, st.booleans(), seconds, seconds) | st.builds(t.Cancel, words)
+
+
+@st.composite
+def commits(draw):
+    content = draw(some_tokens)
+    n = len(content)
+    return t.Commit(
+        start=draw(counts),
+        tokens=content,
+        accepted=draw(st.integers(0, n)),
+        credit=draw(counts),
+        logp=draw(st.just(()) | st.tuples(*(singles for _ in range(n)))),
+        reward=draw(st.none() | singles),
+        steering=draw(
+            st.none()
+            | st.builds(
+                t.Steering, counts, counts, singles, st.binary(max_size=16), st.sampled_from(t.SteeringPrecision)
+            )
+        ),
+        timing=draw(st.builds(t.Timing, doubles, singles, singles, singles)),
+        finish=draw(st.none() | st.sampled_from(t.FinishReason)),
+        chain=draw(counts),
+        judged=draw(counts),
+    )
+
+
+cloud_frames = (
+    commits()
+    | st.builds(t.Opened, counts, counts, counts, words, counts, st.booleans())
+    | st.builds(t.Goaway, words, doubles)
+)
+files = st.builds(t.RemoteFile, st.from_regex(r"[a-z0-9_][a-z0-9_.]{0,20}", fullmatch=True), hashes, big_counts)
+manifests = st.builds(t.DrafterManifest, names, names, words, words, st.lists(files, max_size=3).map(tuple))
+lease_requests = st.builds(t.LeaseRequest, words, words, words, st.lists(words, max_size=3).map(tuple), counts)
+leases = st.builds(
+    t.Lease,
+    token=st.binary(max_size=30),
+    verifier=words,
+    address=words,
+    expires_in_s=doubles,
+    model=words,
+    tokenizer_sha256=words,
+    tokenizer=st.none() | files,
+    drafters=st.lists(manifests, max_size=2).map(tuple),
+    prior=st.builds(t.DraftingPrior, doubles, doubles),
+)
+reports = st.builds(
+    t.SessionReport,
+    words,
+    words,
+    words,
+    words,
+    words,
+    big_counts,
+    big_counts,
+    big_counts,
+    big_counts,
+    big_counts,
+    doubles,
+    big_counts,
+    big_counts,
+    counts,
+    doubles,
+)
+statuses = st.builds(
+    t.ClusterStatus,
+    st.lists(st.builds(t.VerifierStatus, words, words, words, words, counts, doubles, counts, counts), max_size=2).map(
+        tuple
+    ),
+    st.lists(manifests, max_size=2).map(tuple),
+    big_counts,
+    st.lists(reports, max_size=2).map(tuple),
+)
+
+DECODERS = [
+    codec.decode_edge_frame,
+    codec.decode_cloud_frame,
+    codec.decode_lease_request,
+    codec.decode_lease,
+    codec.decode_drafters,
+    codec.decode_drafter_query,
+    codec.decode_fetch,
+    codec.decode_chunk,
+    codec.decode_report,
+    codec.decode_status,
+    codec.decode_drain,
+    codec.decode_drained,
+]
+
+
+@quick
+@given(edge_frames)
+def test_every_frame_of_the_edge_survives_the_wire(frame):
+    assert codec.decode_edge_frame(codec.encode_edge_frame(frame)) == frame
+
+
+@quick
+@given(cloud_frames)
+def test_every_frame_of_the_cloud_survives_the_wire(frame):
+    assert codec.decode_cloud_frame(codec.encode_cloud_frame(frame)) == frame
+
+
+@quick
+@given(lease_requests, leases)
+def test_lease_requests_and_leases_survive_the_wire(request, lease):
+    assert codec.decode_lease_request(codec.encode_lease_request(request)) == request
+    assert codec.decode_lease(codec.encode_lease(lease)) == lease
+
+
+@quick
+@given(st.lists(manifests, max_size=3).map(tuple), words, hashes, big_counts, st.binary(max_size=50))
+def test_what_serves_drafters_survives_the_wire(drafters, query, sha256, offset, chunk):
+    assert codec.decode_drafters(codec.encode_drafters(drafters)) == drafters
+    assert codec.decode_drafter_query(codec.encode_drafter_query(query)) == query
+    assert codec.decode_fetch(codec.encode_fetch(sha256, offset)) == (sha256, offset)
+    assert codec.decode_chunk(codec.encode_chunk(chunk)) == chunk
+
+
+@quick
+@given(reports, statuses, words, counts)
+def test_reports_and_status_survive_the_wire(report, status, verifier, sessions):
+    assert codec.decode_report(codec.encode_report(report)) == report
+    assert codec.decode_status(codec.encode_status(status)) == status
+    assert codec.decode_drain(codec.encode_drain(verifier)) == verifier
+    assert codec.decode_drained(codec.encode_drained(sessions)) == sessions
+
+
+def test_a_drafter_update_reads_as_a_list_of_drafters_and_a_watch_as_a_query():
+    manifest = t.DrafterManifest("a", "1", "x", "y", ())
+    data = codec.encode_drafters((manifest,))
+    assert pb.DrafterUpdate.FromString(data).SerializeToString() == data
+    query = codec.encode_drafter_query("abc")
+    assert pb.WatchDraftersRequest.FromString(query).tokenizer_sha256 == "abc"
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.binary(max_size=60))
+def test_random_bytes_raise_nothing_but_invalid_argument(decode, data):
+    caught = None
+    try:
+        decode(data)
+    except InvalidArgument as error:
+        caught = error
+    assert caught is None or caught.field, "the field at fault is named"
+
+
+VALID_EDGE = [
+    codec.encode_edge_frame(
+        t.Open(
+            "m",
+            "ab" * 32,
+            (1, 2),
+            t.Sampling(logit_bias=((1, 0.5),), allowed_tokens=(1, 2)),
+            "s",
+            patience=t.Patience(1.0, 2),
+        )
+    ),
+    codec.encode_edge_frame(t.Draft(1, 2, (3, 4), (-1, 0), (0.5, 0.25), "d", "1", 2.5, True)),
+    codec.encode_edge_frame(t.Report(True, 0.1, 0.2)),
+]
+VALID_CLOUD = [
+    codec.encode_cloud_frame(
+        t.Commit(
+            1,
+            (2, 3),
+            1,
+            4,
+            (-0.5, -1.0),
+            0.5,
+            t.Steering(1, 2, 0.5, b"ab", t.SteeringPrecision.INT8),
+            t.Timing(1.0, 2.0, 3.0, 4.0),
+            t.FinishReason.EOS,
+        )
+    ),
+    codec.encode_cloud_frame(t.Opened(1, 2, 3, "v", 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("decode", "valid"),
+    [(codec.decode_edge_frame, data) for data in VALID_EDGE]
+    + [(codec.decode_cloud_frame, data) for data in VALID_CLOUD],
+)
+def test_damaged_frames_raise_nothing_but_invalid_argument(decode, valid):
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(400):
+        data = bytearray(valid)
+        for _ in range(rng.choice([1, 1, 2, 5])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        if rng.random() < 0.2:
+            del data[rng.randrange(len(data)) :]
+        try:
+            decode(bytes(data))
+        except InvalidArgument:
+            refused += 1
+    assert 0 < refused < 400, "some damage shows, some gives other valid frames"
+
+
+def wire_draft(**fields):
+    return pb.EdgeFrame(draft=pb.Draft(**({"start": 1, "tokens": [1, 2]} | fields))).SerializeToString()
+
+
+def wire_open(**sampling):
+    wire = pb.EdgeFrame(open=pb.Open(session="s", model="m", tokenizer_sha256="0" * 64, prompt=[1]))
+    fields = {"top_p": 1.0, "repetition_penalty": 1.0, "max_tokens": 1} | sampling
+    wire.open.sampling.CopyFrom(pb.Sampling(**fields))
+    return wire
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        (b"", "frame.body"),
+        (b"\xff", "frame"),
+        (wire_draft(q=b"abc"), "draft.q"),
+        (wire_draft(q=np.array([np.nan, 0.5], "<f2").tobytes()), "draft.q"),
+        (wire_draft(q=np.array([1.5, 0.5], "<f2").tobytes()), "draft.q"),
+        (wire_draft(q=b"\0\0"), "draft.q"),
+        (wire_draft(tokens=[1 << 31]), "draft.tokens"),
+        (wire_draft(tokens=[]), "draft.tokens"),
+        (wire_draft(parents=[0, 0]), "draft.parents"),
+        (wire_draft(parents=[-2, 0]), "draft.parents"),
+        (pb.EdgeFrame(open=pb.Open(session="s")).SerializeToString(), "open.sampling"),
+        (wire_open(bias_tokens=[1], bias_values=[]).SerializeToString(), "sampling.bias_values"),
+        (wire_open(bias_tokens=[1], bias_values=[math.inf]).SerializeToString(), "sampling.bias_values"),
+        (wire_open(top_p=0.0).SerializeToString(), "sampling.top_p"),
+        (wire_open(max_tokens=0).SerializeToString(), "sampling.max_tokens"),
+        (pb.EdgeFrame(report=pb.Report(drafting_s=-1)).SerializeToString(), "report.drafting_s"),
+    ],
+)
+def test_a_frame_of_the_edge_that_means_nothing_names_its_field(data, field):
+    with pytest.raises(InvalidArgument) as caught:
+        codec.decode_edge_frame(data)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("wire", "field"),
+    [
+        (pb.CloudFrame(), "frame.body"),
+        (pb.CloudFrame(commit=pb.Commit(start=1)), "commit.tokens"),
+        (pb.CloudFrame(commit=pb.Commit(tokens=[1], accepted=2)), "commit.accepted"),
+        (pb.CloudFrame(commit=pb.Commit(tokens=[1], logp=[0.0, 0.0])), "commit.logp"),
+        (pb.CloudFrame(commit=pb.Commit(tokens=[1], steering=pb.Steering())), "steering.precision"),
+    ],
+)
+def test_a_frame_of_the_cloud_that_means_nothing_names_its_field(wire, field):
+    with pytest.raises(InvalidArgument) as caught:
+        codec.decode_cloud_frame(wire.SerializeToString())
+    assert caught.value.field == field
+
+
+def test_an_unknown_finish_reason_is_refused():
+    wire = pb.CloudFrame(commit=pb.Commit(tokens=[1])).SerializeToString()
+    unknown = bytes([wire[0], wire[1] + 2]) + wire[2:] + b"\x48\x63"  # field 9, value 99
+    with pytest.raises(InvalidArgument) as caught:
+        codec.decode_cloud_frame(unknown)
+    assert caught.value.field == "commit.finish"
+
+
+def test_a_draft_of_four_tokens_takes_few_bytes():
+    draft = t.Draft(3, 1000, (17, 5000, 40_000, 151_000), sent_s=12.5)
+    assert len(codec.encode_edge_frame(draft)) <= 32
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "a\\b", ".hidden"])
+def test_a_file_name_that_leaves_its_folder_is_refused(name):
+    wire = pb.Lease(tokenizer=pb.RemoteFile(name=name, sha256="0" * 64))
+    with pytest.raises(InvalidArgument) as caught:
+        codec.decode_lease(wire.SerializeToString())
+    assert caught.value.field == "file.name"

@@ -1,0 +1,72 @@
+"""Errors cross gRPC and come out as what they were."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from outrider.proto import errors
+from outrider.proto.errors import DETAIL_KEY, OutriderError, from_rpc_error, to_status
+
+KINDS = sorted(
+    (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OutriderError)),
+    key=lambda kind: kind.__name__,
+)
+
+
+class FakeRpcError(grpc.RpcError):
+    def __init__(self, code, details, metadata):
+        self._answers = code, details, metadata
+
+    def code(self):
+        return self._answers[0]
+
+    def details(self):
+        return self._answers[1]
+
+    def trailing_metadata(self):
+        return self._answers[2]
+
+
+def test_the_tree_has_all_its_kinds():
+    assert len(KINDS) == 18
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_comes_back_from_grpc_as_itself(kind):
+    error = kind("is wrong; mend it", field="open.prompt", retry_after_s=1.5)
+    status, message, metadata = to_status(error)
+    back = from_rpc_error(FakeRpcError(status, message, (("other", "x"), *metadata)))
+    assert type(back) is kind
+    assert (back.message, back.field, back.retry_after_s) == ("is wrong; mend it", "open.prompt", 1.5)
+    assert str(back) == str(error) == message == "open.prompt: is wrong; mend it"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_details_the_status_alone_gives_an_error_of_the_same_branch(kind):
+    back = from_rpc_error(FakeRpcError(kind.status, "it failed", None))
+    assert back.status is kind.status
+    assert issubclass(kind, type(back)) or kind is OutriderError
+    assert (str(back), back.field, back.retry_after_s) == ("it failed", "", 0.0)
+
+
+@pytest.mark.parametrize("code", list(grpc.StatusCode))
+def test_every_status_of_grpc_becomes_an_error_of_the_tree(code):
+    back = from_rpc_error(FakeRpcError(code, "", ()))
+    assert isinstance(back, OutriderError)
+    assert back.message
+
+
+def test_a_kind_from_a_newer_version_falls_back_to_its_status():
+    detail = errors.pb.ErrorDetail(kind="NotInventedYet", message="m", field="f").SerializeToString()
+    back = from_rpc_error(FakeRpcError(grpc.StatusCode.NOT_FOUND, "m", ((DETAIL_KEY, detail),)))
+    assert type(back) is errors.NotFound
+    assert back.field == "f"
+
+
+def test_status_codes_are_the_documented_ones():
+    codes = {kind.__name__: kind.status.name for kind in KINDS}
+    assert codes["PromptTooLong"] == codes["UnknownToken"] == codes["ConfigError"] == "INVALID_ARGUMENT"
+    assert codes["TokenizerMismatch"] == codes["UnsupportedProtocol"] == codes["ModelRefused"] == "FAILED_PRECONDITION"
+    assert codes["LeaseExpired"] == "UNAUTHENTICATED"
+    assert codes["Internal"] == codes["OutriderError"] == "INTERNAL"

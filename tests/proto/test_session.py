@@ -1,0 +1,825 @@
+"""Both halves of the session machine: joined by a simulated bad link, then rule by rule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated_decoding import HASH, Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
+
+from outrider.proto.errors import (
+    DataLoss,
+    Internal,
+    InvalidArgument,
+    LeaseExpired,
+    PromptTooLong,
+    ResourceExhausted,
+    TokenizerMismatch,
+    Unauthenticated,
+    Unavailable,
+    UnknownToken,
+    UnsupportedProtocol,
+)
+from outrider.proto.policy import EdgeView, FixedWindow, SurvivalWindow, VerifierView, balanced_patience
+from outrider.proto.session import (
+    Done,
+    EdgeSession,
+    Emit,
+    Reopen,
+    RetryRules,
+    Send,
+    Verified,
+    VerifierSession,
+    settle,
+)
+from outrider.proto.types import (
+    Cancel,
+    Commit,
+    Draft,
+    FinishReason,
+    Goaway,
+    Opened,
+    Patience,
+    Report,
+    Sampling,
+    Timing,
+)
+
+PROMPT_LENGTH = 3
+
+windows = st.sampled_from([SurvivalWindow(), FixedWindow(64), FixedWindow(4), FixedWindow(1), FixedWindow(0)])
+patiences = st.sampled_from([None, Patience(0.0), Patience(0.01, 4), Patience(math.inf, 1), Patience(math.inf, 1000)])
+links = st.builds(
+    Link,
+    delay_s=st.sampled_from([0.03, 0.2, 0.001, 0.0]),
+    jitter_s=st.sampled_from([0.0, 0.05]),
+    duplicated=st.sampled_from([0.0, 0.3]),
+    reordered=st.sampled_from([0.0, 0.0, 0.3]),
+    breaks_every_s=st.sampled_from([0.0, 0.0, 0.7, 3.0]),
+    goaway_every_s=st.sampled_from([0.0, 0.0, 2.0]),
+)
+drafters = st.fixed_dictionaries(
+    {
+        "right": st.sampled_from([0.9, 0.95, 0.5, 1.0, 0.0]),
+        "silent": st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+        "dies_after": st.sampled_from([1 << 30, 1 << 30, 1 << 29, 3, 0]),
+    }
+)
+
+
+# === the two halves together ====================================================================================
+
+
+@settings(max_examples=900, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 1 << 30),
+    window=windows,
+    patience=patiences,
+    verifiers_patience=patiences,
+    link=links,
+    drafter=st.one_of(drafters, drafters, drafters, st.none()),
+    max_drafts=st.sampled_from([16, 8, 2, 1]),
+    max_credit=st.sampled_from([64, 20, 5, 1]),
+    max_tokens=st.sampled_from([40, 30, 80, 60, 1, 2]),
+    context_length=st.sampled_from([512, 511, 500, 20, PROMPT_LENGTH + 1]),
+    speed=st.sampled_from([(0.03, 0.002), (0.005, 0.02), (0.0, 0.0)]),
+    most_per_job=st.sampled_from([1, 8]),
+    fickle_credit=st.booleans(),
+    queues_while_busy=st.booleans(),
+    announced_window=st.sampled_from([0, 1, 4]),
+)
+def test_the_text_is_the_oracles_own_whatever_link_drafter_and_policies_do(
+    seed,
+    window,
+    patience,
+    verifiers_patience,
+    link,
+    drafter,
+    max_drafts,
+    max_credit,
+    max_tokens,
+    context_length,
+    speed,
+    most_per_job,
+    fickle_credit,
+    queues_while_busy,
+    announced_window,
+):
+    verifier = rules(
+        max_drafts=max_drafts, max_credit=max_credit, patience=verifiers_patience, context_length=context_length
+    )
+    frame = open_frame(
+        sampling=Sampling(max_tokens=max_tokens, stop_tokens=(7,) if seed % 5 == 0 else ()),
+        patience=patience,
+        drafting=drafter is not None,
+        window=announced_window,
+    )
+    oracle = hashing_oracle(seed)
+    simulation = Simulation(
+        frame,
+        oracle,
+        drafter_of(oracle, seed, **drafter) if drafter else None,
+        verifier=verifier,
+        window=window,
+        link=link,
+        seed=seed,
+        step_s=speed[0],
+        drafting_s=speed[1],
+        most_per_job=most_per_job,
+        fickle_credit=fickle_credit,
+        queues_while_busy=queues_while_busy,
+    )
+    assert simulation.run() == own_text(oracle, frame, verifier)
+    assert simulation.done.error is None
+    assert simulation.edge.finish is simulation.done.finish is not None
+    assert simulation.edge.statistics.committed == len(simulation.emitted)
+    assert simulation.edge.statistics.accepted <= simulation.edge.statistics.drafted
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 1 << 30), cancel_at=st.floats(0, 1.5), link=links)
+def test_a_cancelled_text_is_a_beginning_of_the_oracles_own(seed, cancel_at, link):
+    oracle, frame = hashing_oracle(seed, eos_odds=0), open_frame()
+    simulation = Simulation(frame, oracle, drafter_of(oracle, seed, 0.8), link=link, seed=seed, cancel_at=cancel_at)
+    text = simulation.run()
+    assert text == own_text(oracle, frame, rules())[: len(text)]
+    wanted = FinishReason.CANCELLED if len(text) < frame.sampling.max_tokens else FinishReason.LENGTH
+    assert simulation.done.finish in (wanted, FinishReason.CANCELLED)
+
+
+def timed(drafter, **options):
+    oracle, frame = hashing_oracle(5, eos_odds=0), open_frame(sampling=Sampling(max_tokens=200))
+    simulation = Simulation(frame, oracle, drafter and drafter_of(oracle, 5, **drafter), **options)
+    assert simulation.run() == own_text(oracle, frame, rules())
+    return simulation
+
+
+def test_a_perfect_drafter_commits_many_tokens_a_step_and_garbage_costs_no_time():
+    alone = timed(None)
+    perfect = timed({"right": 1.0}, verifier=rules(patience=Patience(0.0)))
+    garbage = timed({"right": 0.0}, verifier=rules(patience=Patience(0.0)))
+    assert perfect.now < alone.now / 3
+    assert garbage.now < alone.now * 1.05
+    assert perfect.edge.statistics.steps < 60 < 190 < alone.edge.statistics.steps
+
+
+def test_infinite_patience_takes_the_fewest_steps():
+    waiting = timed({"right": 0.9}, verifier=rules(patience=Patience(math.inf, 8)))
+    running = timed({"right": 0.9}, verifier=rules(patience=Patience(0.0)))
+    assert waiting.edge.statistics.steps < running.edge.statistics.steps
+
+
+def test_a_text_survives_many_broken_streams_and_counts_them():
+    simulation = timed({"right": 0.8}, link=Link(breaks_every_s=0.3))
+    assert simulation.edge.statistics.resumes >= 3
+    assert simulation.streams == simulation.edge.statistics.resumes + 1
+
+
+def test_the_measured_round_trip_is_the_links_own():
+    simulation = timed({"right": 0.9}, link=Link(delay_s=0.05))
+    assert simulation.edge.statistics.round_trip_s == pytest.approx(0.1, rel=0.02)
+
+
+# === the verifier's half ========================================================================================
+
+
+def verifier_session(now=0.0, **changes):
+    frame = changes.pop("frame", None) or open_frame(sampling=changes.pop("sampling", Sampling(max_tokens=40)))
+    return VerifierSession(frame, rules(eos_tokens=frozenset({0}), **changes), now)
+
+
+def verify(session, *tokens, block=None, now=1.0):
+    block = session.block() if block is None else block
+    tokens = tokens + (6,) * (len(block) + 1 - len(tokens))
+    return session.on_verified(Verified(block, tokens, (-1.0,) * len(tokens)), now)
+
+
+@pytest.mark.parametrize(
+    ("frame", "changes", "error", "field"),
+    [
+        (open_frame(protocol_version=2), {}, UnsupportedProtocol, "open.protocol_version"),
+        (open_frame(tokenizer_sha256="cd" * 32), {}, TokenizerMismatch, "open.tokenizer_sha256"),
+        (open_frame(prompt=(1,) * 20), {"context_length": 20}, PromptTooLong, "open.prompt"),
+        (
+            open_frame(prompt=(1,) * 10, committed=(2,) * 10),
+            {"context_length": 20},
+            InvalidArgument,
+            "open.committed",
+        ),
+        (open_frame(prompt=(8,)), {}, UnknownToken, "open.prompt"),
+        (open_frame(committed=(1, 8)), {}, UnknownToken, "open.committed"),
+        (open_frame(sampling=Sampling(allowed_tokens=(1, 9))), {}, UnknownToken, "sampling.allowed_tokens"),
+        (open_frame(sampling=Sampling(stop_tokens=(8,))), {}, UnknownToken, "sampling.stop_tokens"),
+        (open_frame(sampling=Sampling(logit_bias=((8, 1.0),))), {}, UnknownToken, "sampling.bias_tokens"),
+        (open_frame(committed=(1, 0)), {}, InvalidArgument, "open.committed"),
+        (
+            open_frame(committed=(1, 4), sampling=Sampling(stop_tokens=(4,))),
+            {},
+            InvalidArgument,
+            "open.committed",
+        ),
+    ],
+)
+def test_an_open_that_cannot_be_served_is_refused_with_the_field_at_fault(frame, changes, error, field):
+    with pytest.raises(error) as caught:
+        VerifierSession(frame, rules(**changes), 0.0)
+    assert type(caught.value) is error
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: open_frame(prompt=()), "open.prompt"),
+        (lambda: open_frame(prompt=(-1,)), "open.prompt"),
+        (lambda: open_frame(prompt=(1 << 31,)), "open.prompt"),
+        (lambda: open_frame(session=""), "open.session"),
+        (lambda: open_frame(session="a b"), "open.session"),
+        (lambda: open_frame(session="a\n"), "open.session"),
+        (lambda: open_frame(session="x" * 65), "open.session"),
+        (lambda: open_frame(model=""), "open.model"),
+        (lambda: open_frame(tokenizer_sha256=HASH.upper()), "open.tokenizer_sha256"),
+        (lambda: open_frame(committed=(1, 1), sampling=Sampling(max_tokens=2)), "open.committed"),
+        (lambda: Sampling(temperature=-0.1), "sampling.temperature"),
+        (lambda: Sampling(temperature=math.nan), "sampling.temperature"),
+        (lambda: Sampling(seed=1 << 64), "sampling.seed"),
+        (lambda: Sampling(top_k=-1), "sampling.top_k"),
+        (lambda: Sampling(top_p=0.0), "sampling.top_p"),
+        (lambda: Sampling(min_p=1.1), "sampling.min_p"),
+        (lambda: Sampling(repetition_penalty=0.0), "sampling.repetition_penalty"),
+        (lambda: Sampling(presence_penalty=math.inf), "sampling.presence_penalty"),
+        (lambda: Sampling(max_tokens=0), "sampling.max_tokens"),
+        (lambda: Sampling(logit_bias=((1, 0.0), (1, 1.0))), "sampling.bias_tokens"),
+        (lambda: Sampling(logit_bias=((1, math.inf),)), "sampling.bias_values"),
+        (lambda: Sampling(allowed_tokens=(1, 1)), "sampling.allowed_tokens"),
+        (lambda: Patience(-1.0), "patience.seconds"),
+        (lambda: Patience(math.nan), "patience.seconds"),
+        (lambda: Patience(1.0, 0), "patience.drafts"),
+        (lambda: Draft(0, 0, ()), "draft.tokens"),
+        (lambda: Draft(-1, 0, (1,)), "draft.chain"),
+        (lambda: Draft(0, 0, (1, 2), q=(0.5,)), "draft.q"),
+        (lambda: Draft(0, 0, (1,), q=(math.nan,)), "draft.q"),
+        (lambda: Draft(0, 0, (1, 2), parents=(-1, 1)), "draft.parents"),
+        (lambda: Report(True, math.inf), "report.drafting_s"),
+        (lambda: Commit(0, (), 0, 1), "commit.tokens"),
+        (lambda: Commit(0, (1,), 2, 1), "commit.accepted"),
+        (lambda: Commit(0, (1,), 0, 1, logp=(0.0, 0.0)), "commit.logp"),
+        (lambda: FixedWindow(-1), "window"),
+    ],
+)
+def test_a_malformed_value_cannot_be_made_and_names_its_field(make, field):
+    with pytest.raises(InvalidArgument) as caught:
+        make()
+    assert caught.value.field == field
+
+
+def test_the_length_limit_is_lowered_to_where_the_context_ends():
+    session = verifier_session(sampling=Sampling(max_tokens=100), context_length=10)
+    assert session.opened().max_tokens == 7
+    session.on_draft(Draft(0, 3, (1,) * 20), 0.0)
+    assert len(session.block()) == 6, "one place is the target's own"
+    commit = verify(session, *(1,) * 7)
+    assert (len(commit.tokens), commit.finish) == (7, FinishReason.LENGTH)
+
+
+def test_drafts_are_judged_accepted_and_followed_by_the_targets_own_token():
+    session = verifier_session()
+    session.on_draft(Draft(0, 3, (1, 2), sent_s=0.25), 0.5)
+    session.on_draft(Draft(0, 5, (3, 4)), 0.5)
+    commit = verify(session, 1, 2, 5)
+    assert commit == Commit(
+        3,
+        (1, 2, 5),
+        2,
+        session.credit,
+        logp=(-1.0,) * 3,
+        timing=Timing(0.0, 0.5),
+        chain=0,
+        judged=4,
+    )
+    assert session.transcript == [3, 1, 2, 1, 2, 5]
+    assert session.block() == ()
+
+
+def test_a_chain_lives_on_where_its_next_draft_equals_the_targets_own_token():
+    session = verifier_session(max_drafts=2)
+    session.on_draft(Draft(0, 3, (1, 2, 3, 4)), 0.0)
+    commit = verify(session, 1, 2, 3)
+    assert (commit.tokens, commit.accepted) == ((1, 2, 3), 2)
+    assert session.block() == (4,)
+    session.on_draft(Draft(0, 7, (5,)), 0.0)
+    assert session.block() == (4, 5)
+
+
+def test_a_chain_that_arrives_after_the_commit_is_compared_with_it():
+    session = verifier_session()
+    verify(session, 4)
+    session.on_draft(Draft(0, 3, (4, 5)), 0.0)
+    assert session.block() == (5,)
+    verify(session, 1)
+    session.on_draft(Draft(0, 5, (2,)), 0.0)
+    assert session.block() == (), "dead by now"
+
+
+@pytest.mark.parametrize("late", [Draft(0, 5, (7,)), Draft(0, 4, (9 - 2,)), Draft(0, 3, (1,)), Draft(0, 9, (1, 2))])
+def test_messages_of_a_dead_or_older_chain_are_ignored(late):
+    session = verifier_session()
+    session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+    verify(session, 5)
+    session.on_draft(late, 0.0)
+    assert session.block() == ()
+    session.on_draft(Draft(1, 4, (3,)), 0.0)
+    session.on_draft(late, 0.0)
+    assert session.block() == (3,)
+
+
+def test_a_newer_chain_replaces_what_waits():
+    session = verifier_session()
+    session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+    session.on_draft(Draft(4, 3, (7,)), 0.0)
+    assert (session.chain, session.block()) == (4, (7,))
+
+
+def test_a_repeated_message_changes_nothing_and_an_overlapping_one_adds_its_end():
+    session = verifier_session()
+    for _ in range(3):
+        session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+    session.on_draft(Draft(0, 4, (2, 3)), 0.0)
+    assert session.block() == (1, 2, 3)
+
+
+def test_a_draft_that_contradicts_its_own_chain_is_refused():
+    session = verifier_session()
+    session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+    with pytest.raises(InvalidArgument) as caught:
+        session.on_draft(Draft(0, 4, (3,)), 0.0)
+    assert caught.value.field == "draft.tokens"
+
+
+@pytest.mark.parametrize(
+    ("draft", "error", "field"),
+    [
+        (Draft(0, 2, (1,)), InvalidArgument, "draft.start"),
+        (Draft(0, 0, (1,), complete=True), InvalidArgument, "draft.start"),
+        (Draft(0, 3, (8,)), UnknownToken, "draft.tokens"),
+        (Draft(0, 3, (1, 2, 3, 4, 5)), ResourceExhausted, "draft.tokens"),
+        (Draft(0, 21, (1, 1, 1, 1)), InvalidArgument, "draft.start"),
+    ],
+)
+def test_drafts_that_no_honest_edge_sends_are_refused_with_the_field_at_fault(draft, error, field):
+    session = verifier_session(max_credit=4, context_length=20)
+    with pytest.raises(error) as caught:
+        session.on_draft(draft, 0.0)
+    assert (type(caught.value), caught.value.field) == (error, field)
+
+
+def test_a_draft_behind_a_hole_is_not_judged_but_ends_the_wait():
+    session = verifier_session(patience=Patience(math.inf, 8))
+    assert session.ready_at(0.01) == math.inf
+    session.on_draft(Draft(0, 5, (1,)), 0.0)
+    assert session.block() == ()
+    assert session.ready_at(0.01) == 0.0
+
+
+def test_what_fills_the_hole_too_late_does_not_start_the_wait_again():
+    session = verifier_session(patience=Patience(math.inf, 8))
+    session.on_draft(Draft(0, 5, (1,), complete=True), 0.0)
+    session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+    assert session.ready_at(0.01) == 0.0, "the last of the chain was lost in the hole; no more will come"
+
+
+def test_an_old_message_that_comes_again_does_not_undo_complete():
+    session = verifier_session(patience=Patience(math.inf, 8))
+    session.on_draft(Draft(0, 3, (1,)), 0.0)
+    session.on_draft(Draft(0, 4, (2,), complete=True), 0.0)
+    session.on_draft(Draft(0, 3, (1,)), 0.0)
+    assert session.ready_at(0.01) == 0.0
+
+
+def test_only_the_first_branch_of_a_tree_is_judged():
+    session = verifier_session()
+    session.on_draft(Draft(0, 3, (1, 2, 5, 6), parents=(-1, 0, 0, 2), q=(0.5, 0.25, 0.125, 1.0)), 0.0)
+    assert session.block() == (1, 2)
+    assert session.block_q() == (0.5, 0.25)
+
+
+def test_probabilities_stay_with_their_drafts_as_these_are_followed():
+    session = verifier_session(max_drafts=2)
+    session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+    session.on_draft(Draft(0, 5, (3, 4), q=(0.5, 0.25)), 0.0)
+    assert all(math.isnan(q) for q in session.block_q())
+    verify(session, 1, 2, 3)
+    assert session.block_q() == (0.25,)
+
+
+def test_the_verifier_waits_for_the_drafts_it_was_told_to_wait_for():
+    session = verifier_session(patience=Patience(0.5, 2), now=1.0)
+    assert session.ready_at(0.01) == 1.5
+    session.on_draft(Draft(0, 3, (1,)), 1.1)
+    assert session.ready_at(0.01) == 1.5
+    session.on_draft(Draft(0, 4, (1,)), 1.2)
+    assert session.ready_at(0.01) == 1.0
+    verify(session, 1, 1, 5, now=2.0)
+    assert session.ready_at(0.01) == 2.5
+
+
+def test_complete_ends_the_wait_until_the_next_commit_only():
+    session = verifier_session(patience=Patience(math.inf, 8))
+    session.on_draft(Draft(0, 3, (), complete=True), 0.0)
+    assert not session.waits_for_drafts
+    verify(session, 1)
+    assert session.waits_for_drafts
+
+
+def test_a_new_chain_is_waited_for_though_the_old_one_was_complete():
+    session = verifier_session(patience=Patience(math.inf, 8))
+    session.on_draft(Draft(0, 3, (1,), complete=True), 0.0)
+    session.on_draft(Draft(1, 3, (2,)), 0.0)
+    assert session.ready_at(0.01) == math.inf
+
+
+def test_the_edges_wish_for_patience_comes_before_the_verifiers():
+    frame = open_frame(patience=Patience(0.25, 3))
+    session = verifier_session(frame=frame, patience=Patience(9.0))
+    assert session.ready_at(0.01) == 0.25
+
+
+def test_the_announced_window_and_the_credit_bound_the_drafts_waited_for():
+    for changes in ({"window": 2}, {"max_drafts": 2}):
+        session = verifier_session(frame=open_frame(patience=Patience(math.inf, 50), **changes))
+        session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+        assert session.ready_at(0.01) == 0.0
+
+
+def test_a_report_that_drafting_has_stopped_ends_all_waiting():
+    session = verifier_session(patience=Patience(math.inf, 8))
+    session.on_report(Report(False))
+    assert session.ready_at(0.01) == 0.0
+    verify(session, 1)
+    assert not session.waits_for_drafts
+
+
+def test_the_balanced_patience_uses_what_the_edge_reports():
+    session = verifier_session()
+    assert session.ready_at(0.03) == 0.0
+    session.on_report(Report(True, drafting_s=0.001, round_trip_s=0.002))
+    assert 0.002 < session.ready_at(0.03) < 1.0
+
+
+def test_cancelling_ends_the_text_with_an_empty_commit():
+    session = verifier_session()
+    commit = session.on_cancel()
+    assert (commit.start, commit.tokens, commit.finish) == (3, (), FinishReason.CANCELLED)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "targets", "wanted"),
+    [
+        (Sampling(max_tokens=9), (1, 0, 2), ((1, 0), 2, FinishReason.EOS)),
+        (Sampling(max_tokens=9, ignore_eos=True), (1, 0, 2), ((1, 0, 2), 2, None)),
+        (Sampling(max_tokens=9, stop_tokens=(1,)), (1, 0, 2), ((1,), 1, FinishReason.STOP_TOKEN)),
+        (Sampling(max_tokens=1, stop_tokens=(1,)), (1, 0, 2), ((1,), 1, FinishReason.STOP_TOKEN)),
+        (Sampling(max_tokens=2, stop_tokens=(0,)), (1, 0, 2), ((1, 0), 2, FinishReason.EOS)),
+        (Sampling(max_tokens=2, ignore_eos=True), (1, 0, 2), ((1, 0), 2, FinishReason.LENGTH)),
+        (Sampling(max_tokens=2, stop_tokens=(0,), ignore_eos=True), (1, 0, 2), ((1, 0), 2, FinishReason.STOP_TOKEN)),
+        (Sampling(max_tokens=9), (4, 0, 2), ((4,), 0, None)),
+        (Sampling(max_tokens=1), (4, 0, 2), ((4,), 0, FinishReason.LENGTH)),
+        (Sampling(max_tokens=9), (0, 0, 2), ((0,), 0, FinishReason.EOS)),
+    ],
+)
+def test_eos_is_settled_before_stop_tokens_and_these_before_the_length(sampling, targets, wanted):
+    assert settle((1, 0), targets, generated=0, sampling=sampling, eos_tokens=frozenset({0})) == wanted
+
+
+def test_settling_needs_one_token_more_than_the_block():
+    with pytest.raises(ValueError, match="one token more"):
+        settle((1,), (1,), generated=0, sampling=Sampling(), eos_tokens=frozenset())
+
+
+# === the edge's half ============================================================================================
+
+
+def edge_session(window=None, credit=16, max_tokens=40, now=0.0, **changes):
+    edge = EdgeSession(open_frame(**changes), window or FixedWindow(8))
+    edge.open_frame(b"", now)
+    edge.on_opened(Opened(edge.generated, credit, max_tokens, "v", 512), now)
+    return edge
+
+
+def draft(edge, *tokens, most=8, now=0.0):
+    """The drafter does the next job and says `tokens`; what is sent."""
+    job = edge.next_job(most)
+    assert job is not None
+    return job, edge.on_drafted(job, tokens, (0.5,) * len(tokens), 0.001, now)
+
+
+def sent(instructions, kind=Draft):
+    return [i.frame for i in instructions if isinstance(i, Send) and isinstance(i.frame, kind)]
+
+
+def test_the_edge_drafts_ahead_of_what_is_verified_in_one_chain():
+    edge = edge_session(FixedWindow(3))
+    job, out = draft(edge, 1, 2)
+    assert (job.truncate_to, job.extend_with, job.count) == (0, (3, 1, 2), 3)
+    assert sent(out) == [Draft(0, 3, (1, 2))]
+    job, out = draft(edge, 4)
+    assert (job.truncate_to, job.extend_with, job.count) == (5, (), 1)
+    assert sent(out) == [Draft(0, 5, (4,), complete=True)]
+    assert edge.next_job(8) is None
+
+
+def test_a_contradicted_chain_is_left_for_a_new_one_and_the_drafter_rewound():
+    edge = edge_session()
+    draft(edge, 1, 2, 4)
+    out = edge.on_commit(Commit(3, (1, 5), 1, 16), 0.1)
+    assert [i for i in out if isinstance(i, Emit)] == [Emit(3, (1, 5), (True, False), ())]
+    job, out = draft(edge, 7)
+    assert (job.truncate_to, job.extend_with) == (4, (5,))
+    assert sent(out) == [Draft(1, 5, (7,))]
+
+
+def test_a_commit_that_agrees_with_the_chain_leaves_it_in_flight():
+    edge = edge_session()
+    draft(edge, 1, 2, 4)
+    edge.on_commit(Commit(3, (1, 2), 1, 16), 0.1)
+    assert edge.in_flight == 1
+    job, out = draft(edge, 7)
+    assert (job.truncate_to, job.extend_with) == (6, ())
+    assert sent(out) == [Draft(0, 6, (7,))]
+
+
+def test_a_job_overtaken_by_commits_sends_only_what_is_still_ahead():
+    edge = edge_session()
+    job = edge.next_job(8)
+    edge.on_commit(Commit(3, (1, 2), 0, 16), 0.1)
+    out = edge.on_drafted(job, (1, 2, 4), (), 0.001, 0.2)
+    assert sent(out) == [Draft(0, 5, (4,), sent_s=0.2)]
+
+
+def test_a_job_contradicted_by_a_commit_sends_nothing_of_it():
+    edge = edge_session()
+    job = edge.next_job(8)
+    edge.on_commit(Commit(3, (1, 2), 0, 16), 0.1)
+    assert sent(edge.on_drafted(job, (1, 7, 4), (), 0.001, 0.2)) == []
+    assert (edge.next_job(8).truncate_to, edge.in_flight) == (4, 0)
+
+
+def test_a_replayed_commit_changes_nothing():
+    edge = edge_session()
+    draft(edge, 1, 2, 4)
+    commit = Commit(3, (1, 2), 1, 16, judged=3)
+    edge.on_commit(commit, 0.1)
+    before = replace(edge.statistics)
+    assert edge.on_commit(replace(commit, credit=3), 0.2) == []
+    assert edge.statistics == before
+    assert edge.transcript == [3, 1, 2, 1, 2]
+    assert edge.allowance() == 7, "the credit of the newest commit holds"
+
+
+def test_a_commit_that_overlaps_what_is_known_emits_the_rest():
+    edge = edge_session()
+    edge.on_commit(Commit(3, (1, 2), 0, 16), 0.1)
+    (emit,) = [i for i in edge.on_commit(Commit(4, (2, 5), 1, 16, (-1.0, -2.0)), 0.2) if isinstance(i, Emit)]
+    assert emit == Emit(5, (5,), (False,), (-2.0,))
+
+
+@pytest.mark.parametrize("commit", [Commit(3, (7,), 0, 16), Commit(4, (1, 5), 0, 16), Commit(2, (2, 1), 0, 16)])
+def test_a_commit_that_contradicts_the_transcript_ends_the_text_with_an_error(commit):
+    edge = edge_session()
+    edge.on_commit(Commit(3, (1, 2), 0, 16), 0.1)
+    (done,) = edge.on_commit(commit, 0.2)
+    assert isinstance(done, Done)
+    assert done.error.field == "commit.tokens"
+
+
+def test_a_lost_commit_makes_the_edge_resume():
+    edge = edge_session()
+    (reopen,) = edge.on_commit(Commit(5, (1,), 0, 16), 0.1)
+    assert isinstance(reopen, Reopen)
+    assert edge.open_frame(b"", 0.2).committed == ()
+
+
+def test_after_reopening_the_unverified_drafts_go_again_as_a_new_chain():
+    edge = edge_session()
+    draft(edge, 1, 2, 4)
+    edge.on_commit(Commit(3, (1,), 1, 16), 0.1)
+    edge.on_disconnected(Unavailable("gone"), 0.2)
+    assert edge.open_frame(b"new", 0.3).committed == (1,)
+    out = edge.on_opened(Opened(1, 16, 40, "other", 512), 0.4)
+    assert sent(out) == [Draft(1, 4, (2, 4), sent_s=0.4)]
+
+
+def test_a_second_opened_is_ignored():
+    edge = edge_session()
+    draft(edge, 1)
+    edge.on_commit(Commit(3, (1, 2), 1, 16), 0.1)
+    assert edge.on_opened(Opened(0, 16, 40, "v", 512), 0.2) == []
+    assert not edge.done
+
+
+def test_a_commit_of_the_lost_stream_that_comes_while_reopening_does_no_harm():
+    edge = edge_session()
+    edge.on_disconnected(Unavailable("gone"), 0.1)
+    assert edge.open_frame(b"new", 0.2).committed == ()
+    edge.on_commit(Commit(3, (1, 2), 0, 16), 0.25)
+    out = edge.on_opened(Opened(0, 16, 40, "other", 512), 0.3)
+    assert not any(isinstance(i, Done | Reopen) for i in out)
+    assert edge.on_commit(Commit(3, (1,), 0, 16), 0.4) == []
+    assert [i.tokens for i in edge.on_commit(Commit(4, (2, 5), 0, 16), 0.5) if isinstance(i, Emit)] == [(5,)]
+
+
+def test_a_verifier_that_took_over_another_text_is_an_error():
+    edge = EdgeSession(open_frame(committed=(1, 2)))
+    edge.open_frame(b"", 0.0)
+    (done,) = edge.on_opened(Opened(1, 16, 40, "v", 512), 0.1)
+    assert done.error.field == "opened.committed"
+
+
+def test_the_drafter_dying_while_the_stream_reopens_is_reported_to_the_next_verifier():
+    edge = edge_session()
+    job = edge.next_job(8)
+    edge.on_disconnected(Unavailable("gone"), 0.1)
+    assert edge.open_frame(b"new", 0.2).drafting
+    assert edge.on_drafter_failed(Internal("dead")) == []
+    out = edge.on_opened(Opened(0, 16, 40, "other", 512), 0.3)
+    assert [report.drafting for report in sent(out, Report)] == [False], "or it waits for drafts for ever"
+    assert job is not None
+    assert edge.next_job(8) is None
+    assert "dead" in edge.statistics.drafter_error
+
+
+def test_a_new_verifier_is_told_what_the_last_one_knew():
+    edge = edge_session(now=0.0)
+    draft(edge, 1)
+    edge.on_commit(Commit(3, (1, 2), 1, 16), 0.1)
+    edge.on_disconnected(Unavailable("gone"), 0.2)
+    edge.open_frame(b"new", 0.3)
+    (report,) = sent(edge.on_opened(Opened(2, 16, 40, "other", 512), 0.31), Report)
+    assert (report.drafting, report.drafting_s) == (True, 0.001)
+
+
+def test_a_report_is_sent_when_what_it_says_has_changed_by_a_quarter():
+    edge = edge_session()
+    draft(edge, 1)
+    assert [r.drafting_s for r in sent(edge.on_commit(Commit(3, (5,), 0, 16), 0.1), Report)] == [0.001]
+    draft(edge, 1)
+    assert sent(edge.on_commit(Commit(4, (5,), 0, 16), 0.2), Report) == []
+
+
+def test_complete_is_said_when_the_drafter_has_nothing_to_say():
+    edge = edge_session()
+    _, out = draft(edge)
+    assert sent(out) == [Draft(0, 3, (), complete=True)]
+    assert edge.next_job(8) is None
+    edge.on_commit(Commit(3, (5,), 0, 16), 0.1)
+    assert edge.next_job(8) is not None, "it is asked again after the next commit"
+
+
+def test_complete_is_said_when_the_window_is_full_or_shut():
+    edge = EdgeSession(open_frame(), FixedWindow(0))
+    edge.open_frame(b"", 0.0)
+    assert sent(edge.on_opened(Opened(0, 16, 40, "v", 512), 0.0)) == [Draft(0, 3, (), complete=True)]
+    edge = edge_session(FixedWindow(2))
+    _, out = draft(edge, 1, 2)
+    assert sent(out)[0].complete
+
+
+def test_no_draft_is_made_where_the_text_has_no_room_for_it():
+    edge = edge_session(max_tokens=3)
+    assert edge.next_job(8).count == 2, "the last token is the target's own"
+
+
+def test_credit_that_shrank_while_a_job_ran_is_respected():
+    edge = edge_session(credit=8)
+    job = edge.next_job(8)
+    edge.on_commit(Commit(3, (1,), 0, 2), 0.1)
+    (frame,) = sent(edge.on_drafted(job, (1, 2, 4, 5, 6), (), 0.001, 0.2))
+    assert (frame.start, frame.tokens, frame.complete) == (4, (2, 4), True)
+    edge.on_commit(Commit(4, (2, 4), 2, 8), 0.3)
+    assert edge.next_job(8).truncate_to == 6, "what was not sent is forgotten by the drafter too"
+
+
+def test_a_reopened_verifier_with_less_credit_gets_a_fresh_chain():
+    edge = edge_session(credit=8)
+    draft(edge, 1, 2, 4)
+    edge.on_disconnected(Unavailable("gone"), 0.1)
+    edge.open_frame(b"", 0.2)
+    edge.on_opened(Opened(0, 2, 40, "other", 512), 0.3)
+    assert edge.in_flight == 0
+    job, out = draft(edge, 1, 2)
+    assert (job.truncate_to, job.extend_with, job.count) == (3, (), 2)
+    assert sent(out)[0].tokens == (1, 2)
+
+
+def test_probabilities_are_sent_only_where_asked_for():
+    assert sent(draft(edge_session(), 1)[1])[0].q == ()
+    edge = EdgeSession(open_frame(), FixedWindow(4), send_q=True)
+    edge.open_frame(b"", 0.0)
+    edge.on_opened(Opened(0, 16, 40, "v", 512), 0.0)
+    assert sent(draft(edge, 1, 2)[1])[0].q == (0.5, 0.5)
+
+
+def test_backoff_doubles_to_its_limit_and_is_forgotten_after_a_commit():
+    edge = EdgeSession(open_frame(), retry=RetryRules(0.1, 0.3, 100.0))
+    waits = [edge.on_disconnected(Unavailable("no"), float(n))[0].after_s for n in range(4)]
+    assert waits == [0.1, 0.2, 0.3, 0.3]
+    assert edge.on_disconnected(Unavailable("no", retry_after_s=7.0), 5.0)[0].after_s == 7.0
+    edge.open_frame(b"", 6.0)
+    edge.on_opened(Opened(0, 16, 40, "v", 512), 6.0)
+    edge.on_commit(Commit(3, (1,), 0, 16), 6.1)
+    assert edge.on_disconnected(Unavailable("no"), 7.0)[0].after_s == 0.1
+
+
+def test_an_edge_that_never_gives_up_can_retry_for_days():
+    edge = EdgeSession(open_frame(), retry=RetryRules(0.05, 2.0, math.inf))
+    for n in range(3000):
+        (reopen,) = edge.on_disconnected(Unavailable("no"), 2.0 * n)
+    assert reopen.after_s == 2.0
+
+
+def test_the_edge_gives_up_after_the_time_that_it_was_given():
+    edge = EdgeSession(open_frame(), retry=RetryRules(give_up_s=60.0))
+    edge.on_disconnected(Unavailable("no"), 10.0)
+    assert isinstance(edge.on_disconnected(Unavailable("no"), 70.0)[0], Reopen)
+    (done,) = edge.on_disconnected(Unavailable("no"), 70.1)
+    assert isinstance(done.error, Unavailable)
+    assert edge.on_disconnected(Unavailable("no"), 71.0) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "heals"),
+    [
+        (Unavailable("x"), True),
+        (LeaseExpired("x"), True),
+        (ResourceExhausted("x", retry_after_s=1.0), True),
+        (ResourceExhausted("x"), False),
+        (InvalidArgument("x"), False),
+        (Unauthenticated("x"), False),
+        (TokenizerMismatch("x"), False),
+        (DataLoss("x"), False),
+    ],
+)
+def test_only_errors_that_another_stream_can_heal_are_retried(error, heals):
+    (instruction,) = EdgeSession(open_frame()).on_disconnected(error, 0.0)
+    assert isinstance(instruction, Reopen) is heals
+    assert heals or instruction.error is error
+
+
+def test_goaway_resumes_elsewhere():
+    edge = edge_session()
+    (reopen,) = edge.on_goaway(Goaway("drains", 0.75), 0.1)
+    assert reopen.after_s == 0.75
+    assert edge.next_job(8) is None, "nothing is drafted while no stream is open"
+
+
+def test_cancelling_tells_the_verifier_and_ends_at_once():
+    edge = edge_session()
+    assert edge.on_cancel(FinishReason.STOP_STRING) == [Send(Cancel("stop_string")), Done(FinishReason.STOP_STRING)]
+    assert edge.on_cancel() == []
+    assert edge.on_commit(Commit(3, (1,), 0, 16), 0.1) == []
+
+
+def test_the_last_commit_ends_the_text_with_its_reason():
+    edge = edge_session()
+    assert edge.on_commit(Commit(3, (1, 0), 0, 16, finish=FinishReason.EOS), 0.1) == [
+        Emit(3, (1, 0), (False, False), ()),
+        Done(FinishReason.EOS),
+    ]
+    assert edge.done
+
+
+def test_one_job_runs_at_a_time():
+    edge = edge_session()
+    assert edge.next_job(4) is not None
+    assert edge.next_job(4) is None
+
+
+# === policies ===================================================================================================
+
+
+def test_the_survival_window_grows_with_acceptance_and_round_trip_and_shrinks_with_drafting_time():
+    limit = SurvivalWindow(64).limit
+    usual = EdgeView(0.8, 0.002, 0.03, 0.03)
+    assert limit(replace(usual, step_s=0.0)) == 8
+    assert limit(replace(usual, acceptance=0.95)) > limit(usual) > limit(replace(usual, acceptance=0.4))
+    assert limit(replace(usual, round_trip_s=0.3)) == limit(usual) + 9
+    assert limit(replace(usual, drafting_s=0.02)) < limit(usual)
+    assert limit(replace(usual, round_trip_s=99.0)) == 64
+    assert limit(EdgeView(0.02, 5.0, 0.001, 0.0)) == 1
+
+
+def test_balanced_patience_maximises_tokens_per_second():
+    view = VerifierView(0.8, 0.002, 0.03, 0.002, 16)
+    rates = {0: 1 / 0.03} | {
+        n: sum(0.8**i for i in range(n + 1)) / (0.002 + n * 0.002 + 0.03) for n in range(1, 17)
+    }
+    best = max(rates, key=lambda n: rates[n])
+    patience = balanced_patience(view)
+    assert patience.drafts == best
+    assert patience.seconds == pytest.approx(2 * (0.002 + 0.002 * best))
+    assert balanced_patience(replace(view, round_trip_s=1.0)) == Patience(0.0)
+    assert balanced_patience(replace(view, step_s=0.0)) == Patience(0.0)
+    assert balanced_patience(replace(view, drafting_s=0.0)) == Patience(0.0)
