@@ -112,7 +112,7 @@ def commits(draw):
 
 cloud_frames = (
     commits()
-    | st.builds(t.Opened, counts, counts, counts, words, counts, st.booleans())
+    | st.builds(t.Opened, counts, counts, counts, words, counts, st.booleans(), counts)
     | st.builds(t.Goaway, words, doubles)
 )
 files = st.builds(t.RemoteFile, st.from_regex(r"[a-z0-9_][a-z0-9_.]{0,20}", fullmatch=True), hashes, big_counts)
@@ -335,6 +335,22 @@ def test_a_frame_of_the_edge_that_means_nothing_names_its_field(data, field):
 def test_a_frame_of_the_cloud_that_means_nothing_names_its_field(wire, field):
     with pytest.raises(InvalidArgument) as caught:
         codec.decode_cloud_frame(wire.SerializeToString())
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("frame", "field"),
+    [
+        (t.Draft(0, 0, (1,) * 21), "draft.tokens"),
+        (t.Open("m", "ab" * 32, (1,) * 21, t.Sampling(), "s"), "open.prompt"),
+        (t.Open("m", "ab" * 32, (1,), t.Sampling(allowed_tokens=tuple(range(21))), "s"), "sampling.allowed_tokens"),
+    ],
+)
+def test_a_list_longer_than_can_make_sense_is_refused(frame, field):
+    data = codec.encode_edge_frame(frame)
+    assert codec.decode_edge_frame(data, 21) == frame
+    with pytest.raises(InvalidArgument) as caught:
+        codec.decode_edge_frame(data, 10)
     assert caught.value.field == field
 
 

@@ -23,7 +23,15 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.policy import EdgeView, FixedWindow, SurvivalWindow, VerifierView, balanced_patience
+from outrider.proto.policy import (
+    EdgeView,
+    FixedWindow,
+    StepCost,
+    SurvivalWindow,
+    VerifierView,
+    balanced_patience,
+    best_block,
+)
 from outrider.proto.session import (
     Done,
     EdgeSession,
@@ -403,16 +411,16 @@ def test_only_the_first_branch_of_a_tree_is_judged():
     session = verifier_session()
     session.on_draft(Draft(0, 3, (1, 2, 5, 6), parents=(-1, 0, 0, 2), q=(0.5, 0.25, 0.125, 1.0)), 0.0)
     assert session.block() == (1, 2)
-    assert session.block_q() == (0.5, 0.25)
+    assert session.q_of(session.block()) == (0.5, 0.25)
 
 
 def test_probabilities_stay_with_their_drafts_as_these_are_followed():
     session = verifier_session(max_drafts=2)
     session.on_draft(Draft(0, 3, (1, 2)), 0.0)
     session.on_draft(Draft(0, 5, (3, 4), q=(0.5, 0.25)), 0.0)
-    assert all(math.isnan(q) for q in session.block_q())
+    assert all(math.isnan(q) for q in session.q_of(session.block()))
     verify(session, 1, 2, 3)
-    assert session.block_q() == (0.25,)
+    assert session.q_of(session.block()) == (0.25,)
 
 
 def test_the_verifier_waits_for_the_drafts_it_was_told_to_wait_for():
@@ -791,6 +799,17 @@ def test_the_last_commit_ends_the_text_with_its_reason():
     assert edge.done
 
 
+@pytest.mark.parametrize("token", [8, -1])
+def test_a_drafter_that_proposes_what_the_target_does_not_have_is_given_up(token):
+    edge = EdgeSession(open_frame(), FixedWindow(8))
+    edge.open_frame(b"", 0.0)
+    edge.on_opened(Opened(0, 16, 40, "v", 512, vocab_size=8), 0.0)
+    _, out = draft(edge, 1, token)
+    assert [report.drafting for report in sent(out, Report)] == [False]
+    assert sent(out) == []
+    assert edge.next_job(8) is None
+
+
 def test_one_job_runs_at_a_time():
     edge = edge_session()
     assert edge.next_job(4) is not None
@@ -812,9 +831,9 @@ def test_the_survival_window_grows_with_acceptance_and_round_trip_and_shrinks_wi
 
 
 def test_balanced_patience_maximises_tokens_per_second():
-    view = VerifierView(0.8, 0.002, 0.03, 0.002, 16)
-    rates = {0: 1 / 0.03} | {
-        n: sum(0.8**i for i in range(n + 1)) / (0.002 + n * 0.002 + 0.03) for n in range(1, 17)
+    view = VerifierView(0.8, step_s=0.03, row_s=0.001, drafting_s=0.002, round_trip_s=0.002, most_drafts=16)
+    rates = {0: 1 / 0.031} | {
+        n: sum(0.8**i for i in range(n + 1)) / (0.002 + n * 0.002 + 0.03 + 0.001 * (n + 1)) for n in range(1, 17)
     }
     best = max(rates, key=lambda n: rates[n])
     patience = balanced_patience(view)
@@ -823,3 +842,34 @@ def test_balanced_patience_maximises_tokens_per_second():
     assert balanced_patience(replace(view, round_trip_s=1.0)) == Patience(0.0)
     assert balanced_patience(replace(view, step_s=0.0)) == Patience(0.0)
     assert balanced_patience(replace(view, drafting_s=0.0)) == Patience(0.0)
+
+
+def test_the_cost_of_a_step_is_found_from_steps_of_different_sizes():
+    cost = StepCost()
+    assert (cost.base, cost.slope) == (0.0, 0.0)
+    cost.add(1, 0.021)
+    assert (cost.base, cost.slope) == (pytest.approx(0.021), 0.0)
+    for rows in (1, 5, 9, 17, 3) * 20:
+        cost.add(rows, 0.02 + 0.001 * rows)
+    assert cost.base == pytest.approx(0.02)
+    assert cost.slope == pytest.approx(0.001)
+    for rows in (1, 5, 9, 17, 3) * 100:  # the machine has become slower
+        cost.add(rows, 0.05 + 0.002 * rows)
+    assert cost.base == pytest.approx(0.05, rel=0.01)
+    assert cost.slope == pytest.approx(0.002, rel=0.01)
+
+
+def test_no_more_drafts_are_judged_than_pay():
+    free = VerifierView(0.7, step_s=0.02, row_s=0.0, drafting_s=0.001, round_trip_s=0.0, most_drafts=16)
+    assert best_block(free) == 16
+    dear = replace(free, row_s=0.002)
+    assert 1 < best_block(dear) < 8
+    assert best_block(replace(dear, acceptance=0.95)) > best_block(dear)
+    assert best_block(replace(free, row_s=0.02, acceptance=0.3)) == 0
+    assert best_block(replace(free, step_s=0.0, row_s=0.5)) == 16
+
+    session = verifier_session()
+    session.on_draft(Draft(0, 3, (1, 2, 3, 4, 5, 6, 7, 8)), 0.0)
+    assert len(session.block()) == 8
+    assert 0 < len(session.block(step_s=0.02, row_s=0.002)) < 8
+    assert session.block(step_s=0.001, row_s=0.1) == ()

@@ -14,13 +14,14 @@ from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Judged, Sampler
 from outrider.cloud.target import Rows, Target
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
-from outrider.proto.policy import Smoothed
+from outrider.proto.policy import Smoothed, StepCost
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Cancel, CloudFrame, Draft, EdgeFrame, Goaway, Open, Report
 
 IDLE_S = 0.5
 MOST_UNREAD = 64
 ALONE_PREFILL_ROWS = 512
+MOST_ROWS_IN_COST = 128  # beyond them a step is a prefill, whose rows cost otherwise
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Engine:
         self._stopping = False
         self._draining = False
         self._step_s = Smoothed()
+        self._cost = StepCost()
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     # --- from any thread ---
@@ -162,6 +164,9 @@ class Engine:
         judging = [(turn.seat, turn.judged) for turn in turns if turn.judged is not None]
         sampled = self._sampler.sample(logits, [judged for _, judged in judging]) if judging else []
         verify_s = time.monotonic() - began
+        rows = sum(len(turn.rows.tokens) for turn in turns)
+        if rows <= MOST_ROWS_IN_COST:
+            self._cost.add(rows, verify_s)
         if len(judging) == len(turns):
             self._step_s.add(verify_s)
         for (seat, judged), result in zip(judging, sampled, strict=True):
@@ -193,12 +198,16 @@ class Engine:
         session = seat.session
         if session.finish is not None or seat.outbox.unread() > MOST_UNREAD:
             return False
-        return session.ready_at(self.step_s) <= now
+        return session.ready_at(*self._step_cost()) <= now
+
+    def _step_cost(self) -> tuple[float, float]:
+        """A session's share of the base of a step, and the cost of a row, seconds."""
+        return self._cost.base / max(1, len(self._seats)), self._cost.slope
 
     def _decode_turn(self, seat: _Seat) -> _Turn:
         session = seat.session
-        block = session.block()
-        judged = Judged(session.sampling, session.transcript, session.prompt_length, block, session.block_q())
+        block = session.block(*self._step_cost())
+        judged = Judged(session.sampling, session.transcript, session.prompt_length, block, session.q_of(block))
         tokens = (*session.transcript[seat.cache.length :], *block)
         return _Turn(seat, Rows(seat.cache, tokens, len(block) + 1), judged)
 
@@ -234,7 +243,7 @@ class Engine:
             elif seat.behind > 1:
                 return 0.0
             else:
-                wait = min(wait, seat.session.ready_at(self.step_s) - now)
+                wait = min(wait, seat.session.ready_at(*self._step_cost()) - now)
         return max(0.0, wait)
 
     def _admit(self, key: int, frame: Open, outbox: Outbox) -> None:

@@ -104,32 +104,85 @@ class SurvivalWindow:
         return max(1, min(self.most, math.ceil(worthwhile + overtaken)))
 
 
+@dataclass(slots=True)
+class StepCost:
+    """Seconds of a target step as base + slope * rows, by least squares over steps that fade with age.
+
+    On a GPU the slope is near 0 up to hundreds of rows; on a CPU in float32 a few rows can cost as much as the base.
+    """
+
+    weight: float = 0.0
+    rows: float = 0.0
+    seconds: float = 0.0
+    rows_squared: float = 0.0
+    rows_by_seconds: float = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        """One step of `rows` rows took `seconds`."""
+        fade = 1 - 1 / 64
+        self.weight = self.weight * fade + 1
+        self.rows = self.rows * fade + rows
+        self.seconds = self.seconds * fade + seconds
+        self.rows_squared = self.rows_squared * fade + rows * rows
+        self.rows_by_seconds = self.rows_by_seconds * fade + rows * seconds
+
+    @property
+    def slope(self) -> float:
+        """Seconds a row; 0 while all steps had the same number of rows."""
+        spread = self.weight * self.rows_squared - self.rows**2
+        if spread <= 1e-6 * self.weight**2:
+            return 0.0
+        return max(0.0, (self.weight * self.rows_by_seconds - self.rows * self.seconds) / spread)
+
+    @property
+    def base(self) -> float:
+        """Seconds of a step beside its rows; 0 before the first step."""
+        if not self.weight:
+            return 0.0
+        return max(0.1 * self.seconds, self.seconds - self.slope * self.rows) / self.weight
+
+
 @dataclass(frozen=True, slots=True)
 class VerifierView:
-    """What the verifier knows of a session when it asks how long to wait. Seconds; 0: not measured yet."""
+    """What the verifier knows of a session when it plans a step. Seconds; 0: not measured yet.
+
+    `step_s` and `row_s` are the session's share of a step's base, and the cost of one row.
+    """
 
     acceptance: float
-    drafting_s: float
     step_s: float
+    row_s: float
+    drafting_s: float
     round_trip_s: float
     most_drafts: int
+
+    def rate(self, drafts: int, wait_s: float) -> float:
+        """Tokens a second of steps with so many drafts, each after `wait_s`.
+
+        A step commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al. 2023, equation 1).
+        """
+        expected = (1 - self.acceptance ** (drafts + 1)) / (1 - self.acceptance)
+        return expected / (wait_s + self.step_s + self.row_s * (drafts + 1))
+
+
+def best_block(view: VerifierView) -> int:
+    """How many of the drafts at hand to judge in one step, so that tokens come fastest."""
+    if not view.step_s:
+        return view.most_drafts
+    return max(range(view.most_drafts + 1), key=lambda drafts: view.rate(drafts, 0.0))
 
 
 def balanced_patience(view: VerifierView) -> Patience:
     """Wait for as many drafts as make tokens come fastest, or not at all (run-ahead).
 
-    With n drafts a step takes R + n tau + T and commits (1 - a^(n+1)) / (1 - a) tokens on average (Leviathan et al.
-    2023, equation 1); without waiting it takes T and commits at least one. The wait is bounded by twice the time in
-    which the drafts should have come, so that a slow or silent edge costs little.
+    The first draft comes a round trip after the last commit, each further one a drafting time later. The wait is
+    bounded by twice the time in which the drafts should have come, so that a slow or silent edge costs little.
     """
-    if not (view.step_s and view.drafting_s) or view.most_drafts < 1:
+    if not (view.step_s and view.drafting_s):
         return Patience(0.0)
-    best_rate, best = 1.0 / view.step_s, Patience(0.0)
-    expected = 1.0
-    for drafts in range(1, view.most_drafts + 1):
-        expected += view.acceptance**drafts
-        wait_s = view.round_trip_s + drafts * view.drafting_s
-        rate = expected / (wait_s + view.step_s)
-        if rate > best_rate:
-            best_rate, best = rate, Patience(2 * wait_s, drafts)
-    return best
+
+    def wait_s(drafts: int) -> float:
+        return view.round_trip_s + drafts * view.drafting_s if drafts else 0.0
+
+    best = max(range(view.most_drafts + 1), key=lambda drafts: view.rate(drafts, wait_s(drafts)))
+    return Patience(2 * wait_s(best), max(1, best))

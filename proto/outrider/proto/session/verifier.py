@@ -17,6 +17,7 @@ from outrider.proto.policy import (
     Acceptance,
     VerifierView,
     balanced_patience,
+    best_block,
 )
 from outrider.proto.session.settle import settle
 from outrider.proto.types import (
@@ -126,41 +127,44 @@ class VerifierSession:
         """Whether more drafts of the chain may come before the next commit."""
         return self._drafting and not self._complete
 
-    def block(self) -> tuple[int, ...]:
-        """[k] drafts to judge in a step now: no more than allowed, nor than the text has room for."""
-        return tuple(self._drafts[: max(0, self._most_useful())])
+    def block(self, step_s: float = 0.0, row_s: float = 0.0) -> tuple[int, ...]:
+        """[k] drafts to judge in a step now: no more than pay, are allowed, or the text has room for.
 
-    def block_q(self) -> tuple[float, ...]:
+        Args:
+            step_s: this session's share of what a step costs beside its rows, seconds; 0: not known, judge all.
+            row_s: what a row costs, seconds.
+        """
+        worthwhile = best_block(self._view(step_s, row_s))
+        return tuple(self._drafts[: max(0, min(worthwhile, self._most_useful()))])
+
+    def q_of(self, block: tuple[int, ...]) -> tuple[float, ...]:
         """[k] the drafter's probability of each draft in `block`, NaN where it was not sent."""
-        return tuple(self._q[: max(0, self._most_useful())])
+        return tuple(self._q[: len(block)])
 
     def _most_useful(self) -> int:
         return min(self._max_drafts, self.sampling.max_tokens - self.generated - 1)
 
-    def ready_at(self, step_s: float) -> float:
+    def ready_at(self, step_s: float, row_s: float = 0.0) -> float:
         """When the next step should begin at the latest, on the clock of `now`; infinite: at the next event.
 
         Args:
-            step_s: what a target step takes at present, seconds.
+            step_s: as of `block`.
+            row_s: as of `block`.
         """
-        patience = self._patience(step_s)
+        patience = self._wish or self._rules.patience or balanced_patience(self._view(step_s, row_s))
         enough = min(patience.drafts, self._most_useful(), self._window, self.credit)
         if not self.waits_for_drafts or len(self._drafts) >= enough:
             return self._ready_since
         return self._ready_since + patience.seconds
 
-    def _patience(self, step_s: float) -> Patience:
-        chosen = self._wish or self._rules.patience
-        if chosen is not None:
-            return chosen
-        return balanced_patience(
-            VerifierView(
-                acceptance=self._acceptance.rate,
-                drafting_s=self._report.drafting_s,
-                step_s=step_s,
-                round_trip_s=0.0 if self._drafts else self._report.round_trip_s,
-                most_drafts=self._max_drafts,
-            )
+    def _view(self, step_s: float, row_s: float) -> VerifierView:
+        return VerifierView(
+            acceptance=self._acceptance.rate,
+            step_s=step_s,
+            row_s=row_s,
+            drafting_s=self._report.drafting_s,
+            round_trip_s=0.0 if self._drafts else self._report.round_trip_s,
+            most_drafts=self._max_drafts,
         )
 
     # --- events ---
