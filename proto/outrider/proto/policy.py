@@ -166,10 +166,13 @@ class VerifierView:
 
 
 def best_block(view: VerifierView) -> int:
-    """How many of the drafts at hand to judge in one step, so that tokens come fastest."""
+    """How many of the drafts at hand to judge in one step, so that tokens come fastest.
+
+    One is always judged: acceptance that is never put to the question could never be seen to have risen.
+    """
     if not view.step_s:
         return view.most_drafts
-    return max(range(view.most_drafts + 1), key=lambda drafts: view.rate(drafts, 0.0))
+    return max(range(1, view.most_drafts + 1), key=lambda drafts: view.rate(drafts, 0.0))
 
 
 def balanced_patience(view: VerifierView) -> Patience:
