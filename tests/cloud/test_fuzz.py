@@ -124,7 +124,8 @@ def random_draft(rng):
 def random_frames(rng, server):
     """The bytes of one hostile stream."""
     patience = rng.choice([None, Patience(0.0), Patience(0.01, 3)])
-    opening = codec.encode_edge_frame(honest_open(server, 99, session=f"hostile-{rng.random()}".replace(".", "-"), patience=patience))
+    name = f"hostile-{rng.randrange(1 << 60)}"
+    opening = codec.encode_edge_frame(honest_open(server, 99, session=name, patience=patience))
     kind = rng.random()
     if kind < 0.2:
         return [rng.randbytes(rng.randrange(60))]

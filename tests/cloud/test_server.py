@@ -552,24 +552,54 @@ def test_a_long_prompt_does_not_stall_a_session_that_decodes(folder):
     assert chunked == run(folder, alone)
 
 
-def test_a_step_that_fails_ends_its_sessions_with_internal_and_not_the_verifier(folder, expected):
+def failing(target, times):
+    """Makes the next `times` steps of `target` fail."""
+    right, left = target.forward, iter(range(times))
+
+    def forward(batch):
+        if next(left, None) is None:
+            return right(batch)
+        raise RuntimeError("no memory")
+
+    target.forward = forward
+
+
+@pytest.mark.parametrize(("times", "kind"), [(1, "NoneType"), (2, "Internal")])
+def test_a_step_that_fails_is_tried_again_and_then_ends_its_session_but_not_the_verifier(times, kind, folder, expected):
     async def scenario(bench):
-        target = bench.server._engine._target
-        right = target.forward
-
-        def broken(batch):
-            target.forward = right
-            raise RuntimeError("no memory")
-
         stream = bench.stream()
         await stream.send(waiting(bench))
         await stream.opened()
-        target.forward = broken
+        failing(bench.server._engine._target, times)
         await stream.send(Report(False))
         error = await stream.error()
-        assert (type(error).__name__, str(error)) == ("Internal", "the step failed: RuntimeError")
+        assert type(error).__name__ == kind
+        assert error is None or str(error) == "the step failed: RuntimeError"
         assert await bench.text() == (expected, FinishReason.LENGTH)
         await bench.until(lambda: bench.server.status().sessions == 0)
+
+    run(folder, scenario)
+
+
+def test_a_step_that_failed_once_changes_no_text(folder, expected):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(waiting(bench), Draft(0, START, expected[:4]))
+        await stream.opened()
+        failing(bench.server._engine._target, 1)
+        await stream.send(Report(False))
+        assert await stream.rest() == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario)
+
+
+def test_reopening_a_session_ends_its_forgotten_stream(folder, expected):
+    async def scenario(bench):
+        old = bench.stream()
+        await old.send(waiting(bench))
+        await old.opened()
+        assert await bench.text(committed=expected[:3]) == (expected[3:], FinishReason.LENGTH)
+        assert isinstance(await old.error(), Unavailable)
 
     run(folder, scenario)
 

@@ -262,6 +262,13 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     assert caught.value.field == "target"
 
 
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}])
+def test_positions_that_depend_on_what_shares_a_step_are_refused(rope, tmp_path):
+    save_model(tmp_path, "llama", rope_parameters=rope)
+    with pytest.raises(ModelRefused, match="shares a step"):
+        load(tmp_path)
+
+
 def test_an_architecture_that_ignores_the_cache_is_refused(folders, monkeypatch):
     target = load(folders("llama")[0])
     right = target._run
