@@ -201,8 +201,7 @@ def without_drafts(sampling, seeds, sampler=None):
 def all_strategies(length=LENGTH):
     """Every block of useful length at every step."""
     blocks = [
-        [b for n in range(length - step) for b in itertools.product(range(VOCAB), repeat=n)]
-        for step in range(length)
+        [b for n in range(length - step) for b in itertools.product(range(VOCAB), repeat=n)] for step in range(length)
     ]
     return [fixed_drafts(*choice) for choice in itertools.product(*blocks)]
 
@@ -357,9 +356,7 @@ def law_under_settle(strategy, sampling, eos):
                 chance *= p_after(text + block[:j])[token]
             if not chance:
                 continue
-            tokens, accepted, finish = settle(
-                block, draws, generated=len(text), sampling=sampling, eos_tokens=eos
-            )
+            tokens, accepted, finish = settle(block, draws, generated=len(text), sampling=sampling, eos_tokens=eos)
             assert tokens[:accepted] == block[:accepted]
             if finish is None:
                 todo.append((text + tokens, chance, step + 1))
@@ -431,8 +428,11 @@ class FreshNoise(Sampler):
     """The noise of a row depends on the drafts before it: exact in distribution, but not the same text."""
 
     def _choose(self, scores, sessions):
-        keys = [(j.sampling.seed, row_key(len(j.transcript) + i, len(j.block)) >> 1) for j in sessions
-                for i in range(j.rows)]
+        keys = [
+            (j.sampling.seed, row_key(len(j.transcript) + i, len(j.block)) >> 1)
+            for j in sessions
+            for i in range(j.rows)
+        ]
         return self._coupled_argmax(scores, self._noise.row_keys([s for s, _ in keys], [p for _, p in keys]))
 
 
