@@ -372,14 +372,13 @@ def test_a_text_that_fills_a_cache_of_the_size_of_the_context_is_served(folder):
 
 def test_drafts_up_to_the_end_of_the_context_stay_inside_the_reserved_pages(folder):
     async def scenario(bench):
-        plain, _ = await bench.text(sampling=Sampling(max_tokens=1000, ignore_eos=True))
-        stream = bench.stream()
         sampling = Sampling(max_tokens=1000, ignore_eos=True)
-        await stream.send(waiting(bench, sampling=sampling), Draft(0, START, (*plain, 5, 5), complete=True))
+        plain, _ = await bench.text(sampling=sampling)
+        stream = bench.stream()
+        patience = Patience(5.0, 1)
+        await stream.send(bench.open(sampling=sampling, patience=patience), Draft(0, START, (*plain, 5, 5)))
         await stream.opened()
-        assert (await stream.receive()).tokens == plain[:17]
-        await stream.send(Report(False))
-        assert (await stream.rest())[0] == plain[17:]
+        assert await stream.rest() == (plain, FinishReason.LENGTH)
 
     run(folder, scenario, kv_tokens=32, page_size=16)
 

@@ -321,7 +321,7 @@ class Simulation:
         ready = session.ready_at(self._step_s)
         if ready <= self.now:
             stream.busy = True
-            block = session.block()
+            block = session.block(self._step_s, self._step_s / 20)
             before = tuple(session.transcript)
             self._at(self.now + self._step_s, lambda: self._stepped(stream, before, block))
         elif ready < math.inf:
