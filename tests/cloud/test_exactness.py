@@ -145,7 +145,8 @@ class Texts:
             for i in running:
                 self._hand_over_drafts(sessions[i], adversaries[i](seeds[i], step, sessions[i].transcript), step)
                 s = sessions[i]
-                judged.append(Judged(s.sampling, s.transcript, s.prompt_length, s.block(), s.block_q()))
+                block = s.block()
+                judged.append(Judged(s.sampling, s.transcript, s.prompt_length, block, s.q_of(block)))
             rows = [logits_after((*j.transcript, *j.block[:k])) for j in judged for k in range(j.rows)]
             sampled = self.sampler.sample(torch.tensor(rows, dtype=torch.float32), judged)
             for i, j, result in zip(list(running), judged, sampled, strict=True):

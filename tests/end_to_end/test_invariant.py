@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from outrider.edge.drafters import NgramDrafter
 from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter
 from outrider.proto.types import Patience
 
-GREEDY = Sampling(max_tokens=48)
-SAMPLED = Sampling(max_tokens=48, temperature=1.0, seed=20260)
+GREEDY = Sampling(max_tokens=32)
+SAMPLED = Sampling(max_tokens=32, temperature=1.0, seed=20260)
 PROCESSED = Sampling(
-    max_tokens=48,
+    max_tokens=32,
     temperature=0.9,
     seed=7,
     top_k=50,
@@ -62,7 +63,7 @@ def test_the_text_is_the_same_with_drafts_off_and_with_every_drafter(serving, ed
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, prompts, sampling) -> None:
     async def main() -> None:
-        chosen = prompts(1)[:2]
+        chosen = prompts(1)[:1]
         patiences = [Patience(0.0), Patience(0.02, 4), Patience(math.inf, 3), None]
         async with serving() as address:
             async with edge(address, drafter="none") as client:
@@ -82,10 +83,10 @@ def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, promp
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(serving, edge, prompts, sampling) -> None:
     async def main() -> None:
-        chosen = prompts(4)
+        chosen, short = prompts(4), replace(sampling, max_tokens=20)
         async with serving() as address, edge(address, drafter="general") as client:
-            alone = await texts(client, chosen, sampling)
-            together = await asyncio.gather(*(client.complete(prompt.text, sampling) for prompt in chosen))
+            alone = await texts(client, chosen, short)
+            together = await asyncio.gather(*(client.complete(prompt.text, short) for prompt in chosen))
         assert [completion.tokens for completion in together] == alone
         assert any(completion.statistics.accepted for completion in together)
 
@@ -97,7 +98,7 @@ def test_the_text_survives_streams_cut_at_random_points(serving, edge, relay, pr
     """Two verifiers behind relays; every few commits all streams break, and the edge goes on at the other one."""
 
     async def main() -> None:
-        chosen, dice = prompts(1), random.Random(5)
+        chosen, dice = prompts(1)[:2], random.Random(5)
         async with serving(name="a") as first, serving(name="b") as second:
             async with edge(first, drafter="none") as client:
                 expected = await texts(client, chosen, sampling)

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from outrider.proto import errors
-from outrider.proto.errors import DETAIL_KEY, OutriderError, from_rpc_error, to_status
+from outrider.proto.errors import DETAIL_KEY, NotFound, OutriderError, from_rpc_error, to_status
 
 KINDS = sorted(
     (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OutriderError)),
@@ -70,3 +70,9 @@ def test_status_codes_are_the_documented_ones():
     assert codes["TokenizerMismatch"] == codes["UnsupportedProtocol"] == codes["ModelRefused"] == "FAILED_PRECONDITION"
     assert codes["LeaseExpired"] == "UNAUTHENTICATED"
     assert codes["Internal"] == codes["OutriderError"] == "INTERNAL"
+
+
+def test_a_detail_that_was_damaged_on_the_way_leaves_the_status():
+    metadata = grpc.aio.Metadata((DETAIL_KEY, b"\xff\xff\xff"))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), metadata, details="gone")
+    assert type(from_rpc_error(error)) is NotFound

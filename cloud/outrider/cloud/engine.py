@@ -150,7 +150,7 @@ class Engine:
             return
         except Exception:  # whatever torch raises, memory that is short among it
             log.exception("a step of %d sessions failed; trying each alone", len(turns))
-        for seat in [turn.seat for turn in turns]:
+        for seat in [turn.seat for turn in turns if turn.seat.session.finish is None]:
             seat.cache.truncate(min(seat.cache.length, len(seat.session.transcript) - 1))
             try:
                 self._step([self._prefill_turn(seat, self._config.prefill_chunk)])
@@ -247,9 +247,6 @@ class Engine:
         return max(0.0, wait)
 
     def _admit(self, key: int, frame: Open, outbox: Outbox) -> None:
-        for other in [seat for seat in self._seats.values() if seat.session.id == frame.session]:
-            # Its edge has lost the old stream before this end noticed.
-            self._fail(other, Unavailable("the session goes on in another stream"))
         try:
             seat = self._seat(frame, outbox)
         except OutriderError as error:
@@ -262,6 +259,9 @@ class Engine:
         if self._draining:
             raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
         session = VerifierSession(frame, self.rules, time.monotonic())
+        for other in [seat for seat in self._seats.values() if seat.session.id == frame.session]:
+            # Its edge has lost the old stream before this end noticed.
+            self._fail(other, Unavailable("the session goes on in another stream"))
         if len(self._seats) >= self._config.max_sessions:
             raise ResourceExhausted(
                 f"all {self._config.max_sessions} sessions are taken; try again later", retry_after_s=1.0

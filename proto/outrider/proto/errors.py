@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from outrider.proto.v1 import decoding_pb2 as pb
 
@@ -135,12 +136,18 @@ def to_status(error: OutriderError) -> tuple[grpc.StatusCode, str, tuple[tuple[s
     return error.status, str(error), ((DETAIL_KEY, detail.SerializeToString()),)
 
 
+def _detail(value: bytes) -> pb.ErrorDetail | None:
+    try:
+        return pb.ErrorDetail.FromString(value)
+    except DecodeError:
+        return None  # somebody between us and the server has touched it; the status still tells the kind
+
+
 def from_rpc_error(rpc_error: grpc.RpcError) -> OutriderError:
     """The error of this tree that a failed call stands for; statuses from elsewhere map by their code."""
     code = rpc_error.code()
     for key, value in rpc_error.trailing_metadata() or ():
-        if key == DETAIL_KEY:
-            detail = pb.ErrorDetail.FromString(value)
+        if key == DETAIL_KEY and (detail := _detail(value)) is not None:
             kinds = {kind.__name__: kind for kind in _leaves_first(OutriderError)}
             kind = kinds.get(detail.kind, _BY_STATUS.get(code, Internal))
             return kind(detail.message, field=detail.field, retry_after_s=detail.retry_after_s)
