@@ -126,7 +126,7 @@ def _prompts(options: argparse.Namespace) -> list[Prompt]:
 def _table(tallies: dict[str, Tally], options: argparse.Namespace) -> Table:
     table = Table(
         box=box.SIMPLE,
-        padding=(0, 1),
+        padding=0,
         title=f"T = {options.temperature:g}, {options.max_tokens} tokens a prompt, {options.dtype}",
         caption="cloud: the same verifier without drafts; accept: chance that a draft is right, given those before it; "
         "up, down, cloud B: bytes a token; same: texts identical to cloud streaming",
