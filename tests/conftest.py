@@ -37,3 +37,11 @@ def _one_torch_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file() -> Path:
+    """`tokenizer.json` of the embedded target."""
+    from outrider.cloud.family_index import target_folder
+
+    return target_folder("reference") / "tokenizer.json"

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -189,10 +188,3 @@ class Served:
         status = self.process.wait(30)
         assert time.monotonic() - began < 25
         return status
-
-
-@pytest.fixture(scope="session")
-def tokenizer_file() -> Path:
-    from outrider.cloud.family_index import target_folder
-
-    return target_folder("reference") / "tokenizer.json"

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,11 +29,6 @@ def prompts() -> Callable[[int], list[Prompt]]:
         return [prompt for domain in DOMAINS for prompt in read_prompts(HELD_OUT / f"{domain}.jsonl", n)]
 
     return first
-
-
-@pytest.fixture(scope="session")
-def tokenizer_file() -> Path:
-    return TOKENIZER
 
 
 @asynccontextmanager

@@ -359,7 +359,7 @@ def quantise(graph: Path) -> None:
 
     Every product with a constant matrix becomes a MatMulNBits node, which quantises its activations too, and an
     embedding that such a product shares is looked up in the same 8-bit matrix.
-    MatMulNBits is faster and closer than `quantize_dynamic`, whose integer product needs four more nodes around it.
+    MatMulNBits is faster than `quantize_dynamic`, whose integer product needs four more nodes around it.
     """
     model = onnx.load(graph)
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
