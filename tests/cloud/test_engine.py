@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine, Outbox
 from outrider.cloud.target import Rows, load_target
-from outrider.proto.errors import Internal, Unavailable
+from outrider.proto.errors import ConfigError, Internal, Unavailable
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import Commit, Open, Opened, Sampling
 
@@ -102,3 +103,23 @@ def test_a_defect_in_one_event_does_not_end_the_thread(engine) -> None:
     box = Collected()
     engine.post_open(1, opened(engine, "after", (5, 6)), box)
     assert isinstance(box.until_end()[-1], Commit)
+
+
+def test_a_step_takes_at_least_as_long_as_the_pace_that_stands_for_a_larger_target() -> None:
+    target = load_target("reference", kv_tokens=4096)
+    rules = VerifierRules("v", "reference", target.tokenizer_sha256, target.vocab_size, 512, target.eos_tokens)
+    engine = Engine(target, rules, VerifierConfig(threads=1, pace_s=0.03))
+    engine.start()
+    try:
+        box, began = Collected(), time.monotonic()
+        engine.post_open(1, opened(engine, "paced", (5, 6), max_tokens=10), box)
+        assert isinstance(box.until_end()[-1], Commit)
+        assert time.monotonic() - began > 9 * 0.03
+        assert engine.step_s >= 0.03
+    finally:
+        engine.stop()
+
+
+def test_a_pace_below_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="pace_s"):
+        VerifierConfig(pace_s=-0.1)

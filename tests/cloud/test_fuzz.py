@@ -116,7 +116,6 @@ def random_draft(rng):
         tokens=tuple(rng.randrange(top) for _ in range(n)),
         parents=tuple(rng.randrange(-1, i) for i in range(n)) if rng.random() < 0.2 else (),
         q=tuple(rng.random() for _ in range(n)) if rng.random() < 0.3 else (),
-        sent_s=rng.choice([0.0, -1.0, 1e300, float("nan")]),
         complete=rng.random() < 0.3,
     )
 

@@ -33,10 +33,12 @@ from outrider.proto.errors import (
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.noise import gumbel
 from outrider.proto.types import (
+    PROTOCOL_VERSION,
     Cancel,
     Commit,
     Draft,
     FinishReason,
+    Goal,
     Goaway,
     Open,
     Opened,
@@ -238,7 +240,11 @@ BAD_INPUT = {
     "other tokenizer": ([lambda b: b.open(tokenizer_sha256="0" * 64)], TokenizerMismatch, "open.tokenizer_sha256"),
     "no tokenizer": ([lambda b: raw_open(b, tokenizer_sha256="")], InvalidArgument, "open.tokenizer_sha256"),
     "unknown model": ([lambda b: b.open(model="another")], NotFound, "open.model"),
-    "other protocol": ([lambda b: b.open(protocol_version=2)], UnsupportedProtocol, "open.protocol_version"),
+    "other protocol": (
+        [lambda b: b.open(protocol_version=PROTOCOL_VERSION - 1)],
+        UnsupportedProtocol,
+        "open.protocol_version",
+    ),
     "malformed bytes": ([b"\xff\xff\xff"], InvalidArgument, "frame"),
     "empty frame": ([b""], InvalidArgument, "frame.body"),
     "malformed bytes later": ([waiting, b"\xff\xff\xff"], InvalidArgument, "frame"),
@@ -256,9 +262,9 @@ BAD_INPUT = {
     "flood in one frame": ([waiting, Draft(0, START, (5,) * 65)], ResourceExhausted, "draft.tokens"),
     "session name": ([lambda b: raw_open(b, session="a b")], InvalidArgument, "open.session"),
     "bad report": (
-        [waiting, pb.EdgeFrame(report=pb.Report(drafting_s=-1)).SerializeToString()],
+        [waiting, pb.EdgeFrame(report=pb.Report(acceptance=1.5)).SerializeToString()],
         InvalidArgument,
-        "report.drafting_s",
+        "report.acceptance",
     ),
 }
 
@@ -317,16 +323,29 @@ def test_right_drafts_are_accepted_and_wrong_ones_are_not(folder, expected):
         commit = await stream.receive()
         assert (commit.tokens, commit.accepted, commit.judged) == (expected[:6], 5, 6)
         assert len(commit.logp) == 6
-        await stream.send(Draft(1, START + 6, expected[6:9], q=(0.5, 0.5, 0.5), sent_s=1.5, complete=True))
+        await stream.send(Draft(1, START + 6, expected[6:9], q=(0.5, 0.5, 0.5), complete=True))
         commit = await stream.receive()
         assert (commit.tokens, commit.accepted, commit.chain) == (expected[6:10], 3, 1)
         assert 0 < commit.reward <= 1
-        assert commit.timing.echo_sent_s == 1.5
+        assert commit.timing.echo == 2
+        assert commit.timing.hold_s > 0
         await stream.send(Report(False))
         assert await stream.rest() == (expected[10:], FinishReason.LENGTH)
         assert await stream.receive() is None
 
     run(folder, scenario)
+
+
+def test_the_edge_is_told_the_goal_and_the_limits_and_gets_log_probabilities_only_where_it_asks(folder, expected):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(bench.open(drafting=False, logp=False, max_drafts=3))
+        opened = await stream.opened()
+        assert (opened.goal, opened.max_drafts) == (Goal.EFFICIENCY, 3)
+        commit = await stream.receive()
+        assert (commit.tokens, commit.logp) == (expected[: len(commit.tokens)], ())
+
+    run(folder, scenario, goal=Goal.EFFICIENCY)
 
 
 def test_many_sessions_at_once_get_the_text_that_each_gets_alone(folder):

@@ -97,7 +97,7 @@ def test_an_empty_model_and_tokenizer_get_what_there_is(serve: Serve) -> None:
         (ready("a"), ask(tokenizer_sha256="xyz"), InvalidArgument, "lease_request.tokenizer_sha256"),
         (ready("a"), ask(session="no spaces"), InvalidArgument, "lease_request.session"),
         (ready("a"), ask(model="m" * 100_000), InvalidArgument, "lease_request.model"),
-        (ready("a"), ask(protocol_version=2), UnsupportedProtocol, "lease_request.protocol_version"),
+        (ready("a"), ask(protocol_version=99), UnsupportedProtocol, "lease_request.protocol_version"),
         (ready("a", sessions=4), ask(), ResourceExhausted, ""),
         (ready("a", state=VerifierState.DOWN), ask(), Unavailable, ""),
         (ready("a", state=VerifierState.DRAINING), ask(), Unavailable, ""),

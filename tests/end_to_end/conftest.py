@@ -13,8 +13,7 @@ import pytest
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.family_index import target_folder
 from outrider.cloud.server import VerifierServer
-from outrider.deploy.demo import DOMAINS, HELD_OUT
-from outrider.deploy.prompts import Prompt, read_prompts
+from outrider.deploy.prompts import DOMAINS, HELD_OUT, Prompt, read_prompts
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.routes import DirectRoute
 

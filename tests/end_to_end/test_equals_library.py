@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.cloud.family_index import target_folder
-from outrider.deploy.demo import DOMAINS
+from outrider.deploy.prompts import DOMAINS
 
 TOKENS = 64
 

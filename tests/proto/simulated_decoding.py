@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from outrider.proto import codec
 from outrider.proto.errors import Internal, OutriderError, Unavailable
-from outrider.proto.policy import WindowPolicy
+from outrider.proto.policy import Experience, WindowPolicy
 from outrider.proto.session import (
     Done,
     DraftJob,
@@ -31,7 +31,8 @@ from outrider.proto.session import (
 from outrider.proto.types import Cancel, CloudFrame, Commit, Draft, EdgeFrame, Goaway, Open, Opened, Report, Sampling
 
 Oracle = Callable[[tuple[int, ...]], int]
-Drafter = Callable[[tuple[int, ...], int], tuple[int, ...]]
+# After a prefix, at most so many tokens, and the confidence in each (NaN: not known).
+Drafter = Callable[[tuple[int, ...], int], tuple[tuple[int, ...], tuple[float, ...]]]
 
 HASH = "ab" * 32
 MOST_EVENTS = 60_000
@@ -82,20 +83,37 @@ def own_text(oracle: Oracle, frame: Open, verifier: VerifierRules) -> tuple[int,
     return text
 
 
-def drafter_of(oracle: Oracle, seed: int, right: float, silent: float = 0.0, dies_after: int = 1 << 30) -> Drafter:
-    """Proposes the oracle's token with chance `right`, fewer than asked with chance `silent`, and may die."""
+def drafter_of(
+    oracle: Oracle,
+    seed: int,
+    right: float,
+    silent: float = 0.0,
+    dies_after: int = 1 << 30,
+    confidence: str = "none",
+) -> Drafter:
+    """Proposes the oracle's token with chance `right`, fewer than asked with chance `silent`, and may die.
+
+    Its confidence may be `none`, `telling` (high where it is right) or `false` (the other way round).
+    """
     rng, calls = random.Random(seed), itertools.count()
 
-    def propose(prefix: tuple[int, ...], count: int) -> tuple[int, ...]:
+    def believed(hit: bool) -> float:
+        if confidence == "none":
+            return math.nan
+        return rng.uniform(0.7, 1.0) if hit == (confidence == "telling") else rng.uniform(0.0, 0.6)
+
+    def propose(prefix: tuple[int, ...], count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
         if next(calls) >= dies_after:
             raise Internal("the drafter has died")
         if rng.random() < silent:
             count = rng.randrange(count)
         tokens: tuple[int, ...] = ()
+        q: tuple[float, ...] = ()
         for _ in range(count):
             right_one = oracle(prefix + tokens)
             tokens += (right_one if rng.random() < right else rng.randrange(8),)
-        return tokens
+            q += (believed(tokens[-1] == right_one),)
+        return tokens, q
 
     return propose
 
@@ -121,7 +139,7 @@ class Stream:
     busy: bool = False
     up_until: float = 0.0
     down_until: float = 0.0
-    waiting: list[EdgeFrame] = field(default_factory=list)
+    waiting: list[tuple[EdgeFrame, float]] = field(default_factory=list)
 
 
 class Simulation:
@@ -138,15 +156,19 @@ class Simulation:
         link: Link | None = None,
         seed: int = 0,
         step_s: float = 0.03,
+        row_s: float = 0.0,
         drafting_s: float = 0.002,
         most_per_job: int = 8,
         cancel_at: float = math.inf,
         fickle_credit: bool = False,
         queues_while_busy: bool = True,
+        experience: Experience | None = None,
+        send_q: bool = False,
     ) -> None:
         self.now = 0.0
-        self.edge = EdgeSession(frame, window)
+        self.edge = EdgeSession(frame, window, experience=experience, send_q=send_q)
         self.emitted: list[int] = []
+        self.draft_frames = 0
         self.done: Done | None = None
         self.streams = 0
         self._frame = frame
@@ -155,7 +177,8 @@ class Simulation:
         self._rules = verifier or rules()
         self._link = link or Link()
         self._rng = random.Random(seed)
-        self._step_s, self._drafting_s, self._most_per_job = step_s, drafting_s, most_per_job
+        self._step_s, self._row_s = step_s, row_s
+        self._drafting_s, self._most_per_job = drafting_s, most_per_job
         self._fickle_credit = fickle_credit
         self._queues_while_busy = queues_while_busy
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -238,7 +261,7 @@ class Simulation:
         wanted = tuple(self.edge.transcript) + tuple(self.edge._drafted)
         assert prefix == wanted, "the drafter would continue another text"
         try:
-            tokens = self._drafter(prefix, job.count)
+            tokens, q = self._drafter(prefix, job.count)
         except OutriderError as error:
             failure = error
             self._at(self.now + self._drafting_s, lambda: self._apply(self.edge.on_drafter_failed(failure)))
@@ -246,10 +269,10 @@ class Simulation:
             return
         self._drafter_prefix = prefix + tokens
         seconds = self._drafting_s * max(1, len(tokens)) * self._rng.uniform(0.5, 2)
-        self._at(self.now + seconds, lambda: self._drafted(job, tokens, seconds))
+        self._at(self.now + seconds, lambda: self._drafted(job, tokens, q, seconds))
 
-    def _drafted(self, job: DraftJob, tokens: tuple[int, ...], seconds: float) -> None:
-        self._apply(self.edge.on_drafted(job, tokens, (), seconds, self.now))
+    def _drafted(self, job: DraftJob, tokens: tuple[int, ...], q: tuple[float, ...], seconds: float) -> None:
+        self._apply(self.edge.on_drafted(job, tokens, q, seconds, self.now))
 
     # --- the link ---
 
@@ -257,6 +280,7 @@ class Simulation:
         return self._link.delay_s + self._rng.uniform(0, self._link.jitter_s)
 
     def _send_up(self, stream: Stream, frame: EdgeFrame) -> None:
+        self.draft_frames += isinstance(frame, Draft)
         if isinstance(frame, Draft) and frame.tokens:
             unverified = frame.start + len(frame.tokens) - len(self.edge.transcript)
             assert unverified <= self._granted, f"{unverified} unverified tokens on {self._granted} of credit"
@@ -296,19 +320,19 @@ class Simulation:
         if not stream.open:
             return
         if stream.busy and self._queues_while_busy:
-            stream.waiting.append(codec.decode_edge_frame(data))
+            stream.waiting.append((codec.decode_edge_frame(data), self.now))
             return
-        self._take(stream, codec.decode_edge_frame(data))
+        self._take(stream, codec.decode_edge_frame(data), self.now)
         self._consider_step(stream)
 
-    def _take(self, stream: Stream, frame: EdgeFrame) -> None:
+    def _take(self, stream: Stream, frame: EdgeFrame, arrived: float) -> None:
         session = stream.session
         match frame:
             case Open():
                 stream.session = VerifierSession(frame, self._rules, self.now)
                 self._send_down(stream, stream.session.opened())
             case Draft() if session is not None and session.finish is None:
-                session.on_draft(frame, self.now)
+                session.on_draft(frame, arrived)
             case Report() if session is not None:
                 session.on_report(frame)
             case Cancel() if session is not None and session.finish is None:
@@ -318,16 +342,16 @@ class Simulation:
         session = stream.session
         if session is None or session.finish is not None or stream.busy or not stream.open:
             return
-        ready = session.ready_at(self._step_s)
+        ready = session.ready_at(self._step_s, self._row_s)
         if ready <= self.now:
             stream.busy = True
-            block = session.block(self._step_s, self._step_s / 20)
-            before = tuple(session.transcript)
-            self._at(self.now + self._step_s, lambda: self._stepped(stream, before, block))
+            block = session.block(self._step_s, self._row_s)
+            before, lasts_s = tuple(session.transcript), self._step_s + self._row_s * (len(block) + 1)
+            self._at(self.now + lasts_s, lambda: self._stepped(stream, before, block, lasts_s))
         elif ready < math.inf:
             self._at(ready, lambda: self._consider_step(stream))
 
-    def _stepped(self, stream: Stream, before: tuple[int, ...], block: tuple[int, ...]) -> None:
+    def _stepped(self, stream: Stream, before: tuple[int, ...], block: tuple[int, ...], lasted_s: float) -> None:
         session = stream.session
         assert session is not None
         stream.busy = False
@@ -336,11 +360,11 @@ class Simulation:
         if self._fickle_credit:
             session.credit = self._rng.randint(1, self._rules.max_credit)
         tokens = tuple(self._oracle(before + block[:j]) for j in range(len(block) + 1))
-        verified = Verified(block, tokens, (0.0,) * len(tokens), 0.0, self._step_s)
+        verified = Verified(block, tokens, (0.0,) * len(tokens), 0.0, lasted_s)
         commit = session.on_verified(verified, self.now)
         assert tuple(session.transcript) == before + commit.tokens, "a commit appends and nothing else"
         self._send_down(stream, commit)
         waiting, stream.waiting = stream.waiting, []
-        for frame in waiting:
-            self._take(stream, frame)
+        for frame, arrived in waiting:
+            self._take(stream, frame, arrived)
         self._consider_step(stream)

@@ -25,7 +25,7 @@ counts = st.integers(0, (1 << 32) - 1)
 big_counts = st.integers(0, (1 << 64) - 1)
 singles = st.floats(width=32, allow_nan=False, allow_infinity=False)
 doubles = st.floats(allow_nan=False, allow_infinity=False)
-seconds = st.floats(0, 1e9)
+microseconds = counts.map(lambda n: n / 1e6)  # what travels exactly
 words = st.text(max_size=20)
 names = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 hashes = st.from_regex(r"[0-9a-f]{64}", fullmatch=True)
@@ -60,6 +60,7 @@ opens = st.builds(
     window=counts,
     max_drafts=counts,
     steering_width=counts,
+    logp=st.booleans(),
     protocol_version=counts,
 )
 
@@ -77,12 +78,12 @@ def drafts(draw):
         q=draw(st.just(()) | st.tuples(*(half for _ in range(n)))),
         drafter=draw(words),
         drafter_version=draw(words),
-        sent_s=draw(doubles),
         complete=not content or draw(st.booleans()),
     )
 
 
-edge_frames = opens | drafts() | st.builds(t.Report, st.booleans(), seconds, seconds) | st.builds(t.Cancel, words)
+reports_of_edges = st.builds(t.Report, st.booleans(), microseconds, microseconds, st.floats(0, 1, width=32))
+edge_frames = opens | drafts() | reports_of_edges | st.builds(t.Cancel, words)
 
 
 @st.composite
@@ -102,7 +103,7 @@ def commits(draw):
                 t.Steering, counts, counts, singles, st.binary(max_size=16), st.sampled_from(t.SteeringPrecision)
             )
         ),
-        timing=draw(st.builds(t.Timing, doubles, singles, singles, singles)),
+        timing=draw(st.builds(t.Timing, counts, microseconds, microseconds, microseconds)),
         finish=draw(st.none() | st.sampled_from(t.FinishReason)),
         chain=draw(counts),
         judged=draw(counts),
@@ -111,7 +112,19 @@ def commits(draw):
 
 cloud_frames = (
     commits()
-    | st.builds(t.Opened, counts, counts, counts, words, counts, st.booleans(), counts)
+    | st.builds(
+        t.Opened,
+        counts,
+        counts,
+        counts,
+        words,
+        counts,
+        st.booleans(),
+        counts,
+        st.sampled_from(t.Goal),
+        counts,
+        st.booleans(),
+    )
     | st.builds(t.Goaway, words, doubles)
 )
 files = st.builds(t.RemoteFile, st.from_regex(r"[a-z0-9_][a-z0-9_.]{0,20}", fullmatch=True), hashes, big_counts)
@@ -241,8 +254,8 @@ VALID_EDGE = [
             patience=t.Patience(1.0, 2),
         )
     ),
-    codec.encode_edge_frame(t.Draft(1, 2, (3, 4), (-1, 0), (0.5, 0.25), "d", "1", 2.5, True)),
-    codec.encode_edge_frame(t.Report(True, 0.1, 0.2)),
+    codec.encode_edge_frame(t.Draft(1, 2, (3, 4), (-1, 0), (0.5, 0.25), "d", "1", True)),
+    codec.encode_edge_frame(t.Report(True, 0.1, 0.2, 0.5)),
 ]
 VALID_CLOUD = [
     codec.encode_cloud_frame(
@@ -254,7 +267,7 @@ VALID_CLOUD = [
             (-0.5, -1.0),
             0.5,
             t.Steering(1, 2, 0.5, b"ab", t.SteeringPrecision.INT8),
-            t.Timing(1.0, 2.0, 3.0, 4.0),
+            t.Timing(1, 2.0, 3.0, 4.0),
             t.FinishReason.EOS,
         )
     ),
@@ -312,7 +325,8 @@ def wire_open(**sampling):
         (wire_open(bias_tokens=[1], bias_values=[math.inf]).SerializeToString(), "sampling.bias_values"),
         (wire_open(top_p=0.0).SerializeToString(), "sampling.top_p"),
         (wire_open(max_tokens=0).SerializeToString(), "sampling.max_tokens"),
-        (pb.EdgeFrame(report=pb.Report(drafting_s=-1)).SerializeToString(), "report.drafting_s"),
+        (pb.EdgeFrame(report=pb.Report(acceptance=1.5)).SerializeToString(), "report.acceptance"),
+        (pb.EdgeFrame(report=pb.Report(acceptance=math.nan)).SerializeToString(), "report.acceptance"),
     ],
 )
 def test_a_frame_of_the_edge_that_means_nothing_names_its_field(data, field):
@@ -328,6 +342,7 @@ def test_a_frame_of_the_edge_that_means_nothing_names_its_field(data, field):
         (pb.CloudFrame(commit=pb.Commit(start=1)), "commit.tokens"),
         (pb.CloudFrame(commit=pb.Commit(tokens=[1], accepted=2)), "commit.accepted"),
         (pb.CloudFrame(commit=pb.Commit(tokens=[1], logp=[0.0, 0.0])), "commit.logp"),
+        (pb.CloudFrame(opened=pb.Opened()), "opened.goal"),
         (pb.CloudFrame(commit=pb.Commit(tokens=[1], steering=pb.Steering())), "steering.precision"),
     ],
 )
@@ -362,8 +377,21 @@ def test_an_unknown_finish_reason_is_refused():
 
 
 def test_a_draft_of_four_tokens_takes_few_bytes():
-    draft = t.Draft(3, 1000, (17, 5000, 40_000, 151_000), sent_s=12.5)
-    assert len(codec.encode_edge_frame(draft)) <= 32
+    draft = t.Draft(3, 1000, (17, 5000, 40_000, 151_000))
+    assert len(codec.encode_edge_frame(draft)) <= 20
+
+
+def test_a_commit_without_log_probabilities_takes_few_bytes():
+    commit = t.Commit(1000, (17, 5000, 40_000), 2, 64, timing=t.Timing(40, 0.02, 0.001, 0.03), chain=3, judged=8)
+    assert len(codec.encode_cloud_frame(commit)) <= 40
+
+
+@pytest.mark.parametrize(
+    ("seconds", "carried"), [(-0.001, 0.0), (1.0000004, 1.0), (2e-7, 0.0), (1e9, 0xFFFFFFFF / 1e6)]
+)
+def test_a_duration_travels_as_whole_microseconds_and_stops_at_the_ends_of_its_range(seconds, carried):
+    commit = t.Commit(1, (2,), 0, 1, timing=t.Timing(1, seconds, seconds, seconds))
+    assert codec.decode_cloud_frame(codec.encode_cloud_frame(commit)).timing == t.Timing(1, carried, carried, carried)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "a\\b", ".hidden"])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.proto.noise import (
+    NoiseSieve,
     TorchNoise,
     gumbel,
     gumbel_for_proposals,
@@ -128,6 +129,32 @@ def test_the_tail_is_not_cut_where_float32_would_cut_it():
     assert -math.log(-math.log(u)) > 20 > 16.7, "float32 uniforms end at 16.6"
     neighbours = uniform(np.array([above, above + (1 << 12)], dtype=np.uint64))
     assert neighbours[1] > neighbours[0], "one more of the 52 bits is another number"
+
+
+@pytest.mark.parametrize("vocab", [5, 8192, 20_000])
+def test_the_sieve_finds_every_token_that_reaches_a_bound_and_hardly_any_other(vocab):
+    sieve, tokens = NoiseSieve(vocab), np.arange(vocab)
+    for seed, position in [(0, 0), (LAST_SEED, 7), (5, 1 << 40)]:
+        noise = gumbel(seed, position, tokens)
+        reached = [float(g) for g in np.sort(noise)[[0, vocab // 2, -2, -1]]]  # bounds that a token meets exactly
+        for bound in [*reached, -5.0, -1.0, 0.0, 0.3665, 0.3666, 2.0, 6.5]:
+            mask = sieve.reaches(row_key(seed, position), bound)
+            assert mask[noise >= bound].all(), bound
+            assert mask.sum() <= (noise >= bound - 1e-5).sum(), bound
+
+
+def test_the_sieve_keeps_all_above_no_bound_and_none_above_the_largest_noise():
+    sieve = NoiseSieve(1000)
+    assert sieve.reaches(3, -math.inf).all()
+    assert not sieve.reaches(3, 40.0).any()
+    assert not sieve.reaches(3, math.inf).any()
+
+
+def test_the_sieve_has_the_bits_of_pairs_of_a_key_and_a_token():
+    pairs = [(0, 0, 3), (LAST_SEED, 9, 4999), (12, 1 << 40, 0)]
+    keys = np.array([row_key(seed, position) for seed, position, _ in pairs], np.uint64)
+    got = NoiseSieve(5000).bits(keys, np.array([token for *_, token in pairs]))
+    assert got.tolist() == [int(random_bits(s, p, np.array([t]))[0]) for s, p, t in pairs]
 
 
 def test_noise_for_proposals_is_the_noise_to_1e_12():

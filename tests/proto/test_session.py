@@ -23,15 +23,7 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.policy import (
-    EdgeView,
-    FixedWindow,
-    StepCost,
-    SurvivalWindow,
-    VerifierView,
-    balanced_patience,
-    best_block,
-)
+from outrider.proto.policy import Experience, FixedWindow, SurvivalWindow
 from outrider.proto.session import (
     Done,
     EdgeSession,
@@ -44,10 +36,12 @@ from outrider.proto.session import (
     settle,
 )
 from outrider.proto.types import (
+    PROTOCOL_VERSION,
     Cancel,
     Commit,
     Draft,
     FinishReason,
+    Goal,
     Goaway,
     Opened,
     Patience,
@@ -74,6 +68,7 @@ drafters = st.fixed_dictionaries(
         "right": st.sampled_from([0.9, 0.95, 0.5, 1.0, 0.0]),
         "silent": st.sampled_from([0.0, 0.0, 0.3, 1.0]),
         "dies_after": st.sampled_from([1 << 30, 1 << 30, 1 << 29, 3, 0]),
+        "confidence": st.sampled_from(["none", "telling", "false"]),
     }
 )
 
@@ -93,7 +88,10 @@ drafters = st.fixed_dictionaries(
     max_credit=st.sampled_from([64, 20, 5, 1]),
     max_tokens=st.sampled_from([40, 30, 80, 60, 1, 2]),
     context_length=st.sampled_from([512, 511, 500, 20, PROMPT_LENGTH + 1]),
-    speed=st.sampled_from([(0.03, 0.002), (0.005, 0.02), (0.0, 0.0)]),
+    speed=st.sampled_from([(0.03, 0.002), (0.005, 0.02), (0.0, 0.0), (0.03, 0.1)]),
+    row_s=st.sampled_from([0.0, 0.002]),
+    goal=st.sampled_from(Goal),
+    send_q=st.booleans(),
     most_per_job=st.sampled_from([1, 8]),
     fickle_credit=st.booleans(),
     queues_while_busy=st.booleans(),
@@ -111,13 +109,20 @@ def test_the_text_is_the_oracles_own_whatever_link_drafter_and_policies_do(
     max_tokens,
     context_length,
     speed,
+    row_s,
+    goal,
+    send_q,
     most_per_job,
     fickle_credit,
     queues_while_busy,
     announced_window,
 ):
     verifier = rules(
-        max_drafts=max_drafts, max_credit=max_credit, patience=verifiers_patience, context_length=context_length
+        max_drafts=max_drafts,
+        max_credit=max_credit,
+        patience=verifiers_patience,
+        context_length=context_length,
+        goal=goal,
     )
     frame = open_frame(
         sampling=Sampling(max_tokens=max_tokens, stop_tokens=(7,) if seed % 5 == 0 else ()),
@@ -136,6 +141,8 @@ def test_the_text_is_the_oracles_own_whatever_link_drafter_and_policies_do(
         seed=seed,
         step_s=speed[0],
         drafting_s=speed[1],
+        row_s=row_s,
+        send_q=send_q,
         most_per_job=most_per_job,
         fickle_credit=fickle_credit,
         queues_while_busy=queues_while_busy,
@@ -144,7 +151,10 @@ def test_the_text_is_the_oracles_own_whatever_link_drafter_and_policies_do(
     assert simulation.done.error is None
     assert simulation.edge.finish is simulation.done.finish is not None
     assert simulation.edge.statistics.committed == len(simulation.emitted)
-    assert simulation.edge.statistics.accepted <= simulation.edge.statistics.drafted
+    statistics = simulation.edge.statistics
+    assert statistics.accepted <= statistics.drafted
+    assert statistics.hits <= statistics.compared <= statistics.drafted
+    assert statistics.messages == simulation.draft_frames
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -186,9 +196,59 @@ def test_a_text_survives_many_broken_streams_and_counts_them():
     assert simulation.streams == simulation.edge.statistics.resumes + 1
 
 
-def test_the_measured_round_trip_is_the_links_own():
-    simulation = timed({"right": 0.9}, link=Link(delay_s=0.05))
-    assert simulation.edge.statistics.round_trip_s == pytest.approx(0.1, rel=0.02)
+@pytest.mark.parametrize("delay_s", [0.01, 0.05, 0.1])
+@pytest.mark.parametrize("queues_while_busy", [False, True])
+def test_the_measured_round_trip_is_the_links_own(delay_s, queues_while_busy):
+    simulation = timed({"right": 0.9}, link=Link(delay_s=delay_s), queues_while_busy=queues_while_busy)
+    assert simulation.edge.statistics.round_trip_s == pytest.approx(2 * delay_s, rel=0.02)
+
+
+def test_reordered_messages_leave_the_measured_round_trip_near_the_links_own():
+    for delay_s in (0.01, 0.05, 0.1):
+        simulation = timed({"right": 0.9}, link=Link(delay_s=delay_s, reordered=0.3))
+        assert simulation.edge.statistics.round_trip_s == pytest.approx(2 * delay_s, rel=0.5)
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.1])
+def test_on_a_long_link_a_message_goes_for_every_step_and_not_for_every_token(delay_s):
+    statistics = timed(
+        {"right": 0.95}, link=Link(delay_s=delay_s), verifier=rules(patience=Patience(0.0))
+    ).edge.statistics
+    assert statistics.messages < 1.5 * statistics.steps
+    assert statistics.messages < statistics.drafted / 2
+
+
+def test_holding_drafts_back_costs_little_time(monkeypatch):
+    held = [timed({"right": 0.9}, link=Link(delay_s=delay_s)).now for delay_s in (0.005, 0.02, 0.05)]
+    monkeypatch.setattr("outrider.proto.session.edge.due_to_flush", lambda *_, **__: True)
+    at_once = [timed({"right": 0.9}, link=Link(delay_s=delay_s)).now for delay_s in (0.005, 0.02, 0.05)]
+    assert sum(held) < 1.2 * sum(at_once)
+
+
+def test_a_text_begins_with_what_the_last_one_has_measured():
+    experience = Experience()
+    first = timed({"right": 0.0, "confidence": "false"}, experience=experience)
+    alone = timed({"right": 0.0, "confidence": "false"})
+    second = timed({"right": 0.0, "confidence": "false"}, experience=experience)
+    assert first.edge.statistics.drafted == alone.edge.statistics.drafted
+    assert second.edge.statistics.drafted < first.edge.statistics.drafted, "it knows that drafts are worth nothing"
+
+
+def test_the_goal_of_few_steps_takes_fewer_and_gives_the_same_text():
+    for delay_s, never_more in ((0.005, 1.0), (0.05, 0.8)):  # on a short link waiting is what is soonest, too
+        soonest = timed({"right": 0.9}, link=Link(delay_s=delay_s), verifier=rules(goal=Goal.LATENCY))
+        fewest = timed({"right": 0.9}, link=Link(delay_s=delay_s), verifier=rules(goal=Goal.EFFICIENCY))
+        assert fewest.edge.statistics.steps <= never_more * soonest.edge.statistics.steps
+        assert fewest.emitted == soonest.emitted
+
+
+def test_acceptance_is_counted_also_where_the_target_overtook_the_drafts():
+    statistics = timed(
+        {"right": 0.8}, link=Link(delay_s=0.1), drafting_s=0.01, verifier=rules(patience=Patience(0.0))
+    ).edge.statistics
+    assert statistics.hits > statistics.accepted
+    # A wrong draft is one of eight tokens at random, so it is right once in eight times.
+    assert statistics.hits / statistics.compared == pytest.approx(0.8 + 0.2 / 8, abs=0.1)
 
 
 # === the verifier's half ========================================================================================
@@ -208,7 +268,7 @@ def verify(session, *tokens, block=None, now=1.0):
 @pytest.mark.parametrize(
     ("frame", "changes", "error", "field"),
     [
-        (open_frame(protocol_version=2), {}, UnsupportedProtocol, "open.protocol_version"),
+        (open_frame(protocol_version=PROTOCOL_VERSION - 1), {}, UnsupportedProtocol, "open.protocol_version"),
         (open_frame(tokenizer_sha256="cd" * 32), {}, TokenizerMismatch, "open.tokenizer_sha256"),
         (open_frame(prompt=(1,) * 20), {"context_length": 20}, PromptTooLong, "open.prompt"),
         (
@@ -272,6 +332,8 @@ def test_an_open_that_cannot_be_served_is_refused_with_the_field_at_fault(frame,
         (lambda: Draft(0, 0, (1,), q=(math.nan,)), "draft.q"),
         (lambda: Draft(0, 0, (1, 2), parents=(-1, 1)), "draft.parents"),
         (lambda: Report(True, math.inf), "report.drafting_s"),
+        (lambda: Report(True, acceptance=1.1), "report.acceptance"),
+        (lambda: Report(True, acceptance=math.nan), "report.acceptance"),
         (lambda: Commit(0, (), 0, 1), "commit.tokens"),
         (lambda: Commit(0, (1,), 2, 1), "commit.accepted"),
         (lambda: Commit(0, (1,), 0, 1, logp=(0.0, 0.0)), "commit.logp"),
@@ -295,7 +357,7 @@ def test_the_length_limit_is_lowered_to_where_the_context_ends():
 
 def test_drafts_are_judged_accepted_and_followed_by_the_targets_own_token():
     session = verifier_session()
-    session.on_draft(Draft(0, 3, (1, 2), sent_s=0.25), 0.5)
+    session.on_draft(Draft(0, 3, (1, 2)), 0.25)
     session.on_draft(Draft(0, 5, (3, 4)), 0.5)
     commit = verify(session, 1, 2, 5)
     assert commit == Commit(
@@ -304,7 +366,7 @@ def test_drafts_are_judged_accepted_and_followed_by_the_targets_own_token():
         2,
         session.credit,
         logp=(-1.0,) * 3,
-        timing=Timing(0.0, 0.5),
+        timing=Timing(2, 0.5),
         chain=0,
         judged=4,
     )
@@ -470,11 +532,81 @@ def test_a_report_that_drafting_has_stopped_ends_all_waiting():
     assert not session.waits_for_drafts
 
 
-def test_the_balanced_patience_uses_what_the_edge_reports():
+def test_the_planned_patience_uses_what_the_edge_reports_from_the_next_commit_on():
     session = verifier_session()
     assert session.ready_at(0.03) == 0.0
-    session.on_report(Report(True, drafting_s=0.001, round_trip_s=0.002))
-    assert 0.002 < session.ready_at(0.03) < 1.0
+    session.on_report(Report(True, drafting_s=0.0005, round_trip_s=0.002, acceptance=0.9))
+    session.on_draft(Draft(0, 3, (4,)), 0.5)
+    verify(session, 5, now=1.0)
+    assert 1.002 < session.ready_at(0.03) < 1.1
+    assert session.ready_at(0.03) == session.ready_at(0.03)
+
+
+def test_drafts_that_come_do_not_prolong_a_wait_that_has_begun():
+    session = verifier_session()
+    session.on_report(Report(True, drafting_s=0.0005, round_trip_s=0.002, acceptance=0.9))
+    until = session.ready_at(0.03)
+    assert until > 0
+    session.on_draft(Draft(0, 3, (4,)), until / 2)
+    assert session.ready_at(0.03) in (until, 0.0)
+
+
+def test_where_steps_are_to_be_few_the_verifier_waits_for_a_whole_block():
+    session = verifier_session(goal=Goal.EFFICIENCY, max_drafts=4)
+    assert session.opened().goal is Goal.EFFICIENCY
+    session.on_report(Report(True, drafting_s=0.001, round_trip_s=0.3, acceptance=0.5))
+    assert session.ready_at(0.03) > 0.3
+    session.on_draft(Draft(0, 3, (1, 2, 4)), 0.1)
+    assert session.ready_at(0.03) > 0.3
+    session.on_draft(Draft(0, 6, (5,)), 0.2)
+    assert session.ready_at(0.03) == 0.0
+
+
+@pytest.mark.parametrize("late_by", [1, 2, 5])
+def test_a_late_contradiction_dates_the_miss_back_to_the_commit_that_told_of_it(late_by):
+    """What is planned then is what is planned where the miss was seen at once."""
+
+    def session():
+        session = verifier_session()
+        session.on_report(Report(True, drafting_s=0.0005, round_trip_s=0.01, acceptance=0.9))
+        return session
+
+    early, late, deaf = session(), session(), session()
+    early.on_draft(Draft(0, 3, (5,)), 0.9)
+    for n in range(late_by):
+        for each in (early, late, deaf):
+            verify(each, 4, now=1.0 + 0.03 * n, block=each.block())
+    late.on_draft(Draft(0, 3, (5,)), 1.0 + 0.03 * late_by - 0.01)
+    for each in (early, late, deaf):
+        verify(each, 4, now=1.0 + 0.03 * late_by, block=())
+    assert late.ready_at(0.03) == early.ready_at(0.03)
+    views = [each._view(0.03, 0.0, 2.0) for each in (early, late, deaf)]
+    assert views[0] == views[1] != views[2]
+    assert (views[1].since_miss, views[1].since_miss_s) == (late_by, pytest.approx(1.0))
+
+
+def test_log_probabilities_come_only_where_asked_for():
+    session = verifier_session(frame=open_frame(logp=False))
+    assert verify(session, 4).logp == ()
+    assert verify(verifier_session(frame=open_frame(logp=True)), 4).logp == (-1.0,)
+
+
+def test_a_commit_echoes_how_many_draft_messages_have_come_and_how_long_ago_the_last():
+    session = verifier_session()
+    assert verify(session, 4, now=1.0).timing.echo == 0
+    session.on_draft(Draft(0, 3, (7,)), 1.25)
+    session.on_draft(Draft(0, 4, (7,)), 1.5)
+    timing = verify(session, 4, now=2.0).timing
+    assert (timing.echo, timing.hold_s) == (2, 0.5), "a stale message came as well"
+    assert verify(session, 4, now=3.0).timing.hold_s == 1.5
+
+
+def test_what_the_edge_has_seen_of_acceptance_counts_until_the_verifier_has_seen_some():
+    fine, poor = verifier_session(), verifier_session()
+    for session, rate in ((fine, 0.98), (poor, 0.05)):
+        session.on_report(Report(True, drafting_s=0.0005, round_trip_s=0.005, acceptance=rate))
+        session.on_draft(Draft(0, 3, (1, 2, 3, 4, 5, 6, 7, 1)), 0.0)
+    assert len(fine.block(0.02, 0.002)) > len(poor.block(0.02, 0.002)) >= 1
 
 
 def test_cancelling_ends_the_text_with_an_empty_commit():
@@ -513,7 +645,7 @@ def test_settling_needs_one_token_more_than_the_block():
 def edge_session(window=None, credit=16, max_tokens=40, now=0.0, **changes):
     edge = EdgeSession(open_frame(**changes), window or FixedWindow(8))
     edge.open_frame(b"", now)
-    edge.on_opened(Opened(edge.generated, credit, max_tokens, "v", 512), now)
+    edge.on_opened(Opened(edge.generated, credit, max_tokens, "v", 512, planned=False), now)
     return edge
 
 
@@ -564,7 +696,7 @@ def test_a_job_overtaken_by_commits_sends_only_what_is_still_ahead():
     job = edge.next_job(8)
     edge.on_commit(Commit(3, (1, 2), 0, 16), 0.1)
     out = edge.on_drafted(job, (1, 2, 4), (), 0.001, 0.2)
-    assert sent(out) == [Draft(0, 5, (4,), sent_s=0.2)]
+    assert sent(out) == [Draft(0, 5, (4,))]
 
 
 def test_a_job_contradicted_by_a_commit_sends_nothing_of_it():
@@ -573,6 +705,187 @@ def test_a_job_contradicted_by_a_commit_sends_nothing_of_it():
     edge.on_commit(Commit(3, (1, 2), 0, 16), 0.1)
     assert sent(edge.on_drafted(job, (1, 7, 4), (), 0.001, 0.2)) == []
     assert (edge.next_job(8).truncate_to, edge.in_flight) == (4, 0)
+
+
+def measured_edge(*, round_trip_s=0.1, step_s=0.03, window=64, planned=False, **options):
+    """An edge that knows the link and the step, and has just heard of a commit, at 0.1 s."""
+    edge = EdgeSession(open_frame(), FixedWindow(window), **options)
+    edge.open_frame(b"", -round_trip_s)
+    edge.on_opened(Opened(0, 64, 40, "v", 512, planned=planned), 0.0)
+    edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=step_s)), 0.1)
+    return edge
+
+
+def hopeless():
+    """What is known of a drafter that is nearly always wrong."""
+    experience = Experience()
+    for _ in range(300):
+        experience.calibration.add(math.nan, False)
+    return experience
+
+
+def unsure_draft(edge, *tokens, now):
+    return edge.on_drafted(edge.next_job(8), tokens, (), 0.001, now)
+
+
+def test_the_rest_of_a_chain_that_will_hardly_be_read_waits_for_the_next_commit_where_the_verifier_plans():
+    edge = measured_edge(planned=True, experience=hopeless())
+    assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, (1, 2))]
+    assert unsure_draft(edge, 4, 5, now=0.1495) == [], "not worth a message"
+    edge.on_commit(Commit(4, (1, 2), 2, 64, timing=Timing(verify_s=0.03)), 0.15)
+    assert sent(unsure_draft(edge, 6, now=0.1695)) == [Draft(0, 6, (4, 5, 6))]
+
+
+def test_the_rest_of_a_chain_goes_in_time_where_the_verifier_may_wait_for_it_for_ever():
+    edge = measured_edge(planned=False, experience=hopeless())
+    assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, (1, 2))]
+    assert sent(unsure_draft(edge, 4, 5, now=0.1495)) == [Draft(0, 6, (4, 5))]
+
+
+def test_nothing_is_said_of_an_empty_chain_to_a_verifier_that_runs_ahead():
+    edge = measured_edge(planned=True)
+    assert sent(unsure_draft(edge, now=0.101)) == []
+
+
+def test_drafts_are_held_until_a_step_is_about_to_begin_and_go_in_one_message():
+    edge = measured_edge()  # the deadlines are 0.12, 0.15, ...
+    _, out = draft(edge, 1, now=0.105)
+    assert out == []
+    _, out = draft(edge, 2, 4, now=0.11)
+    assert out == []
+    _, out = draft(edge, 5, now=0.1195)
+    assert sent(out) == [Draft(0, 4, (1, 2, 4, 5))]
+    _, out = draft(edge, 6, now=0.121)
+    assert out == [], "the next step is far"
+    _, out = draft(edge, 7, now=0.1495)
+    assert sent(out) == [Draft(0, 8, (6, 7))]
+    assert edge.statistics.messages == 2
+
+
+def test_a_whole_block_is_not_held():
+    edge = EdgeSession(open_frame(), FixedWindow(32))
+    edge.open_frame(b"", -0.1)
+    edge.on_opened(Opened(0, 64, 40, "v", 512, max_drafts=3), 0.0)
+    edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
+    assert draft(edge, 1, 2, now=0.101)[1] == []
+    assert sent(draft(edge, 4, now=0.102)[1]) == [Draft(0, 4, (1, 2, 4))]
+
+
+def test_held_drafts_go_with_the_word_that_the_window_is_full():
+    edge = measured_edge(window=3)
+    assert draft(edge, 1, 2, now=0.101)[1] == []
+    assert sent(draft(edge, 4, now=0.102)[1]) == [Draft(0, 4, (1, 2, 4), complete=True)]
+
+
+def test_held_drafts_go_when_the_drafter_has_nothing_more_to_say():
+    edge = measured_edge()
+    assert draft(edge, 1, 2, now=0.101)[1] == []
+    assert sent(draft(edge, now=0.102)[1]) == [Draft(0, 4, (1, 2), complete=True)]
+
+
+def test_of_held_drafts_what_a_commit_has_overtaken_is_not_sent():
+    edge = measured_edge()
+    assert draft(edge, 1, 2, 4, now=0.101)[1] == []
+    out = edge.on_commit(Commit(4, (1, 2), 0, 64, timing=Timing(verify_s=0.03)), 0.102)
+    assert sent(out) == []
+    assert edge.in_flight == 1
+    assert sent(draft(edge, 5, now=0.1215)[1]) == [Draft(0, 6, (4, 5))]
+    assert (edge.statistics.hits, edge.statistics.compared) == (2, 2)
+
+
+def test_of_a_chain_partly_sent_the_rest_follows_where_it_left_off():
+    edge = measured_edge()
+    assert sent(draft(edge, 1, 2, now=0.1195)[1]) == [Draft(0, 4, (1, 2))]
+    assert draft(edge, 4, 5, now=0.121)[1] == []
+    edge.on_commit(Commit(4, (1,), 1, 64, timing=Timing(verify_s=0.03)), 0.13)
+    assert sent(draft(edge, 6, now=0.1495)[1]) == [Draft(0, 6, (4, 5, 6))]
+
+
+def test_held_drafts_of_a_contradicted_chain_are_never_sent():
+    edge = measured_edge()
+    assert draft(edge, 1, 2, 4, now=0.101)[1] == []
+    out = edge.on_commit(Commit(4, (7,), 0, 64, timing=Timing(verify_s=0.03)), 0.119)
+    assert sent(out) == []
+    job, out = draft(edge, 5, now=0.1385)
+    assert (job.truncate_to, job.extend_with) == (4, (7,))
+    assert sent(out) == [Draft(0, 5, (5,))], "the wire has not heard of the chain that died"
+
+
+def test_drafts_held_while_the_stream_breaks_go_on_the_next():
+    edge = measured_edge()
+    assert draft(edge, 1, 2, now=0.101)[1] == []
+    edge.on_disconnected(Unavailable("gone"), 0.11)
+    edge.open_frame(b"new", 0.2)
+    out = edge.on_opened(Opened(1, 64, 40, "other", 512), 0.3)
+    for n in range(40):
+        if sent(out):
+            break
+        _, out = draft(edge, 5, now=0.301 + 0.001 * n)
+    assert (sent(out)[0].start, sent(out)[0].tokens[:2]) == (4, (1, 2))
+
+
+@pytest.mark.parametrize(("echo", "measured"), [(1, 0.2), (2, 0.1), (0, None), (3, None)])
+def test_the_echo_and_the_hold_give_the_round_trip_of_that_message(echo, measured):
+    edge = edge_session(FixedWindow(64), now=0.0)
+    draft(edge, 1, now=0.2)
+    draft(edge, 2, now=0.3)
+    before = edge.statistics.round_trip_s
+    edge.on_commit(Commit(3, (1, 2), 2, 16, timing=Timing(echo, hold_s=0.05)), 0.45)
+    link = edge._experience.round_trip
+    assert link.weight == pytest.approx(1.0 if measured is None else 1 + link.fade)
+    assert edge.statistics.round_trip_s >= before
+    if measured is not None:
+        assert link.y == pytest.approx(measured)
+
+
+def test_the_ordinals_begin_anew_with_each_stream():
+    edge = edge_session(FixedWindow(64), now=0.0)
+    draft(edge, 1, now=0.2)
+    edge.on_disconnected(Unavailable("gone"), 1.0)
+    edge.open_frame(b"", 2.0)
+    edge.on_opened(Opened(0, 16, 40, "v", 512), 2.0)  # the draft goes again, at once
+    edge.on_commit(Commit(3, (1,), 1, 16, timing=Timing(1, hold_s=0.05)), 2.3)
+    assert edge._experience.round_trip.y == pytest.approx(0.25)
+
+
+def test_a_draft_that_meets_a_committed_token_counts_however_it_met_it():
+    edge = edge_session()
+    draft(edge, 1, 2, 4)
+    edge.on_commit(Commit(3, (1, 5), 1, 16), 0.1)  # one hit and one miss; what follows was not put to the question
+    assert (edge.statistics.hits, edge.statistics.compared) == (1, 2)
+    job = edge.next_job(8)
+    edge.on_commit(Commit(5, (6, 7), 0, 16), 0.2)
+    edge.on_drafted(job, (6, 4, 4), (), 0.001, 0.3)  # overtaken
+    assert (edge.statistics.hits, edge.statistics.compared) == (2, 4)
+
+
+def test_the_edge_drafts_further_behind_a_draft_that_it_may_trust():
+    def allowance(confidence):
+        experience = Experience()
+        for _ in range(200):
+            experience.calibration.add(0.95, True)
+            experience.calibration.add(0.05, False)
+        edge = EdgeSession(open_frame(), SurvivalWindow(), experience=experience)
+        edge.open_frame(b"", -0.1)
+        edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)
+        edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
+        edge.on_drafted(edge.next_job(1), (1,), (confidence,), 0.002, 0.102)
+        return edge.allowance()
+
+    assert allowance(0.95) > allowance(0.05)
+
+
+def test_drafts_survive_by_what_their_confidence_has_been_worth():
+    edge = edge_session(FixedWindow(64))
+    for position in range(3, 33):  # what it is sure of is wrong
+        job = edge.next_job(1)
+        edge.on_drafted(job, (1,), (0.99,), 0.001, 0.0)
+        edge.on_commit(Commit(position, (2,), 0, 16), 0.0)
+    edge.on_drafted(edge.next_job(1), (1,), (0.99,), 0.001, 0.0)
+    sure = edge.survival
+    edge.on_commit(Commit(33, (2,), 0, 16), 0.0)
+    edge.on_drafted(edge.next_job(1), (1,), (0.5,), 0.001, 0.0)
+    assert sure < edge.survival < 1
 
 
 def test_a_replayed_commit_changes_nothing():
@@ -617,7 +930,7 @@ def test_after_reopening_the_unverified_drafts_go_again_as_a_new_chain():
     edge.on_disconnected(Unavailable("gone"), 0.2)
     assert edge.open_frame(b"new", 0.3).committed == (1,)
     out = edge.on_opened(Opened(1, 16, 40, "other", 512), 0.4)
-    assert sent(out) == [Draft(1, 4, (2, 4), sent_s=0.4)]
+    assert sent(out) == [Draft(1, 4, (2, 4))]
 
 
 def test_a_second_opened_is_ignored():
@@ -689,7 +1002,8 @@ def test_complete_is_said_when_the_drafter_has_nothing_to_say():
 def test_complete_is_said_when_the_window_is_full_or_shut():
     edge = EdgeSession(open_frame(), FixedWindow(0))
     edge.open_frame(b"", 0.0)
-    assert sent(edge.on_opened(Opened(0, 16, 40, "v", 512), 0.0)) == [Draft(0, 3, (), complete=True)]
+    opened = Opened(0, 16, 40, "v", 512, planned=False)
+    assert sent(edge.on_opened(opened, 0.0)) == [Draft(0, 3, (), complete=True)]
     edge = edge_session(FixedWindow(2))
     _, out = draft(edge, 1, 2)
     assert sent(out)[0].complete
@@ -799,6 +1113,13 @@ def test_the_last_commit_ends_the_text_with_its_reason():
     assert edge.done
 
 
+def test_the_verifier_is_told_what_acceptance_the_edge_has_seen():
+    edge = edge_session()
+    draft(edge, 1)
+    (report,) = sent(edge.on_commit(Commit(3, (5,), 0, 16), 0.1), Report)
+    assert report.acceptance == edge._experience.calibration.acceptance.rate
+
+
 @pytest.mark.parametrize("token", [8, -1])
 def test_a_drafter_that_proposes_what_the_target_does_not_have_is_given_up(token):
     edge = EdgeSession(open_frame(), FixedWindow(8))
@@ -816,60 +1137,36 @@ def test_one_job_runs_at_a_time():
     assert edge.next_job(4) is None
 
 
-# === policies ===================================================================================================
-
-
-def test_the_survival_window_grows_with_acceptance_and_round_trip_and_shrinks_with_drafting_time():
-    limit = SurvivalWindow(64).limit
-    usual = EdgeView(0.8, 0.002, 0.03, 0.03)
-    assert limit(replace(usual, step_s=0.0)) == 8
-    assert limit(replace(usual, acceptance=0.95)) > limit(usual) > limit(replace(usual, acceptance=0.4))
-    assert limit(replace(usual, round_trip_s=0.3)) == limit(usual) + 9
-    assert limit(replace(usual, drafting_s=0.02)) < limit(usual)
-    assert limit(replace(usual, round_trip_s=99.0)) == 64
-    assert limit(EdgeView(0.02, 5.0, 0.001, 0.0)) == 1
-
-
-def test_balanced_patience_maximises_tokens_per_second():
-    view = VerifierView(0.8, step_s=0.03, row_s=0.001, drafting_s=0.002, round_trip_s=0.002, most_drafts=16)
-    rates = {0: 1 / 0.031} | {
-        n: sum(0.8**i for i in range(n + 1)) / (0.002 + n * 0.002 + 0.03 + 0.001 * (n + 1)) for n in range(1, 17)
-    }
-    best = max(rates, key=lambda n: rates[n])
-    patience = balanced_patience(view)
-    assert patience.drafts == best
-    assert patience.seconds == pytest.approx(2 * (0.002 + 0.002 * best))
-    assert balanced_patience(replace(view, round_trip_s=1.0)) == Patience(0.0)
-    assert balanced_patience(replace(view, step_s=0.0)) == Patience(0.0)
-    assert balanced_patience(replace(view, drafting_s=0.0)) == Patience(0.0)
-
-
-def test_the_cost_of_a_step_is_found_from_steps_of_different_sizes():
-    cost = StepCost()
-    assert (cost.base, cost.slope) == (0.0, 0.0)
-    cost.add(1, 0.021)
-    assert (cost.base, cost.slope) == (pytest.approx(0.021), 0.0)
-    for rows in (1, 5, 9, 17, 3) * 20:
-        cost.add(rows, 0.02 + 0.001 * rows)
-    assert cost.base == pytest.approx(0.02)
-    assert cost.slope == pytest.approx(0.001)
-    for rows in (1, 5, 9, 17, 3) * 100:  # the machine has become slower
-        cost.add(rows, 0.05 + 0.002 * rows)
-    assert cost.base == pytest.approx(0.05, rel=0.01)
-    assert cost.slope == pytest.approx(0.002, rel=0.01)
-
-
-def test_no_more_drafts_are_judged_than_pay():
-    free = VerifierView(0.7, step_s=0.02, row_s=0.0, drafting_s=0.001, round_trip_s=0.0, most_drafts=16)
-    assert best_block(free) == 16
-    dear = replace(free, row_s=0.002)
-    assert 1 < best_block(dear) < 8
-    assert best_block(replace(dear, acceptance=0.95)) > best_block(dear)
-    assert best_block(replace(free, row_s=0.5, acceptance=0.02)) == 1  # else a rise would never be seen
-    assert best_block(replace(free, step_s=0.0, row_s=0.5)) == 16
-
+def test_a_session_judges_no_more_drafts_than_pay():
     session = verifier_session()
     session.on_draft(Draft(0, 3, (1, 2, 3, 4, 5, 6, 7, 1)), 0.0)
     assert len(session.block()) == 8
     assert 0 < len(session.block(step_s=0.02, row_s=0.002)) < 8
     assert session.block(step_s=0.001, row_s=0.1) == (1,)
+
+
+# Append to the edge's half of tests/proto/test_session.py once EdgeSession is mended.
+
+
+def test_held_drafts_beyond_a_credit_that_has_shrunk_are_not_sent():
+    edge = measured_edge()
+    assert draft(edge, 1, 2, 4, 5, 6, 7, now=0.101)[1] == []
+    out = edge.on_commit(Commit(4, (1,), 0, 2, timing=Timing(verify_s=0.03)), 0.102)
+    assert sum(len(frame.tokens) for frame in sent(out)) <= 2
+    out = edge.on_commit(Commit(5, (2, 4), 0, 64, timing=Timing(verify_s=0.03)), 0.135)
+    assert edge.in_flight == 3 or edge.next_job(8) is not None, "what was kept goes on"
+
+
+def test_held_drafts_go_though_another_text_of_the_client_has_changed_the_window_meanwhile():
+    experience = Experience()
+    edge = EdgeSession(open_frame(), SurvivalWindow(), experience=experience)
+    edge.open_frame(b"", -0.1)
+    edge.on_opened(Opened(0, 64, 40, "v", 512, planned=False), 0.0)
+    edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
+    assert draft(edge, 1, 2, now=0.101)[1] == []
+    for _ in range(300):  # before this text asks for its next job, another learns that drafts are worth nothing
+        experience.calibration.add(0.5, False)
+        experience.drafting_s.add(0.5)
+    assert edge.next_job(8) is None
+    assert sent(edge.on_idle(0.102)) == [Draft(0, 4, (1, 2), complete=True)], "or a patient verifier waits for ever"
+    assert sent(edge.on_idle(0.103)) == [], "once is enough"

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 
 from outrider.proto.errors import ConfigError
-from outrider.proto.types import Patience
+from outrider.proto.types import Goal, Patience
 
 DTYPES = ("float32", "bfloat16", "float16")
 LOOPBACK = ("127.", "localhost:", "[::1]:")
@@ -33,7 +33,9 @@ class VerifierConfig:
         max_drafts: judged in one step, at most.
         max_credit: unverified tokens a session, at most.
         prefill_chunk: prompt tokens in one step while other sessions decode.
-        patience: the same for all sessions; None: balanced from each session's own measurements.
+        patience: the same for all sessions; None: planned, from each session's own measurements.
+        goal: tokens soonest, or the fewest target steps.
+        pace_s: a step takes at least so long, which stands for a larger target; 0 but in benchmarks.
         batch_invariant: compute every row in tiles of one shape, so that bytes do not depend on what shares a step,
             in bfloat16 too; slower.
         stall_s: how long a client may leave its commits unread before it is dropped.
@@ -56,6 +58,8 @@ class VerifierConfig:
     max_credit: int = 64
     prefill_chunk: int = 64
     patience: Patience | None = None
+    goal: Goal = Goal.LATENCY
+    pace_s: float = 0.0
     batch_invariant: bool = False
     stall_s: float = 30.0
     insecure_listen: bool = False
@@ -86,6 +90,8 @@ class VerifierConfig:
         for name, minimum in least.items():
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{getattr(self, name)} is below {minimum}", field=name)
+        if self.pace_s < 0:
+            raise ConfigError("must be 0 seconds or more", field="pace_s")
         if self.stall_s <= 0:
             raise ConfigError("must be above 0 seconds", field="stall_s")
 

@@ -14,13 +14,14 @@ from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Judged, Sampler
 from outrider.cloud.target import Rows, Target
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
-from outrider.proto.policy import Smoothed, StepCost
+from outrider.proto.policy import Line, Smoothed
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Cancel, CloudFrame, Draft, EdgeFrame, Goaway, Open, Report
 
 IDLE_S = 0.5
 MOST_UNREAD = 64
 ALONE_PREFILL_ROWS = 512
+KEPT_FIGURES = 4096
 MOST_ROWS_IN_COST = 128  # beyond them a step is a prefill, whose rows cost otherwise
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,25 @@ class _Turn:
     judged: Judged | None
 
 
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Where the time of one step went, seconds.
+
+    Attributes:
+        sessions: that took part.
+        rows: of the forward pass.
+        forward_s: the model's own.
+        sample_s: from logits to tokens.
+        overhead_s: all else since the step before it, but for waiting: events, planning, commits, other threads.
+    """
+
+    sessions: int
+    rows: int
+    forward_s: float
+    sample_s: float
+    overhead_s: float
+
+
 class Engine:
     """Runs a target for many sessions. `post_*` may be called from any thread; the rest belongs to the engine's."""
 
@@ -76,7 +96,9 @@ class Engine:
         self._stopping = False
         self._draining = False
         self._step_s = Smoothed()
-        self._cost = StepCost()
+        self._cost = Line()
+        self.figures: deque[StepFigures] = deque(maxlen=KEPT_FIGURES)
+        self._accounted_until = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     # --- from any thread ---
@@ -96,7 +118,8 @@ class Engine:
 
     def post_frame(self, key: int, frame: EdgeFrame, taken: Callable[[], None]) -> None:
         """A later frame of session `key`; `taken` is called once it has been dealt with."""
-        self._post(lambda: self._take_frame(key, frame, taken))
+        arrived = time.monotonic()  # not when the engine gets to it: a step may be running
+        self._post(lambda: self._take_frame(key, frame, arrived, taken))
 
     def post_close(self, key: int) -> None:
         """The stream of `key` is gone: free what it held."""
@@ -161,10 +184,18 @@ class Engine:
         """Gather, forward, sample, commit, emit."""
         began = time.monotonic()
         logits = self._target.forward([turn.rows for turn in turns])
+        forwarded = time.monotonic()
         judging = [(turn.seat, turn.judged) for turn in turns if turn.judged is not None]
         sampled = self._sampler.sample(logits, [judged for _, judged in judging]) if judging else []
-        verify_s = time.monotonic() - began
+        sampled_at = time.monotonic()
+        self._keep_pace(began)
+        ended = time.monotonic()
+        verify_s = ended - began
         rows = sum(len(turn.rows.tokens) for turn in turns)
+        self.figures.append(
+            StepFigures(len(turns), rows, forwarded - began, sampled_at - forwarded, began - self._accounted_until)
+        )
+        self._accounted_until = ended
         if rows <= MOST_ROWS_IN_COST:
             self._cost.add(rows, verify_s)
         if len(judging) == len(turns):
@@ -173,6 +204,11 @@ class Engine:
             queue_s = max(0.0, began - seat.ready_since)
             event = Verified(judged.block, result.tokens, result.logp, queue_s, verify_s, result.reward)
             self._commit(seat, event)
+
+    def _keep_pace(self, began: float) -> None:
+        left_s = began + self._config.pace_s - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
 
     def _commit(self, seat: _Seat, event: Verified) -> None:
         now = time.monotonic()
@@ -198,15 +234,12 @@ class Engine:
         session = seat.session
         if session.finish is not None or seat.outbox.unread() > MOST_UNREAD:
             return False
-        return session.ready_at(*self._step_cost()) <= now
-
-    def _step_cost(self) -> tuple[float, float]:
-        """A session's share of the base of a step, and the cost of a row, seconds."""
-        return self._cost.base / max(1, len(self._seats)), self._cost.slope
+        return session.ready_at(self._cost.base, self._cost.slope) <= now
 
     def _decode_turn(self, seat: _Seat) -> _Turn:
         session = seat.session
-        block = session.block(*self._step_cost())
+        share_s = self._cost.base / max(1, len(self._seats))  # others judge on the same base
+        block = session.block(share_s, self._cost.slope)
         judged = Judged(session.sampling, session.transcript, session.prompt_length, block, session.q_of(block))
         tokens = (*session.transcript[seat.cache.length :], *block)
         return _Turn(seat, Rows(seat.cache, tokens, len(block) + 1), judged)
@@ -223,7 +256,9 @@ class Engine:
     def _take_events(self) -> None:
         with self._bell:
             if not self._inbox:
-                self._bell.wait(self._sleep_s(time.monotonic()))
+                began = time.monotonic()
+                self._bell.wait(self._sleep_s(began))
+                self._accounted_until += time.monotonic() - began
             events = list(self._inbox)
             self._inbox.clear()
         for event in events:
@@ -243,7 +278,7 @@ class Engine:
             elif seat.behind > 1:
                 return 0.0
             else:
-                wait = min(wait, seat.session.ready_at(*self._step_cost()) - now)
+                wait = min(wait, seat.session.ready_at(self._cost.base, self._cost.slope) - now)
         return max(0.0, wait)
 
     def _admit(self, key: int, frame: Open, outbox: Outbox) -> None:
@@ -275,7 +310,7 @@ class Engine:
         crowd = max(1, len(self._seats) // 8)
         return max(min(self.rules.max_drafts, self.rules.max_credit), self.rules.max_credit // crowd)
 
-    def _take_frame(self, key: int, frame: EdgeFrame, taken: Callable[[], None]) -> None:
+    def _take_frame(self, key: int, frame: EdgeFrame, arrived: float, taken: Callable[[], None]) -> None:
         taken()
         seat = self._seats.get(key)
         if seat is None or seat.session.finish is not None:
@@ -283,7 +318,7 @@ class Engine:
         try:
             match frame:
                 case Draft():
-                    seat.session.on_draft(frame, time.monotonic())
+                    seat.session.on_draft(frame, arrived)
                 case Report():
                     seat.session.on_report(frame)
                 case Cancel():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import Engine, Outbox
+from outrider.cloud.engine import Engine, Outbox, StepFigures
 from outrider.cloud.target import load_target
 from outrider.proto import codec
 from outrider.proto.channel import SERVER_OPTIONS
@@ -26,6 +27,7 @@ from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Report, Verif
 OPEN_WITHIN_S = 10.0
 SPARE_CALLS = 16  # health checks, and streams that are refused
 MOST_UNTAKEN = 256
+SWITCH_S = 0.0005  # else a frame that comes while the engine's thread runs Python waits 5 ms for the interpreter
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class VerifierServer:
             max_drafts=config.max_drafts,
             max_credit=config.max_credit,
             patience=config.patience,
+            goal=config.goal,
             batch_invariant=config.batch_invariant,
         )
         self._most_tokens = max(target.context_length, target.vocab_size)
@@ -126,6 +129,7 @@ class VerifierServer:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {self._config.listen}: {error}", field="listen") from error
         self._address = f"{self._config.host}:{port}"
+        sys.setswitchinterval(SWITCH_S)
         self._engine.start()
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -147,6 +151,11 @@ class VerifierServer:
         if self._server is not None:
             await self._server.stop(grace_s)
             await asyncio.to_thread(self._engine.stop)
+
+    def take_step_figures(self) -> list[StepFigures]:
+        """Of the steps since the last call, oldest first; the newest few thousand are kept."""
+        figures = self._engine.figures
+        return [figures.popleft() for _ in range(len(figures))]
 
     def status(self) -> VerifierStatus:
         """What the coordinator wants to know."""

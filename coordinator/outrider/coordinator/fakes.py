@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
-from outrider.coordinator.package import FORMAT, MANIFEST
+from outrider.coordinator.package import MANIFEST
 from outrider.proto.errors import NotFound, Unavailable
 from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import DRAFTER_FORMAT
 
 TOKENIZER_JSON = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}})
 TOKENIZER_SHA256 = tokenizer_hash(TOKENIZER_JSON)
@@ -80,7 +81,7 @@ def write_package(
     for file_name, data in contents.items():
         (folder / file_name).write_bytes(data)
     manifest = {
-        "format": FORMAT,
+        "format": DRAFTER_FORMAT,
         "name": name,
         "version": version,
         "kind": "onnx-lm",

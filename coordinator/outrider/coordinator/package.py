@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument
-from outrider.proto.types import DrafterManifest, RemoteFile
+from outrider.proto.types import DRAFTER_FORMAT, DrafterManifest, RemoteFile
 
-FORMAT = "outrider-drafter/1"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -144,8 +143,8 @@ def _text(parsed: Mapping[str, Any], key: str) -> str:
 
 
 def _listed_files(parsed: Any) -> tuple[RemoteFile, ...]:
-    if not isinstance(parsed, dict) or parsed.get("format") != FORMAT:
-        raise InvalidArgument(f"is not {FORMAT!r}; export the drafter again", field="format")
+    if not isinstance(parsed, dict) or parsed.get("format") != DRAFTER_FORMAT:
+        raise InvalidArgument(f"is not {DRAFTER_FORMAT!r}; export the drafter again", field="format")
     files = parsed.get("files")
     if not isinstance(files, dict) or not files:
         raise InvalidArgument("must list at least one file", field="files")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -13,13 +12,10 @@ from rich.table import Table
 
 from outrider.deploy.cluster import LocalCluster, local_cluster
 from outrider.deploy.decode import sampling_of
-from outrider.deploy.prompts import Prompt, read_prompts
+from outrider.deploy.prompts import Prompt, held_out, read_prompts
 from outrider.deploy.servers import verifier_config
 from outrider.deploy.show import LiveText, figures
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
-
-HELD_OUT = Path(__file__).parent / "heldout"
-DOMAINS = ("code", "docs", "prose", "math")
 
 
 @dataclass(slots=True)
@@ -33,7 +29,7 @@ class Tally:
         """The figures of the table."""
         tokens = sum(len(c.tokens) for c in self.outrider)
         statistics = [c.statistics for c in self.outrider]
-        accepted, questioned = sum(s.accepted for s in statistics), sum(s.questioned for s in statistics)
+        hits, compared = sum(s.hits for s in statistics), sum(s.compared for s in statistics)
         up, down = sum(s.uplink_bytes for s in statistics), sum(s.downlink_bytes for s in statistics)
         down_cloud = sum(c.statistics.downlink_bytes for c in self.cloud)
         speed, speed_of_cloud = _speed(self.outrider), _speed(self.cloud)
@@ -43,7 +39,7 @@ class Tally:
             f"{speed_of_cloud:.1f}",
             f"{speed / speed_of_cloud:.2f}",
             f"{sum(s.steps for s in statistics) / tokens:.3f}",
-            f"{accepted / questioned:.3f}" if questioned else "-",
+            f"{hits / compared:.3f}" if compared else "-",
             f"{up / tokens:.1f}",
             f"{down / tokens:.1f}",
             f"{down_cloud / tokens:.1f}",
@@ -120,7 +116,7 @@ async def _ours(
 def _prompts(options: argparse.Namespace) -> list[Prompt]:
     if options.prompts is not None:
         return read_prompts(options.prompts)
-    return [prompt for domain in DOMAINS for prompt in read_prompts(HELD_OUT / f"{domain}.jsonl", options.per_domain)]
+    return held_out(options.per_domain)
 
 
 def _table(tallies: dict[str, Tally], options: argparse.Namespace) -> Table:

@@ -92,7 +92,10 @@ def add_target(parser: Parser) -> None:
         type=patience,
         default=None,
         metavar="MS[,DRAFTS]",
-        help="wait so long (ms, or inf) for so many drafts before a step; 0 runs ahead; not set: balanced",
+        help="wait so long (ms, or inf) for so many drafts before a step; 0 runs ahead; not set: planned",
+    )
+    group.add_argument(
+        "--goal", choices=("latency", "efficiency"), default="latency", help="soonest tokens, or fewest target steps"
     )
 
 
@@ -125,6 +128,22 @@ def at_least(minimum: int) -> Callable[[str], int]:
         if value < minimum:
             raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
         return value
+
+    return parse
+
+
+def comma_list(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Entries with commas between them."""
+    return lambda text: [parse(entry.strip()) for entry in text.split(",")] if text.strip() else []
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """One of a few words."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(names)}")
+        return text
 
     return parse
 

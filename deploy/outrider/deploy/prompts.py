@@ -8,6 +8,9 @@ from pathlib import Path
 
 from outrider.proto.errors import ConfigError
 
+HELD_OUT = Path(__file__).parent / "heldout"
+DOMAINS = ("code", "docs", "prose", "math")
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -16,6 +19,11 @@ class Prompt:
     id: str
     text: str
     domain: str = ""
+
+
+def held_out(per_domain: int) -> list[Prompt]:
+    """So many built-in prompts of each domain, none of which any model of the family was trained on."""
+    return [prompt for domain in DOMAINS for prompt in read_prompts(HELD_OUT / f"{domain}.jsonl", per_domain)]
 
 
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:

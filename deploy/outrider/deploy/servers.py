@@ -12,6 +12,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.deploy.cluster import embedded_drafters, local_cluster
 from outrider.deploy.options import lease_secret
 from outrider.proto.errors import ConfigError
+from outrider.proto.types import Goal
 
 
 def up(options: argparse.Namespace) -> int:
@@ -118,6 +119,7 @@ def verifier_config(options: argparse.Namespace) -> VerifierConfig:
         patience=options.patience,
         batch_invariant=options.batch_invariant,
         max_sessions=options.max_sessions,
+        goal=Goal[options.goal.upper()],
     )
 
 

@@ -14,14 +14,16 @@ from typing import Any, Self, TypeVar
 
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient
-from outrider.edge.decoding import Decoding
+from outrider.edge.decoding import Decoding, Journal
 from outrider.edge.drafters import ProposalRule
 from outrider.edge.drafters.protocol import Drafter
 from outrider.edge.events import Completion, Event, Finished, Tokens
+from outrider.edge.link import Channels
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.routes import Route
 from outrider.edge.text import TextStream
 from outrider.proto.errors import ConfigError, DeadlineExceeded, InvalidArgument
+from outrider.proto.policy import Experience
 from outrider.proto.session import Done, EdgeSession, Emit
 from outrider.proto.types import FinishReason, Open, Provenance, Sampling, SessionReport
 
@@ -47,6 +49,9 @@ class Client:
         self._ready: Ready | None = None
         self._preparing = asyncio.Lock()
         self._reports: set[asyncio.Task[None]] = set()
+        self._channels = Channels()
+        # A drafter's confidence means one thing where the most likely token is taken and another where one is drawn.
+        self._experience = {greedy: Experience() for greedy in (True, False)}
 
     async def __aenter__(self) -> Self:
         await self.prepare()
@@ -61,9 +66,15 @@ class Client:
         """Give channels and the drafting thread back."""
         if self._reports:
             await asyncio.wait(self._reports, timeout=REPORT_WITHIN_S)
+        await self._channels.close()
         if self._coordinator is not None:
             await self._coordinator.close()
         self._thread.shutdown(wait=False)
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The drafter in use; None without one, or before `prepare`."""
+        return self._ready.drafter if self._ready else None
 
     @property
     def drafter_name(self) -> str:
@@ -87,6 +98,7 @@ class Client:
         *,
         stop: Sequence[str] = (),
         deadline_s: float | None = None,
+        journal: Journal | None = None,
         **overrides: Any,
     ) -> AsyncGenerator[Event]:
         """Decode one text. Leaving the loop early (`aclose`) cancels it on both sides.
@@ -96,6 +108,7 @@ class Client:
             sampling: parameters; `overrides` replace single ones, such as `max_tokens=64`.
             stop: strings that end the text and are not part of it.
             deadline_s: for the whole text.
+            journal: is told what happens and when (benchmarks, tracing).
             overrides: fields of `Sampling`.
 
         Yields:
@@ -112,10 +125,16 @@ class Client:
         stop = _checked_stop(stop)
         ready = self._ready_now()
         text = TextStream(ready.tokenizer, stop)
-        machine = EdgeSession(frame, self.config.window_policy, self.config.retry, send_q=self.config.send_q)
+        machine = EdgeSession(
+            frame,
+            self.config.window_policy,
+            self.config.retry,
+            self._experience[frame.sampling.temperature == 0],
+            send_q=self.config.send_q,
+        )
         machine.statistics.drafter_error = ready.drafter_error
         first_token_s = 0.0
-        decoding = self._decoding(machine, frame)
+        decoding = self._decoding(machine, frame, journal)
         items = _until(decoding.run(), None if deadline_s is None else began + deadline_s)
         try:
             async for item in items:
@@ -203,15 +222,18 @@ class Client:
             drafting=ready.drafter is not None,
             window=self.config.window or 0,
             max_drafts=self.config.max_drafts,
+            logp=self.config.logprobs,
         )
 
-    def _decoding(self, machine: EdgeSession, frame: Open) -> Decoding:
+    def _decoding(self, machine: EdgeSession, frame: Open, journal: Journal | None) -> Decoding:
         ready = self._ready_now()
         rule = ProposalRule(frame.sampling, prompt_length=len(frame.prompt))
         return Decoding(
             machine,
             ready.route,
             frame.session,
+            channels=self._channels,
+            journal=journal or Journal(),
             drafter=ready.drafter.open(rule) if ready.drafter is not None else None,
             thread=self._thread,
             open_timeout_s=self.config.open_timeout_s,

@@ -27,6 +27,7 @@ class EdgeConfig:
         cache: folder of downloaded drafters and tokenizers.
         patience: wish to the verifier; None: it decides.
         max_drafts: judged in one step at most; 0: the verifier's limit.
+        logprobs: ask for the log probability of every token (4 bytes each on the downlink).
         send_q: send the drafter's probability of each token (2 bytes), which earns rewards in the commits.
         open_timeout_s: to get a lease, and for a verifier to answer.
         retry: how long lost streams are reopened.
@@ -42,6 +43,7 @@ class EdgeConfig:
     cache: Path = DEFAULT_ROOT
     patience: Patience | None = None
     max_drafts: int = 0
+    logprobs: bool = True
     send_q: bool = False
     open_timeout_s: float = 30.0
     retry: RetryRules = field(default_factory=RetryRules)

@@ -9,13 +9,26 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
 from outrider.edge.drafters.protocol import DraftState, Proposal
-from outrider.edge.link import Stream, open_stream
+from outrider.edge.link import Channels, Stream
 from outrider.edge.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import Done, DraftJob, EdgeInstruction, EdgeSession, Emit, Reopen, Send
-from outrider.proto.types import CloudFrame, Commit, FinishReason, Goaway, Opened
+from outrider.proto.types import CloudFrame, Commit, EdgeFrame, FinishReason, Goaway, Opened
 
 BLOCK_S = 0.002  # drafting time between looks at what the verifier has said
+
+
+class Journal:
+    """Sees what one text does and when, on the monotonic clock; this one looks away."""
+
+    def drafted(self, began: float, ended: float, tokens: int) -> None:
+        """A drafting job."""
+
+    def sent(self, frame: EdgeFrame, at: float) -> None:
+        """A frame that was put on the stream."""
+
+    def received(self, frame: CloudFrame, at: float) -> None:
+        """A frame that came."""
 
 
 class Decoding:
@@ -27,17 +40,22 @@ class Decoding:
         route: Route,
         session: str,
         *,
+        channels: Channels,
+        journal: Journal,
         drafter: DraftState | None,
         thread: ThreadPoolExecutor,
         open_timeout_s: float,
     ) -> None:
         self.machine = machine
         self._route = route
+        self._channels = channels
+        self._journal = journal
         self._session = session
         self._drafter = drafter
         self._thread = thread
         self._open_timeout_s = open_timeout_s
         self._stream: Stream | None = None
+        self._address = ""
         self._reopen: Reopen | None = None
         self._lost: list[str] = []
         self._wake = asyncio.Event()
@@ -54,8 +72,7 @@ class Decoding:
                     return
         finally:
             self._apply(self.machine.on_cancel())
-            if self._stream is not None:
-                await self._stream.close()
+            await self._close_stream()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -87,6 +104,8 @@ class Decoding:
         while not self.machine.done:
             job = self.machine.next_job(self._block())
             if job is None:
+                self._apply(self.machine.on_idle(time.monotonic()))
+                self._wake.clear()  # set by that itself; nothing else can have happened meanwhile
                 await self._wake.wait()
                 self._wake.clear()
                 continue
@@ -99,6 +118,7 @@ class Decoding:
                 self._apply(self.machine.on_drafter_failed(Internal(f"{type(error).__name__}: {error}")))
                 return
             now = time.monotonic()
+            self._journal.drafted(now - seconds, now, len(proposal.tokens))
             self._apply(self.machine.on_drafted(job, proposal.tokens, proposal.q, seconds, now))
 
     def _block(self) -> int:
@@ -120,6 +140,7 @@ class Decoding:
                 case Send(frame):
                     if self._stream is not None:
                         self._stream.send(frame)
+                        self._journal.sent(frame, time.monotonic())
                 case Emit() | Done():
                     self._emitted.put_nowait(instruction)
                 case Reopen():
@@ -134,15 +155,14 @@ class Decoding:
                 await self._one_stream()
             except OutriderError as error:
                 self._apply(self.machine.on_disconnected(error, time.monotonic()))
-            if self._stream is not None:
-                await self._stream.close()
-                self._stream = None
+            await self._close_stream()
             if self._reopen is not None:
                 await asyncio.sleep(self._reopen.after_s)
 
     async def _one_stream(self) -> None:
         lease = await self._route.lease(self._session, tuple(self._lost[-3:]))
-        stream = self._stream = open_stream(lease.address, self.machine.statistics)
+        self._address = lease.address
+        stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics)
         stream.send(self.machine.open_frame(lease.token, time.monotonic()))
         frames = stream.frames()
         try:
@@ -158,9 +178,16 @@ class Decoding:
         finally:
             if not self.machine.done:
                 self._lost.append(lease.verifier)
+                self._channels.drop(lease.address, stream)
+
+    async def _close_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await self._channels.close_stream(self._address, stream)
 
     def _handle(self, frame: CloudFrame) -> None:
         now = time.monotonic()
+        self._journal.received(frame, now)
         match frame:
             case Commit():
                 self._apply(self.machine.on_commit(frame, now))

@@ -1,15 +1,16 @@
-"""The link: one stream to one verifier. Bytes are counted here, foreign errors translated here, and nothing else."""
+"""The link: streams to verifiers. Bytes are counted here, foreign errors translated here, and nothing else."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from outrider.proto import codec
-from outrider.proto.channel import CLIENT_OPTIONS
+from outrider.proto.channel import CONNECTION_WINDOW_BYTES, DECODING_OPTIONS, DECODING_WINDOW_BYTES
 from outrider.proto.errors import DETAIL_KEY, OutriderError, Unavailable, from_rpc_error
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CloudFrame, EdgeFrame
@@ -29,9 +30,9 @@ _NO_MORE = b""  # no frame is empty
 class Stream:
     """One open decoding stream. `send` never waits: frames go out in order by a task of their own."""
 
-    def __init__(self, channel: grpc.aio.Channel, call: Any, statistics: EdgeStatistics) -> None:
-        self._channel = channel
+    def __init__(self, call: Any, statistics: EdgeStatistics, connection: Connection) -> None:
         self._call = call
+        self.connection = connection
         self._statistics = statistics
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         self._writer = asyncio.create_task(self._write())
@@ -53,6 +54,7 @@ class Stream:
                 if data is grpc.aio.EOF:
                     raise await self._ending()
                 self._statistics.downlink_bytes += len(data) + GRPC_PREFIX_BYTES
+                self.connection.received_bytes += len(data) + GRPC_PREFIX_BYTES
                 yield codec.decode_cloud_frame(data)
         except grpc.aio.AioRpcError as error:  # of the read alone; the stream's own status tells more
             raise await self._ending() from error
@@ -83,11 +85,54 @@ class Stream:
         await asyncio.wait([self._writer], timeout=LAST_WORDS_S)
         self._writer.cancel()
         self._call.cancel()
-        await self._channel.close()
 
 
-def open_stream(address: str, statistics: EdgeStatistics) -> Stream:
-    """Begin a stream to the verifier at `address`; connecting happens in the background."""
-    channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-    method = channel.stream_stream(codec.DECODE_METHOD)  # bytes: the codec counts and checks them
-    return Stream(channel, method(), statistics)
+@dataclass(eq=False, slots=True)
+class Connection:
+    """A channel, and how much has come through it."""
+
+    channel: grpc.aio.Channel
+    received_bytes: int = 0
+    streams: int = 0
+    retired: bool = False
+
+
+class Channels:
+    """One connection to each verifier, kept between texts: a new text then waits for no handshake."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[str, Connection] = {}
+
+    def open_stream(self, address: str, statistics: EdgeStatistics) -> Stream:
+        """Begin a stream to the verifier at `address`; connecting happens in the background."""
+        if address not in self._by_address:
+            self._by_address[address] = Connection(grpc.aio.insecure_channel(address, options=DECODING_OPTIONS))
+        connection = self._by_address[address]
+        connection.streams += 1
+        method = connection.channel.stream_stream(codec.DECODE_METHOD)  # bytes: the codec checks them
+        return Stream(method(), statistics, connection)
+
+    async def close_stream(self, address: str, stream: Stream) -> None:
+        """A stream is done; where its connection has used up the window that it came with, the next one gets a new."""
+        await stream.close()
+        connection = stream.connection
+        connection.streams -= 1
+        if connection.received_bytes > CONNECTION_WINDOW_BYTES - 2 * DECODING_WINDOW_BYTES:
+            self._retire(address, connection)
+        if connection.retired and not connection.streams:
+            await connection.channel.close()
+
+    def drop(self, address: str, stream: Stream) -> None:
+        """A stream to `address` was lost: the next one connects anew, instead of waiting for gRPC's backoff."""
+        self._retire(address, stream.connection)
+
+    def _retire(self, address: str, connection: Connection) -> None:
+        connection.retired = True
+        if self._by_address.get(address) is connection:
+            del self._by_address[address]
+
+    async def close(self) -> None:
+        """End every connection."""
+        connections, self._by_address = self._by_address, {}
+        for connection in connections.values():
+            await connection.channel.close()

@@ -43,7 +43,12 @@ def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
             wire = pb.EdgeFrame(open=_open_to_wire(frame))
         case t.Report():
             wire = pb.EdgeFrame(
-                report=pb.Report(drafting=frame.drafting, drafting_s=frame.drafting_s, round_trip_s=frame.round_trip_s)
+                report=pb.Report(
+                    drafting=frame.drafting,
+                    drafting_us=_microseconds(frame.drafting_s),
+                    round_trip_us=_microseconds(frame.round_trip_s),
+                    acceptance=frame.acceptance,
+                )
             )
         case t.Cancel():
             wire = pb.EdgeFrame(cancel=pb.Cancel(reason=frame.reason))
@@ -69,7 +74,8 @@ def decode_edge_frame(data: bytes, most_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeF
         case "open":
             return _open_from_wire(wire.open)
         case "report":
-            return t.Report(wire.report.drafting, wire.report.drafting_s, wire.report.round_trip_s)
+            report = wire.report
+            return t.Report(report.drafting, report.drafting_us / 1e6, report.round_trip_us / 1e6, report.acceptance)
         case "cancel":
             return t.Cancel(wire.cancel.reason)
     raise InvalidArgument("holds none of open, draft, report, cancel", field="frame.body")
@@ -103,7 +109,6 @@ def _draft_to_wire(draft: t.Draft) -> pb.Draft:
         q=np.asarray(draft.q, dtype="<f2").tobytes(),
         drafter=draft.drafter,
         drafter_version=draft.drafter_version,
-        sent_s=draft.sent_s,
         complete=draft.complete,
     )
 
@@ -119,7 +124,6 @@ def _draft_from_wire(wire: pb.Draft) -> t.Draft:
         q=tuple(np.frombuffer(wire.q, dtype="<f2").astype(float).tolist()),
         drafter=wire.drafter,
         drafter_version=wire.drafter_version,
-        sent_s=wire.sent_s,
         complete=wire.complete,
     )
 
@@ -138,6 +142,7 @@ def _open_to_wire(frame: t.Open) -> pb.Open:
         window=frame.window,
         max_drafts=frame.max_drafts,
         steering_width=frame.steering_width,
+        logp=frame.logp,
     )
     if frame.patience is not None:
         wire.patience.CopyFrom(pb.Patience(seconds=frame.patience.seconds, drafts=frame.patience.drafts))
@@ -162,6 +167,7 @@ def _open_from_wire(wire: pb.Open) -> t.Open:
         window=wire.window,
         max_drafts=wire.max_drafts,
         steering_width=wire.steering_width,
+        logp=wire.logp,
     )
 
 
@@ -222,6 +228,9 @@ def encode_cloud_frame(frame: t.CloudFrame) -> bytes:
                     context_length=frame.context_length,
                     batch_invariant=frame.batch_invariant,
                     vocab_size=frame.vocab_size,
+                    goal=pb.Goal.Name(frame.goal.value),
+                    max_drafts=frame.max_drafts,
+                    planned=frame.planned,
                 )
             )
         case t.Goaway():
@@ -245,6 +254,9 @@ def decode_cloud_frame(data: bytes) -> t.CloudFrame:
                 context_length=o.context_length,
                 batch_invariant=o.batch_invariant,
                 vocab_size=o.vocab_size,
+                goal=_enum(t.Goal, o.goal, "opened.goal"),
+                max_drafts=o.max_drafts,
+                planned=o.planned,
             )
         case "goaway":
             return t.Goaway(wire.goaway.reason, wire.goaway.retry_after_s)
@@ -260,10 +272,10 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
         reward=commit.reward,
         credit=commit.credit,
         timing=pb.Timing(
-            echo_sent_s=commit.timing.echo_sent_s,
-            hold_s=commit.timing.hold_s,
-            queue_s=commit.timing.queue_s,
-            verify_s=commit.timing.verify_s,
+            echo=commit.timing.echo,
+            hold_us=_microseconds(commit.timing.hold_s),
+            queue_us=_microseconds(commit.timing.queue_s),
+            verify_us=_microseconds(commit.timing.verify_s),
         ),
         finish=pb.FinishReason.Name(commit.finish.value if commit.finish else 0),
         chain=commit.chain,
@@ -283,6 +295,10 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
     return wire
 
 
+def _microseconds(seconds: float) -> int:
+    return min(0xFFFFFFFF, max(0, round(seconds * 1e6)))
+
+
 def _commit_from_wire(wire: pb.Commit) -> t.Commit:
     return t.Commit(
         start=wire.start,
@@ -292,7 +308,9 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
         reward=wire.reward if wire.HasField("reward") else None,
         steering=_steering_from_wire(wire.steering) if wire.HasField("steering") else None,
         credit=wire.credit,
-        timing=t.Timing(wire.timing.echo_sent_s, wire.timing.hold_s, wire.timing.queue_s, wire.timing.verify_s),
+        timing=t.Timing(
+            wire.timing.echo, wire.timing.hold_us / 1e6, wire.timing.queue_us / 1e6, wire.timing.verify_us / 1e6
+        ),
         finish=_enum(t.FinishReason, wire.finish, "commit.finish") if wire.finish else None,
         chain=wire.chain,
         judged=wire.judged,

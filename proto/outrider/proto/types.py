@@ -12,8 +12,9 @@ from enum import Enum
 
 from outrider.proto.errors import InvalidArgument
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_TOKEN_ID = (1 << 31) - 1
+DRAFTER_FORMAT = "outrider-drafter/2"  # of the packages that are exported, served and loaded
 MOST_STOP_TOKENS = 256  # they are looked through at every token
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -27,6 +28,13 @@ class FinishReason(Enum):
     LENGTH = 3
     CANCELLED = 4
     STOP_STRING = 5
+
+
+class Goal(Enum):
+    """What a deployment wants of speculation: tokens soonest, or the fewest target steps at a bounded cost in time."""
+
+    LATENCY = 1
+    EFFICIENCY = 2
 
 
 class Provenance(Enum):
@@ -125,6 +133,7 @@ class Open:
     window: int = 0
     max_drafts: int = 0
     steering_width: int = 0
+    logp: bool = True
     protocol_version: int = PROTOCOL_VERSION
 
     def __post_init__(self) -> None:
@@ -154,7 +163,6 @@ class Draft:
     q: tuple[float, ...] = ()
     drafter: str = ""
     drafter_version: str = ""
-    sent_s: float = 0.0
     complete: bool = False
 
     def __post_init__(self) -> None:
@@ -186,8 +194,10 @@ class Report:
     drafting: bool
     drafting_s: float = 0.0
     round_trip_s: float = 0.0
+    acceptance: float = 0.0
 
     def __post_init__(self) -> None:
+        _require(0 <= self.acceptance <= 1, "report.acceptance", "must be a probability")
         for name in ("drafting_s", "round_trip_s"):
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, f"report.{name}", "must be a finite number, 0 or more")
@@ -211,13 +221,16 @@ class Opened:
     context_length: int
     batch_invariant: bool = False
     vocab_size: int = MAX_TOKEN_ID + 1
+    goal: Goal = Goal.LATENCY
+    max_drafts: int = 16
+    planned: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of one commit went; `echo_sent_s` is on the edge's clock."""
+    """Where the time of one commit went, seconds; `echo` Draft messages of its stream had come before it was sent."""
 
-    echo_sent_s: float = 0.0
+    echo: int = 0
     hold_s: float = 0.0
     queue_s: float = 0.0
     verify_s: float = 0.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from dataclasses import dataclass, replace
 
 from outrider.proto.errors import (
@@ -14,11 +16,12 @@ from outrider.proto.errors import (
     UnknownToken,
 )
 from outrider.proto.policy import (
-    Acceptance,
     EdgeView,
-    Smoothed,
+    Experience,
     SurvivalWindow,
     WindowPolicy,
+    due_to_flush,
+    worth_a_message,
 )
 from outrider.proto.types import (
     MAX_TOKEN_ID,
@@ -27,6 +30,7 @@ from outrider.proto.types import (
     Draft,
     EdgeFrame,
     FinishReason,
+    Goal,
     Goaway,
     Open,
     Opened,
@@ -34,6 +38,7 @@ from outrider.proto.types import (
 )
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
+DRAFT_BYTES, TOKEN_BYTES = 30, 2  # of a Draft message and of each token in it, framing included, for the link's rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,12 @@ class EdgeStatistics:
     accepted: int = 0
     drafted: int = 0
     judged: int = 0
-    questioned: int = 0  # judged drafts up to the first that missed in each step: acceptance is accepted / questioned
+    hits: int = 0  # drafts that agreed with the committed token of their position
+    compared: int = (
+        0  # drafts that met one, none before them in their chain having missed: acceptance is hits / compared
+    )
     steps: int = 0
+    messages: int = 0  # Draft messages
     resumes: int = 0
     uplink_bytes: int = 0
     downlink_bytes: int = 0
@@ -127,6 +136,7 @@ class EdgeSession:
         frame: Open,
         window: WindowPolicy | None = None,
         retry: RetryRules | None = None,
+        experience: Experience | None = None,
         *,
         send_q: bool = False,
     ) -> None:
@@ -136,6 +146,7 @@ class EdgeSession:
             frame: what to open streams with.
             window: how far ahead to draft; None: as `SurvivalWindow` says.
             retry: how long lost streams are reopened.
+            experience: measured in earlier texts with the same drafter; this one adds to it.
             send_q: send the drafter's probabilities, which earn rewards in the commits.
         """
         self._send_q = send_q
@@ -155,17 +166,22 @@ class EdgeSession:
         self._vocab_size = MAX_TOKEN_ID + 1
         self._drafting = frame.drafting
         self._drafted: list[int] = []  # unverified, follows the transcript
+        self._confidence: list[float] = []  # the drafter's in each of them, NaN: not known
         self._sent = 0  # so many of them are on the wire
         self._chain = 0
+        self._said_complete = False  # since the last commit
         self._chain_sent = False  # whether the wire has heard of the chain
         self._agreed = 0  # so much of the drafter's prefix is known to agree with transcript + drafted
         self._epoch = 0  # counts contradictions; a job of an older epoch proposes in vain
         self._job_running = False
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
-        self._acceptance = Acceptance()
-        self._drafting_s = Smoothed()
-        self._round_trip_s = Smoothed()
-        self._step_s = Smoothed()
+        self._experience = experience or Experience()
+        self._sent_at: list[tuple[float, int]] = []  # when each Draft message of this stream went, and its bytes
+        self._commit_at = 0.0
+        self._goal = Goal.LATENCY
+        self._planned = False
+        self._max_drafts = frame.max_drafts
+        self._last_job_s = 0.0
         self._opened_at = 0.0
         self._opened_with = 0  # tokens of text that the last Open held
         self._reported = Report(frame.drafting)
@@ -195,9 +211,14 @@ class EdgeSession:
         self._max_tokens = opened.max_tokens
         self._vocab_size = opened.vocab_size
         self._credit = opened.credit
+        self._goal = opened.goal
+        self._max_drafts = opened.max_drafts
+        self._planned = opened.planned
         self._connected = True
-        self._round_trip_s.add(now - self._opened_at)
-        self.statistics.round_trip_s = self._round_trip_s.value
+        self._sent_at.clear()
+        self._said_complete = False
+        self._commit_at = now
+        self._time_round_trip(now - self._opened_at, DRAFT_BYTES + TOKEN_BYTES * len(self.transcript))
         self._new_chain()
         self._sent = 0
         if len(self._drafted) > self._credit:
@@ -258,19 +279,23 @@ class EdgeSession:
             return [*instructions, *self._end(finish=commit.finish)]
         self._stalled = False
         self._retries = _Retries()
-        return [*instructions, *self._reports(), *self._nothing_more(now)]
+        return [*instructions, *self._reports(), *self._flush(now)]
 
     def _measure(self, commit: Commit, now: float) -> None:
         self.statistics.steps += 1
         self.statistics.judged += commit.judged
-        self.statistics.questioned += min(commit.accepted + 1, commit.judged)
-        self._acceptance.add(commit.accepted, commit.judged)
+        self._commit_at = now
+        self._said_complete = False
         timing = commit.timing
         if timing.verify_s > 0:
-            self._step_s.add(timing.verify_s)
-        if timing.echo_sent_s > 0:
-            self._round_trip_s.add(max(0.0, now - timing.echo_sent_s - timing.hold_s))
-            self.statistics.round_trip_s = self._round_trip_s.value
+            self._experience.step.add(commit.judged + 1, timing.verify_s)
+        if 0 < timing.echo <= len(self._sent_at):
+            sent_at, size = self._sent_at[timing.echo - 1]
+            self._time_round_trip(now - sent_at - timing.hold_s, size)
+
+    def _time_round_trip(self, seconds: float, size: int) -> None:
+        self._experience.round_trip.add(size, max(0.0, seconds))
+        self.statistics.round_trip_s = self.round_trip_s
 
     def _follow(self, tokens: tuple[int, ...]) -> None:
         for token in tokens:
@@ -278,16 +303,25 @@ class EdgeSession:
             self.transcript.append(token)
             if not self._drafted:
                 continue  # a running job may be proposing this position; on_drafted compares
-            if self._drafted[0] == token:
-                del self._drafted[0]
+            hit = self._drafted[0] == token
+            self._compare(self._confidence[0], hit)
+            if hit:
+                del self._drafted[0], self._confidence[0]
                 self._sent = max(0, self._sent - 1)
             else:
                 self._forget_drafts()
                 self._agreed = min(self._agreed, position)
 
+    def _compare(self, confidence: float, hit: bool) -> None:
+        self._experience.calibration.add(confidence, hit)
+        self.statistics.compared += 1
+        self.statistics.hits += hit
+
     def _forget_drafts(self) -> None:
+        self._said_complete = False
         self._agreed = min(self._agreed, len(self.transcript))
         self._drafted.clear()
+        self._confidence.clear()
         self._sent = 0
         self._epoch += 1
         self._new_chain()
@@ -312,20 +346,38 @@ class EdgeSession:
     @property
     def drafting_s(self) -> float:
         """Smoothed time to draft one token, seconds; 0: not measured yet."""
-        return self._drafting_s.value
+        return self._experience.drafting_s.value
 
-    def window(self) -> int:
-        """Unverified tokens that the policy allows at present, before credit."""
-        return self._policy.limit(
-            EdgeView(self._acceptance.rate, self._drafting_s.value, self._step_s.value, self._round_trip_s.value)
-        )
+    @property
+    def round_trip_s(self) -> float:
+        """Of a small message and its answer, seconds; the verifier's work is not in it."""
+        return self._experience.round_trip.base + self._experience.round_trip.slope * DRAFT_BYTES
+
+    @property
+    def survival(self) -> float:
+        """The chance that all drafts in flight agree with the target."""
+        return math.prod(self._experience.calibration.chance(confidence) for confidence in self._confidence)
 
     def allowance(self) -> int:
         """How many more tokens may be drafted now."""
         if not (self._connected and self._drafting) or self.done or self._stalled:
             return 0
-        room = self._max_tokens - self.generated - 1
-        return max(0, min(self.window(), self._credit, room) - len(self._drafted))
+        in_flight = len(self._drafted)
+        room = min(self._credit, self._max_tokens - self.generated - 1) - in_flight
+        if room <= 0:
+            return 0
+        view = EdgeView(
+            in_flight=in_flight,
+            survival=self.survival,
+            acceptance=self._experience.calibration.acceptance.rate,
+            drafting_s=self._experience.drafting_s.value,
+            step_s=self._experience.step.base,
+            row_s=self._experience.step.slope,
+            round_trip_s=self.round_trip_s,
+            byte_s=self._experience.round_trip.slope,
+            goal=self._goal,
+        )
+        return min(room, self._policy.more(view))
 
     def next_job(self, most: int) -> DraftJob | None:
         """The drafter's next piece of work, at most `most` tokens; None: wait for an event. One job runs at a time."""
@@ -358,20 +410,28 @@ class EdgeSession:
         if not tokens:
             self._stalled = True
         elif len(job.extend_with) <= CATCH_UP:
-            self._drafting_s.add(seconds / len(tokens))
+            self._experience.drafting_s.add(seconds / len(tokens))
+            self._last_job_s = seconds
+        confidence = q if len(q) == len(tokens) else (math.nan,) * len(tokens)
         overtaken = min(len(tokens), len(self.transcript) - job.start)
         if overtaken > 0:
             committed = self.transcript[job.start : job.start + overtaken]
             agreeing = next((i for i in range(overtaken) if tokens[i] != committed[i]), overtaken)
+            for i in range(min(agreeing + 1, overtaken)):
+                self._compare(confidence[i], i < agreeing)
             self._agreed = job.start + agreeing
             if agreeing < overtaken:
                 return self._nothing_more(now)
-            tokens, q = tokens[overtaken:], q[overtaken:]
+            tokens, confidence = tokens[overtaken:], confidence[overtaken:]
         room = max(0, self._credit - len(self._drafted))  # the credit may have shrunk meanwhile
-        tokens, q = tokens[:room], q[:room]
-        self._drafted.extend(tokens)
+        self._drafted.extend(tokens[:room])
+        self._confidence.extend(confidence[:room])
         self._agreed = max(self._agreed, len(self.transcript) + len(self._drafted)) if tokens else self._agreed
-        return self._flush(now, q)
+        return self._flush(now)
+
+    def on_idle(self, now: float) -> list[EdgeInstruction]:
+        """The drafter has no job: send what is held, or say that there is nothing."""
+        return [] if self._job_running or self.done or self.allowance() > 0 else self._flush(now)
 
     def on_drafter_failed(self, error: OutriderError) -> list[EdgeInstruction]:
         """The drafter is broken: go on as plain cloud streaming, and say so."""
@@ -381,32 +441,78 @@ class EdgeSession:
         self._forget_drafts()
         return self._reports()
 
-    def _flush(self, now: float, q: tuple[float, ...] = ()) -> list[EdgeInstruction]:
-        unsent = tuple(self._drafted[self._sent :])
+    def _flush(self, now: float) -> list[EdgeInstruction]:
+        """Send what is drafted when the chain is complete, or when more of it would come too late for a step."""
+        unsent = tuple(self._drafted[self._sent : max(self._sent, self._credit)])  # it may have shrunk
         if not self._connected or not unsent:
             return self._nothing_more(now)
+        more = self.allowance()
+        whole_block = len(self._drafted) >= self._max_drafts > self._sent
+        if (
+            self._sent
+            and not self._must_tell()
+            and not worth_a_message(
+                self._expected_of_unsent(), step_s=self._experience.step.mean, byte_s=self._experience.round_trip.slope
+            )
+        ):
+            return []  # the verifier has the chain up to here; the rest goes with what the next commit brings
+        if (
+            more
+            and not whole_block
+            and not due_to_flush(
+                now,
+                commit_at=self._commit_at,
+                round_trip_s=self.round_trip_s,
+                step_s=self._experience.step.mean,
+                next_s=self._last_job_s,
+            )
+        ):
+            return []
+        confidence = tuple(self._confidence[self._sent : self._sent + len(unsent)])
         frame = Draft(
             chain=self._chain,
             start=len(self.transcript) + self._sent,
             tokens=unsent,
-            q=q if self._send_q and len(q) == len(unsent) else (),
-            sent_s=now,
-            complete=self.allowance() == 0,
+            q=confidence if self._send_q and not any(map(math.isnan, confidence)) else (),
+            complete=not more and not self._job_running,
         )
-        self._sent = len(self._drafted)
-        self._chain_sent = True
-        return [Send(frame)]
+        self._sent += len(unsent)
+        return [self._draft(frame, now)]
+
+    def _must_tell(self) -> bool:
+        """Whether the verifier may wait for long; one that plans has drafts in flight, or runs ahead on a long link."""
+        if not self._planned or self._goal is Goal.EFFICIENCY:
+            return True
+        return not self._sent and self.round_trip_s < self._experience.step.mean
+
+    def _expected_of_unsent(self) -> float:
+        """Tokens that the verifier will probably accept of those that it has not been sent."""
+        survival = list(itertools.accumulate(map(self._experience.calibration.chance, self._confidence), operator.mul))
+        return sum(survival[self._sent :])
 
     def _nothing_more(self, now: float) -> list[EdgeInstruction]:
         """Tell a waiting verifier that it waits in vain, where that is so."""
         if not (self._connected and self._drafting) or self._job_running or self.allowance() > 0:
             return []
+        if not self._must_tell() or self._said_complete:
+            return []
+        return [self._draft(Draft(self._chain, len(self.transcript) + self._sent, (), complete=True), now)]
+
+    def _draft(self, frame: Draft, now: float) -> Send:
         self._chain_sent = True
-        return [Send(Draft(self._chain, len(self.transcript) + len(self._drafted), (), sent_s=now, complete=True))]
+        self._said_complete = frame.complete
+        self._sent_at.append((now, DRAFT_BYTES + TOKEN_BYTES * len(frame.tokens)))
+        self.statistics.messages += 1
+        return Send(frame)
 
     def _reports(self) -> list[EdgeInstruction]:
         """A report when what the verifier's patience rests on has changed by a quarter."""
-        report = Report(self._drafting, self._drafting_s.value, self._round_trip_s.value)
+        report = Report(
+            self._drafting,
+            self._experience.drafting_s.value,
+            self.round_trip_s,
+            self._experience.calibration.acceptance.rate,
+        )
         old = self._reported
         same = (
             report.drafting == old.drafting

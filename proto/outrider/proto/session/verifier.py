@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, replace
 
 from outrider.proto.errors import (
@@ -16,8 +17,8 @@ from outrider.proto.errors import (
 from outrider.proto.policy import (
     Acceptance,
     VerifierView,
-    balanced_patience,
     best_block,
+    patience_for,
 )
 from outrider.proto.session.settle import settle
 from outrider.proto.types import (
@@ -25,12 +26,15 @@ from outrider.proto.types import (
     Commit,
     Draft,
     FinishReason,
+    Goal,
     Open,
     Opened,
     Patience,
     Report,
     Timing,
 )
+
+MOST_TOLD = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,8 @@ class VerifierRules:
     eos_tokens: frozenset[int]
     max_drafts: int = 16
     max_credit: int = 64
-    patience: Patience | None = None  # None: balanced, from each session's own measurements
+    patience: Patience | None = None  # None: planned, from each session's own measurements
+    goal: Goal = Goal.LATENCY
     batch_invariant: bool = False
 
 
@@ -88,6 +93,7 @@ class VerifierSession:
         self._max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
         self._window = frame.window or rules.max_credit
         self._wish = frame.patience
+        self._wants_logp = frame.logp
         self._drafting = frame.drafting
         self._drafts: list[int] = []
         self._q: list[float] = []
@@ -96,8 +102,12 @@ class VerifierSession:
         self._acceptance = Acceptance()
         self._report = Report(frame.drafting)
         self._ready_since = now
-        self._newest_sent_s = 0.0
+        self._drafts_heard = 0
         self._newest_arrival = now
+        self._since_miss = 0  # tokens committed since a draft last missed
+        self._missed_at = now
+        self._plan: Patience | None = None
+        self._told: deque[tuple[int, float]] = deque(maxlen=MOST_TOLD)  # where recent commits ended, and when
 
     def opened(self) -> Opened:
         """The answer to Open."""
@@ -110,6 +120,9 @@ class VerifierSession:
             context_length=rules.context_length,
             batch_invariant=rules.batch_invariant,
             vocab_size=rules.vocab_size,
+            goal=rules.goal,
+            max_drafts=self._max_drafts,
+            planned=self._wish is None and rules.patience is None,
         )
 
     @property
@@ -134,7 +147,7 @@ class VerifierSession:
             step_s: this session's share of what a step costs beside its rows, seconds; 0: not known, judge all.
             row_s: what a row costs, seconds.
         """
-        worthwhile = best_block(self._view(step_s, row_s))
+        worthwhile = best_block(self._view(step_s, row_s, self._ready_since))
         return tuple(self._drafts[: max(0, min(worthwhile, self._most_useful()))])
 
     def q_of(self, block: tuple[int, ...]) -> tuple[float, ...]:
@@ -151,20 +164,30 @@ class VerifierSession:
             step_s: as of `block`.
             row_s: as of `block`.
         """
-        patience = self._wish or self._rules.patience or balanced_patience(self._view(step_s, row_s))
+        patience = self._wish or self._rules.patience or self._planned_patience(step_s, row_s)
         enough = min(patience.drafts, self._most_useful(), self._window, self.credit)
         if not self.waits_for_drafts or len(self._drafts) >= enough:
             return self._ready_since
         return self._ready_since + patience.seconds
 
-    def _view(self, step_s: float, row_s: float) -> VerifierView:
+    def _planned_patience(self, step_s: float, row_s: float) -> Patience:
+        """The plan made for what was at hand when the session became ready; drafts that come do not change it."""
+        if self._plan is None:
+            self._plan = patience_for(self._view(step_s, row_s, self._ready_since))
+        return self._plan
+
+    def _view(self, step_s: float, row_s: float, now: float) -> VerifierView:
         return VerifierView(
             acceptance=self._acceptance.rate,
             step_s=step_s,
             row_s=row_s,
             drafting_s=self._report.drafting_s,
-            round_trip_s=0.0 if self._drafts else self._report.round_trip_s,
+            round_trip_s=self._report.round_trip_s,
             most_drafts=self._max_drafts,
+            at_hand=len(self._drafts),
+            since_miss=self._since_miss,
+            since_miss_s=now - self._missed_at,
+            goal=self._rules.goal,
         )
 
     # --- events ---
@@ -177,7 +200,8 @@ class VerifierSession:
             ResourceExhausted: more unverified tokens than any credit allowed.
         """
         self._check_draft(draft)
-        self._newest_sent_s, self._newest_arrival = draft.sent_s, now
+        self._drafts_heard += 1
+        self._newest_arrival = now
         if draft.chain < self.chain or (draft.chain == self.chain and not self._alive):
             return
         if draft.chain > self.chain:
@@ -199,8 +223,11 @@ class VerifierSession:
         """Whether the chain still lives after `token` at `position`."""
         ahead = position - len(self.transcript)
         if ahead < 0:
-            if self.transcript[position] != token:
+            hit = self.transcript[position] == token
+            self._acceptance.add(hit)
+            if not hit:
                 self._kill_chain()
+                self._missed(position)
                 return False
         elif ahead < len(self._drafts):
             if self._drafts[ahead] != token:
@@ -228,6 +255,8 @@ class VerifierSession:
     def on_report(self, report: Report) -> None:
         """Remember what the edge measured; it replaces the last report."""
         self._report = report
+        if report.acceptance:
+            self._acceptance.believe(report.acceptance)
         self._drafting = report.drafting
 
     def on_cancel(self) -> Commit:
@@ -246,19 +275,23 @@ class VerifierSession:
         )
         start = len(self.transcript)
         self.transcript.extend(tokens)
-        self._acceptance.add(accepted, len(verified.block))
+        self._told.append((len(self.transcript), now))
+        self._since_miss += len(tokens)
         self._follow(tokens)
+        if self._complete and self._alive:  # the edge drafts on only when it hears of this commit
+            self._since_miss, self._missed_at = -len(self._drafts), now
         self._complete = False
         self._ready_since = now
+        self._plan = None
         return Commit(
             start=start,
             tokens=tokens,
             accepted=accepted,
             credit=self.credit,
-            logp=verified.logp[: len(tokens)],
+            logp=verified.logp[: len(tokens)] if self._wants_logp else (),
             reward=verified.reward,
             timing=Timing(
-                echo_sent_s=self._newest_sent_s,
+                echo=self._drafts_heard,
                 hold_s=now - self._newest_arrival,
                 queue_s=verified.queue_s,
                 verify_s=verified.verify_s,
@@ -269,13 +302,22 @@ class VerifierSession:
         )
 
     def _follow(self, tokens: tuple[int, ...]) -> None:
-        for token in tokens:
+        first = len(self.transcript) - len(tokens)
+        for position, token in enumerate(tokens, first):
             if not self._drafts:
                 return  # drafts for these positions may still come, and will be compared then
-            if self._drafts[0] != token:
+            hit = self._drafts[0] == token
+            self._acceptance.add(hit)
+            if not hit:
                 self._kill_chain()
+                self._missed(position)
                 return
             del self._drafts[0], self._q[0]
+
+    def _missed(self, position: int) -> None:
+        """The draft for `position` was wrong; the edge was told so by the commit that held it."""
+        self._since_miss = len(self.transcript) - position - 1
+        self._missed_at = next((at for end, at in self._told if end > position), self._missed_at)
 
     def _kill_chain(self) -> None:
         self._alive = False

@@ -7,6 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Goal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GOAL_UNSPECIFIED: _ClassVar[Goal]
+    GOAL_LATENCY: _ClassVar[Goal]
+    GOAL_EFFICIENCY: _ClassVar[Goal]
+
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -15,6 +21,9 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
     FINISH_REASON_STOP_STRING: _ClassVar[FinishReason]
+GOAL_UNSPECIFIED: Goal
+GOAL_LATENCY: Goal
+GOAL_EFFICIENCY: Goal
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_EOS: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason
@@ -85,7 +94,7 @@ class Patience(_message.Message):
     def __init__(self, seconds: _Optional[float] = ..., drafts: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "steering_width")
+    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "steering_width", "logp")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +108,7 @@ class Open(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     STEERING_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LOGP_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     lease: bytes
     session: str
@@ -112,10 +122,11 @@ class Open(_message.Message):
     window: int
     max_drafts: int
     steering_width: int
-    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., steering_width: _Optional[int] = ...) -> None: ...
+    logp: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., steering_width: _Optional[int] = ..., logp: _Optional[bool] = ...) -> None: ...
 
 class Draft(_message.Message):
-    __slots__ = ("chain", "start", "tokens", "parents", "q", "drafter", "drafter_version", "sent_s", "complete")
+    __slots__ = ("chain", "start", "tokens", "parents", "q", "drafter", "drafter_version", "complete")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -123,7 +134,6 @@ class Draft(_message.Message):
     Q_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
-    SENT_S_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     chain: int
     start: int
@@ -132,19 +142,20 @@ class Draft(_message.Message):
     q: bytes
     drafter: str
     drafter_version: str
-    sent_s: float
     complete: bool
-    def __init__(self, chain: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., q: _Optional[bytes] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., sent_s: _Optional[float] = ..., complete: _Optional[bool] = ...) -> None: ...
+    def __init__(self, chain: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., q: _Optional[bytes] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("drafting", "drafting_s", "round_trip_s")
+    __slots__ = ("drafting", "drafting_us", "round_trip_us", "acceptance")
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
-    DRAFTING_S_FIELD_NUMBER: _ClassVar[int]
-    ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_US_FIELD_NUMBER: _ClassVar[int]
+    ROUND_TRIP_US_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     drafting: bool
-    drafting_s: float
-    round_trip_s: float
-    def __init__(self, drafting: _Optional[bool] = ..., drafting_s: _Optional[float] = ..., round_trip_s: _Optional[float] = ...) -> None: ...
+    drafting_us: int
+    round_trip_us: int
+    acceptance: float
+    def __init__(self, drafting: _Optional[bool] = ..., drafting_us: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., acceptance: _Optional[float] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("reason",)
@@ -153,7 +164,7 @@ class Cancel(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "batch_invariant", "vocab_size")
+    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "batch_invariant", "vocab_size", "goal", "max_drafts", "planned")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +172,9 @@ class Opened(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    GOAL_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_FIELD_NUMBER: _ClassVar[int]
     committed: int
     credit: int
     max_tokens: int
@@ -168,7 +182,10 @@ class Opened(_message.Message):
     context_length: int
     batch_invariant: bool
     vocab_size: int
-    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., batch_invariant: _Optional[bool] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    goal: Goal
+    max_drafts: int
+    planned: bool
+    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., batch_invariant: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "judged")
@@ -219,16 +236,16 @@ class Steering(_message.Message):
     def __init__(self, position: _Optional[int] = ..., version: _Optional[int] = ..., scale: _Optional[float] = ..., values: _Optional[bytes] = ..., precision: _Optional[_Union[Steering.Precision, str]] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("echo_sent_s", "hold_s", "queue_s", "verify_s")
-    ECHO_SENT_S_FIELD_NUMBER: _ClassVar[int]
-    HOLD_S_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
-    VERIFY_S_FIELD_NUMBER: _ClassVar[int]
-    echo_sent_s: float
-    hold_s: float
-    queue_s: float
-    verify_s: float
-    def __init__(self, echo_sent_s: _Optional[float] = ..., hold_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., verify_s: _Optional[float] = ...) -> None: ...
+    __slots__ = ("echo", "hold_us", "queue_us", "verify_us")
+    ECHO_FIELD_NUMBER: _ClassVar[int]
+    HOLD_US_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_US_FIELD_NUMBER: _ClassVar[int]
+    echo: int
+    hold_us: int
+    queue_us: int
+    verify_us: int
+    def __init__(self, echo: _Optional[int] = ..., hold_us: _Optional[int] = ..., queue_us: _Optional[int] = ..., verify_us: _Optional[int] = ...) -> None: ...
 
 class Goaway(_message.Message):
     __slots__ = ("reason", "retry_after_s")

@@ -1,0 +1,31 @@
+"""Window (edge) and patience (verifier): pure functions of what each side has measured. Neither can change a token.
+
+measures  what is counted and smoothed on the way
+window    how far ahead the edge drafts
+flush     when the edge sends what it has drafted
+patience  how many drafts a step judges, and how long the verifier waits for them
+"""
+
+from __future__ import annotations
+
+from outrider.proto.policy.flush import due_to_flush, worth_a_message
+from outrider.proto.policy.measures import Acceptance, Calibration, Experience, Line, Smoothed
+from outrider.proto.policy.patience import VerifierView, best_block, patience_for
+from outrider.proto.policy.window import EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
+
+__all__ = [
+    "Acceptance",
+    "Calibration",
+    "EdgeView",
+    "Experience",
+    "FixedWindow",
+    "Line",
+    "Smoothed",
+    "SurvivalWindow",
+    "VerifierView",
+    "WindowPolicy",
+    "best_block",
+    "due_to_flush",
+    "patience_for",
+    "worth_a_message",
+]

@@ -1,0 +1,163 @@
+"""How many drafts a step judges, and how long the verifier waits for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from outrider.proto.types import Goal, Patience
+
+LEANING = 1.05  # between plans as good as each other the one that waits takes fewer steps
+LATE, MARGIN_S = 1.25, 0.002  # a wait ends when the drafts are so much later than they should be
+_GRAIN = 8  # parts of a step by which times are told apart
+_HORIZON = 48  # tokens after a miss that a plan looks ahead
+_NOW = Patience(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierView:
+    """What the verifier knows of a session when it plans a step. Seconds; 0: not measured yet.
+
+    Attributes:
+        acceptance: chance that a draft agrees, given that all before it did.
+        step_s: the session's share of a step beside its rows.
+        row_s: of one row.
+        drafting_s: of one token at the edge.
+        round_trip_s: from a commit's sending to the arrival of what answers it, drafting not counted.
+        most_drafts: judged in a step at most.
+        at_hand: drafts that follow the transcript.
+        since_miss: tokens committed since a draft last missed (or the text began).
+        since_miss_s: seconds since that commit was sent.
+        goal: of the deployment.
+    """
+
+    acceptance: float
+    step_s: float
+    row_s: float
+    drafting_s: float
+    round_trip_s: float
+    most_drafts: int
+    at_hand: int = 0
+    since_miss: int = 0
+    since_miss_s: float = 0.0
+    goal: Goal = Goal.LATENCY
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """Committed on average by a step that judges so many drafts (Leviathan et al. 2023, equation 1)."""
+    return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+
+
+def best_block(view: VerifierView) -> int:
+    """How many of the drafts at hand to judge in one step, so that tokens come fastest.
+
+    One is always judged: acceptance that is never put to the question could never be seen to have risen.
+    """
+    if not view.step_s:
+        return view.most_drafts
+
+    def rate(drafts: int) -> float:
+        return expected_tokens(view.acceptance, drafts) / (view.step_s + view.row_s * (drafts + 1))
+
+    return max(range(1, view.most_drafts + 1), key=rate)
+
+
+def patience_for(view: VerifierView) -> Patience:
+    """How long from now, and for how many drafts, to wait before the next step; 0 s: run ahead.
+
+    Between two misses nothing is left to chance but the end of the run, so the best plan minimises the expected time
+    from one miss to the next (`_Outlook.to_next_miss`). Where the best plan waits at all, the edge says when its chain
+    is complete, since it knows how sure its drafter is of this one. With goal efficiency it waits for a whole block,
+    however long that takes within reason.
+    """
+    if not (view.step_s and view.drafting_s):
+        return _NOW
+    outlook = _outlook(
+        _rounded(view.acceptance, 0.02),
+        _on_scale(view.step_s),
+        _on_scale(view.row_s),
+        _on_scale(view.drafting_s),
+        _on_scale(view.round_trip_s),
+        view.most_drafts,
+    )
+    if view.goal is Goal.EFFICIENCY:
+        wait_s = view.round_trip_s + view.most_drafts * view.drafting_s
+        return Patience(LATE * wait_s + view.step_s, view.most_drafts)
+    best_cost, worth_it = LEANING * outlook.cost(view.since_miss, view.since_miss_s, view.at_hand, 0.0), False
+    for drafts in range(view.at_hand + 1, view.most_drafts + 1):
+        wait_s = outlook.arrival_s(view.since_miss + drafts) - view.since_miss_s
+        if wait_s > outlook.step_s:
+            break
+        if wait_s <= 0:
+            continue  # it should have been here: the edge has stopped before it
+        cost = outlook.cost(view.since_miss, view.since_miss_s, drafts, wait_s)
+        if cost < best_cost:
+            best_cost, worth_it = cost, True
+    if not worth_it:
+        return _NOW
+    whole_block_s = outlook.arrival_s(view.since_miss + view.most_drafts) - view.since_miss_s
+    return Patience(LATE * whole_block_s + MARGIN_S, view.most_drafts)
+
+
+class _Outlook:
+    """The expected time until the next miss, under the best plan, for one set of measurements."""
+
+    def __init__(
+        self, acceptance: float, step_s: float, row_s: float, drafting_s: float, round_trip_s: float, most: int
+    ) -> None:
+        self.acceptance = acceptance
+        self.step_s = step_s
+        self._row_s = row_s
+        self._drafting_s = drafting_s
+        self._round_trip_s = round_trip_s
+        self._most = most
+        self._best = min(range(most + 1), key=lambda drafts: self._duration(drafts) / (1 - acceptance ** (drafts + 1)))
+        self._steady = self._duration(self._best) / (1 - acceptance ** (self._best + 1))
+        self._known: dict[tuple[int, int], float] = {}
+
+    def arrival_s(self, token: int) -> float:
+        """When the token-th draft after a miss is here, seconds after the miss was told."""
+        return self._round_trip_s + token * self._drafting_s
+
+    def _duration(self, drafts: int) -> float:
+        return self.step_s + self._row_s * (drafts + 1)
+
+    def cost(self, committed: int, time_s: float, drafts: int, wait_s: float) -> float:
+        """Expected seconds to the next miss when the next step begins after `wait_s` with so many drafts."""
+        drafts = min(drafts, self._best)
+        duration = wait_s + self._duration(drafts)
+        survives = self.acceptance ** (drafts + 1)
+        return duration + survives * self.to_next_miss(committed + drafts + 1, time_s + duration)
+
+    def to_next_miss(self, committed: int, time_s: float) -> float:
+        """Expected seconds to the next miss: `committed` tokens and `time_s` after the last, a step about to begin."""
+        if time_s >= self.arrival_s(committed + self._best) or committed > _HORIZON:
+            return self._steady
+        key = (committed, int(time_s / self.step_s * _GRAIN))
+        if key not in self._known:
+            arrived = int((time_s - self._round_trip_s) / self._drafting_s) - committed
+            at_hand = min(self._best, max(0, arrived))
+            costs = [self.cost(committed, time_s, at_hand, 0.0)]
+            for drafts in (at_hand + 1, at_hand + 2, at_hand + 4, self._best):
+                wait_s = self.arrival_s(committed + drafts) - time_s
+                if drafts <= self._best and 0 < wait_s <= self.step_s:
+                    costs.append(self.cost(committed, time_s, drafts, wait_s))
+            self._known[key] = min(costs)
+        return self._known[key]
+
+
+@lru_cache(maxsize=512)
+def _outlook(
+    acceptance: float, step_s: float, row_s: float, drafting_s: float, round_trip_s: float, most: int
+) -> _Outlook:
+    return _Outlook(acceptance, step_s, row_s, drafting_s, round_trip_s, most)
+
+
+def _rounded(value: float, grain: float) -> float:
+    return round(value / grain) * grain
+
+
+def _on_scale(seconds: float) -> float:
+    """To the nearest twentieth of an octave, so that measurements that waver give one plan."""
+    return 2 ** (round(math.log2(seconds) * 20) / 20) if seconds > 1e-6 else 0.0

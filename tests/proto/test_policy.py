@@ -1,0 +1,420 @@
+"""Policies: what they measure, and what they make of it; judged against brute force where there is one."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy import (
+    Acceptance,
+    Calibration,
+    EdgeView,
+    Experience,
+    FixedWindow,
+    Line,
+    Smoothed,
+    SurvivalWindow,
+    VerifierView,
+    best_block,
+    due_to_flush,
+    patience_for,
+)
+from outrider.proto.types import Goal, Patience
+
+# === measures ===================================================================================================
+
+
+def test_the_first_value_is_taken_whole_and_later_ones_pull() -> None:
+    mean = Smoothed()
+    mean.add(5.0)
+    assert mean.value == 5.0
+    mean.add(10.0)
+    assert 5.0 < mean.value < 10.0
+    for _ in range(100):
+        mean.add(10.0)
+    assert mean.value == pytest.approx(10.0)
+
+
+def test_a_line_finds_base_and_slope_and_follows_when_they_change() -> None:
+    line = Line()
+    assert (line.base, line.slope, line.mean) == (0.0, 0.0, 0.0)
+    line.add(1, 0.021)
+    assert (line.base, line.slope) == (pytest.approx(0.021), 0.0)
+    for x in (1, 5, 9, 17, 3) * 20:
+        line.add(x, 0.02 + 0.001 * x)
+    assert line.base == pytest.approx(0.02, rel=0.02)
+    assert line.slope == pytest.approx(0.001, rel=0.02)
+    assert 0.021 < line.mean < 0.037
+    for x in (1, 5, 9, 17, 3) * 100:  # the machine has become slower
+        line.add(x, 0.05 + 0.002 * x)
+    assert line.base == pytest.approx(0.05, rel=0.01)
+    assert line.slope == pytest.approx(0.002, rel=0.01)
+
+
+def test_a_line_that_fades_faster_forgets_faster() -> None:
+    slow, fast = Line(fade=0.99), Line(fade=0.8)
+    for line in (slow, fast):
+        for _ in range(30):
+            line.add(1, 1.0)
+        for _ in range(10):
+            line.add(1, 2.0)
+    assert slow.base < 1.5 < fast.base < 2.0
+
+
+def test_a_line_never_falls_and_its_base_stays_above_nothing() -> None:
+    falling, steep = Line(), Line()
+    for x in range(1, 20):
+        falling.add(x, 1 / x)
+        steep.add(x, 0.01 * x**2)
+    assert falling.slope == 0.0
+    assert falling.base == pytest.approx(falling.mean)
+    assert steep.base > 0, "noise must not make a step free"
+
+
+@pytest.mark.parametrize(("x", "count"), [(9.0, 1), (9.0, 100)])
+def test_points_of_one_x_tell_no_slope(x: float, count: int) -> None:
+    line = Line()
+    for _ in range(count):
+        line.add(x, 0.3)
+    assert (line.slope, line.base) == (0.0, pytest.approx(0.3))
+
+
+def test_acceptance_follows_the_hits_and_stays_away_from_certainty() -> None:
+    always, never, half = Acceptance(), Acceptance(), Acceptance()
+    for i in range(500):
+        always.add(True)
+        never.add(False)
+        half.add(i % 2 == 0)
+    assert 0 < never.rate < 0.1 < half.rate < 0.9 < always.rate < 1
+    assert half.rate == pytest.approx(0.5, abs=0.02)
+    for _ in range(200):
+        always.add(False)
+    assert always.rate < 0.1, "a change of subject is noticed"
+
+
+def test_what_another_has_seen_is_believed_only_before_own_trials() -> None:
+    told = Acceptance()
+    told.believe(0.2)
+    assert told.rate == pytest.approx(0.2)
+    for _ in range(40):
+        told.add(True)
+    assert told.rate > 0.7, "own trials outvote it"
+    before = told.rate
+    told.believe(0.1)
+    assert told.rate == before
+    once = Acceptance()
+    once.add(False)
+    before = once.rate
+    once.believe(0.95)
+    assert once.rate == before
+
+
+def test_calibration_learns_what_each_confidence_is_worth() -> None:
+    calibration, rng = Calibration(), random.Random(1)
+    worth = {0.05: 0.2, 0.45: 0.6, 0.98: 0.3}  # sure of itself, and wrong
+    for _ in range(3000):
+        confidence = rng.choice([*worth])
+        calibration.add(confidence, rng.random() < worth[confidence])
+    for confidence, rate in worth.items():
+        assert calibration.chance(confidence) == pytest.approx(rate, abs=0.2)
+    assert calibration.chance(0.45) > calibration.chance(0.05)
+    assert calibration.chance(0.45) > calibration.chance(0.98)
+
+
+def test_before_any_trial_more_confidence_promises_more() -> None:
+    chances = [Calibration().chance(confidence) for confidence in (0.0, 0.15, 0.35, 0.55, 0.75, 0.95, 1.0)]
+    assert chances == sorted(chances)
+    assert 0 < chances[0] < chances[-1] < 1
+
+
+def test_a_draft_without_confidence_is_worth_the_average() -> None:
+    calibration = Calibration()
+    for i in range(300):
+        calibration.add(math.nan, i % 4 == 0)
+    assert calibration.chance(math.nan) == calibration.acceptance.rate
+    assert calibration.chance(math.nan) == pytest.approx(0.25, abs=0.05)
+    assert calibration.chance(0.99) == Calibration().chance(0.99), "it says nothing about any confidence"
+
+
+def test_two_edges_share_no_experience_unless_they_are_given_one() -> None:
+    first, second = Experience(), Experience()
+    first.calibration.add(0.5, False)
+    first.step.add(1, 2.0)
+    assert second == Experience()
+
+
+# === window =====================================================================================================
+
+USUAL = EdgeView(
+    in_flight=0,
+    survival=1.0,
+    acceptance=0.8,
+    drafting_s=0.002,
+    step_s=0.03,
+    row_s=0.0,
+    round_trip_s=0.03,
+    byte_s=0.0,
+    goal=Goal.LATENCY,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("survival", (0.05, 0.2, 0.5, 1.0)),
+        ("acceptance", (0.1, 0.5, 0.8, 0.95)),
+        ("drafting_s", (0.02, 0.005, 0.002, 0.0)),
+        ("row_s", (0.02, 0.005, 0.001, 0.0)),
+        ("byte_s", (0.01, 0.002, 0.0002, 0.0)),
+    ],
+)
+@pytest.mark.parametrize("in_flight", [0, 1, 5])
+@pytest.mark.parametrize("goal", Goal)
+def test_the_window_widens_with_what_a_draft_is_worth_and_narrows_with_its_price(
+    name: str, values: tuple[float, ...], in_flight: int, goal: Goal
+) -> None:
+    view = replace(USUAL, in_flight=in_flight, goal=goal)
+    counts = [SurvivalWindow().more(replace(view, **{name: value})) for value in values]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+
+
+@pytest.mark.parametrize("round_trip_s", [0.0, 0.03, 0.2])
+@pytest.mark.parametrize("acceptance", [0.3, 0.8, 0.95])
+def test_where_steps_are_to_be_few_drafts_go_at_least_as_far(round_trip_s: float, acceptance: float) -> None:
+    view = replace(USUAL, round_trip_s=round_trip_s, acceptance=acceptance)
+    assert SurvivalWindow().more(replace(view, goal=Goal.EFFICIENCY)) >= SurvivalWindow().more(view)
+
+
+def test_where_steps_are_to_be_few_drafts_go_further_on_a_long_link() -> None:
+    view = replace(USUAL, round_trip_s=0.3, drafting_s=0.005)
+    assert SurvivalWindow().more(replace(view, goal=Goal.EFFICIENCY)) > SurvivalWindow().more(view)
+
+
+def test_one_draft_is_always_made_when_none_is_in_flight_however_dear() -> None:
+    dear = EdgeView(0, 1.0, 0.02, 5.0, 0.001, 1.0, 0.0, 1.0, Goal.LATENCY)
+    assert SurvivalWindow().more(dear) == 1, "else better drafts could never be noticed"
+    assert SurvivalWindow().more(replace(dear, in_flight=1, survival=0.02)) == 0
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.03])
+@pytest.mark.parametrize("most", [1, 5, 64])
+def test_the_survival_window_has_an_end(most: int, step_s: float) -> None:
+    free = EdgeView(0, 1.0, 0.995, 0.0, step_s, 0.0, 99.0, 0.0, Goal.EFFICIENCY)
+    counts = [SurvivalWindow(most).more(replace(free, in_flight=n)) for n in range(most + 3)]
+    assert counts[0] <= most
+    assert all(n + count <= max(n, most) for n, count in enumerate(counts))
+    assert counts[most:] == [0, 0, 0]
+
+
+def test_before_anything_is_measured_a_few_drafts_are_made() -> None:
+    unknown = EdgeView(0, 1.0, 0.7, 0.0, 0.0, 0.0, 0.0, 0.0, Goal.LATENCY)
+    first = SurvivalWindow().more(unknown)
+    assert 1 < first < 64
+    assert SurvivalWindow().more(replace(unknown, in_flight=first)) == 0
+
+
+def test_a_draft_that_is_asked_for_in_pieces_goes_as_far_as_at_once() -> None:
+    whole, piecewise = SurvivalWindow().more(USUAL), 0
+    while SurvivalWindow().more(replace(USUAL, in_flight=piecewise, survival=0.8**piecewise)) > 0:
+        piecewise += 1
+    assert piecewise == whole
+
+
+def test_a_fixed_window_is_what_it_says() -> None:
+    assert [FixedWindow(3).more(replace(USUAL, in_flight=n)) for n in range(5)] == [3, 2, 1, 0, 0]
+    assert FixedWindow(0).more(USUAL) == 0
+    with pytest.raises(InvalidArgument):
+        FixedWindow(-1)
+
+
+# === flush ======================================================================================================
+
+
+def steps_missed(sent_at: float, commit_at: float, round_trip_s: float, step_s: float) -> int:
+    """By a verifier that runs ahead: how many steps have begun since that of the commit, when a message arrives.
+
+    Brute force: the step of the commit ended when its commit left, and the next began then.
+    """
+    arrives_at, begins_at, begun = sent_at + round_trip_s / 2, commit_at - round_trip_s / 2, 0
+    while begins_at < arrives_at:
+        begun += 1
+        begins_at += step_s
+    return begun
+
+
+def test_what_is_held_goes_at_the_last_look_before_the_step_that_it_can_reach() -> None:
+    rng = random.Random(3)
+    for _ in range(3000):
+        step_s, round_trip_s = rng.uniform(0.005, 0.1), rng.choice([0.0, 0.002, 0.03, 0.2]) * rng.uniform(0.5, 1.5)
+        next_s, commit_at = rng.uniform(0.0005, 1.2) * step_s, rng.uniform(0, 100)
+        look = first = commit_at + rng.uniform(0, 3 * step_s)
+        link = {"commit_at": commit_at, "round_trip_s": round_trip_s, "step_s": step_s}
+        looks = 0
+        while not due_to_flush(look, next_s=next_s, **link):
+            look += next_s
+            looks += 1
+            assert looks < 10_000, "it is never sent"
+        within = 1e-9  # of a deadline, either answer is right
+        assert steps_missed(look - within, **link) <= steps_missed(first + within, **link), "holding cost a step"
+        assert steps_missed(look + next_s + within, **link) > steps_missed(first - within, **link), "it went early"
+
+
+def test_nothing_is_held_while_the_step_is_not_known() -> None:
+    for now in (5.0, 5.01, 7.3):
+        assert due_to_flush(now, commit_at=5.0, round_trip_s=0.1, step_s=0.0, next_s=0.001)
+
+
+def test_nothing_is_held_by_a_drafter_slower_than_the_steps() -> None:
+    for i in range(100):
+        assert due_to_flush(5.0 + i / 1000, commit_at=5.0, round_trip_s=0.1, step_s=0.03, next_s=0.031)
+
+
+# === patience ===================================================================================================
+
+STEP_S = 0.03
+Plan = Callable[[VerifierView], Patience]
+
+
+def seconds_per_token(plan: Plan, acceptance: float, round_trip_s: float, drafting_s: float, most: int = 16) -> float:
+    """Expected, exactly, of the process that `patience_for` plans for, under any plan.
+
+    Hits are independent; after a miss the k-th draft is here round_trip_s + k drafting_s later; a step commits the
+    drafts at hand while they hit and one token of its own. From one miss to the next nothing else is left to chance,
+    so there is one path, and every step of it counts by the chance that the text gets there.
+    """
+    committed, time_s, reached, seconds, tokens = 0, 0.0, 1.0, 0.0, 0.0
+    while reached > 1e-7:
+        here = math.floor(max(0.0, time_s - round_trip_s) / drafting_s + 1e-9)
+        at_hand = min(most, max(0, here - committed))
+        view = VerifierView(
+            acceptance, STEP_S, 0.0, drafting_s, round_trip_s, most, at_hand, since_miss=committed, since_miss_s=time_s
+        )
+        patience = plan(view)
+        if at_hand < min(most, patience.drafts):
+            enough_at = round_trip_s + (committed + min(most, patience.drafts)) * drafting_s
+            waited_s = min(patience.seconds, max(0.0, enough_at - time_s))
+            here = math.floor(max(0.0, time_s + waited_s - round_trip_s) / drafting_s + 1e-9)
+            at_hand = min(most, max(0, here - committed))
+        else:
+            waited_s = 0.0
+        seconds += reached * (waited_s + STEP_S)
+        tokens += reached * sum(acceptance**n for n in range(at_hand + 1))
+        reached *= acceptance ** (at_hand + 1)
+        committed += at_hand + 1
+        time_s += waited_s + STEP_S
+    return seconds / tokens
+
+
+def run_ahead(view: VerifierView) -> Patience:
+    return Patience(0.0)
+
+
+def best_always_waiting(acceptance: float, round_trip_s: float, drafting_s: float) -> float:
+    return min(
+        seconds_per_token(lambda view, n=drafts: Patience(math.inf, n), acceptance, round_trip_s, drafting_s)  # type: ignore[misc]
+        for drafts in range(1, 17)
+    )
+
+
+ROUND_TRIPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.045, 0.06, 0.1, 0.2)
+
+
+@pytest.mark.parametrize("acceptance", [0.8, 0.9, 0.95])
+def test_with_a_fast_drafter_the_plan_is_nearly_as_fast_as_the_better_of_never_and_always_waiting(
+    acceptance: float,
+) -> None:
+    for round_trip_s in ROUND_TRIPS:
+        planned = seconds_per_token(patience_for, acceptance, round_trip_s, 0.0005)
+        never = seconds_per_token(run_ahead, acceptance, round_trip_s, 0.0005)
+        always = best_always_waiting(acceptance, round_trip_s, 0.0005)
+        assert planned < 1.035 * min(never, always), f"round trip {round_trip_s} s"
+
+
+def test_around_one_step_of_round_trip_the_plan_beats_both_never_and_always_waiting() -> None:
+    for acceptance in (0.8, 0.9):
+        planned = seconds_per_token(patience_for, acceptance, 0.03, 0.0005)
+        assert planned < 0.97 * seconds_per_token(run_ahead, acceptance, 0.03, 0.0005)
+        assert planned < 0.97 * best_always_waiting(acceptance, 0.03, 0.0005)
+
+
+def usual_verifier(**changes: object) -> VerifierView:
+    view = VerifierView(0.8, step_s=STEP_S, row_s=0.0, drafting_s=0.001, round_trip_s=0.003, most_drafts=16)
+    return replace(view, **changes)  # type: ignore[arg-type]
+
+
+def test_on_a_short_link_the_verifier_waits_for_a_good_drafter_but_not_longer_than_that_pays() -> None:
+    patience = patience_for(usual_verifier())
+    assert 1 < patience.drafts <= 16
+    assert 0.003 < patience.seconds < 2 * STEP_S
+
+
+@pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.9, 0.98])
+@pytest.mark.parametrize("since_miss", [0, 1, 10])
+def test_it_never_waits_where_the_round_trip_is_many_steps(acceptance: float, since_miss: int) -> None:
+    for at_hand in (0, 5):
+        view = usual_verifier(acceptance=acceptance, round_trip_s=0.4, since_miss=since_miss, at_hand=at_hand)
+        assert patience_for(view) == Patience(0.0)
+
+
+@pytest.mark.parametrize("goal", Goal)
+@pytest.mark.parametrize("unknown", ["step_s", "drafting_s"])
+def test_it_never_waits_for_what_was_not_measured(unknown: str, goal: Goal) -> None:
+    assert patience_for(usual_verifier(goal=goal, **{unknown: 0.0})).seconds == 0.0
+
+
+def test_it_does_not_wait_for_drafts_that_should_have_been_here() -> None:
+    assert patience_for(usual_verifier(since_miss=0, since_miss_s=5.0, at_hand=1)) == Patience(0.0)
+
+
+def test_it_does_not_wait_with_a_whole_block_at_hand() -> None:
+    assert patience_for(usual_verifier(at_hand=16)).seconds == 0.0
+
+
+@pytest.mark.parametrize("round_trip_s", [0.002, 0.03, 0.4])
+@pytest.mark.parametrize("most_drafts", [1, 8, 16])
+def test_efficiency_waits_for_a_whole_block_as_long_as_one_takes_but_not_for_ever(
+    round_trip_s: float, most_drafts: int
+) -> None:
+    view = usual_verifier(goal=Goal.EFFICIENCY, round_trip_s=round_trip_s, most_drafts=most_drafts)
+    patience = patience_for(view)
+    assert patience.drafts == most_drafts
+    block_s = round_trip_s + most_drafts * view.drafting_s
+    assert block_s < patience.seconds < 2 * (block_s + STEP_S)
+
+
+@pytest.mark.parametrize("drafting_s", [0.001, 0.002, 0.00215, 0.0024, 0.004, 0.05])
+@pytest.mark.parametrize("acceptance", [0.6, 0.9, 0.98])
+def test_a_plan_is_made_at_once_whatever_the_drafters_speed_beside_the_steps(
+    acceptance: float, drafting_s: float
+) -> None:
+    for most_drafts in (1, 7, 13, 16, 64):
+        for round_trip_s in (0.0, 0.001, 0.04, 1.0):
+            view = usual_verifier(
+                acceptance=acceptance, drafting_s=drafting_s, most_drafts=most_drafts, round_trip_s=round_trip_s
+            )
+            assert patience_for(view).seconds <= 4 * STEP_S + 2 * most_drafts * drafting_s
+
+
+def test_measurements_that_waver_by_a_little_give_one_plan() -> None:
+    rng = random.Random(0)
+    plans = set()
+    for _ in range(50):
+        waver = {name: getattr(usual_verifier(), name) * rng.uniform(0.999, 1.001) for name in ("step_s", "drafting_s")}
+        plans.add(patience_for(usual_verifier(**waver)).drafts)
+    assert len(plans) == 1
+
+
+def test_no_more_drafts_are_judged_than_pay() -> None:
+    free = VerifierView(0.7, step_s=0.02, row_s=0.0, drafting_s=0.001, round_trip_s=0.0, most_drafts=16)
+    assert best_block(free) == 16
+    dear = replace(free, row_s=0.002)
+    assert 1 < best_block(dear) < 8
+    assert best_block(replace(dear, acceptance=0.95)) > best_block(dear)
+    assert best_block(replace(free, row_s=0.5, acceptance=0.02)) == 1, "else a rise would never be seen"
+    assert best_block(replace(free, step_s=0.0, row_s=0.5)) == 16
