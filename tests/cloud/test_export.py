@@ -24,8 +24,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from outrider.cloud import export
-from outrider.cloud.export import CacheShape, ExportMismatch, QuantisedMatrix, export_drafter, open_session
+from outrider.cloud.export import ExportMismatch, export_drafter
+from outrider.cloud.export import package as publishing
+from outrider.cloud.export.check import open_session, run_in_chunks
+from outrider.cloud.export.model import CacheShape
+from outrider.cloud.export.quantised import BLOCK, QuantisedMatrix, quantise
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash
 
@@ -43,6 +46,7 @@ COMMON = {
     "eos_token_id": 1,
 }
 ONE_LAYER = COMMON | {"num_hidden_layers": 1}
+CANDIDATES = 8
 SHAPE = CacheShape(layers=2, kv_heads=2, head_dim=16)
 ONE_LAYER_SHAPE = CacheShape(layers=1, kv_heads=2, head_dim=16)
 
@@ -104,11 +108,12 @@ def random_tokens(length: int) -> np.ndarray:
 @pytest.mark.parametrize("chunks", [[40], [1] * 40, [7, 1, 1, 20, 11]])
 def test_any_chunking_gives_the_logits_of_torchs_whole_forward(package: Path, llama: Path, chunks: list[int]) -> None:
     tokens = random_tokens(40)
-    outputs = export.run_in_chunks(open_session(package / "model.onnx"), tokens, chunks, SHAPE)
+    outputs = run_in_chunks(open_session(package / "model.onnx"), tokens, chunks, SHAPE, CANDIDATES)
     expected = logits_by_torch(llama, tokens)
     np.testing.assert_allclose(outputs["logits"], expected, atol=1e-4 * expected.std())
-    whole = export.run_in_chunks(open_session(package / "model.onnx"), tokens, [40], SHAPE)
-    np.testing.assert_allclose(outputs["present"], whole["present"], atol=1e-4)
+    whole = run_in_chunks(open_session(package / "model.onnx"), tokens, [40], SHAPE, CANDIDATES)
+    for name in ("present_key.0", "present_value.1"):
+        np.testing.assert_allclose(outputs[name][:, :, :40], whole[name][:, :, :40], atol=1e-4)
 
 
 def test_only_the_asked_rows_come_back_and_candidates_are_the_largest_logits_in_order(
@@ -117,15 +122,22 @@ def test_only_the_asked_rows_come_back_and_candidates_are_the_largest_logits_in_
     tokens = random_tokens(9)
     expected = logits_by_torch(llama, tokens)
     session = open_session(package / "model.onnx")
-    for rows in ([8], [0, 3, 8], [5, 5]):
-        fed = {"tokens": tokens, "past": SHAPE.empty().numpy(), "logit_rows": np.array(rows, dtype=np.int64)}
-        candidate_tokens, candidate_logits, log_normalizer, logits, present = session.run(None, fed)
+    past = {value.name: np.zeros((1, 2, 9, 16), np.float32) for value in session.get_inputs() if "past" in value.name}
+    for rows, count in (([8], 8), ([0, 3, 8], 1), ([5, 5], 258)):
+        fed = {
+            "tokens": tokens[None],
+            "logit_rows": np.array(rows, dtype=np.int64),
+            "candidate_count": np.array([count]),
+            "last_position": np.array([8], dtype=np.int32),
+            "length": np.array(9, dtype=np.int32),
+        }
+        candidate_tokens, candidate_logits, log_normalizer, logits, *present = session.run(None, fed | past)
         assert logits.shape == (len(rows), 258)
-        assert candidate_tokens.shape == candidate_logits.shape == (len(rows), 8)
-        assert present.shape == (9, 2, 2, 2, 16)
+        assert candidate_tokens.shape == candidate_logits.shape == (len(rows), count)
+        assert [cache.shape for cache in present] == [(1, 2, 9, 16)] * 4
         np.testing.assert_allclose(logits, expected[rows], atol=1e-4)
-        np.testing.assert_array_equal(candidate_tokens, np.argsort(-logits, axis=-1)[:, :8])
-        np.testing.assert_array_equal(candidate_logits, -np.sort(-logits, axis=-1)[:, :8])
+        np.testing.assert_array_equal(candidate_tokens, np.argsort(-logits, axis=-1, kind="stable")[:, :count])
+        np.testing.assert_array_equal(candidate_logits, -np.sort(-logits, axis=-1)[:, :count])
         torch_normalizer = torch.from_numpy(expected[rows]).logsumexp(-1).numpy()
         np.testing.assert_allclose(log_normalizer, torch_normalizer, atol=1e-4)
 
@@ -138,7 +150,7 @@ def test_the_manifest_describes_the_package(package: Path, llama: Path) -> None:
         assert (file["sha256"], file["bytes"]) == (hashlib.sha256(content).hexdigest(), len(content))
     assert manifest["version"] == manifest["files"]["model.onnx"]["sha256"][:12]
     assert manifest["tokenizer_sha256"] == tokenizer_hash((llama / "tokenizer.json").read_text())
-    assert (manifest["format"], manifest["kind"]) == ("outrider-drafter/1", "onnx-lm")
+    assert (manifest["format"], manifest["kind"]) == ("outrider-drafter/2", "onnx-lm")
     assert (manifest["name"], manifest["target"], manifest["candidates"]) == ("tiny", "big", 8)
     assert (manifest["vocab_size"], manifest["context_length"]) == (258, 256)
     assert {key: manifest["cache"][key] for key in ("layers", "kv_heads", "head_dim")} == vars(SHAPE)
@@ -147,6 +159,19 @@ def test_the_manifest_describes_the_package(package: Path, llama: Path) -> None:
     session = open_session(package / "model.onnx")
     assert [value.name for value in session.get_inputs()] == list(manifest["inputs"])
     assert [value.name for value in session.get_outputs()] == list(manifest["outputs"])
+
+
+def operators(folder: Path) -> list[str]:
+    return [node.op_type for node in onnx.load(folder / "model.onnx").graph.node]
+
+
+def test_a_layer_is_one_attention_node_five_products_and_two_norms(package: Path) -> None:
+    found = operators(package)
+    assert found.count("GroupQueryAttention") == 2
+    assert found.count("MatMul") == 2 * (1 + 1 + 3) + 1  # queries with keys and values, output, MLP; head
+    assert found.count("SkipSimplifiedLayerNormalization") == 2 * 2
+    assert not {"Concat", "Slice", "Split", "Softmax", "Reshape", "GatherND"} & set(found)
+    assert len(found) < 2 * 13 + 12
 
 
 def test_a_tied_embedding_is_stored_once_and_the_file_names_no_source(package: Path) -> None:
@@ -159,8 +184,8 @@ def test_a_tied_embedding_is_stored_once_and_the_file_names_no_source(package: P
 def test_a_sliding_window_is_kept_across_chunks(windowed: Path, tmp_path: Path) -> None:
     export_drafter(windowed, tmp_path / "out", name="tiny", target_id="big", candidates=8)
     tokens = random_tokens(30)
-    outputs = export.run_in_chunks(
-        open_session(tmp_path / "out" / "model.onnx"), tokens, [3, 1, 1, 13, 12], ONE_LAYER_SHAPE
+    outputs = run_in_chunks(
+        open_session(tmp_path / "out" / "model.onnx"), tokens, [3, 1, 1, 13, 12], ONE_LAYER_SHAPE, CANDIDATES
     )
     expected = logits_by_torch(windowed, tokens)
     np.testing.assert_allclose(outputs["logits"], expected, atol=1e-4 * expected.std())
@@ -174,10 +199,11 @@ def test_a_sliding_window_is_kept_across_chunks(windowed: Path, tmp_path: Path) 
 def test_eight_bit_weights_stay_close_for_a_model_with_its_own_head(untied: Path, tmp_path: Path) -> None:
     manifest = export_drafter(untied, tmp_path / "out", name="tiny", target_id="big", precision="int8", candidates=8)
     assert manifest["precision"] == "int8"
-    operators = {node.op_type for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node}
-    assert "MatMulNBits" in operators
+    assert "MatMulNBits" in operators(tmp_path / "out")
     tokens = random_tokens(60)
-    outputs = export.run_in_chunks(open_session(tmp_path / "out" / "model.onnx"), tokens, [20, 1, 39], ONE_LAYER_SHAPE)
+    outputs = run_in_chunks(
+        open_session(tmp_path / "out" / "model.onnx"), tokens, [20, 1, 39], ONE_LAYER_SHAPE, CANDIDATES
+    )
     expected = logits_by_torch(untied, tokens)
     error = np.abs(outputs["logits"] - expected).mean() / expected.std()
     assert 1e-5 < error < 0.05  # quantised, and not too much
@@ -189,13 +215,13 @@ def test_an_eight_bit_tied_embedding_is_shared_with_the_head_and_the_file_shrink
 ) -> None:
     graph = tmp_path / "model.onnx"
     graph.write_bytes((package / "model.onnx").read_bytes())
-    export.quantise(graph)
+    quantise(graph)
     assert graph.stat().st_size < 0.75 * (package / "model.onnx").stat().st_size
     model = onnx.load(graph).graph
     assert all(len(t.dims) < 2 or t.data_type == onnx.TensorProto.UINT8 or min(t.dims) < 64 for t in model.initializer)
     tokens = random_tokens(24)
-    exact = export.run_in_chunks(open_session(package / "model.onnx"), tokens, [24], SHAPE)["logits"]
-    close = export.run_in_chunks(open_session(graph), tokens, [24], SHAPE)["logits"]
+    exact = run_in_chunks(open_session(package / "model.onnx"), tokens, [24], SHAPE, CANDIDATES)["logits"]
+    close = run_in_chunks(open_session(graph), tokens, [24], SHAPE, CANDIDATES)["logits"]
     assert np.abs(close - exact).mean() < 0.05 * exact.std()
 
 
@@ -203,11 +229,11 @@ def test_quantised_matrices_are_within_half_a_level_and_zero_stays_zero() -> Non
     matrix = np.random.default_rng(0).normal(size=(5, 100)).astype(np.float32)
     matrix[2] = 0
     quantised = QuantisedMatrix.of(matrix)
-    assert quantised.levels.shape == (5, 2, export.BLOCK)
+    assert quantised.levels.shape == (5, 2, BLOCK)
     restored = (quantised.levels.astype(np.float32) - 128) * quantised.scales[..., None]
     restored = restored.reshape(5, -1)[:, :100]
     assert (restored[2] == 0).all()
-    limit = np.repeat(quantised.scales, export.BLOCK, axis=1)[:, :100] / 2
+    limit = np.repeat(quantised.scales, BLOCK, axis=1)[:, :100] / 2
     assert (np.abs(restored - matrix) <= limit * 1.001).all()
 
 
@@ -222,10 +248,20 @@ def corrupt_weights(graph: Path) -> None:
 
 
 def corrupt_order(graph: Path) -> None:
-    """Turn a rotation the other way."""
+    """Turn the rotations the other way."""
+    scale_attention_input(graph, 8, -1.0)
+
+
+def corrupt_sink(graph: Path) -> None:
+    """Let every head's sink take a share of the attention."""
+    scale_attention_input(graph, 11, 0.0)
+
+
+def scale_attention_input(graph: Path, index: int, factor: float) -> None:
     model = onnx.load(graph)
-    node = next(node for node in model.graph.node if node.op_type == "Sin")
-    node.op_type = "Cos"
+    name = next(node for node in model.graph.node if node.op_type == "GroupQueryAttention").input[index]
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+    tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor) * np.float32(factor), name))
     onnx.save(model, graph)
 
 
@@ -244,6 +280,7 @@ def corrupt_candidates(graph: Path) -> None:
     [
         (corrupt_weights, "float32"),
         (corrupt_order, "float32"),
+        (corrupt_sink, "float32"),
         (corrupt_candidates, "float32"),
         (corrupt_order, "int8"),
     ],
@@ -251,11 +288,11 @@ def corrupt_candidates(graph: Path) -> None:
 def test_a_graph_that_computes_something_else_is_refused_and_leaves_nothing(
     package: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corrupt: Any, precision: str
 ) -> None:
-    def write_corrupted_graph(model: Any, shape: Any, candidates: int, graph: Path) -> None:
+    def write_corrupted_graph(model: Any, anatomy: Any, candidates: int, graph: Path) -> None:
         graph.write_bytes((package / "model.onnx").read_bytes())
         corrupt(graph)
 
-    monkeypatch.setattr(export, "write_graph", write_corrupted_graph)
+    monkeypatch.setattr(publishing, "write_graph", write_corrupted_graph)
     with pytest.raises(ExportMismatch):
         export_drafter(llama, tmp_path / "out", name="tiny", target_id="big", candidates=8, precision=precision)
     assert list(tmp_path.iterdir()) == []
@@ -271,10 +308,10 @@ def test_a_graph_that_computes_something_else_is_refused_and_leaves_nothing(
 def test_a_sound_graph_passes_the_same_check_and_replaces_what_was_published(
     package: Path, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_sound_graph(model: Any, shape: Any, candidates: int, graph: Path) -> None:
+    def write_sound_graph(model: Any, anatomy: Any, candidates: int, graph: Path) -> None:
         graph.write_bytes((package / "model.onnx").read_bytes())
 
-    monkeypatch.setattr(export, "write_graph", write_sound_graph)
+    monkeypatch.setattr(publishing, "write_graph", write_sound_graph)
     published = tmp_path / "published"
     published.mkdir()
     (published / "stale").write_text("from the version before")

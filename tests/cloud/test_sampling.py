@@ -182,7 +182,7 @@ def test_the_token_is_the_argmax_of_log_probability_and_noise_at_its_absolute_po
     for j, (token, logp) in enumerate(zip(got.tokens, got.logp, strict=True)):
         law = torch.log_softmax(logits[j].double() / 0.8, -1)
         assert token == int((law + torch.from_numpy(gumbel(sampling.seed, 17 + j, every))).argmax())
-        assert logp == pytest.approx(float(law[token]), abs=1e-9)
+        assert logp == pytest.approx(float(law[token]), abs=1e-6)
 
 
 def test_near_ties_are_decided_by_the_portable_noise_alone():

@@ -122,6 +122,18 @@ def test_interleaved_sessions_in_uneven_chunks_with_truncations_equal_the_plain_
     assert (torch.cat(got_two) - plain(model, two)).abs().max() < scale
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_more_rows_than_are_folded_into_their_key_heads_equal_the_plain_forward(architecture, folders):
+    folder, model = folders(architecture)
+    target = load(folder)
+    tokens = text(8, 75)
+    a, b = target.pool.allocate(80), target.pool.allocate(80)
+    first = target.forward([Rows(a, tokens[:40], 40), Rows(b, tokens[:5], 1)])
+    rest = target.forward([Rows(b, tokens[5:6], 1), Rows(a, tokens[40:], 35)])
+    got = torch.cat([first[:40], rest[1:]])
+    assert (got - plain(model, tokens)).abs().max() < 1e-5 * max(1.0, float(plain(model, tokens).abs().max()))
+
+
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gemma3_text"])
 def test_the_sliding_window_matters_to_this_test_at_all(architecture, folders):
     _, model = folders(architecture)

@@ -35,28 +35,29 @@ WARM = ProposalRule(Sampling(temperature=1.0, seed=11))
 
 def tiny_graph(breaks_at=10**6, logits_name="logits"):
     """The contract's graph; a token at position `breaks_at` or later makes it fail."""
+    halves = [f"{kind}.{layer}" for layer in range(LAYERS) for kind in ("key", "value")]
     constants = {
         "table": TABLE,
         "weight": WEIGHT,
-        "entry": np.array([-1, LAYERS, 2, HEADS, HEAD_DIM]),
-        "flat": np.array([-1, WIDTH]),
         "column": np.array([-1, 1]),
         "zero": np.array(0),
         "one": np.array(1),
         "five": np.array(5),
         "three": np.array(3, dtype=np.float32),
+        "two_axes": np.array([[0, 0]]),
+        "rows_of_a_head": np.array([-1, HEAD_DIM]),
         "vocabulary_axis": np.array([1]),
-        "k": np.array([CANDIDATES]),
         "first": np.array([0]),
+        "one_entry": np.array([1]),
         "trap": np.zeros(breaks_at, dtype=np.int8),
     }
     node = helper.make_node
     nodes = [
-        node("Shape", ["past"], ["past_shape"]),
-        node("Gather", ["past_shape", "zero"], ["p"]),
-        node("Shape", ["tokens"], ["tokens_shape"]),
-        node("Gather", ["tokens_shape", "zero"], ["n"]),
-        node("Add", ["p", "n"], ["end"]),
+        node("Squeeze", ["tokens", "first"], ["flat_tokens"]),
+        node("Shape", ["flat_tokens"], ["n_vector"]),
+        node("Squeeze", ["n_vector"], ["n"]),
+        node("Cast", ["length"], ["end"], to=TensorProto.INT64),
+        node("Sub", ["end", "n"], ["p"]),
         node("Range", ["p", "end", "one"], ["positions"]),
         node("Gather", ["trap", "positions"], ["springs"]),
         node("Cast", ["springs"], ["nothing"], to=TensorProto.INT64),
@@ -65,40 +66,50 @@ def tiny_graph(breaks_at=10**6, logits_name="logits"):
         node("Add", ["phase_from_one", "nothing"], ["factor"]),
         node("Reshape", ["factor", "column"], ["factor_column"]),
         node("Cast", ["factor_column"], ["factor_float"], to=TensorProto.FLOAT),
-        node("Gather", ["table", "tokens"], ["embedded"]),
+        node("Gather", ["table", "flat_tokens"], ["embedded"]),
         node("Mul", ["embedded", "factor_float"], ["entries"]),
-        node("Reshape", ["entries", "entry"], ["present"]),
-        node("Concat", ["past", "present"], ["everything"], axis=0),
-        node("Reshape", ["everything", "flat"], ["everything_flat"]),
-        node("CumSum", ["everything_flat", "zero"], ["sums"]),
-        node("Shape", ["entries"], ["entries_shape"]),
-        node("Gather", ["entries_shape", "first"], ["n_vector"]),
-        node("Gather", ["past_shape", "first"], ["p_vector"]),
-        node("Add", ["p_vector", "n_vector"], ["end_vector"]),
+        node("Split", ["entries"], [f"new_{half}" for half in halves], axis=1, num_outputs=len(halves)),
+        node("Reshape", ["positions", "column"], ["position_column"]),
+        node("Concat", ["n_vector", "vocabulary_axis"], ["n_by_one"], axis=0),
+        node("Tile", ["two_axes", "n_by_one"], ["in_the_only_head"]),
+        node("Concat", ["in_the_only_head", "position_column"], ["places"], axis=1),
+    ]
+    for half in halves:
+        nodes.append(node("ScatterND", [f"past_{half}", "places", f"new_{half}"], [f"present_{half}"]))
+        nodes.append(node("Reshape", [f"present_{half}", "rows_of_a_head"], [f"all_{half}"]))
+    nodes += [
+        node("Concat", [f"all_{half}" for half in halves], ["everything"], axis=1),
+        node("Reshape", ["end", "one_entry"], ["end_vector"]),
+        node("Slice", ["everything", "first", "end_vector", "first"], ["seen"]),
+        node("CumSum", ["seen", "zero"], ["sums"]),
+        node("Reshape", ["p", "one_entry"], ["p_vector"]),
         node("Slice", ["sums", "p_vector", "end_vector", "first"], ["new_sums"]),
         node("Gather", ["new_sums", "logit_rows"], ["states"]),
         node("MatMul", ["states", "weight"], ["angles"]),
         node("Sin", ["angles"], ["sines"]),
         node("Mul", ["sines", "three"], [logits_name]),
         node("ReduceLogSumExp", [logits_name, "vocabulary_axis"], ["log_normalizer"], keepdims=0),
-        node("TopK", [logits_name, "k"], ["candidate_logits", "candidate_tokens"], axis=1),
+        node("TopK", [logits_name, "candidate_count"], ["candidate_logits", "candidate_tokens"], axis=1),
     ]
-    entry = [LAYERS, 2, HEADS, HEAD_DIM]
     info = helper.make_tensor_value_info
+    cache = [1, HEADS, "c", HEAD_DIM]
     graph = helper.make_graph(
         nodes,
         "tiny",
         [
-            info("tokens", TensorProto.INT64, ["n"]),
-            info("past", TensorProto.FLOAT, ["p", *entry]),
+            info("tokens", TensorProto.INT64, [1, "n"]),
             info("logit_rows", TensorProto.INT64, ["m"]),
+            info("candidate_count", TensorProto.INT64, [1]),
+            info("last_position", TensorProto.INT32, [1]),
+            info("length", TensorProto.INT32, []),
+            *(info(f"past_{half}", TensorProto.FLOAT, cache) for half in halves),
         ],
         [
-            info("candidate_tokens", TensorProto.INT64, ["m", CANDIDATES]),
-            info("candidate_logits", TensorProto.FLOAT, ["m", CANDIDATES]),
+            info("candidate_tokens", TensorProto.INT64, ["m", "k"]),
+            info("candidate_logits", TensorProto.FLOAT, ["m", "k"]),
             info("log_normalizer", TensorProto.FLOAT, ["m"]),
             info(logits_name, TensorProto.FLOAT, ["m", VOCAB]),
-            info("present", TensorProto.FLOAT, ["n", *entry]),
+            *(info(f"present_{half}", TensorProto.FLOAT, cache) for half in halves),
         ],
         [numpy_helper.from_array(value, name) for name, value in constants.items()],
     )
@@ -111,7 +122,7 @@ def write_package(folder, model, **changes):
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     manifest = {
-        "format": "outrider-drafter/1",
+        "format": "outrider-drafter/2",
         "name": "tiny",
         "version": "0123456789ab",
         "kind": "onnx-lm",
@@ -128,7 +139,7 @@ def write_package(folder, model, **changes):
         "parameters": TABLE.size + WEIGHT.size,
         "cache": {
             "dtype": "float32",
-            "layout": "[position, layer, key_or_value, kv_head, head_dim]",
+            "layout": "[1, kv_head, position, head_dim]",
             "layers": LAYERS,
             "kv_heads": HEADS,
             "head_dim": HEAD_DIM,
@@ -157,6 +168,11 @@ def greedy_by_hand(prefix, n):
     return tuple(tokens[len(prefix) :])
 
 
+def entries(cache, n):
+    """The first n rows [n, WIDTH] of a cache [layers, 2, 1, heads, capacity, head_dim]."""
+    return cache[..., :n, :].transpose(4, 0, 1, 2, 3, 5).reshape(n, WIDTH)
+
+
 def some_tokens(n, seed=5, vocab=VOCAB):
     return tuple(np.random.default_rng(seed).integers(0, vocab, n).tolist())
 
@@ -182,6 +198,12 @@ def test_proposals_at_a_temperature_share_the_verifiers_noise(drafter):
         noisy = log_q_after(prefix)[candidates] + gumbel(11, len(prefix), candidates)
         assert token == candidates[np.argmax(noisy)]
         prefix.append(token)
+
+
+def test_a_greedy_session_asks_the_graph_for_one_candidate_and_others_for_all_that_are_useful(drafter):
+    assert drafter.open(GREEDY)._candidate_tokens.shape == (1,)
+    for sampling in (Sampling(temperature=0.5), Sampling(repetition_penalty=1.2), Sampling(allowed_tokens=(1,))):
+        assert drafter.open(ProposalRule(sampling))._candidate_tokens.shape == (CANDIDATES,)
 
 
 @pytest.mark.parametrize("length", [1, 2, PREFILL_TOKENS, PREFILL_TOKENS + 1, FIRST_CAPACITY + 3, 2 * FIRST_CAPACITY])
@@ -308,11 +330,11 @@ def test_the_cache_is_written_in_place_and_only_rebuilt_to_grow(drafter):
     assert state._cache is before
     factors = (np.arange(20) % 5 + 1)[:, None]
     expected = (TABLE[list(some_tokens(20))] * factors)[:10]
-    np.testing.assert_array_equal(before.reshape(-1, WIDTH)[:10], expected)
+    np.testing.assert_array_equal(entries(before, 10), expected)
     state.extend(some_tokens(FIRST_CAPACITY))
     state.propose(1)
     assert state._cache is not before
-    np.testing.assert_array_equal(state._cache.reshape(-1, WIDTH)[:10], expected)
+    np.testing.assert_array_equal(entries(state._cache, 10), expected)
     state.close()
     assert state._cache.size == 0
     assert state.propose(1).tokens == ()
@@ -342,18 +364,18 @@ def test_what_does_not_keep_the_contract_is_refused_at_load(tmp_path):
         OnnxDrafter(write_package(tmp_path, b"not a graph"))
     with pytest.raises(ModelRefused, match="contract"):
         OnnxDrafter(write_package(tmp_path, tiny_graph(logits_name="opinions")))
-    for wrong in ({"candidates": CANDIDATES + 1}, {"vocab_size": VOCAB + 1}):
-        with pytest.raises(ModelRefused, match="tiny does not run as its manifest says"):
-            OnnxDrafter(write_package(tmp_path, tiny_graph(), **wrong))
-    other_cache = {
+    cache = {
         "dtype": "float32",
-        "layout": "[position, layer, key_or_value, kv_head, head_dim]",
-        "layers": LAYERS + 1,
+        "layout": "[1, kv_head, position, head_dim]",
+        "layers": LAYERS,
         "kv_heads": HEADS,
         "head_dim": HEAD_DIM,
     }
-    with pytest.raises(ModelRefused, match="tiny"):
-        OnnxDrafter(write_package(tmp_path, tiny_graph(), cache=other_cache))
+    with pytest.raises(ModelRefused, match="contract"):
+        OnnxDrafter(write_package(tmp_path, tiny_graph(), cache=cache | {"layers": LAYERS + 1}))
+    for wrong in ({"vocab_size": VOCAB + 1}, {"cache": cache | {"head_dim": HEAD_DIM + 1}}):
+        with pytest.raises(ModelRefused, match="tiny does not run as its manifest says"):
+            OnnxDrafter(write_package(tmp_path, tiny_graph(), **wrong))
 
 
 def test_weights_outside_the_checked_file_do_not_load(tmp_path):

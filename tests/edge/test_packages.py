@@ -23,7 +23,7 @@ def write_package(folder, **changes):
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     manifest = {
-        "format": "outrider-drafter/1",
+        "format": "outrider-drafter/2",
         "name": "tiny",
         "version": "0123456789ab",
         "kind": "onnx-lm",
@@ -40,7 +40,7 @@ def write_package(folder, **changes):
         "parameters": 1000,
         "cache": {
             "dtype": "float32",
-            "layout": "[position, layer, key_or_value, kv_head, head_dim]",
+            "layout": "[1, kv_head, position, head_dim]",
             "layers": 2,
             "kv_heads": 1,
             "head_dim": 4,
@@ -120,7 +120,7 @@ def test_the_tokenizer_must_have_the_canonical_hash(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "field"),
     [
-        ({"format": "outrider-drafter/2"}, ModelRefused, "manifest.format"),
+        ({"format": "outrider-drafter/3"}, ModelRefused, "manifest.format"),
         ({"kind": "telepathy"}, ModelRefused, "manifest.kind"),
         ({"cache": {"dtype": "float16", "layout": "x"}}, ModelRefused, "manifest.cache.dtype"),
         ({"name": None}, InvalidArgument, "manifest.name"),
@@ -141,6 +141,11 @@ def test_a_bad_manifest_is_refused_and_the_field_named(tmp_path, changes, error,
     with pytest.raises(error) as raised:
         load_package(write_package(tmp_path, **changes))
     assert raised.value.field == field
+
+
+def test_a_package_of_an_earlier_version_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(ModelRefused, match="export the drafter again"):
+        load_package(write_package(tmp_path, format="outrider-drafter/1"))
 
 
 def test_a_manifest_that_is_no_json_is_refused(tmp_path):

@@ -96,6 +96,15 @@ def test_at_temperature_zero_the_argmax_is_proposed_with_its_plain_probability_w
         assert q == pytest.approx(plain[1], rel=1e-6)
 
 
+def test_one_candidate_is_enough_where_only_the_argmax_can_be_proposed():
+    for sampling in (Sampling(), Sampling(seed=3, top_k=5, top_p=0.5)):
+        assert ProposalRule(sampling).candidates_wanted(8) == 1
+        logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
+        assert choose(sampling, logits, 4, candidates=1) == choose(sampling, logits, 4)
+    for sampling in (Sampling(temperature=0.1), Sampling(logit_bias=((0, 2.0),)), Sampling(frequency_penalty=0.1)):
+        assert ProposalRule(sampling).candidates_wanted(8) == 8
+
+
 def test_a_temperature_next_to_zero_is_the_argmax():
     logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
     for temperature in (1e-4, 1e-320):

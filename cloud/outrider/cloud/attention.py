@@ -17,6 +17,9 @@ from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.proto.errors import ModelRefused
 
 NAME = "outrider_paged"
+# Up to so many rows, the query heads of a group are rows of their key head: keys and values are then read once a group.
+# Beyond, the masks that this takes would be large, and the matrix products hide what it saves.
+_FEW_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +44,33 @@ class RaggedBatch:
     pool: PagedKVCache
     spans: list[Span]
     slots: torch.Tensor
-    masks: dict[tuple[int, int, int], torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def mask(self, span: Span, window: int | None) -> torch.Tensor | None:
-        """[count, context] bool, True where a row may look; None: everywhere. The same for all layers of a kind."""
-        key = (span.start, span.count, window or 0)
+    def mask(self, span: Span, window: int | None, copies: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """[copies * count, context] to add to scores: 0 where a row may look, else -inf; None: it may everywhere.
+
+        The same for all layers of a kind, and made once.
+        """
+        key = (span.start, span.count, window or 0, copies)
         if key not in self.masks:
-            self.masks[key] = _mask(span, window, self.slots.device)
+            visible = _mask(span, window, self.slots.device)
+            self.masks[key] = visible if visible is None else _additive(visible, copies, dtype)
         return self.masks[key]
 
 
 def _mask(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """[count, context] bool, True where a row may look; None: everywhere."""
     if span.count == 1 and not (window and window < span.context):
         return None
     row = torch.arange(span.start, span.context, device=device)[:, None]
     column = torch.arange(span.context, device=device)[None, :]
     visible = column <= row
     return visible & (column > row - window) if window else visible
+
+
+def _additive(visible: torch.Tensor, copies: int, dtype: torch.dtype) -> torch.Tensor:
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, float("-inf")).repeat(copies, 1)
 
 
 def paged_attention(
@@ -100,18 +113,20 @@ def paged_attention(
     attended = []
     for span in batch.spans:
         keys, values = batch.pool.read(module.layer_idx, span.cache, span.context)
-        attended.append(
-            _attend(
-                query[:, :, span.first : span.first + span.count],
-                keys.transpose(0, 1)[None],
-                values.transpose(0, 1)[None],
-                batch.mask(span, sliding_window),
-                scaling,
-                softcap,
-            )
+        rows = query[:, :, span.first : span.first + span.count]
+        heads, kv_heads = query.shape[1], key.shape[1]
+        group = heads // kv_heads if span.count <= _FEW_ROWS else 1
+        seen = _attend(
+            rows.reshape(1, heads // group, group * span.count, -1),
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
+            batch.mask(span, sliding_window, group, query.dtype),
+            scaling,
+            softcap,
         )
-    rows = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
-    return rows.transpose(1, 2), None
+        attended.append(seen.reshape(1, heads, span.count, -1))
+    together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+    return together.transpose(1, 2), None
 
 
 def _attend(
@@ -134,5 +149,5 @@ def _attend(
     scores = query @ keys.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
     scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ values

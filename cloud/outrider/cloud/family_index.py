@@ -7,6 +7,7 @@ from pathlib import Path
 from outrider.proto.errors import ModelRefused, NotFound
 
 _FAMILY = Path(__file__).parent / "family"
+_DRAFTERS = Path(__file__).parent / "drafters"
 
 
 def embedded_targets() -> tuple[str, ...]:
@@ -17,6 +18,12 @@ def embedded_targets() -> tuple[str, ...]:
 def target_folder(name: str) -> Path:
     """Where the embedded target `name` lies."""
     return _FAMILY / name
+
+
+def drafter_folder(name: str) -> Path | None:
+    """Where the weights of the embedded drafter `name` lie, as transformers reads them; None: it is not embedded."""
+    folder = _DRAFTERS / name
+    return folder if (folder / "config.json").is_file() else None
 
 
 def resolve_target(target: str) -> str:

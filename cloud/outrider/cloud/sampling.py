@@ -6,16 +6,17 @@ is judged in the same step exactly as if it had been committed before.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from outrider.proto.noise import TorchNoise
+from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, Shortlist
+from outrider.proto.noise import TorchNoise, row_key
 from outrider.proto.types import Sampling
-
-# The machine's own logarithm is within this of the portable one; scores closer than this are settled by the latter.
-_NEAR_TIE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class Judged:
         """Rows of logits that belong to it."""
         return len(self.block) + 1
 
+    @property
+    def adjusts(self) -> bool:
+        """Whether `adjusted_logits` are any others than the target's."""
+        return bool(self.sampling.allowed_tokens or self.sampling.logit_bias or self.sampling.penalises)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -52,11 +58,12 @@ class Sampled:
 
 
 class Sampler:
-    """The coupled rule on one device."""
+    """The coupled rule on one device: by a short list where that is enough (on a CPU), else over whole rows."""
 
     def __init__(self, device: torch.device) -> None:
         self._noise = TorchNoise(torch, device)
         self._device = device
+        self._shortlist: Shortlist | None = None
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, sessions: list[Judged]) -> list[Sampled]:
@@ -65,6 +72,40 @@ class Sampler:
         Row j of a session stands at absolute position i = len(transcript) + j and takes
         argmax_t log p_i(t) + G(seed, i, t); at temperature 0 the argmax of the logits (DESIGN section 1; Gumbel-max).
         """
+        firsts = list(itertools.accumulate((session.rows for session in sessions), initial=0))
+        spans = [slice(first, end) for first, end in itertools.pairwise(firsts)]
+        sampled = self._by_shortlist(logits, sessions, spans)
+        left = [i for i in range(len(sessions)) if i not in sampled]
+        if left:
+            rows = torch.cat([logits[spans[i]] for i in left])
+            sampled |= zip(left, self._by_whole_rows(rows, [sessions[i] for i in left]), strict=True)
+        return [sampled[i] for i in range(len(sessions))]
+
+    def _by_shortlist(self, logits: torch.Tensor, sessions: list[Judged], spans: list[slice]) -> dict[int, Sampled]:
+        """Results by index of session, for those that short lists settle; sessions of one law are taken together."""
+        vocab = logits.shape[1]
+        if self._device.type != "cpu" or vocab < SMALLEST_VOCAB:
+            return {}
+        if self._shortlist is None or self._shortlist.vocab != vocab:
+            self._shortlist = Shortlist(vocab)
+        groups: defaultdict[Law, list[int]] = defaultdict(list)
+        sampled: dict[int, Sampled] = {}
+        for i, session in enumerate(sessions):
+            law = Law.of(session.sampling, vocab)
+            if session.adjusts:
+                sampled |= _settled(
+                    self._shortlist, adjusted_logits(logits[spans[i]], session).numpy(), law, {i: session}
+                )
+            else:
+                groups[law].append(i)
+        in_numpy = logits.numpy()
+        for law, members in groups.items():
+            whole = len(members) == len(sessions)
+            rows = in_numpy if whole else np.concatenate([in_numpy[spans[i]] for i in members])
+            sampled |= _settled(self._shortlist, rows, law, {i: sessions[i] for i in members})
+        return sampled
+
+    def _by_whole_rows(self, logits: torch.Tensor, sessions: list[Judged]) -> list[Sampled]:
         scores = torch.empty(logits.shape, dtype=torch.float64, device=self._device)
         first = 0
         for session in sessions:
@@ -73,8 +114,10 @@ class Sampler:
             first += session.rows
         logp = scores - torch.logsumexp(scores, dim=-1, keepdim=True)
         tokens = self._choose(scores, sessions)
-        logp_of_tokens = logp.gather(1, tokens[:, None])[:, 0].tolist()
-        return _per_session(sessions, tokens.tolist(), logp_of_tokens, logp)
+        logp_of_tokens = logp.gather(1, tokens[:, None])[:, 0]
+        asked = torch.tensor(_asked(sessions), device=self._device)
+        logp_of_asked = logp.gather(1, asked[:, None])[:, 0]
+        return _per_session(sessions, tokens.tolist(), logp_of_tokens.tolist(), logp_of_asked.tolist())
 
     def _choose(self, scores: torch.Tensor, sessions: list[Judged]) -> torch.Tensor:
         """[rows] int64."""
@@ -103,7 +146,7 @@ class Sampler:
         uniform = self._noise.uniform(self._noise.random_bits(row_keys, every_token))
         total = scores - torch.log(-torch.log(uniform))
         best = total.max(dim=-1)
-        close = total >= best.values[:, None] - _NEAR_TIE
+        close = total >= best.values[:, None] - NEAR_TIE
         for row in (close.sum(dim=-1) > 1).nonzero()[:, 0].tolist():
             rivals = close[row].nonzero()[:, 0]
             exact = scores[row, rivals] + self._noise.gumbel(row_keys[row], rivals)
@@ -111,50 +154,53 @@ class Sampler:
         return best.indices
 
 
+def _settled(shortlist: Shortlist, logits: np.ndarray, law: Law, sessions: dict[int, Judged]) -> dict[int, Sampled]:
+    """Results by index, of the sessions of one law all of whose rows of `logits` [sum of rows, vocab] are settled."""
+    judged = list(sessions.values())
+    keys = [row_key(j.sampling.seed, len(j.transcript) + row) for j in judged for row in range(j.rows)]
+    choice = shortlist.choose(logits, law, keys, np.array(_asked(judged)))
+    results = _per_session(judged, choice.tokens.tolist(), choice.logp.tolist(), choice.logp_of_asked.tolist())
+    starts = list(itertools.accumulate((j.rows for j in judged), initial=0))
+    settled = np.logical_and.reduceat(choice.certain, starts[:-1])
+    return {i: result for i, result, certain in zip(sessions, results, settled, strict=True) if certain}
+
+
+def _asked(sessions: list[Judged]) -> list[int]:
+    """[sum of rows] the draft that is judged in each row; 0 in a session's last."""
+    return [token for session in sessions for token in (*session.block, 0)]
+
+
 def _per_session(
-    sessions: list[Judged], tokens: list[int], logp_of_tokens: list[float], logp: torch.Tensor
+    sessions: list[Judged], tokens: list[int], logp_of_tokens: list[float], logp_of_asked: list[float]
 ) -> list[Sampled]:
     sampled, first = [], 0
     for session in sessions:
         rows = slice(first, first + session.rows)
-        reward = _reward(logp[rows], session)
+        reward = _reward(logp_of_asked[rows], session)
         sampled.append(Sampled(tuple(tokens[rows]), tuple(logp_of_tokens[rows]), reward))
         first += session.rows
     return sampled
 
 
-def _reward(logp: torch.Tensor, session: Judged) -> float | None:
+def _reward(logp_of_drafts: list[float], session: Judged) -> float | None:
     """Mean of min(1, p(x) / q(x)) over the block's drafts: the one-sample estimate of 1 - TV (MetaSD, section 3)."""
-    known = [(j, token, q) for j, (token, q) in enumerate(zip(session.block, session.q, strict=False)) if q > 0]
-    if not known:
-        return None
-    ratios = [min(1.0, math.exp(float(logp[j, token])) / q) for j, token, q in known]
-    return sum(ratios) / len(ratios)
+    ratios = [min(1.0, math.exp(logp) / q) for logp, q in zip(logp_of_drafts, session.q, strict=False) if q > 0]
+    return sum(ratios) / len(ratios) if ratios else None
 
 
 def processed_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
     """Unnormalised log probabilities [k + 1, vocab] float64 of the processed distribution; -inf where excluded.
 
-    In this order: allowed tokens, bias, repetition penalty (Keskar et al. 2019, section 4.1), presence and frequency
-    penalty, temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). At temperature 0 the last
-    four do not apply: only the argmax matters. Ties at a cut are kept by top-k and broken by token id by top-p.
+    After `adjusted_logits` come, in this order, temperature, top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et
+    al. 2024). At temperature 0 none of them does: only the argmax matters. Ties at a cut are kept by top-k and broken
+    by token id by top-p.
 
     Args:
         logits: [k + 1, vocab] float32, of the target.
         session: whose rows they are.
     """
     sampling = session.sampling
-    scores = logits.double()
-    if sampling.allowed_tokens:
-        allowed = torch.tensor(sampling.allowed_tokens, device=scores.device)
-        kept = torch.full_like(scores, -math.inf)
-        kept[:, allowed] = scores[:, allowed]
-        scores = kept
-    if sampling.logit_bias:
-        biased = torch.tensor([token for token, _ in sampling.logit_bias], device=scores.device)
-        scores[:, biased] += torch.tensor([bias for _, bias in sampling.logit_bias], device=scores.device).double()
-    if sampling.penalises:
-        scores = _penalise(scores, session)
+    scores = adjusted_logits(logits, session)
     if sampling.temperature == 0:
         return scores
     # The best at 0: a tiny temperature cannot overflow, and near ties are resolved to the last bit.
@@ -170,21 +216,44 @@ def processed_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
     return scores
 
 
+def adjusted_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
+    """[k + 1, vocab] float64 logits after what looks at single tokens, of which only some sessions ask anything.
+
+    In this order: allowed tokens, bias, repetition penalty (Keskar et al. 2019, section 4.1), presence and frequency
+    penalty.
+    """
+    sampling = session.sampling
+    scores = logits.double()
+    if sampling.allowed_tokens:
+        allowed = torch.tensor(sampling.allowed_tokens, device=scores.device)
+        kept = torch.full_like(scores, -math.inf)
+        kept[:, allowed] = scores[:, allowed]
+        scores = kept
+    if sampling.logit_bias:
+        biased = torch.tensor([token for token, _ in sampling.logit_bias], device=scores.device)
+        scores[:, biased] += torch.tensor([bias for _, bias in sampling.logit_bias], device=scores.device).double()
+    return _penalise(scores, session) if sampling.penalises else scores
+
+
 def _penalise(scores: torch.Tensor, session: Judged) -> torch.Tensor:
-    sampling, vocab = session.sampling, scores.shape[1]
-    text = torch.tensor(session.transcript[session.prompt_length :], dtype=torch.int64, device=scores.device)
-    block = torch.tensor(session.block, dtype=torch.int64, device=scores.device)
-    earlier = torch.zeros(session.rows, vocab, dtype=torch.int64, device=scores.device)  # in the same block
-    if len(block):
-        earlier[1:] = torch.nn.functional.one_hot(block, vocab).cumsum(dim=0)
-    counts = torch.bincount(text, minlength=vocab)[None] + earlier
+    """Only tokens that came before can change: `used` [n] of them, a few columns of `scores`, which are written to."""
+    sampling, end = session.sampling, len(session.transcript)
+    before = torch.tensor([*session.transcript, *session.block], dtype=torch.int64, device=scores.device)
+    used, place = torch.unique(before, return_inverse=True)
+    count = len(used)
+    earlier = torch.zeros(session.rows, count, dtype=torch.int64, device=scores.device)  # in the same block
+    if session.block:
+        earlier[1:] = torch.nn.functional.one_hot(place[end:], count).cumsum(dim=0)
+    counts = torch.bincount(place[session.prompt_length : end], minlength=count)[None] + earlier
+    columns = scores[:, used]
     if sampling.repetition_penalty != 1:
-        prompt = torch.tensor(session.transcript[: session.prompt_length], device=scores.device)
-        seen = (counts + torch.bincount(prompt, minlength=vocab)[None]) > 0
-        penalised = torch.where(scores > 0, scores / sampling.repetition_penalty, scores * sampling.repetition_penalty)
-        scores = torch.where(seen, penalised, scores)
+        seen = (counts + torch.bincount(place[: session.prompt_length], minlength=count)[None]) > 0
+        penalty = sampling.repetition_penalty
+        columns = torch.where(seen, torch.where(columns > 0, columns / penalty, columns * penalty), columns)
     counts = counts.double()  # a float times integers would be float32
-    return scores - sampling.presence_penalty * (counts > 0).double() - sampling.frequency_penalty * counts
+    columns = columns - sampling.presence_penalty * (counts > 0).double() - sampling.frequency_penalty * counts
+    scores[:, used] = columns
+    return scores
 
 
 def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, Span
 from outrider.cloud.family_index import embedded_targets, resolve_target
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
+from outrider.cloud.linear import exchange_linears
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
@@ -63,6 +64,7 @@ class Target:
         self.eos_tokens = _eos_tokens(model)
         self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device)
         model.set_attn_implementation(attention.NAME)
+        exchange_linears(model)
 
     @torch.inference_mode()
     def forward(self, batch: list[Rows]) -> torch.Tensor:

@@ -1,18 +1,23 @@
 """An ONNX language model as a drafter. A session's KV cache is one numpy buffer that the graph reads and writes.
 
-The graph's contract (the exporter's side is in `outrider.cloud`); p tokens are in the cache, n are new:
+The graph's contract (the exporter's side is in `outrider.cloud.export`); p tokens are in the cache, n are new, and the
+cache has room for c >= p + n:
 
-    inputs   tokens            int64   [n]
-             past              float32 [p, layers, 2, kv_heads, head_dim]
+    inputs   tokens            int64   [1, n]
              logit_rows        int64   [m]         which of the new tokens to answer for, 0 <= row < n
+             candidate_count   int64   [1]         K
+             last_position     int32   [1]         p + n - 1
+             length            int32   []          p + n
+             past_key.L        float32 [1, kv_heads, c, head_dim]      for every layer L
+             past_value.L      float32 [1, kv_heads, c, head_dim]
     outputs  candidate_tokens  int64   [m, K]      the K most likely next tokens, descending
              candidate_logits  float32 [m, K]
              log_normalizer    float32 [m]         log of the sum of exp over the vocabulary
              logits            float32 [m, vocabulary]
-             present           float32 [n, layers, 2, kv_heads, head_dim]    the new entries only
+             present_key.L, present_value.L        as the past ones, which they are bound onto
 
-Position is the leading axis, so the first p rows of the buffer are `past` as they stand, and `present` is bound onto
-the n rows after them: nothing is ever copied, and rolling back sets one number.
+Past and present are the same memory: a run writes rows p .. p + n - 1 of each layer and copies none, and no address
+changes until the buffer has to grow. Rolling back sets one number; rows past the end are written over.
 """
 
 from __future__ import annotations
@@ -30,17 +35,22 @@ from outrider.edge.drafters.protocol import Proposal, check_scorable, check_trun
 from outrider.proto.errors import Internal, ModelRefused, OutriderError, UnknownToken
 from outrider.proto.types import Sampling
 
-PREFILL_TOKENS = 64  # new tokens a run: small activations, which also made a prefill of 2,000 tokens fastest
+PREFILL_TOKENS = 64  # new tokens a run: small activations; within 4 % of the fastest size at 500 and 1,900 tokens
 SCORED_TOKENS = 16  # as above where a row of logits is wanted for each
 FIRST_CAPACITY = 256
 
-_INPUTS = {"tokens": "tensor(int64)", "past": "tensor(float)", "logit_rows": "tensor(int64)"}
+_INPUTS = {
+    "tokens": "tensor(int64)",
+    "logit_rows": "tensor(int64)",
+    "candidate_count": "tensor(int64)",
+    "last_position": "tensor(int32)",
+    "length": "tensor(int32)",
+}
 _OUTPUTS = {
     "candidate_tokens": "tensor(int64)",
     "candidate_logits": "tensor(float)",
     "log_normalizer": "tensor(float)",
     "logits": "tensor(float)",
-    "present": "tensor(float)",
 }
 # ONNX Runtime's exceptions have no common base of their own; binding raises the other two.
 _RUNTIME_ERRORS: tuple[type[Exception], ...] = (
@@ -86,14 +96,19 @@ class OnnxDrafter:
         return OnnxState(self._session, self.package, rule)
 
     def _check_graph(self) -> None:
-        for wanted, found in ((_INPUTS, self._session.get_inputs()), (_OUTPUTS, self._session.get_outputs())):
+        layers = self.package.cache.layers
+        for fixed, side, found in (
+            (_INPUTS, "past", self._session.get_inputs()),
+            (_OUTPUTS, "present", self._session.get_outputs()),
+        ):
+            wanted = fixed | dict.fromkeys(_cache_names(side, layers), "tensor(float)")
             types = {node.name: node.type for node in found}
             if types != wanted:
                 raise ModelRefused(f"drafter {self.name}: the graph has {types} where the contract wants {wanted}")
 
     def _try(self) -> None:
         """Use every input and output once, since a graph need not declare its shapes."""
-        state = self.open(ProposalRule(Sampling()))
+        state = self.open(ProposalRule(Sampling(temperature=1.0)))
         try:
             state.extend((0,))
             state.propose(2)  # the first token meets an empty cache, the second does not
@@ -127,22 +142,26 @@ class OnnxState:
         self._choose = rule.choose
         self._vocab_size = package.vocab_size
         self._context_length = package.context_length
-        self._row_shape = (package.cache.layers, 2, package.cache.kv_heads, package.cache.head_dim)
-        self._row_bytes = 4 * int(np.prod(self._row_shape))
+        self._layers = package.cache.layers
 
-        candidates = package.candidates
+        count = rule.candidates_wanted(package.candidates)
+        self._last_position = np.zeros(1, dtype=np.int32)
+        self._length_after = np.zeros((), dtype=np.int32)
         self._logit_rows = np.zeros(1, dtype=np.int64)
-        self._candidate_tokens = np.zeros(candidates, dtype=np.int64)
-        self._candidate_logits = np.zeros(candidates, dtype=np.float32)
+        self._candidate_count = np.array([count], dtype=np.int64)
+        self._candidate_tokens = np.zeros(count, dtype=np.int64)
+        self._candidate_logits = np.zeros(count, dtype=np.float32)
         self._log_normalizer = np.zeros(1, dtype=np.float32)
+        self._tokens = np.empty(0, dtype=np.int64)
+        nothing = (self._layers, 2, 1, package.cache.kv_heads, 0, package.cache.head_dim)
+        self._cache = np.empty(nothing, dtype=np.float32)
         self._binding = session.io_binding()
         with _translated(Internal, "binding a drafter's buffers"):
             _bind_input(self._binding, "logit_rows", self._logit_rows)
-            _bind_output(self._binding, "candidate_tokens", self._candidate_tokens.reshape(1, candidates))
-            _bind_output(self._binding, "candidate_logits", self._candidate_logits.reshape(1, candidates))
+            _bind_input(self._binding, "candidate_count", self._candidate_count)
+            _bind_output(self._binding, "candidate_tokens", self._candidate_tokens.reshape(1, count))
+            _bind_output(self._binding, "candidate_logits", self._candidate_logits.reshape(1, count))
             _bind_output(self._binding, "log_normalizer", self._log_normalizer)
-        self._tokens = np.empty(0, dtype=np.int64)
-        self._cache = np.empty((0, *self._row_shape), dtype=np.float32)
         self._grow(0)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -207,6 +226,7 @@ class OnnxState:
         """Give the memory back."""
         self.length = self._computed = self._context_length = 0
         self._binding.clear_binding_inputs()
+        self._binding.clear_binding_outputs()
         self._allocate(0)
 
     def _append(self, token: int) -> None:
@@ -224,11 +244,10 @@ class OnnxState:
         """Put the next n tokens into the cache; the bound outputs answer for the last of them."""
         computed = self._computed
         self._logit_rows[0] = n - 1
-        present = self._cache_address + computed * self._row_bytes
+        self._last_position[0] = computed + n - 1
+        self._length_after[...] = computed + n
         try:  # not `_translated`: a context manager costs this loop 2 us
-            binding.bind_input("tokens", "cpu", 0, np.int64, (n,), self._tokens_address + 8 * computed)
-            binding.bind_input("past", "cpu", 0, np.float32, (computed, *self._row_shape), self._cache_address)
-            binding.bind_output("present", "cpu", 0, np.float32, (n, *self._row_shape), present)
+            binding.bind_input("tokens", "cpu", 0, np.int64, (1, n), self._tokens_address + 8 * computed)
             self._session.run_with_iobinding(binding)
         except _RUNTIME_ERRORS as error:
             raise Internal(f"running a drafter: {error}") from error
@@ -239,9 +258,12 @@ class OnnxState:
         rows = np.arange(start, stop, dtype=np.int64) - self._computed
         logits = np.empty((len(rows), self._vocab_size), dtype=np.float32)
         log_normalizer = np.empty(len(rows), dtype=np.float32)
+        one = np.ones(1, dtype=np.int64)  # candidate, which nobody reads
         binding = self._session.io_binding()
+        self._bind_cache(binding)
         with _translated(Internal, "binding a drafter's buffers"):
             _bind_input(binding, "logit_rows", rows)
+            _bind_input(binding, "candidate_count", one)
             _bind_output(binding, "logits", logits)
             _bind_output(binding, "log_normalizer", log_normalizer)
         self._run(stop - self._computed, binding)
@@ -252,16 +274,33 @@ class OnnxState:
         self._allocate(max(length, 2 * len(self._tokens), FIRST_CAPACITY))
 
     def _allocate(self, capacity: int) -> None:
-        rows = min(capacity, self._context_length)
         tokens = np.zeros(capacity, dtype=np.int64)
         tokens[: self.length] = self._tokens[: self.length]
         self._tokens = tokens
         self._tokens_address = tokens.ctypes.data
-        if rows != len(self._cache):
-            cache = np.empty((rows, *self._row_shape), dtype=np.float32)
-            cache[: self._computed] = self._cache[: self._computed]
+        layers, pair, one, kv_heads, had, head_dim = self._cache.shape
+        rows = min(capacity, self._context_length)
+        if rows != had:
+            cache = np.empty((layers, pair, one, kv_heads, rows, head_dim), dtype=np.float32)
+            cache[..., : self._computed, :] = self._cache[..., : self._computed, :]
             self._cache = cache
-            self._cache_address = cache.ctypes.data
+            if rows:
+                self._bind_cache(self._binding)
+
+    def _bind_cache(self, binding: onnxruntime.IOBinding) -> None:
+        """Let a run read and write this session's cache."""
+        halves = [half for layer in self._cache for half in layer]
+        with _translated(Internal, "binding a drafter's cache"):
+            _bind_input(binding, "last_position", self._last_position)
+            _bind_input(binding, "length", self._length_after)
+            for name, half in zip(_cache_names("past", self._layers), halves, strict=True):
+                _bind_input(binding, name, half)
+            for name, half in zip(_cache_names("present", self._layers), halves, strict=True):
+                _bind_output(binding, name, half)
+
+
+def _cache_names(side: str, layers: int) -> list[str]:
+    return [f"{side}_{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
 
 
 def _bind_input(binding: onnxruntime.IOBinding, name: str, array: np.ndarray) -> None:

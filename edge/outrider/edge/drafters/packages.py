@@ -16,14 +16,13 @@ from typing import Any
 
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import RemoteFile
+from outrider.proto.types import DRAFTER_FORMAT, RemoteFile
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
-FORMAT = "outrider-drafter/1"
 KINDS = ("onnx-lm",)
-CACHE_LAYOUT = "[position, layer, key_or_value, kv_head, head_dim]"
+CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
 
 FAMILY = Path(__file__).resolve().parent.parent / "family"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -34,7 +33,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """A position's entry in the KV cache: float32 [layers, 2, kv_heads, head_dim]."""
+    """The KV cache holds, for each layer, keys and values of float32 [1, kv_heads, positions, head_dim]."""
 
     layers: int
     kv_heads: int
@@ -99,13 +98,17 @@ def parse_manifest(text: str, folder: Path) -> DrafterPackage:
     except json.JSONDecodeError as error:
         raise InvalidArgument(f"is not JSON: {error}", field="manifest") from error
     fields = _Fields(parsed, "manifest")
-    for key, known in (("format", (FORMAT,)), ("kind", KINDS)):
-        if fields.text(key) not in known:
-            raise ModelRefused(f"{fields.text(key)!r} is none of {', '.join(known)}", field=f"manifest.{key}")
+    if fields.text("format") != DRAFTER_FORMAT:
+        raise ModelRefused(
+            f"{fields.text('format')!r} is not {DRAFTER_FORMAT!r}; export the drafter again with this version",
+            field="manifest.format",
+        )
+    if fields.text("kind") not in KINDS:
+        raise ModelRefused(f"{fields.text('kind')!r} is none of {', '.join(KINDS)}", field="manifest.kind")
     cache = fields.inner("cache")
-    for key, known_value in (("dtype", "float32"), ("layout", CACHE_LAYOUT)):
-        if cache.text(key) != known_value:
-            raise ModelRefused(f"{cache.text(key)!r} is not {known_value!r}", field=f"manifest.cache.{key}")
+    for key, known in (("dtype", "float32"), ("layout", CACHE_LAYOUT)):
+        if cache.text(key) != known:
+            raise ModelRefused(f"{cache.text(key)!r} is not {known!r}", field=f"manifest.cache.{key}")
     package = DrafterPackage(
         folder=folder,
         name=fields.matching("name", _NAME),

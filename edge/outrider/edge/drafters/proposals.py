@@ -38,6 +38,10 @@ class ProposalRule:
         edits = bool(sampling.logit_bias or sampling.allowed_tokens or sampling.penalises)
         self._plain = not (edits or (self._truncates and sampling.temperature))
 
+    def candidates_wanted(self, useful: int) -> int:
+        """How many candidates to hand to `choose`: one where only the argmax can be proposed, else `useful`."""
+        return 1 if self._plain and self.sampling.temperature == 0 else useful
+
     def choose(
         self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, history: np.ndarray
     ) -> tuple[int, float] | None:

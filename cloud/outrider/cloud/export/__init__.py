@@ -1,0 +1,17 @@
+"""From a transformers folder to the ONNX package that an edge runs.
+
+contract    what an exported graph takes and returns
+model       the model, looked at and run with attention and rotation replaced
+graph       the traced graph, and what is joined in it afterwards
+quantised   the same graph with 8-bit weights
+check       ONNX Runtime against torch
+package     the folder with its manifest: `export_drafter`
+errors      what an export can fail with
+"""
+
+from __future__ import annotations
+
+from outrider.cloud.export.errors import ExportMismatch
+from outrider.cloud.export.package import export_drafter
+
+__all__ = ["ExportMismatch", "export_drafter"]

@@ -1,0 +1,180 @@
+"""Nothing is published before ONNX Runtime has agreed with torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import torch
+from transformers import PreTrainedModel
+
+from outrider.cloud.export.contract import OUTPUTS, cache_names
+from outrider.cloud.export.errors import ExportMismatch
+from outrider.cloud.export.model import CacheShape, context_length
+
+# What the check demands. Errors are in units of the standard deviation of torch's logits.
+LARGEST_FLOAT32_ERROR = 1e-3
+LEAST_INT8_AGREEMENT = 0.97
+LARGEST_INT8_KL = 0.01
+# Two best tokens this close (nats) may change places under 8-bit weights: either is as good a proposal.
+INT8_TIE = 0.1
+CHECK_LENGTH = 96
+CHECK_SEQUENCES = 4
+
+
+def open_session(graph: Path, threads: int = 1) -> onnxruntime.InferenceSession:
+    """A CPU session that computes on `threads` threads and does not spin between calls."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+def check_graph(
+    plain: PreTrainedModel, shape: CacheShape, graph: Path, *, precision: str, candidates: int
+) -> dict[str, float | int]:
+    """Run the graph in uneven chunks and single steps, and hold every output against torch's plain whole forward.
+
+    Returns:
+        the figures, in units of the standard deviation of torch's logits where they are errors.
+    """
+    session = open_session(graph)
+    comparison = _Comparison(INT8_TIE if precision == "int8" else 0.0)
+    for index, tokens in enumerate(_check_sequences(plain)):
+        with torch.inference_mode():
+            logits_by_torch = plain(input_ids=torch.from_numpy(tokens)[None]).logits[0].float().numpy()
+        chunks = _chunk_lengths(len(tokens), seed=index)
+        comparison.add(logits_by_torch, run_in_chunks(session, tokens, chunks, shape, candidates), candidates)
+    figures = comparison.figures()
+    limits: dict[str, bool] = {
+        "candidates are not the largest logits in order": comparison.candidate_faults == 0,
+        "log_normalizer is wrong": comparison.normalizer_error <= LARGEST_FLOAT32_ERROR,
+    }
+    if precision == "float32":
+        limits["logits differ"] = figures["largest_error"] <= LARGEST_FLOAT32_ERROR
+        limits["argmax differs"] = figures["agreement_beyond_ties"] == 1.0
+    else:
+        limits["argmax differs"] = figures["agreement_beyond_ties"] >= LEAST_INT8_AGREEMENT
+        limits["distributions differ"] = figures["mean_kl"] <= LARGEST_INT8_KL
+    if failed := [what for what, holds in limits.items() if not holds]:
+        raise ExportMismatch(f"ONNX Runtime does not compute what torch does: {', '.join(failed)}; {figures}")
+    return figures
+
+
+def run_in_chunks(
+    session: onnxruntime.InferenceSession, tokens: np.ndarray, chunks: Sequence[int], shape: CacheShape, candidates: int
+) -> dict[str, np.ndarray]:
+    """All outputs for `tokens` (int64 [length]), fed in `chunks` that sum to its length.
+
+    `OUTPUTS` come joined along positions, the caches as the last chunk leaves them. Past and present share their
+    memory, with room to spare that holds what no position may see.
+    """
+    caches = {
+        name: np.full((1, shape.kv_heads, len(tokens) + 3, shape.head_dim), np.nan, dtype=np.float32)
+        for name in cache_names("past", shape.layers)
+    }
+    presents = dict(zip(cache_names("present", shape.layers), caches.values(), strict=True))
+    outputs: dict[str, list[np.ndarray]] = {name: [] for name in OUTPUTS}
+    binding = session.io_binding()
+    first = 0
+    for n in chunks:
+        end = first + n
+        fed = {
+            "tokens": tokens[None, first:end],
+            "logit_rows": np.arange(n),
+            "candidate_count": np.array([candidates]),
+            "last_position": np.array([end - 1], dtype=np.int32),
+            "length": np.array(end, dtype=np.int32),
+        }
+        for name, value in (fed | caches).items():
+            binding.bind_input(name, "cpu", 0, value.dtype.type, value.shape, value.ctypes.data)
+        for name in OUTPUTS:
+            binding.bind_output(name, "cpu")
+        for name, value in presents.items():
+            binding.bind_output(name, "cpu", 0, value.dtype.type, value.shape, value.ctypes.data)
+        session.run_with_iobinding(binding)
+        for name, value in zip(OUTPUTS, binding.get_outputs(), strict=False):
+            outputs[name].append(value.numpy())
+        first = end
+    return {name: np.concatenate(values) for name, values in outputs.items()} | presents
+
+
+class _Comparison:
+    """Running totals of how ONNX Runtime's logits differ from torch's."""
+
+    def __init__(self, tie: float):
+        """`tie`: two best logits at most this far apart, in nats, are a tie; float32 rounding is added to it."""
+        self.tie = tie
+        self.largest_error = 0.0
+        self.normalizer_error = 0.0
+        self.candidate_faults = 0
+        self.kl = 0.0
+        self.agreed = self.agreed_beyond_ties = self.beyond_ties = self.positions = 0
+
+    def add(self, logits_by_torch: np.ndarray, outputs: dict[str, np.ndarray], candidates: int) -> None:
+        """`logits_by_torch`: float32 [length, vocab]; `outputs` as in `OUTPUTS`, m = length."""
+        logits_by_onnx = outputs["logits"]
+        spread = float(logits_by_torch.std())
+        if not np.isfinite(logits_by_onnx).all():
+            raise ExportMismatch("ONNX Runtime returned logits that are not finite")
+        self.largest_error = max(self.largest_error, float(np.abs(logits_by_onnx - logits_by_torch).max()) / spread)
+        two_best = np.partition(logits_by_torch, -2)[:, -2:]
+        clear = two_best[:, 1] - two_best[:, 0] > self.tie + 2 * LARGEST_FLOAT32_ERROR * spread
+        same = logits_by_onnx.argmax(-1) == logits_by_torch.argmax(-1)
+        self.positions += len(same)
+        self.agreed += int(same.sum())
+        self.beyond_ties += int(clear.sum())
+        self.agreed_beyond_ties += int((same & clear).sum())
+        log_p, log_q = _log_softmax(logits_by_torch), _log_softmax(logits_by_onnx)
+        self.kl += float((np.exp(log_p) * (log_p - log_q)).sum())
+        tokens, values = outputs["candidate_tokens"], outputs["candidate_logits"]
+        largest = -np.sort(-logits_by_onnx, axis=-1)[:, :candidates]
+        self.candidate_faults += int((np.take_along_axis(logits_by_onnx, tokens, -1) != values).sum())
+        self.candidate_faults += int((values != largest).sum())
+        normalizer = logits_by_onnx[:, 0] - _log_softmax(logits_by_onnx)[:, 0]
+        self.normalizer_error = max(
+            self.normalizer_error, float(np.abs(normalizer - outputs["log_normalizer"]).max()) / spread
+        )
+
+    def figures(self) -> dict[str, float | int]:
+        return {
+            "positions": self.positions,
+            "largest_error": self.largest_error,
+            "agreement": self.agreed / self.positions,
+            "agreement_beyond_ties": self.agreed_beyond_ties / max(1, self.beyond_ties),
+            "mean_kl": self.kl / self.positions,
+        }
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Over the last axis, in float64."""
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    normalised: np.ndarray = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return normalised
+
+
+def _check_sequences(plain: PreTrainedModel) -> list[np.ndarray]:
+    """Half of them random tokens, half text of the model's own making; int64 [length] each."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = plain.config.vocab_size
+    length = min(CHECK_LENGTH, context_length(plain))
+    random = torch.randint(vocabulary, (CHECK_SEQUENCES, length), generator=generator)
+    written = torch.randint(vocabulary, (CHECK_SEQUENCES, 2), generator=generator)
+    with torch.inference_mode():
+        while written.shape[1] < length:
+            p = plain(input_ids=written, logits_to_keep=1).logits[:, -1].float().softmax(-1)
+            written = torch.cat([written, torch.multinomial(p, 1, generator=generator)], dim=1)
+    return [*random.numpy(), *written.numpy()]
+
+
+def _chunk_lengths(total: int, seed: int) -> list[int]:
+    """Uneven chunks and single steps that sum to `total`."""
+    choose = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        lengths.append(min(left, int(choose.choice([1, 1, 1, 2, 5, 17, 33]))))
+    return lengths

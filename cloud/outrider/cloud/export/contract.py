@@ -1,0 +1,38 @@
+"""What an exported graph takes and returns; the edge's side is in `outrider.edge.drafters.onnx`.
+
+n new tokens join a cache in which p positions are filled. The cache is one pair of arrays a layer with room for c
+positions, c >= p + n; past and present are the same memory, so the graph writes n rows and copies none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MODEL_FILE, TOKENIZER_FILE, MANIFEST_FILE = "model.onnx", "tokenizer.json", "manifest.json"
+CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
+CACHE_DIMENSIONS = [1, "kv_heads", "c", "head_dim"]
+
+# The caches follow, for every layer past_key.L and past_value.L, present_key.L and present_value.L.
+INPUTS: dict[str, dict[str, Any]] = {
+    "tokens": {"dtype": "int64", "shape": [1, "n"]},
+    "logit_rows": {"dtype": "int64", "shape": ["m"]},
+    "candidate_count": {"dtype": "int64", "shape": [1]},
+    "last_position": {"dtype": "int32", "shape": [1]},
+    "length": {"dtype": "int32", "shape": []},
+}
+OUTPUTS: dict[str, dict[str, Any]] = {
+    "candidate_tokens": {"dtype": "int64", "shape": ["m", "candidate_count"]},
+    "candidate_logits": {"dtype": "float32", "shape": ["m", "candidate_count"]},
+    "log_normalizer": {"dtype": "float32", "shape": ["m"]},
+    "logits": {"dtype": "float32", "shape": ["m", "vocab_size"]},
+}
+
+
+def cache_names(side: str, layers: int) -> list[str]:
+    """Names of the cache's inputs (`side` "past") or outputs ("present"), layer by layer, keys first."""
+    return [f"{side}_{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
+
+
+def described(ports: dict[str, dict[str, Any]], side: str, layers: int) -> dict[str, dict[str, Any]]:
+    """`ports` with the cache's, as the manifest lists them."""
+    return ports | {name: {"dtype": "float32", "shape": CACHE_DIMENSIONS} for name in cache_names(side, layers)}

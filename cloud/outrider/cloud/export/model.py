@@ -1,0 +1,198 @@
+"""The model to export, and the two ways in which its own forward pass is run: to look at it, and to trace it.
+
+No model code is copied. Attention goes through a function registered in transformers' attention interface, and the
+rotation of queries and keys, which ONNX Runtime's attention does by itself, is replaced while either pass runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from outrider.proto.errors import InvalidArgument
+
+ATTENTION = "outrider_export"
+ROTATION = "apply_rotary_pos_emb"  # transformers' name for it, in every file of a model that rotates
+
+Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The KV cache holds, for each layer, keys and values of shape [1, kv_heads, c, head_dim]."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class RotationTable:
+    """What queries and keys are rotated by: cosines and sines, float32 [context_length, head_dim / 2] each."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What has to be known of a model before it can be traced. `rotations` [layers]; None: no rotation."""
+
+    shape: CacheShape
+    rotations: tuple[RotationTable | None, ...]
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How a layer attends. `window`: positions seen, the own one counted; None: all. `softcap` of the scores."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class Pass(Protocol):
+    """What stands in for attention and rotation during one forward pass."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: AttentionSettings
+    ) -> torch.Tensor:
+        """[1, n, heads, head_dim] of `query` [1, heads, n, head_dim]; `key`, `value` [1, kv_heads, n, head_dim]."""
+        ...
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys, as attention is to get them. `cos`, `sin`: [1, n, head_dim]."""
+        ...
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """The model in float32, with transformers' own attention."""
+    return _load(folder, None)
+
+
+def load_for_export(folder: Path) -> PreTrainedModel:
+    """The model in float32, with attention left to the `Pass` of each forward."""
+    AttentionInterface.register(ATTENTION, _attend)
+    return _load(folder, ATTENTION)
+
+
+def _load(folder: Path, attention: str | None) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation=attention,
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"no causal language model to export: {error}", field="source_folder") from error
+    return model.eval().requires_grad_(False)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Positions that the model was made for."""
+    return int(model.config.max_position_embeddings)
+
+
+def forward(
+    model: PreTrainedModel, tokens: torch.Tensor, first_position: Any, logit_rows: torch.Tensor, through: Pass
+) -> torch.Tensor:
+    """float32 [m, vocab] of the model's own forward over `tokens` [1, n], whatever it does to its logits last."""
+    with _rotation_replaced(model, through.rotate):
+        logits: torch.Tensor = model(
+            input_ids=tokens,
+            position_ids=(torch.arange(tokens.shape[1]) + first_position)[None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+            outrider_pass=through,
+        ).logits[0]
+    return logits.float()
+
+
+def look_at(model: PreTrainedModel) -> Anatomy:
+    """Found by running the model over all its positions: names of configuration fields differ from model to model."""
+    look = _Look()
+    tokens = torch.zeros(1, context_length(model), dtype=torch.int64)
+    with torch.no_grad():
+        forward(model, tokens, 0, torch.zeros(1, dtype=torch.int64), look)
+    if len(set(look.shapes)) != 1:
+        raise InvalidArgument(f"its layers' caches differ in shape: {sorted(set(look.shapes))}", field="source_folder")
+    kv_heads, head_dim = look.shapes[0]
+    if look.tables and len(look.tables) != len(look.shapes):
+        raise InvalidArgument("only some of its layers rotate queries and keys", field="source_folder")
+    if any(2 * table.cos.shape[-1] != head_dim for table in look.tables):
+        raise InvalidArgument(
+            "it rotates a part of each head only; export a model that rotates whole heads", field="source_folder"
+        )
+    rotations = tuple(look.tables) or (None,) * len(look.shapes)
+    return Anatomy(CacheShape(len(look.shapes), kv_heads, head_dim), rotations)
+
+
+class _Look:
+    """Records the shape of every layer's keys and the angles of every position; attention sees nothing."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self.tables: list[RotationTable] = []
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,  # noqa: ARG002 - the protocol's
+        settings: AttentionSettings,  # noqa: ARG002
+    ) -> torch.Tensor:
+        self.shapes.append((key.shape[1], key.shape[3]))
+        return torch.zeros_like(query).transpose(1, 2)
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        half = cos.shape[-1] // 2
+        table = RotationTable(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
+        known = (same for same in self.tables if torch.equal(same.cos, table.cos) and torch.equal(same.sin, table.sin))
+        self.tables.append(next(known, table))  # layers that rotate alike share one table in the file
+        return query, key
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None,
+    *,
+    outrider_pass: Pass,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers' interface."""
+    window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return outrider_pass.attend(query, key, value, AttentionSettings(scale, window, softcap)), None
+
+
+@contextmanager
+def _rotation_replaced(model: PreTrainedModel, rotate: Rotate) -> Iterator[None]:
+    """Let `rotate` stand in for the rotation in the files that the model's layers come from."""
+    files = {sys.modules[type(part).__module__] for part in model.modules()}
+    originals = {file: vars(file)[ROTATION] for file in files if ROTATION in vars(file)}
+    for file in originals:
+        setattr(file, ROTATION, rotate)
+    try:
+        yield
+    finally:
+        for file, original in originals.items():
+            setattr(file, ROTATION, original)

@@ -1,0 +1,117 @@
+"""Eight-bit weights: the same graph with its matrices in blocks of whole numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from outrider.cloud.export.graph import CONTRIB, drop_unused
+
+BLOCK = 64  # weights that share a scale; the fastest of 16 to 256 on a CPU with AVX-512 VNNI
+
+
+def quantise(graph: Path) -> None:
+    """Rewrite the file with 8-bit weights.
+
+    Every product with a constant matrix becomes a MatMulNBits node, which quantises its activations too, and an
+    embedding that such a product shares is looked up in the same 8-bit matrix.
+    MatMulNBits is faster than `quantize_dynamic`, whose integer product needs four more nodes around it.
+    """
+    model = onnx.load(graph)
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    transposed = {
+        node.output[0]: node.input[0]
+        for node in model.graph.node
+        if node.op_type == "Transpose" and node.input[0] in weights
+    }
+    quantised: dict[str, QuantisedMatrix] = {}
+    nodes: list[onnx.NodeProto] = []
+    for node in model.graph.node:
+        if node.op_type == "MatMul" and (node.input[1] in transposed or _is_matrix(weights.get(node.input[1]))):
+            name = transposed.get(node.input[1], node.input[1])
+            matrix = onnx.numpy_helper.to_array(weights[name])
+            columns_first = matrix if node.input[1] in transposed else matrix.T
+            quantised[name] = QuantisedMatrix.of(columns_first)
+            node = quantised[name].product(name, node)
+        nodes.append(node)
+    nodes = [_quantised_lookup(node, quantised) for node in nodes]
+    for name, stored in quantised.items():
+        model.graph.initializer.extend(stored.initializers(name))
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    drop_unused(model.graph)
+    onnx.save(model, graph)
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """A matrix [rows, columns] in blocks of `BLOCK` columns: weight = (level - 128) * scale of its block.
+
+    Attributes:
+        levels: uint8 [rows, blocks, BLOCK].
+        scales: float32 [rows, blocks].
+        columns: without the padding of the last block.
+    """
+
+    levels: np.ndarray
+    scales: np.ndarray
+    columns: int
+
+    @staticmethod
+    def of(matrix: np.ndarray) -> QuantisedMatrix:
+        """The nearest to `matrix` (float32 [rows, columns])."""
+        rows, columns = matrix.shape
+        padded = np.pad(matrix, ((0, 0), (0, -columns % BLOCK))).reshape(rows, -1, BLOCK)
+        scales = np.abs(padded).max(-1) / 127
+        scales[scales == 0] = 1
+        levels = np.rint(padded / scales[..., None]) + 128
+        return QuantisedMatrix(levels.astype(np.uint8), scales.astype(np.float32), columns)
+
+    def initializers(self, name: str) -> list[onnx.TensorProto]:
+        """All forms that nodes may ask for; those that none does are dropped."""
+        rows = self.levels.reshape(len(self.levels), -1)
+        return [
+            onnx.numpy_helper.from_array(self.levels, f"{name}.levels"),
+            onnx.numpy_helper.from_array(self.scales, f"{name}.scales"),
+            onnx.numpy_helper.from_array(rows, f"{name}.rows"),
+        ]
+
+    def product(self, name: str, node: onnx.NodeProto) -> onnx.NodeProto:
+        """What stands in for the MatMul `node` by this matrix, transposed."""
+        return onnx.helper.make_node(
+            "MatMulNBits",
+            [node.input[0], f"{name}.levels", f"{name}.scales"],
+            list(node.output),
+            domain=CONTRIB,
+            K=self.columns,
+            N=len(self.levels),
+            bits=8,
+            block_size=BLOCK,
+            accuracy_level=4,  # int8 activations
+        )
+
+
+def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix]) -> onnx.NodeProto:
+    """A lookup of rows of a quantised matrix reads the quantised rows; any other node stays."""
+    if node.op_type != "Gather" or node.input[0] not in quantised:
+        return node
+    matrix = quantised[node.input[0]]
+    if matrix.columns % BLOCK or any(attribute.name == "axis" and attribute.i for attribute in node.attribute):
+        return node
+    return onnx.helper.make_node(
+        "GatherBlockQuantized",
+        [f"{node.input[0]}.rows", node.input[1], f"{node.input[0]}.scales"],
+        list(node.output),
+        domain=CONTRIB,
+        bits=8,
+        block_size=BLOCK,
+        gather_axis=0,
+        quantize_axis=1,
+    )
+
+
+def _is_matrix(tensor: onnx.TensorProto | None) -> bool:
+    return tensor is not None and len(tensor.dims) == 2

@@ -1,0 +1,252 @@
+"""The coupled rule without a logarithm for each token: only likely tokens and tokens of loud noise are looked at.
+
+Listed are the tokens with log p >= s (a few dozen) and those with G >= g, which `NoiseSieve` finds by integers alone.
+Every other token stays below s + g, so if the best log p + G of the listed ones is at least that, it is the argmax over
+the whole vocabulary, bit for bit; if not, g is lowered to where it is. (This is the threshold algorithm of Fagin, Lotem
+and Naor 2003 for two rankings.) Where top-k, top-p or min-p ends among the likely, no other token can win at all.
+
+For the CPU. Rows of one law are worked on together, with numpy, whose calls cost a third of torch's on short arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.proto.noise import NoiseSieve, portable_log, uniform
+from outrider.proto.types import Sampling
+
+# The machine's own logarithm is within this of the portable one; sums closer than this are settled by the latter.
+NEAR_TIE = 1e-9
+SMALLEST_VOCAB = 1024
+_COLDEST = 1e-3  # below it the scores of near ties are far apart
+_FLOAT32 = np.finfo(np.float32)
+_BLOCK = 16  # tokens of which one maximum is kept, to find the list's last score
+_LISTED = 64
+_LOUD = 4.5  # one token in 90
+_LISTED_FOR_A_CUT = 256
+_LARGEST_NOISE = 37.0
+# Probabilities whose sum comes this close to top_p are left to the whole row; sums of float32, of float64.
+_NEAR_CUT = 4e-6
+_NEAR_EXACT_CUT = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """What makes a distribution of a row of logits; rows of equal laws are sampled together."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, sampling: Sampling, vocab: int) -> Law:
+        """The law of a session; a top-k of the whole vocabulary is none, and at temperature 0 nothing is cut."""
+        if sampling.temperature == 0:
+            return cls(0.0)
+        top_k = sampling.top_k if sampling.top_k < vocab else 0
+        return cls(sampling.temperature, top_k, sampling.top_p, sampling.min_p)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it excludes tokens."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def listed(self) -> int:
+        """Tokens to list, so that a cut likely ends among them."""
+        return max(2 * self.top_k, _LISTED_FOR_A_CUT) if self.cuts else _LISTED
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """[rows] each: the tokens, log p of them and of the tokens asked for; `certain` False: the row is not settled."""
+
+    tokens: np.ndarray
+    logp: np.ndarray
+    logp_of_asked: np.ndarray
+    certain: np.ndarray
+
+    @classmethod
+    def none(cls, rows: int) -> Choice:
+        """No row is settled."""
+        return cls(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows), np.zeros(rows, bool))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of one law: logits [rows, vocab], the best logit of each row [rows], and the temperature."""
+
+    logits: np.ndarray
+    best: np.ndarray
+    temperature: float
+
+    def row(self, i: int) -> _Rows:
+        """One of them."""
+        return _Rows(self.logits[i : i + 1], self.best[i : i + 1], self.temperature)
+
+    def scores(self, rows: Any, tokens: Any) -> Any:
+        """Log p up to a constant of the row, 0 for the best: float64 for rows and tokens [n], or one of either."""
+        return self.scaled(self.logits[rows, tokens], rows)
+
+    def scaled(self, logits: Any, rows: Any) -> Any:
+        """The score that a logit has in its row."""
+        return (logits.astype(np.float64) - self.best[rows]) / self.temperature
+
+    def log_sums(self) -> np.ndarray:
+        """[rows] log of the sum of exp(score), to 1e-6."""
+        below = (self.logits - self.best.astype(self.logits.dtype)[:, None]).astype(np.float32, copy=False)
+        np.multiply(below, np.float32(1 / self.temperature), out=below)
+        torch.from_numpy(below).exp_()  # numpy's takes three times as long
+        return np.log(below.sum(axis=1), dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    """The best sum of score and G of each row [rows], and the tokens within `NEAR_TIE` of it, [n] each by row."""
+
+    best: np.ndarray
+    rows: np.ndarray
+    tokens: np.ndarray
+    scores: np.ndarray
+    bits: np.ndarray
+
+
+class Shortlist:
+    """The rule for one vocabulary; for one thread, since it holds the buffers that it works in."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+        self._sieve = NoiseSieve(vocab)
+
+    @np.errstate(over="ignore")  # a logit of -1e38 at a low temperature is one of -inf
+    def choose(self, logits: np.ndarray, law: Law, keys: list[int], asked: np.ndarray) -> Choice:
+        """The token of every row, argmax_t log p(t) + G(key, t); at temperature 0 the argmax of the logits.
+
+        log p is right to 1e-6. Nothing is settled where a row's best logit is no float32 number or the temperature is
+        next to 0; and a row is not where its cut is not certain.
+
+        Args:
+            logits: [rows, vocab] float32 or float64, -inf where a token is excluded.
+            law: of all rows.
+            keys: [rows] `row_key` of each.
+            asked: [rows] int64, a token of each row whose log p is wanted.
+        """
+        best = logits.max(axis=1).astype(np.float64)
+        if not (np.abs(best) <= _FLOAT32.max).all() or 0 < law.temperature < _COLDEST:
+            return Choice.none(len(logits))
+        rows = _Rows(logits, best, law.temperature or 1.0)
+        if law.cuts:
+            return self._choose_from_part(rows, law, keys, asked)
+        if law.temperature == 0:
+            tokens = logits.argmax(axis=1)
+        else:
+            tokens = self._choose_from_all(rows, law, keys, [_LOUD] * len(keys))
+        log_sums, every_row = rows.log_sums(), np.arange(len(logits))
+        logp, logp_of_asked = (rows.scores(every_row, wanted) - log_sums for wanted in (tokens, asked))
+        return Choice(tokens, logp, logp_of_asked, np.ones(len(logits), bool))
+
+    def _choose_from_all(self, rows: _Rows, law: Law, keys: list[int], loud: list[float]) -> np.ndarray:
+        """[rows] tokens where none is excluded; listed are the likely and those whose noise reaches `loud` [rows]."""
+        floor = self._floor(rows, law)
+        mask = rows.logits >= floor[:, None]
+        for row, key, bound in zip(mask, keys, loud, strict=True):
+            if bound < _LARGEST_NOISE:
+                row |= self._sieve.reaches(key, bound)
+        close = self._judge(rows, mask, np.array(keys, np.uint64))
+        tokens = _winners(close)
+        margin = close.best - rows.scaled(floor, slice(None)) - NEAR_TIE
+        for i in np.flatnonzero(margin < loud).tolist():
+            tokens[i] = self._choose_from_all(rows.row(i), law, keys[i : i + 1], [float(margin[i])])[0]
+        return tokens
+
+    def _choose_from_part(self, rows: _Rows, law: Law, keys: list[int], asked: np.ndarray) -> Choice:
+        """As `choose`, where tokens are excluded."""
+        floor = self._floor(rows, law)
+        mask = rows.logits >= floor[:, None]
+        count = len(mask)
+        log_sums = np.zeros(count) if law.top_k else rows.log_sums()
+        certain, logp_of_asked = np.zeros(count, bool), np.full(count, -math.inf)
+        for i, most_of_rest in enumerate(rows.scaled(floor, slice(None))):
+            token = np.flatnonzero(mask[i])
+            scores = rows.scores(i, token)
+            kept = _cut(scores, law, most_of_rest, log_sums[i])
+            if kept is None:
+                continue
+            certain[i], mask[i, token] = True, kept
+            log_sums[i] = math.log(np.exp(scores[kept]).sum())
+            if mask[i, asked[i]]:
+                logp_of_asked[i] = rows.scores(i, asked[i]) - log_sums[i]
+        tokens = _winners(self._judge(rows, mask, np.array(keys, np.uint64)))
+        return Choice(tokens, rows.scores(np.arange(count), tokens) - log_sums, logp_of_asked, certain)
+
+    def _floor(self, rows: _Rows, law: Law) -> np.ndarray:
+        """[rows] a logit that at least `law.listed` tokens reach, or all that are not excluded, and not many more do.
+
+        It is one of the maxima of blocks, which are much fewer than the tokens.
+        """
+        blocks = self.vocab // _BLOCK
+        best_of_block = rows.logits[:, : blocks * _BLOCK].reshape(-1, _BLOCK, blocks).max(axis=1)
+        last = blocks - min(law.listed, blocks)
+        return np.maximum(np.partition(best_of_block, last, axis=1)[:, last], _FLOAT32.min)
+
+    def _judge(self, rows: _Rows, mask: np.ndarray, keys: np.ndarray) -> _Close:
+        """The tokens of a mask [rows, vocab], at least one in each row."""
+        place = np.flatnonzero(mask)
+        starts = np.searchsorted(place, np.arange(len(mask) + 1) * self.vocab)
+        row = np.repeat(np.arange(len(mask)), starts[1:] - starts[:-1])
+        token = place - row * self.vocab
+        scores, bits = rows.scaled(rows.logits.take(place), row), self._sieve.bits(keys[row], token)
+        totals = scores - np.log(-np.log(uniform(bits)))
+        best = np.maximum.reduceat(totals, starts[:-1])
+        close = np.flatnonzero(totals >= best[row] - NEAR_TIE)
+        return _Close(best, row[close], token[close], scores[close], bits[close])
+
+
+def _winners(close: _Close) -> np.ndarray:
+    """[rows] the token of the largest sum in each row; near ties by the portable noise, then the lowest token."""
+    if len(close.tokens) == len(close.best):
+        return close.tokens
+    exact = close.scores - portable_log(-portable_log(uniform(close.bits)))
+    order = np.lexsort((close.tokens, -exact, close.rows))
+    return close.tokens[order[np.unique(close.rows[order], return_index=True)[1]]]
+
+
+def _cut(scores: np.ndarray, law: Law, most_of_rest: float, log_sum: float) -> np.ndarray | None:
+    """Which listed tokens of a row top-k, top-p and min-p keep, as a mask; None: the list does not tell.
+
+    Args:
+        scores: [n] float64 of the listed tokens, in order of token; the best is 0.
+        law: of the row.
+        most_of_rest: a score that no other token exceeds.
+        log_sum: log of the sum of exp(score) over all tokens; not used with top-k.
+    """
+    order = np.argsort(-scores, kind="stable")
+    ordered = scores[order]
+    end, complete = len(ordered), False
+    if law.top_k > 0:
+        if end < law.top_k or ordered[law.top_k - 1] <= most_of_rest:
+            return None
+        end, complete = int((ordered >= ordered[law.top_k - 1]).sum()), True
+    if law.top_p < 1:
+        weights = np.exp(ordered[:end])
+        probability = weights / (weights.sum() if complete else math.exp(log_sum))
+        before = np.cumsum(probability) - probability
+        if (np.abs(before - law.top_p) < (_NEAR_EXACT_CUT if complete else _NEAR_CUT)).any():
+            return None
+        kept = int((before < law.top_p).sum())
+        if not complete and (kept == end or ordered[kept - 1] <= most_of_rest):
+            return None
+        end, complete = kept, True
+    if law.min_p > 0:
+        if not complete and math.log(law.min_p) <= most_of_rest:
+            return None
+        end = min(end, int((ordered >= math.log(law.min_p)).sum()))
+    mask = np.zeros(len(ordered), bool)
+    mask[order[:end]] = True
+    return mask
