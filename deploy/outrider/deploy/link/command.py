@@ -1,0 +1,47 @@
+"""`outrider link`: stays between an edge and a verifier until it is told to go."""
+
+from __future__ import annotations
+
+import argparse
+
+from outrider.deploy.link import punctual
+from outrider.deploy.link.relay import Relay
+from outrider.deploy.link.shape import LinkShape
+from outrider.deploy.link.traces import LinkTrace, find_trace
+from outrider.deploy.servers import until_told_to_go
+from outrider.proto.errors import ConfigError
+
+
+def link(options: argparse.Namespace) -> int:
+    """`outrider link`."""
+    trace = _trace(options)
+    shape = LinkShape.of(
+        rtt_ms=options.rtt or 0.0,
+        jitter_ms=options.jitter,
+        up_mbit=options.up,
+        down_mbit=options.down,
+        queue_kib=options.queue,
+    )
+    return punctual.run(_link(options, shape, trace))
+
+
+async def _link(options: argparse.Namespace, shape: LinkShape, trace: LinkTrace | None) -> int:
+    relay = Relay(options.to, shape, options.seed)
+    print(f"link to {options.to} on {await relay.start(options.listen)}", flush=True)
+    if trace is not None:
+        relay.play(trace)
+    await until_told_to_go()
+    counters = relay.counters
+    await relay.stop()
+    print(f"{counters.connections} connection(s), {counters.up_bytes} bytes up, {counters.down_bytes} bytes down")
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> LinkTrace | None:
+    if options.trace is None:
+        return None
+    fixed = [name for name in ("rtt", "up", "down") if getattr(options, name) is not None]
+    if fixed:
+        given = ", ".join(f"--{name}" for name in fixed)
+        raise ConfigError(f"says what {given} would say too; give either", field="trace")
+    return find_trace(options.trace)

@@ -1,0 +1,130 @@
+"""A link in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+from outrider.deploy.link.control import MOST_LINE_BYTES, trace_to_mapping
+from outrider.deploy.link.relay import Counters
+from outrider.deploy.link.shape import LinkShape
+from outrider.deploy.link.traces import LinkTrace
+from outrider.proto.errors import ConfigError, Unavailable
+
+_GRACE_S = 5.0
+
+
+class LinkProcess:
+    """An emulated link, as an async context manager.
+
+        async with LinkProcess(to="127.0.0.1:5000", shape=LinkShape.of(rtt_ms=50, up_mbit=10)) as link:
+            ...  # connect to link.address instead
+
+    The event loop of this process may be busy: the link runs in another. That one ends with this one.
+
+    Args:
+        to: `host:port` of the verifier; it is connected to when an edge connects.
+        shape: at the start.
+        trace: played from the start; then only jitter and queue of `shape` count.
+        seed: of the jitter.
+        listen: a loopback address; port 0 takes a free one.
+    """
+
+    def __init__(
+        self,
+        to: str,
+        shape: LinkShape = LinkShape(),  # noqa: B008 - frozen
+        trace: LinkTrace | None = None,
+        seed: int = 0,
+        listen: str = "127.0.0.1:0",
+    ) -> None:
+        self.address = ""
+        self._opening = {"do": "open", "to": to, "listen": listen, "shape": asdict(shape), "seed": seed}
+        self._trace = trace
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "outrider.deploy.link",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=MOST_LINE_BYTES,
+        )
+        try:
+            self.address = await self._ask(self._opening)
+            if self._trace is not None:
+                await self.play(self._trace)
+        except BaseException:
+            await self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._end()
+
+    async def set_shape(self, shape: LinkShape) -> None:
+        """The link is like `shape` from now on; a trace ends."""
+        await self._ask({"do": "set_shape", "shape": asdict(shape)})
+
+    async def play(self, trace: LinkTrace) -> None:
+        """Round trip and rates follow `trace` from its beginning, again and again; jitter and queue stay."""
+        await self._ask({"do": "play", "trace": trace_to_mapping(trace)})
+
+    async def stall(self, seconds: float) -> None:
+        """The link stands still for `seconds`, beginning now; returns at once."""
+        if not 0 <= seconds < math.inf:
+            raise ConfigError(f"{seconds} must be a finite number of seconds, 0 or more", field="seconds")
+        await self._ask({"do": "stall", "seconds": seconds})
+
+    async def cut(self) -> None:
+        """Abort all connections; new ones are accepted."""
+        await self._ask({"do": "cut"})
+
+    async def counters(self) -> Counters:
+        """What the link has carried so far."""
+        return Counters(**await self._ask({"do": "counters"}))
+
+    async def _ask(self, request: dict[str, Any]) -> Any:
+        # Shielded: an answer that nobody has read would be taken for the answer to the next request.
+        answer = await asyncio.shield(self._exchange(request))
+        if "error" in answer:
+            kind = ConfigError if answer["kind"] == "ConfigError" else Unavailable
+            raise kind(answer["error"], field=answer["field"])
+        return answer["ok"]
+
+    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise Unavailable("the link is not running; use it inside `async with`")
+        async with self._turn:
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                await process.stdin.drain()
+                line = await process.stdout.readline()
+            except ConnectionError:
+                line = b""
+        if not line:
+            raise Unavailable("the process of the link has died")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), _GRACE_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,173 @@
+"""The shell around two pipes: real TCP connections, moved through an emulated link.
+
+All connections share the link, as they would share a cable. A new one costs a round trip before its first byte moves,
+as TCP's handshake does. Loss and congestion control are not emulated: TCP shows a loss as delay, which jitter, stalls
+and traces bring, and a connection that has lived for a while has grown its window.
+
+The relay wants an event loop from `punctual.run`, alone in its process: whatever else that loop does makes the link
+late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from dataclasses import dataclass, replace
+
+from outrider.coordinator.config import is_loopback, split_address
+from outrider.deploy.link.connection import Connection
+from outrider.deploy.link.pipe import Pipe
+from outrider.deploy.link.shape import LinkShape
+from outrider.deploy.link.sockets import abort, new_socket, resolve
+from outrider.deploy.link.traces import LinkTrace
+from outrider.deploy.link.way import Timer, Way
+from outrider.proto.errors import ConfigError, Unavailable
+
+_log = logging.getLogger(__name__)
+
+_MOST_CONNECTIONS = 400  # two sockets each, and select() ends at 1,024
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """TCP payload that the link has delivered since it started, and how many connections it has accepted."""
+
+    up_bytes: int
+    down_bytes: int
+    connections: int
+
+
+class Relay:
+    """Listens, and carries every connection over the link to one address."""
+
+    def __init__(self, to: str, shape: LinkShape, seed: int = 0) -> None:
+        self._to = split_address(to, "to")
+        self._shape = shape
+        timer = Timer()
+        self._up = Way(Pipe(shape.up, 2 * seed), timer)
+        self._down = Way(Pipe(shape.down, 2 * seed + 1), timer)
+        self._connections: set[Connection] = set()
+        self._accepted = 0
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+        self._listener: socket.socket | None = None
+        self._target: tuple[int, tuple[str, int]] = (socket.AF_INET, ("", 0))
+        self._next_point: asyncio.TimerHandle | None = None
+
+    async def start(self, listen: str = "127.0.0.1:0") -> str:
+        """Listen; the address, `host:port`.
+
+        Raises:
+            ConfigError: `listen` is not loopback, or `to` is no address.
+            Unavailable: the port is taken.
+        """
+        host, port = split_address(listen, "listen")
+        if not is_loopback(host):
+            raise ConfigError(
+                f"{listen!r} is not a loopback address; the link is for this machine only", field="listen"
+            )
+        self._target = await resolve(*self._to, "to")
+        family, address = await resolve(host, port, "listen")
+        self._listener = new_socket(family)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._listener.bind(address)
+        except OSError as error:
+            self._listener.close()
+            raise Unavailable(f"cannot listen on {listen}: {error.strerror}", field="listen") from error
+        self._listener.listen(128)
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listener))
+        bound = self._listener.getsockname()[1]
+        return f"[{host}]:{bound}" if family == socket.AF_INET6 else f"{host}:{bound}"
+
+    async def stop(self) -> None:
+        """Cut everything and listen no longer."""
+        self._end_trace()
+        if self._accepting is not None and self._listener is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+            self._listener.close()
+        self.cut()
+        if self._connecting:
+            await asyncio.wait(self._connecting)
+
+    @property
+    def counters(self) -> Counters:
+        """So far."""
+        return Counters(self._up.delivered_bytes, self._down.delivered_bytes, self._accepted)
+
+    def set_shape(self, shape: LinkShape) -> None:
+        """The link is like `shape` from now on; a trace ends."""
+        self._end_trace()
+        self._apply(shape)
+
+    def play(self, trace: LinkTrace) -> None:
+        """Round trip and rates follow `trace` from its beginning, again and again; jitter and queue stay."""
+        self._end_trace()
+        self._follow(trace, asyncio.get_running_loop().time())
+
+    def stall(self, seconds: float) -> None:
+        """The link stands still for `seconds`."""
+        self._up.stall(seconds)
+        self._down.stall(seconds)
+
+    def cut(self) -> None:
+        """Abort all connections; what is under way is lost."""
+        for task in self._connecting:
+            task.cancel()
+        for connection in tuple(self._connections):
+            connection.abort()
+        self._up.clear()
+        self._down.clear()
+
+    def _apply(self, shape: LinkShape) -> None:
+        self._shape = shape
+        self._up.reshape(shape.up)
+        self._down.reshape(shape.down)
+
+    def _follow(self, trace: LinkTrace, began: float) -> None:
+        loop = asyncio.get_running_loop()
+        # A timer may be early by its resolution; half a millisecond on is surely behind the point it was set for.
+        passed = loop.time() - began + 0.0005
+        at = trace.at(passed)
+        self._apply(replace(at, jitter_s=self._shape.jitter_s, queue_bytes=self._shape.queue_bytes))
+        self._next_point = loop.call_at(began + trace.next_time(passed), self._follow, trace, began)
+
+    def _end_trace(self) -> None:
+        if self._next_point is not None:
+            self._next_point.cancel()
+            self._next_point = None
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                edge, _ = await loop.sock_accept(listener)
+            except OSError as error:  # such as no file descriptors left: the connections there are go on
+                _log.warning("cannot accept a connection: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._connections) + len(self._connecting) >= _MOST_CONNECTIONS:
+                _log.warning("there are %d connections already; one more is refused", _MOST_CONNECTIONS)
+                abort(edge)
+                continue
+            self._accepted += 1
+            task = loop.create_task(self._connect(edge))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, edge: socket.socket) -> None:
+        family, address = self._target
+        verifier = new_socket(family)
+        try:
+            # The kernel has answered the edge's SYN at once. Over a real link the answer takes a round trip.
+            await asyncio.sleep(self._shape.rtt_s)
+            await asyncio.get_running_loop().sock_connect(verifier, address)
+        except (OSError, asyncio.CancelledError) as error:
+            if isinstance(error, OSError):
+                _log.warning("%s:%d does not answer: %s", *self._to, error.strerror)
+            abort(edge)
+            abort(verifier)
+            return
+        Connection(edge, verifier, self._connections).open(self._up, self._down)

@@ -1,0 +1,114 @@
+"""What a link is like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from outrider.proto.errors import ConfigError
+
+MTU_BYTES = 1448  # payload of one TCP segment on Ethernet, with timestamps
+BYTES_PER_MBIT = 1e6 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class WayShape:
+    """One direction of a link.
+
+    Attributes:
+        delay_s: propagation, after a byte has left the queue.
+        jitter_s: the most that is added to it; drawn anew for each segment, uniform in 0..jitter_s, order kept.
+        bytes_per_s: TCP payload; `inf`: no limit; 0: nothing moves.
+        queue_bytes: that wait to leave, at most; the sender is held back beyond that, nothing is dropped.
+    """
+
+    delay_s: float
+    jitter_s: float
+    bytes_per_s: float
+    queue_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkShape:
+    """Both directions of a link. The default is a link that is not there: no delay, no limit.
+
+    Attributes:
+        rtt_s: round trip of a small message, without queueing, half of it each way.
+        jitter_s: the most that is added each way, uniform in 0..jitter_s; the mean round trip is rtt_s + jitter_s.
+        up_bytes_per_s: TCP payload from the edge; `inf`: no limit; 0: outage.
+        down_bytes_per_s: TCP payload to the edge.
+        queue_bytes: of each direction, before the bottleneck.
+
+    Raises:
+        ConfigError: a value is not possible; it names the field.
+    """
+
+    rtt_s: float = 0.0
+    jitter_s: float = 0.0
+    up_bytes_per_s: float = math.inf
+    down_bytes_per_s: float = math.inf
+    queue_bytes: int = 256 << 10
+
+    def __post_init__(self) -> None:
+        for name in ("rtt_s", "jitter_s"):
+            _require(0 <= _number(self, name) < math.inf, name, "must be a finite number of seconds, 0 or more")
+        for name in ("up_bytes_per_s", "down_bytes_per_s"):
+            _require(_number(self, name) >= 0, name, "must be 0 (an outage) or more; inf is no limit")
+        _require(
+            _number(self, "queue_bytes") >= 2 * MTU_BYTES and isinstance(self.queue_bytes, int),
+            "queue_bytes",
+            f"must be a whole number from {2 * MTU_BYTES} on, two segments",
+        )
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        rtt_ms: float = 0.0,
+        jitter_ms: float = 0.0,
+        up_mbit: float | None = None,
+        down_mbit: float | None = None,
+        queue_kib: float = 256.0,
+    ) -> Self:
+        """The same in the units that people use: ms, Mbit/s (10^6 bit/s; None: no limit), KiB."""
+        given = {"rtt_ms": rtt_ms, "jitter_ms": jitter_ms, "up_mbit": up_mbit, "down_mbit": down_mbit}
+        for name, value in given.items():
+            _require(value is None or value >= 0, name, "must be 0 or more")
+        _require(2 * MTU_BYTES <= queue_kib * 1024 < math.inf, "queue_kib", "must be 3 or more")
+        return cls(
+            rtt_s=rtt_ms / 1e3,
+            jitter_s=jitter_ms / 1e3,
+            up_bytes_per_s=math.inf if up_mbit is None else up_mbit * BYTES_PER_MBIT,
+            down_bytes_per_s=math.inf if down_mbit is None else down_mbit * BYTES_PER_MBIT,
+            queue_bytes=int(queue_kib * 1024),
+        )
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """What `dataclasses.asdict` made of one; an unknown key is a `ConfigError`."""
+        unknown = sorted(set(mapping) - set(cls.__dataclass_fields__))
+        _require(not unknown, "shape", f"has no {', '.join(unknown)}")
+        return cls(**mapping)
+
+    @property
+    def up(self) -> WayShape:
+        """From the edge."""
+        return WayShape(self.rtt_s / 2, self.jitter_s, self.up_bytes_per_s, self.queue_bytes)
+
+    @property
+    def down(self) -> WayShape:
+        """To the edge."""
+        return WayShape(self.rtt_s / 2, self.jitter_s, self.down_bytes_per_s, self.queue_bytes)
+
+
+def _number(shape: LinkShape, name: str) -> float:
+    value = getattr(shape, name)
+    _require(isinstance(value, int | float) and not isinstance(value, bool), name, f"{value!r} is not a number")
+    return float(value)
+
+
+def _require(holds: bool, field: str, message: str) -> None:
+    if not holds:
+        raise ConfigError(message, field=field)

@@ -1,0 +1,157 @@
+"""How a link changes over time.
+
+The built-in traces are SYNTHETIC: made by `synthetic.make_trace`, shaped after typical published figures of such
+links. They are not recordings. A recording of your own is a CSV file of the same form:
+
+    time_s,rtt_ms,up_mbit,down_mbit
+    0.0,42.5,8.1,31.0
+    0.1,44.0,7.9,30.2
+
+Lines that begin with # are comments. Rates are in 10^6 bit/s; 0 is an outage, `inf` no limit.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.deploy.link.shape import LinkShape
+from outrider.proto.errors import ConfigError
+
+HEADER = "time_s,rtt_ms,up_mbit,down_mbit"
+_FIELDS = HEADER.split(",")
+_FOLDER = Path(__file__).parent / "traces"
+
+
+@dataclass(frozen=True, slots=True)
+class TracePoint:
+    """What the link is like from `time_s` on, until the next point."""
+
+    time_s: float
+    rtt_ms: float
+    up_mbit: float
+    down_mbit: float
+
+    @property
+    def shape(self) -> LinkShape:
+        """Without jitter, with the usual queue."""
+        return LinkShape.of(rtt_ms=self.rtt_ms, up_mbit=self.up_mbit, down_mbit=self.down_mbit)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTrace:
+    """A link over time; it begins anew when it is over.
+
+    Attributes:
+        name: for people.
+        points: times rise from 0.
+
+    Raises:
+        ConfigError: no points, or times that do not rise from 0.
+    """
+
+    name: str
+    points: tuple[TracePoint, ...]
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ConfigError(f"{self.name} has no points", field="trace")
+        times = [point.time_s for point in self.points]
+        if times[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(times)):
+            raise ConfigError(f"{self.name}: time_s must rise from 0, line by line", field="trace")
+
+    @property
+    def duration_s(self) -> float:
+        """Until it begins anew: the last point lasts as long as the one before. One point lasts a second."""
+        if len(self.points) == 1:
+            return 1.0
+        last = self.points[-1].time_s
+        return round(2 * last - self.points[-2].time_s, 9)
+
+    def at(self, time_s: float) -> LinkShape:
+        """What the link is like `time_s` after the start."""
+        return self.points[self._index(time_s % self.duration_s)].shape
+
+    def next_time(self, time_s: float) -> float:
+        """When, after `time_s`, the next point begins."""
+        rounds, within = divmod(time_s, self.duration_s)
+        index = self._index(within) + 1
+        upcoming = self.points[index].time_s if index < len(self.points) else self.duration_s
+        return rounds * self.duration_s + upcoming
+
+    def _index(self, within: float) -> int:
+        return max(0, bisect.bisect_right(self.points, within, key=lambda point: point.time_s) - 1)
+
+
+def built_in_traces() -> tuple[str, ...]:
+    """Names that `find_trace` knows."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.csv")))
+
+
+def find_trace(name: str) -> LinkTrace:
+    """A built-in trace by its name, or else a file by its path."""
+    if name in built_in_traces():
+        return read_trace(_FOLDER / f"{name}.csv")
+    if not Path(name).exists():
+        raise ConfigError(
+            f"there is no file {name}, nor a built-in trace of that name; there are {', '.join(built_in_traces())}",
+            field="trace",
+        )
+    return read_trace(Path(name))
+
+
+def read_trace(path: Path) -> LinkTrace:
+    """Read a CSV file.
+
+    Raises:
+        ConfigError: with the line's number and the field at fault.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}", field="trace") from error
+    lines = _content(text)
+    number, header = next(lines, (1, ""))
+    if header != HEADER:
+        raise ConfigError(f"{path} line {number}: the header must be {HEADER}", field="trace")
+    points: list[TracePoint] = []
+    for number, line in lines:
+        point = _point(line, f"{path} line {number}")
+        if point.time_s != 0 if not points else point.time_s <= points[-1].time_s:
+            raise ConfigError(f"{path} line {number}: time_s: must rise from 0, line by line", field="trace")
+        points.append(point)
+    return LinkTrace(path.stem, tuple(points))
+
+
+def write_trace(trace: LinkTrace, path: Path, comment: str) -> None:
+    """Write a CSV file that `read_trace` reads; `comment` is one line."""
+    lines = [f"# {comment}", HEADER]
+    lines += [f"{p.time_s:.1f},{p.rtt_ms:.2f},{p.up_mbit:.3f},{p.down_mbit:.3f}" for p in trace.points]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _content(text: str) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.startswith("#"):
+            yield number, line.strip()
+
+
+def _point(line: str, where: str) -> TracePoint:
+    cells = line.split(",")
+    if len(cells) != len(_FIELDS):
+        raise ConfigError(f"{where}: has {len(cells)} fields, not {len(_FIELDS)} ({HEADER})", field="trace")
+    values = []
+    for field, cell in zip(_FIELDS, cells, strict=True):
+        try:
+            value = float(cell)
+        except ValueError:
+            raise ConfigError(f"{where}: {field}: {cell.strip()!r} is not a number", field="trace") from None
+        # Only a rate may be without limit. The comparison is false for nan too.
+        if not 0 <= value <= (math.inf if field.endswith("mbit") else 1e9):
+            raise ConfigError(f"{where}: {field}: {cell.strip()} is not possible; it must be 0 or more", field="trace")
+        values.append(value)
+    return TracePoint(*values)
