@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import (
@@ -17,16 +19,23 @@ from outrider.proto.policy import (
     Experience,
     FixedWindow,
     Line,
+    Prospect,
     Smoothed,
+    StepCost,
     SurvivalWindow,
     VerifierView,
     best_block,
     due_to_flush,
-    patience_for,
+    linger_s,
+    plan_for,
 )
 from outrider.proto.types import Goal, Patience
 
 # === measures ===================================================================================================
+
+
+def patience_for(view: VerifierView) -> Patience:
+    return plan_for(view).patience
 
 
 def test_the_first_value_is_taken_whole_and_later_ones_pull() -> None:
@@ -282,7 +291,7 @@ Plan = Callable[[VerifierView], Patience]
 
 
 def seconds_per_token(plan: Plan, acceptance: float, round_trip_s: float, drafting_s: float, most: int = 16) -> float:
-    """Expected, exactly, of the process that `patience_for` plans for, under any plan.
+    """Expected, exactly, of the process that `plan_for` plans for, under any plan.
 
     Hits are independent; after a miss the k-th draft is here round_trip_s + k drafting_s later; a step commits the
     drafts at hand while they hit and one token of its own. From one miss to the next nothing else is left to chance,
@@ -416,5 +425,70 @@ def test_no_more_drafts_are_judged_than_pay() -> None:
     dear = replace(free, row_s=0.002)
     assert 1 < best_block(dear) < 8
     assert best_block(replace(dear, acceptance=0.95)) > best_block(dear)
-    assert best_block(replace(free, row_s=0.5, acceptance=0.02)) == 1, "else a rise would never be seen"
+    assert best_block(replace(free, row_s=0.5, acceptance=0.02)) == 0
     assert best_block(replace(free, step_s=0.0, row_s=0.5)) == 16
+
+
+def test_the_cost_of_a_step_is_flat_and_then_rises_as_it_was_measured() -> None:
+    cost = StepCost()
+    assert cost.seconds(5) == 0.0
+    cost.add(1, 0.03)
+    assert cost.seconds(100) == 0.03, "nothing else is known"
+    for rows in (1, 2, 5, 9, 17, 40, 80) * 30:
+        cost.add(rows, max(0.03, 0.001 * rows))
+    assert cost.seconds(9) == pytest.approx(0.03)
+    assert cost.seconds(80) == pytest.approx(0.08)
+    assert cost.seconds(160) == pytest.approx(0.16, rel=0.1), "the last slope goes on"
+    assert cost.line(1) == (pytest.approx(0.03), pytest.approx(0.0, abs=1e-4))
+    base_s, row_s = cost.line(16)
+    assert row_s == pytest.approx(0.001, rel=0.3)
+    assert base_s + 80 * row_s == pytest.approx(0.08, rel=0.1)
+
+
+# === lingering ==================================================================================================
+
+
+def brute_force_linger(due, prospects, step_s):
+    def rate(wait_s):
+        tokens = due + sum(p.tokens_then if p.wait_s <= wait_s else p.tokens_now for p in prospects)
+        return tokens / (step_s + wait_s)
+
+    return max([0.0, *sorted(p.wait_s for p in prospects)], key=rate)
+
+
+prospects = st.builds(
+    lambda wait_s, now, more: Prospect(wait_s, now, now + more),
+    st.floats(0.0005, 0.05),
+    st.floats(1.0, 3.0),
+    st.floats(0.0, 4.0),
+)
+
+
+@given(st.floats(0.0, 8.0), st.lists(prospects, max_size=6), st.sampled_from([0.005, 0.03]))
+def test_a_step_lingers_as_long_as_makes_tokens_come_fastest(due, waiting, step_s):
+    def rate(wait_s):
+        tokens = due + sum(p.tokens_then if p.wait_s <= wait_s else p.tokens_now for p in waiting)
+        return tokens / (step_s + wait_s)
+
+    chosen, best = linger_s(due, waiting, step_s), brute_force_linger(due, waiting, step_s)
+    assert rate(chosen) == pytest.approx(rate(best))
+
+
+def test_a_step_does_not_linger_for_nothing():
+    assert linger_s(1.0, [], 0.03) == 0.0
+    assert linger_s(5.0, [Prospect(0.03, 1.0, 1.5)], 0.03) == 0.0
+    assert linger_s(1.0, [Prospect(0.002, 1.0, 4.0)], 0.03) == 0.002
+
+
+# === experience =================================================================================================
+
+
+def test_an_open_is_a_measure_of_the_round_trip_only_until_a_draft_message_is_one() -> None:
+    experience = Experience()
+    experience.time_open(0.4)  # a handshake, a long prompt
+    assert experience.round_trip.base == pytest.approx(0.4)
+    for size in (34, 36, 32):
+        experience.time_draft(size, 0.12)
+    experience.time_open(0.4)
+    assert experience.round_trip.base == pytest.approx(0.12)
+    assert experience.round_trip.slope == pytest.approx(0.0, abs=1e-9), "no price on bytes that nobody has seen"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Goal, Patience
 
+ALONE_PREFILL_ROWS = 512  # of a prompt in one step while nobody decodes
 DTYPES = ("float32", "bfloat16", "float16")
 LOOPBACK = ("127.", "localhost:", "[::1]:")
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound

@@ -9,20 +9,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.config import ALONE_PREFILL_ROWS, VerifierConfig
 from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Judged, Sampler
 from outrider.cloud.target import Rows, Target
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
-from outrider.proto.policy import Line, Smoothed
+from outrider.proto.policy import Smoothed, StepCost, linger_s
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Cancel, CloudFrame, Draft, EdgeFrame, Goaway, Open, Report
 
 IDLE_S = 0.5
 MOST_UNREAD = 64
-ALONE_PREFILL_ROWS = 512
 KEPT_FIGURES = 4096
-MOST_ROWS_IN_COST = 128  # beyond them a step is a prefill, whose rows cost otherwise
+LEAST_LINGER_S = 0.0003
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class Outbox:
         raise NotImplementedError
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Seat:
     """An admitted session with what the engine keeps for it."""
 
@@ -61,6 +60,11 @@ class _Turn:
     seat: _Seat
     rows: Rows
     judged: Judged | None
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether no row of it reads a prompt: such rows cost otherwise."""
+        return self.judged is not None and len(self.rows.tokens) == self.judged.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +100,11 @@ class Engine:
         self._stopping = False
         self._draining = False
         self._step_s = Smoothed()
-        self._cost = Line()
+        self._cost = StepCost()
+        self._line = (0.0, 0.0)  # base of a step and cost of a row, seconds, for as many sessions as there are
         self.figures: deque[StepFigures] = deque(maxlen=KEPT_FIGURES)
         self._accounted_until = time.monotonic()
+        self._linger_until = 0.0
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     # --- from any thread ---
@@ -196,8 +202,9 @@ class Engine:
             StepFigures(len(turns), rows, forwarded - began, sampled_at - forwarded, began - self._accounted_until)
         )
         self._accounted_until = ended
-        if rows <= MOST_ROWS_IN_COST:
+        if all(turn.only_decodes for turn in turns):
             self._cost.add(rows, verify_s)
+            self._line = self._cost.line(max(1, len(self._seats)))
         if len(judging) == len(turns):
             self._step_s.add(verify_s)
         for (seat, judged), result in zip(judging, sampled, strict=True):
@@ -219,8 +226,14 @@ class Engine:
         seat.outbox.put(commit)
 
     def _plan(self, now: float) -> list[_Turn]:
-        """Who takes part in the next step: every session that is due, and prompts as far as there is room."""
-        due = (seat for seat in self._seats.values() if seat.behind == 1 and self._due(seat, now))
+        """Who takes part in the next step: who is due, who may as well come along, prompts as far as there is room."""
+        decoding = [seat for seat in self._seats.values() if seat.behind == 1 and self._can_step(seat)]
+        due = [seat for seat in decoding if self._due(seat, now)]
+        reading = any(seat.behind > 1 and seat.session.finish is None for seat in self._seats.values())
+        if due and not reading and self._lingers(due, decoding, now):
+            return []
+        if due or reading:
+            due = [seat for seat in decoding if seat in due or seat.session.joins_any_step]
         turns = [self._decode_turn(seat) for seat in due]
         room = self._config.prefill_chunk if turns else ALONE_PREFILL_ROWS
         for seat in self._seats.values():
@@ -230,16 +243,26 @@ class Engine:
                 turns.append(turn)
         return turns
 
+    def _can_step(self, seat: _Seat) -> bool:
+        return seat.session.finish is None and seat.outbox.unread() <= MOST_UNREAD
+
     def _due(self, seat: _Seat, now: float) -> bool:
-        session = seat.session
-        if session.finish is not None or seat.outbox.unread() > MOST_UNREAD:
-            return False
-        return session.ready_at(self._cost.base, self._cost.slope) <= now
+        return seat.session.ready_at(*self._line) <= now
+
+    def _lingers(self, due: list[_Seat], decoding: list[_Seat], now: float) -> bool:
+        """Whether the step had better begin a little later, since others will have their drafts by then."""
+        waiting = [seat for seat in decoding if seat not in due and seat.session.joins_any_step]
+        self._linger_until = now
+        if waiting:
+            prospects = [seat.session.prospect(*self._line, now) for seat in waiting]
+            tokens = sum(seat.session.prospect(*self._line, now).tokens_now for seat in due)
+            self._linger_until += linger_s(tokens, prospects, max(self._line[0], 1e-4))
+        return self._linger_until > now + LEAST_LINGER_S
 
     def _decode_turn(self, seat: _Seat) -> _Turn:
         session = seat.session
-        share_s = self._cost.base / max(1, len(self._seats))  # others judge on the same base
-        block = session.block(share_s, self._cost.slope)
+        base_s, row_s = self._line
+        block = session.block(base_s / max(1, len(self._seats)), row_s)  # others judge on the same base
         judged = Judged(session.sampling, session.transcript, session.prompt_length, block, session.q_of(block))
         tokens = (*session.transcript[seat.cache.length :], *block)
         return _Turn(seat, Rows(seat.cache, tokens, len(block) + 1), judged)
@@ -278,7 +301,8 @@ class Engine:
             elif seat.behind > 1:
                 return 0.0
             else:
-                wait = min(wait, seat.session.ready_at(self._cost.base, self._cost.slope) - now)
+                due_at = seat.session.ready_at(*self._line)
+                wait = min(wait, max(due_at, self._linger_until) - now)
         return max(0.0, wait)
 
     def _admit(self, key: int, frame: Open, outbox: Outbox) -> None:

@@ -18,6 +18,11 @@ from outrider.proto.types import CloudFrame, Commit, EdgeFrame, FinishReason, Go
 BLOCK_S = 0.002  # drafting time between looks at what the verifier has said
 
 
+def block_tokens(drafting_s: float) -> int:
+    """Tokens a drafting job, where one takes `drafting_s` seconds; 0: not known yet."""
+    return max(1, min(8, int(BLOCK_S / max(1e-4, drafting_s))))
+
+
 class Journal:
     """Sees what one text does and when, on the monotonic clock; this one looks away."""
 
@@ -102,7 +107,7 @@ class Decoding:
         if self._drafter is None:
             return
         while not self.machine.done:
-            job = self.machine.next_job(self._block())
+            job = self.machine.next_job(block_tokens(self.machine.drafting_s))
             if job is None:
                 self._apply(self.machine.on_idle(time.monotonic()))
                 self._wake.clear()  # set by that itself; nothing else can have happened meanwhile
@@ -120,9 +125,6 @@ class Decoding:
             now = time.monotonic()
             self._journal.drafted(now - seconds, now, len(proposal.tokens))
             self._apply(self.machine.on_drafted(job, proposal.tokens, proposal.q, seconds, now))
-
-    def _block(self) -> int:
-        return max(1, min(8, int(BLOCK_S / max(1e-4, self.machine.drafting_s))))
 
     def _propose(self, job: DraftJob) -> tuple[Proposal, float]:
         """In the drafting thread."""

@@ -9,8 +9,8 @@ patience  how many drafts a step judges, and how long the verifier waits for the
 from __future__ import annotations
 
 from outrider.proto.policy.flush import due_to_flush, worth_a_message
-from outrider.proto.policy.measures import Acceptance, Calibration, Experience, Line, Smoothed
-from outrider.proto.policy.patience import VerifierView, best_block, patience_for
+from outrider.proto.policy.measures import Acceptance, Calibration, Experience, Line, Smoothed, StepCost
+from outrider.proto.policy.patience import Plan, Prospect, VerifierView, best_block, expected_tokens, linger_s, plan_for
 from outrider.proto.policy.window import EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
 
 __all__ = [
@@ -20,12 +20,17 @@ __all__ = [
     "Experience",
     "FixedWindow",
     "Line",
+    "Plan",
+    "Prospect",
     "Smoothed",
+    "StepCost",
     "SurvivalWindow",
     "VerifierView",
     "WindowPolicy",
     "best_block",
     "due_to_flush",
-    "patience_for",
+    "expected_tokens",
+    "linger_s",
+    "plan_for",
     "worth_a_message",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -53,6 +55,7 @@ class Acceptance:
 
 _BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 _PRIOR_WEIGHT = 3.0
+_OCTAVES = 10  # of rows in a step: 1, 2 to 3, 4 to 7, … 512 and more
 
 
 def _prior_bins() -> list[list[float]]:
@@ -89,15 +92,14 @@ class Calibration:
 
 
 def _bin(confidence: float) -> int:
-    return sum(confidence >= edge for edge in _BIN_EDGES)
+    return bisect.bisect_right(_BIN_EDGES, confidence)
 
 
 @dataclass(slots=True)
 class Line:
     """base + slope * x, by least squares over points that fade with age.
 
-    Of a target step: seconds against rows. On a GPU the slope is near 0 up to hundreds of rows; on a CPU in float32 a
-    few rows can cost as much as the base. Of a link: seconds of a round trip against bytes sent.
+    Of a link: seconds of a round trip against bytes sent. Of one session's steps: seconds against rows.
     """
 
     weight: float = 0.0
@@ -137,17 +139,74 @@ class Line:
 
 
 @dataclass(slots=True)
+class StepCost:
+    """Seconds of a target step against its rows: a smoothed mean for each octave of rows, straight lines between.
+
+    On a GPU the curve is flat up to hundreds of rows and then rises; on a CPU in float32 a few rows can cost as much
+    as the first. One straight line through both would mislead where many sessions share a step.
+    """
+
+    rows: list[Smoothed] = field(default_factory=lambda: [Smoothed() for _ in range(_OCTAVES)])
+    seconds_of: list[Smoothed] = field(default_factory=lambda: [Smoothed() for _ in range(_OCTAVES)])
+
+    def add(self, rows: int, seconds: float) -> None:
+        """One step of `rows` rows took `seconds`."""
+        octave = min(_OCTAVES - 1, rows.bit_length() - 1)
+        self.rows[octave].add(rows)
+        self.seconds_of[octave].add(seconds)
+
+    def seconds(self, rows: float) -> float:
+        """Of a step of so many rows; 0 before the first step. Never falls with rows; the last slope goes on."""
+        points = [(x.value, y.value) for x, y in zip(self.rows, self.seconds_of, strict=True) if x.seen]
+        if not points:
+            return 0.0
+        best = points[0][1]
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
+            if rows <= x0:
+                break
+            if rows <= x1 or (x1, y1) == points[-1]:
+                best = max(best, y0 + (y1 - y0) * (rows - x0) / max(1e-9, x1 - x0))
+                break
+            best = max(best, y1)
+        return best
+
+    def line(self, sessions: int) -> tuple[float, float]:
+        """(base, seconds a row) of the line through steps of one and of five rows a session."""
+        few, many = self.seconds(sessions), self.seconds(5 * sessions)
+        row_s = (many - few) / (4 * sessions)
+        return max(0.1 * few, few - row_s * sessions), row_s
+
+
+def _new_round_trip() -> Line:
+    return Line(fade=1 - 1 / 16)
+
+
+@dataclass(slots=True)
 class Experience:
     """What an edge has measured with one drafter; sessions share it, so that a new text begins where the last ended.
 
     Attributes:
         calibration: what the drafter's confidence is worth.
         drafting_s: of one token.
-        round_trip: seconds against bytes sent.
+        round_trip: seconds against bytes of Draft messages; before the first of them, of an Open.
+        timed: whether a Draft message has been timed: an Open's time may hold a connection's handshake.
         step: seconds of the verifier's steps against their rows.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
     drafting_s: Smoothed = field(default_factory=Smoothed)
-    round_trip: Line = field(default_factory=lambda: Line(fade=1 - 1 / 16))
+    round_trip: Line = field(default_factory=_new_round_trip)
+    timed: bool = False
     step: Line = field(default_factory=Line)
+
+    def time_open(self, seconds: float) -> None:
+        """An Open was answered after so long; counts while nothing better is known."""
+        if not self.timed:
+            self.round_trip = _new_round_trip()
+            self.round_trip.add(0, seconds)
+
+    def time_draft(self, size: int, seconds: float) -> None:
+        """A Draft message of so many bytes was answered after so long, the verifier's own time taken off."""
+        if not self.timed:
+            self.round_trip, self.timed = _new_round_trip(), True
+        self.round_trip.add(size, max(0.0, seconds))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from outrider.proto.types import Goal, Patience
 
+LEAST_GAIN = 1.02  # below it drafts are not worth judging, nor making
 LEANING = 1.05  # between plans as good as each other the one that waits takes fewer steps
 LATE, MARGIN_S = 1.25, 0.002  # a wait ends when the drafts are so much later than they should be
 _GRAIN = 8  # parts of a step by which times are told apart
 _HORIZON = 48  # tokens after a miss that a plan looks ahead
-_NOW = Patience(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def expected_tokens(acceptance: float, drafts: int) -> float:
 def best_block(view: VerifierView) -> int:
     """How many of the drafts at hand to judge in one step, so that tokens come fastest.
 
-    One is always judged: acceptance that is never put to the question could never be seen to have risen.
+    0 where rows are so dear, as on a crowded CPU, that none pays.
     """
     if not view.step_s:
         return view.most_drafts
@@ -60,11 +61,61 @@ def best_block(view: VerifierView) -> int:
     def rate(drafts: int) -> float:
         return expected_tokens(view.acceptance, drafts) / (view.step_s + view.row_s * (drafts + 1))
 
-    return max(range(1, view.most_drafts + 1), key=rate)
+    best = max(range(1, view.most_drafts + 1), key=rate)
+    return best if rate(best) > LEAST_GAIN * rate(0) else 0
 
 
-def patience_for(view: VerifierView) -> Patience:
-    """How long from now, and for how many drafts, to wait before the next step; 0 s: run ahead.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a session should wait for, and what that should bring.
+
+    Attributes:
+        patience: from when the session became ready; 0 s: run ahead.
+        expected_s: from then until the drafts should be here.
+        drafts: that should be here then.
+    """
+
+    patience: Patience
+    expected_s: float = 0.0
+    drafts: int = 0
+
+
+_AT_ONCE = Plan(Patience(0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What a session that waits would bring into a step: now, and after `wait_s` more seconds; expected tokens."""
+
+    wait_s: float
+    tokens_now: float
+    tokens_then: float
+
+
+def linger_s(due: float, prospects: Sequence[Prospect], step_s: float) -> float:
+    """How long a step that could begin should wait for sessions that will have drafts soon.
+
+    All of them go into it, with drafts or without, so what counts is tokens a second of the step and the wait
+    together: linger for the next session while that raises it.
+
+    Args:
+        due: expected tokens of the sessions that have all they wait for.
+        prospects: of the others.
+        step_s: of a step.
+    """
+    waiting = sorted(prospects, key=lambda prospect: prospect.wait_s)
+    tokens = due + sum(prospect.tokens_now for prospect in waiting)
+    best_rate, best_s = tokens / step_s, 0.0
+    for prospect in waiting:
+        tokens += prospect.tokens_then - prospect.tokens_now
+        rate = tokens / (step_s + prospect.wait_s)
+        if rate > best_rate:
+            best_rate, best_s = rate, prospect.wait_s
+    return best_s
+
+
+def plan_for(view: VerifierView) -> Plan:
+    """How long to wait before the next step, and for what.
 
     Between two misses nothing is left to chance but the end of the run, so the best plan minimises the expected time
     from one miss to the next (`_Outlook.to_next_miss`). Where the best plan waits at all, the edge says when its chain
@@ -72,7 +123,7 @@ def patience_for(view: VerifierView) -> Patience:
     however long that takes within reason.
     """
     if not (view.step_s and view.drafting_s):
-        return _NOW
+        return _AT_ONCE
     outlook = _outlook(
         _rounded(view.acceptance, 0.02),
         _on_scale(view.step_s),
@@ -83,8 +134,9 @@ def patience_for(view: VerifierView) -> Patience:
     )
     if view.goal is Goal.EFFICIENCY:
         wait_s = view.round_trip_s + view.most_drafts * view.drafting_s
-        return Patience(LATE * wait_s + view.step_s, view.most_drafts)
-    best_cost, worth_it = LEANING * outlook.cost(view.since_miss, view.since_miss_s, view.at_hand, 0.0), False
+        return Plan(Patience(LATE * wait_s + view.step_s, view.most_drafts), wait_s, view.most_drafts)
+    best_cost, best_drafts = LEANING * outlook.cost(view.since_miss, view.since_miss_s, view.at_hand, 0.0), 0
+    best_wait_s = 0.0
     for drafts in range(view.at_hand + 1, view.most_drafts + 1):
         wait_s = outlook.arrival_s(view.since_miss + drafts) - view.since_miss_s
         if wait_s > outlook.step_s:
@@ -93,11 +145,11 @@ def patience_for(view: VerifierView) -> Patience:
             continue  # it should have been here: the edge has stopped before it
         cost = outlook.cost(view.since_miss, view.since_miss_s, drafts, wait_s)
         if cost < best_cost:
-            best_cost, worth_it = cost, True
-    if not worth_it:
-        return _NOW
+            best_cost, best_drafts, best_wait_s = cost, drafts, wait_s
+    if not best_drafts:
+        return _AT_ONCE
     whole_block_s = outlook.arrival_s(view.since_miss + view.most_drafts) - view.since_miss_s
-    return Patience(LATE * whole_block_s + MARGIN_S, view.most_drafts)
+    return Plan(Patience(LATE * whole_block_s + MARGIN_S, view.most_drafts), best_wait_s, best_drafts)
 
 
 class _Outlook:

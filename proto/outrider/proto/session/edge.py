@@ -218,7 +218,8 @@ class EdgeSession:
         self._sent_at.clear()
         self._said_complete = False
         self._commit_at = now
-        self._time_round_trip(now - self._opened_at, DRAFT_BYTES + TOKEN_BYTES * len(self.transcript))
+        self._experience.time_open(now - self._opened_at)
+        self.statistics.round_trip_s = self.round_trip_s
         self._new_chain()
         self._sent = 0
         if len(self._drafted) > self._credit:
@@ -291,11 +292,8 @@ class EdgeSession:
             self._experience.step.add(commit.judged + 1, timing.verify_s)
         if 0 < timing.echo <= len(self._sent_at):
             sent_at, size = self._sent_at[timing.echo - 1]
-            self._time_round_trip(now - sent_at - timing.hold_s, size)
-
-    def _time_round_trip(self, seconds: float, size: int) -> None:
-        self._experience.round_trip.add(size, max(0.0, seconds))
-        self.statistics.round_trip_s = self.round_trip_s
+            self._experience.time_draft(size, now - sent_at - timing.hold_s)
+            self.statistics.round_trip_s = self.round_trip_s
 
     def _follow(self, tokens: tuple[int, ...]) -> None:
         for token in tokens:
@@ -481,6 +479,8 @@ class EdgeSession:
 
     def _must_tell(self) -> bool:
         """Whether the verifier may wait for long; one that plans has drafts in flight, or runs ahead on a long link."""
+        if not self._credit:
+            return False  # it has said that it wants no drafts
         if not self._planned or self._goal is Goal.EFFICIENCY:
             return True
         return not self._sent and self.round_trip_s < self._experience.step.mean

@@ -16,9 +16,12 @@ from outrider.proto.errors import (
 )
 from outrider.proto.policy import (
     Acceptance,
+    Plan,
+    Prospect,
     VerifierView,
     best_block,
-    patience_for,
+    expected_tokens,
+    plan_for,
 )
 from outrider.proto.session.settle import settle
 from outrider.proto.types import (
@@ -35,6 +38,7 @@ from outrider.proto.types import (
 )
 
 MOST_TOLD = 64
+PROBE_EVERY, PROBE = 16, 4  # while drafts do not pay, so many are asked for after so many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +110,8 @@ class VerifierSession:
         self._newest_arrival = now
         self._since_miss = 0  # tokens committed since a draft last missed
         self._missed_at = now
-        self._plan: Patience | None = None
+        self._plan: Plan | None = None
+        self._pays = True
         self._told: deque[tuple[int, float]] = deque(maxlen=MOST_TOLD)  # where recent commits ended, and when
 
     def opened(self) -> Opened:
@@ -148,6 +153,9 @@ class VerifierSession:
             row_s: what a row costs, seconds.
         """
         worthwhile = best_block(self._view(step_s, row_s, self._ready_since))
+        self._pays = worthwhile > 0
+        if not self._pays and self.generated % PROBE_EVERY == 0:
+            worthwhile = 1  # acceptance that is never put to the question could never be seen to have risen
         return tuple(self._drafts[: max(0, min(worthwhile, self._most_useful()))])
 
     def q_of(self, block: tuple[int, ...]) -> tuple[float, ...]:
@@ -164,16 +172,31 @@ class VerifierSession:
             step_s: as of `block`.
             row_s: as of `block`.
         """
-        patience = self._wish or self._rules.patience or self._planned_patience(step_s, row_s)
+        patience = self._wish or self._rules.patience or self._planned(step_s, row_s).patience
         enough = min(patience.drafts, self._most_useful(), self._window, self.credit)
         if not self.waits_for_drafts or len(self._drafts) >= enough:
             return self._ready_since
         return self._ready_since + patience.seconds
 
-    def _planned_patience(self, step_s: float, row_s: float) -> Patience:
+    @property
+    def joins_any_step(self) -> bool:
+        """Whether a step that begins for others should take this session along, drafts or not: it costs a row."""
+        return self._wish is None and self._rules.patience is None and self._rules.goal is Goal.LATENCY
+
+    def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
+        """What it would bring into a step now, and when the drafts are here that it waits for."""
+        plan = self._planned(step_s, row_s)
+        acceptance = self._acceptance.rate
+        tokens_now = expected_tokens(acceptance, min(len(self._drafts), self._max_drafts))
+        if not self.waits_for_drafts:
+            return Prospect(0.0, tokens_now, tokens_now)
+        wait_s = max(0.0, self._ready_since + plan.expected_s - now)
+        return Prospect(wait_s, tokens_now, expected_tokens(acceptance, max(plan.drafts, len(self._drafts))))
+
+    def _planned(self, step_s: float, row_s: float) -> Plan:
         """The plan made for what was at hand when the session became ready; drafts that come do not change it."""
         if self._plan is None:
-            self._plan = patience_for(self._view(step_s, row_s, self._ready_since))
+            self._plan = plan_for(self._view(step_s, row_s, self._ready_since))
         return self._plan
 
     def _view(self, step_s: float, row_s: float, now: float) -> VerifierView:
@@ -209,7 +232,6 @@ class VerifierSession:
             self._alive = True
             self._complete = False
             self._drop_drafts()
-        self._complete = self._complete or draft.complete  # a late message must not take back what a later one said
         path = draft.first_path()
         if draft.start > len(self.transcript) + len(self._drafts):
             self._complete = True  # a hole: what is missing will not come in order, so do not wait for it
@@ -218,6 +240,9 @@ class VerifierSession:
         for i, token in enumerate(path):
             if not self._take_draft(draft.start + i, token, q[i]):
                 return
+        overtaken = draft.start + len(path) < len(self.transcript) + bool(path)
+        if draft.complete and not overtaken:  # else it was said of an older text; the next commit is answered anew
+            self._complete = True
 
     def _take_draft(self, position: int, token: int, q: float) -> bool:
         """Whether the chain still lives after `token` at `position`."""
@@ -275,6 +300,8 @@ class VerifierSession:
         )
         start = len(self.transcript)
         self.transcript.extend(tokens)
+        if not self._pays:
+            self.credit = PROBE if self.generated % PROBE_EVERY < len(tokens) else 0
         self._told.append((len(self.transcript), now))
         self._since_miss += len(tokens)
         self._follow(tokens)

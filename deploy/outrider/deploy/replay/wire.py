@@ -1,0 +1,101 @@
+"""One direction of a link on a virtual clock: when what is sent arrives, and how many bytes it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.deploy.link.shape import LinkShape, WayShape
+from outrider.proto.errors import ConfigError
+
+FRAME_BYTES = 5 + 9  # gRPC's prefix and HTTP/2's frame header
+_LOOKS_PER_S = 100  # at the link while something leaves
+_LONGEST_OUTAGE_S = 600.0
+
+ShapeAt = Callable[[float], LinkShape]  # what the link is like at a time, such as `LinkTrace.at`
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """What HTTP/2 adds to a stream in one direction, bytes beside `FRAME_BYTES` a message.
+
+    Attributes:
+        headers: before the first message, on a connection that has carried a stream before.
+        window_update: with a message, where something has been received since the last.
+        end: behind the last message.
+    """
+
+    headers: int
+    window_update: int
+    end: int
+
+
+# As seen on the wire with the options of `outrider.proto.channel`. The server tops up the connection's window too.
+UP = Framing(headers=17, window_update=13, end=13)
+DOWN = Framing(headers=12, window_update=26, end=25 + 13)
+
+
+class Wire:
+    """Messages leave one after the other at the link's rate, and arrive in order after its delay.
+
+    The emulator (`link/pipe.py`) does the same with segments of real bytes. Rate and delay count as they are when a
+    message leaves; they are looked at every 10 ms, on the full 10 ms.
+    """
+
+    def __init__(
+        self,
+        way_of: Callable[[LinkShape], WayShape],
+        shape_at: ShapeAt,
+        framing: Framing,
+        rng: random.Random,
+    ) -> None:
+        self.bytes = 0
+        self._framing = framing
+        self._way_of = way_of
+        self._shape_at = shape_at
+        self._rng = rng
+        self._busy_until = 0.0
+        self._arrived_until = 0.0
+        self._heard = False
+
+    def hear(self) -> None:
+        """Something has come the other way: the next message carries a window update."""
+        self._heard = True
+
+    def send(self, now: float, message_bytes: int) -> float:
+        """When a message that is sent now arrives.
+
+        Args:
+            now: not before the last one's.
+            message_bytes: of the message alone; framing is added here.
+
+        Raises:
+            ConfigError: the link stands still for ten minutes.
+        """
+        size = message_bytes + FRAME_BYTES + self._framing.window_update * self._heard
+        if not self.bytes:
+            size += self._framing.headers
+        self._heard = False
+        self.bytes += size
+        self._busy_until, way = self._leave(max(now, self._busy_until), size)
+        delay_s = way.delay_s + (self._rng.uniform(0.0, way.jitter_s) if way.jitter_s else 0.0)
+        self._arrived_until = max(self._arrived_until, self._busy_until + delay_s)
+        return self._arrived_until
+
+    def end(self) -> None:
+        """Nothing more is sent."""
+        self.bytes += self._framing.end
+
+    def _leave(self, begins: float, size: int) -> tuple[float, WayShape]:
+        """When the last byte leaves, and what the link is like then."""
+        at, left, look = begins, float(size), int(begins * _LOOKS_PER_S) + 1
+        way = self._way_of(self._shape_at(at))
+        while left > (room := way.bytes_per_s * max(0.0, look / _LOOKS_PER_S - at)):
+            left -= room
+            at = look / _LOOKS_PER_S
+            look += 1
+            if at - begins > _LONGEST_OUTAGE_S:
+                raise ConfigError(f"lets nothing through from {begins:.1f} s on", field="link")
+            way = self._way_of(self._shape_at(at))
+        return at + left / way.bytes_per_s if left else at, way

@@ -1,0 +1,109 @@
+"""Replay against the real thing: a paced verifier and a link in processes of their own, an edge with its drafter."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+from outrider.cloud.config import VerifierConfig
+from outrider.deploy.bench.measure import Measured, measure_text
+from outrider.deploy.bench.replayed import costs_of, traces_of
+from outrider.deploy.bench.verifier import VerifierProcess
+from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.shape import LinkShape
+from outrider.deploy.prompts import held_out
+from outrider.deploy.replay.costs import Costs
+from outrider.deploy.replay.optimum import tokens_per_second
+from outrider.deploy.replay.replay import Outcome, Policy, replay
+from outrider.deploy.replay.traces import HitTrace
+from outrider.edge import Client, EdgeConfig, Sampling
+
+PACE_S = 0.030
+LINK = LinkShape.of(rtt_ms=40, up_mbit=10, down_mbit=50)
+SAMPLING = Sampling(max_tokens=40)
+WARM_UP = 16
+DRAFTERS = {"cloud": "none", "outrider": "general"}
+ATTEMPTS = 3  # the machine may be busy with something else
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Measured and replayed."""
+
+    texts: list[Measured]
+    outcomes: list[Outcome]
+
+    @property
+    def speed(self) -> float:
+        """Replayed tokens a second over measured."""
+        measured = sum(len(text.tokens) for text in self.texts) / sum(text.seconds for text in self.texts)
+        return tokens_per_second(self.outcomes) / measured
+
+    @property
+    def steps(self) -> float:
+        """Replayed steps over measured."""
+        return sum(o.statistics.steps for o in self.outcomes) / sum(t.statistics.steps for t in self.texts)
+
+    @property
+    def downlink(self) -> float:
+        """Replayed bytes of messages over measured, from the verifier."""
+        measured = sum(t.statistics.downlink_bytes for t in self.texts)
+        return sum(o.statistics.downlink_bytes for o in self.outcomes) / measured
+
+    @property
+    def good(self) -> bool:
+        """Whether they are close enough."""
+        return abs(self.speed - 1) < 0.2 and abs(self.steps - 1) < 0.15 and abs(self.downlink - 1) < 0.15
+
+
+def costs_seen(texts: list[Measured]) -> Costs:
+    over_the_link_s = min(text.statistics.round_trip_s for text in texts)
+    return costs_of(texts, pace_s=PACE_S, round_trip_s=max(0.0, over_the_link_s - LINK.rtt_s))
+
+
+def replayed(traces: list[HitTrace], costs: Costs, policy: Policy) -> list[Outcome]:
+    """After the same warm-up as the real ones had."""
+    first = traces[0]
+    short = {name: getattr(first, name)[:WARM_UP] for name in ("tokens", "hits", "confidence", "silent")}
+    warm_up = replace(first, ended=False, **short)
+    return replay([warm_up, *traces], lambda _: LINK, costs, policy)[1:]
+
+
+def test_replayed_speed_and_steps_are_those_of_a_real_run(tmp_path) -> None:
+    prompts = held_out(1)[:3]
+
+    async def main() -> dict[str, Agreement]:
+        tokenizer = tmp_path / "tokenizer.json"
+        async with AsyncExitStack() as stack:
+            verifier = VerifierProcess(VerifierConfig(threads=1, pace_s=PACE_S), tokenizer)
+            await stack.enter_async_context(verifier)
+            link = await stack.enter_async_context(LinkProcess(verifier.address, LINK))
+            clients = {}
+            for mode, drafter in DRAFTERS.items():
+                config = EdgeConfig(verifier=link.address, model="reference", tokenizer=tokenizer, drafter=drafter)
+                clients[mode] = await stack.enter_async_context(Client(config))
+                await measure_text(clients[mode], prompts[0], replace(SAMPLING, max_tokens=WARM_UP))
+            traces: list[HitTrace] = []
+            for _ in range(ATTEMPTS):
+                texts = {
+                    mode: [await measure_text(client, prompt, SAMPLING) for prompt in prompts]
+                    for mode, client in clients.items()
+                }
+                drafting = clients["outrider"]
+                assert drafting.drafter is not None
+                traces = traces or traces_of(texts["cloud"], drafting, drafting.drafter, SAMPLING)
+                assert [text.tokens for text in texts["outrider"]] == [trace.tokens for trace in traces]
+                costs = costs_seen(texts["outrider"])
+                agreements = {
+                    mode: Agreement(measured, replayed(traces, costs, Policy(drafting=mode == "outrider")))
+                    for mode, measured in texts.items()
+                }
+                if all(agreement.good for agreement in agreements.values()):
+                    break
+        return agreements
+
+    for mode, agreement in asyncio.run(main()).items():
+        assert abs(agreement.speed - 1) < 0.2, f"{mode}: replayed {agreement.speed:.2f} times the measured speed"
+        assert abs(agreement.steps - 1) < 0.15, f"{mode}: replayed {agreement.steps:.2f} times the measured steps"
+        assert abs(agreement.downlink - 1) < 0.15, f"{mode}: replayed {agreement.downlink:.2f} times the bytes down"
