@@ -135,7 +135,10 @@ def plan_for(view: VerifierView) -> Plan:
     if view.goal is Goal.EFFICIENCY:
         wait_s = view.round_trip_s + view.most_drafts * view.drafting_s
         return Plan(Patience(LATE * wait_s + view.step_s, view.most_drafts), wait_s, view.most_drafts)
-    best_cost, best_drafts = LEANING * outlook.cost(view.since_miss, view.since_miss_s, view.at_hand, 0.0), 0
+    # Tokens that the target took alone have not met their drafts yet: one that missed has killed the chain unseen, and
+    # then a wait is lost.
+    alive = 1.0 if view.at_hand else outlook.acceptance ** max(0, view.since_miss)
+    best_cost, best_drafts = LEANING * alive * outlook.cost(view.since_miss, view.since_miss_s, view.at_hand, 0.0), 0
     best_wait_s = 0.0
     for drafts in range(view.at_hand + 1, view.most_drafts + 1):
         wait_s = outlook.arrival_s(view.since_miss + drafts) - view.since_miss_s
@@ -143,7 +146,7 @@ def plan_for(view: VerifierView) -> Plan:
             break
         if wait_s <= 0:
             continue  # it should have been here: the edge has stopped before it
-        cost = outlook.cost(view.since_miss, view.since_miss_s, drafts, wait_s)
+        cost = alive * outlook.cost(view.since_miss, view.since_miss_s, drafts, wait_s) + (1 - alive) * wait_s
         if cost < best_cost:
             best_cost, best_drafts, best_wait_s = cost, drafts, wait_s
     if not best_drafts:

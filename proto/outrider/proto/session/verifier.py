@@ -345,6 +345,7 @@ class VerifierSession:
         """The draft for `position` was wrong; the edge was told so by the commit that held it."""
         self._since_miss = len(self.transcript) - position - 1
         self._missed_at = next((at for end, at in self._told if end > position), self._missed_at)
+        self._plan = None  # what it waits for will not come
 
     def _kill_chain(self) -> None:
         self._alive = False
