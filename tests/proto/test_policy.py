@@ -492,3 +492,21 @@ def test_an_open_is_a_measure_of_the_round_trip_only_until_a_draft_message_is_on
     experience.time_open(0.4)
     assert experience.round_trip.base == pytest.approx(0.12)
     assert experience.round_trip.slope == pytest.approx(0.0, abs=1e-9), "no price on bytes that nobody has seen"
+
+
+def test_a_link_that_changes_is_measured_anew_and_puts_no_price_on_bytes() -> None:
+    experience = Experience()
+    for size, seconds in [(32, 0.2), (48, 0.21), (40, 0.19), (50, 0.2), (32, 0.01), (34, 0.011), (30, 0.01)]:
+        experience.time_draft(size, seconds)
+    assert experience.round_trip.base < 0.02
+    assert experience.round_trip.slope < 1e-3
+    for size, seconds in [(34, 0.2), (32, 0.2)]:
+        experience.time_draft(size, seconds)
+    assert experience.round_trip.base == pytest.approx(0.2)
+
+
+def test_one_late_message_does_not_make_another_link() -> None:
+    experience = Experience()
+    for seconds in (0.02, 0.021, 0.3, 0.02, 0.019):
+        experience.time_draft(34, seconds)
+    assert experience.round_trip.base == pytest.approx(0.02, rel=0.05)

@@ -18,7 +18,9 @@ from outrider.deploy.options import (
     add_sampling,
     add_target,
     at_least,
+    comma_list,
     number,
+    one_of,
 )
 from outrider.proto.errors import ConfigError, OutriderError
 
@@ -68,6 +70,8 @@ def build_parser() -> Parser:
     _add_drain(commands)
     _add_status(commands)
     _add_demo(commands)
+    _add_link(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -193,6 +197,67 @@ def _add_demo(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--quiet", action="store_true", help="the table only")
     parser.add_argument("--cache", type=Path, default=_cache(), metavar="DIR", help="of downloaded drafters")
     parser.add_argument("--verifiers", type=at_least(1), default=1, metavar="N", help="actors of the same target")
+    add_sampling(parser)
+    add_drafting(parser)
+    add_target(parser)
+
+
+def _add_link(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands, "link", "put an emulated network link in front of a server, and stay", _in("link.command", "link")
+    )
+    parser.add_argument("--to", required=True, metavar="HOST:PORT", help="a verifier, or any TCP server")
+    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="on loopback; port 0: a free one")
+    parser.add_argument("--rtt", type=number(0), default=None, metavar="MS", help="round trip; not set: nothing added")
+    parser.add_argument("--jitter", type=number(0), default=0.0, metavar="MS", help="added each way, at most; uniform")
+    parser.add_argument(
+        "--up", type=number(0), default=None, metavar="MBIT", help="Mbit/s; 0: outage; not set: no limit"
+    )
+    parser.add_argument("--down", type=number(0), default=None, metavar="MBIT", help="the same, to the edge")
+    parser.add_argument("--queue", type=number(3), default=256.0, metavar="KIB", help="before each bottleneck")
+    parser.add_argument(
+        "--trace", default=None, metavar="NAME|FILE", help="round trip and rates over time: built-in, or CSV"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the jitter")
+
+
+def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands, "bench", "measure ways of decoding side by side over emulated links", _in("bench.command", "bench")
+    )
+    numbers = {"type": comma_list(number(0)), "metavar": "LIST"}
+    parser.add_argument("--rtt", default=[2.0, 30.0, 120.0], **numbers, help="round trips, ms; 0: no link")
+    parser.add_argument("--up", default=[20.0], **numbers, help="Mbit/s from the edge, one or one a round trip")
+    parser.add_argument("--down", default=[100.0], **numbers, help="Mbit/s to the edge")
+    parser.add_argument("--jitter", default=[0.0], **numbers, help="ms added each way, at most; uniform")
+    parser.add_argument(
+        "--trace", type=comma_list(str), default=[], metavar="LIST", help="more links: built-in traces, or CSV files"
+    )
+    parser.add_argument("--prompts", type=Path, default=None, metavar="FILE", help="others than the built-in ones")
+    parser.add_argument("--per-domain", type=at_least(1), default=2, metavar="N", help="built-in prompts a domain")
+    parser.add_argument("--sessions", type=at_least(1), default=1, metavar="N", help="decoded at once")
+    parser.add_argument("--mixed", action="store_true", help="deal the sessions out among all links at once")
+    parser.add_argument(
+        "--pace",
+        type=number(0),
+        default=0.0,
+        metavar="MS",
+        help="each target step takes at least that: a larger target",
+    )
+    parser.add_argument(
+        "--modes",
+        type=comma_list(one_of("cloud", "sync", "outrider", "optimum", "hf-generate", "hf-assisted")),
+        default=["cloud", "sync", "outrider", "optimum", "hf-generate", "hf-assisted"],
+        metavar="LIST",
+        help="ways of decoding; those of transformers (hf-) run only where --rtt has a 0 and there is no --pace",
+    )
+    parser.add_argument(
+        "--sync-length", type=at_least(0), default=0, metavar="N", help="draft tokens a round; 0: the best by replay"
+    )
+    parser.add_argument("--hf-drafter", type=Path, default=None, metavar="DIR", help="the drafter for hf-assisted")
+    parser.add_argument("--no-logprobs", action="store_true", help="commits without log probabilities")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the record")
+    parser.add_argument("--report", type=Path, default=None, metavar="DIR", help="write plots and an HTML page")
     add_sampling(parser)
     add_drafting(parser)
     add_target(parser)

@@ -55,6 +55,7 @@ class Acceptance:
 
 _BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 _PRIOR_WEIGHT = 3.0
+_USUAL_S = 0.005  # by which a round trip may always differ from the usual
 _OCTAVES = 10  # of rows in a step: 1, 2 to 3, 4 to 7, … 512 and more
 
 
@@ -190,6 +191,7 @@ class Experience:
         drafting_s: of one token.
         round_trip: seconds against bytes of Draft messages; before the first of them, of an Open.
         timed: whether a Draft message has been timed: an Open's time may hold a connection's handshake.
+        strangers: newest times, one after the other, that are half or twice what was to be expected.
         step: seconds of the verifier's steps against their rows.
     """
 
@@ -197,6 +199,7 @@ class Experience:
     drafting_s: Smoothed = field(default_factory=Smoothed)
     round_trip: Line = field(default_factory=_new_round_trip)
     timed: bool = False
+    strangers: int = 0
     step: Line = field(default_factory=Line)
 
     def time_open(self, seconds: float) -> None:
@@ -207,6 +210,13 @@ class Experience:
 
     def time_draft(self, size: int, seconds: float) -> None:
         """A Draft message of so many bytes was answered after so long, the verifier's own time taken off."""
-        if not self.timed:
-            self.round_trip, self.timed = _new_round_trip(), True
+        line = self.round_trip
+        expected = line.base + line.slope * size
+        strange = self.timed and not 0.5 * expected - _USUAL_S < seconds < 2 * expected + _USUAL_S
+        self.strangers = self.strangers + 1 if strange else 0
+        if self.strangers == 1:
+            return  # a moment's jam, perhaps
+        if not self.timed or strange:
+            # Another link: its times beside the old one's, at other sizes, would look like a price on bytes.
+            self.round_trip, self.timed, self.strangers = _new_round_trip(), True, 0
         self.round_trip.add(size, max(0.0, seconds))

@@ -1,0 +1,81 @@
+"""Decoding prompts over an emulated link, and what was seen of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from outrider.deploy.prompts import Prompt
+from outrider.edge import Client, Sampling, Tokens
+from outrider.edge.decoding import Journal
+from outrider.proto.session import EdgeStatistics
+from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One text.
+
+    Attributes:
+        prompt: whose.
+        tokens: of the text.
+        began: when it was asked for, monotonic seconds.
+        arrivals: [n] when each token reached the user, same clock.
+        statistics: of the edge's session.
+        journal: what it did and when.
+    """
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    began: float
+    arrivals: tuple[float, ...]
+    statistics: EdgeStatistics
+    journal: Diary
+
+    @property
+    def seconds(self) -> float:
+        """From the request to the last token."""
+        return self.arrivals[-1] - self.began
+
+    @property
+    def first_token_s(self) -> float:
+        """From the request to the first token."""
+        return self.arrivals[0] - self.began
+
+
+class Diary(Journal):
+    """Keeps what it sees: (began, ended, tokens), (frame, at), (frame, at)."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[float, float, int]] = []
+        self.drafts: list[tuple[Draft, float]] = []
+        self.commits: list[tuple[Commit, float]] = []
+
+    def drafted(self, began: float, ended: float, tokens: int) -> None:
+        """A drafting job."""
+        self.jobs.append((began, ended, tokens))
+
+    def sent(self, frame: EdgeFrame, at: float) -> None:
+        """Drafts are kept."""
+        if isinstance(frame, Draft):
+            self.drafts.append((frame, at))
+
+    def received(self, frame: CloudFrame, at: float) -> None:
+        """Commits are kept."""
+        if isinstance(frame, Commit):
+            self.commits.append((frame, at))
+
+
+async def measure_text(client: Client, prompt: Prompt, sampling: Sampling) -> Measured:
+    """Decode one prompt."""
+    tokens: list[int] = []
+    arrivals: list[float] = []
+    diary = Diary()
+    began = time.monotonic()
+    async for event in client.generate(prompt.text, sampling, journal=diary):
+        if isinstance(event, Tokens):
+            tokens += event.tokens
+            arrivals += [time.monotonic()] * len(event.tokens)
+        else:
+            return Measured(prompt, tuple(tokens), began, tuple(arrivals), event.statistics, diary)
+    raise AssertionError("generate ends with Finished or an error")
