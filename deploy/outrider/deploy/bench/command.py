@@ -88,7 +88,7 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
             config = replace(verifier_config(self._options), pace_s=self._pace_s)
             async with VerifierProcess(config, Path(folder) / "tokenizer.json") as verifier:
-                drafter = await self._drafter(verifier)
+                drafter, version = await self._drafter(verifier)
                 known = await self._learn(verifier)
                 if self._options.mixed:
                     runs += await self._mixed(verifier, known)
@@ -98,7 +98,7 @@ class Bench:
                         runs += await self._over(link, verifier, known)
             if self._has_library_runs:
                 runs += await self._library(drafter)
-        benchmark = Benchmark(self._environment(drafter), tuple(runs))
+        benchmark = Benchmark(self._environment(drafter, version), tuple(runs))
         Console(width=100).print(tables(benchmark))
         if self._options.json:
             save(benchmark, self._options.json)
@@ -133,9 +133,9 @@ class Bench:
             logprobs=not options.no_logprobs,
         )
 
-    async def _drafter(self, verifier: VerifierProcess) -> str:
+    async def _drafter(self, verifier: VerifierProcess) -> tuple[str, str | None]:
         async with Client(self._edge(verifier, verifier.address, "outrider")) as client:
-            return client.drafter_name
+            return client.drafter_name, client.drafter.version if client.drafter else None
 
     @asynccontextmanager
     async def _link(self, link: BenchLink, verifier: VerifierProcess) -> AsyncIterator[LinkProcess | None]:
@@ -336,14 +336,14 @@ class Bench:
             runs.append(library_run("hf-assisted", texts, **self._common))
         return runs
 
-    def _environment(self, drafter: str) -> Environment:
+    def _environment(self, drafter: str, version: str | None) -> Environment:
         options = self._options
         return environment(
             command=shlex.join(["outrider", *sys.argv[1:]]),
             target=options.target,
             dtype=options.dtype,
             drafter=drafter,
-            drafter_version=None,
+            drafter_version=version,
             target_threads=options.target_threads or None,
             drafter_threads=options.drafter_threads,
             prompts=len(self._prompts),
