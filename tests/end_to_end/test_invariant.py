@@ -15,10 +15,10 @@ from outrider.edge.drafters import NgramDrafter
 from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter
 from outrider.proto.types import Patience
 
-GREEDY = Sampling(max_tokens=32)
-SAMPLED = Sampling(max_tokens=32, temperature=1.0, seed=20260)
+GREEDY = Sampling(max_tokens=20)
+SAMPLED = Sampling(max_tokens=20, temperature=1.0, seed=20260)
 PROCESSED = Sampling(
-    max_tokens=32,
+    max_tokens=20,
     temperature=0.9,
     seed=7,
     top_k=50,
@@ -37,7 +37,7 @@ def drafters() -> dict[str, Any]:
         "onnx": "general",
         "n-gram": "ngram",
         "garbage": GarbageDrafter(8192, seed=3),
-        "failing midway": FailingDrafter(20, NgramDrafter()),
+        "failing midway": FailingDrafter(12, NgramDrafter()),
     }
 
 
@@ -83,7 +83,7 @@ def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, promp
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(serving, edge, prompts, sampling) -> None:
     async def main() -> None:
-        chosen, short = prompts(4), replace(sampling, max_tokens=20)
+        chosen, short = prompts(4), replace(sampling, max_tokens=12)
         async with serving() as address, edge(address, drafter="general") as client:
             alone = await texts(client, chosen, short)
             together = await asyncio.gather(*(client.complete(prompt.text, short) for prompt in chosen))

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import StepFigures
 from outrider.deploy.bench.measure import Measured, measure_text
 from outrider.deploy.bench.replayed import costs_of, traces_of
 from outrider.deploy.bench.verifier import VerifierProcess
@@ -57,9 +58,9 @@ class Agreement:
         return abs(self.speed - 1) < 0.2 and abs(self.steps - 1) < 0.15 and abs(self.downlink - 1) < 0.15
 
 
-def costs_seen(texts: list[Measured]) -> Costs:
+def costs_seen(texts: list[Measured], steps: list[StepFigures]) -> Costs:
     over_the_link_s = min(text.statistics.round_trip_s for text in texts)
-    return costs_of(texts, pace_s=PACE_S, round_trip_s=max(0.0, over_the_link_s - LINK.rtt_s))
+    return costs_of(texts, steps, pace_s=PACE_S, round_trip_s=max(0.0, over_the_link_s - LINK.rtt_s))
 
 
 def replayed(traces: list[HitTrace], costs: Costs, policy: Policy) -> list[Outcome]:
@@ -94,7 +95,7 @@ def test_replayed_speed_and_steps_are_those_of_a_real_run(tmp_path) -> None:
                 assert drafting.drafter is not None
                 traces = traces or traces_of(texts["cloud"], drafting, drafting.drafter, SAMPLING)
                 assert [text.tokens for text in texts["outrider"]] == [trace.tokens for trace in traces]
-                costs = costs_seen(texts["outrider"])
+                costs = costs_seen(texts["outrider"], await verifier.step_figures())
                 agreements = {
                     mode: Agreement(measured, replayed(traces, costs, Policy(drafting=mode == "outrider")))
                     for mode, measured in texts.items()
