@@ -228,12 +228,16 @@ class Engine:
     def _plan(self, now: float) -> list[_Turn]:
         """Who takes part in the next step: who is due, who may as well come along, prompts as far as there is room."""
         decoding = [seat for seat in self._seats.values() if seat.behind == 1 and self._can_step(seat)]
-        due = [seat for seat in decoding if self._due(seat, now)]
+        due: list[_Seat] = []
+        waiting: list[_Seat] = []
+        for seat in decoding:
+            (due if self._due(seat, now) else waiting).append(seat)
+        company = [seat for seat in waiting if seat.session.joins_any_step]
         reading = any(seat.behind > 1 and seat.session.finish is None for seat in self._seats.values())
-        if due and not reading and self._lingers(due, decoding, now):
+        if due and not reading and self._lingers(due, company, now):
             return []
         if due or reading:
-            due = [seat for seat in decoding if seat in due or seat.session.joins_any_step]
+            due += company
         turns = [self._decode_turn(seat) for seat in due]
         room = self._config.prefill_chunk if turns else ALONE_PREFILL_ROWS
         for seat in self._seats.values():
@@ -249,9 +253,8 @@ class Engine:
     def _due(self, seat: _Seat, now: float) -> bool:
         return seat.session.ready_at(*self._line) <= now
 
-    def _lingers(self, due: list[_Seat], decoding: list[_Seat], now: float) -> bool:
+    def _lingers(self, due: list[_Seat], waiting: list[_Seat], now: float) -> bool:
         """Whether the step had better begin a little later, since others will have their drafts by then."""
-        waiting = [seat for seat in decoding if seat not in due and seat.session.joins_any_step]
         self._linger_until = now
         if waiting:
             prospects = [seat.session.prospect(*self._line, now) for seat in waiting]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 from outrider.cloud.engine import StepFigures
 from outrider.deploy.bench.library import LibraryText
@@ -36,21 +37,14 @@ def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Byte
         arrivals_s = _arrivals_s(texts) if link.trace else None
     statistics = [text.statistics for text in texts]
     compared = sum(s.compared for s in statistics)
-    gaps_ms = _gaps_ms([text.arrivals for text in texts])
     return Run(
         mode,
         link,
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
         steps_per_token=sum(s.steps for s in statistics) / tokens,
         acceptance=sum(s.hits for s in statistics) / compared if compared else None,
-        ttft_ms_p50=median(text.first_token_s for text in texts) * 1e3,
-        token_gap_ms_p50=gaps_ms[50],
-        token_gap_ms_p99=gaps_ms[99],
+        **_speeds(tokens, seconds, [text.first_token_s for text in texts], [text.arrivals for text in texts]),
         uplink_bytes_per_token=carried[0] / tokens if carried else None,
         downlink_bytes_per_token=carried[1] / tokens if carried else None,
-        token_gaps_ms=gaps_ms,
         session_tokens_per_second=tuple(len(text.tokens) / text.seconds for text in texts),
         window_mean=_window_mean(texts),
         arrivals_s=arrivals_s,
@@ -74,22 +68,15 @@ def replayed_run(mode: str, link: LinkRecord, outcomes: Sequence[Outcome], **fie
     tokens = sum(len(o.arrivals) for o in outcomes)
     seconds = sum(o.seconds for o in outcomes)
     compared = sum(o.statistics.compared for o in outcomes)
-    gaps_ms = _gaps_ms([o.arrivals for o in outcomes])
     return Run(
         mode,
         link,
         replayed=True,
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
         steps_per_token=sum(o.statistics.steps for o in outcomes) / tokens,
         acceptance=sum(o.statistics.hits for o in outcomes) / compared if compared else None,
-        ttft_ms_p50=median(o.first_token_s for o in outcomes) * 1e3,
-        token_gap_ms_p50=gaps_ms[50],
-        token_gap_ms_p99=gaps_ms[99],
+        **_speeds(tokens, seconds, [o.first_token_s for o in outcomes], [o.arrivals for o in outcomes]),
         uplink_bytes_per_token=sum(o.uplink_bytes for o in outcomes) / tokens,
         downlink_bytes_per_token=sum(o.downlink_bytes for o in outcomes) / tokens,
-        token_gaps_ms=gaps_ms,
         **fields,  # type: ignore[arg-type]
     )
 
@@ -99,21 +86,30 @@ def library_run(mode: str, texts: Sequence[LibraryText], **fields: object) -> Ru
     tokens = sum(len(text.tokens) for text in texts)
     seconds = sum(text.seconds for text in texts)
     questioned = sum(text.questioned for text in texts)
-    gaps_ms = _gaps_ms([text.arrivals_s for text in texts])
     return Run(
         mode,
         LinkRecord(0.0),
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
         steps_per_token=sum(text.steps for text in texts) / tokens,
         acceptance=sum(text.accepted for text in texts) / questioned if questioned else None,
-        ttft_ms_p50=median(text.first_token_s for text in texts) * 1e3,
-        token_gap_ms_p50=gaps_ms[50],
-        token_gap_ms_p99=gaps_ms[99],
-        token_gaps_ms=gaps_ms,
+        **_speeds(tokens, seconds, [text.first_token_s for text in texts], [text.arrivals_s for text in texts]),
         **fields,  # type: ignore[arg-type]
     )
+
+
+def _speeds(
+    tokens: int, seconds: float, first_tokens_s: Sequence[float], arrivals: Sequence[Sequence[float]]
+) -> dict[str, Any]:
+    """The fields of a `Run` that say how fast it was, whoever decoded."""
+    gaps_ms = _gaps_ms(arrivals)
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "ttft_ms_p50": median(first_tokens_s) * 1e3,
+        "token_gap_ms_p50": gaps_ms[50],
+        "token_gap_ms_p99": gaps_ms[99],
+        "token_gaps_ms": gaps_ms,
+    }
 
 
 def timeline_of(text: Measured, one_way_s: float) -> tuple[Span, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +16,10 @@ from typing import Any, Self
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import StepFigures
 from outrider.cloud.server import VerifierServer
-from outrider.proto.errors import ConfigError, OutriderError, Unavailable
+from outrider.deploy.child import Child, requests
+from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.types import Goal
 
-_MOST_LINE_BYTES = 16 << 20
 _END_WITHIN_S = 10.0
 
 
@@ -31,64 +30,37 @@ class VerifierProcess:
         self.address = ""
         self.tokenizer = tokenizer
         self._config = config
-        self._process: asyncio.subprocess.Process | None = None
+        self._child = Child(__name__, "the verifier", _END_WITHIN_S)
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            __name__,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_MOST_LINE_BYTES,
-        )
+        await self._child.start()
         values = asdict(self._config) | {"goal": self._config.goal.name}
         try:
             answer = await self._ask({"config": values, "tokenizer": str(self.tokenizer)})
             self.address = answer["address"]
         except BaseException:
-            await self._end()
+            await self._child.end()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._end()
+        await self._child.end()
 
     async def step_figures(self) -> list[StepFigures]:
         """Of the steps since the last time that this was asked."""
         return [StepFigures(*values) for values in (await self._ask({}))["steps"]]
 
     async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise Unavailable("the verifier is not running; use it inside `async with`")
-        process.stdin.write(json.dumps(question).encode() + b"\n")
-        await process.stdin.drain()
-        line = await process.stdout.readline()
-        if not line:
-            raise Unavailable("the verifier's process has died")
-        answer: dict[str, Any] = json.loads(line)
+        answer = await self._child.ask(question)
         if "error" in answer:
             raise ConfigError(answer["error"], field=answer["field"])
         return answer
 
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
-            return
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), _END_WITHIN_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-
 
 async def _serve() -> None:
-    lines = asyncio.StreamReader(limit=_MOST_LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    lines = await requests()
     request = json.loads(await lines.readline())
     try:
         values = request["config"]

@@ -7,19 +7,17 @@ the one who writes there.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, astuple
 from typing import Any
 
+from outrider.deploy.child import requests
 from outrider.deploy.link.relay import Relay
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace, TracePoint
 from outrider.proto.errors import OutriderError
-
-MOST_LINE_BYTES = 16 << 20  # a trace of some hours
 
 
 def trace_to_mapping(trace: LinkTrace) -> dict[str, Any]:
@@ -34,10 +32,8 @@ def trace_from_mapping(mapping: Mapping[str, Any]) -> LinkTrace:
 
 async def obey() -> int:
     """Do what standard input says, until it ends; the exit status."""
-    requests = asyncio.StreamReader(limit=MOST_LINE_BYTES)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(requests), sys.stdin)
-    opening = json.loads(await requests.readline() or "null")
+    lines = await requests()
+    opening = json.loads(await lines.readline() or "null")
     if opening is None:
         return 0
     try:
@@ -46,7 +42,7 @@ async def obey() -> int:
     except OutriderError as error:
         _answer(_refusal(error))
         return 1
-    while line := await requests.readline():
+    while line := await lines.readline():
         try:
             _answer({"ok": _do(relay, json.loads(line))})
         except OutriderError as error:

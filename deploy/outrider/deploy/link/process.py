@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import math
-import sys
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
-from outrider.deploy.link.control import MOST_LINE_BYTES, trace_to_mapping
+from outrider.deploy.child import Child
+from outrider.deploy.link.control import trace_to_mapping
 from outrider.deploy.link.relay import Counters
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace
@@ -46,31 +44,23 @@ class LinkProcess:
         self.address = ""
         self._opening = {"do": "open", "to": to, "listen": listen, "shape": asdict(shape), "seed": seed}
         self._trace = trace
-        self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._child = Child("outrider.deploy.link", "the link", _GRACE_S)
 
     async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "outrider.deploy.link",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=MOST_LINE_BYTES,
-        )
+        await self._child.start()
         try:
             self.address = await self._ask(self._opening)
             if self._trace is not None:
                 await self.play(self._trace)
         except BaseException:
-            await self._end()
+            await self._child.end()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._end()
+        await self._child.end()
 
     async def set_shape(self, shape: LinkShape) -> None:
         """The link is like `shape` from now on; a trace ends."""
@@ -95,36 +85,8 @@ class LinkProcess:
         return Counters(**await self._ask({"do": "counters"}))
 
     async def _ask(self, request: dict[str, Any]) -> Any:
-        # Shielded: an answer that nobody has read would be taken for the answer to the next request.
-        answer = await asyncio.shield(self._exchange(request))
+        answer = await self._child.ask(request)
         if "error" in answer:
             kind = ConfigError if answer["kind"] == "ConfigError" else Unavailable
             raise kind(answer["error"], field=answer["field"])
         return answer["ok"]
-
-    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise Unavailable("the link is not running; use it inside `async with`")
-        async with self._turn:
-            try:
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                await process.stdin.drain()
-                line = await process.stdout.readline()
-            except ConnectionError:
-                line = b""
-        if not line:
-            raise Unavailable("the process of the link has died")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
-            return
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), _GRACE_S)
-        except TimeoutError:
-            process.kill()
-            await process.wait()

@@ -11,9 +11,10 @@ from __future__ import annotations
 from outrider.proto.policy.flush import due_to_flush, worth_a_message
 from outrider.proto.policy.measures import Acceptance, Calibration, Experience, Line, Smoothed, StepCost
 from outrider.proto.policy.patience import Plan, Prospect, VerifierView, best_block, expected_tokens, linger_s, plan_for
-from outrider.proto.policy.window import EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
+from outrider.proto.policy.window import TOKEN_BYTES, EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
 
 __all__ = [
+    "TOKEN_BYTES",
     "Acceptance",
     "Calibration",
     "EdgeView",

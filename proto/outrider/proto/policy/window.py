@@ -8,7 +8,7 @@ from typing import Protocol
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Goal
 
-TOKEN_BYTES = 2.0  # of a draft on the wire, vocabularies below 2^14 and most ids above 127
+TOKEN_BYTES = 2  # of a draft on the wire, vocabularies below 2^14 and most ids above 127
 FIRST_WINDOW = 8  # while nothing has been measured
 
 

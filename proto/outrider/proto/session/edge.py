@@ -16,6 +16,7 @@ from outrider.proto.errors import (
     UnknownToken,
 )
 from outrider.proto.policy import (
+    TOKEN_BYTES,
     EdgeView,
     Experience,
     SurvivalWindow,
@@ -38,7 +39,7 @@ from outrider.proto.types import (
 )
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
-DRAFT_BYTES, TOKEN_BYTES = 30, 2  # of a Draft message and of each token in it, framing included, for the link's rate
+DRAFT_BYTES = 30  # of a Draft message beside its tokens, framing included, for the link's rate
 
 
 @dataclass(frozen=True, slots=True)

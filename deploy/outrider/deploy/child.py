@@ -1,0 +1,84 @@
+"""A child process that is asked in JSON, a line each way, and that ends with its standard input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from outrider.proto.errors import Unavailable
+
+MOST_LINE_BYTES = 16 << 20
+
+
+class Child:
+    """`python -m module`; started by exec, since nothing may fork once gRPC is up.
+
+    Args:
+        module: to run.
+        name: for people, such as `the link`.
+        end_within_s: after its standard input is closed; then it is killed.
+    """
+
+    def __init__(self, module: str, name: str, end_within_s: float) -> None:
+        self.process: asyncio.subprocess.Process | None = None
+        self._module = module
+        self._name = name
+        self._end_within_s = end_within_s
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Begin; its errors go to this process's standard error."""
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            self._module,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=MOST_LINE_BYTES,
+        )
+
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Its answer.
+
+        Raises:
+            Unavailable: it is not running, or dies.
+        """
+        # Shielded: an answer that nobody has read would be taken for the answer to the next request.
+        return await asyncio.shield(self._exchange(request))
+
+    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+        process = self.process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise Unavailable(f"{self._name} is not running; use it inside `async with`")
+        async with self._turn:
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                await process.stdin.drain()
+                line = await process.stdout.readline()
+            except ConnectionError:
+                line = b""
+        if not line:
+            raise Unavailable(f"the process of {self._name} has died")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    async def end(self) -> None:
+        """Close its standard input and wait; kill it where that is not enough."""
+        process, self.process = self.process, None
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), self._end_within_s)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def requests() -> asyncio.StreamReader:
+    """In the child: its standard input, to be read line by line."""
+    lines = asyncio.StreamReader(limit=MOST_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    return lines
