@@ -47,6 +47,8 @@ class Known:
     texts: dict[str, tuple[int, ...]]
     traces: list[HitTrace]
     costs: Costs
+    drafter: str
+    drafter_version: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,6 @@ class Bench:
         with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
             config = replace(verifier_config(self._options), pace_s=self._pace_s)
             async with VerifierProcess(config, Path(folder) / "tokenizer.json") as verifier:
-                drafter, version = await self._drafter(verifier)
                 known = await self._learn(verifier)
                 if self._options.mixed:
                     runs += await self._mixed(verifier, known)
@@ -97,8 +98,8 @@ class Bench:
                         self._say(f"link {link.label}")
                         runs += await self._over(link, verifier, known)
             if self._has_library_runs:
-                runs += await self._library(drafter)
-        benchmark = Benchmark(self._environment(drafter, version), tuple(runs))
+                runs += await self._library(known.drafter)
+        benchmark = Benchmark(self._environment(known.drafter, known.drafter_version), tuple(runs))
         Console(width=100).print(tables(benchmark))
         if self._options.json:
             save(benchmark, self._options.json)
@@ -133,10 +134,6 @@ class Bench:
             logprobs=not options.no_logprobs,
         )
 
-    async def _drafter(self, verifier: VerifierProcess) -> tuple[str, str | None]:
-        async with Client(self._edge(verifier, verifier.address, "outrider")) as client:
-            return client.drafter_name, client.drafter.version if client.drafter else None
-
     @asynccontextmanager
     async def _link(self, link: BenchLink, verifier: VerifierProcess) -> AsyncIterator[LinkProcess | None]:
         if link.is_none:
@@ -157,6 +154,7 @@ class Bench:
             await verifier.step_figures()
             drafted = [await measure_text(client, prompt, self._sampling) for prompt in self._prompts[:4]]
             steps = await verifier.step_figures()
+            version = client.drafter.version if client.drafter else None
             traces = []
             if client.drafter is not None:
                 traces = await asyncio.to_thread(traces_of, plain, client, client.drafter, self._sampling)
@@ -166,7 +164,7 @@ class Bench:
             f"step {costs.step_s * 1e3:.1f} ms + {costs.row_s * 1e3:.2f} ms a row, drafting "
             f"{costs.drafting_s * 1e3:.2f} ms a token, gRPC and event loops {round_trip_s * 1e3:.2f} ms a round trip"
         )
-        return Known({text.prompt.id: text.tokens for text in plain}, traces, costs)
+        return Known({text.prompt.id: text.tokens for text in plain}, traces, costs, client.drafter_name, version)
 
     # --- one link ---
 
