@@ -101,6 +101,28 @@ class Written(Replay):
         super()._arrive_down(frame)
 
 
+# --- on a link too long for the drafter ---
+
+
+def test_drafts_that_come_too_late_are_hardly_sent_and_cost_no_speed() -> None:
+    traces = [replace(trace, temperature=1.0) for trace in random_traces(6, tokens=120, share=0.5)]
+    costs, shape = replace(FREE, step_s=0.03), at(LinkShape.of(rtt_ms=250))
+    planned, eager, cloud = (
+        replay(traces, shape, costs, policy) for policy in (Policy(), Policy(patience=Patience(0.0)), CLOUD)
+    )
+    assert sum(o.uplink_bytes for o in planned) < 0.7 * sum(o.uplink_bytes for o in eager)
+    assert tokens_per_second(planned) > 0.998 * tokens_per_second(cloud)
+
+
+def test_a_drafter_that_gets_better_is_asked_again() -> None:
+    rng = random.Random(3)
+    bad = [rng.random() < 0.4 for _ in range(200)]
+    costs, shape = replace(FREE, step_s=0.03), at(LinkShape.of(rtt_ms=250))
+    [outcome] = replay([trace_of(bad + [True] * 400)], shape, costs, Policy())
+    cloud_s = 600 * costs.step_s
+    assert outcome.seconds < 0.75 * cloud_s, "the last two thirds go far faster than a step a token"
+
+
 # --- by hand ---
 
 

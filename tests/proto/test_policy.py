@@ -23,10 +23,12 @@ from outrider.proto.policy import (
     Smoothed,
     StepCost,
     SurvivalWindow,
+    TextCalibration,
     VerifierView,
     best_block,
     due_to_flush,
     linger_s,
+    overtakes,
     plan_for,
 )
 from outrider.proto.types import Goal, Patience
@@ -133,6 +135,24 @@ def test_calibration_learns_what_each_confidence_is_worth() -> None:
         assert calibration.chance(confidence) == pytest.approx(rate, abs=0.2)
     assert calibration.chance(0.45) > calibration.chance(0.05)
     assert calibration.chance(0.45) > calibration.chance(0.98)
+
+
+def test_a_text_on_another_subject_soon_goes_by_its_own_drafts_and_tells_the_others() -> None:
+    common = Calibration()
+    for _ in range(300):
+        common.add(0.35, False)
+    text, other = TextCalibration(common), TextCalibration(common)
+    assert text.chance(0.35) == pytest.approx(common.chance(0.35), abs=0.02), "nothing of its own yet"
+    for _ in range(15):
+        text.add(0.35, True)
+    assert text.chance(0.35) > 0.7
+    assert common.chance(0.35) < 0.35
+    assert other.chance(0.35) == pytest.approx(common.chance(0.35)), "what it saw counts little elsewhere"
+    before = text.chance(0.95)
+    for _ in range(50):
+        other.add(0.95, False)
+    assert text.chance(0.95) < before, "but it counts"
+    assert text.chance(math.nan) == common.acceptance.rate
 
 
 def test_before_any_trial_more_confidence_promises_more() -> None:
@@ -417,6 +437,41 @@ def test_measurements_that_waver_by_a_little_give_one_plan() -> None:
         waver = {name: getattr(usual_verifier(), name) * rng.uniform(0.999, 1.001) for name in ("step_s", "drafting_s")}
         plans.add(patience_for(usual_verifier(**waver)).drafts)
     assert len(plans) == 1
+
+
+def share_saved_by_running_ahead(view: VerifierView, misses: int = 4000) -> float:
+    """Of the target's time, simulated: a step a token until the drafts that followed the last miss are here."""
+    rng, spent_s, alone_s = random.Random(5), 0.0, 0.0
+    for _ in range(misses):
+        hits = 0
+        while rng.random() < view.acceptance:
+            hits += 1
+        now_s, done = 0.0, 0
+        while done <= hits:
+            here = max(0, int((now_s - view.round_trip_s) / view.drafting_s) - done)
+            done += min(view.most_drafts, here, hits - done) + 1
+            now_s += view.step_s
+        spent_s += now_s
+        alone_s += (hits + 1) * view.step_s
+    return 1 - spent_s / alone_s
+
+
+@pytest.mark.parametrize("round_trip_s", [0.03, 0.12, 0.2, 0.3])
+@pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.7, 0.9])
+def test_drafts_overtake_where_a_simulated_target_is_spared_more_than_a_hundredth_of_its_time(
+    round_trip_s: float, acceptance: float
+) -> None:
+    view = VerifierView(acceptance, 0.03, 0.0, 0.001, round_trip_s, most_drafts=16)
+    saved = share_saved_by_running_ahead(view)
+    if abs(saved - 0.012) > 0.006:  # nearer than that the estimates may differ
+        assert overtakes(view) == (saved > 0.012)
+
+
+def test_before_anything_is_measured_drafts_are_taken_to_overtake() -> None:
+    view = VerifierView(0.1, 0.03, 0.0, 0.0, 1.0, most_drafts=16)
+    assert overtakes(view)
+    assert overtakes(replace(view, drafting_s=0.001, step_s=0.0))
+    assert not overtakes(replace(view, drafting_s=0.001))
 
 
 def test_no_more_drafts_are_judged_than_pay() -> None:

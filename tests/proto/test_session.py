@@ -1145,9 +1145,6 @@ def test_a_session_judges_no_more_drafts_than_pay():
     assert session.block(step_s=0.001, row_s=0.1) == (1,)
 
 
-# Append to the edge's half of tests/proto/test_session.py once EdgeSession is mended.
-
-
 def test_held_drafts_beyond_a_credit_that_has_shrunk_are_not_sent():
     edge = measured_edge()
     assert draft(edge, 1, 2, 4, 5, 6, 7, now=0.101)[1] == []

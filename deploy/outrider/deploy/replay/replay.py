@@ -334,6 +334,7 @@ class Replay:
         tokens += (0,) * (len(block) + 1 - len(tokens))  # behind the end, where nothing is settled
         logp = (-1.0,) * len(tokens)
         verified = Verified(block, tokens, logp, began - verifier.ready_since, seconds)
+        session.credit = self._rules.max_credit  # as the engine does; the session lowers it where drafts do not pay
         commit = session.on_verified(verified, self._now)
         verifier.behind = 1
         verifier.ready_since = self._now

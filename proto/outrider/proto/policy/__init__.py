@@ -9,8 +9,25 @@ patience  how many drafts a step judges, and how long the verifier waits for the
 from __future__ import annotations
 
 from outrider.proto.policy.flush import due_to_flush, worth_a_message
-from outrider.proto.policy.measures import Acceptance, Calibration, Experience, Line, Smoothed, StepCost
-from outrider.proto.policy.patience import Plan, Prospect, VerifierView, best_block, expected_tokens, linger_s, plan_for
+from outrider.proto.policy.measures import (
+    Acceptance,
+    Calibration,
+    Experience,
+    Line,
+    Smoothed,
+    StepCost,
+    TextCalibration,
+)
+from outrider.proto.policy.patience import (
+    Plan,
+    Prospect,
+    VerifierView,
+    best_block,
+    expected_tokens,
+    linger_s,
+    overtakes,
+    plan_for,
+)
 from outrider.proto.policy.window import TOKEN_BYTES, EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
 
 __all__ = [
@@ -26,12 +43,14 @@ __all__ = [
     "Smoothed",
     "StepCost",
     "SurvivalWindow",
+    "TextCalibration",
     "VerifierView",
     "WindowPolicy",
     "best_block",
     "due_to_flush",
     "expected_tokens",
     "linger_s",
+    "overtakes",
     "plan_for",
     "worth_a_message",
 ]

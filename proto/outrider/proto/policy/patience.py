@@ -10,7 +10,8 @@ from functools import lru_cache
 from outrider.proto.types import Goal, Patience
 
 LEAST_GAIN = 1.02  # below it drafts are not worth judging, nor making
-LEANING = 1.05  # between plans as good as each other the one that waits takes fewer steps
+WORTH_THE_LINK = 1.012  # below it drafts come too late, all in all, to be worth making and sending
+LEANING = 1.02  # between plans as good as each other the one that waits takes fewer steps
 LATE, MARGIN_S = 1.25, 0.002  # a wait ends when the drafts are so much later than they should be
 _GRAIN = 8  # parts of a step by which times are told apart
 _HORIZON = 48  # tokens after a miss that a plan looks ahead
@@ -124,14 +125,7 @@ def plan_for(view: VerifierView) -> Plan:
     """
     if not (view.step_s and view.drafting_s):
         return _AT_ONCE
-    outlook = _outlook(
-        _rounded(view.acceptance, 0.02),
-        _on_scale(view.step_s),
-        _on_scale(view.row_s),
-        _on_scale(view.drafting_s),
-        _on_scale(view.round_trip_s),
-        view.most_drafts,
-    )
+    outlook = _outlook_of(view)
     if view.goal is Goal.EFFICIENCY:
         wait_s = view.round_trip_s + view.most_drafts * view.drafting_s
         return Plan(Patience(LATE * wait_s + view.step_s, view.most_drafts), wait_s, view.most_drafts)
@@ -155,6 +149,19 @@ def plan_for(view: VerifierView) -> Plan:
     return Plan(Patience(LATE * whole_block_s + MARGIN_S, view.most_drafts), best_wait_s, best_drafts)
 
 
+def overtakes(view: VerifierView) -> bool:
+    """Whether drafts come in time to matter.
+
+    A target that runs ahead is some round_trip_s / step_s tokens further when the first draft after a miss is here,
+    and all of those must have been hits for the rest to be of use. Where that makes tokens hardly faster than the
+    target alone, drafts cost the edge's time and the uplink's bytes for nothing.
+    """
+    if not (view.step_s and view.drafting_s):
+        return True
+    outlook = _outlook_of(view)
+    return outlook.alone_to_next_miss > WORTH_THE_LINK * outlook.to_next_miss(0, 0.0)
+
+
 class _Outlook:
     """The expected time until the next miss, under the best plan, for one set of measurements."""
 
@@ -170,6 +177,7 @@ class _Outlook:
         self._best = min(range(most + 1), key=lambda drafts: self._duration(drafts) / (1 - acceptance ** (drafts + 1)))
         self._steady = self._duration(self._best) / (1 - acceptance ** (self._best + 1))
         self._known: dict[tuple[int, int], float] = {}
+        self.alone_to_next_miss = self._duration(0) / (1 - acceptance)
 
     def arrival_s(self, token: int) -> float:
         """When the token-th draft after a miss is here, seconds after the miss was told."""
@@ -200,6 +208,17 @@ class _Outlook:
                     costs.append(self.cost(committed, time_s, drafts, wait_s))
             self._known[key] = min(costs)
         return self._known[key]
+
+
+def _outlook_of(view: VerifierView) -> _Outlook:
+    return _outlook(
+        _rounded(view.acceptance, 0.02),
+        _on_scale(view.step_s),
+        _on_scale(view.row_s),
+        _on_scale(view.drafting_s),
+        _on_scale(view.round_trip_s),
+        view.most_drafts,
+    )
 
 
 @lru_cache(maxsize=512)

@@ -20,6 +20,7 @@ from outrider.proto.policy import (
     EdgeView,
     Experience,
     SurvivalWindow,
+    TextCalibration,
     WindowPolicy,
     due_to_flush,
     worth_a_message,
@@ -177,6 +178,7 @@ class EdgeSession:
         self._job_running = False
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
         self._experience = experience or Experience()
+        self._calibration = TextCalibration(self._experience.calibration)
         self._sent_at: list[tuple[float, int]] = []  # when each Draft message of this stream went, and its bytes
         self._commit_at = 0.0
         self._goal = Goal.LATENCY
@@ -312,7 +314,7 @@ class EdgeSession:
                 self._agreed = min(self._agreed, position)
 
     def _compare(self, confidence: float, hit: bool) -> None:
-        self._experience.calibration.add(confidence, hit)
+        self._calibration.add(confidence, hit)
         self.statistics.compared += 1
         self.statistics.hits += hit
 
@@ -355,7 +357,7 @@ class EdgeSession:
     @property
     def survival(self) -> float:
         """The chance that all drafts in flight agree with the target."""
-        return math.prod(self._experience.calibration.chance(confidence) for confidence in self._confidence)
+        return math.prod(map(self._calibration.chance, self._confidence))
 
     def allowance(self) -> int:
         """How many more tokens may be drafted now."""
@@ -488,7 +490,7 @@ class EdgeSession:
 
     def _expected_of_unsent(self) -> float:
         """Tokens that the verifier will probably accept of those that it has not been sent."""
-        survival = list(itertools.accumulate(map(self._experience.calibration.chance, self._confidence), operator.mul))
+        survival = list(itertools.accumulate(map(self._calibration.chance, self._confidence), operator.mul))
         return sum(survival[self._sent :])
 
     def _nothing_more(self, now: float) -> list[EdgeInstruction]:

@@ -21,6 +21,7 @@ from outrider.proto.policy import (
     VerifierView,
     best_block,
     expected_tokens,
+    overtakes,
     plan_for,
 )
 from outrider.proto.session.settle import settle
@@ -38,7 +39,7 @@ from outrider.proto.types import (
 )
 
 MOST_TOLD = 64
-PROBE_EVERY, PROBE = 16, 4  # while drafts do not pay, so many are asked for after so many tokens
+PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, so many are asked for after so many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +153,10 @@ class VerifierSession:
             step_s: this session's share of what a step costs beside its rows, seconds; 0: not known, judge all.
             row_s: what a row costs, seconds.
         """
-        worthwhile = best_block(self._view(step_s, row_s, self._ready_since))
-        self._pays = worthwhile > 0
-        if not self._pays and self.generated % PROBE_EVERY == 0:
+        view = self._view(step_s, row_s, self._ready_since)
+        worthwhile = best_block(view)
+        self._pays = worthwhile > 0 and (not self.joins_any_step or overtakes(view))
+        if not worthwhile and self.generated % PROBE_EVERY == 0:
             worthwhile = 1  # acceptance that is never put to the question could never be seen to have risen
         return tuple(self._drafts[: max(0, min(worthwhile, self._most_useful()))])
 
