@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,12 +10,7 @@ import pytest
 import torch
 
 from outrider.deploy.bench import library
-from outrider.deploy.bench.library import (
-    LibraryText,
-    drafter_folder_of,
-    library_assisted,
-    library_generate,
-)
+from outrider.deploy.bench.library import LibraryProcess, LibraryText, drafter_folder_of
 from outrider.proto.errors import ConfigError, Internal
 from outrider.proto.types import Sampling
 
@@ -61,7 +57,9 @@ def drafter(tmp_path_factory) -> Path:
 def here(target: Path, assistant: Path | None = None, **sampling: float) -> list[LibraryText]:
     """The texts, without the price of a process."""
     how = Sampling(**{"max_tokens": TOKENS} | sampling)
-    return library._texts(library._request(target, assistant, PROMPTS, how, 1, "float32"))
+    request = library._request(target, assistant, how, 1, "float32")
+    models = library._models(request)
+    return [library._text(*models, request, prompt, TOKENS) for prompt in PROMPTS]
 
 
 def greedy(folder: Path, prompt: tuple[int, ...]) -> tuple[int, ...]:
@@ -75,8 +73,18 @@ def greedy(folder: Path, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
+def by_process(target: Path, assistant: Path | None, prompts: tuple[tuple[int, ...], ...]) -> list[LibraryText]:
+    async def ask() -> list[LibraryText]:
+        async with LibraryProcess(
+            target, Sampling(max_tokens=TOKENS), assistant_folder=assistant, threads=1, dtype="float32"
+        ) as process:
+            return [await process.text(prompt) for prompt in prompts]
+
+    return asyncio.run(ask())
+
+
 def test_in_a_process_of_its_own_an_assistant_saves_steps_and_changes_no_token(target) -> None:
-    texts = library_assisted(target, target, PROMPTS, Sampling(max_tokens=TOKENS), threads=1, dtype="float32")
+    texts = by_process(target, target, PROMPTS)
     assert [text.tokens for text in texts] == [greedy(target, prompt) for prompt in PROMPTS]
     for text in texts:
         assert text.steps < TOKENS
@@ -85,16 +93,17 @@ def test_in_a_process_of_its_own_an_assistant_saves_steps_and_changes_no_token(t
         assert 0 < text.first_token_s <= text.arrivals_s[-1] <= text.seconds
 
 
-@pytest.mark.parametrize(
-    ("says", "message"), [("echo first >&2; echo no memory >&2", "no memory"), (":", "it ended with status 3")]
-)
-def test_a_process_that_fails_gives_its_last_line(target, tmp_path, monkeypatch, says, message) -> None:
-    failing = tmp_path / "python"
-    failing.write_text(f"#!/bin/sh\ncat > /dev/null\n{says}\nexit 3\n")
-    failing.chmod(0o700)
-    monkeypatch.setattr(library.sys, "executable", str(failing))
-    with pytest.raises(Internal, match=f"library: transformers failed: {message}"):
-        library_generate(target, PROMPTS, Sampling(), threads=1, dtype="float32")
+def test_what_the_library_says_of_its_failure_is_told(target, tmp_path) -> None:
+    (tmp_path / "config.json").write_text((target / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(Internal, match=r"library: transformers failed: .*header"):
+        by_process(tmp_path, None, PROMPTS)
+
+
+def test_a_prompt_without_tokens_is_refused(target) -> None:
+    process = LibraryProcess(target, Sampling(), threads=1, dtype="float32")
+    with pytest.raises(ConfigError, match="prompt: holds no token"):
+        asyncio.run(process.text(()))
 
 
 def test_generate_takes_one_step_a_token(target) -> None:
@@ -167,19 +176,14 @@ def test_a_drafter_folder_is_found(drafter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "prompts", "dtype", "field"),
-    [
-        (Sampling(top_k=5), PROMPTS, "float32", "sampling"),
-        (Sampling(), ((1,), ()), "float32", "prompts[1]"),
-        (Sampling(), PROMPTS, "float99", "dtype"),
-    ],
+    ("sampling", "dtype", "field"), [(Sampling(top_k=5), "float32", "sampling"), (Sampling(), "float99", "dtype")]
 )
-def test_what_the_library_would_not_do_alike_is_refused(target, sampling, prompts, dtype, field) -> None:
+def test_what_the_library_would_not_do_alike_is_refused(target, sampling, dtype, field) -> None:
     with pytest.raises(ConfigError) as raised:
-        library_generate(target, prompts, sampling, threads=1, dtype=dtype)
+        LibraryProcess(target, sampling, threads=1, dtype=dtype)
     assert raised.value.field == field
 
 
 def test_a_request_survives_its_json(target) -> None:
-    request = library._request(target, None, PROMPTS, Sampling(temperature=0.5, seed=3), 1, "float32")
+    request = library._request(target, None, Sampling(temperature=0.5, seed=3), 1, "float32")
     assert library._Request(**asdict(request)) == request

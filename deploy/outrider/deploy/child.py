@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from outrider.proto.errors import Unavailable
@@ -19,13 +21,17 @@ class Child:
         module: to run.
         name: for people, such as `the link`.
         end_within_s: after its standard input is closed; then it is killed.
+        environment: variables beside this process's own.
     """
 
-    def __init__(self, module: str, name: str, end_within_s: float) -> None:
+    def __init__(
+        self, module: str, name: str, end_within_s: float, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.process: asyncio.subprocess.Process | None = None
         self._module = module
         self._name = name
         self._end_within_s = end_within_s
+        self._environment = os.environ | (environment or {})
         self._turn = asyncio.Lock()
 
     async def start(self) -> None:
@@ -36,6 +42,7 @@ class Child:
             self._module,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            env=self._environment,
             limit=MOST_LINE_BYTES,
         )
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from outrider.cloud.engine import StepFigures
 from outrider.cloud.family_index import drafter_folder, resolve_target
 from outrider.deploy.bench.figures import Bytes, library_run, replayed_run, run_of, step_fields, timeline_of
-from outrider.deploy.bench.library import drafter_folder_of, library_assisted, library_generate
+from outrider.deploy.bench.library import LibraryProcess, LibraryText, drafter_folder_of
 from outrider.deploy.bench.links import BenchLink, links_of
 from outrider.deploy.bench.measure import Measured, measure_text
 from outrider.deploy.bench.record import Benchmark, Environment, Run, environment, save
@@ -37,6 +37,7 @@ from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.proto.types import Goal
 
 MEASURED = ("cloud", "sync", "outrider")
+LIBRARY = ("hf-generate", "hf-assisted")
 WARM_UP_TOKENS = 24
 
 
@@ -58,6 +59,7 @@ class Seen:
     texts: dict[str, list[Measured]]
     steps: dict[str, list[StepFigures]]
     carried: dict[str, Bytes]
+    by_library: dict[str, list[LibraryText]]
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -76,7 +78,8 @@ class Bench:
         self._prompts = read_prompts(options.prompts) if options.prompts else held_out(options.per_domain)
         self._sampling = sampling_of(options)
         self._pace_s = options.pace / 1e3
-        if "hf-assisted" in self._modes and self._has_library_runs and options.drafter != "auto":
+        assisted = any("hf-assisted" in self._library_modes(link) for link in self._links)
+        if assisted and options.drafter != "auto":
             drafter_folder_of(options.hf_drafter or drafter_folder(options.drafter))  # fails now rather than at the end
         self._common = {
             "pace_ms": options.pace,
@@ -97,8 +100,6 @@ class Bench:
                     for link in self._links:
                         self._say(f"link {link.label}")
                         runs += await self._over(link, verifier, known)
-            if self._has_library_runs:
-                runs += await self._library(known.drafter)
         benchmark = Benchmark(self._environment(known.drafter, known.drafter_version), tuple(runs))
         Console(width=100).print(tables(benchmark))
         if self._options.json:
@@ -110,10 +111,9 @@ class Bench:
             self._say(f"{len(different)} runs wrote other texts than cloud streaming")
         return 1 if different else 0
 
-    @property
-    def _has_library_runs(self) -> bool:
-        """Whether transformers itself is run: it knows neither links nor a pace."""
-        return any(link.is_none for link in self._links) and not self._pace_s
+    def _library_modes(self, link: BenchLink) -> list[str]:
+        """The runs of transformers itself beside those over `link`: it knows neither links nor a pace."""
+        return [mode for mode in LIBRARY if mode in self._modes and link.is_none and not self._pace_s]
 
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim")
@@ -179,7 +179,11 @@ class Bench:
                 client = await stack.enter_async_context(Client(self._edge(verifier, address, mode, length)))
                 await measure_text(client, self._prompts[0], replace(self._sampling, max_tokens=WARM_UP_TOKENS))
                 clients[mode] = client
-            seen = await self._measure(clients, process, link, verifier)
+            library = {
+                mode: await stack.enter_async_context(self._library(mode, known.drafter, self._prompt_ids(verifier)[0]))
+                for mode in self._library_modes(link)
+            }
+            seen = await self._measure(clients, library, process, link, verifier)
         runs = []
         for mode, measured in seen.texts.items():
             fields = {
@@ -189,13 +193,20 @@ class Bench:
                 "sync_length": length if mode == "sync" else None,
             }
             runs += self._runs(mode, link, measured, seen.carried.get(mode), fields)
-        return runs + self._replayed(link, known, shape_at)
+        runs += self._replayed(link, known, shape_at)
+        return runs + [library_run(mode, texts, **self._common) for mode, texts in seen.by_library.items()]
 
     async def _measure(
-        self, clients: dict[str, Client], process: LinkProcess | None, link: BenchLink, verifier: VerifierProcess
+        self,
+        clients: dict[str, Client],
+        library: dict[str, LibraryProcess],
+        process: LinkProcess | None,
+        link: BenchLink,
+        verifier: VerifierProcess,
     ) -> Seen:
         """Every prompt by every mode in turn, so that a slow moment of the machine meets them all."""
-        seen = Seen({mode: [] for mode in clients}, {mode: [] for mode in clients}, {})
+        seen = Seen({mode: [] for mode in clients}, {mode: [] for mode in clients}, {}, {mode: [] for mode in library})
+        prompt_ids = self._prompt_ids(verifier) if library else []
         share = 1 if self._options.sessions == 1 else len(self._prompts)
         for first in range(0, len(self._prompts), share):
             for mode, client in clients.items():
@@ -214,6 +225,8 @@ class Bench:
                         up + after.up_bytes - before.up_bytes,
                         down + after.down_bytes - before.down_bytes,
                     )
+            for mode, model in library.items():
+                seen.by_library[mode] += [await model.text(ids) for ids in prompt_ids[first : first + share]]
         return seen
 
     async def _together(self, client: Client, prompts: Sequence[Prompt], sessions: int) -> list[Measured]:
@@ -301,38 +314,26 @@ class Bench:
 
     # --- the library ---
 
-    async def _library(self, drafter: str) -> list[Run]:
-        """`transformers` by itself, on the same prompts, where there is no link and no pace."""
+    @asynccontextmanager
+    async def _library(self, mode: str, drafter: str, warm_up: Sequence[int]) -> AsyncIterator[LibraryProcess]:
         options = self._options
-        if not {"hf-generate", "hf-assisted"} & set(self._modes):
-            return []
+        assistant = (options.hf_drafter or drafter_folder(drafter)) if mode == "hf-assisted" else None
+        async with LibraryProcess(
+            Path(resolve_target(options.target)),
+            Sampling(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed),
+            assistant_folder=drafter_folder_of(assistant) if mode == "hf-assisted" else None,
+            threads=options.target_threads,
+            dtype=options.dtype,
+        ) as process:
+            await process.text(warm_up, WARM_UP_TOKENS)
+            yield process
+
+    def _prompt_ids(self, verifier: VerifierProcess) -> list[tuple[int, ...]]:
+        """Each prompt's token ids."""
         from tokenizers import Tokenizer
 
-        folder = Path(resolve_target(options.target))
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        prompts = [tuple(tokenizer.encode(prompt.text).ids) for prompt in self._prompts]
-        sampling = Sampling(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed)
-        threads = options.target_threads
-        runs = []
-        if "hf-generate" in self._modes:
-            self._say("transformers generate")
-            texts = await asyncio.to_thread(
-                library_generate, folder, prompts, sampling, threads=threads, dtype=options.dtype
-            )
-            runs.append(library_run("hf-generate", texts, **self._common))
-        if "hf-assisted" in self._modes:
-            self._say("transformers generate with assistant_model")
-            texts = await asyncio.to_thread(
-                library_assisted,
-                folder,
-                drafter_folder_of(options.hf_drafter or drafter_folder(drafter)),
-                prompts,
-                sampling,
-                threads=threads,
-                dtype=options.dtype,
-            )
-            runs.append(library_run("hf-assisted", texts, **self._common))
-        return runs
+        tokenizer = Tokenizer.from_file(str(verifier.tokenizer))
+        return [tuple(tokenizer.encode(prompt.text).ids) for prompt in self._prompts]
 
     def _environment(self, drafter: str, version: str | None) -> Environment:
         options = self._options

@@ -1,26 +1,27 @@
 """The baselines that transformers itself gives: `generate`, and `generate(assistant_model=…)`, with no link at all.
 
-They run in a process of their own (`python -m outrider.deploy.bench.library`, one JSON object in and one out), so that
-neither their threads nor their memory meet those of the benchmark.
+Each runs in a process of its own (`python -m outrider.deploy.bench.library`), so that neither its threads nor its
+memory meet those of the benchmark. A request comes on the first line of its standard input, a prompt on each further
+one, and each is answered by a line.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+from outrider.deploy.child import Child
 from outrider.proto.errors import ConfigError, Internal
 from outrider.proto.types import Sampling
 
-WARM_UP_TOKENS = 8
+_END_WITHIN_S = 5.0
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -52,11 +53,10 @@ class LibraryText:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the process is asked for."""
+    """What the process is to be."""
 
     target: str
     assistant: str | None
-    prompts: tuple[tuple[int, ...], ...]
     temperature: float
     max_tokens: int
     seed: int
@@ -64,40 +64,70 @@ class _Request:
     dtype: str
 
 
-def library_generate(
-    target_folder: Path, prompts: Sequence[Sequence[int]], sampling: Sampling, *, threads: int, dtype: str
-) -> list[LibraryText]:
-    """The texts that `generate` of transformers makes, one prompt after the other.
+class LibraryProcess:
+    """`generate` of transformers in a process of its own, as an async context manager.
+
+    With an assistant it runs by the library's default schedule: 20 tokens a round, cut off where the drafter is less
+    than 40 % sure (transformers 5).
 
     Args:
         target_folder: of the target, with safetensors.
-        prompts: token ids, [n] of each.
         sampling: temperature, max_tokens and seed count; anything else must be off.
+        assistant_folder: of the drafter as transformers saves it; None: without.
         threads: of torch; 0: torch's own choice.
         dtype: of the weights, one of `DTYPES`.
 
     Raises:
-        ConfigError: a folder, the sampling or a prompt is not usable; the field says which.
-        Internal: the process failed; the message is its last line.
+        ConfigError: a folder or the sampling is not usable; the field says which.
+        Internal: on entering: the models do not load; the message says why.
     """
-    return _in_a_process(_request(target_folder, None, prompts, sampling, threads, dtype))
 
+    def __init__(
+        self,
+        target_folder: Path,
+        sampling: Sampling,
+        *,
+        assistant_folder: Path | None = None,
+        threads: int,
+        dtype: str,
+    ) -> None:
+        self._request = _request(target_folder, assistant_folder, sampling, threads, dtype)
+        # OpenMP reads its variable when torch is loaded. No hub is asked: everything is in folders.
+        environment = {"HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        self._child = Child(__name__, "transformers", _END_WITHIN_S, environment)
 
-def library_assisted(
-    target_folder: Path,
-    drafter_folder: Path,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    *,
-    threads: int,
-    dtype: str,
-) -> list[LibraryText]:
-    """As `library_generate`, with the drafter as `assistant_model` and its default schedule of assistant tokens.
+    async def __aenter__(self) -> Self:
+        await self._child.start()
+        try:
+            await self._ask(asdict(self._request))
+        except BaseException:
+            await self._child.end()
+            raise
+        return self
 
-    The default is 20 tokens a round, cut off where the drafter is less than 40 % sure (transformers 5).
-    """
-    drafter = drafter_folder_of(drafter_folder)
-    return _in_a_process(_request(target_folder, drafter, prompts, sampling, threads, dtype))
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._child.end()
+
+    async def text(self, prompt: Sequence[int], max_tokens: int | None = None) -> LibraryText:
+        """What follows `prompt` [n], token ids; at most `max_tokens`, None: as the sampling says.
+
+        Raises:
+            ConfigError: the prompt holds no token.
+            Internal: the library failed.
+        """
+        if not prompt:
+            raise ConfigError("holds no token", field="prompt")
+        limit = self._request.max_tokens if max_tokens is None else max_tokens
+        text = await self._ask({"prompt": list(prompt), "max_tokens": limit})
+        return LibraryText(**text | {"tokens": tuple(text["tokens"]), "arrivals_s": tuple(text["arrivals_s"])})
+
+    async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._child.ask(question)
+        if "error" in answer:
+            raise Internal(f"transformers failed: {answer['error']}", field="library")
+        return answer
 
 
 def drafter_folder_of(folder: Path | None) -> Path:
@@ -123,14 +153,7 @@ def _model_folder(folder: Path, field: str) -> Path:
     return folder
 
 
-def _request(
-    target: Path,
-    assistant: Path | None,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    threads: int,
-    dtype: str,
-) -> _Request:
+def _request(target: Path, assistant: Path | None, sampling: Sampling, threads: int, dtype: str) -> _Request:
     plain = Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=sampling.seed)
     if sampling != plain:
         raise ConfigError(
@@ -139,40 +162,15 @@ def _request(
         )
     if dtype not in DTYPES:
         raise ConfigError(f"{dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise ConfigError("holds no token", field=f"prompts[{index}]")
     return _Request(
         target=str(_model_folder(target, "target")),
-        assistant=None if assistant is None else str(assistant),
-        prompts=tuple(tuple(prompt) for prompt in prompts),
+        assistant=None if assistant is None else str(drafter_folder_of(assistant)),
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
         seed=sampling.seed,
         threads=threads,
         dtype=dtype,
     )
-
-
-def _in_a_process(request: _Request) -> list[LibraryText]:
-    # OpenMP reads its variable when torch is loaded. No hub is asked: everything is in folders.
-    threads = {"OMP_NUM_THREADS": str(request.threads)} if request.threads else {}
-    done = subprocess.run(
-        (sys.executable, "-m", "outrider.deploy.bench.library"),
-        input=json.dumps(asdict(request)),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | threads | {"HF_HUB_OFFLINE": "1"},
-    )
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        why = lines[-1] if lines else f"it ended with status {done.returncode}"
-        raise Internal(f"transformers failed: {why}", field="library")
-    return [
-        LibraryText(**text | {"tokens": tuple(text["tokens"]), "arrivals_s": tuple(text["arrivals_s"])})
-        for text in json.loads(done.stdout)
-    ]
 
 
 class _Watch:
@@ -213,7 +211,8 @@ class _Watch:
         return accepted, questioned
 
 
-def _texts(request: _Request) -> list[LibraryText]:
+def _models(request: _Request) -> tuple[Any, Any]:
+    """Target and assistant; None without one."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -229,12 +228,10 @@ def _texts(request: _Request) -> list[LibraryText]:
         ).eval()
         for folder in (request.target, request.assistant)
     )
-    if request.prompts:
-        _text(target, assistant, request, request.prompts[0], WARM_UP_TOKENS)
-    return [_text(target, assistant, request, prompt, request.max_tokens) for prompt in request.prompts]
+    return target, assistant
 
 
-def _text(target: Any, assistant: Any, request: _Request, prompt: tuple[int, ...], max_tokens: int) -> LibraryText:
+def _text(target: Any, assistant: Any, request: _Request, prompt: Sequence[int], max_tokens: int) -> LibraryText:
     import torch
 
     if request.temperature:
@@ -271,12 +268,21 @@ def _text(target: Any, assistant: Any, request: _Request, prompt: tuple[int, ...
 
 
 def main() -> None:
-    """Answer one request from standard input; whatever the libraries print goes to standard error."""
-    request = json.load(sys.stdin)
-    prompts = tuple(tuple(prompt) for prompt in request["prompts"])
-    with redirect_stdout(sys.stderr):
-        texts = _texts(_Request(**request | {"prompts": prompts}))
-    json.dump([asdict(text) for text in texts], sys.stdout)
+    """Answer line by line; whatever the libraries print goes to standard error."""
+    target = assistant = request = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            with redirect_stdout(sys.stderr):
+                if request is None:
+                    request = _Request(**question)
+                    target, assistant = _models(request)
+                    answer = {}
+                else:
+                    answer = asdict(_text(target, assistant, request, question["prompt"], question["max_tokens"]))
+        except Exception as error:  # the process's top: the asker must hear what went wrong
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
