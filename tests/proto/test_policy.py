@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from outrider.proto.policy import (
     Experience,
     FixedWindow,
     Line,
+    Pace,
     Prospect,
     Smoothed,
     StepCost,
@@ -188,6 +190,7 @@ USUAL = EdgeView(
     row_s=0.0,
     round_trip_s=0.03,
     byte_s=0.0,
+    token_s=0.0,
     goal=Goal.LATENCY,
 )
 
@@ -225,8 +228,35 @@ def test_where_steps_are_to_be_few_drafts_go_further_on_a_long_link() -> None:
     assert SurvivalWindow().more(replace(view, goal=Goal.EFFICIENCY)) > SurvivalWindow().more(view)
 
 
+def test_where_drafting_and_verifying_take_turns_the_window_makes_tokens_come_fastest() -> None:
+    """Against every fixed length: rounds of step + round trip + drafting, which give 1 + a + a^2 + … tokens."""
+    for acceptance, drafting_s, round_trip_s in itertools.product((0.4, 0.6, 0.8, 0.9), (0.001, 0.003), (0.0, 0.01)):
+
+        def token_s(drafts: int, a: float = acceptance, tau: float = drafting_s, trip: float = round_trip_s) -> float:
+            return (USUAL.step_s + trip + tau * drafts) / ((1 - a ** (drafts + 1)) / (1 - a))
+
+        best = min(map(token_s, range(64)))
+        view = replace(USUAL, acceptance=acceptance, drafting_s=drafting_s, round_trip_s=round_trip_s, token_s=best)
+        assert token_s(SurvivalWindow(least=0.0).more(view)) < 1.01 * best
+        eager = token_s(SurvivalWindow(least=0.0).more(replace(view, token_s=USUAL.step_s)))
+        assert eager >= token_s(SurvivalWindow(least=0.0).more(view))
+    far = replace(USUAL, round_trip_s=0.2, token_s=0.001)
+    assert SurvivalWindow().more(far) == SurvivalWindow().more(replace(far, token_s=0.0)), "it runs ahead there"
+
+
+def test_the_pace_is_of_the_newest_commits() -> None:
+    pace = Pace()
+    assert pace.token_s == 0.0
+    for _ in range(200):
+        pace.add(0.03, 3)
+    assert pace.token_s == pytest.approx(0.01)
+    for _ in range(100):
+        pace.add(0.04, 1)
+    assert pace.token_s == pytest.approx(0.04, rel=0.05)
+
+
 def test_one_draft_is_always_made_when_none_is_in_flight_however_dear() -> None:
-    dear = EdgeView(0, 1.0, 0.02, 5.0, 0.001, 1.0, 0.0, 1.0, Goal.LATENCY)
+    dear = EdgeView(0, 1.0, 0.02, 5.0, 0.001, 1.0, 0.0, 1.0, 0.0, Goal.LATENCY)
     assert SurvivalWindow().more(dear) == 1, "else better drafts could never be noticed"
     assert SurvivalWindow().more(replace(dear, in_flight=1, survival=0.02)) == 0
 
@@ -234,7 +264,7 @@ def test_one_draft_is_always_made_when_none_is_in_flight_however_dear() -> None:
 @pytest.mark.parametrize("step_s", [0.0, 0.03])
 @pytest.mark.parametrize("most", [1, 5, 64])
 def test_the_survival_window_has_an_end(most: int, step_s: float) -> None:
-    free = EdgeView(0, 1.0, 0.995, 0.0, step_s, 0.0, 99.0, 0.0, Goal.EFFICIENCY)
+    free = EdgeView(0, 1.0, 0.995, 0.0, step_s, 0.0, 99.0, 0.0, 0.0, Goal.EFFICIENCY)
     counts = [SurvivalWindow(most).more(replace(free, in_flight=n)) for n in range(most + 3)]
     assert counts[0] <= most
     assert all(n + count <= max(n, most) for n, count in enumerate(counts))
@@ -242,7 +272,7 @@ def test_the_survival_window_has_an_end(most: int, step_s: float) -> None:
 
 
 def test_before_anything_is_measured_a_few_drafts_are_made() -> None:
-    unknown = EdgeView(0, 1.0, 0.7, 0.0, 0.0, 0.0, 0.0, 0.0, Goal.LATENCY)
+    unknown = EdgeView(0, 1.0, 0.7, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, Goal.LATENCY)
     first = SurvivalWindow().more(unknown)
     assert 1 < first < 64
     assert SurvivalWindow().more(replace(unknown, in_flight=first)) == 0

@@ -15,7 +15,7 @@ from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import Done, DraftJob, EdgeInstruction, EdgeSession, Emit, Reopen, Send
 from outrider.proto.types import CloudFrame, Commit, EdgeFrame, FinishReason, Goaway, Opened
 
-BLOCK_S = 0.002  # drafting time between looks at what the verifier has said
+BLOCK_S = 0.004  # drafting time between looks at what the verifier has said
 
 
 def block_tokens(drafting_s: float) -> int:
@@ -114,8 +114,9 @@ class Decoding:
                 await self._wake.wait()
                 self._wake.clear()
                 continue
+            began = time.monotonic()
             try:
-                proposal, seconds = await asyncio.get_running_loop().run_in_executor(self._thread, self._propose, job)
+                proposal = await asyncio.get_running_loop().run_in_executor(self._thread, self._propose, job)
             except OutriderError as error:
                 self._apply(self.machine.on_drafter_failed(error))
                 return
@@ -123,16 +124,16 @@ class Decoding:
                 self._apply(self.machine.on_drafter_failed(Internal(f"{type(error).__name__}: {error}")))
                 return
             now = time.monotonic()
-            self._journal.drafted(now - seconds, now, len(proposal.tokens))
-            self._apply(self.machine.on_drafted(job, proposal.tokens, proposal.q, seconds, now))
+            self._journal.drafted(began, now, len(proposal.tokens))
+            # All that it took counts: the thread may have been at work for other texts, and so it may be next time.
+            self._apply(self.machine.on_drafted(job, proposal.tokens, proposal.q, now - began, now))
 
-    def _propose(self, job: DraftJob) -> tuple[Proposal, float]:
+    def _propose(self, job: DraftJob) -> Proposal:
         """In the drafting thread."""
         assert self._drafter is not None  # noqa: S101 - _draft returns without one
-        began = time.monotonic()
         self._drafter.truncate(job.truncate_to)
         self._drafter.extend(job.extend_with)
-        return self._drafter.propose(job.count), time.monotonic() - began
+        return self._drafter.propose(job.count)
 
     # --- send, apply commits ---
 

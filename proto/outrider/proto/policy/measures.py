@@ -58,6 +58,7 @@ _PRIOR_WEIGHT = 3.0
 _COMMON_WEIGHT = (
     5.0  # of the other texts' trials against a text's own; replayed: 1 % faster at T = 0, the same at T = 1
 )
+_PACE_FADE = 0.95  # at every commit
 _USUAL_S = 0.005  # by which a round trip may always differ from the usual
 _OCTAVES = 10  # of rows in a step: 1, 2 to 3, 4 to 7, … 512 and more
 
@@ -208,6 +209,24 @@ class StepCost:
         return max(0.1 * few, few - row_s * sessions), row_s
 
 
+@dataclass(slots=True)
+class Pace:
+    """Seconds a token, over the newest commits."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """A commit of so many tokens came so long after the one before it."""
+        self.seconds = self.seconds * _PACE_FADE + seconds
+        self.tokens = self.tokens * _PACE_FADE + tokens
+
+    @property
+    def token_s(self) -> float:
+        """What a token takes; 0 before the first."""
+        return self.seconds / self.tokens if self.tokens else 0.0
+
+
 def _new_round_trip() -> Line:
     return Line(fade=1 - 1 / 16)
 
@@ -223,6 +242,7 @@ class Experience:
         timed: whether a Draft message has been timed: an Open's time may hold a connection's handshake.
         strangers: newest times, one after the other, that are half or twice what was to be expected.
         step: seconds of the verifier's steps against their rows.
+        pace: of commits.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
@@ -231,6 +251,7 @@ class Experience:
     timed: bool = False
     strangers: int = 0
     step: Line = field(default_factory=Line)
+    pace: Pace = field(default_factory=Pace)
 
     def time_open(self, seconds: float) -> None:
         """An Open was answered after so long; counts while nothing better is known."""

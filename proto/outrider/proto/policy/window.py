@@ -25,6 +25,7 @@ class EdgeView:
         row_s: of the verifier, for one more draft in a step.
         round_trip_s: of a small message and its answer.
         byte_s: a byte on the uplink.
+        token_s: what a committed token has taken, on average.
         goal: of the deployment.
     """
 
@@ -36,6 +37,7 @@ class EdgeView:
     row_s: float
     round_trip_s: float
     byte_s: float
+    token_s: float
     goal: Goal
 
 
@@ -67,8 +69,10 @@ class SurvivalWindow:
     """Draft while the next token's chance to survive, times the time that it saves, exceeds its price.
 
     A token that survives saves a target step, and where the verifier waits for drafts (goal efficiency) the round
-    trip that comes with it. It costs its drafting, its row in a step, its bytes on the uplink, and a share `least` of
-    what it can save, which bounds the bytes spent on chains that will hardly be read.
+    trip that comes with it. On a link shorter than a step drafting and verifying take turns, and there it saves what a
+    token takes on average: of rewards in rounds the best is had where the last unit of time brings as much as all do
+    on average (renewal reward). It costs its drafting, its row in a step, its bytes on the uplink, and a share `least`
+    of what it can save, which bounds the bytes spent on chains that will hardly be read.
     """
 
     most: int = 64
@@ -78,7 +82,7 @@ class SurvivalWindow:
         """Tokens to draft now."""
         if not view.step_s:
             return max(0, min(FIRST_WINDOW, self.most) - view.in_flight)
-        saved_s = view.step_s + (view.round_trip_s if view.goal is Goal.EFFICIENCY else 0.0)
+        saved_s = _saved_s(view)
         hidden = min(1.0, view.step_s / view.round_trip_s) if view.round_trip_s else 1.0
         price_s = hidden * (view.drafting_s + self.least * saved_s) + view.row_s + TOKEN_BYTES * view.byte_s
         chance, count = view.survival, 0
@@ -88,3 +92,12 @@ class SurvivalWindow:
                 break
             count += 1
         return count
+
+
+def _saved_s(view: EdgeView) -> float:
+    """By a token that survives."""
+    if view.goal is Goal.EFFICIENCY:
+        return view.step_s + view.round_trip_s
+    if view.token_s and view.round_trip_s < view.step_s:
+        return min(view.step_s, view.token_s)
+    return view.step_s

@@ -181,6 +181,7 @@ class EdgeSession:
         self._calibration = TextCalibration(self._experience.calibration)
         self._sent_at: list[tuple[float, int]] = []  # when each Draft message of this stream went, and its bytes
         self._commit_at = 0.0
+        self._heard_commit = False  # of this stream
         self._goal = Goal.LATENCY
         self._planned = False
         self._max_drafts = frame.max_drafts
@@ -221,6 +222,7 @@ class EdgeSession:
         self._sent_at.clear()
         self._said_complete = False
         self._commit_at = now
+        self._heard_commit = False
         self._experience.time_open(now - self._opened_at)
         self.statistics.round_trip_s = self.round_trip_s
         self._new_chain()
@@ -288,6 +290,9 @@ class EdgeSession:
     def _measure(self, commit: Commit, now: float) -> None:
         self.statistics.steps += 1
         self.statistics.judged += commit.judged
+        if self._heard_commit:  # before the first of a stream the prompt was read
+            self._experience.pace.add(now - self._commit_at, len(commit.tokens))
+        self._heard_commit = True
         self._commit_at = now
         self._said_complete = False
         timing = commit.timing
@@ -376,6 +381,7 @@ class EdgeSession:
             row_s=self._experience.step.slope,
             round_trip_s=self.round_trip_s,
             byte_s=self._experience.round_trip.slope,
+            token_s=self._experience.pace.token_s,
             goal=self._goal,
         )
         return min(room, self._policy.more(view))
