@@ -129,7 +129,9 @@ cloud_frames = (
 )
 files = st.builds(t.RemoteFile, st.from_regex(r"[a-z0-9_][a-z0-9_.]{0,20}", fullmatch=True), hashes, big_counts)
 manifests = st.builds(t.DrafterManifest, names, names, words, words, st.lists(files, max_size=3).map(tuple))
-lease_requests = st.builds(t.LeaseRequest, words, words, words, st.lists(words, max_size=3).map(tuple), counts)
+lease_requests = st.builds(
+    t.LeaseRequest, words, words, words, st.lists(words, max_size=3).map(tuple), counts, st.booleans()
+)
 leases = st.builds(
     t.Lease,
     token=st.binary(max_size=30),
@@ -141,7 +143,11 @@ leases = st.builds(
     tokenizer=st.none() | files,
     drafters=st.lists(manifests, max_size=2).map(tuple),
     prior=st.builds(t.DraftingPrior, doubles, doubles),
+    tls=st.booleans(),
+    tls_name=words,
+    relayed=st.booleans(),
 )
+relays = st.builds(t.RelayStatus, counts, big_counts, big_counts, big_counts, big_counts, big_counts, doubles, doubles)
 reports = st.builds(
     t.SessionReport,
     words,
@@ -168,6 +174,7 @@ statuses = st.builds(
     st.lists(manifests, max_size=2).map(tuple),
     big_counts,
     st.lists(reports, max_size=2).map(tuple),
+    st.none() | relays,
 )
 
 DECODERS = [

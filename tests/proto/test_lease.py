@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.proto import lease as module
 from outrider.proto.errors import ConfigError, LeaseExpired, Unauthenticated
-from outrider.proto.lease import CLOCK_SKEW_S, LeaseClaim, _signature, sign_lease, verify_lease
+from outrider.proto.lease import CLOCK_SKEW_S, LeaseClaim, _signature, read_lease, sign_lease, verify_lease
 
 SECRET = b"0123456789abcdef"
 CLAIM = LeaseClaim("verifier-1", "model-a", "session-x", 1000.0)
@@ -102,7 +103,7 @@ def test_a_signed_body_that_is_no_claim_is_refused(body):
         check(signed(body))
 
 
-@pytest.mark.parametrize("expires", ["soon", "9", None, [1]])
+@pytest.mark.parametrize("expires", ["soon", "9", None, [1], float("nan"), float("inf"), True])
 def test_a_signed_claim_with_an_expiry_that_is_no_number_is_refused(expires):
     body = {"verifier": "verifier-1", "model": "model-a", "session": "session-x", "expires_at_s": expires}
     with pytest.raises(Unauthenticated, match="is not a lease token"):
@@ -122,3 +123,53 @@ def test_a_short_secret_is_refused_on_both_sides(secret):
     assert caught.value.field == "lease_secret"
     with pytest.raises(ConfigError):
         check(sign_lease(CLAIM, SECRET), secret=secret)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"verifier": 7}, {"model": None}, {"session": ["session-x"]}, {"key": 1}),
+        *({"tokens_per_minute": wrong} for wrong in ("9", -1, 1.5, True)),
+    ],
+)
+def test_a_signed_claim_with_a_field_of_the_wrong_kind_is_refused(wrong):
+    body = {"verifier": "verifier-1", "model": "model-a", "session": "session-x", "expires_at_s": 1e9} | wrong
+    with pytest.raises(Unauthenticated, match="is not a lease token"):
+        check(signed(json.dumps(body).encode()))
+
+
+def test_the_key_and_its_rate_travel_in_the_lease_and_cannot_be_taken_out():
+    limited = replace(CLAIM, key="alice", tokens_per_minute=600)
+    assert check(sign_lease(limited, SECRET)) == limited
+    _, _, signature = sign_lease(limited, SECRET).partition(b".")
+    body, _, _ = sign_lease(CLAIM, SECRET).partition(b".")
+    with pytest.raises(Unauthenticated, match="signature"):
+        check(body + b"." + signature)
+
+
+def test_a_lease_without_a_key_is_no_longer_than_it_was():
+    body, _, _ = sign_lease(CLAIM, SECRET).partition(b".")
+    said = json.loads(base64.urlsafe_b64decode(body + b"=" * (-len(body) % 4)))
+    assert set(said) == {"verifier", "model", "session", "expires_at_s"}
+
+
+def test_a_relay_reads_any_genuine_lease_that_is_not_over_and_no_other():
+    token = sign_lease(CLAIM, SECRET)
+    assert read_lease(token, SECRET, now_s=999.0) == CLAIM
+    with pytest.raises(LeaseExpired):
+        read_lease(token, SECRET, now_s=1000.1 + CLOCK_SKEW_S)
+    for forged in (b"", token[:-1], token + b"A", sign_lease(CLAIM, b"another secret of enough bytes")):
+        with pytest.raises(Unauthenticated):
+            read_lease(forged, SECRET, now_s=999.0)
+
+
+def test_signatures_are_compared_in_constant_time(monkeypatch):
+    compared = []
+
+    def compare(a, b):
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr(module.hmac, "compare_digest", compare)
+    check(sign_lease(CLAIM, SECRET))
+    assert len(compared) == 1

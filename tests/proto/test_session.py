@@ -1062,6 +1062,16 @@ def test_an_edge_that_never_gives_up_can_retry_for_days():
     assert reopen.after_s == 2.0
 
 
+def test_an_edge_that_is_asked_to_wait_for_longer_than_it_retries_says_so_at_once():
+    edge = EdgeSession(open_frame(), retry=RetryRules(give_up_s=60.0))
+    edge.open_frame(b"", 0.0)
+    patient = edge.on_disconnected(ResourceExhausted("full", retry_after_s=59.0), 1.0)
+    assert [instruction.after_s for instruction in patient] == [59.0]
+    [done] = edge.on_disconnected(ResourceExhausted("the key has spent its tokens", retry_after_s=6000.0), 2.0)
+    assert done.error is not None
+    assert done.error.retry_after_s == 6000.0
+
+
 def test_the_edge_gives_up_after_the_time_that_it_was_given():
     edge = EdgeSession(open_frame(), retry=RetryRules(give_up_s=60.0))
     edge.on_disconnected(Unavailable("no"), 10.0)

@@ -41,6 +41,8 @@ def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
             wire = pb.EdgeFrame(draft=_draft_to_wire(frame))
         case t.Open():
             wire = pb.EdgeFrame(open=_open_to_wire(frame))
+        case t.Continue():
+            wire = pb.EdgeFrame(continuation=_continue_to_wire(frame))
         case t.Report():
             wire = pb.EdgeFrame(
                 report=pb.Report(
@@ -73,16 +75,18 @@ def decode_edge_frame(data: bytes, most_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeF
             return _draft_from_wire(wire.draft)
         case "open":
             return _open_from_wire(wire.open)
+        case "continuation":
+            return _continue_from_wire(wire.continuation)
         case "report":
             report = wire.report
             return t.Report(report.drafting, report.drafting_us / 1e6, report.round_trip_us / 1e6, report.acceptance)
         case "cancel":
             return t.Cancel(wire.cancel.reason)
-    raise InvalidArgument("holds none of open, draft, report, cancel", field="frame.body")
+    raise InvalidArgument("holds none of open, continuation, draft, report, cancel", field="frame.body")
 
 
 def _check_lengths(wire: pb.EdgeFrame, most_tokens: int) -> None:
-    sampling = wire.open.sampling
+    sampling = wire.continuation.sampling if wire.HasField("continuation") else wire.open.sampling
     lists = {
         "open.prompt": wire.open.prompt,
         "open.committed": wire.open.committed,
@@ -90,13 +94,14 @@ def _check_lengths(wire: pb.EdgeFrame, most_tokens: int) -> None:
         "sampling.bias_values": sampling.bias_values,
         "sampling.allowed_tokens": sampling.allowed_tokens,
         "sampling.stop_tokens": sampling.stop_tokens,
+        "continuation.prompt": wire.continuation.prompt,
         "draft.tokens": wire.draft.tokens,
         "draft.parents": wire.draft.parents,
         "draft.q": wire.draft.q,
     }
     for field, values in lists.items():
         if len(values) > 2 * most_tokens:  # twice: q has two bytes a token
-            error = PromptTooLong if field == "open.prompt" else InvalidArgument
+            error = PromptTooLong if field.endswith(".prompt") else InvalidArgument
             raise error(f"holds {len(values)} entries; {most_tokens} is the most that can make sense", field=field)
 
 
@@ -143,6 +148,9 @@ def _open_to_wire(frame: t.Open) -> pb.Open:
         max_drafts=frame.max_drafts,
         steering_width=frame.steering_width,
         logp=frame.logp,
+        logprobs=frame.logprobs,
+        top_logprobs=frame.top_logprobs,
+        keep_s=frame.keep_s,
     )
     if frame.patience is not None:
         wire.patience.CopyFrom(pb.Patience(seconds=frame.patience.seconds, drafts=frame.patience.drafts))
@@ -168,6 +176,25 @@ def _open_from_wire(wire: pb.Open) -> t.Open:
         max_drafts=wire.max_drafts,
         steering_width=wire.steering_width,
         logp=wire.logp,
+        logprobs=wire.logprobs,
+        top_logprobs=wire.top_logprobs,
+        keep_s=wire.keep_s,
+    )
+
+
+def _continue_to_wire(frame: t.Continue) -> pb.Continue:
+    wire = pb.Continue(start=frame.start, prompt=frame.prompt, chain=frame.chain)
+    if frame.sampling is not None:
+        wire.sampling.CopyFrom(_sampling_to_wire(frame.sampling))
+    return wire
+
+
+def _continue_from_wire(wire: pb.Continue) -> t.Continue:
+    return t.Continue(
+        start=wire.start,
+        prompt=tuple(wire.prompt),
+        sampling=_sampling_from_wire(wire.sampling) if wire.HasField("sampling") else None,
+        chain=wire.chain,
     )
 
 
@@ -187,7 +214,12 @@ def _sampling_to_wire(sampling: t.Sampling) -> pb.Sampling:
         max_tokens=sampling.max_tokens,
         stop_tokens=sampling.stop_tokens,
         ignore_eos=sampling.ignore_eos,
+        grammar=_grammar_to_wire(sampling.grammar) if sampling.grammar is not None else None,
     )
+
+
+def _grammar_to_wire(grammar: t.Grammar) -> pb.Grammar:
+    return pb.Grammar(kind=pb.GrammarKind.Name(grammar.kind.value), text=grammar.text)
 
 
 def _sampling_from_wire(wire: pb.Sampling) -> t.Sampling:
@@ -207,7 +239,12 @@ def _sampling_from_wire(wire: pb.Sampling) -> t.Sampling:
         max_tokens=wire.max_tokens,
         stop_tokens=tuple(wire.stop_tokens),
         ignore_eos=wire.ignore_eos,
+        grammar=_grammar_from_wire(wire.grammar) if wire.HasField("grammar") else None,
     )
+
+
+def _grammar_from_wire(wire: pb.Grammar) -> t.Grammar:
+    return t.Grammar(_enum(t.GrammarKind, wire.kind, "sampling.grammar"), wire.text)
 
 
 # --- the decoding stream, cloud to edge -------------------------------------------------------------------------
@@ -231,6 +268,8 @@ def encode_cloud_frame(frame: t.CloudFrame) -> bytes:
                     goal=pb.Goal.Name(frame.goal.value),
                     max_drafts=frame.max_drafts,
                     planned=frame.planned,
+                    keep_s=frame.keep_s,
+                    release=frame.release,
                 )
             )
         case t.Goaway():
@@ -257,6 +296,8 @@ def decode_cloud_frame(data: bytes) -> t.CloudFrame:
                 goal=_enum(t.Goal, o.goal, "opened.goal"),
                 max_drafts=o.max_drafts,
                 planned=o.planned,
+                keep_s=o.keep_s,
+                release=o.release,
             )
         case "goaway":
             return t.Goaway(wire.goaway.reason, wire.goaway.retry_after_s)
@@ -280,6 +321,10 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
         finish=pb.FinishReason.Name(commit.finish.value if commit.finish else 0),
         chain=commit.chain,
         judged=commit.judged,
+        turn=commit.turn,
+        logprobs=commit.logprobs,
+        top_tokens=[token for top in commit.top_logprobs for token, _ in top],
+        top_logp=[logp for top in commit.top_logprobs for _, logp in top],
     )
     if commit.steering is not None:
         s = commit.steering
@@ -314,7 +359,20 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
         finish=_enum(t.FinishReason, wire.finish, "commit.finish") if wire.finish else None,
         chain=wire.chain,
         judged=wire.judged,
+        turn=wire.turn,
+        logprobs=tuple(wire.logprobs),
+        top_logprobs=_top_logprobs_from_wire(wire),
     )
+
+
+def _top_logprobs_from_wire(wire: pb.Commit) -> tuple[t.TopLogprobs, ...]:
+    if not wire.top_tokens and not wire.top_logp:
+        return ()
+    each, odd = divmod(len(wire.top_tokens), max(1, len(wire.tokens)))
+    if odd or each == 0 or len(wire.top_logp) != len(wire.top_tokens):
+        raise InvalidArgument("must hold equally many tokens and numbers for each token", field="commit.top_logprobs")
+    pairs = list(zip(wire.top_tokens, wire.top_logp, strict=True))
+    return tuple(tuple(pairs[first : first + each]) for first in range(0, len(pairs), each))
 
 
 def _steering_from_wire(wire: pb.Steering) -> t.Steering:
@@ -364,13 +422,21 @@ def encode_lease_request(request: t.LeaseRequest) -> bytes:
         session=request.session,
         avoid=request.avoid,
         protocol_version=request.protocol_version,
+        inquiry=request.inquiry,
     ).SerializeToString()
 
 
 def decode_lease_request(data: bytes) -> t.LeaseRequest:
     """The request in `data`; raises `InvalidArgument`."""
     wire = _parse(pb.LeaseRequest, data)
-    return t.LeaseRequest(wire.model, wire.session, wire.tokenizer_sha256, tuple(wire.avoid), wire.protocol_version)
+    return t.LeaseRequest(
+        model=wire.model,
+        session=wire.session,
+        tokenizer_sha256=wire.tokenizer_sha256,
+        avoid=tuple(wire.avoid),
+        protocol_version=wire.protocol_version,
+        inquiry=wire.inquiry,
+    )
 
 
 def encode_lease(lease: t.Lease) -> bytes:
@@ -384,9 +450,15 @@ def encode_lease(lease: t.Lease) -> bytes:
         tokenizer_sha256=lease.tokenizer_sha256,
         drafters=[_manifest_to_wire(manifest) for manifest in lease.drafters],
         prior=pb.DraftingPrior(acceptance=lease.prior.acceptance, step_s=lease.prior.step_s),
+        tls=lease.tls,
+        tls_name=lease.tls_name,
+        relayed=lease.relayed,
+        release=lease.release,
     )
     if lease.tokenizer is not None:
         wire.tokenizer.CopyFrom(_file_to_wire(lease.tokenizer))
+    if lease.chat_template is not None:
+        wire.chat_template.CopyFrom(_file_to_wire(lease.chat_template))
     return wire.SerializeToString()
 
 
@@ -403,6 +475,11 @@ def decode_lease(data: bytes) -> t.Lease:
         tokenizer=_file_from_wire(wire.tokenizer) if wire.HasField("tokenizer") else None,
         drafters=tuple(_manifest_from_wire(m) for m in wire.drafters),
         prior=t.DraftingPrior(wire.prior.acceptance, wire.prior.step_s),
+        chat_template=_file_from_wire(wire.chat_template) if wire.HasField("chat_template") else None,
+        tls=wire.tls,
+        tls_name=wire.tls_name,
+        relayed=wire.relayed,
+        release=wire.release,
     )
 
 
@@ -468,12 +545,19 @@ def decode_report(data: bytes) -> t.SessionReport:
 def encode_status(status: t.ClusterStatus) -> bytes:
     """One `ClusterStatus` message."""
     names = t.VerifierStatus.__dataclass_fields__
-    return pb.ClusterStatus(
+    wire = pb.ClusterStatus(
         verifiers=[pb.VerifierStatus(**{name: getattr(v, name) for name in names}) for v in status.verifiers],
         drafters=[_manifest_to_wire(manifest) for manifest in status.drafters],
         leases_granted=status.leases_granted,
         recent=[_report_to_wire(report) for report in status.recent],
-    ).SerializeToString()
+        edges=[
+            pb.EdgeStatus(edge=e.edge, last=_report_to_wire(e.last), age_s=e.age_s, sessions=e.sessions)
+            for e in status.edges
+        ],
+    )
+    if status.relay is not None:
+        wire.relay.CopyFrom(pb.RelayStatus(**{f: getattr(status.relay, f) for f in t.RelayStatus.__dataclass_fields__}))
+    return wire.SerializeToString()
 
 
 def decode_status(data: bytes) -> t.ClusterStatus:
@@ -485,6 +569,10 @@ def decode_status(data: bytes) -> t.ClusterStatus:
         drafters=tuple(_manifest_from_wire(m) for m in wire.drafters),
         leases_granted=wire.leases_granted,
         recent=tuple(_report_from_wire(r) for r in wire.recent),
+        relay=t.RelayStatus(**{f: getattr(wire.relay, f) for f in t.RelayStatus.__dataclass_fields__})
+        if wire.HasField("relay")
+        else None,
+        edges=tuple(t.EdgeStatus(e.edge, _report_from_wire(e.last), e.age_s, e.sessions) for e in wire.edges),
     )
 
 

@@ -68,13 +68,19 @@ class UnsupportedProtocol(FailedPrecondition):
 
 
 class Unauthenticated(OutriderError):
-    """The lease is missing, forged, or for somebody else."""
+    """The lease or the API key is missing, forged, or for somebody else."""
 
     status = grpc.StatusCode.UNAUTHENTICATED
 
 
 class LeaseExpired(Unauthenticated):
     """The lease was right, but is too old: ask for a new one."""
+
+
+class PermissionDenied(OutriderError):
+    """Whoever asks is known, and may not do this."""
+
+    status = grpc.StatusCode.PERMISSION_DENIED
 
 
 class NotFound(OutriderError):

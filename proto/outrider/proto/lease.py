@@ -2,6 +2,10 @@
 
 A token is `claim "." signature`, both base64url without padding; the claim is JSON. It binds one session to one
 verifier and one model until a wall-clock time; whoever holds the shared secret can check it without asking anybody.
+
+Whoever has a token can decode as its session until it expires, so it travels under TLS and is never logged. Clocks of
+coordinator and verifiers may differ by `CLOCK_SKEW_S`: a lease is good for so much longer, and where a verifier's clock
+is ahead by more than that, leases end early by the rest. Run NTP.
 """
 
 from __future__ import annotations
@@ -11,28 +15,52 @@ import binascii
 import hashlib
 import hmac
 import json
-from dataclasses import asdict, dataclass, replace
+import math
+from dataclasses import MISSING, asdict, dataclass, fields
 
 from outrider.proto.errors import ConfigError, LeaseExpired, Unauthenticated
 
 MIN_SECRET_BYTES = 16
 CLOCK_SKEW_S = 5.0
+LEASE_METADATA = "outrider-lease-bin"  # of a relayed call
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseClaim:
-    """What a lease allows. `expires_at_s` is Unix time."""
+    """What a lease allows.
+
+    Attributes:
+        verifier: its name; no other may take it.
+        model: the target's id.
+        session: its id; no other session may use it.
+        expires_at_s: Unix time.
+        key: name of the API key that it was given to; empty: none was asked for.
+        tokens_per_minute: that the verifier may generate for that key, in all its sessions; 0: no limit.
+    """
 
     verifier: str
     model: str
     session: str
     expires_at_s: float
+    key: str = ""
+    tokens_per_minute: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            wanted = {"float": int | float, "int": int}.get(str(field.type), str)
+            if not isinstance(value, wanted) or isinstance(value, bool):
+                raise TypeError(f"{field.name} is {value!r}")
+        if not (math.isfinite(self.expires_at_s) and self.tokens_per_minute >= 0):
+            raise ValueError("a number is out of range")
 
 
 def sign_lease(claim: LeaseClaim, secret: bytes) -> bytes:
     """The token of `claim`."""
     _check_secret(secret)
-    body = base64.urlsafe_b64encode(json.dumps(asdict(claim), sort_keys=True).encode()).rstrip(b"=")
+    defaults = {field.name: field.default for field in fields(claim) if field.default is not MISSING}
+    said = {name: value for name, value in asdict(claim).items() if value != defaults.get(name)}
+    body = base64.urlsafe_b64encode(json.dumps(said, sort_keys=True).encode()).rstrip(b"=")
     return body + b"." + _signature(body, secret)
 
 
@@ -43,33 +71,55 @@ def verify_lease(token: bytes, secret: bytes, *, verifier: str, model: str, sess
         Unauthenticated: missing, forged, malformed, or for another verifier, model or session.
         LeaseExpired: genuine but too old.
     """
+    claim = _genuine(token, secret)
+    for name, wanted in (("verifier", verifier), ("model", model), ("session", session)):
+        if getattr(claim, name) != wanted:
+            raise Unauthenticated(f"is for {name} {getattr(claim, name)!r}, not {wanted!r}", field="open.lease")
+    _check_expiry(claim, now_s)
+    return claim
+
+
+def read_lease(token: bytes, secret: bytes, *, now_s: float) -> LeaseClaim:
+    """The claim in `token`, if it is genuine and not over; for a relay, which leaves the rest to the verifier.
+
+    Raises:
+        Unauthenticated: missing, forged or malformed.
+        LeaseExpired: genuine but too old.
+    """
+    claim = _genuine(token, secret)
+    _check_expiry(claim, now_s)
+    return claim
+
+
+def expiry_s(token: bytes) -> float:
+    """The Unix time at which `token` says that it ends, whoever signed it: no proof of anything, but a clock reading.
+
+    Raises:
+        Unauthenticated: not a lease token.
+    """
+    return _parse_claim(token.partition(b".")[0]).expires_at_s
+
+
+def _genuine(token: bytes, secret: bytes) -> LeaseClaim:
     _check_secret(secret)
     if not token:
         raise Unauthenticated("is missing; open a lease at the coordinator first", field="open.lease")
     body, _, signature = token.partition(b".")
     if not hmac.compare_digest(signature, _signature(body, secret)):
         raise Unauthenticated("has no valid signature; open a lease at the coordinator", field="open.lease")
-    claim = _parse_claim(body)
-    for name, wanted in (("verifier", verifier), ("model", model), ("session", session)):
-        if getattr(claim, name) != wanted:
-            raise Unauthenticated(f"is for {name} {getattr(claim, name)!r}, not {wanted!r}", field="open.lease")
+    return _parse_claim(body)
+
+
+def _check_expiry(claim: LeaseClaim, now_s: float) -> None:
     if now_s > claim.expires_at_s + CLOCK_SKEW_S:
         raise LeaseExpired("has expired; open a new one at the coordinator", field="open.lease")
-    return claim
 
 
 def _parse_claim(body: bytes) -> LeaseClaim:
     try:
-        claim = LeaseClaim(**json.loads(base64.urlsafe_b64decode(body + b"=" * (-len(body) % 4))))
-        return replace(claim, expires_at_s=_number(claim.expires_at_s))
+        return LeaseClaim(**json.loads(base64.urlsafe_b64decode(body + b"=" * (-len(body) % 4))))
     except (binascii.Error, ValueError, TypeError) as error:
         raise Unauthenticated("is not a lease token", field="open.lease") from error
-
-
-def _number(value: object) -> float:
-    if not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
-    return float(value)
 
 
 def _signature(body: bytes, secret: bytes) -> bytes:

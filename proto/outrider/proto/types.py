@@ -16,6 +16,8 @@ PROTOCOL_VERSION = 2
 MAX_TOKEN_ID = (1 << 31) - 1
 DRAFTER_FORMAT = "outrider-drafter/2"  # of the packages that are exported, served and loaded
 MOST_STOP_TOKENS = 256  # they are looked through at every token
+MOST_TOP_LOGPROBS = 20
+MOST_GRAMMAR_BYTES = 1 << 16
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -44,6 +46,15 @@ class Provenance(Enum):
     TARGET = "target"
 
 
+class GrammarKind(Enum):
+    """How a grammar is written."""
+
+    JSON_OBJECT = 1
+    JSON_SCHEMA = 2
+    REGEX = 3
+    LARK = 4
+
+
 def _require(holds: bool, field_name: str, message: str) -> None:
     if not holds:
         raise InvalidArgument(message, field=field_name)
@@ -55,11 +66,33 @@ def _check_tokens(tokens: tuple[int, ...], field_name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What texts may be: every token keeps the text one that the grammar can complete, and EOS comes when it is.
+
+    The text is a JSON schema, a regular expression, or a grammar in the Lark dialect of llguidance; empty for
+    `JSON_OBJECT`, which is any JSON object. The verifier compiles it and says what is wrong with it.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.kind, GrammarKind), "sampling.grammar", f"{self.kind!r} is not a kind of grammar")
+        if self.kind is GrammarKind.JSON_OBJECT:
+            _require(not self.text, "sampling.grammar", "any JSON object has no text; use JSON_SCHEMA for a schema")
+        else:
+            _require(bool(self.text.strip()), "sampling.grammar", f"is empty; a {self.kind.name} needs its text")
+        size = len(self.text.encode(errors="replace"))
+        message = f"has {size} bytes, more than {MOST_GRAMMAR_BYTES}; make it smaller"
+        _require(size <= MOST_GRAMMAR_BYTES, "sampling.grammar", message)
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How the target's distribution is processed.
 
-    In this order: allowed tokens, bias, repetition, presence and frequency penalty, temperature, top-k, top-p, min-p.
-    At temperature 0 the argmax before temperature is taken.
+    In this order: grammar, allowed tokens, bias, repetition, presence and frequency penalty, temperature, top-k,
+    top-p, min-p. At temperature 0 the argmax before temperature is taken.
     """
 
     temperature: float = 0.0
@@ -75,6 +108,7 @@ class Sampling:
     max_tokens: int = 128
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -98,6 +132,10 @@ class Sampling:
         _check_tokens(bias_tokens, "sampling.bias_tokens")
         _check_tokens(self.allowed_tokens, "sampling.allowed_tokens")
         _check_tokens(self.stop_tokens, "sampling.stop_tokens")
+        if self.grammar is not None:
+            _require(not self.ignore_eos, "sampling.ignore_eos", "cannot go with a grammar, whose texts end with EOS")
+            message = "cannot go with a grammar, which says by itself what is allowed"
+            _require(not self.allowed_tokens, "sampling.allowed_tokens", message)
 
     @property
     def penalises(self) -> bool:
@@ -127,7 +165,7 @@ class Open:
     sampling: Sampling
     session: str
     committed: tuple[int, ...] = ()
-    lease: bytes = b""
+    lease: bytes = field(default=b"", repr=False)
     patience: Patience | None = None
     drafting: bool = True
     window: int = 0
@@ -135,14 +173,20 @@ class Open:
     steering_width: int = 0
     logp: bool = True
     protocol_version: int = PROTOCOL_VERSION
+    logprobs: bool = False
+    top_logprobs: int = 0
+    keep_s: float = 0.0
 
     def __post_init__(self) -> None:
+        _require(0 <= self.top_logprobs <= MOST_TOP_LOGPROBS, "open.top_logprobs", f"must be in 0..{MOST_TOP_LOGPROBS}")
+        _require(self.logprobs or not self.top_logprobs, "open.top_logprobs", "needs logprobs; set both")
         _require(bool(_SESSION.fullmatch(self.session)), "open.session", "must be 1 to 64 of A-Z a-z 0-9 - _")
         _require(bool(self.model), "open.model", "is empty; name the target")
         _require(
             bool(_SHA256.fullmatch(self.tokenizer_sha256)), "open.tokenizer_sha256", "must be 64 hexadecimal digits"
         )
         _require(len(self.prompt) > 0, "open.prompt", "is empty; give at least one token, such as BOS")
+        _require(self.keep_s >= 0, "open.keep_s", "must be 0 seconds or more")
         _check_tokens(self.prompt, "open.prompt")
         _check_tokens(self.committed, "open.committed")
         _require(
@@ -150,6 +194,24 @@ class Open:
             "open.committed",
             "already holds sampling.max_tokens tokens; there is nothing left to generate",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Another turn on a kept session: `prompt` [n] stands from `start` on, and the text follows it.
+
+    `sampling` None: that of the last turn. Drafts of chains below `chain` belong to earlier turns.
+    """
+
+    start: int
+    prompt: tuple[int, ...]
+    sampling: Sampling | None = None
+    chain: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.start >= 0, "continuation.start", "must be 0 or more")
+        _require(self.chain >= 0, "continuation.chain", "must be 0 or more")
+        _check_tokens(self.prompt, "continuation.prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +286,8 @@ class Opened:
     goal: Goal = Goal.LATENCY
     max_drafts: int = 16
     planned: bool = True
+    keep_s: float = 0.0
+    release: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +318,9 @@ class Steering:
     precision: SteeringPrecision
 
 
+TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens of one position with log p, likeliest first
+
+
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Tokens that are now part of the text, for ever. The first `accepted` of them were drafts."""
@@ -269,8 +336,14 @@ class Commit:
     finish: FinishReason | None = None
     chain: int = 0
     judged: int = 0
+    turn: int = 0
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("logprobs", "top_logprobs"):
+            count = len(getattr(self, name))
+            _require(count in (0, len(self.tokens)), f"commit.{name}", "must hold one for each token, or none")
         _require(bool(self.tokens) or self.finish is not None, "commit.tokens", "is empty and the text goes on")
         _require(0 <= self.accepted <= len(self.tokens), "commit.accepted", "exceeds the tokens")
         _require(len(self.logp) in (0, len(self.tokens)), "commit.logp", "must hold one for each token, or none")
@@ -284,7 +357,7 @@ class Goaway:
     retry_after_s: float = 0.0
 
 
-EdgeFrame = Open | Draft | Report | Cancel
+EdgeFrame = Open | Continue | Draft | Report | Cancel
 CloudFrame = Opened | Commit | Goaway
 
 
@@ -326,6 +399,7 @@ class LeaseRequest:
     tokenizer_sha256: str = ""
     avoid: tuple[str, ...] = ()
     protocol_version: int = PROTOCOL_VERSION
+    inquiry: bool = False  # only to know what a lease says: no token, and no session counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,9 +412,13 @@ class DraftingPrior:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Permission to decode on one verifier for a while."""
+    """Permission to decode on one verifier for a while.
 
-    token: bytes
+    With `relayed` the coordinator passes the stream on: `address` is empty and means its own, the token goes into the
+    call's metadata too. `tls_name` is what the certificate at `address` is checked for; empty: its host.
+    """
+
+    token: bytes = field(repr=False)
     verifier: str
     address: str
     expires_in_s: float
@@ -349,6 +427,11 @@ class Lease:
     tokenizer: RemoteFile | None = None
     drafters: tuple[DrafterManifest, ...] = ()
     prior: DraftingPrior = field(default_factory=DraftingPrior)
+    chat_template: RemoteFile | None = None
+    tls: bool = False
+    tls_name: str = ""
+    relayed: bool = False
+    release: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +453,7 @@ class SessionReport:
     downlink_bytes: int = 0
     resumes: int = 0
     round_trip_s: float = 0.0
+    edge: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,13 +468,42 @@ class VerifierStatus:
     step_s: float = 0.0
     restarts: int = 0
     kv_pages_free: int = 0
+    release: str = ""
+    max_sessions: int = 0
+    kv_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeStatus:
+    """One edge: its newest report, how long ago that came, and how many have come."""
+
+    edge: str
+    last: SessionReport
+    age_s: float
+    sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStatus:
+    """What the coordinator has forwarded since it started; times are upper bounds of the quantiles, 0 without any."""
+
+    streams: int = 0
+    streams_total: int = 0
+    refused: int = 0
+    broken: int = 0
+    uplink_bytes: int = 0
+    downlink_bytes: int = 0
+    forward_p50_s: float = 0.0
+    forward_p99_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterStatus:
-    """The coordinator's whole view."""
+    """The coordinator's whole view; `relay` is None where it relays nothing."""
 
     verifiers: tuple[VerifierStatus, ...]
     drafters: tuple[DrafterManifest, ...]
     leases_granted: int
     recent: tuple[SessionReport, ...]
+    relay: RelayStatus | None = None
+    edges: tuple[EdgeStatus, ...] = ()

@@ -5,7 +5,8 @@ and the tests run this same code; sockets, threads and models live in thin shell
 
 The rules, in short. Positions are absolute and commits append only. A *chain* is a run of drafts that continues the
 transcript; it dies at the first draft that contradicts a committed token, and what else arrives of it is ignored. A
-chain whose next draft equals the target's own token lives on.
+chain whose next draft equals the target's own token lives on. Where the verifier keeps a session after its text, the
+edge begins another *turn* by naming the tokens that are new; both halves are then as after a fresh Open.
 
 settle    the one place where a judged block becomes text
 verifier  the cloud's half

@@ -29,6 +29,7 @@ from outrider.proto.types import (
     MAX_TOKEN_ID,
     Cancel,
     Commit,
+    Continue,
     Draft,
     EdgeFrame,
     FinishReason,
@@ -37,6 +38,8 @@ from outrider.proto.types import (
     Open,
     Opened,
     Report,
+    Sampling,
+    TopLogprobs,
 )
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
@@ -58,6 +61,8 @@ class Emit:
     tokens: tuple[int, ...]
     drafted: tuple[bool, ...]
     logp: tuple[float, ...]
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +168,14 @@ class EdgeSession:
         self._retry = retry or RetryRules()
         self._retries = _Retries()
         self._connected = False
+        self._kept = False  # whether the verifier keeps the session when a turn is done
+        self._turns = 0  # that have begun after the first
+        self._opened_for = 0  # as of `_turns`
+        self._turn = 0  # so many Continues have gone over this stream
+        self._context_length = MAX_TOKEN_ID
         self._max_tokens = frame.sampling.max_tokens
         self._credit = 0
+        self._granted = 0  # credit with which a turn begins
         self._vocab_size = MAX_TOKEN_ID + 1
         self._drafting = frame.drafting
         self._drafted: list[int] = []  # unverified, follows the transcript
@@ -196,6 +207,8 @@ class EdgeSession:
         """What to open a stream with, fresh or resumed."""
         self._opened_at = now
         self._opened_with = self.generated
+        self._opened_for = self._turns
+        self._turn = 0
         self._reported = Report(self._drafting)
         return replace(
             self._open,
@@ -208,13 +221,17 @@ class EdgeSession:
         """A verifier has taken the session. Drafts that it has not seen go again, as a new chain."""
         if self.done or self._connected:
             return []  # said before
+        if self._opened_for != self._turns:
+            return [Reopen(0.0, Unavailable("opened for a turn that was left"))]
         if opened.committed != self._opened_with:
             error = InvalidArgument("the verifier took over another text", field="opened.committed")
             return self.on_disconnected(error, now)
         self.verifier = opened.verifier
         self._max_tokens = opened.max_tokens
         self._vocab_size = opened.vocab_size
-        self._credit = opened.credit
+        self._credit = self._granted = opened.credit
+        self._kept = opened.keep_s > 0
+        self._context_length = opened.context_length
         self._goal = opened.goal
         self._max_drafts = opened.max_drafts
         self._planned = opened.planned
@@ -233,18 +250,20 @@ class EdgeSession:
 
     def on_disconnected(self, error: OutriderError, now: float) -> list[EdgeInstruction]:
         """The stream broke, or could not be opened."""
+        self._connected = False
         if self.done:
             return []
-        self._connected = False
         if not _may_heal(error):
             return self._end(error=error)
         self._retries.since = min(self._retries.since, now)
-        if now - self._retries.since > self._retry.give_up_s:
-            return self._end(error=error)
         backoff_s = min(self._retry.most_s, self._retry.first_s * 2.0 ** min(self._retries.count, 64))
+        wait_s = max(error.retry_after_s, backoff_s)
+        given_up = now - self._retries.since > self._retry.give_up_s
+        if given_up or error.retry_after_s > self._retry.give_up_s:  # asked to wait for longer than anybody would
+            return self._end(error=error)
         self._retries.count += 1
         self.statistics.resumes += 1
-        return [Reopen(max(error.retry_after_s, backoff_s), error)]
+        return [Reopen(wait_s, error)]
 
     def on_goaway(self, goaway: Goaway, now: float) -> list[EdgeInstruction]:
         """The verifier drains."""
@@ -257,11 +276,66 @@ class EdgeSession:
         sends: list[EdgeInstruction] = [Send(Cancel(finish.name.lower()))] if self._connected else []
         return [*sends, *self._end(finish=finish)]
 
+    # --- turns ---
+
+    @property
+    def connected(self) -> bool:
+        """Whether a verifier has the session, running or kept."""
+        return self._connected
+
+    def on_turn(
+        self,
+        start: int,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        now: float,
+        experience: Experience | None = None,
+    ) -> list[EdgeInstruction]:
+        """Begin another turn when the last is done: `prompt` [n] follows the first `start` tokens of the transcript.
+
+        A verifier that kept the session is told what is new; else a stream is to be opened with the whole transcript.
+
+        Args:
+            start: 0 to the transcript's length; what follows is forgotten.
+            prompt: the tokens that are new.
+            sampling: of this turn.
+            now: on the clock of all events.
+            experience: measured in earlier texts of such sampling; None: this session's goes on.
+
+        Raises:
+            InvalidArgument: with the field named; nothing has changed then.
+        """
+        if not self.done:
+            raise InvalidArgument("still runs; finish or leave it before the next", field="turn")
+        frame = replace(self._open, prompt=(*self.transcript[:start], *prompt), committed=(), sampling=sampling)
+        same = sampling == self._open.sampling
+        self._open = frame
+        self.transcript = list(frame.prompt)
+        self.prompt_length = len(frame.prompt)
+        self.finish, self.done = None, False
+        self.statistics = EdgeStatistics(
+            round_trip_s=self.statistics.round_trip_s, drafter_error=self.statistics.drafter_error
+        )
+        self._experience = experience or self._experience
+        self._retries = _Retries()
+        self._turns += 1
+        self._stalled = False
+        self._max_tokens = min(sampling.max_tokens, self._context_length - self.prompt_length)
+        self._agreed = min(self._agreed, start)
+        self._forget_drafts()
+        if not self._connected:
+            return [Reopen(0.0, Unavailable("no verifier keeps the session"))]
+        self._turn += 1
+        self._credit = self._granted
+        self._sent_at.clear()
+        self._commit_at = now
+        return [Send(Continue(start, prompt, None if same else sampling, self._chain)), *self._reports()]
+
     # --- commits ---
 
     def on_commit(self, commit: Commit, now: float) -> list[EdgeInstruction]:
         """Append to the transcript what is new; follow or abandon the chain."""
-        if self.done:
+        if self.done or commit.turn != self._turn:
             return []
         known = len(self.transcript) - commit.start
         if known < 0:
@@ -277,7 +351,10 @@ class EdgeSession:
         instructions: list[EdgeInstruction] = []
         if tokens:
             drafted = tuple(i < commit.accepted for i in range(known, len(commit.tokens)))
-            instructions.append(Emit(len(self.transcript), tokens, drafted, commit.logp[known:]))
+            logprobs, top_logprobs = commit.logprobs[known:], commit.top_logprobs[known:]
+            instructions.append(
+                Emit(len(self.transcript), tokens, drafted, commit.logp[known:], logprobs, top_logprobs)
+            )
             self.statistics.committed += len(tokens)
             self.statistics.accepted += sum(drafted)
             self._follow(tokens)
@@ -536,6 +613,7 @@ class EdgeSession:
     def _end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> list[EdgeInstruction]:
         self.done = True
         self.finish = finish
+        self._connected = self._connected and self._kept and error is None
         return [Done(finish, error)]
 
 

@@ -28,6 +28,7 @@ from outrider.proto.session.settle import settle
 from outrider.proto.types import (
     PROTOCOL_VERSION,
     Commit,
+    Continue,
     Draft,
     FinishReason,
     Goal,
@@ -36,6 +37,7 @@ from outrider.proto.types import (
     Patience,
     Report,
     Timing,
+    TopLogprobs,
 )
 
 MOST_TOLD = 64
@@ -57,6 +59,8 @@ class VerifierRules:
     patience: Patience | None = None  # None: planned, from each session's own measurements
     goal: Goal = Goal.LATENCY
     batch_invariant: bool = False
+    keep_s: float = 300.0  # an idle session, at most, where its edge wants it kept
+    release: str = ""  # of Outrider, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class Verified:
     """The engine has judged `block`: event of the verifier's half.
 
     tokens_by_target: [k + 1], logp [k + 1] natural logs of their processed probabilities, reward as in Commit.
+    logprobs, top_logprobs: [a + 1] as in Commit, of the a drafts that agree and the token after; empty: not asked.
     """
 
     block: tuple[int, ...]
@@ -72,6 +77,8 @@ class Verified:
     queue_s: float = 0.0
     verify_s: float = 0.0
     reward: float | None = None
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 class VerifierSession:
@@ -91,8 +98,15 @@ class VerifierSession:
         self.prompt_length = len(frame.prompt)
         self.transcript: list[int] = [*frame.prompt, *frame.committed]
         self.finish: FinishReason | None = None
+        self.keep_s = min(frame.keep_s, rules.keep_s)
+        self.turn = 0
         self.chain = -1
         self.credit = rules.max_credit
+        self._frame = frame
+        self._first_chain = 0  # of this turn
+        self._granted = self.credit  # with which a turn begins
+        self.logprobs = frame.logprobs
+        self.top_logprobs = frame.top_logprobs
         self._rules = rules
         self._resumed = len(frame.committed)
         self._max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
@@ -118,6 +132,7 @@ class VerifierSession:
     def opened(self) -> Opened:
         """The answer to Open."""
         rules = self._rules
+        self._granted = self.credit
         return Opened(
             committed=self._resumed,
             credit=self.credit,
@@ -129,7 +144,51 @@ class VerifierSession:
             goal=rules.goal,
             max_drafts=self._max_drafts,
             planned=self._wish is None and rules.patience is None,
+            keep_s=self.keep_s,
+            release=rules.release,
         )
+
+    def continued(self, frame: Continue, now: float) -> VerifierSession:
+        """The session of the next turn: that of a fresh Open, but for what was measured.
+
+        Raises:
+            InvalidArgument, PromptTooLong, UnknownToken: with the field named; this session stays as it was.
+        """
+        if not self.keep_s:
+            raise InvalidArgument(
+                "is 0, or this verifier keeps no sessions; open another stream for the next turn", field="open.keep_s"
+            )
+        if self.finish is None:
+            raise InvalidArgument(
+                "comes while a turn still runs; cancel it or wait for its last commit", field="frame.continuation"
+            )
+        if frame.start > len(self.transcript):
+            raise InvalidArgument(
+                f"{frame.start} lies beyond the transcript, which ends at {len(self.transcript)}",
+                field="continuation.start",
+            )
+        if frame.chain < self._first_chain:
+            raise InvalidArgument(
+                f"is {frame.chain}, the last turn began with {self._first_chain}", field="continuation.chain"
+            )
+        prompt = (*self.transcript[: frame.start], *frame.prompt)
+        if not prompt:
+            raise InvalidArgument("leaves no token at all; give at least one", field="continuation.prompt")
+        _check_vocabulary(frame.prompt, self._rules.vocab_size, "continuation.prompt")
+        _check_prompt_length(prompt, self._rules.context_length, "continuation.prompt")
+        sampling = frame.sampling or self._frame.sampling
+        session = VerifierSession(
+            replace(self._frame, prompt=prompt, committed=(), sampling=sampling, drafting=self._drafting),
+            self._rules,
+            now,
+        )
+        session.turn = self.turn + 1
+        session.chain = frame.chain - 1
+        session.credit = session._granted = self._granted
+        session._first_chain = frame.chain
+        session._acceptance = self._acceptance
+        session._report = self._report
+        return session
 
     @property
     def generated(self) -> int:
@@ -224,6 +283,8 @@ class VerifierSession:
             InvalidArgument, UnknownToken: what no honest edge sends; the field is named.
             ResourceExhausted: more unverified tokens than any credit allowed.
         """
+        if draft.chain < self._first_chain:
+            return  # of an earlier turn
         self._check_draft(draft)
         self._drafts_heard += 1
         self._newest_arrival = now
@@ -289,7 +350,9 @@ class VerifierSession:
     def on_cancel(self) -> Commit:
         """End the text; the last commit says so."""
         self.finish = FinishReason.CANCELLED
-        return Commit(len(self.transcript), (), 0, self.credit, finish=self.finish, chain=max(0, self.chain))
+        return Commit(
+            len(self.transcript), (), 0, self.credit, finish=self.finish, chain=max(0, self.chain), turn=self.turn
+        )
 
     def on_verified(self, verified: Verified, now: float) -> Commit:
         """Make text of a judged block: the only way in which a token gets into the transcript."""
@@ -328,6 +391,9 @@ class VerifierSession:
             finish=self.finish,
             chain=max(0, self.chain),
             judged=len(verified.block),
+            turn=self.turn,
+            logprobs=verified.logprobs[: len(tokens)],
+            top_logprobs=verified.top_logprobs[: len(tokens)],
         )
 
     def _follow(self, tokens: tuple[int, ...]) -> None:
@@ -370,11 +436,7 @@ def _check_open(frame: Open, rules: VerifierRules) -> None:
             "fetch the target's tokenizer from the coordinator",
             field="open.tokenizer_sha256",
         )
-    if len(frame.prompt) >= rules.context_length:
-        raise PromptTooLong(
-            f"has {len(frame.prompt)} tokens; the target holds {rules.context_length}, text included; shorten it",
-            field="open.prompt",
-        )
+    _check_prompt_length(frame.prompt, rules.context_length, "open.prompt")
     if len(frame.prompt) + len(frame.committed) >= rules.context_length:
         raise InvalidArgument("fills the target's context; there is nothing left to generate", field="open.committed")
     _check_vocabulary(frame.prompt, rules.vocab_size, "open.prompt")
@@ -386,6 +448,13 @@ def _check_open(frame: Open, rules: VerifierRules) -> None:
     over = rules.eos_tokens & set(frame.committed) if not sampling.ignore_eos else set()
     if over or set(sampling.stop_tokens) & set(frame.committed):
         raise InvalidArgument("holds a token that ends the text; there is nothing to resume", field="open.committed")
+
+
+def _check_prompt_length(prompt: tuple[int, ...], context_length: int, field_name: str) -> None:
+    if len(prompt) >= context_length:
+        raise PromptTooLong(
+            f"has {len(prompt)} tokens; the target holds {context_length}, text included; shorten it", field=field_name
+        )
 
 
 def _check_vocabulary(tokens: tuple[int, ...], vocab_size: int, field_name: str) -> None:

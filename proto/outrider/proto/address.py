@@ -1,0 +1,44 @@
+"""Addresses as `host:port` or `[v6]:port`, and whether they leave this machine."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from outrider.proto.errors import ConfigError
+
+
+def split_address(address: str, field: str) -> tuple[str, int]:
+    """Host and port of `host:port` or `[v6]:port`; raises `ConfigError` on `field`."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"{address!r} is not host:port", field=field)
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The same, put together."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` can only be reached from this machine. Names are not resolved: they may change."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_local_address(address: str, field: str) -> bool:
+    """Whether `host:port` can only be reached from this machine; raises `ConfigError` on `field`."""
+    return is_loopback(split_address(address, field)[0])
+
+
+def is_local_peer(peer: str) -> bool:
+    """Whether what gRPC calls the other side (`ipv4:127.0.0.1:5`, `ipv6:%5B::1%5D:5`, `unix:`) is on this machine."""
+    kind, _, rest = peer.partition(":")
+    if kind == "unix":
+        return True
+    host = rest.replace("%5B", "[").replace("%5D", "]").rpartition(":")[0].strip("[]")
+    return is_loopback(host.removeprefix("::ffff:"))

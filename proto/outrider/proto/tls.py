@@ -1,0 +1,346 @@
+"""TLS: which PEM files each end has, whether they are any good, and gRPC credentials that follow them when they change.
+
+The files are read when a server starts or a channel is made, never when a config is built: a config may travel to
+another machine first, as that of a Ray actor does.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import logging
+import re
+import stat
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import grpc
+
+from outrider.proto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+
+logger = logging.getLogger(__name__)
+
+PUBLIC = Path("public")  # in place of a file: the authorities that gRPC brings
+SOON = dt.timedelta(days=7)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """The PEM files of a server.
+
+    Attributes:
+        cert: its certificate, followed by those between it and the authority.
+        key: its private key, not encrypted.
+        client_ca: authorities whose certificates clients must show; None: clients need none.
+    """
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    @classmethod
+    def from_options(cls, cert: Path | None, key: Path | None, client_ca: Path | None) -> Self | None:
+        """Of what may have been left out; None where all of it was. Raises `ConfigError`."""
+        if cert is None and key is None and client_ca is None:
+            return None
+        if cert is None or key is None:
+            missing, there = ("tls_cert", "tls_key") if key is not None else ("tls_key", "tls_cert or tls_client_ca")
+            raise ConfigError(f"must be given too where {there} is; `outrider certs` makes both", field=missing)
+        return cls(cert, key, client_ca)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All that there are."""
+        return tuple(path for path in (self.cert, self.key, self.client_ca) if path is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """What a client needs to speak TLS.
+
+    Attributes:
+        ca: authorities that it trusts; `PUBLIC`: those that gRPC brings.
+        cert: its own certificate, for servers that ask for one, with
+        key: its private key.
+        server_name: that the server's certificate must have; empty: the host that it connects to.
+    """
+
+    ca: Path
+    cert: Path | None = None
+    key: Path | None = None
+    server_name: str = ""
+
+    @classmethod
+    def from_options(cls, ca: Path | None, cert: Path | None, key: Path | None, server_name: str = "") -> Self | None:
+        """Of what may have been left out; None where all of it was. Raises `ConfigError`."""
+        if ca is None:
+            if cert is not None or key is not None or server_name:
+                raise ConfigError(
+                    "must be given for TLS: the file of the authority, or `public` for public ones", field="tls_ca"
+                )
+            return None
+        if (cert is None) != (key is None):
+            missing, there = ("tls_cert", "tls_key") if cert is None else ("tls_key", "tls_cert")
+            raise ConfigError(f"must be given too where {there} is", field=missing)
+        return cls(ca, cert, key, server_name)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """All that there are."""
+        return tuple(path for path in (self.ca, self.cert, self.key) if path is not None and path != PUBLIC)
+
+
+def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    """Credentials that look at the files before every handshake: a replaced certificate needs no restart.
+
+    A replacement that does not pass the checks is logged, and the old one stays.
+
+    Raises:
+        ConfigError: a file is unreadable, not PEM, expired, or the key is not the certificate's.
+    """
+    watched = _Watched(tls.files, lambda: _server_configuration(tls))
+    return grpc.dynamic_ssl_server_credentials(
+        watched.value, watched.if_changed, require_client_authentication=tls.client_ca is not None
+    )
+
+
+class ClientCredentials:
+    """The credentials of a client, made anew when its files change. Raises `ConfigError` as `server_credentials`."""
+
+    def __init__(self, tls: ClientTls) -> None:
+        self.tls = tls
+        self._watched = _Watched(tls.files, lambda: _channel_credentials(tls))
+
+    def current(self) -> grpc.ChannelCredentials:
+        """The same object until the files change."""
+        self._watched.if_changed()
+        return self._watched.value
+
+
+def bind(server: Any, listen: str, tls: ServerTls | None) -> int:
+    """Let the gRPC `server` listen on `listen`, in plain text where `tls` is None; the port.
+
+    Raises:
+        ConfigError: the address cannot be bound, or as `server_credentials`.
+    """
+    credentials = None if tls is None else server_credentials(tls)
+    try:
+        if credentials is None:
+            return int(server.add_insecure_port(listen))
+        return int(server.add_secure_port(listen, credentials))
+    except RuntimeError as error:
+        raise ConfigError(f"{listen!r} cannot be bound; is the port taken?", field="listen") from error
+
+
+def open_channel(
+    address: str,
+    options: list[tuple[str, int]],
+    credentials: grpc.ChannelCredentials | None,
+    server_name: str = "",
+) -> grpc.aio.Channel:
+    """An asynchronous channel to `address`: in plain text without `credentials`.
+
+    The server's certificate must have the name `server_name`; empty: the host of `address`.
+    """
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    named = [*options, *_name_option(server_name)]
+    return grpc.aio.secure_channel(address, credentials, options=named)
+
+
+def open_blocking_channel(
+    address: str,
+    options: list[tuple[str, int]],
+    credentials: grpc.ChannelCredentials | None,
+    server_name: str = "",
+) -> grpc.Channel:
+    """As `open_channel`, for threads."""
+    if credentials is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, credentials, options=[*options, *_name_option(server_name)])
+
+
+def _name_option(server_name: str) -> list[tuple[str, Any]]:
+    return [("grpc.ssl_target_name_override", server_name)] if server_name else []
+
+
+def name_to_expect(cert: Path, host: str) -> str:
+    """The name by which to check the certificate in `cert` when it is reached at `host`; empty: `host` itself will do.
+
+    Verifiers come and go on hosts that nobody knew when the certificate was made; it then has one name for all.
+    """
+    names = _names(_certificates(cert, "tls_cert")[1][0])
+    if host in names or f"*.{host.partition('.')[2]}" in names:
+        return ""
+    return next((name for name in names if not name.startswith("*") and not _is_ip(name)), "")
+
+
+_TROUBLE = (
+    ("Hostname Verification Check failed", "the server's certificate is for another name; give --tls-server-name"),
+    ("CERTIFICATE_HAS_EXPIRED", "the server's certificate has expired; its operator must renew it"),
+    ("CERTIFICATE_EXPIRED", "the certificate has expired; renew it"),
+    ("CERTIFICATE_VERIFY_FAILED", "the server's certificate is by an authority that is not in --tls-ca"),
+    ("WRONG_VERSION_NUMBER", "the server does not speak TLS; is it the right port?"),
+    ("CERTIFICATE_REQUIRED", "the server asks for a client certificate; give --tls-cert and --tls-key"),
+    ("UNKNOWN_CA", "the server does not know the authority of the certificate in --tls-cert"),
+    ("handshake failed", "TLS could not be agreed on"),
+    (
+        "failed to connect.*Socket closed",  # one that closes later has simply gone
+        "the server hung up; it may want TLS (--tls-ca), or a client certificate of an authority that it trusts "
+        "(--tls-cert, --tls-key)",
+    ),
+)
+
+
+def explain(details: str) -> str:
+    """What is wrong with a connection and what to do, as far as gRPC's `details` tell; empty: nothing that TLS does."""
+    for sign, sentence in _TROUBLE:
+        if re.search(sign, details):
+            return f"{sentence}; `outrider doctor` looks closer"
+    return ""
+
+
+class _Watched:
+    """What is made of some files, made again when they change. Any thread."""
+
+    def __init__(self, files: tuple[Path, ...], make: Any) -> None:
+        self._files = files
+        self._make = make
+        self._lock = threading.Lock()
+        self._version = _version(files)
+        self._refused: tuple[object, ...] | None = None
+        self.value = make()
+
+    def if_changed(self) -> Any:
+        """The new value where the files have changed and are good; else None."""
+        with self._lock:
+            version = _version(self._files)
+            if version == self._version:
+                return None
+            try:
+                self.value = self._make()
+            except ConfigError as error:
+                # Tried again at the next handshake: a key and its certificate are replaced one after the other.
+                if version != self._refused:
+                    logger.warning("certificates stay as they were: %s", error)
+                self._refused = version
+                return None
+            self._version = version
+            logger.info("certificates read anew: %s", ", ".join(map(str, self._files)))
+            return self.value
+
+
+def _version(files: tuple[Path, ...]) -> tuple[object, ...]:
+    def of(path: Path) -> object:
+        try:
+            found = path.expanduser().stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    return tuple(of(path) for path in files)
+
+
+def _server_configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
+    chain, key = _identity(tls.cert, tls.key)
+    roots = None if tls.client_ca is None else _authorities(tls.client_ca, "tls_client_ca")
+    return grpc.ssl_server_certificate_configuration([(key, chain)], roots)
+
+
+def _channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
+    roots = None if tls.ca == PUBLIC else _authorities(tls.ca, "tls_ca")
+    if tls.cert is None or tls.key is None:
+        return grpc.ssl_channel_credentials(roots)
+    chain, key = _identity(tls.cert, tls.key)
+    return grpc.ssl_channel_credentials(roots, key, chain)
+
+
+def _authorities(path: Path, field: str) -> bytes:
+    data, certificates = _certificates(path, field)
+    for certificate in certificates:
+        _check_dates(certificate, path, field)
+    return data
+
+
+def _identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
+    """The PEM of certificate and key, checked."""
+    chain, certificates = _certificates(cert, "tls_cert")
+    _check_dates(certificates[0], cert, "tls_cert")
+    data = _bytes(key, "tls_key")
+    if _public_key(data, key) != certificates[0].public_key():
+        raise ConfigError(f"{key} is not the key of the certificate in {cert}; give the pair", field="tls_key")
+    with suppress(OSError):  # it is being replaced
+        if key.expanduser().stat().st_mode & stat.S_IROTH:
+            logger.warning("anybody on this machine may read the private key %s; chmod 600 it", key)
+    return chain, data
+
+
+def _public_key(data: bytes, path: Path) -> object:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        return load_pem_private_key(data, None).public_key()
+    except TypeError as error:
+        raise ConfigError(
+            f"{path} is encrypted; `openssl pkey -in {path.name} -out FILE` takes the password off", field="tls_key"
+        ) from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{path} holds no private key in PEM", field="tls_key") from error
+
+
+def _certificates(path: Path, field: str) -> tuple[bytes, list[x509.Certificate]]:
+    try:
+        from cryptography import x509
+    except ImportError as error:
+        raise ConfigError("TLS needs the package cryptography; pip install cryptography", field=field) from error
+    data = _bytes(path, field)
+    try:
+        return data, x509.load_pem_x509_certificates(data)
+    except ValueError as error:
+        raise ConfigError(f"{path} holds no certificate in PEM (-----BEGIN CERTIFICATE-----)", field=field) from error
+
+
+def _check_dates(certificate: x509.Certificate, path: Path, field: str) -> None:
+    now = dt.datetime.now(dt.UTC)
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > ends:
+        raise ConfigError(f"the certificate in {path} expired on {ends:%Y-%m-%d %H:%M} UTC; renew it", field=field)
+    if now < begins:
+        raise ConfigError(
+            f"the certificate in {path} is only valid from {begins:%Y-%m-%d %H:%M} UTC; is the clock right?",
+            field=field,
+        )
+    if now > ends - SOON:
+        logger.warning("the certificate in %s expires on %s UTC", path, f"{ends:%Y-%m-%d %H:%M}")
+
+
+def _names(certificate: x509.Certificate) -> list[str]:
+    from cryptography import x509
+
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+
+
+def _is_ip(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _bytes(path: Path, field: str) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field=field) from error

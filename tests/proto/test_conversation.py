@@ -1,0 +1,532 @@
+"""Several turns on one session: both halves over a bad link, then rule by rule."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
+
+from outrider.proto import codec
+from outrider.proto.errors import (
+    InvalidArgument,
+    OutriderError,
+    PromptTooLong,
+    ResourceExhausted,
+    Unavailable,
+    UnknownToken,
+)
+from outrider.proto.policy import Experience, FixedWindow, SurvivalWindow
+from outrider.proto.session import Done, EdgeInstruction, EdgeSession, Emit, Reopen, Send, Verified, VerifierSession
+from outrider.proto.types import (
+    Cancel,
+    CloudFrame,
+    Commit,
+    Continue,
+    Draft,
+    EdgeFrame,
+    FinishReason,
+    Goaway,
+    Open,
+    Opened,
+    Patience,
+    Report,
+    Sampling,
+)
+
+MOST_EVENTS = 60_000
+
+
+# === both halves together =======================================================================================
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What the user does: so much of the last text is kept, `prompt` is new, the turn may be left after `leave_s`."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    kept: float = 1.0
+    leave_s: float = math.inf
+    pause_s: float = 0.0
+    evicted: bool = False
+
+
+class Talk(Simulation):
+    """A simulation that goes on after Done, on the stream that is open or on another."""
+
+    def __init__(self, turns: list[Turn], oracle, drafter, *, verifier, **options) -> None:
+        first = turns[0]
+        frame = open_frame(prompt=first.prompt, sampling=first.sampling, keep_s=60.0, drafting=drafter is not None)
+        super().__init__(frame, oracle, drafter, verifier=verifier, **options)
+        self.continued: list[Continue] = []
+        self.opens: list[Open] = []
+        self._turns = turns
+        self._opening_credit = 0
+
+    def run_turns(self) -> None:
+        self._reopen()
+        for number, turn in enumerate(self._turns):
+            if number:
+                self._begin(turn)
+            if turn.leave_s < math.inf:
+                self._at(self.now + turn.leave_s, lambda number=number: self._leave(number))
+            self._number = number
+            self._run_until(lambda: self.done is not None)
+            self._check(turn)
+            until = self.now + turn.pause_s
+            self._at(until, lambda: None)
+            self._run_until(lambda until=until: self.now >= until)
+            session = self._stream.session
+            if turn.evicted and self._stream.open and session is not None and session.finish is not None:
+                self._stream.session = None
+                self._send_down(self._stream, Goaway("its pages are needed"))
+
+    def _begin(self, turn: Turn) -> None:
+        prompt_length = self.edge.prompt_length
+        start = prompt_length + round(turn.kept * (len(self.edge.transcript) - prompt_length))
+        self.emitted.clear()
+        self.done = None
+        self._apply(self.edge.on_turn(start, turn.prompt, turn.sampling, self.now))
+
+    def _leave(self, number: int) -> None:
+        if self._number == number:
+            self._apply(self.edge.on_cancel())
+
+    def _check(self, turn: Turn) -> None:
+        assert self.done is not None
+        assert self.done.error is None
+        prompt = tuple(self.edge.transcript[: self.edge.prompt_length])
+        whole = own_text(self._oracle, open_frame(prompt=prompt, sampling=turn.sampling), self._rules)
+        text = tuple(self.emitted)
+        assert prompt[len(prompt) - len(turn.prompt) :] == turn.prompt
+        assert text == (whole[: len(text)] if self.done.finish is FinishReason.CANCELLED else whole)
+
+    def _run_until(self, over) -> None:
+        for _ in range(MOST_EVENTS):
+            if over():
+                return
+            assert self._heap, f"deadlock at {self.now:.3f} s after {len(self.emitted)} tokens"
+            self._next_event()
+        raise AssertionError("too many events")
+
+    def _next_event(self) -> None:
+        self.now, _, event = heapq.heappop(self._heap)
+        event()
+        self._give_drafter_work()
+        assert self.emitted == self.edge.transcript[self.edge.prompt_length :], "emitted is not the transcript"
+
+    def _apply(self, instructions: list[EdgeInstruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(Continue() as frame):
+                    self.continued.append(frame)
+                    self._granted = self._opening_credit
+                    self._send_up(self._stream, frame)
+                case Done():
+                    assert self.done is None, "Done twice"
+                    self.done = instruction
+                    self._stream.open = self.edge.connected
+                case _:
+                    super()._apply([instruction])
+
+    def _send_up(self, stream, frame: EdgeFrame) -> None:
+        if isinstance(frame, Open):
+            self.opens.append(frame)
+        super()._send_up(stream, frame)
+
+    def _arrive_down(self, stream, data: bytes) -> None:
+        frame: CloudFrame = codec.decode_cloud_frame(data)
+        if isinstance(frame, Opened) and stream is self._stream:
+            self._opening_credit = frame.credit
+        granted = self._granted
+        super()._arrive_down(stream, data)
+        if isinstance(frame, Commit) and frame.turn != self.edge._turn:
+            self._granted = granted  # of an earlier turn, and ignored
+
+    def _take(self, stream, frame: EdgeFrame, arrived: float) -> None:
+        if isinstance(frame, Continue):
+            if stream.session is not None:
+                stream.session = stream.session.continued(frame, arrived)
+        else:
+            super()._take(stream, frame, arrived)
+
+
+prompts = st.lists(st.integers(1, 7), min_size=1, max_size=6).map(tuple)
+turns = st.builds(
+    Turn,
+    prompt=prompts,
+    sampling=st.sampled_from([Sampling(max_tokens=n, stop_tokens=stop) for n in (1, 5, 25) for stop in ((), (3,))]),
+    kept=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
+    leave_s=st.sampled_from([math.inf, math.inf, 0.0, 0.05, 0.2]),
+    pause_s=st.sampled_from([0.0, 0.05, 1.0]),
+    evicted=st.sampled_from([False, False, True]),
+)
+links = st.builds(
+    Link,
+    delay_s=st.sampled_from([0.03, 0.2, 0.0]),
+    jitter_s=st.sampled_from([0.0, 0.05]),
+    duplicated=st.sampled_from([0.0, 0.3]),
+    reordered=st.sampled_from([0.0, 0.3]),
+    breaks_every_s=st.sampled_from([0.0, 0.0, 0.7]),
+    goaway_every_s=st.sampled_from([0.0, 0.0, 1.0]),
+)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 1 << 30),
+    said=st.lists(turns, min_size=2, max_size=5),
+    link=links,
+    right=st.sampled_from([0.9, 0.5, 1.0, 0.0, None]),
+    window=st.sampled_from([SurvivalWindow(), FixedWindow(64), FixedWindow(3)]),
+    patience=st.sampled_from([None, Patience(0.0), Patience(0.01, 4), Patience(math.inf, 4)]),
+    max_credit=st.sampled_from([64, 5, 1]),
+    fickle_credit=st.booleans(),
+    send_q=st.booleans(),
+)
+def test_every_turn_has_the_text_of_a_fresh_open_whatever_happens_within_and_between_turns(
+    seed, said, link, right, window, patience, max_credit, fickle_credit, send_q
+):
+    oracle = hashing_oracle(seed, eos_odds=0.02)
+    drafter = None if right is None else drafter_of(oracle, seed, right, silent=0.1, confidence="telling")
+    talk = Talk(
+        said,
+        oracle,
+        drafter,
+        verifier=rules(max_credit=max_credit, patience=patience),
+        window=window,
+        link=link,
+        seed=seed,
+        fickle_credit=fickle_credit,
+        send_q=send_q,
+    )
+    talk.run_turns()
+
+
+def test_on_a_good_link_every_later_turn_goes_up_as_its_new_tokens_alone():
+    said = [Turn(prompt=(n, 5), sampling=Sampling(max_tokens=10), pause_s=0.1) for n in range(1, 6)]
+    talk = Talk(said, hashing_oracle(1, eos_odds=0), None, verifier=rules())
+    talk.run_turns()
+    assert [frame.prompt for frame in talk.opens] == [(1, 5)]
+    assert [frame.prompt for frame in talk.continued] == [(n, 5) for n in range(2, 6)]
+    assert [frame.start for frame in talk.continued] == [12, 24, 36, 48]
+    assert [frame.sampling for frame in talk.continued] == [None] * 4, "the sampling is no news either"
+    assert max(len(codec.encode_edge_frame(frame)) for frame in talk.continued) <= 16
+
+
+def test_what_the_drafter_read_in_earlier_turns_is_not_read_again():
+    said = [Turn(prompt=(n, 5), sampling=Sampling(max_tokens=12), pause_s=0.1) for n in range(1, 5)]
+    oracle = hashing_oracle(1, eos_odds=0)
+    read: list[int] = []
+    talk = Talk(said, oracle, drafter_of(oracle, 1, 1.0), verifier=rules())
+    giving = talk._give_drafter_work
+
+    def counting() -> None:
+        before = talk.edge.next_job
+
+        def counted(most: int):
+            job = before(most)
+            if job is not None:
+                read.append(len(job.extend_with))
+            return job
+
+        talk.edge.next_job = counted
+        giving()
+        talk.edge.next_job = before
+
+    talk._give_drafter_work = counting
+    talk.run_turns()
+    assert sum(read) < len(talk.edge.transcript) + 20
+    assert talk.edge.statistics.accepted > 6
+
+
+# === on the wire ================================================================================================
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Continue(0, (1,)),
+        Continue(7, (), None, 3),
+        Continue(1 << 20, (0, 8191), Sampling(temperature=0.5, seed=1 << 63, stop_tokens=(4,), max_tokens=3), 9),
+    ],
+)
+def test_a_continue_survives_the_wire(frame):
+    assert codec.decode_edge_frame(codec.encode_edge_frame(frame)) == frame
+
+
+def test_what_keeping_adds_to_the_other_frames_survives_the_wire():
+    opening = open_frame(keep_s=2.5)
+    opened = Opened(0, 1, 2, "v", 3, keep_s=1.5)
+    commit = Commit(1, (2,), 0, 3, turn=4)
+    assert codec.decode_edge_frame(codec.encode_edge_frame(opening)) == opening
+    assert codec.decode_cloud_frame(codec.encode_cloud_frame(opened)) == opened
+    assert codec.decode_cloud_frame(codec.encode_cloud_frame(commit)) == commit
+    plain = codec.encode_cloud_frame(Commit(1, (2,), 0, 3))
+    assert len(codec.encode_cloud_frame(commit)) == len(plain) + 2, "a text of one turn pays nothing"
+
+
+def test_a_continue_of_a_stranger_is_checked_before_a_list_is_built():
+    data = codec.encode_edge_frame(Continue(0, (1,) * 50))
+    with pytest.raises(PromptTooLong) as caught:
+        codec.decode_edge_frame(data, most_tokens=10)
+    assert caught.value.field == "continuation.prompt"
+    with pytest.raises(InvalidArgument, match=r"sampling\.stop_tokens"):
+        codec.decode_edge_frame(codec.encode_edge_frame(Continue(0, (), Sampling(stop_tokens=(1,) * 50))), 10)
+
+
+# === the verifier's half ========================================================================================
+
+
+def finished(**changes) -> VerifierSession:
+    """A kept session with the transcript 3 1 2, 4 5."""
+    session = VerifierSession(open_frame(**{"sampling": Sampling(max_tokens=2), "keep_s": 9.0} | changes), rules(), 0.0)
+    session.opened()
+    for token in (4, 5):
+        commit = session.on_verified(Verified((), (token,), (0.0,)), 1.0)
+    assert commit.finish is FinishReason.LENGTH
+    return session
+
+
+@pytest.mark.parametrize(
+    ("frame", "error", "field"),
+    [
+        (Continue(6, (1,)), InvalidArgument, "continuation.start"),
+        (Continue(0, ()), InvalidArgument, "continuation.prompt"),
+        (Continue(5, (8,)), UnknownToken, "continuation.prompt"),
+        (Continue(5, (1,) * 507), PromptTooLong, "continuation.prompt"),
+        (Continue(5, (1,), Sampling(stop_tokens=(9,))), UnknownToken, "sampling.stop_tokens"),
+        (Continue(5, (1,), Sampling(logit_bias=((8, 1.0),))), UnknownToken, "sampling.bias_tokens"),
+    ],
+)
+def test_a_continue_that_cannot_be_is_refused_with_the_field_named(frame, error, field):
+    session = finished()
+    with pytest.raises(error) as caught:
+        session.continued(frame, 2.0)
+    assert caught.value.field == field
+    assert session.transcript == [3, 1, 2, 4, 5]
+    assert session.continued(Continue(5, (1,)), 3.0).transcript == [3, 1, 2, 4, 5, 1]
+
+
+def test_a_continue_needs_a_session_that_is_kept_and_at_rest():
+    running = VerifierSession(open_frame(keep_s=9.0), rules(), 0.0)
+    with pytest.raises(InvalidArgument, match=r"frame\.continuation"):
+        running.continued(Continue(3, (1,)), 1.0)
+    for session in (finished(keep_s=0.0), VerifierSession(open_frame(keep_s=9.0), rules(keep_s=0.0), 0.0)):
+        assert session.opened().keep_s == 0
+        with pytest.raises(InvalidArgument, match=r"open\.keep_s"):
+            session.continued(Continue(3, (1,)), 1.0)
+    assert VerifierSession(open_frame(keep_s=math.inf), rules(keep_s=7.0), 0.0).opened().keep_s == 7
+    with pytest.raises(InvalidArgument, match="keep_s"):
+        open_frame(keep_s=math.nan)
+
+
+def test_a_chain_number_never_goes_back():
+    session = finished().continued(Continue(5, (1,), chain=4), 2.0)
+    session.on_cancel()
+    with pytest.raises(InvalidArgument, match=r"continuation\.chain"):
+        session.continued(Continue(5, (1,), chain=3), 3.0)
+
+
+def test_a_turn_counts_its_text_anew_and_forgets_what_comes_after_its_start():
+    session = finished().continued(Continue(4, (6, 7)), 2.0)
+    assert session.transcript == [3, 1, 2, 4, 6, 7]
+    assert (session.prompt_length, session.generated, session.turn) == (6, 0, 1)
+    assert session.sampling.max_tokens == 2, "the sampling is that of the last turn"
+    longer = finished().continued(Continue(5, (6,), Sampling(max_tokens=600)), 2.0)
+    assert longer.sampling.max_tokens == 512 - 6
+    commit = longer.on_verified(Verified((), (1,), (0.0,)), 3.0)
+    assert (commit.start, commit.turn) == (6, 1)
+
+
+def test_the_sampling_of_the_last_turn_is_not_cut_to_the_room_that_it_had():
+    full = VerifierSession(open_frame(sampling=Sampling(max_tokens=600), keep_s=9.0), rules(), 0.0)
+    full.on_cancel()
+    assert full.continued(Continue(1, (1,)), 1.0).sampling.max_tokens == 510
+
+
+def test_drafts_of_earlier_turns_are_ignored_and_those_of_this_one_taken():
+    session = finished()
+    session.on_report(Report(True, 0.001, 0.05, 0.9))
+    later = session.continued(Continue(5, (6,), Sampling(max_tokens=9), chain=3), 2.0)
+    later.on_draft(Draft(2, 3, (4, 5)), 2.1)
+    later.on_draft(Draft(0, 700, (4,)), 2.1)
+    assert later.waiting_drafts == 0
+    later.on_draft(Draft(3, 6, (1, 2)), 2.2)
+    assert later.block() == (1, 2)
+    commit = later.on_verified(Verified((1, 2), (1, 2, 3), (0.0,) * 3), 2.3)
+    assert (commit.tokens, commit.accepted, commit.timing.echo) == ((1, 2, 3), 2, 1)
+    with pytest.raises(InvalidArgument, match=r"draft\.start"):
+        later.on_draft(Draft(3, 5, (1,)), 2.4)
+
+
+def test_what_was_measured_and_the_credit_of_opening_go_on_into_the_next_turn():
+    session = VerifierSession(open_frame(sampling=Sampling(max_tokens=2), keep_s=9.0), rules(), 0.0)
+    session.credit = 20
+    assert session.opened().credit == 20
+    session.on_report(Report(True, 0.001, 0.05, 0.95))
+    session.credit = 3
+    session.on_cancel()
+    later = session.continued(Continue(3, (1,)), 1.0)
+    assert later.credit == 20
+    assert later._report.drafting_s == 0.001
+    assert later._acceptance.rate == pytest.approx(0.95)
+
+
+# === the edge's half ============================================================================================
+
+
+def edge_at_rest(keep_s: float = 9.0, **changes) -> EdgeSession:
+    """A session whose first turn is done: 3 1 2, 4 5."""
+    edge = EdgeSession(open_frame(**{"sampling": Sampling(max_tokens=2), "keep_s": 9.0} | changes), FixedWindow(4))
+    edge.open_frame(b"", 0.0)
+    edge.on_opened(Opened(0, 64, 2, "v", 512, vocab_size=8, keep_s=keep_s), 0.1)
+    instructions = edge.on_commit(Commit(3, (4, 5), 0, 64, finish=FinishReason.LENGTH), 0.2)
+    assert instructions == [Emit(3, (4, 5), (False, False), ()), Done(FinishReason.LENGTH)]
+    return edge
+
+
+def frames(instructions: list[EdgeInstruction]) -> list[EdgeFrame]:
+    return [instruction.frame for instruction in instructions if isinstance(instruction, Send)]
+
+
+def test_a_kept_session_is_told_only_what_is_new():
+    edge = edge_at_rest()
+    assert edge.connected
+    assert edge.on_turn(5, (6,), Sampling(max_tokens=2), 1.0) == [Send(Continue(5, (6,), None, 0))]
+    assert edge.transcript == [3, 1, 2, 4, 5, 6]
+    assert not edge.done
+    other = edge_at_rest()
+    sampling = Sampling(max_tokens=2, temperature=1.0)
+    assert frames(other.on_turn(4, (6, 7), sampling, 1.0)) == [Continue(4, (6, 7), sampling, 0)]
+    assert other.transcript == [3, 1, 2, 4, 6, 7]
+
+
+def test_where_no_verifier_keeps_the_session_the_next_turn_opens_with_the_whole_transcript():
+    kept_nothing = edge_at_rest(keep_s=0.0)
+    broken, sent_away = edge_at_rest(), edge_at_rest()
+    assert broken.on_disconnected(Unavailable("cut"), 0.5) == []
+    assert sent_away.on_goaway(Goaway("its pages are needed"), 0.5) == []
+    for edge in (kept_nothing, broken, sent_away):
+        assert not edge.connected
+        (instruction,) = edge.on_turn(5, (6,), Sampling(max_tokens=7), 1.0)
+        assert isinstance(instruction, Reopen)
+        assert instruction.after_s == 0
+        frame = edge.open_frame(b"lease", 1.1)
+        assert (frame.prompt, frame.committed, frame.sampling.max_tokens) == ((3, 1, 2, 4, 5, 6), (), 7)
+        assert edge.statistics.resumes == 0
+
+
+def test_a_stream_that_is_lost_in_a_later_turn_is_resumed_with_that_turns_text():
+    edge = edge_at_rest()
+    edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0)
+    edge.on_commit(Commit(6, (7,), 0, 64, turn=1), 1.1)
+    (instruction,) = edge.on_goaway(Goaway("drains"), 1.2)
+    assert isinstance(instruction, Reopen)
+    frame = edge.open_frame(b"", 1.3)
+    assert (frame.prompt, frame.committed) == ((3, 1, 2, 4, 5, 6), (7,))
+    edge.on_opened(Opened(1, 64, 9, "w", 512, vocab_size=8, keep_s=9.0), 1.4)
+    assert edge.on_commit(Commit(7, (1,), 0, 64), 1.5)[0] == Emit(7, (1,), (False,), ()), "the new stream's first turn"
+
+
+def test_commits_of_a_turn_that_was_left_are_ignored():
+    edge = edge_at_rest()
+    edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0)
+    assert frames(edge.on_cancel()) == [Cancel("cancelled")]
+    assert edge.on_commit(Commit(6, (7,), 0, 64, turn=1), 1.1) == []
+    assert edge.transcript == [3, 1, 2, 4, 5, 6]
+    edge.on_turn(6, (2,), Sampling(max_tokens=9), 1.2)
+    assert edge.on_commit(Commit(7, (1,), 0, 64, turn=1), 1.3) == []
+    assert edge.on_commit(Commit(8, (), 0, 64, finish=FinishReason.CANCELLED, turn=1), 1.3) == []
+    assert not edge.done
+    assert edge.on_commit(Commit(7, (3,), 0, 64, turn=2), 1.4)[0] == Emit(7, (3,), (False,), ())
+
+
+def test_a_stream_that_was_opened_for_a_turn_that_was_left_is_opened_anew():
+    edge = EdgeSession(open_frame(keep_s=9.0))
+    edge.open_frame(b"", 0.0)
+    edge.on_cancel()
+    assert isinstance(edge.on_turn(3, (6,), Sampling(), 0.1)[0], Reopen)
+    (instruction,) = edge.on_opened(Opened(0, 64, 128, "v", 512, keep_s=9.0), 0.2)
+    assert isinstance(instruction, Reopen)
+    assert not edge.connected
+    assert edge.open_frame(b"", 0.3).prompt == (3, 1, 2, 6)
+    edge.on_opened(Opened(0, 64, 128, "v", 512, keep_s=9.0), 0.4)
+    assert edge.connected
+
+
+def test_a_turn_begins_only_when_the_last_is_done_and_a_bad_one_changes_nothing():
+    edge = edge_at_rest()
+    with pytest.raises(InvalidArgument, match=r"open\.prompt"):
+        edge.on_turn(5, (-1,), Sampling(), 1.0)
+    with pytest.raises(InvalidArgument, match=r"open\.prompt"):
+        edge.on_turn(0, (), Sampling(), 1.0)
+    assert edge.done
+    edge.on_turn(5, (1,), Sampling(), 1.0)
+    with pytest.raises(InvalidArgument, match="turn"):
+        edge.on_turn(6, (1,), Sampling(), 1.0)
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("bad", field="continuation.start"), ResourceExhausted("full")])
+def test_a_turn_that_is_refused_ends_with_the_error_and_the_next_one_opens(error: OutriderError):
+    edge = edge_at_rest()
+    edge.on_turn(5, (6,), Sampling(), 1.0)
+    assert edge.on_disconnected(error, 1.1) == [Done(None, error)]
+    assert isinstance(edge.on_turn(5, (1,), Sampling(), 1.2)[0], Reopen)
+
+
+def test_pages_that_are_short_for_a_turn_are_waited_for_like_those_of_an_open():
+    edge = edge_at_rest()
+    edge.on_turn(5, (6,), Sampling(), 1.0)
+    (instruction,) = edge.on_disconnected(ResourceExhausted("no pages", retry_after_s=1.0), 1.1)
+    assert isinstance(instruction, Reopen)
+    assert instruction.after_s == 1
+
+
+def test_the_drafter_goes_on_from_what_it_has_read():
+    edge = edge_at_rest()
+    edge.on_turn(5, (6,), Sampling(max_tokens=40), 1.0)
+    job = edge.next_job(4)
+    assert job is not None
+    assert (job.truncate_to, job.extend_with) == (0, (3, 1, 2, 4, 5, 6)), "it has read nothing yet"
+    edge.on_drafted(job, (1, 2, 3, 4), (0.9,) * 4, 0.01, 1.1)
+    edge.on_commit(Commit(6, (1, 2, 7), 2, 64, finish=FinishReason.EOS, turn=1), 1.2)
+    edge.on_turn(9, (5,), Sampling(max_tokens=40), 1.3)
+    job = edge.next_job(4)
+    assert job is not None
+    assert (job.truncate_to, job.extend_with) == (8, (7, 5)), "two of its own drafts were right"
+
+
+def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
+    edge = EdgeSession(open_frame(keep_s=9.0), FixedWindow(4), experience=Experience())
+    edge.open_frame(b"", 0.0)
+    edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
+    job = edge.next_job(4)
+    edge.on_commit(Commit(3, (4,), 0, 64, finish=FinishReason.EOS), 0.2)
+    edge.on_turn(4, (6,), Sampling(), 0.3)
+    assert edge.next_job(4) is None, "it still runs"
+    assert not [f for f in frames(edge.on_drafted(job, (4, 1), (0.5, 0.5), 0.01, 0.4)) if getattr(f, "tokens", ())]
+    again = edge.next_job(4)
+    assert again is not None
+    assert (again.truncate_to, again.extend_with) == (3, (4, 6))
+
+
+def test_statistics_are_a_turns_own():
+    edge = edge_at_rest()
+    first = edge.statistics
+    edge.on_turn(5, (6,), Sampling(max_tokens=1), 1.0)
+    edge.on_commit(Commit(6, (7,), 0, 64, finish=FinishReason.LENGTH, turn=1), 1.1)
+    assert (first.committed, edge.statistics.committed) == (2, 1)
+
+
+def test_a_drafter_that_broke_stays_away_in_later_turns():
+    edge = edge_at_rest()
+    edge.on_drafter_failed(InvalidArgument("broken"))
+    assert frames(edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0))[1:] == [], "it was told when it broke"
+    assert edge.next_job(4) is None
+    assert edge.statistics.drafter_error == "broken"
