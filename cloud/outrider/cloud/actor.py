@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import threading
 import uuid
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.proto.errors import ConfigError
+from outrider.proto.logs import configure
 
 if TYPE_CHECKING:
     from outrider.cloud.config import VerifierConfig
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
 NAMESPACE = "outrider"
 ACTOR_PREFIX = "outrider-verifier-"
 CONCURRENT_CALLS = 8
+# A coordinator that has seen a verifier draining takes its end for wanted; without one nobody asks.
+SEEN_LEAVING_WITHIN_S = 5.0
 
 Result = TypeVar("Result")
 
@@ -28,19 +35,32 @@ class VerifierActor:
     """Owns one `VerifierServer`, on an event loop in a thread of its own.
 
     On a restart Ray runs `__init__` again and nothing else, so serving begins here; it returns when the server
-    listens. The thread keeps the server off the loop on which Ray calls the methods below: neither can stall the
-    other. Usable without Ray.
+    listens. The methods block, since Ray builds an actor with such methods in the main thread of its process, where
+    alone SIGTERM can be caught; it calls them in threads of its own. Usable without Ray.
+
+    SIGTERM, as of `ray stop`, and a node that Ray drains, as before a machine is taken away, drain: sessions are sent
+    elsewhere and get `config.drain_grace_s` for it, then the process ends. Ray starts it again where it can.
 
     Args:
         config: of the server.
         lease_secret: shared with the coordinator; empty: sessions need no lease.
+        ray_options: with which it was started, for `recipe`.
 
     Raises:
         OutriderError: as `VerifierServer.start`. Ray then gives the actor up, and its callers see the error.
     """
 
-    def __init__(self, config: VerifierConfig, lease_secret: bytes = b"") -> None:
+    def __init__(
+        self, config: VerifierConfig, lease_secret: bytes = b"", ray_options: Mapping[str, Any] | None = None
+    ) -> None:
+        if config.log_level:
+            configure(config.log_level, config.log_format)
         self._incarnation = uuid.uuid4().hex
+        self._config = config
+        self._lease_secret = lease_secret
+        self._ray_options = dict(ray_options or {})
+        self._said_leaving = threading.Event()
+        self._stopped = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-verifier", daemon=True)
         self._thread.start()
@@ -49,23 +69,64 @@ class VerifierActor:
         except BaseException:
             self._end_loop()
             raise
+        if threading.current_thread() is threading.main_thread():
+            self._on_second_sigterm = signal.signal(signal.SIGTERM, self._on_sigterm)
+        if config.watch_node_s and _runs_in_ray():
+            threading.Thread(target=self._watch_node, name="outrider-node", daemon=True).start()
 
-    async def info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         """Return what the coordinator places by. `incarnation` is another one after every restart."""
-        return await asyncio.wrap_future(self._submit(self._info()))
+        info = self._submit(self._info()).result()
+        if info["state"] == "draining":
+            self._said_leaving.set()
+        return info
 
-    async def tokenizer_json(self) -> str:
+    def recipe(self) -> tuple[VerifierConfig, bytes, dict[str, Any]]:
+        """Return what another one like this is started with: its config, the lease secret, options of Ray."""
+        return self._config, self._lease_secret, self._ray_options
+
+    def tokenizer_json(self) -> str:
         """Return the text of the target's `tokenizer.json`."""
         return self._server.tokenizer_json
 
-    async def drain(self, grace_s: float) -> int:
-        """Take no more sessions, ask those that run to move within `grace_s` seconds; how many there were."""
-        return await asyncio.wrap_future(self._submit(self._server.drain(grace_s)))
+    def chat_template_json(self) -> str:
+        """Return how the target's chats become prompts, as `chat_template_json` writes it; empty: it has none."""
+        from outrider.cloud.chat_template import chat_template_json
 
-    async def stop(self) -> None:
+        return chat_template_json(self._config.target)
+
+    def drain(self, grace_s: float) -> int:
+        """Take no more sessions, ask those that run to move within `grace_s` seconds; how many there were."""
+        return self._submit(self._server.drain(grace_s)).result()
+
+    def leave(self, grace_s: float) -> int:
+        """Drain, and wait for a coordinator to see it, so that the actor can be killed; the sessions that stayed."""
+        self.drain(grace_s)
+        self._said_leaving.wait(SEEN_LEAVING_WITHIN_S)
+        return int(self._submit(self._info()).result()["sessions"])
+
+    def stop(self) -> None:
         """Stop serving; the actor stays, to be killed."""
-        await asyncio.wrap_future(self._submit(self._server.stop()))
-        await asyncio.to_thread(self._end_loop)
+        self._stopped.set()
+        self._submit(self._server.stop()).result()
+        self._end_loop()
+
+    def _on_sigterm(self, _: int, __: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, self._on_second_sigterm)  # that of Ray, which ends the process
+        threading.Thread(target=self._drain_and_end, name="outrider-drain", daemon=True).start()
+
+    def _watch_node(self) -> None:
+        """Leave a node that is being drained: Ray then starts this actor again on another."""
+        while not self._stopped.wait(self._config.watch_node_s):
+            if _node_is_draining():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    def _drain_and_end(self) -> None:
+        try:
+            self.drain(self._config.drain_grace_s)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     async def _info(self) -> dict[str, Any]:
         status = self._server.status()
@@ -79,7 +140,12 @@ class VerifierActor:
             "max_sessions": self._server.max_sessions,
             "step_s": status.step_s,
             "kv_pages_free": status.kv_pages_free,
+            "kv_pages": status.kv_pages,
+            "release": status.release,
             "incarnation": self._incarnation,
+            "metrics_address": self._server.metrics_address,
+            "tls": self._server.speaks_tls,
+            "tls_name": self._server.tls_name,
         }
 
     def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -89,6 +155,21 @@ class VerifierActor:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _runs_in_ray() -> bool:
+    """Whether this process is a worker of Ray, or has joined a cluster; imports nothing."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _node_is_draining() -> bool:
+    """Whether Ray takes this node away, as after SIGTERM to `ray start`, a preemption, or `ray drain-node`."""
+    import ray
+    import ray._private.state
+
+    # What Ray's own Serve and Train ask; there is no public call.
+    return ray.get_runtime_context().get_node_id() in ray._private.state.state.get_draining_nodes()
 
 
 async def _serve(config: VerifierConfig, lease_secret: bytes) -> tuple[VerifierServer, str]:
@@ -115,7 +196,7 @@ def start_verifier_actor(
         name: replaces `config.name`; leases and the coordinator's lists go by it.
         config: of the server.
         lease_secret: shared with the coordinator; empty: sessions need no lease.
-        ray_options: of `ActorClass.options`, such as num_cpus, num_gpus, resources, lifetime.
+        ray_options: of `ActorClass.options`, such as num_cpus, num_gpus, resources, scheduling_strategy, lifetime.
 
     Returns:
         The actor's handle (`ray.actor.ActorHandle`).
@@ -141,6 +222,7 @@ def start_verifier_actor(
         "namespace": NAMESPACE,
     }
     try:
-        return ray.remote(VerifierActor).options(**options).remote(replace(config, name=name), lease_secret)
+        actor = ray.remote(VerifierActor).options(**options)
+        return actor.remote(replace(config, name=name), lease_secret, dict(ray_options or {}))
     except ValueError as error:
         raise ConfigError(f"{name!r} cannot be started: {error}", field="name") from error

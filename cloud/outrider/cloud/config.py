@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from dataclasses import dataclass
 
+from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError
+from outrider.proto.figures_server import check_metrics_listen
+from outrider.proto.tls import ServerTls
+from outrider.proto.tracing import check_tracing
 from outrider.proto.types import Goal, Patience
 
 ALONE_PREFILL_ROWS = 512  # of a prompt in one step while nobody decodes
 DTYPES = ("float32", "bfloat16", "float16")
-LOOPBACK = ("127.", "localhost:", "[::1]:")
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 
 
@@ -39,8 +43,19 @@ class VerifierConfig:
         pace_s: a step takes at least so long, which stands for a larger target; 0 but in benchmarks.
         batch_invariant: compute every row in tiles of one shape, so that bytes do not depend on what shares a step,
             in bfloat16 too; slower.
+        keep_s: how long an idle session is kept for its next turn, at most, where its edge wants that; it costs KV
+            pages only, and gives them up as soon as another session needs them. 0: never.
+        drain_grace_s: how long sessions may take to move away when an actor's process is told to end.
+        watch_node_s: between two looks of an actor whether Ray drains its node; 0: it does not look.
         stall_s: how long a client may leave its commits unread before it is dropped.
-        insecure_listen: listen on an address that is not loopback, without TLS.
+        insecure_listen: listen on an address that is not loopback, without TLS. Whoever can see the network then sees
+            prompts and texts.
+        tls: certificate and key, and whose certificates edges must show; None: plain text.
+        metrics_listen: host:port of figures for Prometheus, in plain text; empty: none.
+        insecure_metrics: let that be an address that is not loopback.
+        trace_endpoint: of an OpenTelemetry collector (OTLP over gRPC), as http://HOST:PORT or https:; empty: no spans.
+        log_level: of an actor's process, which has no command line; empty: Ray's.
+        log_format: of the same, `text` or `json`.
     """
 
     target: str = "reference"
@@ -62,8 +77,17 @@ class VerifierConfig:
     goal: Goal = Goal.LATENCY
     pace_s: float = 0.0
     batch_invariant: bool = False
+    keep_s: float = 300.0
+    drain_grace_s: float = 10.0
+    watch_node_s: float = 1.0
     stall_s: float = 30.0
     insecure_listen: bool = False
+    tls: ServerTls | None = None
+    metrics_listen: str = ""
+    insecure_metrics: bool = False
+    trace_endpoint: str = ""
+    log_level: str = ""
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -72,10 +96,10 @@ class VerifierConfig:
             raise ConfigError("is empty; name a model, such as `reference`", field="target")
         if ":" not in self.listen:
             raise ConfigError(f"{self.listen!r} is not host:port", field="listen")
-        if not self.listen.startswith(LOOPBACK) and not self.insecure_listen:
+        if not (self.insecure_listen or self.tls is not None or is_local_address(self.listen, "listen")):
             raise ConfigError(
                 f"{self.listen!r} is not a loopback address and the stream is not encrypted; "
-                "set insecure_listen to accept that",
+                "give a certificate (`outrider certs` makes one), or set insecure_listen to accept that",
                 field="listen",
             )
         least = {
@@ -93,8 +117,15 @@ class VerifierConfig:
                 raise ConfigError(f"{getattr(self, name)} is below {minimum}", field=name)
         if self.pace_s < 0:
             raise ConfigError("must be 0 seconds or more", field="pace_s")
+        if not 0 <= self.keep_s < math.inf:
+            raise ConfigError("must be a finite number of seconds, 0 or more", field="keep_s")
+        for name in ("drain_grace_s", "watch_node_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError("must be 0 seconds or more", field=name)
         if self.stall_s <= 0:
             raise ConfigError("must be above 0 seconds", field="stall_s")
+        check_tracing(self.trace_endpoint, 1.0)
+        check_metrics_listen(self.metrics_listen, insecure=self.insecure_metrics)
 
     @property
     def host(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -27,8 +28,13 @@ class SessionCache:
     contiguous: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.first_slot = int(self.slots[0])
-        self.contiguous = int(self.slots[-1]) - self.first_slot == len(self.slots) - 1
+        self.lie_on(self.pages, self.slots)
+
+    def lie_on(self, pages: list[int], slots: torch.Tensor) -> None:
+        """Take `pages` with their `slots`; positions that hold something stay where they are."""
+        self.pages, self.slots = pages, slots
+        self.first_slot = int(slots[0])
+        self.contiguous = all(after == before + 1 for before, after in itertools.pairwise(pages))
 
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on; what is forgotten is overwritten later, never read."""
@@ -40,8 +46,8 @@ class SessionCache:
 class PagedKVCache:
     """Keys and values of every layer, [slots, kv_heads, head_dim] each, made at the layer's first write.
 
-    A session's pages are reserved when it is admitted, so a running session never fails for memory, and lie side by
-    side where the pool allows it, so that reading them is a view instead of a gather.
+    A session's pages are reserved when it is admitted, and anew for every turn, so a running session never fails for
+    memory. They lie side by side where the pool allows it, so that reading them is a view instead of a gather.
     """
 
     def __init__(self, tokens: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -64,24 +70,59 @@ class PagedKVCache:
         Raises:
             ResourceExhausted: not enough free pages now; try again later.
         """
-        wanted = math.ceil(tokens / self.page_size)
-        if wanted > self.page_count:
+        self._check_room(tokens, self.pages_for(tokens))
+        wanted = self.pages_for(tokens)
+        pages = self._run_of(wanted) or sorted(self._free)[:wanted]
+        self._free.difference_update(pages)
+        return SessionCache(pages, self._slots_of(pages))
+
+    def resize(self, cache: SessionCache, tokens: int) -> None:
+        """Reserve room for `tokens` positions instead, no fewer than hold something.
+
+        Raises:
+            ResourceExhausted: as `allocate`; the session keeps what it has.
+        """
+        if tokens < cache.length:
+            raise ValueError(f"cannot hold {cache.length} positions in {tokens}")
+        wanted, had = max(1, self.pages_for(tokens)), len(cache.pages)
+        if wanted > had:
+            self._check_room(tokens, wanted - had)
+            more = self._next_to(cache.pages[-1], wanted - had) or self._run_of(wanted - had)
+            pages = [*cache.pages, *(more or sorted(self._free)[: wanted - had])]
+        else:
+            pages = cache.pages[:wanted]
+        self._free.update(cache.pages[wanted:])
+        self._free.difference_update(pages)
+        cache.lie_on(pages, self._slots_of(pages))
+
+    def pages_for(self, tokens: int) -> int:
+        """How many pages `tokens` positions take."""
+        return math.ceil(tokens / self.page_size)
+
+    def _check_room(self, tokens: int, more: int) -> None:
+        """That `tokens` positions fit at all, and that `more` pages are free."""
+        if self.pages_for(tokens) > self.page_count:
             raise ResourceExhausted(
                 f"needs {tokens} positions, the verifier's KV cache holds {self.page_count * self.page_size}; "
                 "lower sampling.max_tokens",
                 field="open.prompt",
             )
-        if wanted > len(self._free):
+        if more > len(self._free):
             raise ResourceExhausted(
-                f"needs {wanted} KV pages, {len(self._free)} are free; try again later",
+                f"needs {more} KV pages, {len(self._free)} are free; try again later",
                 field="open.prompt",
                 retry_after_s=1.0,
             )
-        pages = self._run_of(wanted) or sorted(self._free)[:wanted]
-        self._free.difference_update(pages)
+
+    def _slots_of(self, pages: list[int]) -> torch.Tensor:
+        """[capacity] int64, the slot of each position on `pages`."""
         first = torch.tensor(pages, dtype=torch.int64, device=self._device) * self.page_size
-        slots = (first[:, None] + torch.arange(self.page_size, device=self._device)).flatten()
-        return SessionCache(pages, slots)
+        return (first[:, None] + torch.arange(self.page_size, device=self._device)).flatten()
+
+    def _next_to(self, page: int, wanted: int) -> list[int]:
+        """The `wanted` pages behind `page`, where they are free; empty: they are not."""
+        behind = list(range(page + 1, page + 1 + wanted))
+        return behind if self._free.issuperset(behind) else []
 
     def _run_of(self, wanted: int) -> list[int]:
         """`wanted` free pages side by side; empty: there are none."""

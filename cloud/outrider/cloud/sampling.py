@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, Shortlist
 from outrider.proto.noise import TorchNoise, row_key
-from outrider.proto.types import Sampling
+from outrider.proto.types import Sampling, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,9 @@ class Judged:
         prompt_length: tokens of it that are prompt.
         block: [k] drafts judged; row j of k + 1 follows transcript + block[:j].
         q: [k] the drafter's probability of each draft, NaN where it was not sent.
+        allowed: [k + 1, vocab] bool, the tokens that the grammar allows in each row; None: there is none.
+        logprobs: whether the model's own log probabilities are wanted.
+        top_logprobs: so many likeliest tokens of each position too.
     """
 
     sampling: Sampling
@@ -36,6 +39,9 @@ class Judged:
     prompt_length: int
     block: tuple[int, ...]
     q: tuple[float, ...] = ()
+    allowed: np.ndarray | None = field(default=None, compare=False)
+    logprobs: bool = False
+    top_logprobs: int = 0
 
     @property
     def rows(self) -> int:
@@ -45,16 +51,28 @@ class Judged:
     @property
     def adjusts(self) -> bool:
         """Whether `adjusted_logits` are any others than the target's."""
-        return bool(self.sampling.allowed_tokens or self.sampling.logit_bias or self.sampling.penalises)
+        sampling = self.sampling
+        return bool(self.allowed is not None or sampling.allowed_tokens or sampling.logit_bias or sampling.penalises)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The target's token of each row [k + 1], its log probability, and the reward of the drafts (None: no q)."""
+    """What a session's rows say.
+
+    Attributes:
+        tokens: [k + 1] the target's.
+        logp: [k + 1] log of their processed probabilities.
+        reward: of the drafts; None: no q.
+        logprobs: [a + 1] log of the model's own probability, before any processing, of the a drafts that agree and of
+            the token after them; empty: not wanted.
+        top_logprobs: [a + 1] the likeliest tokens of those positions, likewise.
+    """
 
     tokens: tuple[int, ...]
     logp: tuple[float, ...]
     reward: float | None
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 class Sampler:
@@ -79,6 +97,9 @@ class Sampler:
         if left:
             rows = torch.cat([logits[spans[i]] for i in left])
             sampled |= zip(left, self._by_whole_rows(rows, [sessions[i] for i in left]), strict=True)
+        for i, session in enumerate(sessions):
+            if session.logprobs:
+                sampled[i] = with_logprobs(sampled[i], logits[spans[i]], session)
         return [sampled[i] for i in range(len(sessions))]
 
     def _by_shortlist(self, logits: torch.Tensor, sessions: list[Judged], spans: list[slice]) -> dict[int, Sampled]:
@@ -188,6 +209,38 @@ def _reward(logp_of_drafts: list[float], session: Judged) -> float | None:
     return sum(ratios) / len(ratios) if ratios else None
 
 
+def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: Judged) -> Sampled:
+    """The same with log probabilities of the model's own distribution, softmax(logits), in the rows that matter.
+
+    That is what OpenAI's API and vLLM (`logprobs_mode=raw_logprobs`) call logprobs. It has a value for every token,
+    also where the processed distribution is one point or excludes the rest.
+
+    Args:
+        sampled: the target's token of each row.
+        logits: [k + 1, vocab] float32, of the target.
+        session: whose rows they are.
+    """
+    agreed = (draft == token for draft, token in zip(session.block, sampled.tokens, strict=False))
+    count = sum(itertools.takewhile(bool, agreed)) + 1
+    rows = logits[:count]
+    log_sums = torch.logsumexp(rows, dim=-1, keepdim=True)
+    tokens = torch.tensor(sampled.tokens[:count], device=logits.device)
+    logprobs = (rows.gather(1, tokens[:, None]) - log_sums)[:, 0].tolist()
+    top = _likeliest(rows, log_sums, session.top_logprobs) if session.top_logprobs else ()
+    return replace(sampled, logprobs=tuple(logprobs), top_logprobs=top)
+
+
+def _likeliest(logits: torch.Tensor, log_sums: torch.Tensor, count: int) -> tuple[TopLogprobs, ...]:
+    """The `count` likeliest tokens of each row [rows, vocab] with log p; the lower token first among equals."""
+    least = logits.topk(min(count, logits.shape[1]), dim=-1).values[:, -1:]
+    row, token = (logits >= least).nonzero(as_tuple=True)  # in order of row, then token; ties may make them more
+    logp = (logits - log_sums)[row, token].tolist()
+    pairs: list[list[tuple[int, float]]] = [[] for _ in logits]
+    for i, t, value in zip(row.tolist(), token.tolist(), logp, strict=True):
+        pairs[i].append((t, value))
+    return tuple(tuple(sorted(of_row, key=lambda pair: -pair[1])[:count]) for of_row in pairs)
+
+
 def processed_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
     """Unnormalised log probabilities [k + 1, vocab] float64 of the processed distribution; -inf where excluded.
 
@@ -219,11 +272,13 @@ def processed_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
 def adjusted_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
     """[k + 1, vocab] float64 logits after what looks at single tokens, of which only some sessions ask anything.
 
-    In this order: allowed tokens, bias, repetition penalty (Keskar et al. 2019, section 4.1), presence and frequency
-    penalty.
+    In this order: grammar, allowed tokens, bias, repetition penalty (Keskar et al. 2019, section 4.1), presence and
+    frequency penalty.
     """
     sampling = session.sampling
     scores = logits.double()
+    if session.allowed is not None:
+        scores = scores.masked_fill(~torch.from_numpy(session.allowed).to(scores.device), -math.inf)
     if sampling.allowed_tokens:
         allowed = torch.tensor(sampling.allowed_tokens, device=scores.device)
         kept = torch.full_like(scores, -math.inf)

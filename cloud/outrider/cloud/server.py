@@ -15,18 +15,37 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.counts import StreamCounts
 from outrider.cloud.engine import Engine, Outbox, StepFigures
+from outrider.cloud.grammar import Grammars, Guide
 from outrider.cloud.target import load_target
+from outrider.cloud.tracing import VerifierTracing
 from outrider.proto import codec
+from outrider.proto.access import Bucket, Meters
+from outrider.proto.address import is_local_address
 from outrider.proto.channel import SERVER_OPTIONS
-from outrider.proto.errors import ConfigError, InvalidArgument, NotFound, OutriderError, Unavailable, to_status
+from outrider.proto.errors import (
+    ConfigError,
+    InvalidArgument,
+    NotFound,
+    OutriderError,
+    ResourceExhausted,
+    Unavailable,
+    to_status,
+)
+from outrider.proto.figures_server import FiguresServer
 from outrider.proto.lease import LeaseClaim, verify_lease
+from outrider.proto.logs import about
+from outrider.proto.release import release
 from outrider.proto.session import VerifierRules
-from outrider.proto.types import CloudFrame, Commit, Goaway, Open, Report, VerifierStatus
+from outrider.proto.tls import bind, name_to_expect
+from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Grammar, Open, Opened, VerifierStatus
 
 OPEN_WITHIN_S = 10.0
+COMPILE_WITHIN_S = 10.0
 SPARE_CALLS = 16  # health checks, and streams that are refused
 MOST_UNTAKEN = 256
+REFILL = 0.1  # of a minute's tokens, before a session whose key has spent them goes on: coming back costs a prefill
 SWITCH_S = 0.0005  # else a frame that comes while the engine's thread runs Python waits 5 ms for the interpreter
 
 log = logging.getLogger(__name__)
@@ -40,7 +59,12 @@ class StreamOutbox(Outbox):
         self._queue: asyncio.Queue[CloudFrame | OutriderError] = asyncio.Queue()
         self._unread = 0
         self.taken = 0
+        self.goes_on = False  # whether a Continue may still follow the last commit of a turn
+        self.session = ""  # as soon as Open has come
+        self.opened = False
+        self.closed = False  # the stream has ended
         self.end_of_lease: asyncio.TimerHandle | None = None
+        self.meter: Bucket | None = None  # of its API key, where that has a limit
 
     def put(self, item: CloudFrame | OutriderError) -> None:
         """From any thread."""
@@ -75,7 +99,7 @@ class VerifierServer:
         Raises:
             NotFound, ModelRefused: as `load_target`; ConfigError.
         """
-        if config.insecure_listen and not lease_secret:
+        if not (lease_secret or is_local_address(config.listen, "listen")):
             raise ConfigError("must be given where the verifier listens beyond loopback", field="lease_secret")
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -105,17 +129,25 @@ class VerifierServer:
             patience=config.patience,
             goal=config.goal,
             batch_invariant=config.batch_invariant,
+            keep_s=config.keep_s,
+            release=release(),
         )
         self._most_tokens = max(target.context_length, target.vocab_size)
         self._engine = Engine(target, self.rules, config)
+        self._grammars = Grammars(target.tokenizer_json, target.vocab_size, target.eos_tokens)
         self._keys = itertools.count()
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self._address = ""
         self._endings: set[asyncio.Task[None]] = set()
+        self._figures: FiguresServer | None = None
+        self._counts = StreamCounts()
+        self._tracing = VerifierTracing.to(config.trace_endpoint, config.name) if config.trace_endpoint else None
+        self._meters = Meters()
 
     async def start(self) -> str:
         """Begin to serve; the address as host:port."""
+        self._serve_figures()  # a thread of its own, before gRPC's
         self._server = grpc.aio.server(
             options=SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions + SPARE_CALLS
         )
@@ -124,16 +156,14 @@ class VerifierServer:
             (grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, {"Decode": handler}),)
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        try:
-            port = self._server.add_insecure_port(self._config.listen)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {self._config.listen}: {error}", field="listen") from error
+        port = bind(self._server, self._config.listen, self._config.tls)
         self._address = f"{self._config.host}:{port}"
         sys.setswitchinterval(SWITCH_S)
         self._engine.start()
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        log.info("verifier %s serves %s on %s", self.rules.name, self.rules.model, self._address)
+        line = "verifier %s serves %s on %s"
+        log.info(line, self.rules.name, self.rules.model, self._address, extra=about(verifier=self.rules.name))
         return self._address
 
     async def drain(self, grace_s: float = 10.0) -> int:
@@ -151,6 +181,37 @@ class VerifierServer:
         if self._server is not None:
             await self._server.stop(grace_s)
             await asyncio.to_thread(self._engine.stop)
+        self._grammars.close()
+        if self._figures is not None:
+            await asyncio.to_thread(self._figures.stop)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
+
+    @property
+    def speaks_tls(self) -> bool:
+        """Whether edges need TLS here."""
+        return self._config.tls is not None
+
+    @property
+    def tls_name(self) -> str:
+        """What its certificate is to be checked for; empty: the host of its address."""
+        return "" if self._config.tls is None else name_to_expect(self._config.tls.cert, self._config.host)
+
+    @property
+    def metrics_address(self) -> str:
+        """Where Prometheus finds the figures, host:port; empty: nowhere."""
+        return self._figures.address if self._figures is not None else ""
+
+    def _serve_figures(self) -> None:
+        if not self._config.metrics_listen:
+            return
+        from prometheus_client import CollectorRegistry
+
+        from outrider.cloud.metrics import register_verifier
+
+        registry = CollectorRegistry()
+        register_verifier(registry, self._engine, self._counts, max_sessions=self.max_sessions)
+        self._figures = FiguresServer(registry, self._config.metrics_listen)
 
     def take_step_figures(self) -> list[StepFigures]:
         """Of the steps since the last call, oldest first; the newest few thousand are kept."""
@@ -167,6 +228,9 @@ class VerifierServer:
             sessions=self._engine.session_count,
             step_s=self._engine.step_s,
             kv_pages_free=self._engine.free_pages,
+            release=release(),
+            max_sessions=self.max_sessions,
+            kv_pages=self._engine.page_count,
         )
 
     async def _set_health(self, status: Any) -> None:
@@ -177,6 +241,7 @@ class VerifierServer:
 
     async def _decode(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         key = next(self._keys)
+        trace = self._tracing.parent(context.invocation_metadata()) if self._tracing is not None else None
         outbox = StreamOutbox(asyncio.get_running_loop())
         reader = asyncio.create_task(self._read(key, requests, outbox))
         stream = asyncio.current_task()
@@ -189,9 +254,21 @@ class VerifierServer:
                     raise item
                 yield codec.encode_cloud_frame(item)
                 outbox.sent()
-                if isinstance(item, Goaway) or (isinstance(item, Commit) and item.finish is not None):
+                outbox.opened |= isinstance(item, Opened)
+                if isinstance(item, Commit) and self._tracing is not None and trace is not None:
+                    self._tracing.commit(trace, outbox.session, item)
+                if isinstance(item, Commit) and outbox.meter is not None:
+                    _charge(outbox.meter, outbox, len(item.tokens))
+                if isinstance(item, Goaway):
+                    self._counts.goaways += 1
+                    log.info("sent elsewhere: %s", item.reason, extra=about(outbox.session, self.rules.name))
+                    return
+                if isinstance(item, Commit) and item.finish is not None and not outbox.goes_on:
                     return
         except OutriderError as error:
+            (self._counts.fail if outbox.opened else self._counts.refuse)(error)
+            what = "ended" if outbox.opened else "refused"
+            log.warning("the session is %s: %s", what, error, extra=about(outbox.session, self.rules.name, error))
             status, message, metadata = to_status(error)
             await context.abort(status, message, metadata)
         finally:
@@ -199,6 +276,7 @@ class VerifierServer:
             stall.cancel()
             if outbox.end_of_lease is not None:
                 outbox.end_of_lease.cancel()
+            outbox.closed = True
             self._engine.post_close(key)
 
     async def _read(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> None:
@@ -206,28 +284,53 @@ class VerifierServer:
         loop = asyncio.get_running_loop()
         room = asyncio.Semaphore(MOST_UNTAKEN)
         try:
-            claim = await asyncio.wait_for(self._read_open(key, requests, outbox), OPEN_WITHIN_S)
+            opening, claim = await asyncio.wait_for(self._read_open(requests, outbox), OPEN_WITHIN_S)
+            grammar = opening.sampling.grammar
+            guide = await self._guide(grammar, opening.committed)
+            if outbox.closed:
+                return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
+            self._engine.post_open(key, opening, outbox, guide)
             if claim is not None:
                 lasts_s = max(0.0, claim.expires_at_s - time.time())
                 outbox.end_of_lease = loop.call_later(lasts_s, outbox.put, Goaway("the lease has expired"))
             async for data in requests:
                 await room.acquire()
                 frame = codec.decode_edge_frame(data, self._most_tokens)
-                self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release))
-            self._engine.post_frame(key, Report(drafting=False), lambda: None)  # half-closed: no draft will come
+                guide = None
+                if isinstance(frame, Continue):
+                    grammar = frame.sampling.grammar if frame.sampling is not None else grammar
+                    guide = await self._guide(grammar)
+                self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release), guide)
+            outbox.goes_on = False
+            self._engine.post_half_close(key)
         except OutriderError as error:
             outbox.put(error)
         except TimeoutError:
             outbox.put(InvalidArgument(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open"))
 
-    async def _read_open(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> LeaseClaim | None:
+    async def _guide(self, grammar: Grammar | None, committed: tuple[int, ...] = ()) -> Guide | None:
+        """What the engine asks about a grammar, which is compiled elsewhere; refused before any compute."""
+        if grammar is None:
+            return None
+        try:
+            return await asyncio.wait_for(
+                asyncio.wrap_future(self._grammars.begin(grammar, committed)), COMPILE_WITHIN_S
+            )
+        except TimeoutError as error:
+            raise InvalidArgument(
+                f"is not compiled within {COMPILE_WITHIN_S:.0f} s; simplify it", field="sampling.grammar"
+            ) from error
+
+    async def _read_open(self, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> tuple[Open, LeaseClaim | None]:
         async for data in requests:
             frame = codec.decode_edge_frame(data, self._most_tokens)
             if not isinstance(frame, Open):
                 raise InvalidArgument("must be the first frame of a stream", field="frame.open")
+            outbox.session = frame.session
             claim = self._check_lease(frame)
-            self._engine.post_open(key, frame, outbox)
-            return claim
+            outbox.meter = self._meter(claim)
+            outbox.goes_on = frame.keep_s > 0 and self.rules.keep_s > 0
+            return frame, claim
         raise InvalidArgument("the stream ended before it", field="frame.open")
 
     def _check_lease(self, frame: Open) -> LeaseClaim | None:
@@ -246,6 +349,18 @@ class VerifierServer:
             now_s=time.time(),
         )
 
+    def _meter(self, claim: LeaseClaim | None) -> Bucket | None:
+        """The meter of the API key that the lease was given to; raises `ResourceExhausted` where that is spent."""
+        if claim is None or not claim.tokens_per_minute:
+            return None
+        now_s = time.monotonic()
+        meter = self._meters.of(claim.key, claim.tokens_per_minute, now_s)
+        wait_s = meter.wait_s(1, now_s)
+        if wait_s > 0:
+            spent = f"key {claim.key!r} has spent its {claim.tokens_per_minute} tokens a minute; wait {wait_s:.1f} s"
+            raise ResourceExhausted(spent, field="api_key", retry_after_s=wait_s)
+        return meter
+
     async def _watch_stall(self, outbox: StreamOutbox, stream: asyncio.Task[Any], context: Any) -> None:
         """End a stream whose client has left its frames unread for `stall_s` seconds.
 
@@ -258,8 +373,14 @@ class VerifierServer:
             if outbox.taken != taken or not outbox.unread():
                 taken, since = outbox.taken, time.monotonic()
             elif time.monotonic() - since > self._config.stall_s:
-                log.warning("a client left its commits unread for %g s; its stream is ended", self._config.stall_s)
-                status, message, metadata = to_status(Unavailable("you left commits unread too long; resume"))
+                error = Unavailable("you left commits unread too long; resume")
+                self._counts.fail(error)
+                log.warning(
+                    "the client left its commits unread for %g s; its stream is ended",
+                    self._config.stall_s,
+                    extra=about(outbox.session, self.rules.name, error),
+                )
+                status, message, metadata = to_status(error)
                 ending = asyncio.create_task(context.abort(status, message, metadata))
                 self._endings.add(ending)
                 ending.add_done_callback(self._ended)
@@ -270,6 +391,15 @@ class VerifierServer:
         self._endings.discard(ending)
         if not ending.cancelled():
             ending.exception()  # abort always raises
+
+
+def _charge(meter: Bucket, outbox: StreamOutbox, tokens: int) -> None:
+    """Count tokens that were sent; where the key has no more, the session goes away until it has some again."""
+    now_s = time.monotonic()
+    meter.spend(tokens, now_s)
+    if meter.level(now_s) < 0:
+        refill = max(1.0, REFILL * meter.tokens_per_minute)
+        outbox.put(Goaway("the key's tokens a minute are spent", retry_after_s=meter.wait_s(refill, now_s)))
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Any) -> None:

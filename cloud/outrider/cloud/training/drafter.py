@@ -28,7 +28,7 @@ from outrider.cloud.training.report import Reporter, acceptance_table, duration,
 from outrider.cloud.training.schedule import Budget
 from outrider.cloud.training.self_text import SelfText, SelfTextPlan, embedding_weight, stored_self_text
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
-from outrider.proto.errors import InvalidArgument
+from outrider.proto.errors import Cancelled, InvalidArgument
 
 TRAINING_FILE = "training.json"
 # Settings that may differ between a run and its resumption: they change where and how often, not what.
@@ -60,7 +60,11 @@ class DrafterTrainingResult:
 
 
 def train_drafter(
-    config: DrafterTraining, *, on_step: Callable[[int], None] | None = None, reporter: Reporter | None = None
+    config: DrafterTraining,
+    *,
+    on_step: Callable[[int], None] | None = None,
+    stopping: Callable[[], bool] | None = None,
+    reporter: Reporter | None = None,
 ) -> DrafterTrainingResult:
     """Distil a drafter and write it to `config.output`.
 
@@ -68,7 +72,12 @@ def train_drafter(
         config: what to do.
         on_step: called with the number of steps done after each; an exception from it ends the run as a crash
             would, to be resumed from the newest checkpoint.
+        stopping: asked after each step; true ends the run there, with a checkpoint of it.
         reporter: where progress goes; the terminal by default.
+
+    Raises:
+        InvalidArgument: the settings, target or corpus do not serve.
+        Cancelled: `stopping` said so.
     """
     folder = config.output / "checkpoints"
     if checkpoints(folder) and not config.resume:
@@ -86,7 +95,7 @@ def train_drafter(
         run = _Run(config, target, drafter, texts, told)
         if newest := checkpoints(folder)[-1:]:
             run.resume(newest[0])
-        return run.to_the_end(on_step or (lambda _: None))
+        return run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
 
 
 def load_target(config: DrafterTraining) -> PreTrainedModel:
@@ -277,7 +286,7 @@ class _Run:
         self.sampler.taken, self.sampler.drawn = list(progress.taken), progress.drawn
         self.told.say(f"resumed after step {progress.step}")
 
-    def to_the_end(self, on_step: Callable[[int], None]) -> DrafterTrainingResult:
+    def to_the_end(self, on_step: Callable[[int], None], stopping: Callable[[], bool]) -> DrafterTrainingResult:
         config, progress = self.config, self.progress
         parameters = sum(p.numel() for p in self.drafter.parameters())
         self.told.stage("training")
@@ -290,6 +299,9 @@ class _Run:
             progress.elapsed_s += time.monotonic() - began
             self._tell()
             on_step(progress.step)
+            if stopping():
+                self._save()
+                raise Cancelled(f"stopped after step {progress.step}; its checkpoint is kept, go on with --resume")
             if (
                 progress.step - saved[0] >= config.checkpoint_every_steps
                 or progress.elapsed_s - saved[1] >= 60 * config.checkpoint_every_minutes

@@ -1,0 +1,308 @@
+"""What a session's grammar allows: compiled when it opens, asked at every position, in threads of its own.
+
+The parsers are llguidance's. A grammar comes from a stranger: its size is bounded when it is decoded, what llguidance
+may spend on it is limited, and neither the event loop nor the engine's thread ever waits for it long. One
+that is dear slows down its own session only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outrider.proto.errors import FailedPrecondition, InvalidArgument
+from outrider.proto.types import Grammar, GrammarKind
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+FIELD = "sampling.grammar"
+COMPILING_THREADS = 2
+MASKING_THREADS = max(1, min(8, (os.cpu_count() or 2) - 1))
+KEPT_GRAMMARS = 16
+# llguidance descends into a chain of rules by recursion: 64 KiB of them need 20 MB. Reserved, not used.
+STACK_BYTES = 256 << 20
+# At the library's own limits one mask may take 1 s and 200 MB, with these 0.3 s and 50 MB; ordinary ones take 0.1 ms.
+LEXER_FUEL = 250_000
+LEXER_STATES = 50_000
+# Between the parts of JSON: a space, or a new line and its indentation, as all writers of JSON have it. With anything
+# more a model that likes blanks goes on with them until its tokens are spent. A schema's own `x-guidance` wins.
+_BLANKS = r" |\n[ \t]{0,32}"
+_ANY_OBJECT = '{"type":"object"}'
+_MOST_OF_MESSAGE = 300
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allowed:
+    """What the grammar allows in a step.
+
+    Attributes:
+        block: [k] the first of the drafts asked about, as far as the grammar allows them and goes on after them.
+        tokens: [k + 1, vocab] bool; row j: the tokens that may follow the committed text and block[:j], at least one.
+    """
+
+    block: tuple[int, ...]
+    tokens: np.ndarray
+
+
+class Grammars:
+    """Compiles grammars for one target. The tokenizer's trie is built at the first one."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_tokens: frozenset[int]) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_tokens = eos_tokens
+        self._starting = threading.Lock()
+        self._loading = threading.Lock()
+        self._keeping = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+
+    def begin(self, grammar: Grammar, committed: Sequence[int] = ()) -> Future[Guide]:
+        """The guide of a text that has come as far as `committed`, made in another thread.
+
+        Raises, from the future:
+            InvalidArgument: the grammar is wrong, too dear or allows nothing; `committed` does not follow it.
+            FailedPrecondition: this target or this installation cannot serve grammars.
+        """
+        compiling, masking = self._threads()
+        return compiling.submit(self._guide, grammar, list(committed), masking)
+
+    def close(self) -> None:
+        """Let the threads go when they have done what they are at."""
+        for pool in self._pools or ():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _threads(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        with self._starting:
+            if self._pools is None:
+                with _stack_of_new_threads(STACK_BYTES):
+                    self._pools = _pool("compile", COMPILING_THREADS), _pool("mask", MASKING_THREADS)
+            return self._pools
+
+    def _guide(self, grammar: Grammar, committed: list[int], masking: Executor) -> Guide:
+        guide = Guide(lambda: self._matcher(grammar), self._vocab_size, self._eos_tokens, masking)
+        guide.resume(committed)
+        return guide
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        """At the beginning of a text."""
+        with self._keeping:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+                return compiled.deep_copy()
+        compiled = self._compile(grammar)
+        with self._keeping:
+            self._compiled[grammar] = compiled
+            while len(self._compiled) > KEPT_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return compiled.deep_copy()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        tokenizer = self._tokenizer_of_target()
+        from llguidance import LLMatcher
+
+        try:
+            match grammar.kind:
+                case GrammarKind.JSON_OBJECT:
+                    source = LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults={"whitespace_pattern": _BLANKS})
+                case GrammarKind.JSON_SCHEMA:
+                    blanks = None if '"x-guidance"' in grammar.text else _BLANKS
+                    source = LLMatcher.grammar_from_json_schema(grammar.text, defaults={"whitespace_pattern": blanks})
+                case GrammarKind.REGEX:
+                    source = LLMatcher.grammar_from_regex(grammar.text)
+                case GrammarKind.LARK:
+                    source = LLMatcher.grammar_from_lark(grammar.text)
+        except ValueError as error:
+            raise InvalidArgument(_one_line(str(error)), field=FIELD) from error
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise InvalidArgument(_one_line(matcher.get_error()), field=FIELD)
+        return matcher
+
+    def _tokenizer_of_target(self) -> LLTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._load_tokenizer()
+            return self._tokenizer
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        try:
+            from llguidance import LLTokenizer
+        except ImportError as error:
+            raise FailedPrecondition("needs llguidance; pip install 'outrider[cloud]'", field=FIELD) from error
+        if not self._eos_tokens:
+            raise FailedPrecondition("the target has no EOS token, with which such a text could end", field=FIELD)
+        try:
+            return LLTokenizer(self._tokenizer_json, n_vocab=self._vocab_size, eos_token=sorted(self._eos_tokens))
+        except ValueError as error:
+            message = f"the target's tokenizer cannot serve grammars: {_one_line(str(error))}"
+            raise FailedPrecondition(message, field=FIELD) from error
+
+
+class Guide:
+    """The grammar of one text; its state is that of the committed text, whatever drafts were asked about."""
+
+    def __init__(
+        self,
+        fresh: Callable[[], LLMatcher],
+        vocab_size: int,
+        eos_tokens: frozenset[int],
+        threads: Executor,
+    ) -> None:
+        """Begin a text.
+
+        Args:
+            fresh: makes a matcher at the beginning of a text.
+            vocab_size: of the target's logits.
+            eos_tokens: of the target.
+            threads: where masks are computed.
+        """
+        self._fresh = fresh
+        self._vocab_size = vocab_size
+        self._eos_tokens = eos_tokens
+        self._threads = threads
+        self._matcher = fresh()
+        self._text: list[int] = []
+        self._consumed = 0  # tokens of the text that the matcher has seen,
+        self._drafts = 0  # and of drafts after them
+        self._asked: tuple[int, ...] = ()
+        self._answer: Future[Allowed] | None = None
+
+    def resume(self, committed: list[int]) -> None:
+        """Take over a text; what follows it is asked once, so that a grammar that is too dear is refused now.
+
+        Raises:
+            InvalidArgument: with the field named.
+        """
+        self._text = committed
+        if not self._catch_up():
+            raise InvalidArgument("does not follow sampling.grammar", field="open.committed")
+        self._allowed(())
+
+    # --- the engine's thread ---
+
+    def ask(self, block: tuple[int, ...], answered: Callable[[], None]) -> Future[Allowed]:
+        """What is allowed after the committed text and the drafts `block` [k]; while it is busy, the answer under way.
+
+        `answered` is called from another thread. The future raises InvalidArgument where the grammar is at its end
+        without being complete, or has become too dear.
+        """
+        if self._answer is None or not (self.busy or self._asked == block):
+            self._asked = block
+            self._answer = self._threads.submit(self._allowed, block)
+            self._answer.add_done_callback(lambda _: answered())
+        return self._answer
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has been asked and has not answered yet."""
+        return self._answer is not None and not self._answer.done()
+
+    def advance(self, tokens: tuple[int, ...]) -> None:
+        """`tokens` [n] are committed."""
+        self._text += tokens
+        self._answer = None
+
+    # --- one thread at a time ---
+
+    def _allowed(self, block: tuple[int, ...]) -> Allowed:
+        if not self._catch_up():
+            raise InvalidArgument(self._complaint(), field=FIELD)
+        first = self._row()
+        if first is None:  # drafts may have filled what a matcher may keep; without them it must answer
+            self._rebuild()
+            first = self._row()
+        if first is None:
+            raise InvalidArgument(self._complaint(), field=FIELD)
+        rows = [first]
+        for draft in block:
+            row = self._row_after(draft) if rows[-1][draft] else None
+            if row is None:
+                break
+            rows.append(row)
+        self._back_to_the_text()
+        return Allowed(block[: len(rows) - 1], np.stack(rows))
+
+    def _row_after(self, draft: int) -> np.ndarray | None:
+        """As `_row`, after one token more. None for EOS too: the row before says the same, and nothing comes after."""
+        if draft in self._eos_tokens or not self._matcher.consume_token(draft):
+            return None
+        self._drafts += 1
+        return self._row()
+
+    def _row(self) -> np.ndarray | None:
+        """[vocab] bool, the tokens that may come next; None: the matcher has failed or is at a dead end."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        row = np.unpackbits(bits, bitorder="little").view(bool)[: self._vocab_size]
+        if self._matcher.is_error() or not row.any():
+            return None
+        ends = sum(bool(row[token]) for token in self._eos_tokens)
+        if ends and not self._matcher.is_accepting():  # what llguidance says where it gave up
+            return None
+        return row
+
+    def _back_to_the_text(self) -> None:
+        if self._matcher.is_error() or not self._matcher.rollback(self._drafts):
+            self._rebuild()
+        self._drafts = 0
+
+    def _catch_up(self) -> bool:
+        """Whether the matcher takes the tokens of the text that it has not seen."""
+        while self._consumed < len(self._text):
+            if not self._matcher.consume_token(self._text[self._consumed]):
+                return False
+            self._consumed += 1
+        return True
+
+    def _rebuild(self) -> None:
+        """A matcher that has failed stays so; another one reads the text again."""
+        self._matcher = self._fresh()
+        self._consumed = 0
+        self._catch_up()
+
+    def _complaint(self) -> str:
+        why = _one_line(self._matcher.get_error()) or "nothing that it allows can come next"
+        return f"cannot be followed to its end, or not at a bounded cost; simplify it ({why})"
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=LEXER_STATES, verbose_errors=False)
+
+
+def _one_line(message: str) -> str:
+    """What llguidance says, without the quotation of the grammar that follows it."""
+    lines = message.split("\n<non-verbose/>")[0].strip().split("\n")
+    why = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
+    return " ".join([lines[0], *why])[:_MOST_OF_MESSAGE]
+
+
+@contextmanager
+def _stack_of_new_threads(size: int) -> Iterator[None]:
+    before = threading.stack_size(size)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def _pool(name: str, threads: int) -> ThreadPoolExecutor:
+    """All of its threads are started, with the stack that new threads have now."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=f"outrider-grammar-{name}")
+    here = threading.Barrier(threads + 1)
+    for _ in range(threads):
+        pool.submit(here.wait)
+    here.wait()
+    return pool

@@ -1,0 +1,641 @@
+"""Grammar-constrained decoding is exact: the text follows the target's law, renormalised over what the grammar allows.
+
+A tiny vocabulary (`a`, `b`, `ab`, EOS) and a language of six words, whose law this file computes on its own. Three
+checkers, each of which must also reject wrong implementations (the negative controls):
+
+1. `law_of_texts`: the law of whole texts as fractions, over all drafts and all draws.
+2. `follows_the_noise`: for every seed and any drafts, the text that a plain computation of the rule gives.
+3. `masks_are_those_of`: what is allowed after any drafts is what a fresh matcher allows, with a real tokenizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from outrider.cloud.grammar import Allowed, Grammars, Guide
+from outrider.cloud.sampling import Judged, Sampler, adjusted_logits, processed_logits
+from outrider.proto import codec
+from outrider.proto.errors import FailedPrecondition, InvalidArgument
+from outrider.proto.noise import gumbel
+from outrider.proto.session import Verified, VerifierRules, VerifierSession, settle
+from outrider.proto.types import Draft, Grammar, GrammarKind, Open, Sampling
+from outrider.proto.v1 import decoding_pb2 as pb
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+HASH = "0" * 64
+PIECES = ("a", "b", "ab")
+EOS = 3
+VOCAB = 4
+PROMPT = (1, 0, 1)
+WORDS = ("a", "b", "ab", "ba", "bab", "aab")
+GRAMMAR = Grammar(GrammarKind.REGEX, "|".join(WORDS))
+MOST = 4  # tokens that a word and its EOS take
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "greedy, penalised": Sampling(repetition_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.9),
+    "temperature 1": Sampling(temperature=1.0),
+    "top-k": Sampling(temperature=0.9, top_k=2),
+    "top-p": Sampling(temperature=1.0, top_p=0.7),
+    "everything": Sampling(
+        temperature=1.4, top_k=3, top_p=0.9, min_p=0.05, presence_penalty=-0.4, logit_bias=((EOS, 0.7),)
+    ),
+}
+
+
+class Inline(Executor):
+    """Does the work at once."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+def tiny_tokenizer() -> str:
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    return tokenizer.to_str()
+
+
+TINY = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}))
+
+
+def tiny_guide(kind: type[Guide] = Guide, committed: tuple[int, ...] = ()) -> Guide:
+    guide = kind(lambda: TINY._matcher(GRAMMAR), VOCAB, frozenset({EOS}), Inline())
+    guide.resume(list(committed))
+    return guide
+
+
+# === the law, computed independently ============================================================================
+
+
+@cache
+def allowed_after(text: tuple[int, ...]) -> frozenset[int]:
+    """What may follow, from the list of words alone."""
+    if EOS in text:
+        return frozenset()
+    written = "".join(PIECES[token] for token in text)
+    on = {i for i, piece in enumerate(PIECES) if any(word.startswith(written + piece) for word in WORDS)}
+    return frozenset(on | ({EOS} if written in WORDS else set()))
+
+
+@cache
+def logits_after(prefix: tuple[int, ...]) -> tuple[float, ...]:
+    """[VOCAB] of a target whose every context is different, and which likes best what the grammar forbids."""
+    rng = random.Random(f"target {prefix}")
+    forbidden = set(range(VOCAB)) - allowed_after(prefix[len(PROMPT) :])
+    return tuple(round((rng.gauss(0, 1.5) + 2.5 * (token in forbidden)) * 64) / 64 for token in range(VOCAB))
+
+
+def law_after(text: tuple[int, ...], sampling: Sampling) -> dict[int, float]:
+    """{token: probability}, written from the documentation, token by token: the grammar first, then all the rest."""
+    score = {t: s for t, s in enumerate(logits_after(PROMPT + text)) if t in allowed_after(text)}
+    for t, bias in sampling.logit_bias:
+        if t in score:
+            score[t] += bias
+    for t in score:
+        if t in PROMPT + text:
+            factor = sampling.repetition_penalty
+            score[t] = score[t] / factor if score[t] > 0 else score[t] * factor
+        score[t] -= sampling.presence_penalty * (t in text) + sampling.frequency_penalty * text.count(t)
+    if sampling.temperature == 0:
+        return {max(score, key=lambda t: score[t]): 1.0}
+    if sampling.top_k:
+        score = dict(sorted(score.items(), key=lambda item: -item[1])[: sampling.top_k])
+    law = normalised({t: math.exp(s / sampling.temperature) for t, s in score.items()})
+    kept, total = {}, 0.0
+    for t in sorted(law, key=lambda t: -law[t]):
+        if total < sampling.top_p:
+            kept[t] = law[t]
+        total += law[t]
+    law = normalised(kept)
+    return normalised({t: p for t, p in law.items() if p >= sampling.min_p * max(law.values())})
+
+
+def normalised(weights: dict[int, Any]) -> dict[int, Any]:
+    total = sum(weights.values())
+    return {t: weight / total for t, weight in weights.items()}
+
+
+# === checker 1: fractions over all drafts and draws =============================================================
+
+
+@cache
+def weights_after(text: tuple[int, ...]) -> tuple[Fraction, ...]:
+    """[VOCAB] of a target, before the grammar."""
+    rng = random.Random(f"weights {text}")
+    return tuple(Fraction(rng.randint(1, 7)) for _ in range(VOCAB))
+
+
+def product_law() -> dict[tuple[int, ...], Fraction]:
+    """{text: probability} of drawing token after token from the target renormalised over `allowed_after`."""
+    law: dict[tuple[int, ...], Fraction] = {}
+    todo = [((), Fraction(1))]
+    while todo:
+        text, chance = todo.pop()
+        if text and text[-1] == EOS:
+            law[text] = chance
+            continue
+        for t, p in normalised({t: weights_after(text)[t] for t in allowed_after(text)}).items():
+            todo.append(((*text, t), chance * p))
+    return law
+
+
+def law_of_texts(strategy: Callable[[tuple[int, ...], int], tuple[int, ...]], kind: type[Guide] = Guide) -> Any:
+    """The law of texts where each row of a step is drawn from the target masked by what a guide says of it."""
+    sampling = Sampling(temperature=1, max_tokens=MOST)
+    guides = cache(lambda text: tiny_guide(kind, text))
+    law: Counter[tuple[int, ...]] = Counter()
+    todo = [((), Fraction(1), 0)]
+    while todo:
+        text, chance, step = todo.pop()
+        drafts = strategy(text, step)[: MOST - len(text) - 1]
+        for decoy in ((0,), (1, 0), (2,)):  # whatever is asked before must not matter
+            guides(text).ask(decoy, lambda: None).result()
+        answer = guides(text).ask(drafts, lambda: None).result()
+        rows = []
+        for j in range(len(answer.block) + 1):
+            weights = weights_after(text + answer.block[:j])
+            rows.append(normalised({t: weights[t] for t in range(VOCAB) if answer.tokens[j, t]}))
+        for draws in itertools.product(*rows):
+            p = math.prod((row[t] for row, t in zip(rows, draws, strict=True)), start=chance)
+            tokens, _, finish = settle(
+                answer.block, draws, generated=len(text), sampling=sampling, eos_tokens=frozenset({EOS})
+            )
+            if finish is None:
+                todo.append((text + tokens, p, step + 1))
+            else:
+                law[text + tokens] += p
+    return dict(law)
+
+
+BLOCKS = [block for n in range(4) for block in itertools.product(range(VOCAB), repeat=n)]
+
+
+def test_the_law_of_texts_is_the_targets_renormalised_over_the_grammar_for_every_block_of_drafts():
+    exact = product_law()
+    assert {"".join(PIECES[t] for t in text[:-1]) for text in exact} == set(WORDS), "and every text is a word"
+    for block in BLOCKS:
+        assert law_of_texts(lambda text, step, block=block: block if step == 0 else block[::-1]) == exact, block
+
+
+# === checker 2: the rule with its noise, over every sequence of drafts ==========================================
+
+
+def plain_text(seed: int, sampling: Sampling) -> tuple[int, ...]:
+    """By the rule alone: argmax of log p + G of the masked law at every position."""
+    text: tuple[int, ...] = ()
+    while not text or (text[-1] != EOS and len(text) < MOST):
+        law = law_after(text, sampling)
+        tokens = sorted(law)
+        noise = gumbel(seed, len(PROMPT) + len(text), np.array(tokens))
+        best = max(range(len(tokens)), key=lambda i: math.log(law[tokens[i]]) + noise[i])
+        text = (*text, tokens[best])
+    return text
+
+
+def decode(seed: int, sampling: Sampling, drafts: Any, guide: Guide, sampler: Sampler) -> tuple[int, ...]:
+    """A text by the session machine, the guide and the sampler, in the engine's order."""
+    rules = VerifierRules("v", "m", HASH, VOCAB, 64, frozenset({EOS}), max_drafts=8)
+    sampling = replace(sampling, seed=seed, max_tokens=MOST, grammar=GRAMMAR)
+    session = VerifierSession(Open("m", HASH, PROMPT, sampling, "s"), rules, 0.0)
+    for step in itertools.count():
+        proposed = drafts(step, session.transcript)
+        if proposed:
+            session.on_draft(Draft(step, len(session.transcript), proposed), float(step))
+        answer = guide.ask(session.block(), lambda: None).result()
+        judged = Judged(session.sampling, session.transcript, len(PROMPT), answer.block, (), answer.tokens)
+        rows = [logits_after((*session.transcript, *answer.block[:j])) for j in range(judged.rows)]
+        (sampled,) = sampler.sample(torch.tensor(rows, dtype=torch.float32), [judged])
+        commit = session.on_verified(Verified(answer.block, sampled.tokens, sampled.logp), float(step))
+        if commit.finish is not None:
+            return tuple(session.transcript[len(PROMPT) :])
+        guide.advance(commit.tokens)
+    raise AssertionError
+
+
+def strategies(count: int) -> list[Any]:
+    """Some sequences of blocks, one a step: those that begin with each block of up to two drafts among them."""
+    rng = random.Random(7)
+    firsts = [block for block in BLOCKS if len(block) < 3] + [rng.choice(BLOCKS) for _ in range(count)]
+    sequences = [(first, *(rng.choice(BLOCKS[:21]) for _ in range(3))) for first in firsts]
+    return [lambda step, transcript, blocks=blocks: blocks[step] if step < 4 else () for blocks in sequences]
+
+
+def own_law(step: int, transcript: list[int]) -> tuple[int, ...]:
+    """Drafts the likeliest tokens, the grammar forgotten: what a drafter at an edge does."""
+    prefix = tuple(transcript)
+    for _ in range(3):
+        row = logits_after(prefix)
+        prefix = (*prefix, row.index(max(row)))
+    return prefix[len(transcript) :]
+
+
+def right_but_for(place: int, seed: int, sampling: Sampling) -> Any:
+    """Drafts the true text but for one token, which is replaced by another that is allowed, where there is one."""
+    wanted = list(plain_text(seed, sampling))
+    if place < len(wanted):
+        others = allowed_after(tuple(wanted[:place])) - {wanted[place], EOS}
+        wanted[place] = min(others, default=wanted[place])
+    return lambda step, transcript: tuple(wanted[len(transcript) - len(PROMPT) : MOST - 1])
+
+
+def follows_the_noise(
+    sampling: Sampling, kind: type[Guide] = Guide, sampler: Sampler | None = None, seeds: int = 3
+) -> bool:
+    """Whether every seed has the plain computation's text, whatever is drafted; False also where decoding breaks."""
+    sampler = sampler or Sampler(CPU)
+    for seed in range(seeds):
+        wanted = plain_text(seed, sampling)
+        nearly = [right_but_for(place, seed, sampling) for place in range(MOST)]
+        for drafts in [own_law, *nearly, *strategies(6)]:
+            try:
+                got = decode(seed, sampling, drafts, tiny_guide(kind), sampler)
+            except InvalidArgument:
+                return False
+            if got != wanted:
+                return False
+    return True
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_the_text_is_that_of_the_masked_law_and_the_noise_whatever_is_drafted(name):
+    assert follows_the_noise(SAMPLINGS[name])
+
+
+# === negative controls ==========================================================================================
+
+
+class MaskOfTheCommittedText(Guide):
+    """Wrong: every row has the mask of the first, as if no draft came before it."""
+
+    def _allowed(self, block):
+        right = super()._allowed(block)
+        return Allowed(right.block, np.repeat(right.tokens[:1], len(right.tokens), axis=0))
+
+
+class LetsForbiddenDraftsIn(Guide):
+    """Wrong: a draft that the grammar forbids is judged like any other, with a mask that has room for it."""
+
+    def _allowed(self, block):
+        right = super()._allowed(block)
+        at = len(right.block)
+        if at == len(block) or block[at] == EOS:
+            return right
+        rows = np.concatenate([right.tokens, np.ones((1, VOCAB), bool)])
+        rows[at, block[at]] = True
+        return Allowed(block[: at + 1], rows)
+
+
+class ForgetsToGoBack(Guide):
+    """Wrong: after a step the state is that of the drafts, whether they were accepted or not."""
+
+    def _back_to_the_text(self):
+        self._drafts = 0
+
+
+class GoesBackTooFar(Guide):
+    """Wrong by one: the last committed token is undone too."""
+
+    def _back_to_the_text(self):
+        if self._drafts:
+            self._matcher.rollback(min(self._drafts + 1, self._consumed + self._drafts))
+        self._drafts = 0
+
+
+class MaskAfterTheCuts(Sampler):
+    """Wrong: top-k, top-p and min-p choose among all tokens, and the mask comes after them."""
+
+    def sample(self, logits, sessions):
+        results = []
+        for session in sessions:
+            scores = processed_logits(logits, replace(session, allowed=None))
+            allowed = torch.from_numpy(session.allowed)
+            scores = torch.where(allowed, scores, -math.inf)
+            lost = torch.isinf(scores).all(dim=-1, keepdim=True)
+            scores = torch.where(lost & allowed, 0.0, scores)
+            results.append(self._by_scores(scores, session))
+        return results
+
+    def _by_scores(self, scores, session):
+        noise = [
+            gumbel(session.sampling.seed, len(session.transcript) + j, np.arange(VOCAB)) for j in range(session.rows)
+        ]
+        tokens = (scores + torch.from_numpy(np.stack(noise))).argmax(dim=-1).tolist()
+        right = Sampler(CPU).sample(torch.zeros(session.rows, VOCAB), [replace(session, allowed=None)])[0]
+        return replace(right, tokens=tuple(tokens))
+
+
+@pytest.mark.parametrize("wrong", [MaskOfTheCommittedText, LetsForbiddenDraftsIn, ForgetsToGoBack, GoesBackTooFar])
+@pytest.mark.parametrize("name", ["greedy", "temperature 1"])
+def test_a_wrong_guide_does_not_give_the_same_text(wrong, name):
+    assert not follows_the_noise(SAMPLINGS[name], wrong, seeds=20)
+
+
+@pytest.mark.parametrize("wrong", [MaskOfTheCommittedText, LetsForbiddenDraftsIn, ForgetsToGoBack])
+def test_a_wrong_guide_does_not_have_the_law(wrong):
+    exact = product_law()
+    blocks = [(0, 0), (0, 1, 0), (1, 0), (2, 0)]
+
+    def differs(block):
+        try:
+            return law_of_texts(lambda text, step: block, wrong) != exact
+        except (InvalidArgument, AssertionError, ValueError):
+            return True
+
+    assert any(differs(block) for block in blocks)
+
+
+@pytest.mark.parametrize("name", ["top-k", "top-p"])
+def test_a_mask_after_the_cuts_is_another_law(name):
+    assert not follows_the_noise(SAMPLINGS[name], sampler=MaskAfterTheCuts(CPU), seeds=20)
+
+
+def test_the_control_of_the_controls_is_right_where_nothing_is_cut():
+    assert follows_the_noise(SAMPLINGS["temperature 1"], sampler=MaskAfterTheCuts(CPU))
+
+
+# === checker 3: a real tokenizer, real grammars =================================================================
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+REAL = {
+    "object": Grammar(GrammarKind.JSON_OBJECT),
+    "schema": Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON)),
+    "regex": Grammar(GrammarKind.REGEX, r"(yes|no), ([0-9]{1,3}|é{2,5}ß?)"),
+    "lark": Grammar(GrammarKind.LARK, 'start: expr\nexpr: NUMBER | "(" expr ("+" | "*") expr ")"\nNUMBER: /[0-9]+/'),
+}
+REAL_EOS = frozenset({1, 3})
+
+
+@pytest.fixture(scope="module")
+def real(tokenizer_file):
+    grammars = Grammars(tokenizer_file.read_text(encoding="utf-8"), 8192 + 40, REAL_EOS)
+    yield grammars
+    grammars.close()
+
+
+def mask_of_a_fresh_matcher(grammars: Grammars, grammar: Grammar, text: list[int]) -> np.ndarray:
+    matcher = grammars._compile(grammar)
+    assert matcher.consume_tokens(text), matcher.get_error()
+    return np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:8232].astype(bool)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_after_any_drafts_exactly_that_is_allowed_which_a_fresh_matcher_allows(real, name):
+    grammar = REAL[name]
+    ends = 0
+    for walk in range(6):
+        rng, text = random.Random(f"{name} {walk}"), []
+        guide = real.begin(grammar).result()
+        for _ in range(10):
+            block = drafts_of_all_kinds(rng, real, grammar, text)
+            answer = guide.ask(block, lambda: None).result()
+            assert answer.block == block[: len(answer.block)]
+            for j, row in enumerate(answer.tokens):
+                assert (row == mask_of_a_fresh_matcher(real, grammar, [*text, *block[:j]])).all()
+            if len(answer.block) < len(block):
+                stopped_by = block[len(answer.block)]
+                assert stopped_by in REAL_EOS or not answer.tokens[-1, stopped_by]
+            followed = rng.randint(0, len(answer.block))
+            own = rng.choice(np.flatnonzero(answer.tokens[followed]).tolist())
+            if own in REAL_EOS:
+                ends += 1
+                break
+            guide.advance((*answer.block[:followed], own))
+            text += [*answer.block[:followed], own]
+    assert ends or name in ("object", "schema"), "some walks come to an end"
+
+
+def drafts_of_all_kinds(rng: random.Random, grammars: Grammars, grammar: Grammar, text: list[int]) -> tuple[int, ...]:
+    """Up to four drafts: mostly allowed ones, sometimes any token, sometimes EOS."""
+    block: list[int] = []
+    for _ in range(rng.randint(0, 4)):
+        kind = rng.random()
+        if kind < 0.75 and (may := np.flatnonzero(mask_of_a_fresh_matcher(grammars, grammar, [*text, *block]))).any():
+            block.append(rng.choice(may.tolist()))
+        else:
+            block.append(rng.choice([1, 3, rng.randrange(8192)]))
+        if block[-1] in REAL_EOS or not mask_allows(grammars, grammar, [*text, *block]):
+            break
+    return tuple(block)
+
+
+def mask_allows(grammars: Grammars, grammar: Grammar, text: list[int]) -> bool:
+    matcher = grammars._compile(grammar)
+    return bool(matcher.consume_tokens(text))
+
+
+def test_a_resumed_text_is_allowed_what_the_uninterrupted_one_is(real):
+    grammar, rng, text = REAL["schema"], random.Random(1), []
+    guide = real.begin(grammar).result()
+    for _ in range(25):
+        here = guide.ask((), lambda: None).result().tokens
+        assert (real.begin(grammar, text).result().ask((), lambda: None).result().tokens == here).all()
+        may = [token for token in np.flatnonzero(here[0]).tolist() if token not in REAL_EOS]
+        if not may:
+            break
+        text.append(rng.choice(may))
+        guide.advance((text[-1],))
+    assert len(text) > 5
+
+
+def test_tokens_that_the_tokenizer_does_not_have_are_never_allowed(real):
+    for grammar in REAL.values():
+        assert not real.begin(grammar).result().ask((), lambda: None).result().tokens[:, 8192:].any()
+
+
+def test_a_complete_grammar_leaves_only_the_end(real):
+    guide = real.begin(Grammar(GrammarKind.REGEX, "yes")).result()
+    for _ in range(4):
+        row = guide.ask((), lambda: None).result().tokens[0]
+        may = set(np.flatnonzero(row).tolist())
+        if may & REAL_EOS:
+            break
+        guide.advance((max(may),))
+    assert may == set(REAL_EOS)
+
+
+# === short lists with masks =====================================================================================
+
+WIDE = 1100
+WIDE_SAMPLINGS = [Sampling(temperature=t) for t in (0.0, 0.2, 1.0, 2.0)]
+WIDE_SAMPLINGS += [
+    Sampling(temperature=1.0, top_k=3),
+    Sampling(temperature=1.0, top_p=0.8),
+    Sampling(temperature=1.0, min_p=0.1),
+    Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.3, logit_bias=((7, 3.0),)),
+]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 9, 300])
+def test_short_lists_are_exact_where_all_likely_tokens_are_forbidden(kept):
+    sampler = Sampler(CPU)
+    generator = torch.Generator().manual_seed(kept)
+    for i, sampling in enumerate(WIDE_SAMPLINGS * 3):
+        logits = 4 * torch.randn(3, WIDE, generator=generator)
+        unlikely = logits.argsort(dim=-1)[:, : max(kept, WIDE // 2)]  # the likelier half is never allowed
+        allowed = np.zeros((3, WIDE), bool)
+        for row in range(3):
+            chosen = unlikely[row, torch.randperm(unlikely.shape[1], generator=generator)[:kept]]
+            allowed[row, chosen.numpy()] = True
+        session = Judged(replace(sampling, seed=i), [3, 7, 5], 2, (5, 9), (), allowed)
+        (got,) = sampler.sample(logits, [session])
+        scores = processed_logits(logits, session)
+        for row in range(3):
+            noise = gumbel(i, 3 + row, np.arange(WIDE)) if sampling.temperature else 0.0
+            assert got.tokens[row] == int((scores[row].numpy() + noise).argmax())
+            assert allowed[row, got.tokens[row]]
+            logp = scores[row] - torch.logsumexp(scores[row], dim=-1)
+            assert got.logp[row] == pytest.approx(float(logp[got.tokens[row]]), abs=1e-6)
+
+
+def test_a_forbidden_token_has_no_chance_however_likely_and_a_single_allowed_one_is_certain():
+    logits = torch.full((1, WIDE), -30.0)
+    logits[0, 11] = 30.0
+    allowed = np.zeros((1, WIDE), bool)
+    allowed[0, 900] = True
+    for temperature in (0.0, 1.0, 50.0):
+        session = Judged(Sampling(temperature=temperature), [3], 1, (), (), allowed)
+        (got,) = Sampler(CPU).sample(logits, [session])
+        assert (got.tokens, got.logp) == ((900,), (0.0,))
+    assert int(torch.isfinite(adjusted_logits(logits, session)).sum()) == 1
+
+
+# === what is refused ============================================================================================
+
+BAD = {
+    "no JSON": Grammar(GrammarKind.JSON_SCHEMA, '{"type":'),
+    "unknown type": Grammar(GrammarKind.JSON_SCHEMA, '{"type": "foo"}'),
+    "unknown keyword": Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "if": {}}'),
+    "allows nothing": Grammar(GrammarKind.JSON_SCHEMA, '{"allOf": [{"type": "string"}, {"type": "integer"}]}'),
+    "never ends": Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'),
+    "an open bracket": Grammar(GrammarKind.REGEX, "("),
+    "an unknown rule": Grammar(GrammarKind.LARK, "start: foo"),
+    "nested deeply": Grammar(GrammarKind.LARK, "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
+    "a deep schema": Grammar(GrammarKind.JSON_SCHEMA, '{"items":' * 5_000 + "{}" + "}" * 5_000),
+    "grows by powers": Grammar(
+        GrammarKind.LARK, "start: T0\n" + "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(40)) + '\nT40: "a"'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_grammar_is_refused_with_its_field_and_the_reason_on_one_line(real, name):
+    with pytest.raises(InvalidArgument) as refused:
+        real.begin(BAD[name]).result()
+    assert refused.value.field == "sampling.grammar"
+    assert refused.value.message
+    assert "\n" not in refused.value.message
+
+
+def test_a_chain_of_rules_as_long_as_a_grammar_can_be_does_not_overrun_a_stack(real):
+    rules = [f"r{i}: r{i + 1}" for i in range(5_000)]
+    chain = Grammar(GrammarKind.LARK, "\n".join(["start: r0", *rules, 'r5000: "a"']))
+    assert real.begin(chain).result().ask((), lambda: None).result().tokens.any()
+
+
+def test_a_resume_with_text_that_the_grammar_forbids_is_refused(real):
+    with pytest.raises(InvalidArgument) as refused:
+        real.begin(REAL["object"], (700, 701)).result()
+    assert refused.value.field == "open.committed"
+
+
+def test_a_grammar_that_becomes_too_dear_ends_with_an_error_not_with_a_text_cut_short(real):
+    guide = real.begin(Grammar(GrammarKind.REGEX, "abc(a{1000}){1000}")).result()
+
+    def go_on():
+        for _ in range(50):
+            may = np.flatnonzero(guide.ask((), lambda: None).result().tokens[0])
+            assert not set(may.tolist()) & REAL_EOS, "the text is no word of the language yet"
+            guide.advance((int(may[0]),))
+
+    with pytest.raises(InvalidArgument) as failed:
+        go_on()
+    assert failed.value.field == "sampling.grammar"
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: Grammar("json"), "sampling.grammar"),
+        (lambda: Grammar(GrammarKind.REGEX, " "), "sampling.grammar"),
+        (lambda: Grammar(GrammarKind.JSON_OBJECT, "{}"), "sampling.grammar"),
+        (lambda: Grammar(GrammarKind.REGEX, "é" * 40_000), "sampling.grammar"),
+        (lambda: Sampling(grammar=GRAMMAR, ignore_eos=True), "sampling.ignore_eos"),
+        (lambda: Sampling(grammar=GRAMMAR, allowed_tokens=(1,)), "sampling.allowed_tokens"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name_before_it_travels(make, field):
+    with pytest.raises(InvalidArgument) as refused:
+        make()
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("grammar", [None, *REAL.values()])
+def test_a_grammar_travels_whole(grammar):
+    frame = Open("m", HASH, (1,), Sampling(grammar=grammar), "s")
+    assert codec.decode_edge_frame(codec.encode_edge_frame(frame)) == frame
+
+
+def test_a_kind_of_grammar_that_nobody_knows_is_refused_by_name():
+    wire = pb.EdgeFrame.FromString(codec.encode_edge_frame(Open("m", HASH, (1,), Sampling(grammar=GRAMMAR), "s")))
+    for kind in (0, 99):
+        wire.open.sampling.grammar.kind = kind  # type: ignore[assignment]
+        with pytest.raises(InvalidArgument) as refused:
+            codec.decode_edge_frame(wire.SerializeToString())
+        assert refused.value.field == "sampling.grammar"
+
+
+def test_a_target_without_eos_and_an_installation_without_the_library_say_so(monkeypatch):
+    with pytest.raises(FailedPrecondition, match="EOS"):
+        Grammars(tiny_tokenizer(), VOCAB, frozenset()).begin(GRAMMAR).result()
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(FailedPrecondition, match=r"outrider\[cloud\]"):
+        Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS})).begin(GRAMMAR).result()
+
+
+def test_only_so_many_compiled_grammars_are_kept():
+    grammars = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}))
+    for n in range(40):
+        grammars._matcher(Grammar(GrammarKind.REGEX, f"a{{{n + 1}}}"))
+    assert len(grammars._compiled) < 40
+    grammars.close()
+
+
+def test_a_guide_answers_in_another_thread_and_says_when():
+    grammars = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}))
+    guide = grammars.begin(GRAMMAR).result()
+    answered = threading.Event()
+    assert guide.ask((0,), answered.set).result(timeout=60).block == (0,)
+    assert answered.wait(60)
+    assert not guide.busy
+    grammars.close()

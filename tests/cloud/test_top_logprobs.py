@@ -1,0 +1,260 @@
+"""Log probabilities that a client sees are those of the model itself, however the tokens came about."""
+
+from __future__ import annotations
+
+import math
+import queue
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.cloud import sampling as sampling_module
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import Engine, Outbox
+from outrider.cloud.family_index import resolve_target
+from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.target import load_model, load_target
+from outrider.proto import codec
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.session import VerifierRules
+from outrider.proto.types import MOST_TOP_LOGPROBS, Commit, Draft, Open, Opened, Patience, Sampling
+from outrider.proto.v1 import decoding_pb2 as pb
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+FOREVER = Patience(math.inf, 1000)
+TOP = 5
+GREEDY = Sampling(max_tokens=12, ignore_eos=True)
+DRAWN = Sampling(
+    max_tokens=12, ignore_eos=True, temperature=0.8, seed=5, top_k=40, top_p=0.9, repetition_penalty=1.3, min_p=0.01
+)
+
+
+# === the sampler ================================================================================================
+
+
+def rows_of(vocab: int, rows: int, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def top_of(logits: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """By a sort of the whole vocabulary: most likely first, the lower token first among equals."""
+    logp = torch.log_softmax(logits.double(), dim=-1).tolist()
+    return [sorted(enumerate(row), key=lambda pair: (-pair[1], pair[0]))[:count] for row in logp]
+
+
+@pytest.mark.parametrize("vocab", [40, 5000])
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN, replace(GREEDY, allowed_tokens=(3, 9))])
+def test_they_are_of_the_models_own_distribution_whatever_processing_draws_the_token(vocab, sampling):
+    logits = rows_of(vocab, 1)
+    (got,) = Sampler(CPU).sample(logits, [Judged(sampling, [1, 2], 1, (), logprobs=True, top_logprobs=TOP)])
+    expected = top_of(logits, TOP)[0]
+    assert [token for token, _ in got.top_logprobs[0]] == [token for token, _ in expected]
+    assert [logp for _, logp in got.top_logprobs[0]] == pytest.approx([logp for _, logp in expected], abs=1e-5)
+    own = float(torch.log_softmax(logits.double(), dim=-1)[0, got.tokens[0]])
+    assert got.logprobs[0] == pytest.approx(own, abs=1e-5)
+    if sampling.allowed_tokens:
+        assert got.logp[0] > own, "the processed one is another"
+
+
+def test_the_chosen_token_has_one_value_in_both_lists():
+    logits = rows_of(5000, 20)
+    sessions = [Judged(replace(DRAWN, seed=i), [1], 1, (), logprobs=True, top_logprobs=20) for i in range(20)]
+    found = 0
+    for got in Sampler(CPU).sample(logits, sessions):
+        of_chosen = dict(got.top_logprobs[0]).get(got.tokens[0])
+        assert of_chosen is None or of_chosen == got.logprobs[0]
+        found += of_chosen is not None
+    assert found
+
+
+def test_among_equals_the_lower_token_comes_first_and_no_more_than_asked_come():
+    logits = torch.zeros(1, 3000)
+    logits[0, [7, 2900]] = 1.0
+    (got,) = Sampler(CPU).sample(logits, [Judged(GREEDY, [1], 1, (), logprobs=True, top_logprobs=4)])
+    assert [token for token, _ in got.top_logprobs[0]] == [7, 2900, 0, 1]
+
+
+def test_there_is_one_list_for_each_draft_that_agrees_and_for_the_token_after_them():
+    logits = rows_of(5000, 5)
+    best = logits.argmax(dim=-1).tolist()
+    for agreed in range(5):
+        block = (*best[:agreed], *[(token + 1) % 5000 for token in best[agreed:4]])
+        (got,) = Sampler(CPU).sample(logits, [Judged(GREEDY, [1], 1, block, logprobs=True, top_logprobs=2)])
+        assert len(got.logprobs) == len(got.top_logprobs) == agreed + 1
+        assert [[t for t, _ in row] for row in got.top_logprobs] == [
+            [t for t, _ in row] for row in top_of(logits[: agreed + 1], 2)
+        ]
+
+
+def test_a_session_that_did_not_ask_costs_nothing(monkeypatch):
+    def must_not_run(*_: Any) -> None:
+        raise AssertionError("computed for nobody")
+
+    monkeypatch.setattr(sampling_module, "with_logprobs", must_not_run)
+    (got,) = Sampler(CPU).sample(rows_of(5000, 1), [Judged(GREEDY, [1], 1, ())])
+    assert (got.logprobs, got.top_logprobs) == ((), ())
+
+
+# === the engine, on the reference target ========================================================================
+
+
+class Collected(Outbox):
+    def __init__(self) -> None:
+        self.items: queue.Queue[Any] = queue.Queue()
+
+    def put(self, item: Any) -> None:
+        self.items.put(item)
+
+    def unread(self) -> int:
+        return 0
+
+    def next_commit(self) -> Commit:
+        item = self.items.get(timeout=60)
+        while isinstance(item, Opened):
+            item = self.items.get(timeout=60)
+        assert isinstance(item, Commit), item
+        return item
+
+    def until_end(self) -> list[Commit]:
+        commits = [self.next_commit()]
+        while commits[-1].finish is None:
+            commits.append(self.next_commit())
+        return commits
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    target = load_target("reference", kv_tokens=4096)
+    rules = VerifierRules("v", "reference", target.tokenizer_sha256, target.vocab_size, 512, target.eos_tokens)
+    engine = Engine(target, rules, VerifierConfig(threads=1, max_sessions=8, prefill_chunk=5))
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def plain_model() -> Any:
+    return load_model(str(resolve_target("reference")), "reference", device="cpu", dtype="float32")
+
+
+def opening(engine: Engine, prompt: tuple[int, ...], sampling: Sampling, session: str, **more: Any) -> Open:
+    asked = {"logprobs": True, "top_logprobs": TOP, "drafting": False} | more
+    return Open("reference", engine.rules.tokenizer_sha256, prompt, sampling, session, **asked)
+
+
+def decode(engine: Engine, key: int, frame: Open) -> list[Commit]:
+    box = Collected()
+    engine.post_open(key, frame, box)
+    commits = box.until_end()
+    engine.post_close(key)
+    return commits
+
+
+def assert_those_of_the_plain_model(model: Any, prompt: tuple[int, ...], commits: list[Commit]) -> None:
+    text = [token for commit in commits for token in commit.tokens]
+    logprobs = [value for commit in commits for value in commit.logprobs]
+    top = [of_token for commit in commits for of_token in commit.top_logprobs]
+    assert len(text) == len(logprobs) == len(top)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*prompt, *text]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logp = torch.log_softmax(logits.float(), dim=-1)
+    values, _ = logp.topk(TOP, dim=-1)
+    for i, token in enumerate(text):
+        assert logprobs[i] == pytest.approx(float(logp[i, token]), abs=2e-4)
+        assert [value for _, value in top[i]] == pytest.approx(values[i].tolist(), abs=2e-4)
+        assert [value for _, value in top[i]] == pytest.approx([float(logp[i, t]) for t, _ in top[i]], abs=2e-4)
+        assert len({t for t, _ in top[i]}) == TOP
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_they_equal_a_plain_forward_with_drafts_accepted_and_rejected_in_one_step(engine, plain_model, sampling):
+    prompt = tuple(random.Random(3).randrange(5, 8000) for _ in range(23))  # read in chunks of 5
+    expected = [
+        token for commit in decode(engine, 1, opening(engine, prompt, sampling, "plain")) for token in commit.tokens
+    ]
+    box = Collected()
+    engine.post_open(2, opening(engine, prompt, sampling, "drafted", drafting=True, patience=FOREVER), box)
+    commits = [box.next_commit()]  # the prompt's own step waits for nobody
+    for chain, right in enumerate((3, 0, 4)):
+        done = sum(len(commit.tokens) for commit in commits)
+        ahead = [*expected[done : done + right], (expected[done + right] + 1) % 8000, 9]
+        engine.post_frame(2, Draft(chain, len(prompt) + done, tuple(ahead), complete=True), lambda: None)
+        commits.append(box.next_commit())
+    engine.post_close(2)
+    assert any(0 < commit.accepted < commit.judged for commit in commits), "accepted and rejected in one step"
+    text = [token for commit in commits for token in commit.tokens]
+    assert text == expected[: len(text)]
+    assert_those_of_the_plain_model(plain_model, prompt, commits)
+
+
+def test_they_equal_a_plain_forward_after_a_resume(engine, plain_model):
+    prompt = (5, 6, 7, 300)
+    whole = decode(engine, 1, opening(engine, prompt, DRAWN, "whole"))
+    text = tuple(token for commit in whole for token in commit.tokens)
+    resumed = decode(engine, 2, opening(engine, prompt, DRAWN, "resumed", committed=text[:7]))
+    assert tuple(token for commit in resumed for token in commit.tokens) == text[7:]
+    assert_those_of_the_plain_model(plain_model, (*prompt, *text[:7]), resumed)
+
+
+def test_a_commit_says_nothing_of_it_to_a_session_that_did_not_ask(engine):
+    commits = decode(engine, 1, opening(engine, (5, 6), GREEDY, "silent", logprobs=False, top_logprobs=0))
+    assert all((commit.logprobs, commit.top_logprobs) == ((), ()) for commit in commits)
+    assert all(len(commit.logp) == len(commit.tokens) for commit in commits)
+    only = decode(engine, 2, opening(engine, (5, 6), GREEDY, "no-list", top_logprobs=0, logp=False))
+    assert all((len(commit.logprobs), commit.top_logprobs, commit.logp) == (1, (), ()) for commit in only)
+
+
+# === on the wire ================================================================================================
+
+
+def test_a_commit_with_them_travels_whole():
+    top = (((7, -0.5), (9, -1.5)), ((1, -0.25), (2, -2.0)), ((3, 0.0), (4, -8.0)))
+    commit = Commit(5, (7, 2, 3), 2, 10, logprobs=(-0.5, -2.0, 0.0), top_logprobs=top)
+    assert codec.decode_cloud_frame(codec.encode_cloud_frame(commit)) == commit
+
+
+def test_each_number_costs_four_bytes_and_each_token_two():
+    def size(count: int) -> int:
+        top = tuple(tuple((300 + i, -float(i)) for i in range(count)) for _ in range(4))
+        return len(codec.encode_cloud_frame(Commit(5, (1, 2, 3, 4), 4, 10, logprobs=(0.0,) * 4, top_logprobs=top)))
+
+    assert size(20) - size(10) - 4 * 10 * 6 in range(4)  # and lengths that grow
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        pb.Commit(tokens=[1, 2], top_tokens=[1, 2, 3], top_logp=[0, 0, 0]),
+        pb.Commit(tokens=[1, 2], top_tokens=[1, 2], top_logp=[0]),
+        pb.Commit(tokens=[1], top_logp=[0]),
+        pb.Commit(tokens=[1, 2], top_tokens=[1], top_logp=[0]),
+    ],
+)
+def test_lists_that_do_not_fit_the_tokens_are_refused_by_name(wire):
+    with pytest.raises(InvalidArgument) as refused:
+        codec.decode_cloud_frame(pb.CloudFrame(commit=wire).SerializeToString())
+    assert refused.value.field == "commit.top_logprobs"
+
+
+@pytest.mark.parametrize(
+    "asked", [{"top_logprobs": MOST_TOP_LOGPROBS + 1, "logprobs": True}, {"top_logprobs": 1}, {"top_logprobs": -1}]
+)
+def test_what_cannot_be_asked_is_refused_by_name(asked):
+    with pytest.raises(InvalidArgument) as refused:
+        Open("m", "0" * 64, (1,), GREEDY, "s", **asked)
+    assert refused.value.field == "open.top_logprobs"
+
+
+def test_the_order_of_the_likeliest_is_the_same_in_any_batch():
+    logits = torch.round(rows_of(3000, 6, seed=4))  # ties everywhere
+    session = Judged(GREEDY, [1], 1, (), logprobs=True, top_logprobs=20)
+    together = Sampler(CPU).sample(logits, [session] * 6)
+    alone = [Sampler(CPU).sample(logits[i : i + 1], [session])[0] for i in range(6)]
+    assert [got.top_logprobs for got in together] == [got.top_logprobs for got in alone]
+    assert np.all(np.diff([[value for _, value in got.top_logprobs[0]] for got in together]) <= 0)
