@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
+import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +19,8 @@ from outrider.coordinator.cluster import VerifierInfo
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import VerifierStatus
 
+Build = Callable[..., VerifierActor]
+
 
 class ScriptedServer:
     """What `VerifierServer` looks like from the actor."""
@@ -23,11 +28,15 @@ class ScriptedServer:
     tokenizer_json = "{}"
     tokenizer_sha256 = "a" * 64
     max_sessions = 8
+    metrics_address = ""
+    speaks_tls = False
+    tls_name = ""
 
     def __init__(self, config: Any, lease_secret: bytes = b"") -> None:
         self.config = config
         self.lease_secret = lease_secret
         self.threads: set[str] = set()
+        self.drained: list[float] = []
 
     async def start(self) -> str:
         self._note_thread()
@@ -37,10 +46,21 @@ class ScriptedServer:
 
     def status(self) -> VerifierStatus:
         self._note_thread()
-        return VerifierStatus(self.config.name, "", "tiny", "ready", sessions=2, step_s=0.1, kv_pages_free=5)
+        return VerifierStatus(
+            name=self.config.name,
+            address="",
+            model="tiny",
+            state="draining" if self.drained else "ready",
+            sessions=2,
+            step_s=0.1,
+            kv_pages_free=5,
+            release="1.2.3",
+            kv_pages=9,
+        )
 
     async def drain(self, grace_s: float) -> int:
         self._note_thread()
+        self.drained.append(grace_s)
         return 2
 
     async def stop(self) -> None:
@@ -57,41 +77,77 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "outrider.cloud.server", module)
 
 
-def test_it_serves_once_built_and_says_all_that_the_coordinator_reads() -> None:
-    actor = VerifierActor(VerifierConfig(name="v"), b"secret")
+@pytest.fixture
+def build() -> Iterator[Callable[..., VerifierActor]]:
+    """Actors that are stopped, and the handler of SIGTERM that was there before, afterwards."""
+    before = signal.getsignal(signal.SIGTERM)
+    built: list[VerifierActor] = []
 
-    async def scenario() -> None:
-        info = VerifierInfo.from_report(await actor.info())
-        assert (info.name, info.address, info.model, info.state) == ("v", "127.0.0.1:4321", "tiny", "ready")
-        assert (info.sessions, info.max_sessions, info.step_s, info.kv_pages_free) == (2, 8, 0.1, 5)
-        assert await actor.tokenizer_json() == "{}"
-        assert await actor.drain(1.0) == 2
-        await actor.stop()
+    def one(*arguments: Any, **config: Any) -> VerifierActor:
+        built.append(VerifierActor(VerifierConfig(**config), *arguments))
+        return built[-1]
 
-    asyncio.run(scenario())
+    yield one
+    for actor in built:
+        actor.stop()
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_it_serves_once_built_and_says_all_that_the_coordinator_reads(build: Build) -> None:
+    actor = build(b"secret", name="v")
+    info = VerifierInfo.from_report(actor.info())
+    assert (info.name, info.address, info.model, info.state) == ("v", "127.0.0.1:4321", "tiny", "ready")
+    assert (info.sessions, info.max_sessions, info.step_s, info.kv_pages_free) == (2, 8, 0.1, 5)
+    assert (info.release, info.kv_pages) == ("1.2.3", 9)
+    assert actor.tokenizer_json() == "{}"
+    assert actor.drain(1.0) == 2
     assert actor._server.lease_secret == b"secret"  # type: ignore[attr-defined]
 
 
-def test_everything_of_the_server_runs_on_the_one_thread_that_is_its_own() -> None:
-    actor = VerifierActor(VerifierConfig())
+def test_it_says_with_what_another_one_like_it_is_started(build: Build) -> None:
+    config, secret, options = build(b"secret", {"num_gpus": 1}, name="v", max_sessions=3).recipe()
+    assert (config.max_sessions, secret, options) == (3, b"secret", {"num_gpus": 1})
 
-    async def scenario() -> None:
-        await asyncio.gather(*(actor.info() for _ in range(5)), actor.drain(1.0))
-        await actor.stop()
 
-    asyncio.run(scenario())
+def test_everything_of_the_server_runs_on_the_one_thread_that_is_its_own(build: Build) -> None:
+    actor = build()
+    with ThreadPoolExecutor(6) as callers:
+        wait([*(callers.submit(actor.info) for _ in range(5)), callers.submit(actor.drain, 1.0)])
     assert actor._server.threads == {"outrider-verifier"}  # type: ignore[attr-defined]
-    assert not actor._thread.is_alive()
 
 
-def test_each_life_is_another_incarnation() -> None:
-    async def incarnation() -> str:
-        actor = VerifierActor(VerifierConfig())
-        info = await actor.info()
-        await actor.stop()
-        return str(info["incarnation"])
+def test_each_life_is_another_incarnation(build: Build) -> None:
+    assert build().info()["incarnation"] != build().info()["incarnation"]
 
-    assert asyncio.run(incarnation()) != asyncio.run(incarnation())
+
+def test_it_leaves_once_a_coordinator_has_seen_it_draining(build: Build) -> None:
+    actor = build()
+    with ThreadPoolExecutor(1) as caller:
+        leaving = caller.submit(actor.leave, 0.0)
+        while actor.info()["state"] != "draining":
+            assert not leaving.done()
+        assert leaving.result(timeout=30) == 2, "the sessions that have not moved"
+
+
+def test_sigterm_drains_first_and_then_does_what_it_did_before(build: Build) -> None:
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    actor = build(drain_grace_s=0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.wait(30)
+    assert actor._server.drained == [0.5]  # type: ignore[attr-defined]
+
+
+def test_on_a_node_that_is_drained_it_does_as_on_sigterm(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, draining = threading.Event(), threading.Event()
+    monkeypatch.setattr("outrider.cloud.actor._runs_in_ray", lambda: True)
+    monkeypatch.setattr("outrider.cloud.actor._node_is_draining", draining.is_set)
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    actor = build(drain_grace_s=0.5, watch_node_s=0.01)
+    assert not ended.wait(0.2)
+    draining.set()
+    assert ended.wait(30)
+    assert actor._server.drained == [0.5]  # type: ignore[attr-defined]
 
 
 def test_a_server_that_cannot_start_fails_the_actor_with_its_own_error_and_leaves_no_thread() -> None:

@@ -27,7 +27,9 @@ def fake_actor() -> type:
     """Made in a function, so that Ray sends the class itself: workers cannot import this file."""
 
     class FakeVerifier:
-        def __init__(self, config: Any, lease_secret: bytes = b"", *, load_s: float = 0.0) -> None:
+        def __init__(
+            self, config: Any, lease_secret: bytes = b"", ray_options: Any = None, *, load_s: float = 0.0
+        ) -> None:
             import os
             import time
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from outrider.coordinator.statistics import MAX_ROWS, MEMORY_TOKENS, REPORT_TOKENS, FleetStatistics
+from outrider.coordinator.statistics import MAX_EDGES, MAX_ROWS, MEMORY_TOKENS, REPORT_TOKENS, FleetStatistics
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import SessionReport
 
@@ -101,3 +102,24 @@ def test_a_missing_or_broken_state_file_starts_anew(tmp_path: Path, content: str
     statistics = FleetStatistics()
     statistics.load(tmp_path / "state.json")
     assert statistics.leases_granted == 0
+
+
+def test_each_edge_is_known_by_its_newest_report_and_the_silent_ones_by_none() -> None:
+    now_s = 100.0
+    statistics = FleetStatistics(clock=lambda: now_s)
+    for name in ("kitchen", "garden", "kitchen", ""):
+        now_s += 1
+        statistics.add(replace(report(1, 2), edge=name, seconds=now_s))
+    now_s += 1
+    assert [(e.edge, e.sessions, e.age_s, e.last.seconds) for e in statistics.edges] == [
+        ("kitchen", 2, 2.0, 103.0),
+        ("garden", 1, 3.0, 102.0),
+    ]
+
+
+def test_a_flood_of_invented_edges_forgets_the_oldest() -> None:
+    statistics = FleetStatistics()
+    for i in range(MAX_EDGES + 10):
+        statistics.add(replace(report(1, 1), edge=f"e{i}"))
+    assert len(statistics.edges) == MAX_EDGES
+    assert statistics.edges[0].edge == f"e{MAX_EDGES + 9}"

@@ -43,6 +43,7 @@ class Catalogue:
         self._looked: dict[Path, tuple[tuple[tuple[str, Stamp], ...], Package | OutriderError]] = {}
         self._tokenizers: dict[str, RemoteFile] = {}
         self._tokenizer_content: dict[str, Content] = {}
+        self._chat_templates: dict[str, RemoteFile | None] = {}
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -75,6 +76,23 @@ class Catalogue:
         self._tokenizer_content[file.sha256] = MemoryContent(data)
         self._tokenizers[identity] = file
         return file
+
+    def chat_template(self, model: str) -> RemoteFile | None:
+        """Return the file of the model's chat template; None: it has none, or it is not known yet."""
+        return self._chat_templates.get(model)
+
+    def knows_chat_template(self, model: str) -> bool:
+        """Whether `add_chat_template` was called for that model."""
+        return model in self._chat_templates
+
+    def add_chat_template(self, model: str, template_json: str) -> None:
+        """Serve the chat template of a model as well; empty: it has none."""
+        self._chat_templates[model] = None
+        if template_json:
+            data = template_json.encode()
+            file = RemoteFile("chat_template.json", hashlib.sha256(data).hexdigest(), len(data))
+            self._tokenizer_content[file.sha256] = MemoryContent(data)
+            self._chat_templates[model] = file
 
     def open(self, sha256: str, offset: int) -> BinaryIO:
         """Return a reader of the content with this hash, `offset` bytes in.

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from outrider.coordinator.config import StaticVerifier
 from outrider.proto.errors import InvalidArgument, NotFound
+from outrider.proto.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import VerifierStatus
 
@@ -33,7 +34,10 @@ class VerifierState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VerifierInfo:
-    """One verifier at one moment. `model` is empty while it has never answered; `step_s` is a smoothed target step."""
+    """One verifier at one moment. `model` is empty while it has never answered; `step_s` is a smoothed target step.
+
+    `tls`: it speaks TLS, and its certificate has the name `tls_name`; empty: the host of `address`.
+    """
 
     name: str
     address: str
@@ -45,6 +49,10 @@ class VerifierInfo:
     step_s: float = 0.0
     restarts: int = 0
     kv_pages_free: int = 0
+    tls: bool = False
+    tls_name: str = ""
+    release: str = ""
+    kv_pages: int = 0
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> Self:
@@ -64,6 +72,10 @@ class VerifierInfo:
                 max_sessions=int(report["max_sessions"]),
                 step_s=float(report["step_s"]),
                 kv_pages_free=int(report["kv_pages_free"]),
+                tls=bool(report.get("tls", False)),
+                tls_name=str(report.get("tls_name", "")),
+                release=str(report.get("release", "")),
+                kv_pages=int(report.get("kv_pages", 0)),
             )
         except (KeyError, ValueError, TypeError) as error:
             raise InvalidArgument(f"cannot be read: {error!r}", field="verifier.info") from error
@@ -83,6 +95,9 @@ class VerifierInfo:
             step_s=self.step_s,
             restarts=self.restarts,
             kv_pages_free=self.kv_pages_free,
+            release=self.release,
+            max_sessions=self.max_sessions,
+            kv_pages=self.kv_pages,
         )
 
 
@@ -105,6 +120,10 @@ class Cluster(Protocol):
         """Return the text of `tokenizer.json` of the target at verifier `name`; raises `NotFound`."""
         ...
 
+    async def chat_template_json(self, name: str) -> str:
+        """Return the chat template of that target, a JSON object; empty: it has none. Raises `NotFound`."""
+        ...
+
     async def close(self) -> None:
         """Let go of connections; the verifiers go on."""
         ...
@@ -116,7 +135,14 @@ class StaticCluster:
     What health cannot tell (sessions, step time) stays 0, so load is spread by the leases that were granted.
     """
 
-    def __init__(self, verifiers: tuple[StaticVerifier, ...], *, probe_timeout_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        verifiers: tuple[StaticVerifier, ...],
+        *,
+        tls: ClientTls | None = None,
+        probe_timeout_s: float = 1.0,
+    ) -> None:
+        self._credentials = ClientCredentials(tls) if tls is not None else None
         self._verifiers = {verifier.name: verifier for verifier in verifiers}
         self._probe_timeout_s = probe_timeout_s
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -129,10 +155,13 @@ class StaticCluster:
                 tokenizer_sha256=tokenizer_hash(v.tokenizer_json),
                 state=VerifierState.DOWN,
                 max_sessions=v.max_sessions,
+                tls=v.tls,
+                tls_name=v.tls_name,
             )
             for v in verifiers
         }
         self._seen_ready: set[str] = set()
+        self._trouble: dict[str, str] = {}
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
         """Probe all at once; a verifier that is down counts one restart when it is ready again."""
@@ -151,6 +180,10 @@ class StaticCluster:
     async def tokenizer_json(self, name: str) -> str:
         """As the constructor was told."""
         return self._require(name).tokenizer_json
+
+    async def chat_template_json(self, name: str) -> str:
+        """As the constructor was told."""
+        return self._require(name).chat_template_json
 
     async def close(self) -> None:
         """Close the probing channels."""
@@ -179,7 +212,9 @@ class StaticCluster:
         if name not in self._channels:
             # A local subchannel pool, and a short backoff: a verifier that came back must be seen at the next poll.
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 1000)]
-            self._channels[name] = grpc.aio.insecure_channel(self._verifiers[name].address, options=options)
+            verifier = self._verifiers[name]
+            credentials = self._credentials.current() if verifier.tls and self._credentials is not None else None
+            self._channels[name] = open_channel(verifier.address, options, credentials, verifier.tls_name)
         check = self._channels[name].unary_unary(
             HEALTH_METHOD,
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -188,7 +223,19 @@ class StaticCluster:
         try:
             reply = await check(health_pb2.HealthCheckRequest(), timeout=self._probe_timeout_s)
         except grpc.aio.AioRpcError as error:
-            logger.debug("verifier %s does not answer: %s", name, error.code().name)
+            await self._channels.pop(name).close()  # the next probe sees certificates as they are then
+            self._note_silence(name, error)
             return VerifierState.DOWN
         serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+        self._trouble.pop(name, None)
         return VerifierState.READY if serving else VerifierState.DRAINING
+
+    def _note_silence(self, name: str, error: grpc.aio.AioRpcError) -> None:
+        """Log why a probe failed: a certificate that does not fit once, loudly; a verifier that is away softly."""
+        details = error.details() or ""
+        trouble = explain(details) if self._verifiers[name].tls or "handshake" in details else ""
+        if trouble and trouble != self._trouble.get(name):
+            logger.warning("verifier %s cannot be spoken to: %s", name, trouble)
+        else:
+            logger.debug("verifier %s does not answer: %s", name, error.code().name)
+        self._trouble[name] = trouble

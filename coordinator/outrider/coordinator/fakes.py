@@ -16,6 +16,7 @@ from outrider.proto.types import DRAFTER_FORMAT
 
 TOKENIZER_JSON = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}})
 TOKENIZER_SHA256 = tokenizer_hash(TOKENIZER_JSON)
+CHAT_TEMPLATE_JSON = json.dumps({"chat_template": "{{ messages[-1]['content'] }}"})
 
 
 def ready(name: str, **fields: object) -> VerifierInfo:
@@ -61,6 +62,12 @@ class ScriptedCluster:
         if name not in self.verifiers:
             raise NotFound(f"there is no verifier {name!r}", field="verifier")
         return self._tokenizer_json
+
+    async def chat_template_json(self, name: str) -> str:
+        """Return the one template that all share."""
+        if name not in self.verifiers:
+            raise NotFound(f"there is no verifier {name!r}", field="verifier")
+        return CHAT_TEMPLATE_JSON
 
     async def close(self) -> None:
         """Do nothing."""

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "outrider"
 ACTOR_PREFIX = "outrider-verifier-"
 RETRY_S = 1.0
+TEMPLATE_TIMEOUT_S = 20.0  # transformers reads the tokenizer's files for it
 
 # What Ray raises when it cannot be asked, beside its own tree.
 _RAY_FAILURES = (ray.exceptions.RayError, ConnectionError, RuntimeError)
@@ -39,6 +40,20 @@ def connect_ray(address: str) -> None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
     except (*_RAY_FAILURES, ValueError) as error:
         raise Unavailable(f"no Ray cluster answers at {address!r}: {error}", field="ray_address") from error
+
+
+def verifier_names(namespace: str = NAMESPACE) -> tuple[str, ...]:
+    """The verifiers of the cluster that this process has joined, those that load or restart among them; sorted.
+
+    Raises:
+        Unavailable: Ray does not answer.
+    """
+    try:
+        actors = ray.util.list_named_actors(all_namespaces=True)
+    except _RAY_FAILURES as error:
+        raise Unavailable(f"Ray does not answer: {error}", retry_after_s=RETRY_S) from error
+    names = (actor["name"] for actor in actors if actor["namespace"] == namespace)
+    return tuple(sorted(name.removeprefix(ACTOR_PREFIX) for name in names if name.startswith(ACTOR_PREFIX)))
 
 
 class RayCluster:
@@ -103,26 +118,25 @@ class RayCluster:
         """Return the text of `tokenizer.json` of the target at verifier `name`; raises `NotFound` or `Unavailable`."""
         return str(await asyncio.to_thread(self._call, name, "tokenizer_json", self._info_timeout_s))
 
+    async def chat_template_json(self, name: str) -> str:
+        """Return the chat template of that target; empty: it has none. Raises `NotFound` or `Unavailable`."""
+        try:
+            return str(await asyncio.to_thread(self._call, name, "chat_template_json", TEMPLATE_TIMEOUT_S))
+        except AttributeError:  # an actor of an earlier release
+            return ""
+
     async def close(self) -> None:
         """Forget the handles; the actors and the connection to Ray stay."""
         self._asked.clear()
         self._respawned.clear()
 
     def _poll(self) -> tuple[VerifierInfo, ...]:
-        listed = self._listed()
+        listed = verifier_names(self._namespace)
         self._roster.observe(listed, self._reports(listed))
         if self._respawn is not None:
             for name in self._roster.to_respawn(time.monotonic()):
                 self._replace(name, self._respawn)
         return self._roster.infos
-
-    def _listed(self) -> tuple[str, ...]:
-        try:
-            actors = ray.util.list_named_actors(all_namespaces=True)
-        except _RAY_FAILURES as error:
-            raise Unavailable(f"Ray does not answer: {error}", retry_after_s=RETRY_S) from error
-        names = (actor["name"] for actor in actors if actor["namespace"] == self._namespace)
-        return tuple(name.removeprefix(ACTOR_PREFIX) for name in names if name.startswith(ACTOR_PREFIX))
 
     def _reports(self, listed: tuple[str, ...]) -> dict[str, Mapping[str, Any]]:
         # An actor that is still loading answers much later: its question is kept, not asked anew at every poll.

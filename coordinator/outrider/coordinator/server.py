@@ -7,19 +7,29 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from outrider.coordinator.admission import Admission, Caller
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, StaticCluster
-from outrider.coordinator.config import CoordinatorConfig, split_address
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.counts import CoordinatorCounts
+from outrider.coordinator.relay import Relay
 from outrider.coordinator.service import ControlService
 from outrider.proto import codec
-from outrider.proto.channel import SERVER_OPTIONS
-from outrider.proto.errors import ConfigError, Internal, OutriderError, to_status
+from outrider.proto.address import join_address, split_address
+from outrider.proto.channel import MOST_MESSAGE_BYTES, SERVER_OPTIONS
+from outrider.proto.errors import ConfigError, Internal, OutriderError, ResourceExhausted, to_status
+from outrider.proto.figures_server import FiguresServer
+from outrider.proto.tls import bind
+from outrider.proto.types import ClusterStatus, DrafterManifest
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -41,24 +51,31 @@ class CoordinatorServer:
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self._tasks: list[asyncio.Task[None]] = []
+        self._figures: FiguresServer | None = None
+        self._relay: Relay | None = None
         self.service: ControlService | None = None
 
     async def start(self) -> str:
         """Look at the fleet once, listen, and return the bound host:port.
 
         Raises:
-            ConfigError: the address cannot be bound, or the extra for Ray is missing.
+            ConfigError: the address cannot be bound, a certificate or the file of API keys is no good, or the extra
+                for Ray is missing.
             Unavailable: the Ray cluster of the config does not answer.
         """
+        registry = self._serve_figures()  # a thread of its own, before Ray and gRPC
         cluster = self._cluster = self._cluster or cluster_from_config(self._config)
         catalogue = Catalogue(self._config.drafters)
         self.service = service = ControlService(self._config, cluster, catalogue)
+        if registry is not None:
+            _register(registry, service)
         await catalogue.refresh()
         await service.refresh()
         self._server = self._build(service)
         address = self._bind(self._server)
         await self._server.start()
-        await self._health.set(codec.CONTROL_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        for name in (codec.CONTROL_SERVICE, *([codec.DECODING_SERVICE] if self._relay is not None else [])):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         for work in (service.refresh, catalogue.refresh, service.save):
             self._tasks.append(asyncio.create_task(_repeat(work, self._config.poll_s), name=work.__qualname__))
         logger.info("coordinator listens on %s", address)
@@ -82,29 +99,61 @@ class CoordinatorServer:
         if self._server is not None:
             await self._health.enter_graceful_shutdown()
             await self._server.stop(grace_s)
+        if self._relay is not None:
+            await self._relay.close()
         if self.service is not None:
             await self.service.save()
         if self._cluster is not None:
             await self._cluster.close()
+        if self._figures is not None:
+            await asyncio.to_thread(self._figures.stop)
+
+    @property
+    def metrics_address(self) -> str:
+        """Where Prometheus finds the figures, host:port; empty: nowhere."""
+        return self._figures.address if self._figures is not None else ""
+
+    def _serve_figures(self) -> CollectorRegistry | None:
+        if not self._config.metrics_listen:
+            return None
+        from prometheus_client import CollectorRegistry
+
+        registry = CollectorRegistry()
+        self._figures = FiguresServer(registry, self._config.metrics_listen)
+        return registry
 
     def _build(self, service: ControlService) -> grpc.aio.Server:
+        config, counts = self._config, service.relay_counts
         limits = {
-            "grpc.max_receive_message_length": self._config.max_request_bytes,
-            "grpc.max_send_message_length": self._config.max_reply_bytes,
+            # What is relayed may be longer than what control takes, which looks for itself.
+            "grpc.max_receive_message_length": config.max_request_bytes if counts is None else MOST_MESSAGE_BYTES,
+            "grpc.max_send_message_length": config.max_reply_bytes,
         }
         server = grpc.aio.server(options=list((dict(SERVER_OPTIONS) | limits).items()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        handlers = grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, control_handlers(service))
-        server.add_generic_rpc_handlers((handlers,))
+        methods = control_handlers(service, config.max_request_bytes)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, methods),))
+        if counts is not None:
+            self._relay = Relay(
+                config.lease_secret,
+                lambda: service.verifiers,
+                counts,
+                tls=config.verifier_tls,
+                most_streams=config.relay_streams,
+            )
+            handlers = grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, self._relay.handlers())
+            server.add_generic_rpc_handlers((handlers,))
         return server
 
     def _bind(self, server: grpc.aio.Server) -> str:
         host, _ = split_address(self._config.listen, "listen")
-        try:
-            port = server.add_insecure_port(self._config.listen)
-        except RuntimeError as error:
-            raise ConfigError(f"{self._config.listen!r} cannot be bound; is the port taken?", field="listen") from error
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_address(host, bind(server, self._config.listen, self._config.tls))
+
+
+def _register(registry: CollectorRegistry, service: ControlService) -> None:
+    from outrider.coordinator.metrics import register_coordinator
+
+    register_coordinator(registry, service)
 
 
 def cluster_from_config(config: CoordinatorConfig) -> Cluster:
@@ -115,7 +164,7 @@ def cluster_from_config(config: CoordinatorConfig) -> Cluster:
         Unavailable: no Ray answers there.
     """
     if not config.ray_address:
-        return StaticCluster(config.verifiers)
+        return StaticCluster(config.verifiers, tls=config.verifier_tls)
     try:
         from outrider.coordinator.ray_cluster import RayCluster
     except ImportError as error:
@@ -125,53 +174,96 @@ def cluster_from_config(config: CoordinatorConfig) -> Cluster:
     return RayCluster.connect(config.ray_address, drain_grace_s=config.drain_grace_s)
 
 
-def control_handlers(service: ControlService) -> dict[str, grpc.RpcMethodHandler]:
-    """Make the methods of `Control`. Bytes stay bytes up to here, so that malformed ones get an answer that says so."""
+def control_handlers(service: ControlService, most_bytes: int) -> dict[str, grpc.RpcMethodHandler]:
+    """Make the methods of `Control`. Bytes stay bytes up to here, so that malformed ones get an answer that says so.
 
-    async def fetch(request: tuple[str, int]) -> AsyncIterator[bytes]:
+    Who calls is looked at before what it says; a request of more than `most_bytes` is not read.
+    """
+    door = _Door(service.admission, service.counts, most_bytes)
+
+    async def list_drafters(tokenizer_sha256: str, _: Caller) -> tuple[DrafterManifest, ...]:
+        return await service.list_drafters(tokenizer_sha256)
+
+    async def fetch(request: tuple[str, int], _: Caller) -> AsyncIterator[bytes]:
         async with aclosing(_generator(service.fetch(*request))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
+    async def watch(tokenizer_sha256: str, _: Caller) -> AsyncIterator[tuple[DrafterManifest, ...]]:
+        async with aclosing(_generator(service.watch(tokenizer_sha256))) as updates:
+            async for update in updates:
+                yield update
+
+    async def status(_: None, caller: Caller) -> ClusterStatus:
+        service.admission.check_status(caller)
+        return await service.status()
+
+    async def drain(name: str, caller: Caller) -> int:
+        service.admission.check_drain(caller)
+        return await service.drain(name)
+
     return {
-        "OpenLease": _unary(codec.decode_lease_request, service.open_lease, codec.encode_lease),
-        "ListDrafters": _unary(codec.decode_drafter_query, service.list_drafters, codec.encode_drafters),
-        "FetchFile": _stream(codec.decode_fetch, fetch, codec.encode_chunk),
-        "ReportSession": _unary(codec.decode_report, service.report, codec.encode_nothing),
-        "WatchDrafters": _stream(codec.decode_drafter_query, service.watch, codec.encode_drafters),
-        "Status": _unary(codec.decode_nothing, lambda _: service.status(), codec.encode_status),
-        "Drain": _unary(codec.decode_drain, service.drain, codec.encode_drained),
+        "OpenLease": door.unary(codec.decode_lease_request, service.open_lease, codec.encode_lease),
+        "ListDrafters": door.unary(codec.decode_drafter_query, list_drafters, codec.encode_drafters),
+        "FetchFile": door.stream(codec.decode_fetch, fetch, codec.encode_chunk),
+        "ReportSession": door.unary(codec.decode_report, service.report, codec.encode_nothing),
+        "WatchDrafters": door.stream(codec.decode_drafter_query, watch, codec.encode_drafters),
+        "Status": door.unary(codec.decode_nothing, status, codec.encode_status),
+        "Drain": door.unary(codec.decode_drain, drain, codec.encode_drained),
     }
 
 
-def _unary(
-    decode: Callable[[bytes], Request], act: Callable[[Request], Awaitable[Reply]], encode: Callable[[Reply], bytes]
-) -> grpc.RpcMethodHandler:
-    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        try:
-            return encode(await act(decode(data)))
-        except Exception as error:  # a call's top: whatever went wrong, the edge gets an answer
-            failure = _as_outrider(error)
-        await context.abort(*to_status(failure))
-        raise failure  # not reached: abort raises
+class _Door:
+    """Lets calls in: who is it, is it not too long, and what does it say."""
 
-    return grpc.unary_unary_rpc_method_handler(handle)
+    def __init__(self, admission: Admission, counts: CoordinatorCounts, most_bytes: int) -> None:
+        self._admission = admission
+        self._counts = counts
+        self._most_bytes = most_bytes
 
+    def unary(
+        self,
+        decode: Callable[[bytes], Request],
+        act: Callable[[Request, Caller], Awaitable[Reply]],
+        encode: Callable[[Reply], bytes],
+    ) -> grpc.RpcMethodHandler:
+        async def handle(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            try:
+                caller = self._admit(data, context)
+                return encode(await act(decode(data), caller))
+            except Exception as error:  # a call's top: whatever went wrong, the edge gets an answer
+                failure = _as_outrider(error)
+                self._counts.refuse_call(failure)
+            await context.abort(*to_status(failure))
+            raise failure  # not reached: abort raises
 
-def _stream(
-    decode: Callable[[bytes], Request], act: Callable[[Request], AsyncIterator[Reply]], encode: Callable[[Reply], bytes]
-) -> grpc.RpcMethodHandler:
-    async def handle(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
-        try:
-            async with aclosing(_generator(act(decode(data)))) as items:
-                async for item in items:
-                    yield encode(item)
-            return
-        except Exception as error:  # as above
-            failure = _as_outrider(error)
-        await context.abort(*to_status(failure))
+        return grpc.unary_unary_rpc_method_handler(handle)
 
-    return grpc.unary_stream_rpc_method_handler(handle)
+    def stream(
+        self,
+        decode: Callable[[bytes], Request],
+        act: Callable[[Request, Caller], AsyncIterator[Reply]],
+        encode: Callable[[Reply], bytes],
+    ) -> grpc.RpcMethodHandler:
+        async def handle(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+            try:
+                caller = self._admit(data, context)
+                async with aclosing(_generator(act(decode(data), caller))) as items:
+                    async for item in items:
+                        yield encode(item)
+                return
+            except Exception as error:  # as above
+                failure = _as_outrider(error)
+                self._counts.refuse_call(failure)
+            await context.abort(*to_status(failure))
+
+        return grpc.unary_stream_rpc_method_handler(handle)
+
+    def _admit(self, data: bytes, context: Any) -> Caller:
+        caller = self._admission.identify(context.invocation_metadata() or (), context.peer())
+        if len(data) > self._most_bytes:
+            raise ResourceExhausted(f"is {len(data)} bytes long; at most {self._most_bytes} are taken", field="frame")
+        return caller
 
 
 def _generator(items: AsyncIterator[Reply]) -> Any:

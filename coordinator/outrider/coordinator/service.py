@@ -11,11 +11,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import replace
 
+from outrider.coordinator.admission import ANYBODY, Admission, Caller
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, VerifierInfo, VerifierState
 from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.counts import CoordinatorCounts
 from outrider.coordinator.placement import place
+from outrider.coordinator.relay import RelayCounts
 from outrider.coordinator.statistics import FleetStatistics
+from outrider.proto.access import Keys
 from outrider.proto.errors import (
     InvalidArgument,
     NotFound,
@@ -25,6 +29,8 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.lease import LeaseClaim, sign_lease
+from outrider.proto.logs import about
+from outrider.proto.release import release
 from outrider.proto.types import (
     PROTOCOL_VERSION,
     ClusterStatus,
@@ -45,7 +51,11 @@ _SHA256 = re.compile(r"([0-9a-f]{64})?")
 
 
 class ControlService:
-    """What a coordinator does. One event loop; `clock` is Unix time in seconds and can be replaced in tests."""
+    """What a coordinator does. One event loop; `clock` is Unix time in seconds and can be replaced in tests.
+
+    Raises:
+        ConfigError: the file of API keys is no good.
+    """
 
     def __init__(
         self,
@@ -59,6 +69,10 @@ class ControlService:
         self._config = config
         self._cluster = cluster
         self._clock = clock
+        self.counts = CoordinatorCounts()
+        keys = Keys.from_file(config.api_keys) if config.api_keys is not None else None
+        self.admission = Admission(keys, remote_drain=config.remote_drain)
+        self.relay_counts = RelayCounts() if config.relay else None
         self._statistics = FleetStatistics()
         if config.state is not None:
             self._statistics.load(config.state)
@@ -88,40 +102,71 @@ class ControlService:
                 logger.warning("the cluster cannot be asked: %s", error)
             self._refreshed_s = time.monotonic()
             await self._learn_tokenizers()
+            await self._learn_chat_templates()
 
-    async def open_lease(self, request: LeaseRequest) -> Lease:
+    async def open_lease(self, request: LeaseRequest, caller: Caller = ANYBODY) -> Lease:
         """Permission for one session on the verifier that suits it best.
+
+        An inquiry gets the same without a token, and counts nowhere.
 
         Raises:
             UnsupportedProtocol: the edge speaks another version of the contract.
             InvalidArgument: a field is malformed.
             NotFound, TokenizerMismatch, ResourceExhausted, Unavailable: as `place`.
+            ResourceExhausted: the caller's key has no session or token left.
         """
-        _check_lease_request(request)
-        verifier = await self._place(request)
+        try:
+            _check_lease_request(request)
+            verifier = await self._place(request)
+            if not request.inquiry:
+                self.admission.grant(caller, request.session, self._config.lease_seconds)
+        except OutriderError as error:
+            self.counts.refuse(error)
+            # A session's name that was refused may be anything, of any length.
+            session = request.session if _SESSION.fullmatch(request.session) else ""
+            logger.info("a lease is refused: %s", error, extra=about(session, error=error))
+            raise
+        if not request.inquiry:
+            self._count_grant(request, verifier)
+        drafters = self.catalogue.fits(verifier.tokenizer_sha256)
+        fitting = {(drafter.name, drafter.version) for drafter in drafters}
+        relayed = self.relay_counts is not None
+        return Lease(
+            token=b"" if request.inquiry else self._sign(request, verifier, caller),
+            verifier=verifier.name,
+            address="" if relayed else verifier.address,
+            tls=verifier.tls and not relayed,
+            tls_name="" if relayed else verifier.tls_name,
+            relayed=relayed,
+            expires_in_s=self._config.lease_seconds,
+            model=verifier.model,
+            tokenizer_sha256=verifier.tokenizer_sha256,
+            tokenizer=self.catalogue.tokenizer(verifier.tokenizer_sha256),
+            chat_template=self.catalogue.chat_template(verifier.model),
+            # Those that were distilled for this very target first; the sort is stable.
+            drafters=tuple(sorted(drafters, key=lambda drafter: drafter.target != verifier.model)),
+            prior=self._statistics.prior(verifier.model, fitting, verifier.step_s),
+            release=release(),
+        )
+
+    def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo) -> None:
+        self.counts.grant(verifier.model)
+        logger.info("a lease is granted", extra=about(request.session, verifier.name))
         self._granted.append((time.monotonic(), verifier.name))
         self._statistics.leases_granted += 1
         self._unsaved = True
-        drafters = self.catalogue.fits(verifier.tokenizer_sha256)
-        fitting = {(drafter.name, drafter.version) for drafter in drafters}
+
+    def _sign(self, request: LeaseRequest, verifier: VerifierInfo, caller: Caller) -> bytes:
+        key = caller.key
         claim = LeaseClaim(
             verifier=verifier.name,
             model=verifier.model,
             session=request.session,
             expires_at_s=self._clock() + self._config.lease_seconds,
+            key=key.name if key is not None else "",
+            tokens_per_minute=(key.tokens_per_minute or 0) if key is not None else 0,
         )
-        return Lease(
-            token=sign_lease(claim, self._config.lease_secret),
-            verifier=verifier.name,
-            address=verifier.address,
-            expires_in_s=self._config.lease_seconds,
-            model=verifier.model,
-            tokenizer_sha256=verifier.tokenizer_sha256,
-            tokenizer=self.catalogue.tokenizer(verifier.tokenizer_sha256),
-            # Those that were distilled for this very target first; the sort is stable.
-            drafters=tuple(sorted(drafters, key=lambda drafter: drafter.target != verifier.model)),
-            prior=self._statistics.prior(verifier.model, fitting, verifier.step_s),
-        )
+        return sign_lease(claim, self._config.lease_secret)
 
     async def list_drafters(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
         """Return the drafters with this tokenizer; empty: all. Raises `InvalidArgument`."""
@@ -134,12 +179,14 @@ class ControlService:
             while chunk := await asyncio.to_thread(reader.read, CHUNK_BYTES):
                 yield chunk
 
-    async def report(self, report: SessionReport) -> None:
+    async def report(self, report: SessionReport, caller: Caller = ANYBODY) -> None:
         """Learn from a finished session; raises `InvalidArgument`, or `NotFound` for a model that nobody serves."""
         models = {v.model for v in self._known if v.model}
         if models and report.model not in models:
             raise NotFound(f"no verifier serves {report.model[:MAX_NAME_LENGTH]!r}", field="report.model")
         self._statistics.add(report)
+        self.admission.settle(caller, report)
+        self.counts.report(report)
         self._unsaved = True
 
     async def status(self) -> ClusterStatus:
@@ -149,6 +196,8 @@ class ControlService:
             drafters=self.catalogue.manifests,
             leases_granted=self._statistics.leases_granted,
             recent=tuple(self._statistics.recent),
+            relay=self.relay_counts.status() if self.relay_counts is not None else None,
+            edges=self._statistics.edges,
         )
 
     async def drain(self, name: str) -> int:
@@ -235,6 +284,18 @@ class ControlService:
                 continue
             if self.catalogue.tokenizer(wanted) is None:
                 logger.warning("verifier %s serves a tokenizer that is not %s", verifier.name, wanted[:12])
+
+    async def _learn_chat_templates(self) -> None:
+        for verifier in self._known:
+            known = self.catalogue.knows_chat_template(verifier.model)
+            if verifier.state is VerifierState.DOWN or not verifier.model or known:
+                continue
+            try:
+                template = await self._cluster.chat_template_json(verifier.name)
+            except OutriderError as error:
+                logger.warning("the chat template of verifier %s is not served: %s", verifier.name, error)
+                continue
+            self.catalogue.add_chat_template(verifier.model, template)
 
 
 def _check_lease_request(request: LeaseRequest) -> None:

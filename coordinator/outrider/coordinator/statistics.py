@@ -6,13 +6,14 @@ import json
 import logging
 import math
 import os
+import time
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import DraftingPrior, SessionReport
+from outrider.proto.types import DraftingPrior, EdgeStatus, SessionReport
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ REPORT_TOKENS = 20_000
 MEMORY_TOKENS = 400_000
 # Reports come from strangers: what they name must not grow the table without end.
 MAX_ROWS = 1024
+MAX_EDGES = 256
 MAX_NAME_LENGTH = 256
 
 
@@ -40,10 +42,22 @@ class Judged:
         return Judged(total_accepted * fade, total_judged * fade)
 
 
-class FleetStatistics:
-    """Acceptance by (model, drafter, version), and the newest reports."""
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    last: SessionReport
+    came_at_s: float
+    sessions: int
 
-    def __init__(self) -> None:
+
+class FleetStatistics:
+    """Acceptance by (model, drafter, version), the newest reports, and the newest of each edge.
+
+    `clock` is monotonic, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._edges: OrderedDict[str, _Edge] = OrderedDict()  # the newest last
         self.recent: deque[SessionReport] = deque(maxlen=RECENT_REPORTS)
         self.leases_granted = 0
         self._rows: OrderedDict[tuple[str, str, str], Judged] = OrderedDict()
@@ -52,12 +66,31 @@ class FleetStatistics:
         """Count a finished session in; raises `InvalidArgument` for figures that cannot be."""
         check_report(report)
         self.recent.append(report)
+        self._see_edge(report)
         if not report.judged_tokens:
             return
         key = (report.model, report.drafter, report.drafter_version)
         self._rows[key] = self._rows.pop(key, Judged()).plus(report.accepted_tokens, report.judged_tokens)
         while len(self._rows) > MAX_ROWS:
             self._rows.popitem(last=False)
+
+    @property
+    def edges(self) -> tuple[EdgeStatus, ...]:
+        """Those that named themselves, the newest report first."""
+        now_s = self._clock()
+        return tuple(
+            EdgeStatus(name, edge.last, max(0.0, now_s - edge.came_at_s), edge.sessions)
+            for name, edge in reversed(self._edges.items())
+        )
+
+    def _see_edge(self, report: SessionReport) -> None:
+        if not report.edge:
+            return
+        before = self._edges.pop(report.edge, None)
+        sessions = before.sessions + 1 if before else 1
+        self._edges[report.edge] = _Edge(report, self._clock(), sessions)
+        while len(self._edges) > MAX_EDGES:
+            self._edges.popitem(last=False)
 
     def prior(self, model: str, drafters: Collection[tuple[str, str]], step_s: float) -> DraftingPrior:
         """Say what to expect of `model` with one of `drafters` (name, version); without news of those, with any."""
@@ -92,7 +125,7 @@ class FleetStatistics:
 
 def check_report(report: SessionReport) -> None:
     """Refuse figures that contradict themselves; raises `InvalidArgument` with the field."""
-    for name in ("session", "model", "verifier", "drafter", "drafter_version"):
+    for name in ("session", "model", "verifier", "drafter", "drafter_version", "edge"):
         if len(getattr(report, name)) > MAX_NAME_LENGTH:
             raise InvalidArgument(f"is longer than {MAX_NAME_LENGTH} characters", field=f"report.{name}")
     for name in ("session", "model"):

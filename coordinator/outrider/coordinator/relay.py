@@ -1,0 +1,290 @@
+"""Decoding streams passed on to the verifiers, for edges that can reach the coordinator only.
+
+Frames stay bytes: nothing here reads them. Where a stream goes is said by the lease in the call's metadata, which the
+coordinator itself has signed, and which names one verifier of the fleet; no other place can be reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.proto import codec
+from outrider.proto.channel import CLIENT_OPTIONS
+from outrider.proto.errors import (
+    DETAIL_KEY,
+    Internal,
+    InvalidArgument,
+    OutriderError,
+    ResourceExhausted,
+    Unavailable,
+    to_status,
+)
+from outrider.proto.lease import LEASE_METADATA, read_lease
+from outrider.proto.tally import Tally
+from outrider.proto.tls import ClientCredentials, ClientTls, explain, open_channel
+from outrider.proto.types import RelayStatus
+from outrider.proto.uplink import ENDED, send_bytes
+
+logger = logging.getLogger(__name__)
+
+RETRY_WHEN_FULL_S = 1.0
+RETRY_WHEN_LOST_S = 0.1
+FORWARD_BOUNDS_S = (
+    *(25e-6, 50e-6, 75e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 750e-6),
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0),
+)
+# With these gRPC reports a connection lost in its various moments; a verifier's own word carries a detail.
+BROKEN = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.CANCELLED,
+)
+# Not the verifier's business: what is between edge and coordinator, and what gRPC sets itself.
+_KEPT_BACK = {"authorization", LEASE_METADATA, "user-agent", "te", "content-type"}
+_VERIFIER_OPTIONS = [
+    *CLIENT_OPTIONS,
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.use_local_subchannel_pool", 1),  # else a new channel gets the old connection, and its backoff
+]
+
+
+@dataclass(slots=True)
+class RelayCounts:
+    """What one relay has done since it began. One event loop writes; any thread may read.
+
+    `forward_s` counts, for every frame of either direction, the seconds from having it to having passed it on; a
+    receiver that reads slowly shows here.
+    """
+
+    streams: int = 0
+    streams_total: int = 0
+    refused: int = 0
+    broken: int = 0
+    uplink_frames: int = 0
+    downlink_frames: int = 0
+    uplink_bytes: int = 0
+    downlink_bytes: int = 0
+    forward_s: Tally = field(default_factory=lambda: Tally(FORWARD_BOUNDS_S))
+
+    def up(self, size: int, seconds: float) -> None:
+        """A frame of `size` bytes was passed on to a verifier."""
+        self.uplink_frames += 1
+        self.uplink_bytes += size
+        self.forward_s.add(seconds)
+
+    def down(self, size: int, seconds: float) -> None:
+        """A frame of `size` bytes was passed on to an edge."""
+        self.downlink_frames += 1
+        self.downlink_bytes += size
+        self.forward_s.add(seconds)
+
+    def status(self) -> RelayStatus:
+        """As operators see it."""
+        return RelayStatus(
+            streams=self.streams,
+            streams_total=self.streams_total,
+            refused=self.refused,
+            broken=self.broken,
+            uplink_bytes=self.uplink_bytes,
+            downlink_bytes=self.downlink_bytes,
+            forward_p50_s=_quantile(self.forward_s, 0.5),
+            forward_p99_s=_quantile(self.forward_s, 0.99),
+        )
+
+
+def _quantile(tally: Tally, share: float) -> float:
+    """The bound of the bucket that holds the quantile; 0 without values."""
+    least = share * tally.count
+    for bound, below in zip(tally.bounds, tally.cumulative(), strict=False):
+        if below >= least > 0:
+            return bound
+    return tally.bounds[-1] if tally.count else 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    channel: grpc.aio.Channel
+    streams: int = 0
+    retired: bool = False
+
+
+class Relay:
+    """Passes `Decoding.Decode` on. One event loop.
+
+    Args:
+        secret: that leases are signed with.
+        verifiers: the fleet as it is now.
+        counts: kept up to date.
+        tls: how to speak to verifiers that speak TLS.
+        most_streams: at once.
+        clock: Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        verifiers: Callable[[], tuple[VerifierInfo, ...]],
+        counts: RelayCounts,
+        *,
+        tls: ClientTls | None = None,
+        most_streams: int = 256,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._secret = secret
+        self._verifiers = verifiers
+        self._counts = counts
+        self._credentials = ClientCredentials(tls) if tls is not None else None
+        self._most_streams = most_streams
+        self._clock = clock
+        self._connections: dict[tuple[str, str], _Connection] = {}  # by name and address
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        """The methods of the Decoding service: bytes in, bytes out."""
+        return {"Decode": grpc.stream_stream_rpc_method_handler(self._decode)}
+
+    async def close(self) -> None:
+        """End every connection to a verifier."""
+        connections, self._connections = self._connections, {}
+        for connection in connections.values():
+            await connection.channel.close()
+
+    async def _decode(self, _: Any, context: Any) -> None:
+        try:
+            verifier = self._route(context.invocation_metadata() or ())
+        except OutriderError as error:
+            self._counts.refused += 1
+            logger.info("a stream is not relayed: %s", error)
+            await context.abort(*to_status(error))
+        self._counts.streams += 1
+        self._counts.streams_total += 1
+        try:
+            ending = await self._pass_on(verifier, context)
+        except OutriderError as error:
+            ending = to_status(error)
+        except Exception:  # a call's top: whatever went wrong, the edge gets an answer
+            logger.exception("a relayed stream failed")
+            ending = to_status(Internal("the coordinator failed on this stream; its log says why"))
+        finally:
+            self._counts.streams -= 1
+        code, details, trailing = ending
+        if code is not grpc.StatusCode.OK:
+            await context.abort(code, details, trailing)
+        context.set_trailing_metadata(trailing)
+
+    def _route(self, metadata: Iterable[tuple[str, str | bytes]]) -> VerifierInfo:
+        """The verifier that the lease in `metadata` is for."""
+        token = next((value for name, value in metadata if name == LEASE_METADATA), b"")
+        if not isinstance(token, bytes):
+            raise InvalidArgument("must be bytes", field=LEASE_METADATA)
+        claim = read_lease(token, self._secret, now_s=self._clock())
+        if self._counts.streams >= self._most_streams:
+            raise ResourceExhausted(
+                f"{self._most_streams} streams are relayed, which is all that this coordinator may",
+                retry_after_s=RETRY_WHEN_FULL_S,
+            )
+        for verifier in self._verifiers():
+            if verifier.name == claim.verifier and verifier.state is not VerifierState.DOWN:
+                return verifier
+        raise Unavailable(f"verifier {claim.verifier!r} is down", retry_after_s=RETRY_WHEN_LOST_S)
+
+    async def _pass_on(self, verifier: VerifierInfo, context: Any) -> tuple[grpc.StatusCode, str, Any]:
+        """Frames both ways until the verifier ends the stream; the status with which it did."""
+        metadata = [
+            (name, value)
+            for name, value in context.invocation_metadata() or ()
+            if name not in _KEPT_BACK and not name.startswith("grpc-")
+        ]
+        async with self._connected(verifier) as connection:
+            method: Any = connection.channel.stream_stream(codec.DECODE_METHOD)
+            call = method(timeout=context.time_remaining(), metadata=metadata)
+            uplink = asyncio.create_task(self._uplink(context, call))
+            try:
+                await self._downlink(call, context)
+                return await self._ending(verifier, connection, call)
+            finally:
+                uplink.cancel()
+                call.cancel()
+                await asyncio.gather(uplink, return_exceptions=True)
+
+    async def _uplink(self, context: Any, call: Any) -> None:
+        """One frame at a time: the edge's next is taken once gRPC has room for this one."""
+        try:
+            while (data := await context.read()) is not grpc.aio.EOF:
+                began = time.perf_counter()
+                await send_bytes(call, data)
+                self._counts.up(len(data), time.perf_counter() - began)
+            await call.done_writing()
+        except ENDED:
+            return  # the reading side meets the same end and tells why
+        except grpc.aio.UsageError:
+            return  # the edge is gone; that cancels the whole call
+
+    async def _downlink(self, call: Any, context: Any) -> None:
+        try:
+            while (data := await call.read()) is not grpc.aio.EOF:
+                began = time.perf_counter()
+                await context.write(data)
+                self._counts.down(len(data), time.perf_counter() - began)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # of the read alone; the stream's own status tells more
+
+    async def _ending(
+        self, verifier: VerifierInfo, connection: _Connection, call: Any
+    ) -> tuple[grpc.StatusCode, str, Any]:
+        code = await call.code()
+        details = await call.details() or ""
+        trailing = tuple(
+            (name, value) for name, value in await call.trailing_metadata() or () if not name.startswith("grpc-")
+        )
+        if code not in BROKEN or any(name == DETAIL_KEY for name, _ in trailing):
+            return code, details, trailing
+        self._retire(verifier, connection)
+        self._counts.broken += 1
+        why = explain(details) or details or code.name
+        logger.warning("the relayed stream to verifier %s broke: %s", verifier.name, why)
+        return to_status(Unavailable(f"the relay has lost verifier {verifier.name!r}", retry_after_s=RETRY_WHEN_LOST_S))
+
+    @asynccontextmanager
+    async def _connected(self, verifier: VerifierInfo) -> AsyncIterator[_Connection]:
+        """The connection to `verifier`, which all its streams share until one breaks."""
+        which = (verifier.name, verifier.address)
+        connection = self._connections.get(which)
+        if connection is None:
+            connection = self._connections[which] = _Connection(self._connect(verifier))
+        connection.streams += 1
+        try:
+            yield connection
+        finally:
+            connection.streams -= 1
+            if connection.retired and not connection.streams:
+                await connection.channel.close()
+
+    def _connect(self, verifier: VerifierInfo) -> grpc.aio.Channel:
+        if verifier.tls and self._credentials is None:
+            logger.error("verifier %s speaks TLS; give the coordinator --verifier-tls-ca", verifier.name)
+            raise Unavailable(f"the relay cannot speak to verifier {verifier.name!r}", retry_after_s=RETRY_WHEN_FULL_S)
+        credentials = self._credentials.current() if verifier.tls and self._credentials is not None else None
+        for (name, address), stale in list(self._connections.items()):
+            if name == verifier.name and address != verifier.address:  # it came back elsewhere
+                self._retire_at((name, address), stale)
+        return open_channel(verifier.address, _VERIFIER_OPTIONS, credentials, verifier.tls_name)
+
+    def _retire(self, verifier: VerifierInfo, connection: _Connection) -> None:
+        """A broken connection: the next stream connects anew, instead of waiting for gRPC's backoff."""
+        self._retire_at((verifier.name, verifier.address), connection)
+
+    def _retire_at(self, which: tuple[str, str], connection: _Connection) -> None:
+        connection.retired = True
+        if self._connections.get(which) is connection:
+            del self._connections[which]

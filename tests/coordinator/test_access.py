@@ -1,0 +1,266 @@
+"""Who may ask a coordinator for what: API keys, their limits, and drains from other machines. Over gRPC on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from outrider.coordinator.admission import Admission, Caller
+from outrider.coordinator.fakes import ScriptedCluster, ready, write_package
+from outrider.edge.control import CoordinatorClient, file_fetcher
+from outrider.edge.security import Security
+from outrider.proto import codec
+from outrider.proto.access import Key, Keys, secret_sha256
+from outrider.proto.address import is_local_peer
+from outrider.proto.errors import (
+    ConfigError,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    from_rpc_error,
+)
+from outrider.proto.lease import verify_lease
+from outrider.proto.types import LeaseRequest, SessionReport
+
+SECRET = b"0123456789abcdef"
+REPORT = {"model": "tiny", "verifier": "a"}
+METHODS = {
+    "OpenLease": codec.encode_lease_request(LeaseRequest(model="tiny", session="s")),
+    "ListDrafters": codec.encode_drafter_query(""),
+    "ReportSession": codec.encode_report(SessionReport(session="s", **REPORT)),
+    "Status": b"",
+    "Drain": codec.encode_drain("a"),
+}
+Serve = Callable[..., None]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    tables = [
+        Key("alice", secret_sha256("alices"), max_sessions=2, tokens_per_minute=600),
+        Key("bob", secret_sha256("bobs")),
+        Key("root", secret_sha256("roots"), admin=True),
+    ]
+    path.write_text("\n".join(key.toml() for key in tables))
+    path.chmod(0o600)
+    return path
+
+
+def as_client(call: Any, secret: str) -> CoordinatorClient:
+    return CoordinatorClient(call.address, security=Security(api_key=secret))
+
+
+def ask(session: str, **fields: Any) -> LeaseRequest:
+    return LeaseRequest(model="tiny", session=session, **fields)
+
+
+# --- keys ---
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("secret", [None, "", "wrong", "alices "])
+def test_without_a_known_key_nothing_is_answered_and_the_error_says_how_to_give_one(
+    serve: Serve, keys: Path, method: str, secret: str | None
+) -> None:
+    async def scenario(call: Any) -> None:
+        metadata = () if secret is None else (("authorization", f"Bearer {secret}x"),)
+        unary = call.channel.unary_unary(f"/{codec.CONTROL_SERVICE}/{method}")
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await unary(METHODS[method], metadata=metadata, timeout=10)
+        error = from_rpc_error(refusal.value)
+        assert isinstance(error, Unauthenticated)
+        assert error.field == "api_key"
+        assert "--api-key-file" in str(error) or "operator" in str(error)
+
+    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+
+
+def test_nothing_of_a_request_is_read_before_its_key(serve: Serve, keys: Path) -> None:
+    async def scenario(call: Any) -> None:
+        for method in METHODS:
+            with pytest.raises(Unauthenticated):
+                await call.raw(method, b"\xff\xff\xff")
+
+    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+
+
+def test_any_key_opens_leases_reports_and_fetches_and_only_an_admin_sees_the_status_and_drains(
+    serve: Serve, keys: Path, drafters: Path
+) -> None:
+    write_package(drafters / "a", files={"model.onnx": b"weights"})
+
+    async def scenario(call: Any) -> None:
+        bob, root = as_client(call, "bobs"), as_client(call, "roots")
+        assert (await bob.open_lease(ask("s1"))).verifier == "a"
+        await bob.report(SessionReport(session="s1", **REPORT))
+        (manifest,) = await bob.list_drafters()
+        assert await anext(bob.watch_drafters()) == (manifest,)
+        fetch = file_fetcher(call.address, security=bob.security)
+        assert b"weights" in await asyncio.to_thread(lambda: [b"".join(fetch(f, 0)) for f in manifest.files])
+        with pytest.raises(Unauthenticated):
+            await asyncio.to_thread(lambda: list(file_fetcher(call.address)(manifest.files[0], 0)))
+        for refused in (bob.status, lambda: bob.drain("a")):
+            with pytest.raises(PermissionDenied, match="admin = true"):
+                await refused()
+        assert (await root.status()).leases_granted == 1
+        assert await root.drain("a") == 0
+        await bob.close()
+        await root.close()
+
+    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys, drafters=(drafters,))
+
+
+def test_a_key_that_is_taken_out_of_the_file_is_refused_from_then_on(serve: Serve, keys: Path) -> None:
+    async def scenario(call: Any) -> None:
+        bob = as_client(call, "bobs")
+        await bob.list_drafters()
+        await asyncio.to_thread(keys.write_text, Key("root", secret_sha256("roots"), admin=True).toml())
+        with pytest.raises(Unauthenticated):
+            await bob.list_drafters()
+        await bob.close()
+
+    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+
+
+def test_a_broken_keys_file_keeps_the_coordinator_from_starting(serve: Serve, keys: Path) -> None:
+    keys.write_text("[keys.alice]\nsha = 1")
+
+    async def scenario(call: Any) -> None:
+        raise AssertionError("it must not start")
+
+    with pytest.raises(ConfigError) as refusal:
+        serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+    assert refusal.value.field == "keys.alice.sha"
+
+
+# --- limits ---
+
+
+def test_sessions_of_a_key_are_counted_from_lease_to_report(serve: Serve, keys: Path) -> None:
+    async def scenario(call: Any) -> None:
+        alice, bob = as_client(call, "alices"), as_client(call, "bobs")
+        for session in ("s1", "s2", "s2", "s1"):  # the same session again is a resume
+            await alice.open_lease(ask(session))
+        with pytest.raises(ResourceExhausted, match="2 sessions") as refusal:
+            await alice.open_lease(ask("s3"))
+        assert refusal.value.retry_after_s > 0
+        for i in range(5):
+            await bob.open_lease(ask(f"b{i}"))
+        await bob.report(SessionReport(session="s1", **REPORT))  # not bob's to end
+        with pytest.raises(ResourceExhausted):
+            await alice.open_lease(ask("s3"))
+        await alice.report(SessionReport(session="s1", **REPORT))
+        await alice.open_lease(ask("s3"))
+        assert call.server.service.admission.running() == {"alice": 2}
+        await alice.close()
+        await bob.close()
+
+    serve(scenario, ScriptedCluster(ready("a", max_sessions=100)), api_keys=keys)
+
+
+def test_an_inquiry_is_no_session_and_brings_no_token(serve: Serve, keys: Path) -> None:
+    async def scenario(call: Any) -> None:
+        alice, root = as_client(call, "alices"), as_client(call, "roots")
+        for i in range(5):
+            lease = await alice.open_lease(ask(f"s{i}", inquiry=True))
+            assert (lease.token, lease.verifier, lease.model) == (b"", "a", "tiny")
+        assert call.server.service.admission.running() == {}
+        assert (await root.status()).leases_granted == 0
+        await alice.close()
+        await root.close()
+
+    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+
+
+def test_reported_tokens_that_exceed_the_minute_delay_the_next_lease(serve: Serve, keys: Path) -> None:
+    async def scenario(call: Any) -> None:
+        alice = as_client(call, "alices")
+        await alice.open_lease(ask("s1"))
+        await alice.report(SessionReport(session="s1", committed_tokens=1200, **REPORT))
+        with pytest.raises(ResourceExhausted, match="600 tokens a minute") as refusal:
+            await alice.open_lease(ask("s2"))
+        assert 50 < refusal.value.retry_after_s <= 60.1
+        await alice.close()
+
+    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+
+
+def test_the_lease_of_a_limited_key_tells_the_verifier_whose_it_is_and_its_rate(serve: Serve, keys: Path) -> None:
+    async def scenario(call: Any) -> None:
+        for secret, said in (("alices", ("alice", 600)), ("bobs", ("bob", 0))):
+            client = as_client(call, secret)
+            token = (await client.open_lease(ask("s1"))).token
+            claim = verify_lease(token, SECRET, verifier="a", model="tiny", session="s1", now_s=time.time())
+            assert (claim.key, claim.tokens_per_minute) == said
+            await client.close()
+
+    serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
+
+
+def test_a_session_that_is_never_reported_is_over_when_its_lease_expires() -> None:
+    now_s = 0.0
+    admission = Admission(None, clock=lambda: now_s)
+    alice = Caller(Key("alice", "a" * 64, max_sessions=1))
+    admission.grant(alice, "s1", 10.0)
+    now_s = 9.0
+    with pytest.raises(ResourceExhausted):
+        admission.grant(alice, "s2", 10.0)
+    admission.grant(alice, "s1", 10.0)  # resumed: its lease is a new one
+    now_s = 18.0
+    with pytest.raises(ResourceExhausted):
+        admission.grant(alice, "s2", 10.0)
+    now_s = 19.5
+    admission.grant(alice, "s2", 10.0)
+    assert admission.running() == {"alice": 1}
+
+
+# --- drains ---
+
+
+@pytest.mark.parametrize(
+    "peer", ["ipv4:127.0.0.1:5", "ipv6:[::1]:5", "ipv6:%5B::1%5D:5", "unix:/x", "ipv4:127.9.9.9:1"]
+)
+def test_a_peer_on_this_machine_is_known(peer: str) -> None:
+    assert is_local_peer(peer)
+
+
+@pytest.mark.parametrize("peer", ["ipv4:10.0.0.7:5", "ipv6:[2001:db8::1]:5", "ipv4:127.evil:5", "", "vsock:1:2"])
+def test_a_peer_elsewhere_may_not_drain_without_a_key_unless_the_coordinator_was_told_so(peer: str) -> None:
+    closed, opened = Admission(None), Admission(None, remote_drain=True)
+    with pytest.raises(PermissionDenied, match="--remote-drain"):
+        closed.check_drain(closed.identify((), peer))
+    opened.check_drain(opened.identify((), peer))
+    closed.check_status(closed.identify((), peer))
+
+
+def test_an_admin_may_drain_from_anywhere(keys: Path) -> None:
+    admission = Admission(Keys.from_file(keys))
+    caller = admission.identify((("authorization", "Bearer roots"),), "ipv4:10.0.0.7:5")
+    admission.check_drain(caller)
+
+
+# --- the client's side ---
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7:50050", "coordinator.example:443"])
+def test_a_key_is_not_sent_over_a_network_in_plain_text_unless_told_so(address: str) -> None:
+    with pytest.raises(ConfigError, match="--plaintext") as refusal:
+        CoordinatorClient(address, security=Security(api_key="alices"))
+    assert refusal.value.field == "api_key"
+    CoordinatorClient(address, security=Security(api_key="alices", plaintext=True))
+    CoordinatorClient(address, security=Security())
+    CoordinatorClient("localhost:1", security=Security(api_key="alices"))
+
+
+def test_a_key_that_cannot_be_one_is_refused_and_no_key_is_ever_shown() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Security(api_key="two words")
+    assert "two words" not in str(refusal.value)
+    assert "alices" not in repr(Security(api_key="alices"))

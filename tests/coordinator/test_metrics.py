@@ -1,0 +1,104 @@
+"""A coordinator's figures: leases by outcome, the fleet as it is, and what finished sessions reported."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.coordinator.cluster import VerifierState
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.counts import MOST_MODELS, CoordinatorCounts
+from outrider.coordinator.fakes import ScriptedCluster, ready
+from outrider.proto.errors import ConfigError, NotFound
+from outrider.proto.types import LeaseRequest, SessionReport
+
+
+def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """By sample's name and label values, in the labels' order of names."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
+        families = text_string_to_metric_families(reply.read().decode())
+    return {
+        (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_leases_verifiers_and_reports_are_shown(serve) -> None:
+    cluster = ScriptedCluster(
+        ready("a", sessions=2, restarts=3, step_s=0.03, kv_pages_free=7),
+        replace(ready("b"), state=VerifierState.DOWN),
+    )
+
+    async def scenario(call) -> None:
+        await call("OpenLease", LeaseRequest(model="tiny", session="s1"))
+        with pytest.raises(NotFound):
+            await call("OpenLease", LeaseRequest(model="another", session="s2"))
+        report = SessionReport(
+            "s1", "tiny", "a", committed_tokens=50, accepted_tokens=30, judged_tokens=40, drafted_tokens=45, steps=20,
+            seconds=2.5, uplink_bytes=1000, downlink_bytes=900, resumes=1,
+        )  # fmt: skip
+        await call("ReportSession", report)
+        await call("ReportSession", report)
+        found = await asyncio.to_thread(scrape, call.server.metrics_address)
+        assert found["outrider:coordinator_leases_granted_total", ("tiny",)] == 1
+        assert found["outrider:coordinator_leases_refused_total", ("NotFound",)] == 1
+        assert found["outrider:coordinator_refused_calls_total", ("NotFound",)] == 1
+        assert found["outrider:coordinator_verifiers", ("ready",)] == 1
+        assert found["outrider:coordinator_verifiers", ("down",)] == 1
+        assert found["outrider:coordinator_verifiers", ("draining",)] == 0
+        assert found["outrider:coordinator_verifier_up", ("tiny", "a")] == 1
+        assert found["outrider:coordinator_verifier_up", ("tiny", "b")] == 0
+        assert found["outrider:coordinator_verifier_restarts_total", ("tiny", "a")] == 3
+        assert found["outrider:coordinator_verifier_kv_pages_free", ("tiny", "a")] == 7
+        assert found["outrider:coordinator_reported_sessions_total", ("tiny",)] == 2
+        assert found["outrider:coordinator_reported_committed_tokens_total", ("tiny",)] == 100
+        assert found["outrider:coordinator_reported_seconds_total", ("tiny",)] == 5
+        assert not any("s1" in labels for _, labels in found)
+
+    serve(scenario, cluster, metrics_listen="127.0.0.1:0")
+
+
+def test_a_relay_shows_its_streams_and_the_latency_that_it_adds(serve) -> None:
+    async def scenario(call) -> None:
+        counts = call.server.service.relay_counts
+        counts.streams, counts.streams_total, counts.broken = 1, 4, 2
+        counts.up(100, 0.0002)
+        counts.down(50, 0.0004)
+        found = await asyncio.to_thread(scrape, call.server.metrics_address)
+        assert found["outrider:relay_streams", ()] == 1
+        assert found["outrider:relay_streams_opened_total", ()] == 4
+        assert found["outrider:relay_streams_broken_total", ()] == 2
+        assert found["outrider:relay_bytes_total", ("up",)] == 100
+        assert found["outrider:relay_frames_total", ("down",)] == 1
+        assert found["outrider:relay_forward_seconds_count", ()] == 2
+        assert found["outrider:relay_forward_seconds_sum", ()] == pytest.approx(0.0006)
+
+    serve(scenario, ScriptedCluster(ready("a")), metrics_listen="127.0.0.1:0", relay=True)
+
+
+def test_no_figures_are_served_unless_asked_for(serve) -> None:
+    async def scenario(call) -> None:
+        assert call.server.metrics_address == ""
+
+    serve(scenario, ScriptedCluster(ready("a")))
+
+
+def test_models_that_strangers_report_cannot_grow_the_table_without_end() -> None:
+    counts = CoordinatorCounts()
+    for index in range(3 * MOST_MODELS):
+        counts.report(SessionReport("s", f"m{index}", "a", committed_tokens=1))
+    assert len(counts.reported) == MOST_MODELS + 1
+    assert counts.reported["other"].committed == 2 * MOST_MODELS
+
+
+def test_figures_beyond_loopback_must_be_asked_for_plainly() -> None:
+    with pytest.raises(ConfigError) as caught:
+        CoordinatorConfig(lease_secret=b"0" * 16, metrics_listen="0.0.0.0:9100")
+    assert caught.value.field == "metrics_listen"
+    allowed = CoordinatorConfig(lease_secret=b"0" * 16, metrics_listen="0.0.0.0:9100", insecure_metrics=True)
+    assert allowed.metrics_listen == "0.0.0.0:9100"
