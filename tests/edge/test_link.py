@@ -11,11 +11,12 @@ import pytest
 
 from outrider.edge.link import Channels, Stream
 from outrider.proto import codec
-from outrider.proto.errors import Unavailable
+from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable, to_status
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import Cancel, Opened
+from outrider.proto.types import Cancel, Commit, Opened
 
 OPENED = Opened(0, 8, 16, "v", 512)
+COMMIT = Commit(start=4, tokens=(5, 6), accepted=1, credit=16)
 
 
 class Verifier:
@@ -37,6 +38,21 @@ class Verifier:
         self.peers.append(context.peer())
         async for _ in frames:
             yield codec.encode_cloud_frame(OPENED)
+
+
+class Ending(Verifier):
+    """Answers the first frame with two, and ends the stream; or with an error, where it has one."""
+
+    def __init__(self, error: ResourceExhausted | None = None) -> None:
+        super().__init__()
+        self._error = error
+
+    async def _decode(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        await anext(frames)
+        yield codec.encode_cloud_frame(OPENED)
+        yield codec.encode_cloud_frame(COMMIT)
+        if self._error is not None:
+            await context.abort(*to_status(self._error))
 
 
 def run(scenario: Callable[[Verifier, Channels], Awaitable[None]]) -> None:
@@ -146,5 +162,51 @@ def test_bytes_are_counted_for_each_text_alone() -> None:
         assert (idle.uplink_bytes, idle.downlink_bytes) == (0, 0)
         await channels.close_stream(verifier.address, first)
         await channels.close_stream(verifier.address, second)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("error", [None, ResourceExhausted("no room", retry_after_s=2.0)])
+def test_a_draft_that_meets_the_streams_end_hides_neither_the_last_commit_nor_why(
+    error: ResourceExhausted | None,
+) -> None:
+    async def main() -> None:
+        verifier, channels = Ending(error), Channels()
+        await verifier.server.start()
+        stream = channels.open_stream(verifier.address, EdgeStatistics())
+        frames = stream.frames()
+        stream.send(Cancel())
+        assert await anext(frames) == OPENED
+        await asyncio.sleep(0.3)  # the verifier's status has come, and nobody has read so far
+        stream.send(Cancel())
+        await asyncio.sleep(0.1)
+        last = await anext(frames)
+        assert isinstance(last, Commit)
+        assert last.tokens == COMMIT.tokens
+        with pytest.raises(OutriderError) as caught:
+            await anext(frames)
+        assert type(caught.value) is (Unavailable if error is None else ResourceExhausted)
+        assert caught.value.retry_after_s == (0 if error is None else 2)
+        await channels.close_stream(verifier.address, stream)
+        await channels.close()
+        await asyncio.sleep(0.1)
+        waiting = [task for task in asyncio.all_tasks() if "status_once_received" in str(task.get_coro())]
+        assert waiting == [], "gRPC keeps nothing of the call"
+        await verifier.server.stop(None)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_stream_whose_closing_is_cancelled_gives_its_connection_back() -> None:
+    async def scenario(verifier: Verifier, channels: Channels) -> None:
+        stream = channels.open_stream(verifier.address, EdgeStatistics())
+        await answered(stream)
+        channels.drop(verifier.address, stream)
+        closing = asyncio.create_task(channels.close_stream(verifier.address, stream))
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        assert stream.connection.streams == 0
+        assert stream.connection.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
     run(scenario)

@@ -1,29 +1,40 @@
 """The edge: client SDK, drafters and the link. Imports neither torch nor ray nor transformers.
 
+Client        decodes texts, drafting here; `async for event in client.generate(...)`
+SyncClient    the same without async
+Conversation  several turns on one session, from `client.conversation(...)`
+EdgeConfig    where, and with what
+
 from outrider.edge import Client, EdgeConfig
 
-async with Client(EdgeConfig(coordinator="127.0.0.1:50050")) as client:
-async for event in client.generate("def main():", max_tokens=64):
-print(event.text, end="", flush=True)
+    async with Client(EdgeConfig(coordinator="127.0.0.1:50050")) as client:
+        async for event in client.generate("def main():", max_tokens=64):
+            print(event.text, end="", flush=True)
 """
 
 from __future__ import annotations
 
 from outrider.edge.client import Client
 from outrider.edge.config import EdgeConfig
+from outrider.edge.conversation import Conversation, Transcript
 from outrider.edge.events import Completion, Event, Finished, Tokens
-from outrider.edge.sync_client import SyncClient
-from outrider.proto.types import FinishReason, Provenance, Sampling
+from outrider.edge.sync_client import SyncClient, SyncConversation
+from outrider.proto.types import FinishReason, Grammar, GrammarKind, Provenance, Sampling
 
 __all__ = [
     "Client",
     "Completion",
+    "Conversation",
     "EdgeConfig",
     "Event",
     "FinishReason",
     "Finished",
+    "Grammar",
+    "GrammarKind",
     "Provenance",
     "Sampling",
     "SyncClient",
+    "SyncConversation",
     "Tokens",
+    "Transcript",
 ]

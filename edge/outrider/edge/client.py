@@ -5,31 +5,35 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from outrider.edge.config import EdgeConfig
+from tokenizers import Tokenizer
+
+from outrider.edge.asking import asking_for, checked_sampling, checked_stop
+from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.control import CoordinatorClient
-from outrider.edge.decoding import Decoding, Journal
+from outrider.edge.conversation import Conversation
+from outrider.edge.decoding import Decoding, Journal, Subject
 from outrider.edge.drafters import ProposalRule
 from outrider.edge.drafters.protocol import Drafter
-from outrider.edge.events import Completion, Event, Finished, Tokens
+from outrider.edge.events import Completion, Event, Finished
 from outrider.edge.link import Channels
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.routes import Route
+from outrider.edge.telling import collect, tell, within
 from outrider.edge.text import TextStream
-from outrider.proto.errors import ConfigError, DeadlineExceeded, InvalidArgument
+from outrider.edge.tracing import Tracing
+from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Experience
-from outrider.proto.session import Done, EdgeSession, Emit
-from outrider.proto.types import FinishReason, Open, Provenance, Sampling, SessionReport
+from outrider.proto.session import EdgeSession
+from outrider.proto.types import LeaseRequest, Open, Sampling, SessionReport
 
 REPORT_WITHIN_S = 1.0
-
-T = TypeVar("T")
 
 
 class Client:
@@ -43,13 +47,16 @@ class Client:
 
     def __init__(self, config: EdgeConfig, *, route: Route | None = None, drafter: Drafter | None = None) -> None:
         self.config = config
-        self._coordinator = CoordinatorClient(config.coordinator, config.open_timeout_s) if config.coordinator else None
+        self._coordinator: CoordinatorClient | None = None
+        if config.coordinator:
+            self._coordinator = CoordinatorClient(config.coordinator, config.open_timeout_s, config.security)
         self._preparation = Preparation(config, self._coordinator, route, drafter)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-drafter")
         self._ready: Ready | None = None
         self._preparing = asyncio.Lock()
         self._reports: set[asyncio.Task[None]] = set()
-        self._channels = Channels()
+        self._channels = Channels(config.security)
+        self._tracing = Tracing.to(config.trace_endpoint, config.trace_ratio) if config.trace_endpoint else None
         # A drafter's confidence means one thing where the most likely token is taken and another where one is drawn.
         self._experience = {greedy: Experience() for greedy in (True, False)}
 
@@ -67,9 +74,16 @@ class Client:
         if self._reports:
             await asyncio.wait(self._reports, timeout=REPORT_WITHIN_S)
         await self._channels.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         if self._coordinator is not None:
             await self._coordinator.close()
         self._thread.shutdown(wait=False)
+
+    @property
+    def ready(self) -> Ready | None:
+        """What `prepare` found: route, model, tokenizer, drafter, chat template; None before it."""
+        return self._ready
 
     @property
     def drafter(self) -> Drafter | None:
@@ -91,14 +105,32 @@ class Client:
             if self._ready is None:
                 self._ready = await self._preparation.run()
 
+    async def inquire(self) -> str:
+        """Where a text would be decoded now, as host:port; takes no session's place. Needs `prepare`.
+
+        Raises:
+            OutriderError: nowhere, and why.
+        """
+        ready = self._ready_now()
+        if self._coordinator is None:
+            return (await ready.route.lease("inquiry", ())).address
+        request = LeaseRequest(
+            model=ready.model, session=uuid.uuid4().hex, tokenizer_sha256=ready.tokenizer_sha256, inquiry=True
+        )
+        lease = await self._coordinator.open_lease(request)
+        return self._coordinator.address if lease.relayed else lease.address
+
     async def generate(
         self,
         prompt: str | Sequence[int],
         sampling: Sampling | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         deadline_s: float | None = None,
         journal: Journal | None = None,
+        logprobs: bool | None = None,
+        top_logprobs: int = 0,
+        request_id: str = "",
         **overrides: Any,
     ) -> AsyncGenerator[Event]:
         """Decode one text. Leaving the loop early (`aclose`) cancels it on both sides.
@@ -109,6 +141,10 @@ class Client:
             stop: strings that end the text and are not part of it.
             deadline_s: for the whole text.
             journal: is told what happens and when (benchmarks, tracing).
+            logprobs: True: `Tokens.logprobs` too, of the target's own distribution; False: no log probability of any
+                kind, which saves bytes; None: as `top_logprobs` needs and the config says.
+            top_logprobs: 0 to 20; so many likeliest tokens of every position in `Tokens.top_logprobs`.
+            request_id: begins the session's id, so that logs on all sides tell whose it is; letters, digits, - and _.
             overrides: fields of `Sampling`.
 
         Yields:
@@ -120,54 +156,46 @@ class Client:
             OutriderError: the text cannot be finished anywhere.
         """
         began = time.monotonic()
-        await _within(self.prepare(), deadline_s)
-        frame = self._open(prompt, sampling or Sampling(), overrides)
-        stop = _checked_stop(stop)
-        ready = self._ready_now()
-        text = TextStream(ready.tokenizer, stop)
-        machine = EdgeSession(
-            frame,
-            self.config.window_policy,
-            self.config.retry,
-            self._experience[frame.sampling.temperature == 0],
-            send_q=self.config.send_q,
-        )
-        machine.statistics.drafter_error = ready.drafter_error
-        first_token_s = 0.0
-        decoding = self._decoding(machine, frame, journal)
-        items = _until(decoding.run(), None if deadline_s is None else began + deadline_s)
+        await within(self.prepare(), deadline_s)
+        frame = asking_for(self.open(prompt, sampling or Sampling(), overrides), logprobs, top_logprobs)
+        if request_id:
+            frame = replace(frame, session=f"{request_id[:47]}-{frame.session[:16]}")
+        text = TextStream(self._ready_now().tokenizer, checked_stop(stop))
+        decoding = self.begin(frame, journal)
+        reported = False
         try:
-            async for item in items:
-                if isinstance(item, Emit) and text.stopped:
-                    continue  # it was on its way when the stop string was seen
-                if isinstance(item, Emit):
-                    first_token_s = first_token_s or time.monotonic() - began
-                    yield _tokens_event(item, text)
-                    if text.stopped:
-                        decoding.stop(FinishReason.STOP_STRING)
-                elif item.error is not None:
-                    raise item.error
-                else:
-                    self._report(frame.session, machine, time.monotonic() - began)
-                    reason = item.finish or FinishReason.CANCELLED
-                    yield Finished(reason, text.finish(), machine.statistics, time.monotonic() - began, first_token_s)
-                    return
+            async with aclosing(tell(decoding, decoding.run(), text, began, deadline_s)) as events:
+                async for event in events:
+                    if isinstance(event, Finished):
+                        self.report(frame.session, decoding.machine, event.seconds)
+                        reported = True
+                    yield event
         finally:
-            await items.aclose()
+            if not reported and decoding.machine.verifier:  # left or failed: its API key has room again
+                self.report(frame.session, decoding.machine, time.monotonic() - began)
 
     async def complete(
         self,
         prompt: str | Sequence[int],
         sampling: Sampling | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         deadline_s: float | None = None,
+        logprobs: bool | None = None,
+        top_logprobs: int = 0,
         **overrides: Any,
     ) -> Completion:
         """`generate`, collected."""
-        return await self.collect(
-            prompt, self.generate(prompt, sampling, stop=stop, deadline_s=deadline_s, **overrides)
+        events = self.generate(
+            prompt,
+            sampling,
+            stop=stop,
+            deadline_s=deadline_s,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            **overrides,
         )
+        return await self.collect(prompt, events)
 
     async def collect(
         self,
@@ -176,28 +204,43 @@ class Client:
         on_event: Callable[[Event], None] = lambda _: None,
     ) -> Completion:
         """The whole text of `generate(prompt, ...)`; `on_event` sees each event as it comes."""
-        tokens: list[int] = []
-        provenance: list[Provenance] = []
-        text = ""
-        async with aclosing(events):
-            async for event in events:
-                on_event(event)
-                text += event.text
-                if isinstance(event, Tokens):
-                    tokens += event.tokens
-                    provenance += event.provenance
-                else:
-                    return Completion(
-                        prompt_tokens=len(self.encode(prompt)),
-                        tokens=tuple(tokens),
-                        provenance=tuple(provenance),
-                        text=text,
-                        finish_reason=event.reason,
-                        statistics=event.statistics,
-                        seconds=event.seconds,
-                        first_token_s=event.first_token_s,
-                    )
-        raise AssertionError("generate ends with Finished or an error")
+        return replace(await collect(events, on_event), prompt_tokens=len(self.encode(prompt)))
+
+    def conversation(
+        self,
+        sampling: Sampling | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        keep_s: float = 300.0,
+        journal: Journal | None = None,
+        logprobs: bool | None = None,
+        top_logprobs: int = 0,
+        request_id: str = "",
+        **overrides: Any,
+    ) -> Conversation:
+        """Several turns on one session, each sending only what is new; see `Conversation`.
+
+        Args:
+            sampling: of every turn, unless it says otherwise.
+            stop: strings that end a turn, unless it says otherwise.
+            keep_s: how long a verifier may keep the session between turns, as far as it allows that; it is a cache and
+                nothing else: a turn that finds it gone sends the whole transcript.
+            journal: is told what happens and when.
+            logprobs: as of `generate`.
+            top_logprobs: as of `generate`.
+            request_id: as of `generate`.
+            overrides: fields of `Sampling`.
+        """
+        return Conversation(
+            self,
+            checked_sampling(sampling or Sampling(), overrides),
+            stop=checked_stop(stop),
+            keep_s=keep_s,
+            journal=journal,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            request_id=request_id,
+        )
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The prompt's token ids; needs `prepare`."""
@@ -205,18 +248,31 @@ class Client:
             return tuple(self._ready_now().tokenizer.encode(prompt).ids)
         return tuple(prompt)
 
+    def encode_more(self, text: str | Sequence[int]) -> tuple[int, ...]:
+        """Token ids of what follows other text, without what the tokenizer puts before a prompt; needs `prepare`."""
+        if isinstance(text, str):
+            return tuple(self._ready_now().tokenizer.encode(text, add_special_tokens=False).ids)
+        return tuple(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, special tokens left out; needs `prepare`."""
+        return str(self._ready_now().tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's; needs `prepare`."""
+        return self._ready_now().tokenizer
+
     # --- one text ---
 
-    def _open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open:
+    def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open:
+        """What to open a new session with; needs `prepare`."""
         ready = self._ready_now()
-        unknown = set(overrides) - set(Sampling.__dataclass_fields__)
-        if unknown:
-            raise InvalidArgument(f"has no {', '.join(sorted(unknown))}", field="sampling")
         return Open(
             model=ready.model,
             tokenizer_sha256=ready.tokenizer_sha256,
             prompt=self.encode(prompt),
-            sampling=replace(sampling, **overrides),
+            sampling=checked_sampling(sampling, overrides),
             session=uuid.uuid4().hex,
             patience=self.config.patience,
             drafting=ready.drafter is not None,
@@ -225,21 +281,37 @@ class Client:
             logp=self.config.logprobs,
         )
 
-    def _decoding(self, machine: EdgeSession, frame: Open, journal: Journal | None) -> Decoding:
+    def begin(self, frame: Open, journal: Journal | None) -> Decoding:
+        """The decoding of a new session; needs `prepare`."""
         ready = self._ready_now()
+        machine = EdgeSession(
+            frame,
+            self.config.window_policy,
+            self.config.retry,
+            self.experience(frame.sampling),
+            send_q=self.config.send_q,
+        )
+        machine.statistics.drafter_error = ready.drafter_error
         rule = ProposalRule(frame.sampling, prompt_length=len(frame.prompt))
         return Decoding(
             machine,
             ready.route,
-            frame.session,
+            Subject(frame.session, ready.model, self.drafter_name),
             channels=self._channels,
-            journal=journal or Journal(),
+            journal=self._traced(journal or Journal()),
             drafter=ready.drafter.open(rule) if ready.drafter is not None else None,
             thread=self._thread,
             open_timeout_s=self.config.open_timeout_s,
         )
 
-    def _report(self, session: str, machine: EdgeSession, seconds: float) -> None:
+    def _traced(self, journal: Journal) -> Journal:
+        return journal if self._tracing is None else self._tracing.journal(journal)
+
+    def experience(self, sampling: Sampling) -> Experience:
+        """What was measured in earlier texts of such sampling."""
+        return self._experience[sampling.temperature == 0]
+
+    def report(self, session: str, machine: EdgeSession, seconds: float) -> None:
         """Hand the figures in beside the text, which must not wait for it."""
         ready, statistics = self._ready_now(), machine.statistics
         handing_in = ready.route.report(
@@ -259,6 +331,7 @@ class Client:
                 downlink_bytes=statistics.downlink_bytes,
                 resumes=statistics.resumes,
                 round_trip_s=statistics.round_trip_s,
+                edge=self.config.edge or edge_of_this_process(),
             )
         )
         task = asyncio.create_task(handing_in)
@@ -269,38 +342,3 @@ class Client:
         if self._ready is None:
             raise ConfigError("the client is not prepared; await prepare() or use `async with`", field="client")
         return self._ready
-
-
-async def _until(items: AsyncGenerator[Emit | Done], until: float | None) -> AsyncGenerator[Emit | Done]:
-    """The same items, or DeadlineExceeded once the monotonic clock passes `until`."""
-    async with aclosing(items):
-        while True:
-            left_s = None if until is None else max(0.0, until - time.monotonic())
-            try:
-                yield await _within(anext(items), left_s)
-            except StopAsyncIteration:
-                return
-
-
-async def _within(waited_for: Awaitable[T], seconds: float | None) -> T:
-    try:
-        async with asyncio.timeout(seconds):
-            return await waited_for
-    except TimeoutError as error:
-        raise DeadlineExceeded("the time allowed for the whole text is over", field="deadline_s") from error
-
-
-def _tokens_event(item: Emit, text: TextStream) -> Tokens:
-    """The event of what was emitted, as far as a stop string lets it be part of the text."""
-    pieces = text.push(item.tokens)
-    n = len(pieces)
-    provenance = tuple(Provenance.DRAFT if drafted else Provenance.TARGET for drafted in item.drafted[:n])
-    return Tokens(item.start, item.tokens[:n], provenance, item.logp[:n], pieces)
-
-
-def _checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(stop, str):
-        stop = (stop,)
-    if any(not text for text in stop):
-        raise InvalidArgument("holds an empty string, which would stop any text", field="stop")
-    return tuple(stop)

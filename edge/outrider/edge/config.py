@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.edge.drafters.cache import DEFAULT_ROOT
+from outrider.edge.security import Security
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow, WindowPolicy
 from outrider.proto.session import RetryRules
+from outrider.proto.tls import ClientTls
+from outrider.proto.tracing import check_tracing
 from outrider.proto.types import Patience
 
 
@@ -20,6 +26,7 @@ class EdgeConfig:
         coordinator: host:port to ask for leases; or
         verifier: host:port to decode on without a coordinator, and then
         tokenizer: the file `tokenizer.json` of the target, unless the drafter's package carries it.
+        chat_template: the target's, as a `.jinja` file or its `tokenizer_config.json`; None: the coordinator's.
         model: the target's id; empty: whatever the coordinator has.
         drafter: a name, a package folder, `ngram`, `none`, or `auto`: the first that fits, else `ngram`.
         window: unverified tokens in flight at most; None: from what is measured.
@@ -31,11 +38,21 @@ class EdgeConfig:
         send_q: send the drafter's probability of each token (2 bytes), which earns rewards in the commits.
         open_timeout_s: to get a lease, and for a verifier to answer.
         retry: how long lost streams are reopened.
+        tls_ca: file of the authorities to trust, or `public` for those that gRPC brings; None: plain text.
+        tls_cert: file of the edge's own certificate, for servers that ask for one, with
+        tls_key: the file of its private key.
+        tls_server_name: that the coordinator's certificate must have (or that of `verifier`); empty: the host.
+        edge: under which reports of sessions go, such as a host's name; empty: a random one of this process.
+        api_key: secret for the coordinator; empty: none. Never printed.
+        plaintext: allow key, prompts and texts to cross a network unencrypted.
+        trace_endpoint: of an OpenTelemetry collector (OTLP over gRPC), as http://HOST:PORT or https:; empty: no spans.
+        trace_ratio: share of the sessions that are traced, 0 to 1.
     """
 
     coordinator: str = ""
     verifier: str = ""
     tokenizer: Path | None = None
+    chat_template: Path | None = None
     model: str = ""
     drafter: str = "auto"
     window: int | None = None
@@ -47,6 +64,15 @@ class EdgeConfig:
     send_q: bool = False
     open_timeout_s: float = 30.0
     retry: RetryRules = field(default_factory=RetryRules)
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_server_name: str = ""
+    edge: str = ""
+    api_key: str = field(default="", repr=False)
+    plaintext: bool = False
+    trace_endpoint: str = ""
+    trace_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if bool(self.coordinator) == bool(self.verifier):
@@ -62,10 +88,27 @@ class EdgeConfig:
             raise ConfigError("must be 1 or more; use --drafter none for no drafting", field="window")
         if self.threads < 1:
             raise ConfigError("must be 1 or more", field="threads")
+        if not re.fullmatch(r"[\w.-]{0,64}", self.edge, re.ASCII):
+            raise ConfigError("must be at most 64 of A-Z a-z 0-9 . - _", field="edge")
         if self.open_timeout_s <= 0:
             raise ConfigError("must be above 0 seconds", field="open_timeout_s")
+        check_tracing(self.trace_endpoint, self.trace_ratio)
+        if self.coordinator:
+            self.security.check_coordinator(self.coordinator)
+
+    @property
+    def security(self) -> Security:
+        """TLS and the API key; raises `ConfigError` where they do not fit together."""
+        tls = ClientTls.from_options(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
+        return Security(tls, self.api_key, self.plaintext)
 
     @property
     def window_policy(self) -> WindowPolicy:
         """How far ahead to draft."""
         return SurvivalWindow() if self.window is None else FixedWindow(self.window)
+
+
+@functools.cache
+def edge_of_this_process() -> str:
+    """A random name, the same as long as this process lives: operators can tell edges apart, and not who they are."""
+    return secrets.token_hex(4)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
 
+from outrider.edge.security import Security
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import DeadlineExceeded, Unavailable, from_rpc_error
+from outrider.proto.tls import ClientCredentials, explain, open_blocking_channel, open_channel
 from outrider.proto.types import (
     ClusterStatus,
     DrafterManifest,
@@ -24,12 +27,21 @@ _PREFIX = f"/{codec.CONTROL_SERVICE}/"
 
 
 class CoordinatorClient:
-    """One channel to a coordinator. Every call has a deadline and raises errors of the tree."""
+    """One channel to a coordinator. Every call has a deadline and raises errors of the tree.
 
-    def __init__(self, address: str, timeout_s: float = 10.0) -> None:
+    Raises:
+        ConfigError: a certificate is no good, or the API key would go in plain text.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 10.0, security: Security | None = None) -> None:
         self.address = address
+        self.security = security or Security()
+        self.security.check_coordinator(address)
         self._timeout_s = timeout_s
-        self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._files = ClientCredentials(self.security.tls) if self.security.tls else None
+        self._credentials: grpc.ChannelCredentials | None = None
+        self._open: grpc.aio.Channel | None = None
+        self._retired: set[asyncio.Task[None]] = set()
 
     async def open_lease(self, request: LeaseRequest) -> Lease:
         """Ask where to decode."""
@@ -41,7 +53,8 @@ class CoordinatorClient:
 
     async def watch_drafters(self, tokenizer_sha256: str = "") -> AsyncIterator[tuple[DrafterManifest, ...]]:
         """The list of drafters now, and again each time it changes."""
-        call = self._channel.unary_stream(_PREFIX + "WatchDrafters")(codec.encode_drafter_query(tokenizer_sha256))
+        method: Any = self._channel().unary_stream(_PREFIX + "WatchDrafters")
+        call = method(codec.encode_drafter_query(tokenizer_sha256), metadata=self.security.metadata)
         try:
             async for data in call:
                 yield codec.decode_drafters(data)
@@ -62,28 +75,51 @@ class CoordinatorClient:
 
     async def close(self) -> None:
         """Give the channel back."""
-        await self._channel.close()
+        if self._open is not None:
+            await self._open.close()
+        await asyncio.gather(*self._retired)
+
+    def _channel(self) -> grpc.aio.Channel:
+        """The channel; a new one where the certificates were replaced."""
+        credentials = self._files.current() if self._files is not None else None
+        if self._open is not None and credentials is self._credentials:
+            return self._open
+        if self._open is not None:
+            retiring = asyncio.create_task(self._open.close(self._timeout_s))
+            self._retired.add(retiring)
+            retiring.add_done_callback(self._retired.discard)
+        self._credentials = credentials
+        name = self.security.tls.server_name if self.security.tls else ""
+        self._open = open_channel(self.address, CLIENT_OPTIONS, credentials, name)
+        return self._open
 
     async def _call(self, method: str, request: bytes, decode: Callable[[bytes], T]) -> T:
-        unary: Any = self._channel.unary_unary(_PREFIX + method)
+        unary: Any = self._channel().unary_unary(_PREFIX + method)
         try:
-            return decode(await unary(request, timeout=self._timeout_s))
+            return decode(await unary(request, timeout=self._timeout_s, metadata=self.security.metadata))
         except grpc.aio.AioRpcError as error:
             translated = from_rpc_error(error)
             if isinstance(translated, DeadlineExceeded | Unavailable) and not translated.retry_after_s:
-                message = f"the coordinator at {self.address} does not answer: {translated.message}"
+                why = explain(translated.message) or translated.message
+                message = f"the coordinator at {self.address} does not answer: {why}"
                 raise Unavailable(message, field="coordinator") from error
             raise translated from error
 
 
-def file_fetcher(address: str, timeout_s: float = 120.0) -> Callable[[RemoteFile, int], Iterator[bytes]]:
+def file_fetcher(
+    address: str, timeout_s: float = 120.0, security: Security | None = None
+) -> Callable[[RemoteFile, int], Iterator[bytes]]:
     """A blocking download from the coordinator, for the drafter cache, which works in a thread."""
+    secured = security or Security()
+    name = secured.tls.server_name if secured.tls else ""
 
     def fetch(file: RemoteFile, offset: int) -> Iterator[bytes]:
-        with grpc.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
+        credentials = ClientCredentials(secured.tls).current() if secured.tls else None
+        with open_blocking_channel(address, CLIENT_OPTIONS, credentials, name) as channel:
             stream: Any = channel.unary_stream(_PREFIX + "FetchFile")
+            request = codec.encode_fetch(file.sha256, offset)
             try:
-                for data in stream(codec.encode_fetch(file.sha256, offset), timeout=timeout_s):
+                for data in stream(request, timeout=timeout_s, metadata=secured.metadata):
                     yield codec.decode_chunk(data)
             except grpc.RpcError as error:
                 raise from_rpc_error(error) from error

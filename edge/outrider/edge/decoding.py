@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
+from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import DraftState, Proposal
-from outrider.edge.link import Channels, Stream
+from outrider.edge.link import Channels, Stream, relay_metadata
 from outrider.edge.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
+from outrider.proto.logs import about
+from outrider.proto.policy import Experience
 from outrider.proto.session import Done, DraftJob, EdgeInstruction, EdgeSession, Emit, Reopen, Send
-from outrider.proto.types import CloudFrame, Commit, EdgeFrame, FinishReason, Goaway, Opened
+from outrider.proto.types import CloudFrame, Commit, EdgeFrame, FinishReason, Goaway, Opened, Sampling
+
+log = logging.getLogger(__name__)
 
 BLOCK_S = 0.004  # drafting time between looks at what the verifier has said
 
@@ -23,8 +31,32 @@ def block_tokens(drafting_s: float) -> int:
     return max(1, min(8, int(BLOCK_S / max(1e-4, drafting_s))))
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Whose decoding it is: session id, target and drafter (`none` without one)."""
+
+    session: str
+    model: str
+    drafter: str
+
+
 class Journal:
-    """Sees what one text does and when, on the monotonic clock; this one looks away."""
+    """Sees what one text does and when, on the monotonic clock; this one looks away.
+
+    Attributes:
+        metadata: sent to the verifier with every stream that is opened, such as a trace's `traceparent`.
+    """
+
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    def began(self, subject: Subject, machine: EdgeSession, at: float) -> None:
+        """The text begins; `machine.statistics` counts on until `ended`."""
+
+    def lost(self, error: OutriderError, at: float) -> None:
+        """A stream broke or was refused; another may follow."""
+
+    def ended(self, done: Done | None, at: float) -> None:
+        """The text is whole or has failed; None: it was left before."""
 
     def drafted(self, began: float, ended: float, tokens: int) -> None:
         """A drafting job."""
@@ -37,13 +69,16 @@ class Journal:
 
 
 class Decoding:
-    """One text being decoded: a session machine with its stream, its drafter and the thread that drafts."""
+    """One text being decoded: a session machine with its stream, its drafter and the thread that drafts.
+
+    `run` is the whole of it. A conversation has `turn` after `turn`, with `begin_turn` between them, and `close`.
+    """
 
     def __init__(
         self,
         machine: EdgeSession,
         route: Route,
-        session: str,
+        subject: Subject,
         *,
         channels: Channels,
         journal: Journal,
@@ -55,7 +90,8 @@ class Decoding:
         self._route = route
         self._channels = channels
         self._journal = journal
-        self._session = session
+        self._subject = subject
+        self.session = subject.session
         self._drafter = drafter
         self._thread = thread
         self._open_timeout_s = open_timeout_s
@@ -64,26 +100,66 @@ class Decoding:
         self._reopen: Reopen | None = None
         self._lost: list[str] = []
         self._wake = asyncio.Event()
+        self._begun = asyncio.Event()
+        self._rule: ProposalRule | None = None  # that the drafter has not been told of
+        self._tasks: list[asyncio.Task[None]] = []
         self._emitted: asyncio.Queue[Emit | Done] = asyncio.Queue()
 
-    async def run(self) -> AsyncGenerator[Emit | Done]:
+    def run(self) -> AsyncGenerator[Emit | Done]:
         """Committed tokens as they come, and at last Done. Leaving early cancels the text everywhere."""
-        tasks = [asyncio.create_task(self._converse()), asyncio.create_task(self._draft())]
+        return self._items(self.aclose)
+
+    def turn(self) -> AsyncGenerator[Emit | Done]:
+        """As `run`, of the first turn or the one that `begin_turn` began; the session stays where it is kept."""
+        return self._items(self._cancel)
+
+    async def _items(self, leave: Callable[[], Awaitable[None]]) -> AsyncGenerator[Emit | Done]:
+        self._journal.began(self._subject, self.machine, time.monotonic())
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._converse()), asyncio.create_task(self._draft())]
+        done: Done | None = None
         try:
-            while True:
-                item = await self._next_emitted(tasks)
+            while done is None:
+                item = await self._next_emitted(self._tasks)
+                done = item if isinstance(item, Done) else None
                 yield item
-                if isinstance(item, Done):
-                    return
         finally:
-            self._apply(self.machine.on_cancel())
-            await self._close_stream()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if self._drafter is not None:
-                with contextlib.suppress(RuntimeError):  # the client is closed, and the thread with it
-                    self._thread.submit(self._drafter.close)  # behind a job that may still run there
+            at = time.monotonic()
+            try:
+                await leave()
+            finally:
+                self._journal.ended(done, at)
+
+    async def _cancel(self) -> None:
+        self._apply(self.machine.on_cancel())
+
+    def begin_turn(
+        self, start: int, prompt: tuple[int, ...], sampling: Sampling, experience: Experience | None = None
+    ) -> None:
+        """Go on with `prompt` after the first `start` tokens of the transcript; what was emitted before is forgotten.
+
+        Raises:
+            InvalidArgument: as `EdgeSession.on_turn`.
+        """
+        instructions = self.machine.on_turn(start, prompt, sampling, time.monotonic(), experience)
+        self._emitted = asyncio.Queue()
+        self._rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length)
+        if self._stream is not None:
+            self._stream.count_into(self.machine.statistics)
+        self._apply(instructions)
+        self._begun.set()
+
+    async def aclose(self) -> None:
+        """End the session here and at the verifier."""
+        await self._cancel()
+        await self._close_stream()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        drafter, self._drafter = self._drafter, None
+        if drafter is not None:
+            with contextlib.suppress(RuntimeError):  # the client is closed, and the thread with it
+                self._thread.submit(drafter.close)  # behind a job that may still run there
 
     def stop(self, finish: FinishReason) -> None:
         """End the text from this side; Done follows."""
@@ -104,9 +180,10 @@ class Decoding:
     # --- draft ---
 
     async def _draft(self) -> None:
-        if self._drafter is None:
+        drafter = self._drafter
+        if drafter is None:
             return
-        while not self.machine.done:
+        while True:
             job = self.machine.next_job(block_tokens(self.machine.drafting_s))
             if job is None:
                 self._apply(self.machine.on_idle(time.monotonic()))
@@ -116,24 +193,31 @@ class Decoding:
                 continue
             began = time.monotonic()
             try:
-                proposal = await asyncio.get_running_loop().run_in_executor(self._thread, self._propose, job)
-            except OutriderError as error:
-                self._apply(self.machine.on_drafter_failed(error))
-                return
+                work = partial(self._propose, drafter, job)
+                proposal = await asyncio.get_running_loop().run_in_executor(self._thread, work)
             except Exception as error:  # a drafter may be anybody's code, and no text may fail for it
-                self._apply(self.machine.on_drafter_failed(Internal(f"{type(error).__name__}: {error}")))
+                self._drafter_failed(error)
                 return
             now = time.monotonic()
             self._journal.drafted(began, now, len(proposal.tokens))
             # All that it took counts: the thread may have been at work for other texts, and so it may be next time.
             self._apply(self.machine.on_drafted(job, proposal.tokens, proposal.q, now - began, now))
 
-    def _propose(self, job: DraftJob) -> Proposal:
+    def _drafter_failed(self, error: Exception) -> None:
+        """Go on without. The message of a foreign error is not logged: it may hold the text."""
+        extra = about(self.session, self.machine.verifier, error)
+        log.warning("the drafter %s failed; the text goes on without", self._subject.drafter, extra=extra)
+        known = error if isinstance(error, OutriderError) else Internal(f"{type(error).__name__}: {error}")
+        self._apply(self.machine.on_drafter_failed(known))
+
+    def _propose(self, drafter: DraftState, job: DraftJob) -> Proposal:
         """In the drafting thread."""
-        assert self._drafter is not None  # noqa: S101 - _draft returns without one
-        self._drafter.truncate(job.truncate_to)
-        self._drafter.extend(job.extend_with)
-        return self._drafter.propose(job.count)
+        rule, self._rule = self._rule, None
+        if rule is not None:
+            drafter.follow(rule)
+        drafter.truncate(job.truncate_to)
+        drafter.extend(job.extend_with)
+        return drafter.propose(job.count)
 
     # --- send, apply commits ---
 
@@ -151,35 +235,44 @@ class Decoding:
         self._wake.set()
 
     async def _converse(self) -> None:
-        """Streams, one after the other, until the text is done."""
-        while not self.machine.done:
+        """Streams, one after the other, for as long as there is a text to finish or a session that is kept."""
+        while True:
+            while self.machine.done:
+                self._begun.clear()
+                await self._begun.wait()
             self._reopen = None
             try:
                 await self._one_stream()
             except OutriderError as error:
+                self._journal.lost(error, time.monotonic())
+                log.info("the stream is lost: %s", error, extra=about(self.session, self.machine.verifier, error))
                 self._apply(self.machine.on_disconnected(error, time.monotonic()))
             await self._close_stream()
             if self._reopen is not None:
                 await asyncio.sleep(self._reopen.after_s)
 
     async def _one_stream(self) -> None:
-        lease = await self._route.lease(self._session, tuple(self._lost[-3:]))
+        lease = await self._route.lease(self.session, tuple(self._lost[-3:]))
         self._address = lease.address
-        stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics)
-        stream.send(self.machine.open_frame(lease.token, time.monotonic()))
+        metadata: tuple[tuple[str, str | bytes], ...] = (*self._journal.metadata, *relay_metadata(lease))
+        tls_name = lease.tls_name if lease.tls else None
+        stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
+        opening = self.machine.open_frame(lease.token, time.monotonic())
+        stream.send(opening)
+        self._journal.sent(opening, time.monotonic())
         frames = stream.frames()
+        broken = True
         try:
             async with asyncio.timeout(self._open_timeout_s):
                 self._handle(await anext(frames))
             self._lost.clear()
-            async for frame in frames:
-                self._handle(frame)
-                if self.machine.done or self._reopen is not None:
-                    return
+            while self.machine.connected and self._reopen is None:
+                self._handle(await anext(frames))
+            broken = not self.machine.done
         except TimeoutError as error:
             raise Unavailable(f"{lease.address} did not answer within {self._open_timeout_s:g} s") from error
         finally:
-            if not self.machine.done:
+            if broken and self._stream is stream:  # else it was closed here
                 self._lost.append(lease.verifier)
                 self._channels.drop(lease.address, stream)
 

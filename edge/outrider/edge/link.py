@@ -9,11 +9,15 @@ from typing import Any
 
 import grpc
 
+from outrider.edge.security import Security
 from outrider.proto import codec
 from outrider.proto.channel import CONNECTION_WINDOW_BYTES, DECODING_OPTIONS, DECODING_WINDOW_BYTES
 from outrider.proto.errors import DETAIL_KEY, OutriderError, Unavailable, from_rpc_error
+from outrider.proto.lease import LEASE_METADATA
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import CloudFrame, EdgeFrame
+from outrider.proto.tls import ClientCredentials, explain, open_channel
+from outrider.proto.types import CloudFrame, EdgeFrame, Lease
+from outrider.proto.uplink import ENDED, send_bytes
 
 GRPC_PREFIX_BYTES = 5  # flag and length before every message
 LAST_WORDS_S = 0.2
@@ -40,6 +44,10 @@ class Stream:
     def send(self, frame: EdgeFrame) -> None:
         """Put `frame` behind those already on their way."""
         self._outgoing.put_nowait(codec.encode_edge_frame(frame))
+
+    def count_into(self, statistics: EdgeStatistics) -> None:
+        """Count bytes there from now on."""
+        self._statistics = statistics
 
     async def frames(self) -> AsyncIterator[CloudFrame]:
         """What the verifier sends.
@@ -68,23 +76,25 @@ class Stream:
         metadata = await self._call.trailing_metadata() or grpc.aio.Metadata()
         details = await self._call.details()
         if DETAIL_KEY not in metadata and code in BROKEN:
-            return Unavailable(f"the stream broke: {details or code.name}")
+            return Unavailable(f"the stream broke: {explain(details or '') or details or code.name}")
         return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details))
 
     async def _write(self) -> None:
         while data := await self._outgoing.get():
             self._statistics.uplink_bytes += len(data) + GRPC_PREFIX_BYTES
             try:
-                await self._call.write(data)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                await send_bytes(self._call, data)
+            except ENDED:
                 return  # the reading side meets the same end and tells why
 
     async def close(self) -> None:
         """Send what is still waiting, for a moment at most, and end the stream."""
         self._outgoing.put_nowait(_NO_MORE)
-        await asyncio.wait([self._writer], timeout=LAST_WORDS_S)
-        self._writer.cancel()
-        self._call.cancel()
+        try:
+            await asyncio.wait([self._writer], timeout=LAST_WORDS_S)
+        finally:
+            self._writer.cancel()
+            self._call.cancel()
 
 
 @dataclass(eq=False, slots=True)
@@ -97,30 +107,58 @@ class Connection:
     retired: bool = False
 
 
+def relay_metadata(lease: Lease) -> tuple[tuple[str, bytes], ...]:
+    """What a relay needs to know beside the frames, which it does not read; empty where there is none."""
+    return ((LEASE_METADATA, lease.token),) if lease.relayed else ()
+
+
 class Channels:
     """One connection to each verifier, kept between texts: a new text then waits for no handshake."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: Security | None = None) -> None:
+        self._security = security or Security()
+        self._files = ClientCredentials(self._security.tls) if self._security.tls else None
         self._by_address: dict[str, Connection] = {}
 
-    def open_stream(self, address: str, statistics: EdgeStatistics) -> Stream:
-        """Begin a stream to the verifier at `address`; connecting happens in the background."""
+    def open_stream(
+        self,
+        address: str,
+        statistics: EdgeStatistics,
+        metadata: tuple[tuple[str, str | bytes], ...] = (),
+        tls_name: str | None = None,
+    ) -> Stream:
+        """Begin a stream to the verifier at `address`; connecting happens in the background.
+
+        Args:
+            address: as host:port.
+            statistics: counts the bytes.
+            metadata: of the call.
+            tls_name: that its certificate must have; empty: the host of `address`; None: it speaks plain text.
+
+        Raises:
+            ConfigError: it speaks TLS and the edge does not, or the other way round beyond this machine.
+        """
         if address not in self._by_address:
-            self._by_address[address] = Connection(grpc.aio.insecure_channel(address, options=DECODING_OPTIONS))
+            self._security.check_verifier(address, tls_name)
+            credentials = self._files.current() if self._files is not None and tls_name is not None else None
+            connected = open_channel(address, DECODING_OPTIONS, credentials, tls_name or "")
+            self._by_address[address] = Connection(connected)
         connection = self._by_address[address]
         connection.streams += 1
         method = connection.channel.stream_stream(codec.DECODE_METHOD)  # bytes: the codec checks them
-        return Stream(method(), statistics, connection)
+        return Stream(method(metadata=metadata), statistics, connection)
 
     async def close_stream(self, address: str, stream: Stream) -> None:
         """A stream is done; where its connection has used up the window that it came with, the next one gets a new."""
-        await stream.close()
         connection = stream.connection
-        connection.streams -= 1
-        if connection.received_bytes > CONNECTION_WINDOW_BYTES - 2 * DECODING_WINDOW_BYTES:
-            self._retire(address, connection)
-        if connection.retired and not connection.streams:
-            await connection.channel.close()
+        try:
+            await stream.close()
+        finally:  # whoever waits for this may be cancelled
+            connection.streams -= 1
+            if connection.received_bytes > CONNECTION_WINDOW_BYTES - 2 * DECODING_WINDOW_BYTES:
+                self._retire(address, connection)
+            if connection.retired and not connection.streams:
+                await connection.channel.close()
 
     def drop(self, address: str, stream: Stream) -> None:
         """A stream to `address` was lost: the next one connects anew, instead of waiting for gRPC's backoff."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,14 +30,19 @@ from outrider.proto.errors import (
     Unavailable,
 )
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import DrafterManifest, Lease, LeaseRequest
+from outrider.proto.types import DrafterManifest, Lease, LeaseRequest, RemoteFile
+
+MOST_TEMPLATE_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Where to decode, in which tokens, with which drafter; `drafter_error` says why there is none against the wish."""
+    """Where to decode, in which tokens, with which drafter; `drafter_error` says why there is none against the wish.
+
+    `chat_template` is the content of a template file, as `daemon.chat_template` reads it; empty: the target has none.
+    """
 
     route: Route
     model: str
@@ -44,6 +50,7 @@ class Ready:
     tokenizer_sha256: str
     drafter: Drafter | None
     drafter_error: str = ""
+    chat_template: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +104,17 @@ class Preparation:
             )
         text = _read(path)
         sha256 = tokenizer_hash(text)
-        route = self._route or DirectRoute((self._config.verifier,), self._config.model, sha256)
-        return Ready(route, self._config.model, Tokenizer.from_str(text), sha256, drafting.drafter, drafting.error)
+        config = self._config
+        route = self._route or DirectRoute((config.verifier,), config.model, sha256, config.security)
+        return Ready(
+            route,
+            self._config.model,
+            Tokenizer.from_str(text),
+            sha256,
+            drafting.drafter,
+            drafting.error,
+            _read_chat_template(self._config.chat_template),
+        )
 
     async def _leased(self, coordinator: CoordinatorClient) -> Ready:
         lease = await self._first_lease(coordinator)
@@ -108,14 +124,15 @@ class Preparation:
         if sha256 != lease.tokenizer_sha256:
             raise TokenizerMismatch("is not the one of the target; leave it to the coordinator", field="tokenizer")
         route = self._route or CoordinatorRoute(coordinator, lease.model, sha256)
-        return Ready(route, lease.model, Tokenizer.from_str(text), sha256, drafting.drafter, drafting.error)
+        template = await asyncio.to_thread(self._fetch_chat_template, lease)
+        return Ready(route, lease.model, Tokenizer.from_str(text), sha256, drafting.drafter, drafting.error, template)
 
     async def _first_lease(self, coordinator: CoordinatorClient) -> Lease:
         """A lease, waited for while the coordinator says that there will be one."""
         until = time.monotonic() + self._config.retry.give_up_s
         while True:
             try:
-                request = LeaseRequest(model=self._config.model, session=uuid.uuid4().hex)
+                request = LeaseRequest(model=self._config.model, session=uuid.uuid4().hex, inquiry=True)
                 return await coordinator.open_lease(request)
             except (ResourceExhausted, Unavailable) as error:
                 if not error.retry_after_s or time.monotonic() > until:
@@ -127,7 +144,18 @@ class Preparation:
             return _read(self._config.tokenizer)
         if lease.tokenizer is None:
             raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
-        return _read(self._cache.ensure_file(lease.tokenizer, file_fetcher(self._config.coordinator)))
+        return _read(self._cache.ensure_file(lease.tokenizer, self._fetcher()))
+
+    def _fetch_chat_template(self, lease: Lease) -> str:
+        if self._config.chat_template is not None or lease.chat_template is None:
+            return _read_chat_template(self._config.chat_template)
+        if lease.chat_template.bytes > MOST_TEMPLATE_BYTES:
+            raise ModelRefused(f"has more than {MOST_TEMPLATE_BYTES} bytes", field="chat_template")
+        fetch = self._fetcher()
+        return _read_chat_template(self._cache.ensure_file(lease.chat_template, fetch))
+
+    def _fetcher(self) -> Callable[[RemoteFile, int], Iterator[bytes]]:
+        return file_fetcher(self._config.coordinator, security=self._config.security)
 
     async def _load_drafter(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
         """The drafter that is wished for.
@@ -165,7 +193,7 @@ class Preparation:
         wanted = self._config.drafter
         if "/" in wanted or Path(wanted).is_dir():
             return load_package(Path(wanted).expanduser())
-        fetch = file_fetcher(self._config.coordinator)
+        fetch = self._fetcher()
         for offer in offers:
             if wanted == offer.name:
                 return self._cache.ensure(offer, fetch)
@@ -185,3 +213,12 @@ def _read(path: Path) -> str:
         return path.expanduser().read_text(encoding="utf-8")
     except OSError as error:
         raise NotFound(f"cannot read {path}: {error.strerror}", field="tokenizer") from error
+
+
+def _read_chat_template(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotFound(f"cannot read {path}: {error}", field="chat_template") from error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, Protocol
 
 from outrider.edge.control import CoordinatorClient
+from outrider.edge.security import Security
 from outrider.proto.errors import OutriderError
 from outrider.proto.types import Lease, LeaseRequest, SessionReport
 
@@ -29,7 +31,10 @@ class Route(Protocol):
 class DirectRoute:
     """Verifiers at fixed addresses that ask for no lease; a lost one is followed by the next in the list."""
 
-    def __init__(self, addresses: tuple[str, ...], model: str, tokenizer_sha256: str) -> None:
+    def __init__(
+        self, addresses: tuple[str, ...], model: str, tokenizer_sha256: str, security: Security | None = None
+    ) -> None:
+        self._tls = security.tls if security is not None else None
         self._addresses = addresses
         self._model = model
         self._tokenizer_sha256 = tokenizer_sha256
@@ -45,6 +50,8 @@ class DirectRoute:
             expires_in_s=float("inf"),
             model=self._model,
             tokenizer_sha256=self._tokenizer_sha256,
+            tls=self._tls is not None,
+            tls_name=self._tls.server_name if self._tls is not None else "",
         )
 
     async def report(self, report: SessionReport) -> None:
@@ -63,10 +70,15 @@ class CoordinatorRoute:
         self._tokenizer_sha256 = tokenizer_sha256
 
     async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
-        """As the coordinator decides."""
-        return await self._client.open_lease(
+        """As the coordinator decides; where it relays, the address is its own."""
+        lease = await self._client.open_lease(
             LeaseRequest(model=self._model, session=session, tokenizer_sha256=self._tokenizer_sha256, avoid=avoid)
         )
+        if not lease.relayed:
+            return lease
+        tls = self._client.security.tls
+        name = tls.server_name if tls is not None else ""
+        return replace(lease, address=self._client.address, tls=tls is not None, tls_name=name)
 
     async def report(self, report: SessionReport) -> None:
         """Figures are wanted, but no text depends on them: a coordinator that is away is not missed."""

@@ -1,17 +1,17 @@
-"""The client SDK without async."""
+"""The client SDK without async: a thread of its own runs the event loop, and may be called from any thread."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from outrider.edge.client import Client
 from outrider.edge.config import EdgeConfig
+from outrider.edge.conversation import Conversation, Transcript
 from outrider.edge.events import Completion, Event
 from outrider.proto.types import Sampling
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class SyncClient:
-    """`Client` without async: a thread of its own runs the event loop. Use as a context manager."""
+    """`Client` without async. Use as a context manager."""
 
     def __init__(self, config: EdgeConfig) -> None:
         self._loop = asyncio.new_event_loop()
@@ -49,42 +49,81 @@ class SyncClient:
 
     def generate(
         self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any
-    ) -> Iterator[Event]:
+    ) -> Generator[Event]:
         """As `Client.generate`; closing the iterator cancels the text."""
-        events: queue.Queue[Event | BaseException | None] = queue.Queue()
-        pump = asyncio.run_coroutine_threadsafe(
-            _pump(self._client.generate(prompt, sampling, **options), events), self._loop
-        )
-        try:
-            while (event := events.get()) is not None:
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-        finally:
-            pump.cancel()
-            self._call(_ended(pump))
+        return _iterate(self._loop, self._client.generate(prompt, sampling, **options))
+
+    def conversation(self, sampling: Sampling | None = None, **options: Any) -> SyncConversation:
+        """As `Client.conversation`."""
+        return SyncConversation(self._loop, self._client.conversation(sampling, **options))
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        return _call(self._loop, coroutine)
 
 
-async def _ended(pump: Future[None]) -> None:
-    """Until the text is cancelled on both sides."""
-    await asyncio.wait([asyncio.wrap_future(pump)])
+class SyncConversation:
+    """`Conversation` without async; made by `SyncClient.conversation`, used as a context manager."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, talk: Conversation) -> None:
+        self._loop = loop
+        self._talk = talk
+
+    def __enter__(self) -> Self:
+        _call(self._loop, self._talk.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """As `Conversation.close`."""
+        _call(self._loop, self._talk.close())
+
+    @property
+    def transcript(self) -> Transcript:
+        """As `Conversation.transcript`."""
+        return self._talk.transcript
+
+    def say(
+        self, prompt: str | Sequence[int] = "", sampling: Sampling | None = None, **options: Any
+    ) -> Generator[Event]:
+        """As `Conversation.say`; closing the iterator cancels the turn."""
+        return _iterate(self._loop, self._talk.say(prompt, sampling, **options))
+
+    def complete(
+        self, prompt: str | Sequence[int] = "", sampling: Sampling | None = None, **options: Any
+    ) -> Completion:
+        """As `Conversation.complete`."""
+        return _call(self._loop, self._talk.complete(prompt, sampling, **options))
+
+
+def _call(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+
+def _iterate(loop: asyncio.AbstractEventLoop, events: AsyncGenerator[Event]) -> Generator[Event]:
+    """The events, each taken when it is asked for; leaving early closes what makes them."""
+    taking: Future[Event | None] | None = None
+    try:
+        while (event := (taking := asyncio.run_coroutine_threadsafe(_next(events), loop)).result()) is not None:
+            yield event
+    finally:
+        _call(loop, _close(events, taking))
+
+
+async def _next(events: AsyncGenerator[Event]) -> Event | None:
+    return await anext(events, None)
+
+
+async def _close(events: AsyncGenerator[Event], taking: Future[Event | None] | None) -> None:
+    """Until the text is cancelled on both sides; `taking` may have been left in the middle, by Ctrl-C."""
+    if taking is not None and not taking.done():
+        taking.cancel()
+        await asyncio.wait([asyncio.wrap_future(taking)])
+    await events.aclose()
 
 
 async def _make(config: EdgeConfig) -> Client:
     return Client(config)
-
-
-async def _pump(events: AsyncGenerator[Event], into: queue.Queue[Event | BaseException | None]) -> None:
-    try:
-        async for event in events:
-            into.put(event)
-    except asyncio.CancelledError:
-        raise
-    except Exception as error:  # whatever it is, it belongs to the thread that iterates
-        into.put(error)
-    finally:
-        await events.aclose()
-        into.put(None)

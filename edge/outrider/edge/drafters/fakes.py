@@ -133,5 +133,8 @@ class _FailingState:
     def truncate(self, length: int) -> None:
         self._inner.truncate(length)
 
+    def follow(self, rule: ProposalRule) -> None:
+        self._inner.follow(rule)
+
     def close(self) -> None:
         self._inner.close()

@@ -109,6 +109,10 @@ class NgramState(TokenPrefix):
             self.extend((token,))
         return log_q
 
+    def follow(self, rule: ProposalRule) -> None:
+        """Propose by `rule` from now on."""
+        self._rule = rule
+
     def close(self) -> None:
         """Give the memory back."""
         super().close()

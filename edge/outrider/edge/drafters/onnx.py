@@ -139,18 +139,14 @@ class OnnxState:
         self.length = 0
         self._computed = 0
         self._session = session
-        self._choose = rule.choose
         self._vocab_size = package.vocab_size
         self._context_length = package.context_length
         self._layers = package.cache.layers
 
-        count = rule.candidates_wanted(package.candidates)
+        self._useful_candidates = package.candidates
         self._last_position = np.zeros(1, dtype=np.int32)
         self._length_after = np.zeros((), dtype=np.int32)
         self._logit_rows = np.zeros(1, dtype=np.int64)
-        self._candidate_count = np.array([count], dtype=np.int64)
-        self._candidate_tokens = np.zeros(count, dtype=np.int64)
-        self._candidate_logits = np.zeros(count, dtype=np.float32)
         self._log_normalizer = np.zeros(1, dtype=np.float32)
         self._tokens = np.empty(0, dtype=np.int64)
         nothing = (self._layers, 2, 1, package.cache.kv_heads, 0, package.cache.head_dim)
@@ -158,11 +154,21 @@ class OnnxState:
         self._binding = session.io_binding()
         with _translated(Internal, "binding a drafter's buffers"):
             _bind_input(self._binding, "logit_rows", self._logit_rows)
+            _bind_output(self._binding, "log_normalizer", self._log_normalizer)
+        self.follow(rule)
+        self._grow(0)
+
+    def follow(self, rule: ProposalRule) -> None:
+        """Propose by `rule` from now on, with as many candidates as it wants."""
+        self._choose = rule.choose
+        count = rule.candidates_wanted(self._useful_candidates)
+        self._candidate_count = np.array([count], dtype=np.int64)
+        self._candidate_tokens = np.zeros(count, dtype=np.int64)
+        self._candidate_logits = np.zeros(count, dtype=np.float32)
+        with _translated(Internal, "binding a drafter's candidates"):
             _bind_input(self._binding, "candidate_count", self._candidate_count)
             _bind_output(self._binding, "candidate_tokens", self._candidate_tokens.reshape(1, count))
             _bind_output(self._binding, "candidate_logits", self._candidate_logits.reshape(1, count))
-            _bind_output(self._binding, "log_normalizer", self._log_normalizer)
-        self._grow(0)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append known tokens; computes nothing yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import check_truncation
 
 
@@ -26,6 +27,9 @@ class TokenPrefix:
         """Keep the first `length` tokens."""
         check_truncation(length, len(self.tokens))
         del self.tokens[length:]
+
+    def follow(self, rule: ProposalRule) -> None:
+        """Nothing to do for proposals that follow no rule."""
 
     def close(self) -> None:
         """Give the memory back."""

@@ -50,6 +50,10 @@ class DraftState(Protocol):
         """Keep the first `length` tokens, 0 <= length <= self.length; what comes next is as if no more had been."""
         ...
 
+    def follow(self, rule: ProposalRule) -> None:
+        """Propose by `rule` from now on; the prefix stays. A conversation's turns differ in sampling and prompt."""
+        ...
+
     def close(self) -> None:
         """Give the memory back. The state is not used afterwards."""
         ...

@@ -1,0 +1,197 @@
+"""Several turns on one session: each sends only what is new, and any of them can be had again from the transcript."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from types import AsyncGeneratorType, TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from outrider.edge.asking import asking_for, checked_sampling, checked_stop
+from outrider.edge.decoding import Decoding, Journal
+from outrider.edge.events import Completion, Event, Finished, Tokens
+from outrider.edge.telling import collect, tell, within
+from outrider.edge.text import TextStream
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.types import Sampling
+
+if TYPE_CHECKING:
+    from outrider.edge.client import Client
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """All that was said so far.
+
+    Attributes:
+        tokens: [n] ids, prompts and texts in order.
+        text: what they stand for, special tokens left out.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+
+
+class Conversation:
+    """Turns of one session, one after the other; made by `Client.conversation`, used as a context manager.
+
+    The verifier keeps its cache between turns, and the drafter keeps its own, so that a turn costs the uplink, the
+    target and the drafter only what is new. A turn gives what `Client.generate` gives with the whole transcript and the
+    new prompt as its prompt: the same tokens with the same seed. Penalties that count text count that of the turn, and
+    `max_tokens` and stop strings are the turn's own.
+
+    The transcript is the edge's. Where the stream has broken, or the verifier has drained, restarted or needed the
+    memory, the next turn sends all of it to whichever verifier there is; that takes longer, and nothing else changes.
+
+    It holds exactly what the user was given: the prompt of every turn, and the tokens of every event that was yielded.
+    So a turn that ends with a stop string ends with the token that completed it, and one that is left early ends with
+    the last event; what the verifier decoded beyond is forgotten on both sides. EOS is part of it. A turn that was left
+    or failed before its first event is as if it had not been, its prompt included.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        sampling: Sampling,
+        *,
+        stop: tuple[str, ...],
+        keep_s: float,
+        journal: Journal | None,
+        logprobs: bool | None,
+        top_logprobs: int,
+        request_id: str,
+    ) -> None:
+        if not keep_s >= 0:
+            raise InvalidArgument("must be 0 seconds or more", field="keep_s")
+        self._client = client
+        self._sampling = sampling
+        self._stop = stop
+        self._keep_s = keep_s
+        self._journal = journal
+        self._logprobs = logprobs
+        self._top_logprobs = top_logprobs
+        self._request_id = request_id
+        self._tokens: list[int] = []
+        self._decoding: Decoding | None = None
+        self._turn: AsyncGenerator[Event] | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self._client.prepare()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the session here and at the verifier; the transcript can still be read."""
+        await self._leave_turn()
+        self._closed = True
+        decoding, self._decoding = self._decoding, None
+        if decoding is not None:
+            await decoding.aclose()
+
+    @property
+    def transcript(self) -> Transcript:
+        """All that was said so far, a running turn included."""
+        return Transcript(tuple(self._tokens), self._client.decode(self._tokens) if self._tokens else "")
+
+    async def say(
+        self,
+        prompt: str | Sequence[int] = "",
+        sampling: Sampling | None = None,
+        *,
+        stop: str | Sequence[str] | None = None,
+        deadline_s: float | None = None,
+        **overrides: Any,
+    ) -> AsyncGenerator[Event]:
+        """One turn. Leaving the loop early cancels it on both sides; the conversation goes on with the next.
+
+        Args:
+            prompt: what is new, as text or token ids; empty: the text goes on. Text is encoded by itself, so that no
+                token of the transcript ever changes.
+            sampling: instead of the conversation's; `overrides` replace single ones, such as `max_tokens=64`.
+            stop: instead of the conversation's.
+            deadline_s: for this turn.
+            overrides: fields of `Sampling`.
+
+        Yields:
+            `Tokens` as they are committed, then `Finished`, whose statistics are of this turn.
+
+        Raises:
+            InvalidArgument: bad parameters or prompt, with the field named; or the conversation is closed, or another
+                task is in the middle of a turn.
+            DeadlineExceeded: what came until then has been yielded.
+            OutriderError: the turn cannot be finished anywhere.
+        """
+        if self._closed:
+            raise InvalidArgument("is closed; begin another", field="conversation")
+        await self._leave_turn()
+        wanted = checked_sampling(sampling or self._sampling, overrides)
+        stops = self._stop if stop is None else checked_stop(stop)
+        turn = self._turn = self._one_turn(prompt, wanted, stops, deadline_s)
+        async with aclosing(turn):
+            async for event in turn:
+                yield event
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int] = "",
+        sampling: Sampling | None = None,
+        *,
+        stop: str | Sequence[str] | None = None,
+        deadline_s: float | None = None,
+        **overrides: Any,
+    ) -> Completion:
+        """`say`, collected; its prompt tokens are all that came before the text."""
+        return await collect(self.say(prompt, sampling, stop=stop, deadline_s=deadline_s, **overrides))
+
+    # --- one turn ---
+
+    async def _leave_turn(self) -> None:
+        """End a turn whose loop was left; Python itself closes a generator that was left only some time later."""
+        turn = self._turn
+        if turn is None:
+            return
+        if cast("AsyncGeneratorType[Event, None]", turn).ag_running:
+            raise InvalidArgument("another task is in the middle of one; wait for it or cancel it", field="turn")
+        self._turn = None
+        await turn.aclose()
+
+    async def _one_turn(
+        self, prompt: str | Sequence[int], sampling: Sampling, stop: tuple[str, ...], deadline_s: float | None
+    ) -> AsyncGenerator[Event]:
+        began = time.monotonic()
+        await within(self._client.prepare(), deadline_s)
+        start = len(self._tokens)
+        new = self._client.encode(prompt) if start == 0 else self._client.encode_more(prompt)
+        decoding = self._begin(start, new, sampling)
+        self._tokens += new
+        said = False
+        text = TextStream(self._client.tokenizer, stop)
+        try:
+            async with aclosing(tell(decoding, decoding.turn(), text, began, deadline_s)) as events:
+                async for event in events:
+                    said = True
+                    if isinstance(event, Tokens):
+                        self._tokens += event.tokens
+                    elif isinstance(event, Finished):
+                        self._client.report(decoding.session, decoding.machine, event.seconds)
+                    yield event
+        finally:
+            if not said:
+                del self._tokens[start:]
+
+    def _begin(self, start: int, prompt: tuple[int, ...], sampling: Sampling) -> Decoding:
+        if self._decoding is None:
+            frame = asking_for(self._client.open(prompt, sampling, {}), self._logprobs, self._top_logprobs)
+            if self._request_id:
+                frame = replace(frame, session=f"{self._request_id[:47]}-{frame.session[:16]}")
+            self._decoding = self._client.begin(replace(frame, keep_s=self._keep_s), self._journal)
+        else:
+            self._decoding.begin_turn(start, prompt, sampling, self._client.experience(sampling))
+        return self._decoding

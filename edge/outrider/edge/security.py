@@ -1,0 +1,59 @@
+"""How an edge proves who it is, and keeps what it says to itself and the cloud."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from outrider.proto.address import is_local_address
+from outrider.proto.errors import ConfigError
+from outrider.proto.tls import ClientTls
+
+_KEY = re.compile(r"[!-~]{1,512}")
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """Raises `ConfigError` that names the option.
+
+    Attributes:
+        tls: what to speak TLS with; None: plain text.
+        api_key: secret for the coordinator; empty: none. Never printed.
+        plaintext: whether key, prompts and texts may cross a network unencrypted.
+    """
+
+    tls: ClientTls | None = None
+    api_key: str = field(default="", repr=False)
+    plaintext: bool = False
+
+    def __post_init__(self) -> None:
+        if self.api_key and not _KEY.fullmatch(self.api_key):
+            raise ConfigError("holds spaces or characters beyond ASCII; give the secret alone", field="api_key")
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Of calls to the coordinator."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+    def check_coordinator(self, address: str) -> None:
+        """Raises `ConfigError` where the key would cross a network unencrypted."""
+        if self.api_key and self.tls is None and not self.plaintext and not is_local_address(address, "coordinator"):
+            raise ConfigError(
+                f"would go to {address} in plain text; give --tls-ca, or --plaintext to accept that", field="api_key"
+            )
+
+    def check_verifier(self, address: str, tls_name: str | None) -> None:
+        """Raises `ConfigError` where a verifier that speaks TLS or not (None) is not what this edge expects."""
+        if tls_name is not None and self.tls is None:
+            raise ConfigError(f"must be given: the verifier at {address} speaks TLS", field="tls_ca")
+        if (
+            tls_name is None
+            and self.tls is not None
+            and not self.plaintext
+            and not is_local_address(address, "verifier")
+        ):
+            raise ConfigError(
+                f"the verifier at {address} would get the text unencrypted; start it with --tls-cert, "
+                "or give --plaintext to accept that",
+                field="plaintext",
+            )

@@ -1,0 +1,115 @@
+"""From emitted tokens to what a user sees: events as they come, deadlines, and whole texts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from outrider.edge.decoding import Decoding
+from outrider.edge.events import Completion, Event, Finished, Tokens
+from outrider.edge.text import TextStream
+from outrider.proto.errors import DeadlineExceeded
+from outrider.proto.session import Done, Emit
+from outrider.proto.types import FinishReason, Provenance, TopLogprobs
+
+T = TypeVar("T")
+
+
+async def tell(
+    decoding: Decoding, items: AsyncGenerator[Emit | Done], text: TextStream, began: float, deadline_s: float | None
+) -> AsyncGenerator[Event]:
+    """The events of `items`, which are `decoding`'s; leaving early closes them.
+
+    Args:
+        decoding: is stopped where `text` sees a stop string.
+        items: committed tokens, and at last Done.
+        text: makes text of tokens.
+        began: when, on the monotonic clock.
+        deadline_s: counted from there; None: none.
+
+    Raises:
+        DeadlineExceeded: what came until then has been yielded.
+        OutriderError: the text cannot be finished anywhere.
+    """
+    first_token_s = 0.0
+    async with aclosing(_until(items, None if deadline_s is None else began + deadline_s)) as timed:
+        async for item in timed:
+            if isinstance(item, Emit) and text.stopped:
+                continue  # it was on its way when the stop string was seen
+            if isinstance(item, Emit):
+                first_token_s = first_token_s or time.monotonic() - began
+                yield _tokens_event(item, text)
+                if text.stopped:
+                    decoding.stop(FinishReason.STOP_STRING)
+            elif item.error is not None:
+                raise item.error
+            else:
+                reason, statistics = item.finish or FinishReason.CANCELLED, decoding.machine.statistics
+                yield Finished(reason, text.finish(), statistics, time.monotonic() - began, first_token_s)
+                return
+
+
+async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], None] = lambda _: None) -> Completion:
+    """The whole text; `on_event` sees each event as it comes."""
+    positions: list[int] = []
+    tokens: list[int] = []
+    provenance: list[Provenance] = []
+    logprobs: list[float] = []
+    top_logprobs: list[TopLogprobs] = []
+    text = ""
+    async with aclosing(events):
+        async for event in events:
+            on_event(event)
+            text += event.text
+            if isinstance(event, Tokens):
+                positions.append(event.position)
+                tokens += event.tokens
+                provenance += event.provenance
+                logprobs += event.logprobs
+                top_logprobs += event.top_logprobs
+            else:
+                return Completion(
+                    prompt_tokens=positions[0] if positions else 0,
+                    tokens=tuple(tokens),
+                    provenance=tuple(provenance),
+                    text=text,
+                    finish_reason=event.reason,
+                    statistics=event.statistics,
+                    seconds=event.seconds,
+                    first_token_s=event.first_token_s,
+                    logprobs=tuple(logprobs),
+                    top_logprobs=tuple(top_logprobs),
+                )
+    raise AssertionError("a text ends with Finished or an error")
+
+
+async def within(waited_for: Awaitable[T], seconds: float | None) -> T:
+    """What is waited for; DeadlineExceeded after `seconds`, None: never."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await waited_for
+    except TimeoutError as error:
+        raise DeadlineExceeded("the time allowed for the whole text is over", field="deadline_s") from error
+
+
+async def _until(items: AsyncGenerator[Emit | Done], until: float | None) -> AsyncGenerator[Emit | Done]:
+    """The same items, or DeadlineExceeded once the monotonic clock passes `until`."""
+    async with aclosing(items):
+        while True:
+            left_s = None if until is None else max(0.0, until - time.monotonic())
+            try:
+                yield await within(anext(items), left_s)
+            except StopAsyncIteration:
+                return
+
+
+def _tokens_event(item: Emit, text: TextStream) -> Tokens:
+    """The event of what was emitted, as far as a stop string lets it be part of the text."""
+    pieces = text.push(item.tokens)
+    n = len(pieces)
+    provenance = tuple(Provenance.DRAFT if drafted else Provenance.TARGET for drafted in item.drafted[:n])
+    logprobs, top_logprobs = item.logprobs[:n], item.top_logprobs[:n]
+    return Tokens(item.start, item.tokens[:n], provenance, item.logp[:n], pieces, logprobs, top_logprobs)

@@ -1,0 +1,213 @@
+"""What conversations need of drafters and texts: another rule on the same prefix, turns told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from outrider.edge import Client, Conversation, EdgeConfig, SyncConversation, Tokens, Transcript
+from outrider.edge.drafters import NgramDrafter, ProposalRule
+from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
+from outrider.edge.drafters.onnx import OnnxDrafter
+from outrider.edge.drafters.packages import find_package
+from outrider.edge.telling import collect, tell
+from outrider.edge.text import TextStream
+from outrider.proto.errors import DeadlineExceeded, InvalidArgument
+from outrider.proto.session import Done, EdgeStatistics, Emit
+from outrider.proto.types import FinishReason, Provenance, Sampling
+
+TEXT = tuple(range(300, 340)) * 3
+GREEDY = Sampling()
+DRAWN = Sampling(temperature=1.0, seed=9)
+PENALISED = Sampling(temperature=0.7, seed=9, repetition_penalty=1.3, frequency_penalty=0.5)
+
+
+@pytest.fixture(scope="module")
+def general() -> OnnxDrafter:
+    return OnnxDrafter(find_package("general"))
+
+
+# === drafters ===================================================================================================
+
+
+@pytest.mark.parametrize("name", ["onnx", "n-gram"])
+@pytest.mark.parametrize(("first", "second"), [(GREEDY, DRAWN), (DRAWN, GREEDY), (DRAWN, PENALISED)])
+def test_a_state_that_follows_another_rule_proposes_as_one_that_was_opened_with_it(general, name, first, second):
+    drafter = general if name == "onnx" else NgramDrafter()
+    state = drafter.open(ProposalRule(first, prompt_length=10))
+    state.extend(TEXT)
+    state.propose(4)
+    state.truncate(len(TEXT) - 3)
+    rule = ProposalRule(second, prompt_length=60)
+    state.follow(rule)
+    opened = drafter.open(rule)
+    opened.extend(TEXT[:-3])
+    got, wanted = state.propose(6), opened.propose(6)
+    assert got.tokens == wanted.tokens
+    assert got.q == pytest.approx(wanted.q, rel=1e-3)
+    assert len(got) > 0
+
+
+def test_the_onnx_drafter_keeps_its_cache_when_the_rule_changes(general):
+    state = general.open(ProposalRule(GREEDY))
+    state.extend(TEXT)
+    state.propose(1)
+    runs: list[int] = []
+    run = state._run
+    state._run = lambda n, binding: (runs.append(n), run(n, binding))[1]
+    state.follow(ProposalRule(DRAWN))
+    state.extend((7, 8))
+    state.propose(1)
+    assert runs == [3], "the two new tokens, and its own that it had not read yet"
+
+
+@pytest.mark.parametrize(
+    "drafter", [ScriptedDrafter(lambda prefix: 5), GarbageDrafter(50), FailingDrafter(9, NgramDrafter())]
+)
+def test_the_fakes_follow_any_rule(drafter):
+    state = drafter.open(ProposalRule(GREEDY))
+    state.extend((1, 2, 1, 2, 1))
+    state.follow(ProposalRule(DRAWN))
+    assert len(state.propose(2)) == 2
+
+
+# === telling ====================================================================================================
+
+
+class Stopped:
+    """Stands for a `Decoding` of which only the end is looked at."""
+
+    def __init__(self) -> None:
+        self.machine = type("Machine", (), {"statistics": EdgeStatistics()})()
+        self.reasons: list[FinishReason] = []
+
+    def stop(self, reason: FinishReason) -> None:
+        self.reasons.append(reason)
+
+
+async def emitted(*items: Emit | Done, closed: list[bool]) -> AsyncGenerator[Emit | Done]:
+    try:
+        for item in items:
+            yield item
+        await asyncio.sleep(60)
+    finally:
+        closed.append(True)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_file):
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(tokenizer_file))
+
+
+def told(tokenizer, items: list[Emit | Done], stop: tuple[str, ...] = (), deadline_s: float | None = None):
+    closed: list[bool] = []
+    decoding = Stopped()
+
+    async def main():
+        text = TextStream(tokenizer, stop)
+        events = tell(decoding, emitted(*items, closed=closed), text, time.monotonic(), deadline_s)
+        return await collect(events)
+
+    try:
+        return asyncio.run(main()), decoding
+    finally:
+        assert closed == [True]
+
+
+def test_a_text_is_told_with_its_prompts_length_its_provenance_and_its_end(tokenizer):
+    tokens = tuple(tokenizer.encode("one two three").ids)
+    items = [Emit(4, tokens[:1], (False,), (-1.0,)), Emit(5, tokens[1:], (True,) * (len(tokens) - 1), ())]
+    completion, decoding = told(tokenizer, [*items, Done(FinishReason.EOS)])
+    assert completion.prompt_tokens == 4
+    assert (completion.text, completion.tokens) == ("one two three", tokens)
+    assert completion.provenance[:2] == (Provenance.TARGET, Provenance.DRAFT)
+    assert (completion.finish_reason, decoding.reasons) == (FinishReason.EOS, [])
+
+
+def test_tokens_behind_the_one_that_completes_a_stop_string_are_not_told(tokenizer):
+    tokens = tuple(tokenizer.encode("one two three four five").ids)
+    items = [Emit(4, tokens, (False,) * len(tokens), ()), Emit(4 + len(tokens), tokens, (False,) * len(tokens), ())]
+    completion, decoding = told(tokenizer, [*items, Done(FinishReason.STOP_STRING)], stop=("thre",))
+    assert completion.text == "one two "
+    assert completion.tokens == tokens[: len(completion.tokens)]
+    assert tokenizer.decode(completion.tokens).startswith("one two thre")
+    assert "thre" not in tokenizer.decode(completion.tokens[:-1])
+    assert decoding.reasons == [FinishReason.STOP_STRING]
+
+
+def test_a_deadline_and_an_error_end_a_text_and_close_what_makes_it(tokenizer):
+    with pytest.raises(DeadlineExceeded):
+        told(tokenizer, [], deadline_s=0.01)
+    with pytest.raises(InvalidArgument, match="bad"):
+        told(tokenizer, [Done(None, InvalidArgument("bad"))])
+
+
+# === conversations without a verifier ===========================================================================
+
+
+def lone(**options) -> Conversation:
+    client = Client(EdgeConfig(verifier="127.0.0.1:1", model="m", drafter="none"))
+    return client.conversation(**options)
+
+
+def test_options_of_a_conversation_are_checked_when_it_is_made():
+    async def main() -> None:
+        for options, field in [
+            ({"keep_s": -1.0}, "keep_s"),
+            ({"keep_s": float("nan")}, "keep_s"),
+            ({"stop": [""]}, "stop"),
+            ({"warmth": 1}, "sampling"),
+            ({"top_p": 0.0}, "sampling.top_p"),
+        ]:
+            with pytest.raises(InvalidArgument) as caught:
+                lone(**options)
+            assert caught.value.field == field
+
+    asyncio.run(main())
+
+
+def test_a_conversation_that_never_spoke_can_be_closed_and_says_so_afterwards():
+    async def main() -> None:
+        talk = lone()
+        await talk.close()
+        await talk.close()
+        with pytest.raises(InvalidArgument, match="conversation: is closed"):
+            await talk.complete("a")
+        assert talk.transcript == Transcript((), "")
+
+    asyncio.run(main())
+
+
+def test_the_synchronous_twin_takes_each_event_when_it_is_asked_for_and_closes_what_it_left():
+    import threading
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    made: list[int] = []
+    closed: list[bool] = []
+
+    class Talk:
+        async def say(self, prompt, sampling=None, **options):
+            try:
+                for position in range(9):
+                    made.append(position)
+                    yield Tokens(position, (1,), (Provenance.TARGET,), (), ("x",))
+            finally:
+                closed.append(True)
+
+    twin = SyncConversation(loop, Talk())  # type: ignore[arg-type]
+    events = twin.say("a")
+    assert next(events).position == 0
+    assert made == [0], "no event is made before it is wanted"
+    events.close()
+    assert closed == [True]
+    assert [event.position for event in twin.say("b")] == list(range(9))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()

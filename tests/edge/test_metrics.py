@@ -1,0 +1,286 @@
+"""An edge's figures: exact counts of what happened, phases that add up, an estimate of the speed-up near the truth."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.edge.decoding import Journal, Subject
+from outrider.edge.metrics import FIGURES, MOST_SERIES, PHASE, EdgeMetrics
+from outrider.proto import codec
+from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
+from outrider.proto.session import Done, EdgeSession, Send
+from outrider.proto.types import Commit, Draft, FinishReason, Opened, Sampling, Timing
+
+sys.path.append(str(Path(__file__).parent.parent / "proto"))
+from simulated_decoding import HASH, Link, Simulation, drafter_of, hashing_oracle, open_frame, rules
+
+WHOSE = {"model_name": "m", "drafter": "d"}
+SHARED = {"part": "edge", **WHOSE}
+
+
+class JournalledSimulation(Simulation):
+    """A simulated decoding that keeps a journal, as the edge's loop does."""
+
+    def __init__(self, journal: Journal, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.journal = journal
+
+    def run(self, limit_s: float = 10_000.0) -> tuple[int, ...]:
+        self.journal.began(Subject("s", "m", "d"), self.edge, self.now)
+        text = super().run(limit_s)
+        self.journal.ended(self.done, self.now)
+        return text
+
+    def _apply(self, instructions) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Send):
+                self.journal.sent(instruction.frame, self.now)
+        super()._apply(instructions)
+
+    def _drafted(self, job, tokens, q, seconds) -> None:
+        self.journal.drafted(self.now - seconds, self.now, len(tokens))
+        super()._drafted(job, tokens, q, seconds)
+
+    def _arrive_down(self, stream, data) -> None:
+        if stream.open and stream is self._stream:
+            self.journal.received(codec.decode_cloud_frame(data), self.now)
+        super()._arrive_down(stream, data)
+
+
+def values(metrics: EdgeMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """What a scrape gives: by sample's name and labels."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def value(metrics: EdgeMetrics, name: str, **labels: str) -> float:
+    return values(metrics)[name][tuple(sorted(labels.items()))]
+
+
+def simulate(metrics: EdgeMetrics | None, right: float, seed: int, *, tokens: int = 200, **options) -> float:
+    """Decode in simulation; seconds from the first commit to the last. No metrics: plain cloud streaming."""
+    oracle = hashing_oracle(seed, eos_odds=0.0)
+    frame = open_frame(sampling=Sampling(max_tokens=tokens, ignore_eos=True), drafting=metrics is not None, session="s")
+    times: list[float] = []
+
+    class Clock(Journal):
+        def received(self, frame, at) -> None:
+            if isinstance(frame, Commit) and frame.tokens:
+                times.append(at)
+
+    clock = Clock()
+    journal = metrics.journal("r") if metrics else clock
+    drafter = drafter_of(oracle, seed, right, confidence="telling") if metrics else None
+    settings = {"verifier": rules(context_length=4096), "link": Link(delay_s=0.02), "step_s": 0.03, "drafting_s": 0.002}
+    simulation = JournalledSimulation(journal, frame, oracle, drafter, **settings | options)
+    simulation.run()
+    if metrics is None:
+        return times[-1] - times[0]
+    assert journal.machine is simulation.edge
+    return journal.decoding_s
+
+
+def machine_of(metrics: EdgeMetrics, model: str = "m", drafter: str = "d", *, error: str = ""):
+    """A journal that has begun and been opened at 0 s."""
+    frame = open_frame()
+    machine = EdgeSession(frame)
+    machine.statistics.drafter_error = error
+    journal = metrics.journal("request")
+    journal.began(Subject("s", model, drafter), machine, 0.0)
+    journal.sent(frame, 0.0)
+    journal.received(Opened(committed=0, credit=16, max_tokens=40, verifier="v", context_length=512), 0.0)
+    return journal, machine
+
+
+def commit(start: int, *, accepted: int, judged: int, n: int | None = None, **timing: float) -> Commit:
+    tokens = tuple(range(1, 1 + (accepted + 1 if n is None else n)))
+    return Commit(start, tokens, accepted, 16, judged=judged, timing=Timing(**timing))
+
+
+def test_speculation_counts_are_named_and_counted_as_vllm_does() -> None:
+    metrics = EdgeMetrics()
+    journal, _ = machine_of(metrics)
+    for accepted, judged in ((0, 4), (2, 4), (4, 4), (0, 0)):
+        journal.received(commit(3, accepted=accepted, judged=judged, verify_s=0.03), 1.0)
+    assert value(metrics, "outrider:spec_decode_num_drafts_total", **SHARED) == 3
+    assert value(metrics, "outrider:spec_decode_num_draft_tokens_total", **SHARED) == 12
+    assert value(metrics, "outrider:spec_decode_num_accepted_tokens_total", **SHARED) == 6
+    per_position = [
+        value(metrics, "outrider:spec_decode_num_accepted_tokens_per_pos_total", **SHARED, position=str(position))
+        for position in range(5)
+    ]
+    assert per_position == [2, 2, 1, 1, 0]
+
+
+def test_the_counts_of_live_and_ended_texts_are_those_of_their_sessions() -> None:
+    metrics = EdgeMetrics()
+    live, machine = machine_of(metrics)
+    machine.statistics.committed, machine.statistics.uplink_bytes = 7, 100
+    assert value(metrics, "outrider:generation_tokens_total", **SHARED) == 7
+    ended, other = machine_of(metrics)
+    other.statistics.committed, other.statistics.uplink_bytes, other.statistics.resumes = 5, 50, 2
+    ended.ended(Done(FinishReason.EOS), 1.0)
+    assert value(metrics, "outrider:generation_tokens_total", **SHARED) == 12
+    assert value(metrics, "outrider:edge_uplink_bytes_total", **WHOSE) == 150
+    assert value(metrics, "outrider:edge_resumes_total", **WHOSE) == 2
+    assert value(metrics, "outrider:edge_sessions", **WHOSE) == 1
+    machine.statistics.committed = 8
+    live.ended(None, 2.0)
+    assert value(metrics, "outrider:generation_tokens_total", **SHARED) == 13
+    assert value(metrics, "outrider:edge_sessions", **WHOSE) == 0
+    assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="eos") == 1
+    assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="cancelled") == 1
+
+
+def test_the_phases_of_a_round_trip_add_up_to_what_it_took() -> None:
+    metrics = EdgeMetrics()
+    journal, _ = machine_of(metrics)
+    journal.drafted(0.90, 0.95, 2)
+    journal.sent(Draft(0, 3, (1, 2)), 1.0)
+    journal.received(commit(3, accepted=2, judged=2, echo=1, hold_s=0.05, queue_s=0.02, verify_s=0.03), 1.09)
+    sums = {phase: value(metrics, f"{PHASE.name}_sum", **WHOSE, phase=phase) for phase in phases()}
+    assert sums["draft"] == pytest.approx(0.05)
+    assert sums["uplink"] == sums["downlink"] == pytest.approx(0.02)
+    assert sum(sums.values()) - sums["draft"] == pytest.approx(1.09 - 1.0)
+    assert value(metrics, "outrider:edge_round_trip_seconds_sum", **WHOSE) == pytest.approx(0.04)
+    # A second commit that echoes the same message says nothing new about the link.
+    journal.received(commit(6, accepted=0, judged=0, echo=1, hold_s=0.08, queue_s=0.0, verify_s=0.03), 1.12)
+    assert value(metrics, f"{PHASE.name}_count", **WHOSE, phase="uplink") == 1
+    assert value(metrics, f"{PHASE.name}_count", **WHOSE, phase="verify") == 2
+
+
+def phases() -> tuple[str, ...]:
+    return ("draft", "uplink", "queue", "verify", "downlink")
+
+
+def test_losses_sheds_and_fallbacks_are_told_apart() -> None:
+    metrics = EdgeMetrics()
+    journal, machine = machine_of(metrics)
+    journal.lost(ResourceExhausted("full", retry_after_s=1), 1.0)
+    journal.lost(Unavailable("gone"), 2.0)
+    machine_of(metrics, drafter="none", error="cannot be read")
+    machine.on_drafter_failed(Internal("broken"))
+    assert value(metrics, "outrider:edge_sheds_total", **WHOSE) == 1
+    assert value(metrics, "outrider:edge_stream_losses_total", **WHOSE, error="ResourceExhausted") == 1
+    assert value(metrics, "outrider:edge_stream_losses_total", **WHOSE, error="Unavailable") == 1
+    assert value(metrics, "outrider:edge_fallbacks_total", **WHOSE, reason="failed") == 1
+    none = WHOSE | {"drafter": "none"}
+    assert value(metrics, "outrider:edge_fallbacks_total", **WHOSE, reason="missing") == 0
+    assert value(metrics, "outrider:edge_fallbacks_total", **none, reason="missing") == 1
+    journal.ended(Done(error=Unavailable("gone")), 3.0)
+    assert value(metrics, "outrider:edge_fallbacks_total", **WHOSE, reason="failed") == 1
+    assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="error") == 1
+
+
+@pytest.mark.parametrize(("right", "row_s", "delay_s"), [(0.8, 0.0, 0.02), (0.9, 0.001, 0.005), (0.3, 0.002, 0.06)])
+def test_the_estimated_speed_up_is_near_the_one_against_real_cloud_streaming(right, row_s, delay_s) -> None:
+    metrics = EdgeMetrics()
+    options = {"row_s": row_s, "link": Link(delay_s=delay_s)}
+    decoding_s = simulate(metrics, right, 5, **options)
+    truth = simulate(None, right, 5, **options) / decoding_s
+    estimate = value(metrics, "outrider:edge_cloud_streaming_seconds_total", **WHOSE) / value(
+        metrics, "outrider:edge_decoding_seconds_total", **WHOSE
+    )
+    assert estimate == pytest.approx(truth, rel=0.03)
+    assert value(metrics, "outrider:edge_speedup_ratio", **WHOSE) == pytest.approx(truth, rel=0.25)
+
+
+def test_a_text_without_drafts_is_estimated_as_cloud_streaming_itself() -> None:
+    metrics = EdgeMetrics()
+    journal, _ = machine_of(metrics, drafter="none")
+    at = 1.0
+    for step in range(20):
+        lasts_s = 0.1 / (1 + step)  # a verifier that warms up
+        at += lasts_s
+        journal.received(commit(3 + step, accepted=0, judged=0, verify_s=lasts_s), at)
+    assert journal.speedup == pytest.approx(1.0, rel=1e-6)
+
+
+def test_a_simulated_text_is_counted_exactly() -> None:
+    metrics = EdgeMetrics()
+    simulate(metrics, 0.8, 7, tokens=120)
+    assert value(metrics, "outrider:generation_tokens_total", **SHARED) == 120
+    counted = values(metrics)
+    steps = counted["outrider:edge_target_steps_total"][tuple(sorted(WHOSE.items()))]
+    accepted = value(metrics, "outrider:spec_decode_num_accepted_tokens_total", **SHARED)
+    assert accepted + steps in (120, 121)  # the last step may end with a draft
+    trips = value(metrics, "outrider:edge_round_trip_seconds_count", **WHOSE)
+    assert value(metrics, "outrider:edge_round_trip_seconds_sum", **WHOSE) / trips == pytest.approx(0.04, rel=0.02)
+    assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="length") == 1
+
+
+def test_the_turns_of_a_conversation_are_texts_and_the_time_between_them_counts_nowhere() -> None:
+    metrics = EdgeMetrics()
+    journal, machine = machine_of(metrics)
+    for turn_at in (1.0, 1000.0):
+        for step in range(3):
+            journal.received(commit(3 + step, accepted=0, judged=0, verify_s=0.03), turn_at + 0.03 * step)
+        machine.statistics.committed += 3
+        journal.ended(Done(FinishReason.EOS), turn_at + 1)
+        machine.statistics = type(machine.statistics)()
+        journal.began(Subject("s", "m", "d"), machine, turn_at + 500)
+    assert value(metrics, "outrider:edge_decoding_seconds_total", **WHOSE) == pytest.approx(4 * 0.03)
+    assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="eos") == 2
+    assert value(metrics, "outrider:generation_tokens_total", **SHARED) == 6
+    assert value(metrics, "outrider:time_to_first_token_seconds_count", **WHOSE) == 2
+
+
+def test_label_values_are_bounded_whatever_the_models_are_called() -> None:
+    metrics = EdgeMetrics()
+    for index in range(3 * MOST_SERIES):
+        journal, _ = machine_of(metrics, model=f"m{index}")
+        journal.ended(Done(FinishReason.EOS), 1.0)
+    models = {dict(labels)["model_name"] for labels in values(metrics)["outrider:generation_tokens_total"]}
+    assert len(models) == MOST_SERIES + 1
+    assert "other" in models
+
+
+def test_no_session_request_or_token_is_in_the_exposition() -> None:
+    metrics = EdgeMetrics()
+    frame = replace(open_frame(), session="secret-session")
+    journal = metrics.journal("secret-request")
+    journal.began(Subject("secret-session", "m", "d"), EdgeSession(frame), 0.0)
+    journal.sent(frame, 0.0)
+    journal.received(commit(3, accepted=1, judged=2, verify_s=0.03), 1.0)
+    body = metrics.exposition()[0]
+    assert b"secret" not in body
+    assert HASH.encode() not in body
+
+
+def test_the_exposition_follows_the_accept_header_and_parses_in_both_formats() -> None:
+    metrics = EdgeMetrics()
+    simulate(metrics, 0.8, 8, tokens=40)
+    text, kind = metrics.exposition()
+    assert kind.startswith("text/plain")
+    plain = {family.name for family in text_string_to_metric_families(text.decode())}
+    body, kind = metrics.exposition("application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    assert {family.name for family in parse_openmetrics(body.decode())} == {figure.name for figure in FIGURES} == plain
+
+
+def test_others_may_add_their_figures_to_the_same_registry() -> None:
+    from prometheus_client import Counter
+
+    metrics = EdgeMetrics()
+    Counter("outrider:http_requests", "x", registry=metrics.registry).inc()
+    assert value(metrics, "outrider:http_requests_total") == 1
+    with pytest.raises(ValueError, match="Duplicated"):
+        EdgeMetrics(metrics.registry)
+
+
+def test_a_commit_before_anything_is_known_leaves_no_estimate() -> None:
+    metrics = EdgeMetrics()
+    journal, _ = machine_of(metrics)
+    assert journal.speedup == 0
+    assert "outrider:edge_speedup_ratio" not in values(metrics)
+    assert not any(math.isnan(v) for samples in values(metrics).values() for v in samples.values())

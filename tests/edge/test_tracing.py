@@ -1,0 +1,268 @@
+"""Spans of a text: a tree whose parts add up to what was measured, joined by the verifier's, and nothing when off."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
+
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.decoding import Journal, Subject
+from outrider.edge.tracing import MOST_COMMITS, Tracing
+from outrider.proto.errors import ConfigError, Unavailable
+from outrider.proto.session import Done, EdgeSession
+from outrider.proto.tracing import TRACEPARENT, check_tracing
+from outrider.proto.types import Commit, Draft, FinishReason, Opened, Timing
+
+sys.path.append(str(Path(__file__).parent.parent / "proto"))
+from simulated_decoding import open_frame
+
+OPENED = Opened(committed=0, credit=16, max_tokens=40, verifier="v", context_length=512)
+
+
+def tracing(sampler=ALWAYS_ON) -> tuple[Tracing, InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(sampler=sampler)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return Tracing(provider), exporter
+
+
+def begin(journal: Journal, at: float = 0.0) -> EdgeSession:
+    frame = open_frame()
+    machine = EdgeSession(frame)
+    journal.began(Subject("s", "m", "d"), machine, at)
+    journal.sent(frame, at)
+    journal.received(OPENED, at + 0.04)
+    return machine
+
+
+def commit(start: int, echo: int, hold_s: float, queue_s: float, verify_s: float, *, judged: int = 0) -> Commit:
+    return Commit(start, (1,), 0, 16, judged=judged, timing=Timing(echo, hold_s, queue_s, verify_s))
+
+
+def spans_by_name(exporter: InMemorySpanExporter) -> dict[str, list]:
+    found: dict[str, list] = {}
+    for span in exporter.get_finished_spans():
+        found.setdefault(span.name, []).append(span)
+    return found
+
+
+def seconds(span) -> float:
+    return (span.end_time - span.start_time) / 1e9
+
+
+def test_a_commit_becomes_five_spans_under_the_session_that_add_up_to_the_round_trip() -> None:
+    made, exporter = tracing()
+    journal = made.journal(Journal())
+    begin(journal)
+    journal.drafted(1.00, 1.01, 2)
+    journal.drafted(1.01, 1.03, 2)
+    journal.sent(Draft(0, 3, (1, 2, 3, 4)), 1.04)
+    journal.received(commit(3, echo=1, hold_s=0.05, queue_s=0.07, verify_s=0.03, judged=4), 1.15)
+    journal.ended(Done(FinishReason.EOS), 1.2)
+    spans = spans_by_name(exporter)
+    assert {name: len(found) for name, found in spans.items()} == dict.fromkeys(
+        ("session", "draft", "flight", "queue", "verify", "downlink"), 1
+    )
+    root = spans["session"][0]
+    parts = [spans[name][0] for name in ("draft", "flight", "queue", "verify", "downlink")]
+    assert all(span.parent.span_id == root.context.span_id for span in parts)
+    assert root.parent is None
+    durations = [seconds(span) for span in parts]
+    assert durations == pytest.approx([0.03, 0.03, 0.02, 0.03, 0.03], abs=1e-6)
+    assert sum(durations[1:]) == pytest.approx(1.15 - 1.04, abs=1e-6)
+    for earlier, later in itertools.pairwise(parts[1:]):
+        assert earlier.end_time == later.start_time
+    assert parts[3].attributes["outrider.judged"] == 4
+    assert root.attributes["outrider.session"] == "s"
+    assert root.attributes["outrider.finish_reason"] == "eos"
+
+
+def test_a_commit_that_echoes_nothing_new_has_no_draft_and_no_flight() -> None:
+    made, exporter = tracing()
+    journal = made.journal(Journal())
+    begin(journal)
+    journal.received(commit(3, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 0.1)
+    journal.received(commit(4, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 0.2)
+    journal.ended(Done(FinishReason.EOS), 0.3)
+    spans = spans_by_name(exporter)
+    assert {name: len(found) for name, found in spans.items()} == {"session": 1, "queue": 2, "verify": 2, "downlink": 2}
+    assert seconds(spans["downlink"][0]) == pytest.approx(0.02, abs=1e-6)  # half of what Open took
+    assert seconds(spans["queue"][1]) == pytest.approx(0.001, abs=1e-6)
+
+
+def test_losses_and_errors_are_on_the_sessions_span_without_their_messages() -> None:
+    made, exporter = tracing()
+    journal = made.journal(Journal())
+    begin(journal)
+    journal.lost(Unavailable("a secret"), 1.0)
+    journal.ended(Done(error=Unavailable("a secret")), 2.0)
+    (span,) = exporter.get_finished_spans()
+    assert [event.name for event in span.events] == ["stream lost"]
+    assert span.status.description == "Unavailable"
+    assert "secret" not in span.to_json()
+
+
+def test_the_turns_of_a_conversation_are_in_one_trace() -> None:
+    made, exporter = tracing()
+    journal = made.journal(Journal())
+    begin(journal)
+    journal.ended(Done(FinishReason.EOS), 1.0)
+    journal.began(Subject("s", "m", "d"), EdgeSession(open_frame()), 5.0)
+    journal.received(commit(3, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 5.1)
+    journal.ended(Done(FinishReason.EOS), 6.0)
+    spans = spans_by_name(exporter)
+    (session,), (turn,), (verify,) = spans["session"], spans["turn"], spans["verify"]
+    assert turn.parent.span_id == session.context.span_id
+    assert verify.parent.span_id == turn.context.span_id
+    assert seconds(turn) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_text_without_end_does_not_make_spans_without_end() -> None:
+    made, exporter = tracing()
+    journal = made.journal(Journal())
+    begin(journal)
+    for step in range(MOST_COMMITS + 50):
+        journal.received(commit(3 + step, echo=0, hold_s=0.0, queue_s=0.0, verify_s=0.03), 1.0 + step)
+    journal.ended(None, 1e4)
+    spans = spans_by_name(exporter)
+    assert len(spans["verify"]) == MOST_COMMITS
+    assert spans["session"][0].attributes["outrider.untraced_commits"] == 50
+
+
+def test_a_session_that_is_not_sampled_costs_nothing_and_tells_the_verifier_nothing() -> None:
+    made, exporter = tracing(ALWAYS_OFF)
+    inner = Journal()
+    assert made.journal(inner) is inner
+    assert inner.metadata == ()
+    assert exporter.get_finished_spans() == ()
+
+
+def test_the_inner_journal_hears_everything() -> None:
+    heard: list[str] = []
+
+    class Listener(Journal):
+        def __getattribute__(self, name: str):
+            if not name.startswith("_") and name != "metadata":
+                heard.append(name)
+            return super().__getattribute__(name)
+
+    made, _ = tracing()
+    journal = made.journal(Listener())
+    begin(journal)
+    journal.drafted(1.0, 1.1, 1)
+    journal.lost(Unavailable("x"), 1.2)
+    journal.ended(None, 1.3)
+    assert heard == ["began", "sent", "received", "drafted", "lost", "ended"]
+
+
+def test_the_verifiers_spans_join_the_edges_trace(tokenizer_file) -> None:
+    from outrider.cloud.config import VerifierConfig
+    from outrider.cloud.server import VerifierServer
+    from outrider.cloud.tracing import VerifierTracing
+
+    edge_tracing, at_edge = tracing()
+    at_verifier = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(at_verifier))
+
+    async def main() -> int:
+        server = VerifierServer(VerifierConfig(threads=1))
+        server._tracing = VerifierTracing(provider, "verifier")
+        try:
+            config = EdgeConfig(
+                verifier=await server.start(), model="reference", tokenizer=tokenizer_file, drafter="ngram"
+            )
+            async with Client(config) as client:
+                silent = await client.complete("a b a b a b a", max_tokens=2)
+                assert silent.statistics.steps
+                assert at_verifier.get_finished_spans() == ()
+                client._tracing = edge_tracing
+                return (await client.complete("a b a b a b a", max_tokens=12)).statistics.steps
+        finally:
+            await server.stop(0.2)
+
+    steps = asyncio.run(main())
+    here, there = spans_by_name(at_edge), spans_by_name(at_verifier)
+    (root,) = here["session"]
+    assert len(here["verify"]) == len(there["verify"]) == len(there["queue"]) == steps
+    for span in (*there["verify"], *there["queue"]):
+        assert span.context.trace_id == root.context.trace_id
+        assert span.parent.span_id == root.context.span_id
+    told = sorted(span.attributes["outrider.position"] for span in there["verify"])
+    assert told == sorted(span.attributes["outrider.position"] for span in here["verify"])
+    inside = [seconds(mine) - seconds(its) for mine, its in zip(here["verify"], there["verify"], strict=True)]
+    assert all(abs(difference) < 1e-3 for difference in inside)
+
+
+def test_spans_arrive_at_a_collector_that_speaks_otlp() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    import grpc
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+    arrived: list[str] = []
+
+    class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+        def Export(self, request, context):  # noqa: N802 - gRPC's name
+            scopes = [scope for resource in request.resource_spans for scope in resource.scope_spans]
+            arrived.extend(span.name for scope in scopes for span in scope.spans)
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    made = Tracing.to(f"http://127.0.0.1:{port}", 1.0)
+    try:
+        journal = made.journal(Journal())
+        begin(journal)
+        journal.received(commit(3, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 0.1)
+        journal.ended(Done(FinishReason.EOS), 0.3)
+        made.close()
+    finally:
+        server.stop(0)
+    assert sorted(arrived) == ["downlink", "queue", "session", "verify"]
+
+
+def test_a_verifier_ignores_what_is_no_trace() -> None:
+    from outrider.cloud.tracing import VerifierTracing
+
+    joined = VerifierTracing(TracerProvider(), "v")
+    unsampled = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
+    for metadata in (None, (), ((TRACEPARENT, "nonsense"),), ((TRACEPARENT, unsampled),), (("other", "x"),)):
+        assert joined.parent(metadata) is None
+    assert joined.parent(((TRACEPARENT, unsampled[:-2] + "01"),)) is not None
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "ratio", "field"),
+    [("localhost:4317", 1.0, "trace_endpoint"), ("", 1.5, "trace_ratio"), ("http://localhost:4317", -1, "trace_ratio")],
+)
+def test_wrong_options_are_named(endpoint, ratio, field) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_tracing(endpoint, ratio)
+    assert caught.value.field == field
+
+
+def test_where_the_extra_is_missing_one_line_says_how_to_get_it(monkeypatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(ConfigError, match=r"pip install 'outrider\[tracing\]'"):
+        Tracing.to("http://localhost:4317", 1.0)
+
+
+def test_without_an_endpoint_opentelemetry_is_not_even_imported() -> None:
+    import subprocess
+
+    program = "import sys, outrider.edge, outrider.edge.metrics; print('opentelemetry' in sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "False"
