@@ -1,0 +1,167 @@
+"""Whether the cloud is there: found out in the background, again and again, so that a request need not wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from outrider.edge.client import Client
+from outrider.edge.daemon.chat_template import ChatTemplate
+from outrider.edge.daemon.errors import ApiError
+from outrider.edge.daemon.token_text import TokenText
+from outrider.edge.preparation import Ready
+from outrider.proto.address import split_address
+from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, Unavailable
+from outrider.proto.session import EdgeStatistics
+
+LOOK_EVERY_S = 2.0
+ANSWER_WITHIN_S = 2.0
+WAIT_FOR_CLOUD_S = 5.0  # that a request without a token waits on once the cloud is known to be away
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What `/health` says; `degraded` is plain cloud streaming, because the drafter failed."""
+
+    status: Literal["ok", "degraded", "unavailable"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What requests are answered with once the client is prepared."""
+
+    ready: Ready
+    template: ChatTemplate | None
+    tokens: TokenText
+
+
+class Cloud:
+    """One client's view of its cloud. `watch` keeps it fresh.
+
+    Args:
+        client: not prepared yet; preparing it is part of the watch.
+        every_s: between two looks.
+    """
+
+    def __init__(self, client: Client, every_s: float = LOOK_EVERY_S) -> None:
+        self.client = client
+        self.served: Served | None = None
+        self._every_s = every_s
+        self._error: OutriderError | None = Unavailable(
+            "preparing: looking for a verifier, its tokenizer and a drafter", retry_after_s=every_s
+        )
+        self._since = time.monotonic()
+        self._drafter_error = ""
+        self._look_now = asyncio.Event()
+
+    @property
+    def health(self) -> Health:
+        """As of the last look, and of the texts since."""
+        if self._error is not None:
+            return Health("unavailable", str(self._error))
+        if self._drafter_error:
+            return Health("degraded", f"texts come by plain cloud streaming: {self._drafter_error}")
+        return Health("ok")
+
+    def serving(self) -> Served:
+        """What to answer with.
+
+        Raises:
+            ApiError: 503, the cloud is away.
+        """
+        if self._error is not None or self.served is None:
+            raise ApiError(503, str(self._error), code="unavailable", retry_after_s=self._every_s)
+        return self.served
+
+    def hopeless(self) -> OutriderError | None:
+        """Why a text that has not begun had better be given up; None while there is hope."""
+        away_for_s = time.monotonic() - self._since
+        return self._error if self._error is not None and away_for_s > WAIT_FOR_CLOUD_S else None
+
+    def lost(self, error: OutriderError) -> None:
+        """A text's stream was lost: look at once."""
+        if isinstance(error, Unavailable):
+            self._look_now.set()
+
+    def ended(self, statistics: EdgeStatistics) -> None:
+        """A text has ended, and its drafter did or did not do its work."""
+        if statistics.drafter_error:
+            self._drafter_error = statistics.drafter_error
+        elif statistics.drafted:
+            self._drafter_error = ""
+
+    async def watch(self) -> None:
+        """For ever."""
+        while True:
+            self._look_now.clear()
+            await self._look()
+            try:
+                async with asyncio.timeout(self._every_s):
+                    await self._look_now.wait()
+                await asyncio.sleep(0.1)  # of many streams that are lost together, the first calls for all
+            except TimeoutError:
+                pass
+
+    async def _look(self) -> None:
+        try:
+            if self.served is None:
+                self.served = await self._prepare()
+            await self._reach()
+        except OutriderError as error:
+            self._note(error)
+        except Exception as error:  # a task's top: whatever it was, the next look may go well
+            log.exception("looking for the cloud failed")
+            self._note(Unavailable(f"{type(error).__name__}: {error}"))
+        else:
+            self._note(None)
+
+    def _note(self, error: OutriderError | None) -> None:
+        if (error is None) != (self._error is None):
+            self._since = time.monotonic()
+        if error is None and self._error is not None:
+            log.info("the cloud is there")
+        elif error is not None and str(error) != str(self._error):
+            log.warning("the cloud cannot be used: %s", error)
+        self._error = error
+
+    async def _prepare(self) -> Served:
+        await self.client.prepare()
+        ready = self.client.ready
+        assert ready is not None  # noqa: S101 - prepare raises otherwise
+        self._drafter_error = ready.drafter_error
+        return Served(ready, _template(ready), TokenText(ready.tokenizer))
+
+    async def _reach(self) -> None:
+        """Raises what stands between the daemon and a new text."""
+        try:
+            address = await self.client.inquire()
+        except ResourceExhausted:
+            return  # it is there, and busy
+        if not await _answers(address):
+            raise Unavailable(f"the verifier at {address} does not answer")
+
+
+def _template(ready: Ready) -> ChatTemplate | None:
+    try:
+        return ChatTemplate.from_text(ready.chat_template)
+    except InvalidArgument as error:
+        log.warning("chats are refused, because the chat template of %s %s", ready.model, error.message)
+        return None
+
+
+async def _answers(address: str) -> bool:
+    """Whether somebody listens there; whether it takes texts, the coordinator has said."""
+    host, port = split_address(address, "address")
+    try:
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.transport.abort()
+    return True

@@ -1,0 +1,121 @@
+"""The error tree as HTTP: OpenAI's statuses, error object and headers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from starlette.responses import Response
+
+from outrider.proto.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    OutriderError,
+    PermissionDenied,
+    PromptTooLong,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+)
+
+RETRY_S = 1.0
+# What the contract names otherwise than OpenAI's API does.
+_PARAMS = {
+    "open.prompt": "prompt",
+    "open.model": "model",
+    "open.top_logprobs": "top_logprobs",
+    "sampling.stop_tokens": "stop_token_ids",
+    "sampling.bias_tokens": "logit_bias",
+    "sampling.bias_values": "logit_bias",
+    "sampling.grammar": "response_format",
+    "chat_template": "messages",
+}
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer.
+
+    Args:
+        status: of HTTP.
+        message: what is wrong and how to mend it.
+        param: the field of the request at fault.
+        code: OpenAI's word for it, for programs.
+        retry_after_s: when the same request may succeed; 0: not by itself.
+        headers: more of them.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float = 0.0,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if retry_after_s > 0:
+            self.headers["Retry-After"] = str(math.ceil(retry_after_s))
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return json_response(self.body(), self.status, self.headers)
+
+
+DEFECT = ApiError(500, "the daemon failed on this request; its log says why", code="internal_error")
+
+
+def from_outrider(error: OutriderError) -> ApiError:
+    """What an error of the tree is to a client of the daemon.
+
+    The daemon's own credentials and its choice of tokenizer are the operator's affair: to the client the service is
+    not available, and the message says what the operator has to mend.
+    """
+    param = _PARAMS.get(error.field, error.field.rpartition(".")[2]) or None
+    match error:
+        case PromptTooLong():
+            return ApiError(400, str(error.message), param=param, code="context_length_exceeded")
+        case InvalidArgument():
+            return ApiError(400, f"{param}: {error.message}" if param else error.message, param=param)
+        case NotFound():
+            code = "model_not_found" if param == "model" else "not_found"
+            return ApiError(404, error.message, param=param, code=code)
+        case ResourceExhausted():
+            wait_s = error.retry_after_s or RETRY_S
+            return ApiError(429, error.message, code="rate_limit_exceeded", retry_after_s=wait_s)
+        case DeadlineExceeded():
+            return ApiError(504, error.message, code="deadline_exceeded")
+        case Unavailable() | Unauthenticated() | PermissionDenied() | FailedPrecondition() | Cancelled():
+            return ApiError(503, str(error), code="unavailable", retry_after_s=error.retry_after_s or RETRY_S)
+    return ApiError(500, str(error), code="internal_error")
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON in UTF-8; what cannot be written in UTF-8 is replaced."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer of JSON."""
+    return Response(json_bytes(value), status, headers, media_type="application/json")

@@ -1,0 +1,77 @@
+// The daemon's HTTP API as this page uses it.
+
+import { ApiError } from "./errors.js";
+import { events } from "./sse.js";
+
+export async function models(apiKey) {
+  const response = await fetch("v1/models", { headers: headers(apiKey) });
+  if (!response.ok) throw await ApiError.of(response);
+  return (await response.json()).data.map((model) => model.id);
+}
+
+// { state: "ok" | "degraded" | "unavailable", reason }
+export async function health() {
+  let response;
+  try {
+    response = await fetch("health", { cache: "no-store" });
+  } catch {
+    return { state: "unavailable", reason: "the daemon does not answer" };
+  }
+  const body = await response.json().catch(() => ({}));
+  const state = response.ok ? (body.status === "degraded" ? "degraded" : "ok") : "unavailable";
+  return { state, reason: reasonIn(body) };
+}
+
+function reasonIn(body) {
+  const reason = body.reason ?? body.reasons ?? body.error?.message ?? body.detail ?? "";
+  return Array.isArray(reason) ? reason.join("; ") : String(reason);
+}
+
+// One answer as it streams: { text, pieces, speculation, finish } for each chunk.
+// `turns` are {role, content} of the whole conversation; `form` is "chat" or "text".
+export async function* answer(form, turns, sampling, apiKey, signal) {
+  const asked = form === "chat" ? { messages: turns } : { prompt: asText(turns) };
+  const response = await fetch(form === "chat" ? "v1/chat/completions" : "v1/completions", {
+    method: "POST",
+    headers: { ...headers(apiKey), "Content-Type": "application/json" },
+    body: JSON.stringify({
+      ...sampling,
+      ...asked,
+      stream: true,
+      stream_options: { include_usage: true, include_speculation: true },
+    }),
+    signal,
+  });
+  if (!response.ok) throw await ApiError.of(response);
+  for await (const event of events(response)) {
+    if (event.done) return;
+    if (event.json.error) throw ApiError.ofEvent(event.json.error);
+    yield chunkOf(event.json);
+  }
+  throw new ApiError(502, "the answer broke off before its end");
+}
+
+function chunkOf(json) {
+  const choice = json.choices?.[0];
+  const text = choice?.delta?.content ?? choice?.text ?? "";
+  const speculation = json.speculation ?? null;
+  return { text, pieces: piecesOf(text, speculation), speculation, finish: choice?.finish_reason ?? null };
+}
+
+// The text in pieces of known origin; text that the daemon says nothing about is one piece of unknown origin.
+function piecesOf(text, speculation) {
+  const pieces = speculation?.pieces ?? [];
+  if (pieces.map((piece) => piece.text).join("") === text) {
+    return pieces.map((piece) => ({ text: piece.text, origin: piece.accepted ? "draft" : "own" }));
+  }
+  return [{ text, origin: "unknown" }];
+}
+
+// A model without a chat template continues text: answers follow what they answered, questions begin a line.
+function asText(turns) {
+  return turns.map(({ role, content }, i) => (role === "user" && i > 0 ? `\n${content}` : content)).join("");
+}
+
+function headers(apiKey) {
+  return apiKey ? { Authorization: `Bearer ${apiKey}` } : {};
+}

@@ -1,0 +1,146 @@
+// The page: puts its parts together and answers the reader's hands.
+
+import { answer, health, models } from "./api.js";
+import { Conversation } from "./conversation.js";
+import { ApiError, inWords } from "./errors.js";
+import { Panels, summary } from "./panels.js";
+import { Settings } from "./settings.js";
+
+const HEALTH_EVERY_MS = 3000;
+const HEALTH_WORDS = { ok: "ready", degraded: "degraded", unavailable: "unavailable" };
+
+const find = (id) => document.getElementById(id);
+const settings = new Settings(find);
+const conversation = new Conversation(find("log"));
+const panels = new Panels(find);
+let running = null; // AbortController of the answer that streams
+let modelsKnown = false;
+
+// --- one answer ---
+
+async function send() {
+  const question = find("prompt").value.trim();
+  if (!question || running) return;
+  if (settings.complaint) return conversation.note("error", settings.complaint);
+  find("welcome").hidden = true;
+  find("prompt").value = "";
+  conversation.ask(question);
+  running = new AbortController();
+  showRunning(true);
+  try {
+    await converse(running.signal);
+  } finally {
+    running = null;
+    showRunning(false);
+    find("prompt").focus();
+  }
+}
+
+async function converse(signal) {
+  const shown = conversation.answer(settings.model);
+  const told = { speculation: null }; // the newest, also where the answer breaks off
+  let failure = null;
+  const beganAt = performance.now();
+  panels.begin();
+  try {
+    await stream(shown, told, signal);
+  } catch (error) {
+    if (!signal.aborted) failure = error;
+  }
+  if (failure instanceof ApiError && failure.asksForTemplate && settings.form === "chat" && !shown.text) {
+    shown.remove();
+    settings.form = "text";
+    conversation.note("hint", "This model has no chat template, so it continues your text instead of answering it.");
+    return converse(signal);
+  }
+  if (shown.text) conversation.keep(shown.text);
+  else shown.remove();
+  const foot = summary(told.speculation, (performance.now() - beganAt) / 1000);
+  shown.end(signal.aborted ? `stopped · ${foot}` : foot);
+  find("announcement").textContent = signal.aborted ? "Stopped." : failure ? "" : `Answer complete: ${foot}`;
+  if (failure) conversation.note("error", inWords(failure));
+  if (!shown.text) giveBack();
+}
+
+async function stream(shown, told, signal) {
+  const turns = [...conversation.turns];
+  for await (const chunk of answer(settings.form, turns, settings.sampling, settings.apiKey, signal)) {
+    shown.append(chunk.pieces);
+    if (chunk.speculation === null) continue;
+    told.speculation = chunk.speculation;
+    panels.show(chunk.speculation);
+  }
+}
+
+// A question without an answer goes back to where it can be sent again.
+function giveBack() {
+  const question = conversation.takeBack();
+  if (!find("prompt").value) find("prompt").value = question;
+}
+
+function showRunning(yes) {
+  find("send").hidden = yes;
+  find("stop").hidden = !yes;
+  find("clear").disabled = yes;
+}
+
+function stop() {
+  running?.abort();
+}
+
+// --- what the daemon says of itself ---
+
+async function lookAtHealth() {
+  if (document.hidden) return;
+  const { state, reason } = await health();
+  find("health").dataset.state = state;
+  const text = reason && state !== "ok" ? `${HEALTH_WORDS[state]}: ${reason}` : HEALTH_WORDS[state];
+  if (find("health-text").textContent !== text) find("health-text").textContent = text; // said once, not each time
+  if (state !== "unavailable" && !modelsKnown) await offerModels();
+}
+
+async function watchHealth() {
+  await lookAtHealth();
+  setTimeout(watchHealth, HEALTH_EVERY_MS);
+}
+
+async function offerModels() {
+  try {
+    settings.offer(await models(settings.apiKey));
+    modelsKnown = true;
+  } catch (error) {
+    if (error instanceof ApiError && error.status !== 401) conversation.note("error", inWords(error));
+  }
+}
+
+// --- the reader's hands ---
+
+find("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+find("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") stop();
+});
+document.addEventListener("visibilitychange", lookAtHealth); // who comes back should not read old news
+find("stop").addEventListener("click", stop);
+find("api-key").addEventListener("change", offerModels);
+find("clear").addEventListener("click", () => {
+  conversation.clear();
+  find("welcome").hidden = false;
+  find("prompt").focus();
+});
+for (const example of document.querySelectorAll(".example")) {
+  example.addEventListener("click", () => {
+    find("prompt").value = example.textContent;
+    send();
+  });
+}
+new ResizeObserver(() => panels.redraw()).observe(find("speed-chart"));
+
+watchHealth();

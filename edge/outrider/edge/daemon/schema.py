@@ -1,0 +1,318 @@
+"""What requests may say: OpenAI's fields by OpenAI's names, and vLLM's extras. Unknown fields are refused by name.
+
+Three kinds of fields change nothing here: those that are OpenAI's book-keeping (`user`, `store`, …) are ignored; those
+that ask for what this daemon does not do (`tools`, `audio`, …) are refused unless they ask for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from outrider.edge.daemon.errors import ApiError
+from outrider.proto.types import MAX_TOKEN_ID
+
+MOST_CHOICES = 128
+MOST_STOPS = 4
+MOST_STOP_CHARACTERS = 4096
+MOST_MESSAGES = 4096
+
+
+def _refuse(message: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{why}", {"why": message})
+
+
+def _unless(*trivial: Any) -> Any:
+    """A field that is refused unless it asks for nothing."""
+
+    def check(value: Any) -> Any:
+        if value is None or any(type(value) is type(nothing) and value == nothing for nothing in trivial):
+            return value
+        raise _refuse("is not supported here; leave it out")
+
+    return Annotated[Any, BeforeValidator(check)]
+
+
+def _strings(value: Any) -> Any:
+    if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+        raise _refuse("must be a string or a list of strings")
+    return value
+
+
+def _stop(value: Any) -> Any:
+    if value is None or value == []:
+        return None
+    stops = [value] if isinstance(value, str) else _strings(value)
+    if len(stops) > MOST_STOPS:
+        raise _refuse(f"holds {len(stops)} strings; {MOST_STOPS} at most")
+    if any(not 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in stops):
+        raise _refuse(f"holds a string that is empty or longer than {MOST_STOP_CHARACTERS} characters")
+    return stops
+
+
+def _prompt(value: Any) -> Any:
+    """The prompts, each a string or a list of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(entry, str) for entry in value):
+            return value
+        if all(map(_is_token, value)):
+            return [value]
+        if all(isinstance(entry, list) and all(map(_is_token, entry)) for entry in value):
+            return value
+    raise _refuse("must be a string, a list of strings, a list of token ids, or a list of such lists")
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
+
+
+def _logit_bias(value: Any) -> Any:
+    if isinstance(value, dict):
+        for key in value:
+            if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10):
+                raise _refuse(f"{str(key)[:40]!r} is not a token id; give them as decimal strings")
+        if len({int(key) for key in value}) < len(value):
+            raise _refuse("names a token twice")
+    return value
+
+
+def _content(value: Any) -> Any:
+    """A message's text: a string, or text parts, which are joined by newlines."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _refuse("must be a string or a list of parts")
+    return "\n".join(_part(part) for part in value)
+
+
+def _part(part: Any) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise _refuse("holds a part that is no object with a type")
+    if part["type"] not in ("text", "refusal"):
+        raise _refuse(f"holds a part of type {part['type'][:40]!r}; this target reads text only")
+    text = part.get(part["type"])
+    if not isinstance(text, str):
+        raise _refuse(f"holds a part of type {part['type']!r} without its {part['type']!r}")
+    return text
+
+
+Ignored = Annotated[Any, Field(default=None)]
+Stops = Annotated[list[str] | None, BeforeValidator(_stop)]
+Penalty = Annotated[float | None, Field(ge=-2, le=2)]
+Bias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_logit_bias)]
+
+
+class Strict(BaseModel):
+    """No unknown fields, no conversions, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+class StreamOptions(Strict):
+    """What a stream tells beside the text; `include_speculation` is this daemon's own."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Ignored
+    include_speculation: bool | None = None
+
+
+class JsonSchema(Strict):
+    """The grammar of an answer."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """What an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise _refuse("json_schema must be there exactly where type is 'json_schema'")
+        if self.json_schema is not None and self.json_schema.schema_ is None:
+            raise _refuse("json_schema.schema is missing")
+        return self
+
+
+class Message(Strict):
+    """One turn of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    annotations: Ignored
+    audio: _unless() = None  # type: ignore[valid-type]
+    function_call: _unless() = None  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and (self.role != "assistant" or not (self.tool_calls or self.refusal)):
+            raise _refuse("content is missing")
+        return self
+
+
+class Request(Strict):
+    """What both endpoints share."""
+
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int | None, Field(ge=1, le=MOST_CHOICES)] = None
+    max_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKEN_ID)] = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64)] = None
+    stop: Stops = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    logit_bias: Bias = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
+    top_k: Annotated[int | None, Field(ge=-1, le=MAX_TOKEN_ID)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=2)] = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]] | None = None
+    # OpenAI's book-keeping
+    user: Ignored
+    metadata: Ignored
+    store: Ignored
+    service_tier: Ignored
+    safety_identifier: Ignored
+    prompt_cache_key: Ignored
+    prompt_cache_options: Ignored
+    prompt_cache_retention: Ignored
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise _refuse("stream_options is only for stream = true")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """Texts for each prompt."""
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_speculation(self) -> bool:
+        """Whether a stream tells what became of the drafts."""
+        return bool(self.stream_options and self.stream_options.include_speculation)
+
+
+class ChatRequest(Request):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKEN_ID)] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    reasoning_effort: str | None = None
+    parallel_tool_calls: Ignored
+    prediction: Ignored
+    moderation: Ignored
+    verbosity: _unless("medium") = None  # type: ignore[valid-type]
+    tools: _unless([]) = None  # type: ignore[valid-type]
+    tool_choice: _unless("none", "auto") = None  # type: ignore[valid-type]
+    functions: _unless([]) = None  # type: ignore[valid-type]
+    function_call: _unless("none", "auto") = None  # type: ignore[valid-type]
+    modalities: _unless(["text"]) = None  # type: ignore[valid-type]
+    audio: _unless() = None  # type: ignore[valid-type]
+    web_search_options: _unless() = None  # type: ignore[valid-type]
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise _refuse("top_logprobs needs logprobs = true")
+        return self
+
+
+class CompletionRequest(Request):
+    """The body of POST /v1/completions; `prompt` becomes a list of strings or of lists of token ids."""
+
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompt)]
+    logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
+    echo: _unless(False) = None  # type: ignore[valid-type]
+    suffix: _unless("") = None  # type: ignore[valid-type]
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _best_of_all(self) -> Self:
+        if self.best_of is not None and self.best_of != self.choices:
+            raise _refuse("best_of is not supported here beyond n; leave it out")
+        if len(self.prompt) * self.choices > MOST_CHOICES:
+            raise _refuse(f"prompt and n ask for more than {MOST_CHOICES} texts at once")
+        return self
+
+
+R = TypeVar("R", bound=Request)
+
+
+def checked(kind: type[R], body: dict[str, Any]) -> R:
+    """The request in a JSON object.
+
+    Raises:
+        ApiError: 400 that names the first field at fault, or all that are unknown.
+    """
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _as_api_error(error) from error
+    except (OverflowError, RecursionError) as error:
+        raise ApiError(400, f"the body cannot be read: {error}") from error
+
+
+def _as_api_error(error: ValidationError) -> ApiError:
+    problems = error.errors(include_url=False, include_input=False)
+    unknown = [_path(problem["loc"]) for problem in problems if problem["type"] == "extra_forbidden"]
+    if unknown:
+        named = ", ".join(unknown[:8])
+        return ApiError(400, f"unknown field: {named}; see the API reference", param=unknown[0], code="unknown_field")
+    first = problems[0]
+    path = _path(first["loc"])
+    if first["type"] == "missing":
+        return ApiError(400, f"{path}: is missing", param=path, code="missing_required_parameter")
+    if not path and first["type"] == "refused":
+        path = str(first["msg"]).partition(" ")[0].partition(".")[0]
+        return ApiError(400, str(first["msg"]), param=path, code="invalid_value")
+    return ApiError(400, f"{path}: {_sentence(first['msg'])}", param=path or None, code="invalid_value")
+
+
+def _sentence(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content` of a pydantic location; what it adds for unions and aliases is no field and is left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.replace("_", "").isalnum() or not path or "[" not in part:
+            path += f".{part}" if path else str(part)
+    return path[:200]
+
+
+def schema_text(schema: JsonSchema) -> str:
+    """The JSON schema as text."""
+    return json.dumps(schema.schema_, ensure_ascii=False)

@@ -1,0 +1,120 @@
+"""What is told of the drafts beside a text: while it streams, and at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from outrider.edge.decoding import Subject
+from outrider.edge.events import Event, Tokens
+from outrider.edge.metrics import EdgeMetrics, SessionJournal
+from outrider.proto.errors import OutriderError
+from outrider.proto.session import EdgeSession, EdgeStatistics
+from outrider.proto.types import CloudFrame, Commit, Provenance
+
+
+class TextJournal(SessionJournal):
+    """The metrics' journal of one text, which can also be asked while the text is decoded.
+
+    Args:
+        metrics: to count into.
+        request_id: for logs.
+        on_lost: called with the error when a stream is lost or refused.
+    """
+
+    def __init__(self, metrics: EdgeMetrics, request_id: str, on_lost: Callable[[OutriderError], None]) -> None:
+        super().__init__(metrics, request_id)
+        self.drafter = "none"
+        self.most_judged = 0
+        self.first_tokens = 0  # of the first commit, which no rate can count
+        self._on_lost = on_lost
+
+    @property
+    def statistics(self) -> EdgeStatistics:
+        """So far; all 0 before the text begins."""
+        return self.machine.statistics if self.machine else EdgeStatistics()
+
+    def began(self, subject: Subject, machine: EdgeSession, at: float) -> None:
+        """Note the drafter."""
+        super().began(subject, machine, at)
+        self.drafter = subject.drafter
+
+    def received(self, frame: CloudFrame, at: float) -> None:
+        """Note the largest step."""
+        super().received(frame, at)
+        if isinstance(frame, Commit):
+            self.first_tokens = self.first_tokens or len(frame.tokens)
+            self.most_judged = max(self.most_judged, frame.judged)
+
+    def lost(self, error: OutriderError, at: float) -> None:
+        """Tell who watches the cloud."""
+        super().lost(error, at)
+        self._on_lost(error)
+
+    def live(self, event: Event | None = None) -> dict[str, Any]:
+        """The `speculation` object of a streamed chunk; `event`: whose text it carries, if any.
+
+        Both rates leave out the first commit, whose time is the prompt's. `cloud_tokens_per_second` is what the same
+        tokens would have come at with one target step each, by the verifier's own times (`SessionJournal`).
+        """
+        statistics = self.statistics
+        counted = statistics.committed - self.first_tokens
+        round_trip_s = self.machine.round_trip_s if self.machine else 0.0
+        return {
+            "pieces": _pieces(event),
+            "tokens": statistics.committed,
+            "tokens_per_second": round(counted / self.decoding_s, 2) if self.decoding_s else 0.0,
+            "cloud_tokens_per_second": round(counted / self.cloud_s, 2) if self.cloud_s else None,
+            "window": self.machine.in_flight if self.machine else 0,
+            "acceptance": round(statistics.hits / statistics.compared, 4) if statistics.compared else None,
+            "round_trip_ms": round(1000 * round_trip_s, 3) if round_trip_s else None,
+            "drafter": "none" if statistics.drafter_error else self.drafter,
+            "uplink_bytes": statistics.uplink_bytes,
+            "downlink_bytes": statistics.downlink_bytes,
+            "steps": statistics.steps,
+        }
+
+
+def metrics_of(journals: Sequence[TextJournal], seed: int) -> dict[str, Any]:
+    """The `metrics` object of an answer: vLLM's `speculative_decoding`, summed over the texts, and what makes it again.
+
+    `acceptance_histogram[j]` counts the target steps that accepted exactly j drafts; `num_spec_tokens` is the most that
+    one step judged. With `seed` in a request its n-th choice has the same text again; the texts follow `seed`,
+    `seed` + 1 and so on.
+    """
+    accepted_of: Counter[int] = Counter()
+    for journal in journals:
+        accepted_of.update(journal.accepted_of)
+    steps = accepted_of.total()
+    accepted = sum(j * count for j, count in accepted_of.items())
+    judged = sum(journal.statistics.judged for journal in journals)
+    errors = [journal.statistics.drafter_error for journal in journals if journal.statistics.drafter_error]
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+            "draft_acceptance_rate": accepted / judged if judged else 0.0,
+            "acceptance_histogram": [accepted_of[j] for j in range(max(accepted_of, default=0) + 1)],
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": judged,
+            "num_spec_tokens": max((journal.most_judged for journal in journals), default=0),
+        },
+        "seed": seed,
+        "drafter": journals[0].drafter if journals else "none",
+        "drafter_error": errors[0] if errors else None,
+    }
+
+
+def _pieces(event: Event | None) -> list[dict[str, Any]]:
+    """Text by origin, neighbours of the same origin together; what is held back until the end counts as own."""
+    if not isinstance(event, Tokens):
+        return [{"text": event.text, "accepted": False}] if event is not None and event.text else []
+    pieces: list[dict[str, Any]] = []
+    for text, provenance in zip(event.pieces, event.provenance, strict=True):
+        accepted = provenance is Provenance.DRAFT
+        if pieces and pieces[-1]["accepted"] == accepted:
+            pieces[-1]["text"] += text
+        elif text:
+            pieces.append({"text": text, "accepted": accepted})
+    return pieces

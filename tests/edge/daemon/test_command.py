@@ -1,0 +1,74 @@
+"""`outrider edge` as a process: its line, its end, and its mistakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+import pytest
+
+EDGE = [sys.executable, "-m", "outrider.deploy.cli", "edge"]
+
+
+def test_it_says_where_it_listens_serves_without_a_cloud_and_ends_with_0_on_sigterm(tmp_path) -> None:
+    command = [*EDGE, "--coordinator", "127.0.0.1:1", "--listen", "127.0.0.1:0", "--cache", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("edge daemon on http://127.0.0.1:")
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(line.split()[-1] + "/health", timeout=20)
+        assert caught.value.code == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--coordinator", "a:1", "--listen", "0.0.0.0:8080"], "listen: '0.0.0.0:8080' is reachable"),
+        (["--coordinator", "a:1", "--verifier", "b:1"], "coordinator: give either"),
+        (["--coordinator", "a:1", "--tls-cert", "x"], "tls-key"),
+        (["--coordinator", "127.0.0.1:1", "--api-keys", "/nonexistent"], "api-keys: cannot read"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_option(options, sentence, capsys) -> None:
+    from outrider.deploy.cli import main
+
+    assert main(["edge", *options]) == 1
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_options_come_from_the_config_file_and_the_environment(tmp_path, monkeypatch) -> None:
+    from outrider.deploy.cli import build_parser
+
+    file = tmp_path / "outrider.toml"
+    file.write_text('[edge]\nmax-requests = 7\ncoordinator = "c:1"\n')
+    monkeypatch.setitem(os.environ, "OUTRIDER_EDGE_REQUEST_TIMEOUT", "9")
+    options = build_parser().parse_args(["edge", "--config", str(file)])
+    assert (options.max_requests, options.coordinator, options.request_timeout) == (7, "c:1", 9.0)
+
+
+def test_a_missing_extra_is_one_line_that_names_it() -> None:
+    program = (
+        "import sys; sys.modules['starlette.applications'] = None\n"
+        "from outrider.deploy.cli import main\n"
+        "sys.exit(main(['edge', '--coordinator', '127.0.0.1:1', '--listen', '127.0.0.1:0']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert "pip install 'outrider[edge]'" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_the_daemon_loads_neither_torch_nor_ray_nor_transformers() -> None:
+    program = "import sys, outrider.edge.daemon.server, outrider.deploy.daemon; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "starlette" in loaded
+    assert not {"torch", "ray", "transformers", "outrider.cloud"} & set(loaded)

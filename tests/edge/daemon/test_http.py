@@ -1,0 +1,282 @@
+"""The daemon's HTTP: every status with OpenAI's error object, ids, origins, keys, limits, the end of its life."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+
+import pytest
+
+from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon.server import Daemon
+from outrider.proto.access import Key, new_secret, secret_sha256
+from outrider.proto.errors import (
+    ConfigError,
+    DataLoss,
+    DeadlineExceeded,
+    InvalidArgument,
+    PromptTooLong,
+    ResourceExhausted,
+    TokenizerMismatch,
+    Unauthenticated,
+    Unavailable,
+    UnknownToken,
+)
+
+
+def test_models_health_version_metrics_and_the_page_answer(start) -> None:
+    with start() as live:
+        assert live.get("/v1/models").json["data"][0]["id"] == "tiny"
+        assert live.get("/v1/models/tiny").json["object"] == "model"
+        assert live.get("/v1/models/other").error["code"] == "model_not_found"
+        assert live.get("/health").json == {"status": "ok", "reason": "", "drafter": "scripted"}
+        assert live.get("/version").json["version"]
+        live.complete()
+        metrics = live.get("/metrics").body.decode()
+        assert 'outrider:http_requests_total{route="/v1/completions",status="200"} 1.0' in metrics
+        assert "outrider:e2e_request_latency_seconds_count 1.0" in metrics
+        page = live.get("/")
+        assert page.status == 200
+        assert page.headers["Content-Security-Policy"].startswith("default-src 'self'")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InvalidArgument("is wrong", field="sampling.top_p"), 400, "invalid_request_error", None),
+        (PromptTooLong("too long", field="open.prompt"), 400, "invalid_request_error", "context_length_exceeded"),
+        (UnknownToken("is none", field="sampling.stop_tokens"), 400, "invalid_request_error", None),
+        (ResourceExhausted("full", retry_after_s=2.5), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (Unavailable("away"), 503, "server_error", "unavailable"),
+        (Unauthenticated("the daemon's own key"), 503, "server_error", "unavailable"),
+        (TokenizerMismatch("another"), 503, "server_error", "unavailable"),
+        (DeadlineExceeded("over"), 504, "server_error", "deadline_exceeded"),
+        (DataLoss("broken"), 500, "server_error", "internal_error"),
+    ],
+)
+def test_an_error_before_the_first_token_has_its_status_streamed_or_not(live, error, status, kind, code) -> None:
+    live.client.pieces, live.client.error = [], error
+    for stream in (False, True):
+        reply = live.complete(stream=stream)
+        assert (reply.status, reply.error["type"], reply.error["code"]) == (status, kind, code)
+        assert ("Retry-After" in reply.headers) == (status in (429, 503))
+    assert live.client.running == 0
+
+
+def test_the_field_at_fault_is_named_as_the_api_names_it(live) -> None:
+    live.client.pieces = []
+    for field, param in (("sampling.stop_tokens", "stop_token_ids"), ("sampling.bias_tokens", "logit_bias")):
+        live.client.error = InvalidArgument("is wrong", field=field)
+        assert live.complete().error["param"] == param
+
+
+def test_an_error_in_midstream_is_an_event_of_its_own_and_the_last(live) -> None:
+    live.client.error = Unavailable("the cloud is gone")
+    *chunks, last = live.complete(stream=True).events
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello, world"
+    assert last["error"]["type"] == "server_error"
+    assert "the cloud is gone" in last["error"]["message"]
+
+
+def test_a_defect_is_a_500_that_tells_nothing_of_its_inside(live) -> None:
+    live.client.pieces, live.client.error = [], ZeroDivisionError("secret")
+    reply = live.complete()
+    assert reply.status == 500
+    assert "secret" not in reply.error["message"]
+    live.client.error = None
+    assert live.complete().status == 200
+
+
+def test_paths_methods_types_and_lengths_are_refused_with_their_statuses(live) -> None:
+    assert live.get("/v2/models").error["code"] == "not_found"
+    wrong_method = live.get("/v1/completions")
+    assert wrong_method.status == 405
+    assert wrong_method.headers["Allow"] == "POST"
+    assert wrong_method.error["code"] == "method_not_allowed"
+    assert live.request("POST", "/v1/completions", b"prompt=x").status == 415
+    assert live.post("/v1/completions", b'{"prompt":"' + b"x" * (9 << 20) + b'"}').status == 413
+    assert live.complete(model="gpt-5").error["code"] == "model_not_found"
+
+
+def test_a_body_of_undeclared_length_is_measured_as_it_comes(live) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+    pieces = (b'{"prompt":"', *(b"x" * (1 << 20) for _ in range(9)), b'"}')
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Transfer-Encoding", "chunked")
+    connection.endheaders()
+    for piece in (*pieces, b""):
+        connection.send(b"%x\r\n%s\r\n" % (len(piece), piece))
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_sane_request_id_comes_back_and_another_is_replaced(live) -> None:
+    reply = live.complete()
+    fresh = reply.headers["X-Request-Id"]
+    assert len(fresh) == 32
+    given = live.post("/v1/completions", {"model": "tiny", "prompt": "x"}, X_Request_Id="mine-1_A")
+    assert given.headers["X-Request-Id"] == "mine-1_A"
+    assert given.json["id"] == "cmpl-mine-1_A"
+    assert live.client.asked[-1][2]["request_id"] == "mine-1_A"
+    for bad in ("x" * 65, "a b", "../../etc", "é".encode().decode("latin-1")):
+        assert live.get("/health", X_Request_Id=bad).headers["X-Request-Id"] != bad
+    assert live.get("/nowhere", X_Request_Id="lost").headers["X-Request-Id"] == "lost"
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Origin": "https://evil.example"}, "origin_not_allowed"),
+        ({"Origin": "null"}, "origin_not_allowed"),
+        ({"Origin": "http://127.0.0.1:1"}, "origin_not_allowed"),
+        ({"Sec_Fetch_Site": "cross-site"}, "origin_not_allowed"),
+        ({"Host": "evil.example"}, "host_not_allowed"),
+        ({"Host": "127.0.0.1.evil.example"}, "host_not_allowed"),
+    ],
+)
+def test_pages_from_elsewhere_and_rebound_names_are_refused(live, headers, code) -> None:
+    reply = live.get("/v1/models", **headers)
+    assert reply.status == 403
+    assert reply.error["code"] == code
+
+
+def test_the_daemons_own_page_and_names_of_this_machine_are_let_in(live) -> None:
+    host = f"127.0.0.1:{live.port}"
+    assert live.get("/v1/models", Host=host, Origin=f"http://{host}", Sec_Fetch_Site="same-origin").status == 200
+    for name in (f"localhost:{live.port}", "[::1]:80", "box.localhost"):
+        assert live.get("/v1/models", Host=name).status == 200
+    assert live.get("/", Sec_Fetch_Site="cross-site").status == 200  # a link to the page
+
+
+def test_keys_are_asked_for_where_there_are_any_and_hold_their_limits(start, tmp_path) -> None:
+    secret, slow = new_secret(), new_secret()
+    keys = tmp_path / "keys.toml"
+    tables = (Key("alice", secret_sha256(secret)), Key("bob", secret_sha256(slow), tokens_per_minute=2))
+    keys.write_text("".join(key.toml() for key in tables))
+    keys.chmod(0o600)
+    with start(api_keys=keys) as live:
+        assert live.get("/health").status == 200
+        missing = live.complete()
+        assert (missing.status, missing.error["code"]) == (401, "missing_api_key")
+        assert missing.headers["WWW-Authenticate"] == "Bearer"
+        body = {"model": "tiny", "prompt": "x"}
+        wrong = live.post("/v1/completions", body, Authorization="Bearer otr_wrong")
+        assert (wrong.status, wrong.error["code"]) == (401, "invalid_api_key")
+        assert live.post("/v1/completions", body, Authorization=f"Bearer {secret}").status == 200
+        assert live.post("/v1/completions", body, Authorization=f"bearer {slow}").status == 200
+        spent = live.post("/v1/completions", body, Authorization=f"Bearer {slow}")
+        assert (spent.status, spent.error["code"]) == (429, "rate_limit_exceeded")
+        assert int(spent.headers["Retry-After"]) > 1
+        assert live.get("/v1/models", Host="daemon.example", Authorization=f"Bearer {secret}").status == 200
+
+
+def test_sessions_of_a_key_count_every_choice_and_come_back(start, tmp_path) -> None:
+    secret = new_secret()
+    keys = tmp_path / "keys.toml"
+    keys.write_text(Key("alice", secret_sha256(secret), max_sessions=2).toml())
+    keys.chmod(0o600)
+    with start(api_keys=keys) as live:
+        for n, status in ((3, 429), (2, 200), (2, 200)):
+            body = {"model": "tiny", "prompt": "x", "n": n}
+            assert live.post("/v1/completions", body, Authorization=f"Bearer {secret}").status == status
+
+
+def test_more_requests_than_allowed_are_told_to_come_back(start) -> None:
+    with start(max_requests=1) as live:
+        live.client.hold = True
+        first = threading.Thread(target=live.complete)
+        first.start()
+        live.until(lambda: live.client.running == 1)
+        refused = live.complete()
+        assert (refused.status, refused.headers["Retry-After"]) == (429, "1")
+        live.client.hold = False
+        first.join()
+        assert live.complete().status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_texts(live, stream) -> None:
+    live.client.hold = True
+    body = json.dumps({"model": "tiny", "prompt": "x", "n": 2, "stream": stream}).encode()
+    connection = socket.create_connection(("127.0.0.1", live.port))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    live.until(lambda: live.client.running == 2)
+    connection.close()
+    live.until(lambda: live.client.running == 0)
+
+
+def test_it_serves_before_the_cloud_is_there_and_finds_it_later(start, scripted) -> None:
+    client = scripted()
+    client.away = Unavailable("no verifier is ready", retry_after_s=1)
+    with start(client) as live:
+        live.until(lambda: "no verifier is ready" in live.get("/health").json["reason"])
+        health = live.get("/health")
+        assert (health.status, health.json["status"]) == (503, "unavailable")
+        assert live.get("/version").status == 200
+        for reply in (live.get("/v1/models"), live.complete()):
+            assert (reply.status, reply.error["code"]) == (503, "unavailable")
+            assert int(reply.headers["Retry-After"]) >= 1
+        client.away = None
+        live.until(lambda: live.get("/health").status == 200)
+        assert live.complete().status == 200
+        client.away = Unavailable("gone again")
+        live.until(lambda: live.get("/health").status == 503)
+        assert live.complete().status == 503
+
+
+def test_a_text_that_waits_for_a_lost_cloud_is_given_up(start, scripted, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.edge.daemon.cloud.WAIT_FOR_CLOUD_S", 0.2)
+    client = scripted()
+    with start(client) as live:
+        client.pieces, client.hold = [], True
+        replies = []
+        waiting = threading.Thread(target=lambda: replies.append(live.complete()))
+        waiting.start()
+        live.until(lambda: client.running == 1)
+        client.away = Unavailable("the verifiers are gone")
+        waiting.join(20)
+        assert replies[0].status == 503
+        assert "the verifiers are gone" in replies[0].error["message"]
+        assert client.running == 0
+
+
+def test_when_told_to_go_running_streams_end_or_are_cut_with_an_error(start) -> None:
+    with start(grace_s=0.3) as live:
+        live.client.hold = True
+        replies = []
+        running = threading.Thread(target=lambda: replies.append(live.complete(stream=True)))
+        running.start()
+        live.until(lambda: live.client.running == 1)
+        ending = threading.Thread(target=lambda: live.run(live.daemon.gate.drain(0.3)))
+        ending.start()
+        live.until(lambda: live.daemon.gate.draining)
+        refused = live.complete()
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
+        assert live.get("/health").status == 503
+        ending.join()
+        running.join(20)
+        assert "shutting down" in replies[0].events[-1]["error"]["message"]
+
+
+def test_plain_text_beyond_loopback_must_be_asked_for(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="--tls-cert") as caught:
+        DaemonConfig(listen="0.0.0.0:8080")
+    assert caught.value.field == "listen"
+    assert DaemonConfig(listen="0.0.0.0:8080", insecure_listen=True).host == "0.0.0.0"
+    for field, value in (("max_requests", 0), ("request_timeout_s", float("nan")), ("grace_s", -1.0)):
+        with pytest.raises(ConfigError):
+            DaemonConfig(**{field: value})
+
+
+def test_a_taken_port_is_one_sentence(live, scripted) -> None:
+    daemon = live.run(_daemon(scripted(), live.port))
+    with pytest.raises(ConfigError, match="the port is taken"):
+        live.run(daemon.start())
+
+
+async def _daemon(client, port) -> Daemon:
+    return Daemon(DaemonConfig(listen=f"127.0.0.1:{port}"), client)

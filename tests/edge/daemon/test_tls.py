@@ -1,0 +1,106 @@
+"""TLS of the daemon's listener: certificates that follow their files, clients that must show one."""
+
+from __future__ import annotations
+
+import datetime as dt
+import http.client
+import ssl
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon.tls import LiveTls
+from outrider.proto.errors import ConfigError
+from outrider.proto.tls import ServerTls
+
+
+def certify(folder: Path, name: str, serial: int) -> tuple[Path, Path]:
+    """Write a certificate that vouches for itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = dt.datetime.now(dt.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(serial)
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    cert_path, key_path = folder / f"{name}.pem", folder / f"{name}.key"
+    cert_path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    key_path.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    key_path.chmod(0o600)
+    return cert_path, key_path
+
+
+def seen_serial(port: int, trusted: Path, own: tuple[Path, Path] | None = None) -> int:
+    """The serial number of the certificate that the daemon shows; its answer must be right too."""
+    context = ssl.create_default_context(cafile=str(trusted))
+    if own is not None:
+        context.load_cert_chain(*own)
+    connection = http.client.HTTPSConnection("localhost", port, context=context, timeout=20)
+    connection.request("GET", "/version")
+    assert connection.getresponse().status == 200
+    shown = connection.sock.getpeercert(binary_form=True)
+    connection.close()
+    return x509.load_der_x509_certificate(shown).serial_number
+
+
+def test_a_replaced_certificate_is_shown_to_new_connections_and_a_broken_one_is_not(start, scripted, tmp_path) -> None:
+    cert, key = certify(tmp_path, "server", 1)
+    client = scripted()
+    client.away = ConfigError("not looked for")
+    with start(client, tls=ServerTls(cert, key)) as live:
+        assert live.url.startswith("https://")
+        assert seen_serial(live.port, cert) == 1
+        certify(tmp_path, "server", 2)
+        live.run(_reload(live.daemon))
+        assert seen_serial(live.port, cert) == 2
+        whole = cert.read_bytes()
+        cert.write_text("rubbish")
+        live.run(_reload(live.daemon))
+        cert.write_bytes(whole)
+        assert seen_serial(live.port, cert) == 2
+
+
+def test_clients_must_show_a_certificate_where_an_authority_is_given(start, scripted, tmp_path) -> None:
+    cert, key = certify(tmp_path, "server", 1)
+    own = certify(tmp_path, "client", 3)
+    client = scripted()
+    client.away = ConfigError("not looked for")
+    with start(client, tls=ServerTls(cert, key, own[0])) as live:
+        assert seen_serial(live.port, cert, own) == 1
+        with pytest.raises((ssl.SSLError, ConnectionError, http.client.RemoteDisconnected)):
+            seen_serial(live.port, cert)
+
+
+def test_files_that_are_no_pair_are_refused_by_name(tmp_path) -> None:
+    cert, key = certify(tmp_path, "one", 1)
+    _, other = certify(tmp_path, "two", 2)
+    for files in (ServerTls(cert, other), ServerTls(tmp_path / "none.pem", key), ServerTls(cert, cert)):
+        with pytest.raises(ConfigError) as caught:
+            LiveTls(files)
+        assert caught.value.field == "tls_cert"
+    with pytest.raises(ConfigError) as caught:
+        LiveTls(ServerTls(cert, key, key))
+    assert caught.value.field == "tls_client_ca"
+
+
+def test_with_tls_it_may_listen_beyond_loopback(tmp_path) -> None:
+    assert DaemonConfig(listen="0.0.0.0:1", tls=ServerTls(tmp_path, tmp_path)).port == 1
+
+
+async def _reload(daemon) -> None:
+    daemon.reload()

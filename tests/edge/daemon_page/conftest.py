@@ -1,0 +1,142 @@
+"""A browser, and a daemon that says what a test tells it to say, through the page's own routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from outrider.edge.daemon.page import page_routes
+
+Piece = tuple[str, bool]  # text, and whether it was an accepted draft
+
+
+def speculation(pieces: list[Piece], tokens: int, **others: Any) -> dict[str, Any]:
+    """What a chunk says of speculation after `tokens` tokens, `pieces` being its own."""
+    return {
+        "pieces": [{"text": text, "accepted": accepted} for text, accepted in pieces],
+        "tokens": tokens,
+        "tokens_per_second": 48.0,
+        "cloud_tokens_per_second": 20.0,
+        "window": 7,
+        "acceptance": 0.75,
+        "round_trip_ms": 42.5,
+        "drafter": "general",
+        "uplink_bytes": 20 * tokens,
+        "downlink_bytes": 30 * tokens,
+        "steps": max(1, tokens // 2),
+        **others,
+    }
+
+
+@dataclass
+class FakeDaemon:
+    """Answers with `pieces`, one a chunk; `hold` keeps the text from ending, `refusals` come before any answer."""
+
+    pieces: list[Piece] = field(default_factory=lambda: [("Once", False), (" upon", True), (" a time", True)])
+    hold: bool = False
+    break_off: bool = False
+    refusals: list[Response] = field(default_factory=list)
+    health: tuple[int, dict[str, Any]] = (200, {"status": "ok"})
+    requests: list[tuple[str, dict[str, Any], dict[str, str]]] = field(default_factory=list)
+    disconnects: int = 0
+    address: str = ""
+
+    def routes(self) -> list[Route]:
+        return [
+            *page_routes(),
+            Route("/health", self._health),
+            Route("/v1/models", self._models),
+            Route("/v1/chat/completions", self._answer, methods=["POST"]),
+            Route("/v1/completions", self._answer, methods=["POST"]),
+        ]
+
+    async def _health(self, request: Request) -> Response:
+        status, body = self.health
+        return JSONResponse(body, status)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "reference", "object": "model"}]})
+
+    async def _answer(self, request: Request) -> Response:
+        self.requests.append((request.url.path, await request.json(), dict(request.headers)))
+        if self.refusals:
+            return self.refusals.pop(0)
+        return StreamingResponse(self._events("chat" in request.url.path), media_type="text/event-stream")
+
+    async def _events(self, chat: bool) -> AsyncIterator[str]:
+        try:
+            for i, piece in enumerate(self.pieces):
+                text = {"delta": {"content": piece[0]}} if chat else {"text": piece[0]}
+                yield _event({"choices": [{"index": 0, **text}], "speculation": speculation([piece], i + 1)})
+                await asyncio.sleep(0.01)
+            while self.hold:
+                yield ": still here\n\n"
+                await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            self.disconnects += 1
+            raise
+        if self.break_off:
+            yield _event({"error": {"message": "the verifier went away", "code": 503, "type": "unavailable"}})
+            return
+        done = {} if not chat else {"delta": {}}
+        yield _event({"choices": [{"index": 0, "finish_reason": "stop", **done}]})
+        yield _event({"choices": [], "usage": {}, "speculation": speculation([], len(self.pieces))})
+        yield "data: [DONE]\n\n"
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+@pytest.fixture
+def daemon() -> Iterator[FakeDaemon]:
+    fake = FakeDaemon()
+    config = uvicorn.Config(Starlette(routes=fake.routes()), host="127.0.0.1", port=0, log_level="error")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    fake.address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    yield fake
+    fake.hold = False
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium, the system's."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("needs chromium on the PATH")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any, daemon: FakeDaemon) -> Iterator[Any]:
+    """The page, open; whatever its console complains of fails the test."""
+    complaints: list[str] = []
+    page = browser.new_page(viewport={"width": 1200, "height": 800})
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
+    page.goto(daemon.address)
+    yield page
+    page.close()
+    assert [c for c in complaints if "Failed to load resource" not in c] == []

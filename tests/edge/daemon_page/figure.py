@@ -1,0 +1,80 @@
+"""Makes the README's picture of the page: the shipped models, a link of 20 ms, steps of 30 ms that stand for a larger
+target, and the daemon, in one process but for the link.
+
+    .venv/bin/python tests/edge/daemon_page/figure.py deploy/figures/page.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+from pathlib import Path
+
+from playwright.async_api import async_playwright
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.family_index import target_folder
+from outrider.cloud.server import VerifierServer
+from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.link.shape import LinkShape
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon.server import Daemon
+
+PROMPT = "It was late in the evening when the old man came to the house by the river."
+SETTINGS = {"temperature": "0.3", "seed": "4", "max-tokens": "80"}
+PACE_S = 0.03
+LINK = LinkShape.of(rtt_ms=20, up_mbit=20, down_mbit=100)
+
+
+async def picture(file: Path, prompt: str, scheme: str, width: int) -> None:
+    """Ask `prompt` on the page and photograph the answer."""
+    verifier = VerifierServer(VerifierConfig(threads=1, pace_s=PACE_S))
+    target = target_folder("reference")
+    async with LinkProcess(to=await verifier.start(), shape=LINK) as link:
+        edge = EdgeConfig(
+            verifier=link.address,
+            model="reference",
+            drafter="general",
+            tokenizer=target / "tokenizer.json",
+            chat_template=target / "chat_template.jinja",
+        )
+        daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0), Client(edge))
+        await photograph(await daemon.start(), file, prompt, scheme, width)
+        await daemon.stop()
+    await verifier.stop(0)
+
+
+async def photograph(url: str, file: Path, prompt: str, scheme: str, width: int) -> None:
+    """In headless Chromium."""
+    async with async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = await browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        await page.goto(url)
+        await page.wait_for_selector("#health[data-state=ok]", timeout=60_000)
+        await page.click("summary")
+        await page.select_option("#form", "text")  # the small target knows tales better than chats
+        for field, value in SETTINGS.items():
+            await page.fill(f"#{field}", value)
+        await page.click("summary")
+        for question in ("Hello.", prompt):  # the first text teaches the policies what they measure
+            await page.fill("#prompt", question)
+            await page.press("#prompt", "Enter")
+            await page.wait_for_selector("[aria-busy=false] >> nth=-1", timeout=120_000)
+            await page.wait_for_selector("#send:visible", timeout=120_000)
+            if question != prompt:
+                await page.click("#clear")
+        await page.wait_for_timeout(500)  # bars glide to their end
+        await page.screenshot(path=file)
+        await browser.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--scheme", choices=("light", "dark"), default="light")
+    parser.add_argument("--width", type=int, default=1200)
+    options = parser.parse_args()
+    asyncio.run(picture(options.file, options.prompt, options.scheme, options.width))

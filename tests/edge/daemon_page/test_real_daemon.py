@@ -1,0 +1,105 @@
+"""The page in a real browser, on a real daemon with a real drafter and a real verifier."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="needs playwright")
+from playwright.sync_api import expect
+
+
+@dataclass
+class Real:
+    """A daemon's URL, and the verifier behind it."""
+
+    url: str
+    verifier: object
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Real]:
+    from outrider.cloud.config import VerifierConfig
+    from outrider.cloud.family_index import target_folder
+    from outrider.cloud.server import VerifierServer
+    from outrider.edge import Client, EdgeConfig
+    from outrider.edge.daemon.config import DaemonConfig
+    from outrider.edge.daemon.server import Daemon
+
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    verifier = VerifierServer(VerifierConfig(threads=1))
+    target = target_folder("reference")
+
+    async def start() -> tuple[Daemon, str]:
+        edge = EdgeConfig(
+            verifier=await verifier.start(),
+            model="reference",
+            drafter="general",
+            tokenizer=target / "tokenizer.json",
+            chat_template=target / "chat_template.jinja",
+        )
+        daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0), Client(edge))
+        return daemon, await daemon.start()
+
+    async def stop() -> None:
+        await daemon.stop()
+        await verifier.stop(0)
+
+    daemon, url = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    yield Real(url, verifier)
+    asyncio.run_coroutine_threadsafe(stop(), loop).result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture
+def page(browser, real):
+    page = browser.new_page(viewport={"width": 1200, "height": 800})
+    page.goto(real.url)
+    expect(page.locator("#health")).to_have_attribute("data-state", "ok", timeout=30_000)
+    yield page
+    page.close()
+
+
+def test_a_text_streams_with_both_kinds_of_tokens_and_the_panels_fill(page) -> None:
+    page.get_by_text("Settings").click()
+    page.get_by_label("Most tokens").fill("48")
+    page.get_by_label("Message").fill("Tom has 12 apples and buys 3 bags of 8 apples each. How many apples has he?")
+    page.get_by_label("Message").press("Enter")
+    answer = page.locator(".message.answer")
+    expect(answer.locator(".foot")).to_contain_text("target steps", timeout=60_000)
+    assert answer.locator(".token.draft").count() > 0
+    assert answer.locator(".token.own").count() > 0
+    assert answer.locator(".token.unknown").count() == 0
+    expect(page.locator("#model")).to_have_value("reference")
+    expect(page.locator("#drafter")).to_have_text("general")
+    for figure in ("rate", "cloud-rate", "acceptance", "steps", "window", "round-trip", "uplink", "downlink"):
+        assert any(letter.isdigit() for letter in page.locator(f"#{figure}").text_content()), figure
+
+
+def test_stop_frees_the_session_at_the_verifier(page, real) -> None:
+    page.get_by_text("Settings").click()
+    page.get_by_label("Most tokens").fill("1500")
+    page.get_by_label("Message").fill("Once upon a time")
+    page.get_by_label("Message").press("Enter")
+    expect(page.locator(".message.answer .token").first).to_be_visible(timeout=60_000)
+    page.keyboard.press("Escape")
+    expect(page.locator(".message.answer .foot")).to_contain_text("stopped")
+    for _ in range(200):
+        if not real.verifier.status().sessions:
+            break
+        page.wait_for_timeout(50)
+    assert real.verifier.status().sessions == 0
+
+
+def test_a_refusal_of_the_daemon_is_said_in_words(page) -> None:
+    page.get_by_label("Message").fill("word " * 4000)
+    page.get_by_label("Message").press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("refuses", timeout=30_000)
