@@ -1,0 +1,66 @@
+"""`outrider doctor`: is everything between here and the target as it should be, and if not, what to do."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+
+from rich.console import Console
+from rich.markup import escape
+
+from outrider.deploy.options import connection
+from outrider.edge import EdgeConfig
+from outrider.edge.doctor import Examined, Outcome, examine
+from outrider.proto.release import release
+
+STYLES = {Outcome.OK: "green", Outcome.WARNING: "yellow", Outcome.FAILED: "bold red", Outcome.SKIPPED: "dim"}
+OUTCOME_WIDTH = max(len(outcome.value) for outcome in Outcome)
+CHECK_WIDTH = 20
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """`outrider doctor`; 0 unless a check failed."""
+    config = _config(options)
+    if options.json:
+        examined = asyncio.run(examine(config))
+        print(json.dumps({"release": release(), "checks": [one.record() for one in examined]}))
+    else:
+        console = Console(highlight=False)
+        examined = asyncio.run(examine(config, lambda one: _show(console, one)))
+        console.print(_verdict(examined))
+    return int(any(one.finding.outcome is Outcome.FAILED for one in examined))
+
+
+def _config(options: argparse.Namespace) -> EdgeConfig:
+    return EdgeConfig(
+        coordinator=options.coordinator,
+        verifier=options.verifier,
+        tokenizer=options.tokenizer,
+        model=options.model,
+        cache=options.cache,
+        drafter=options.drafter,
+        window=options.window,
+        threads=options.drafter_threads,
+        **connection(options),
+    )
+
+
+def _show(console: Console, one: Examined) -> None:
+    """A line of the table as soon as it is known; under it what to do."""
+    found = one.finding
+    colour = STYLES[found.outcome]
+    words = escape(found.message)
+    if found.outcome is Outcome.SKIPPED:
+        words = f"[dim]{words}[/]"
+    console.print(
+        f"[{colour}]{found.outcome.value:<{OUTCOME_WIDTH}}[/]  {one.check:<{CHECK_WIDTH}}", words, soft_wrap=True
+    )
+    if found.remedy:
+        console.print(f"{'':<{OUTCOME_WIDTH}}  {'':<{CHECK_WIDTH}}", f"→ {escape(found.remedy)}", soft_wrap=True)
+
+
+def _verdict(examined: list[Examined]) -> str:
+    outcomes = [one.finding.outcome for one in examined]
+    counts = {outcome: outcomes.count(outcome) for outcome in Outcome if outcome in outcomes}
+    return ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items())

@@ -1,0 +1,294 @@
+"""Each check of the doctor alone, on servers that are well and on such that are not."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from outrider.edge import EdgeConfig
+from outrider.edge.doctor import Finding, Outcome, answers, certificates, clocks, names, ports, rates, releases
+from outrider.edge.doctor import round_trips as round_trips_check
+from outrider.edge.doctor.endpoint import Endpoint
+from outrider.edge.doctor.remedies import failed_by, remedy_of
+from outrider.edge.doctor.visit import Visit
+from outrider.edge.security import Security
+from outrider.proto import errors
+from outrider.proto.lease import LeaseClaim, sign_lease
+from outrider.proto.release import release
+from outrider.proto.tls import ClientTls
+from outrider.proto.types import Lease
+
+
+def at(address: str, tls: ClientTls | None = None, service: str = "", role: str = "coordinator") -> Endpoint:
+    name = tls.server_name if tls is not None else None
+    return Endpoint(role, address, f"--{role}", service, Security(tls), name)
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_a_warning_or_failure_without_a_remedy_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="it broke"):
+        Finding(Outcome.FAILED, "it broke")
+
+
+def test_every_error_has_a_remedy_that_names_an_option_or_a_command() -> None:
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.OutriderError)
+    ]
+    assert len(kinds) > 10
+    for kind in kinds:
+        remedy = remedy_of(kind("went wrong"))
+        assert "--" in remedy or "`outrider" in remedy or "`pip" in remedy, kind
+
+
+def test_the_time_to_retry_is_part_of_the_remedy() -> None:
+    finding = failed_by(errors.ResourceExhausted("32 sessions run", retry_after_s=2.0))
+    assert finding.outcome is Outcome.FAILED
+    assert "retry in 2 s" in finding.remedy
+
+
+# --- the way ---
+
+
+def test_names_resolve_or_not() -> None:
+    good = asyncio.run(names.resolve(at("localhost:1")))
+    assert good.outcome is Outcome.OK
+    assert good.figures["addresses"]
+    assert asyncio.run(names.resolve(at("127.0.0.1:1"))).outcome is Outcome.OK
+    bad = asyncio.run(names.resolve(at("no-such-host.invalid:1")))
+    assert bad.outcome is Outcome.FAILED
+    assert "no-such-host.invalid" in bad.message
+    assert "--coordinator" in bad.remedy
+
+
+def test_ports_take_connections_or_not(small_server) -> None:
+    async def main() -> None:
+        async with small_server() as address:
+            good = await ports.connect(at(address))
+        assert good.outcome is Outcome.OK
+        assert good.figures["connect_s"] > 0
+        bad = await ports.connect(at(f"127.0.0.1:{closed_port()}"))
+        assert bad.outcome is Outcome.FAILED
+        assert "nothing listens" in bad.message
+        assert "outrider coordinator" in bad.remedy
+
+    asyncio.run(main())
+
+
+def test_a_service_serves_drains_or_is_another(small_server) -> None:
+    async def main() -> None:
+        async with small_server() as address:
+            assert (await answers.answer(at(address))).outcome is Outcome.OK
+            other = await answers.answer(at(address, service="another.service" * 10))
+            assert other.outcome is Outcome.FAILED
+            assert "--verifier" in other.remedy
+        async with small_server(status=health_pb2.HealthCheckResponse.NOT_SERVING) as address:
+            draining = await answers.answer(at(address))
+        assert draining.outcome is Outcome.FAILED
+        assert "NOT_SERVING" in draining.message
+
+    asyncio.run(main())
+
+
+def test_what_speaks_no_grpc_is_said_to(monkeypatch) -> None:
+    async def main() -> None:
+        async def say_html(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(say_html, "127.0.0.1", 0) as server:
+            found = await answers.answer(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        assert found.outcome is Outcome.FAILED
+        assert "no gRPC" in found.message
+
+    asyncio.run(main())
+
+
+# --- TLS ---
+
+
+def credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
+    """Gives out whatever certificate it is told, also one that a server of ours would refuse to start with."""
+    pair = [(key.read_bytes(), cert.read_bytes())]
+    if client_ca is None:
+        return grpc.ssl_server_credentials(pair)
+    return grpc.ssl_server_credentials(pair, client_ca.read_bytes(), require_client_auth=True)
+
+
+def inspected(small_server, shown: grpc.ServerCredentials | None, tls: ClientTls | None) -> Finding:
+    async def main() -> Finding:
+        async with small_server(credentials=shown) as address:
+            return await certificates.inspect(at(address, tls))
+
+    return asyncio.run(main())
+
+
+def test_a_good_certificate_is_told_with_names_issuer_and_days(small_server, authority, tmp_path) -> None:
+    ours = authority("ours")
+    found = inspected(small_server, credentials(*ours.sign(tmp_path)), ClientTls(ours.file))
+    assert found.outcome is Outcome.OK, found
+    assert "localhost" in found.figures["names"]
+    assert "ours" in found.figures["issuer"]
+    assert 298 < found.figures["expires_in_days"] <= 300
+
+
+@pytest.mark.parametrize(
+    ("days", "words"), [((-20, -1), "expired"), ((1, 20), "only valid from")], ids=["expired", "not yet valid"]
+)
+def test_a_certificate_outside_its_dates_fails_beside_what_the_clock_says(
+    small_server, authority, tmp_path, days, words
+) -> None:
+    ours = authority("ours")
+    found = inspected(small_server, credentials(*ours.sign(tmp_path, days=days)), ClientTls(ours.file))
+    assert found.outcome is Outcome.FAILED
+    assert words in found.message
+    assert "this machine's clock says" in found.message
+    assert "timedatectl" in found.remedy
+
+
+def test_a_certificate_that_soon_expires_is_a_warning(small_server, authority, tmp_path) -> None:
+    ours = authority("ours")
+    found = inspected(small_server, credentials(*ours.sign(tmp_path, days=(-1, 3))), ClientTls(ours.file))
+    assert found.outcome is Outcome.WARNING
+    assert "outrider certs" in found.remedy
+
+
+def test_an_unknown_authority_and_a_wrong_name_are_told_apart(small_server, authority, tmp_path) -> None:
+    ours, theirs = authority("ours"), authority("theirs")
+    found = inspected(small_server, credentials(*ours.sign(tmp_path)), ClientTls(theirs.file))
+    assert found.outcome is Outcome.FAILED
+    assert "does not vouch" in found.message
+    assert "--tls-ca" in found.remedy
+    elsewhere = credentials(*ours.sign(tmp_path, names=("elsewhere.test",)))
+    found = inspected(small_server, elsewhere, ClientTls(ours.file))
+    assert found.outcome is Outcome.FAILED
+    assert "elsewhere.test" in found.message
+    assert "--tls-server-name" in found.remedy
+    found = inspected(small_server, elsewhere, ClientTls(ours.file, server_name="elsewhere.test"))
+    assert found.outcome is Outcome.OK
+
+
+def test_a_server_that_wants_a_clients_certificate_gets_it_or_says_so(small_server, authority, tmp_path) -> None:
+    ours = authority("ours")
+    cert, key = ours.sign(tmp_path)
+    mutual = credentials(cert, key, ours.file)
+    found = inspected(small_server, mutual, ClientTls(ours.file))
+    assert found.outcome is Outcome.FAILED
+    assert "--tls-cert" in found.remedy
+    assert inspected(small_server, mutual, ClientTls(ours.file, cert, key)).outcome is Outcome.OK
+
+
+def test_tls_on_one_side_only_fails_and_plain_text_on_loopback_is_skipped(small_server, authority, tmp_path) -> None:
+    ours = authority("ours")
+    found = inspected(small_server, None, ClientTls(ours.file))
+    assert found.outcome is Outcome.FAILED
+    assert "does not speak TLS" in found.message
+    found = inspected(small_server, credentials(*ours.sign(tmp_path)), None)
+    assert found.outcome is Outcome.FAILED
+    assert "--tls-ca" in found.remedy
+    assert inspected(small_server, None, None).outcome is Outcome.SKIPPED
+
+
+def test_a_file_that_holds_no_certificate_is_named(small_server, tmp_path) -> None:
+    rubbish = tmp_path / "rubbish.pem"
+    rubbish.write_text("rubbish")
+    found = inspected(small_server, None, ClientTls(rubbish))
+    assert found.outcome is Outcome.FAILED
+    assert "rubbish.pem" in found.message
+
+
+# --- clocks and releases ---
+
+
+def visit_with(**lease: object) -> Visit:
+    visit = Visit.begin(EdgeConfig(coordinator="127.0.0.1:1"))
+    fields = {
+        "verifier": "a",
+        "address": "127.0.0.1:2",
+        "expires_in_s": 600.0,
+        "model": "m",
+        "tokenizer_sha256": "0" * 64,
+    }
+    visit.lease = Lease(**{"token": b"", **fields, **lease})
+    visit.leased_between = (time.time() - 0.1, time.time())
+    return visit
+
+
+def token(ahead_s: float) -> bytes:
+    """Of a lease of 600 s by a coordinator whose clock is so far ahead of ours."""
+    claim = LeaseClaim(verifier="a", model="m", session="s", expires_at_s=time.time() - 0.05 + 600 + ahead_s)
+    return sign_lease(claim, b"secret of sixteen bytes")
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "outcome", "words"),
+    [
+        (0, Outcome.OK, "runs evenly"),
+        (2, Outcome.OK, "behind"),
+        (90, Outcome.WARNING, "behind"),
+        (-90, Outcome.WARNING, "ahead"),
+    ],
+)
+def test_the_coordinators_clock_is_read_off_the_lease(ahead_s, outcome, words) -> None:
+    found = asyncio.run(clocks.compare(visit_with(token=token(ahead_s))))
+    assert found.outcome is outcome
+    assert words in found.message
+
+
+def test_a_clock_that_steps_is_a_warning_and_no_lease_is_no_reading() -> None:
+    visit = visit_with(token=token(0))
+    visit.began_wall_s -= 10
+    found = asyncio.run(clocks.compare(visit))
+    assert found.outcome is Outcome.WARNING
+    assert "moved" in found.message
+    assert asyncio.run(clocks.compare(visit_with(token=b"something else"))).outcome is Outcome.SKIPPED
+
+
+def test_releases_that_differ_are_a_warning() -> None:
+    assert asyncio.run(releases.compare(visit_with(release=release()))).outcome is Outcome.OK
+    found = asyncio.run(releases.compare(visit_with(release="0.0.1")))
+    assert found.outcome is Outcome.WARNING
+    assert "coordinator 0.0.1" in found.message
+
+
+# --- the link ---
+
+
+def test_a_long_way_is_a_warning_with_its_length(small_server, monkeypatch) -> None:
+    monkeypatch.setattr(round_trips_check, "CALLS", 3)
+
+    async def measured(delay_s: float) -> Finding:
+        async with small_server(delay_s=delay_s) as address:
+            return await round_trips_check.measure(at(address, role="verifier"))
+
+    short = asyncio.run(measured(0.0))
+    assert short.outcome is not Outcome.FAILED
+    assert short.figures["median_s"] < 0.3
+    long = asyncio.run(measured(0.3))
+    assert long.outcome is Outcome.WARNING
+    assert long.figures["median_s"] >= 0.3
+    assert "outrider bench --rtt" in long.remedy
+
+
+def test_a_thin_uplink_is_a_warning_with_its_rate(small_server) -> None:
+    async def measured(bytes_s: float) -> Finding:
+        async with small_server(bytes_s=bytes_s) as address:
+            visit = Visit.begin(EdgeConfig(verifier=address, model="m"))
+            return await rates.measure(visit)
+
+    thin = asyncio.run(measured(12_000))
+    assert thin.outcome is Outcome.WARNING
+    assert 0 < thin.figures["up_bytes_s"] <= 12_000
+    assert "slow up" in thin.message
+    wide = asyncio.run(measured(float("inf")))
+    assert wide.outcome is Outcome.OK
+    assert "down is not measured" in wide.message

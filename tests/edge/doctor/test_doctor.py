@@ -1,0 +1,194 @@
+"""The doctor's whole round on a real verifier and coordinator, well and unwell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+
+import pytest
+
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.doctor import Examined, Outcome, examine, round_trips, visit
+from outrider.edge.drafters.packages import FAMILY
+from outrider.proto.access import Key, new_secret, secret_sha256
+from outrider.proto.release import release
+from outrider.proto.tls import ServerTls
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config whose cache is empty, so that everything is fetched."""
+    return lambda **fields: EdgeConfig(**{"cache": tmp_path / "cache", **fields})
+
+
+def outcomes(examined: list[Examined]) -> dict[str, Outcome]:
+    return {one.check: one.finding.outcome for one in examined}
+
+
+def finding(examined: list[Examined], check: str):
+    return next(one.finding for one in examined if one.check == check)
+
+
+def test_a_healthy_cluster_has_no_complaint(cloud, config) -> None:
+    told: list[Examined] = []
+    examined = asyncio.run(examine(config(coordinator=cloud.coordinator), told.append))
+    assert told == examined
+    found = outcomes(examined)
+    # A busy machine may well be slow, so warnings about speed are no failures of this test.
+    assert Outcome.FAILED not in found.values(), [one.record() for one in examined]
+    assert [check for check, outcome in found.items() if outcome is Outcome.SKIPPED] == [
+        "coordinator TLS",
+        "verifier TLS",
+    ]
+    text = finding(examined, "text")
+    assert text.figures["same"] is True
+    assert text.figures["tokens"] == 16
+    assert finding(examined, "drafting").figures["drafting_s"] > 0
+    assert finding(examined, "rate").figures["down_bytes_s"] > 0
+    releases = finding(examined, "releases").figures
+    assert releases["edge"] == releases["coordinator"] == releases["verifier"] == release()
+    json.dumps([one.record() for one in examined])
+
+
+def test_a_verifier_alone_is_looked_at_without_what_only_a_coordinator_knows(cloud, config) -> None:
+    examined = asyncio.run(examine(config(verifier=cloud.verifier, model="reference", drafter="general")))
+    found = outcomes(examined)
+    assert Outcome.FAILED not in found.values(), [one.record() for one in examined]
+    assert "lease" not in found
+    assert found["clock"] is Outcome.SKIPPED
+    assert found["text"] in (Outcome.OK, Outcome.WARNING)
+
+
+def test_what_needs_a_failed_check_is_skipped_and_names_it(config) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    examined = asyncio.run(examine(config(coordinator=address)))
+    found = outcomes(examined)
+    assert [check for check, outcome in found.items() if outcome is Outcome.FAILED] == ["coordinator port"]
+    assert finding(examined, "text").message == "coordinator port failed"
+    assert finding(examined, "round trip").outcome is Outcome.SKIPPED
+
+
+def test_a_verifier_is_no_coordinator_and_the_other_way_round(cloud, config) -> None:
+    examined = asyncio.run(examine(config(coordinator=cloud.verifier)))
+    assert "--verifier" in finding(examined, "coordinator answers").remedy
+    examined = asyncio.run(examine(config(verifier=cloud.coordinator, model="reference", drafter="general")))
+    assert "--coordinator" in finding(examined, "verifier answers").remedy
+
+
+def test_an_unknown_model_is_told_at_the_lease(cloud, config) -> None:
+    lease = finding(asyncio.run(examine(config(coordinator=cloud.coordinator, model="nobody"))), "lease")
+    assert lease.outcome is Outcome.FAILED
+    assert "--model" in lease.remedy
+
+
+def test_a_wrong_tokenizer_is_told_by_hash_or_by_the_verifier(cloud, config, tmp_path) -> None:
+    wrong = tmp_path / "tokenizer.json"
+    changed = json.loads((FAMILY / "general" / "tokenizer.json").read_text(encoding="utf-8"))
+    changed["normalizer"] = {"type": "Lowercase"}
+    wrong.write_text(json.dumps(changed))
+    examined = asyncio.run(examine(config(coordinator=cloud.coordinator, tokenizer=wrong)))
+    assert finding(examined, "tokenizer").outcome is Outcome.FAILED
+    assert "--tokenizer" in finding(examined, "tokenizer").remedy
+    examined = asyncio.run(
+        examine(config(verifier=cloud.verifier, model="reference", tokenizer=wrong, drafter="ngram"))
+    )
+    opening = finding(examined, "session opens")
+    assert opening.outcome is Outcome.FAILED
+    assert opening.figures["kind"] == "TokenizerMismatch"
+    missing = asyncio.run(examine(config(verifier=cloud.verifier, model="reference")))
+    assert "--tokenizer" in finding(missing, "tokenizer").message
+
+
+def test_a_damaged_drafter_is_named_and_the_rest_is_still_looked_at(cloud, config, tmp_path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(FAMILY / "general", broken)
+    (broken / "model.onnx").write_bytes((broken / "model.onnx").read_bytes()[:-1] + b"x")
+    examined = asyncio.run(examine(config(coordinator=cloud.coordinator, drafter=str(broken))))
+    drafter = finding(examined, "drafter")
+    assert drafter.outcome is Outcome.FAILED
+    assert "model.onnx" in drafter.message
+    assert "--drafter ngram" in drafter.remedy
+    assert finding(examined, "session opens").outcome is Outcome.OK
+    assert finding(examined, "text").message == "drafter failed"
+
+
+def test_without_a_drafter_there_is_nothing_to_load_and_the_text_still_comes(cloud, config) -> None:
+    examined = asyncio.run(examine(config(coordinator=cloud.coordinator, drafter="none")))
+    found = outcomes(examined)
+    assert (found["drafter"], found["drafting"]) == (Outcome.SKIPPED, Outcome.SKIPPED)
+    assert found["text"] is Outcome.OK
+
+
+def test_a_verifier_that_is_full_says_so(cloud, config, tokenizer_file, monkeypatch) -> None:
+    monkeypatch.setattr(visit, "PATIENT_S", 1.0)
+
+    async def main() -> list[Examined]:
+        edge = EdgeConfig(verifier=cloud.verifier, model="reference", tokenizer=tokenizer_file, drafter="none")
+        async with Client(edge) as occupant:
+            texts = [
+                occupant.generate("Once upon a time", max_tokens=1900, ignore_eos=True) for _ in range(cloud.places)
+            ]
+            for text in texts:
+                await anext(text)
+            try:
+                return await examine(
+                    config(verifier=cloud.verifier, model="reference", tokenizer=tokenizer_file, drafter="none")
+                )
+            finally:
+                for text in texts:
+                    await text.aclose()
+
+    opening = finding(asyncio.run(main()), "session opens")
+    assert opening.outcome is Outcome.FAILED
+    assert opening.figures["kind"] == "ResourceExhausted"
+    assert "--max-sessions" in opening.remedy
+
+
+def test_tls_an_api_key_and_a_relay_are_seen_through(cloud, config, authority, tmp_path) -> None:
+    ours = authority("ours")
+    cert, key = ours.sign(tmp_path)
+    secret = new_secret()
+    keys = tmp_path / "keys.toml"
+    keys.write_text(Key("tester", secret_sha256(secret)).toml())
+    keys.chmod(0o600)
+    with cloud.coordinated(tls=ServerTls(cert, key), api_keys=keys, relay=True) as address:
+        well = asyncio.run(examine(config(coordinator=address, tls_ca=ours.file, api_key=secret)))
+        unknown = asyncio.run(examine(config(coordinator=address, tls_ca=ours.file, api_key="wrong")))
+        plain = asyncio.run(examine(config(coordinator=address, api_key=secret)))
+    assert Outcome.FAILED not in outcomes(well).values(), [one.record() for one in well]
+    assert finding(well, "coordinator TLS").outcome is Outcome.OK
+    assert "relays" in finding(well, "verifier port").message
+    assert finding(well, "text").figures["same"] is True
+    assert finding(unknown, "lease").outcome is Outcome.FAILED
+    assert "--api-key-file" in finding(unknown, "lease").remedy
+    assert "--tls-ca" in finding(plain, "coordinator TLS").remedy
+    assert secret not in json.dumps([one.record() for one in (*well, *unknown, *plain)])
+
+
+def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(cloud, config, monkeypatch) -> None:
+    async def broken(at) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(round_trips, "measure", broken)
+    examined = asyncio.run(examine(config(verifier=cloud.verifier, model="reference", drafter="general")))
+    assert finding(examined, "round trip").outcome is Outcome.FAILED
+    assert "a defect" in finding(examined, "round trip").message
+    assert finding(examined, "text").figures["same"] is True
+
+
+def test_the_command_prints_remedies_or_json_and_its_status_tells(cloud, capsys, tmp_path) -> None:
+    from outrider.deploy.cli import main
+
+    cache = ["--cache", str(tmp_path)]
+    assert main(["doctor", "--coordinator", cloud.coordinator, "--json", *cache]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["release"]
+    assert {"check", "outcome", "message", "remedy", "figures"} == set(record["checks"][0])
+    assert main(["doctor", "--coordinator", "no-such-host.invalid:1", *cache]) == 1
+    said = capsys.readouterr().out
+    assert "failed   coordinator name" in said
+    assert "→" in said
+    assert "--coordinator" in said
