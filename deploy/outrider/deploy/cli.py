@@ -12,30 +12,42 @@ from pathlib import Path
 
 from outrider.deploy.options import (
     Parser,
+    add_access,
     add_command,
+    add_connection,
     add_drafting,
+    add_grammar,
     add_listening,
+    add_metrics,
     add_sampling,
     add_target,
+    add_tls,
+    add_trace_endpoint,
+    add_tracing,
     at_least,
     comma_list,
     number,
     one_of,
 )
+from outrider.deploy.termination import STATUS, Terminated, sigterm_unwinds
 from outrider.proto.errors import ConfigError, OutriderError
+from outrider.proto.logs import FORMATS, LEVELS, configure
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; its exit status. A mistake or a failure is one line on standard error."""
     options = build_parser().parse_args(argv)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns of each retry; our error says it once
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure(options.log_level, options.log_format)
     try:
-        return int(options.run_command(options))
+        with sigterm_unwinds():
+            return int(options.run_command(options))
     except OutriderError as error:
         option = error.field.rpartition(".")[2].replace("_", "-")
         print(f"outrider {options.command}: {f'{option}: ' if option else ''}{error.message}", file=sys.stderr)
         return 1
+    except Terminated:
+        return STATUS
     except KeyboardInterrupt:
         return 130
 
@@ -57,18 +69,25 @@ def _in(module: str, function: str) -> Callable[[argparse.Namespace], int]:
 def build_parser() -> Parser:
     """All commands and options."""
     parser = Parser(prog="outrider", description="Edge-cloud speculative decoding; the text is exactly the target's.")
-    parser.add_argument("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--log-level", default="warning", choices=LEVELS)
+    parser.add_argument("--log-format", default="text", choices=FORMATS, help="json: one object a line")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     _add_run(commands)
     _add_up(commands)
     _add_coordinator(commands)
     _add_verifier(commands)
     _add_generate(commands)
+    _add_edge(commands)
     _add_train(commands)
     _add_export(commands)
+    _add_submit(commands)
     add_command(commands, "models", "list the embedded targets and drafters", _in("models", "models"))
     _add_drain(commands)
+    _add_scale(commands)
     _add_status(commands)
+    _add_certs(commands)
+    _add_key(commands)
+    _add_doctor(commands)
     _add_demo(commands)
     _add_link(commands)
     _add_bench(commands)
@@ -87,6 +106,7 @@ def _add_run(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = add_command(commands, "run", "decode prompts with verifier and edge in this process", _in("decode", "run"))
     _add_prompts(parser)
     add_sampling(parser)
+    add_grammar(parser)
     add_drafting(parser)
     add_target(parser)
 
@@ -98,7 +118,29 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--cache", type=Path, default=_cache(), metavar="DIR", help="of downloaded drafters")
     _add_prompts(parser)
     add_sampling(parser)
+    add_grammar(parser)
     add_drafting(parser)
+
+
+def _add_edge(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(commands, "edge", "serve OpenAI's HTTP API on this machine", _in("daemon", "edge"))
+    parser.add_argument("--coordinator", default="", metavar="HOST:PORT", help="to ask for a verifier; or")
+    parser.add_argument("--verifier", default="", metavar="HOST:PORT", help="fixed, without a coordinator")
+    parser.add_argument("--model", default="", metavar="NAME", help="target; empty: what the coordinator has")
+    parser.add_argument("--cache", type=Path, default=_cache(), metavar="DIR", help="of downloaded drafters")
+    parser.add_argument("--tokenizer", type=Path, default=None, metavar="FILE", help="with --verifier: tokenizer.json")
+    parser.add_argument(
+        "--chat-template", type=Path, default=None, metavar="FILE", help="a template, or tokenizer_config.json"
+    )
+    add_listening(parser, "127.0.0.1:8080")
+    parser.add_argument("--api-keys", type=Path, default=None, metavar="FILE", help="of which requests must show one")
+    parser.add_argument("--max-requests", type=at_least(1), default=256, metavar="N", help="for texts, at once")
+    parser.add_argument("--request-timeout", type=number(0), default=600.0, metavar="S", help="for a whole answer")
+    parser.add_argument("--grace", type=number(0), default=10.0, metavar="S", help="for running answers to end on exit")
+    add_drafting(parser)
+    add_tls(parser)
+    add_connection(parser, "cloud-")
+    add_tracing(parser)
 
 
 def _add_up(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -106,8 +148,11 @@ def _add_up(commands: argparse._SubParsersAction[Parser]) -> None:
         commands, "up", "start a local Ray with verifiers and a coordinator, and stay", _in("servers", "up")
     )
     add_listening(parser, "127.0.0.1:50050")
+    add_tls(parser)
     parser.add_argument("--verifiers", type=at_least(1), default=1, metavar="N", help="actors of the same target")
     _add_lease_options(parser)
+    add_access(parser)
+    add_metrics(parser)
     add_target(parser)
 
 
@@ -116,15 +161,27 @@ def _add_coordinator(commands: argparse._SubParsersAction[Parser]) -> None:
         commands, "coordinator", "serve leases and drafters for a Ray cluster", _in("servers", "coordinator")
     )
     add_listening(parser, "127.0.0.1:50050")
+    add_tls(parser)
+    add_access(parser)
+    parser.add_argument(
+        "--verifier-tls-ca", type=Path, default=None, metavar="FILE", help="speak TLS to verifiers; their authority"
+    )
+    parser.add_argument(
+        "--verifier-tls-name", default="", metavar="NAME", help="that the certificates of fixed verifiers have"
+    )
     parser.add_argument("--ray-address", default="auto", metavar="ADDRESS", help="of the Ray cluster")
     parser.add_argument(
         "--verifier", action="append", default=[], metavar="NAME=HOST:PORT", help="fixed, instead of Ray; repeatable"
     )
     parser.add_argument("--model", default="reference", metavar="NAME", help="target of fixed verifiers")
     parser.add_argument("--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json of that target")
+    parser.add_argument(
+        "--chat-template", type=Path, default=None, metavar="FILE", help="of that target, or its tokenizer_config.json"
+    )
     parser.add_argument("--state", type=Path, default=None, metavar="FILE", help="keeps fleet statistics on restart")
     _add_lease_options(parser)
     _add_secret(parser)
+    add_metrics(parser)
 
 
 def _add_verifier(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -132,15 +189,24 @@ def _add_verifier(commands: argparse._SubParsersAction[Parser]) -> None:
         commands, "verifier", "serve one target, here or as an actor in a Ray cluster", _in("servers", "verifier")
     )
     add_listening(parser, "127.0.0.1:0")
+    add_tls(parser)
     parser.add_argument("--advertise", default="", metavar="HOST", help="by which edges reach it; empty: as it listens")
     parser.add_argument("--name", default="verifier", metavar="NAME", help="unique in the cluster")
     parser.add_argument(
         "--ray-address", default="", metavar="ADDRESS", help="start as a detached actor there and leave"
     )
-    parser.add_argument("--num-cpus", type=number(0), default=1.0, metavar="N", help="with --ray-address")
-    parser.add_argument("--num-gpus", type=number(0), default=0.0, metavar="N", help="with --ray-address")
+    parser.add_argument("--cpus", type=number(0), default=1.0, metavar="N", help="that Ray reserves for it")
+    parser.add_argument("--gpus", type=number(0), default=0.0, metavar="N", help="that Ray reserves for it")
+    parser.add_argument(
+        "--resource", action="append", default=[], metavar="NAME=N", help="of your own, that Ray reserves; repeatable"
+    )
+    parser.add_argument(
+        "--placement", choices=("pack", "spread"), default="pack", help="on few nodes of the cluster, or on many"
+    )
     parser.add_argument("--drain-grace", type=number(0), default=10.0, metavar="S", help="for sessions to move away")
     _add_secret(parser)
+    add_metrics(parser)
+    add_trace_endpoint(parser)
     add_target(parser)
 
 
@@ -176,6 +242,52 @@ def _add_export(commands: argparse._SubParsersAction[Parser]) -> None:
     )
 
 
+def _add_submit(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands,
+        "submit",
+        "run a command as a job on a Ray cluster, follow it, and get what it wrote",
+        _in("submit.command", "submit"),
+    )
+    parser.add_argument("--address", default=_job_server(), metavar="URL", help="of the cluster's job server")
+    parser.add_argument("--name", default="", metavar="ID", help="of the job; empty: a new one")
+    parser.add_argument(
+        "--input", action="append", default=[], metavar="FILE", help="file or folder that the command reads; repeatable"
+    )
+    parser.add_argument(
+        "--fetch",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="what to bring back, relative; repeatable; not set: what the command's options name as its output",
+    )
+    parser.add_argument("--output", type=Path, default=None, metavar="DIR", help="to bring it to; not set: ./ID")
+    parser.add_argument("--no-wait", action="store_true", help="do not follow the job")
+    parser.add_argument("--cpus", type=number(0), default=None, metavar="N", help="that Ray reserves for the command")
+    parser.add_argument("--gpus", type=number(0), default=None, metavar="N", help="that Ray reserves for the command")
+    parser.add_argument("--wheel", default="auto", metavar="FILE", help="auto: of this checkout; none: the cluster's")
+    parser.add_argument(
+        "--install",
+        choices=("modules", "pip"),
+        default="modules",
+        help="the wheel alone, where the cluster has its dependencies; or with them, from a package index",
+    )
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the command; repeatable")
+    parser.add_argument("--follow", default="", metavar="ID", help="a job that runs, or has ended: show it and fetch")
+    parser.add_argument("--stop", default="", metavar="ID", help="ask a job to stop")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="and its options")
+
+
+def _add_scale(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands, "scale", "start or drain verifiers of a Ray cluster until there are N", _in("fleet", "scale")
+    )
+    parser.add_argument("count", type=at_least(0), metavar="N", help="verifiers to have")
+    parser.add_argument("--ray-address", default="auto", metavar="ADDRESS", help="of the Ray cluster")
+    parser.add_argument("--model", default="", metavar="NAME", help="target; empty: the only one there is")
+    parser.add_argument("--drain-grace", type=number(0), default=30.0, metavar="S", help="for sessions to move away")
+
+
 def _add_drain(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = add_command(commands, "drain", "send a verifier's sessions elsewhere", _in("control", "drain"))
     parser.add_argument("name", metavar="NAME", help="of the verifier")
@@ -183,9 +295,49 @@ def _add_drain(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_status(commands: argparse._SubParsersAction[Parser]) -> None:
-    parser = add_command(commands, "status", "show verifiers, drafters and leases", _in("control", "status"))
+    parser = add_command(
+        commands, "status", "show verifiers, drafters, leases and the edges' links", _in("control", "status")
+    )
     _add_coordinator_address(parser)
     parser.add_argument("--json", action="store_true", help="as one JSON object")
+    parser.add_argument("--watch", type=number(0.1), default=None, metavar="S", help="again every S seconds")
+
+
+def _add_doctor(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands, "doctor", "check everything between here and the target, and say what to do", _in("doctor", "doctor")
+    )
+    parser.add_argument("--coordinator", default="", metavar="HOST:PORT", help="to ask for a verifier; or")
+    parser.add_argument("--verifier", default="", metavar="HOST:PORT", help="fixed, without a coordinator")
+    parser.add_argument("--model", default="", metavar="NAME", help="target; empty: what the coordinator has")
+    parser.add_argument("--cache", type=Path, default=_cache(), metavar="DIR", help="of downloaded drafters")
+    parser.add_argument("--tokenizer", type=Path, default=None, metavar="FILE", help="with --verifier: tokenizer.json")
+    parser.add_argument("--json", action="store_true", help="as one JSON object")
+    add_connection(parser)
+    add_drafting(parser)
+
+
+def _add_certs(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands, "certs", "make an authority and certificates for tests and closed networks", _in("certs", "certs")
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="to make; nothing in it is overwritten")
+    parser.add_argument(
+        "--host", action="append", default=[], metavar="NAME", help="or IP by which servers are reached; repeatable"
+    )
+    parser.add_argument("--days", type=at_least(1), default=90, metavar="N", help="that the certificates are valid")
+    parser.add_argument("--client", default="edge", metavar="NAME", help="of the client's certificate")
+
+
+def _add_key(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(commands, "key", "make an API key: its secret, shown once, and its table", _in("certs", "key"))
+    parser.add_argument("name", metavar="NAME", help="of whoever gets it")
+    parser.add_argument("--max-sessions", type=at_least(1), default=None, metavar="N", help="texts at once, at most")
+    parser.add_argument(
+        "--tokens-per-minute", type=at_least(1), default=None, metavar="N", help="generated, on average, at most"
+    )
+    parser.add_argument("--admin", action="store_true", help="may ask for the status and drain verifiers")
+    parser.add_argument("--append", type=Path, default=None, metavar="FILE", help="append the table to this keys file")
 
 
 def _add_demo(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -278,6 +430,13 @@ def _add_secret(parser: Parser) -> None:
 
 def _add_coordinator_address(parser: Parser) -> None:
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="to ask for a verifier")
+    add_connection(parser)
+
+
+def _job_server() -> str:
+    """Where Ray's own commands would go, if that is an HTTP address."""
+    named = [os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")]
+    return next((address for address in named if address.startswith("http")), "http://127.0.0.1:8265")
 
 
 def _cache() -> Path:

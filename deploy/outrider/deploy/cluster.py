@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,9 +34,13 @@ async def local_cluster(
     listen: str = "127.0.0.1:0",
     insecure_listen: bool = False,
     lease_seconds: float = 600.0,
+    access: Mapping[str, Any] | None = None,
     drafters: tuple[Path, ...] = (),
 ) -> AsyncIterator[LocalCluster]:
     """Start a local Ray, `verifiers` actors of the same target, and a coordinator; end them all on leaving.
+
+    In a job of a Ray cluster, or wherever RAY_ADDRESS names one, that cluster is joined instead of a new one started.
+    The verifiers listen on loopback, so they stay on this node.
 
     Args:
         verifier: of each; its name is a prefix, its threads default to an equal share of the cores.
@@ -44,6 +48,7 @@ async def local_cluster(
         listen: of the coordinator.
         insecure_listen: allow that to be more than loopback.
         lease_seconds: how long a lease lasts.
+        access: more fields of `CoordinatorConfig`: TLS, API keys, relay.
         drafters: folders of drafter packages, beside the embedded family.
 
     Raises:
@@ -52,6 +57,7 @@ async def local_cluster(
     """
     try:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from outrider.cloud.actor import start_verifier_actor
         from outrider.coordinator.config import CoordinatorConfig
@@ -67,14 +73,20 @@ async def local_cluster(
         insecure_listen=insecure_listen,
         lease_seconds=lease_seconds,
         drafters=(embedded_drafters(), *drafters),
+        **(access or {}),
     )
     verifier = replace(verifier, threads=verifier.threads or max(1, (os.cpu_count() or 1) // verifiers))
-    start_local_ray(NAMESPACE)  # before any gRPC server or channel: Ray forks
+    join_or_start_ray(NAMESPACE)  # before any gRPC server or channel: Ray forks
     try:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
         def start(name: str) -> Any:
             # The actors share one machine, so Ray's accounting of CPUs must not keep any of them from starting.
-            options = {"num_cpus": 0.01, "num_gpus": int(verifier.device.startswith("cuda"))}
+            options = {
+                "num_cpus": 0.01,
+                "num_gpus": int(verifier.device.startswith("cuda")),
+                "scheduling_strategy": here,
+            }
             return start_verifier_actor(name, verifier, lease_secret=secret, ray_options=options)
 
         actors = {name: start(name) for name in (f"{verifier.name}-{i}" for i in range(verifiers))}
@@ -87,6 +99,27 @@ async def local_cluster(
             await server.stop()
     finally:
         await asyncio.to_thread(ray.shutdown)
+
+
+def join_or_start_ray(namespace: str) -> None:
+    """The Ray cluster that RAY_ADDRESS names, as it does in a Ray job; without it a Ray of this process's own.
+
+    Raises:
+        Unavailable: it does not answer, or does not start.
+        ConfigError: its verifiers would be mistaken for ours.
+    """
+    from outrider.coordinator.ray_cluster import connect_ray, verifier_names
+
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not address or address == "local" or "://" in address:  # with a scheme it is for clients of the job server
+        start_local_ray(namespace)
+        return
+    connect_ray(address)
+    if there := verifier_names():
+        raise ConfigError(
+            f"the cluster has verifiers already ({', '.join(there)}); use `outrider coordinator --ray-address auto`",
+            field="ray",
+        )
 
 
 def start_local_ray(namespace: str) -> None:

@@ -4,57 +4,81 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
-from dataclasses import asdict
+from collections.abc import Callable
 
 from rich.console import Console
-from rich.table import Table
+from rich.live import Live
 
+from outrider.deploy.options import security
+from outrider.deploy.status import as_json, tables
 from outrider.edge.control import CoordinatorClient
+from outrider.edge.security import Security
+from outrider.proto.errors import Unavailable
 from outrider.proto.types import ClusterStatus
 
 
 def status(options: argparse.Namespace) -> int:
     """`outrider status`."""
-    shown = asyncio.run(_status(options.coordinator))
-    if options.json:
-        print(json.dumps(asdict(shown)))
+    show = _print_json if options.json else _print_tables
+    if options.watch is None:
+        show(asyncio.run(_status(options.coordinator, security(options))))
+    elif options.json or not Console().is_terminal:
+        asyncio.run(_repeat(options.coordinator, security(options), options.watch, show))
     else:
-        _print(shown)
+        with Live(screen=True, auto_refresh=False) as live:
+            asyncio.run(
+                _repeat(
+                    options.coordinator,
+                    security(options),
+                    options.watch,
+                    lambda seen: live.update(tables(seen), refresh=True),
+                )
+            )
     return 0
 
 
 def drain(options: argparse.Namespace) -> int:
     """`outrider drain`."""
-    sessions = asyncio.run(_drain(options.coordinator, options.name))
+    sessions = asyncio.run(_drain(options.coordinator, options.name, security(options)))
     print(f"{options.name} takes no more sessions; {sessions} were asked to move")
     return 0
 
 
-async def _status(address: str) -> ClusterStatus:
-    client = CoordinatorClient(address)
+async def _status(address: str, security: Security) -> ClusterStatus:
+    client = CoordinatorClient(address, security=security)
     try:
         return await client.status()
     finally:
         await client.close()
 
 
-async def _drain(address: str, name: str) -> int:
-    client = CoordinatorClient(address, timeout_s=60.0)
+async def _repeat(address: str, security: Security, every_s: float, show: Callable[[ClusterStatus], None]) -> None:
+    """Until Ctrl-C. A coordinator that is away for a while is waited for: what was seen last stays on the screen."""
+    client = CoordinatorClient(address, security=security)
+    seen = await client.status()
+    try:
+        while True:
+            show(seen)
+            await asyncio.sleep(every_s)
+            with contextlib.suppress(Unavailable):
+                seen = await client.status()
+    finally:
+        await client.close()
+
+
+async def _drain(address: str, name: str, security: Security) -> int:
+    client = CoordinatorClient(address, timeout_s=60.0, security=security)
     try:
         return await client.drain(name)
     finally:
         await client.close()
 
 
-def _print(status: ClusterStatus) -> None:
-    console = Console()
-    verifiers = Table("verifier", "state", "model", "address", "sessions", "step ms", "restarts", "free KV pages")
-    for v in status.verifiers:
-        step = f"{1000 * v.step_s:.1f}" if v.step_s else "-"
-        numbers = (str(v.sessions), step, str(v.restarts), str(v.kv_pages_free))
-        verifiers.add_row(v.name, v.state, v.model, v.address or "-", *numbers)
-    drafters = Table("drafter", "version", "made for", "MB")
-    for d in status.drafters:
-        drafters.add_row(d.name, d.version, d.target, f"{sum(file.bytes for file in d.files) / 1e6:.1f}")
-    console.print(verifiers, drafters, f"{status.leases_granted} leases granted")
+def _print_json(status: ClusterStatus) -> None:
+    print(json.dumps(as_json(status)), flush=True)
+
+
+def _print_tables(status: ClusterStatus) -> None:
+    Console().print(tables(status))

@@ -9,11 +9,13 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from outrider.deploy.options import connection, grammar
 from outrider.deploy.prompts import Prompt, read_prompts
 from outrider.deploy.show import LiveText, figures
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
@@ -53,7 +55,8 @@ async def _local_client(options: argparse.Namespace) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def _remote_client(options: argparse.Namespace) -> AsyncIterator[Client]:
-    config = _edge_config(options, coordinator=options.coordinator, model=options.model, cache=options.cache)
+    where = {"coordinator": options.coordinator, "model": options.model, "cache": options.cache}
+    config = _edge_config(options, **where, **connection(options))
     async with Client(config) as client:
         yield client
 
@@ -64,7 +67,7 @@ def _edge_config(options: argparse.Namespace, **where: Any) -> EdgeConfig:
 
 async def _decode(options: argparse.Namespace, opening: Any) -> int:
     prompts = _prompts(options)
-    sampling = sampling_of(options)
+    sampling = replace(sampling_of(options), grammar=grammar(options))
     async with opening as client:
         if options.json:
             await _decode_json(client, prompts, sampling, options)

@@ -8,16 +8,25 @@ over the file, and that over the default.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
+import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import configargparse
 
 from outrider.proto.errors import ConfigError
-from outrider.proto.types import Patience
+from outrider.proto.tls import ClientTls, ServerTls
+from outrider.proto.types import Grammar, GrammarKind, Patience
+
+if TYPE_CHECKING:
+    from outrider.edge.security import Security
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -70,6 +79,33 @@ def add_sampling(parser: Parser) -> None:
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
 
 
+def add_grammar(parser: Parser) -> None:
+    """What the texts may be."""
+    group = parser.add_argument_group("grammar (texts follow it and end where it does; give one)")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--json-schema", type=Path, default=None, metavar="FILE", help="JSON that the schema allows")
+    one.add_argument("--grammar-file", type=Path, default=None, metavar="FILE", help="grammar in llguidance's Lark")
+
+
+def grammar(options: argparse.Namespace) -> Grammar | None:
+    """The grammar that the options of `add_grammar` name; None: texts are free.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        InvalidArgument: it is empty or too large; whether it is right is for the verifier to say.
+    """
+    kinds = {"json_schema": GrammarKind.JSON_SCHEMA, "grammar_file": GrammarKind.LARK}
+    for name, kind in kinds.items():
+        path = getattr(options, name)
+        if path is not None:
+            try:
+                return Grammar(kind, path.expanduser().read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                why = getattr(error, "strerror", None) or "it is not UTF-8"
+                raise ConfigError(f"cannot read {path}: {why}", field=name.replace("_", "-")) from error
+    return None
+
+
 def add_target(parser: Parser) -> None:
     """The target and where it runs."""
     group = parser.add_argument_group("target")
@@ -86,6 +122,13 @@ def add_target(parser: Parser) -> None:
     )
     group.add_argument(
         "--max-sessions", type=at_least(1), default=32, metavar="N", help="texts that a verifier decodes at once"
+    )
+    group.add_argument(
+        "--keep",
+        type=number(0),
+        default=300.0,
+        metavar="S",
+        help="keep an idle conversation's KV cache so long at most, while nobody else needs it; 0: never",
     )
     group.add_argument(
         "--patience",
@@ -113,8 +156,107 @@ def add_listening(parser: Parser, default: str) -> None:
     """Where a server listens."""
     parser.add_argument("--listen", default=default, metavar="HOST:PORT", help="port 0 takes a free one")
     parser.add_argument(
-        "--insecure-listen", action="store_true", help="allow an address beyond loopback, in plain text"
+        "--insecure-listen", action="store_true", help="allow an address beyond loopback without TLS: all can be read"
     )
+
+
+def add_metrics(parser: Parser) -> None:
+    """Figures for Prometheus, of a server that has no HTTP of its own."""
+    group = parser.add_argument_group("metrics")
+    group.add_argument("--metrics-listen", default="", metavar="HOST:PORT", help="serve /metrics there; empty: nowhere")
+    group.add_argument(
+        "--insecure-metrics", action="store_true", help="allow that beyond loopback: figures in plain text, no login"
+    )
+
+
+def metrics(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a server's config that the options of `add_metrics` set."""
+    return {"metrics_listen": options.metrics_listen, "insecure_metrics": options.insecure_metrics}
+
+
+def add_trace_endpoint(parser: Parser) -> None:
+    """Where spans go."""
+    parser.add_argument(
+        "--trace-endpoint", default="", metavar="URL", help="OpenTelemetry collector, http://HOST:4317; empty: no spans"
+    )
+
+
+def add_tracing(parser: Parser) -> None:
+    """Where spans go, and of how many sessions; who begins a trace decides."""
+    add_trace_endpoint(parser)
+    parser.add_argument(
+        "--trace-ratio", type=number(0, 1), default=1.0, metavar="X", help="share of the sessions that are traced"
+    )
+
+
+def add_tls(parser: Parser) -> None:
+    """A server's certificates."""
+    group = parser.add_argument_group("TLS (`outrider certs` makes certificates for tests)")
+    group.add_argument("--tls-cert", type=Path, default=None, metavar="FILE", help="certificate chain, PEM")
+    group.add_argument("--tls-key", type=Path, default=None, metavar="FILE", help="its private key, PEM")
+    group.add_argument(
+        "--tls-client-ca", type=Path, default=None, metavar="FILE", help="take only clients with its certificates"
+    )
+
+
+def add_access(parser: Parser) -> None:
+    """Whom a coordinator serves, and whether it relays."""
+    group = parser.add_argument_group("access")
+    group.add_argument(
+        "--api-keys", type=Path, default=None, metavar="FILE", help="of the keys that callers must have: outrider key"
+    )
+    group.add_argument(
+        "--remote-drain", action="store_true", help="without API keys, let other machines drain verifiers"
+    )
+    group.add_argument(
+        "--relay", action="store_true", help="pass decoding streams on, for edges that cannot reach the verifiers"
+    )
+    group.add_argument(
+        "--relay-streams", type=at_least(1), default=256, metavar="N", help="with --relay: at once, at most"
+    )
+
+
+def add_connection(parser: Parser, prefix: str = "") -> None:
+    """How a client reaches a coordinator; `prefix` sets the TLS options apart from those of a server in one command."""
+    group = parser.add_argument_group("connection")
+    group.add_argument(
+        f"--{prefix}tls-ca",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="speak TLS and trust this authority; `public`: those that everybody trusts",
+    )
+    group.add_argument(
+        f"--{prefix}tls-cert", type=Path, default=None, metavar="FILE", help="own certificate, where one is asked for"
+    )
+    group.add_argument(f"--{prefix}tls-key", type=Path, default=None, metavar="FILE", help="its private key")
+    group.add_argument(
+        f"--{prefix}tls-server-name", default="", metavar="NAME", help="that the server's certificate must have"
+    )
+    group.add_argument(
+        "--api-key-file", type=Path, default=None, metavar="FILE", help="holds the key; else OUTRIDER_API_KEY does"
+    )
+    group.add_argument("--plaintext", action="store_true", help="allow key and text to cross a network unencrypted")
+
+
+def connection(options: argparse.Namespace, prefix: str = "") -> dict[str, Any]:
+    """The fields of `EdgeConfig` that the options of `add_connection` set."""
+    given, before = vars(options), prefix.replace("-", "_")
+    tls = {name: given[before + name] for name in ("tls_ca", "tls_cert", "tls_key", "tls_server_name")}
+    return tls | {"api_key": api_key(options.api_key_file), "plaintext": options.plaintext}
+
+
+def security(options: argparse.Namespace) -> Security:
+    """The same for a client of the coordinator alone."""
+    from outrider.edge.security import Security  # here, since it brings the whole edge along
+
+    tls = ClientTls.from_options(options.tls_ca, options.tls_cert, options.tls_key, options.tls_server_name)
+    return Security(tls, api_key(options.api_key_file), options.plaintext)
+
+
+def serving_tls(options: argparse.Namespace) -> ServerTls | None:
+    """What the options of `add_tls` say of certificates."""
+    return ServerTls.from_options(options.tls_cert, options.tls_key, options.tls_client_ca)
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
@@ -170,6 +312,23 @@ def patience(text: str) -> Patience:
         return Patience(float(milliseconds) / 1000, int(drafts or 1))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not MS or MS,DRAFTS: {error}") from None
+
+
+def api_key(path: Path | None) -> str:
+    """The content of the file; without one, the environment variable OUTRIDER_API_KEY; empty without either."""
+    if path is None:
+        return os.environ.get("OUTRIDER_API_KEY", "").strip()
+    try:
+        text = path.expanduser().read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field="api-key-file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not text", field="api-key-file") from error
+    if not text:
+        raise ConfigError(f"{path} is empty", field="api-key-file")
+    if path.expanduser().stat().st_mode & stat.S_IROTH:
+        logger.warning("anybody on this machine may read the API key in %s; chmod 600 it", path)
+    return text
 
 
 def lease_secret(path: Path | None) -> bytes:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from outrider.cloud.config import VerifierConfig
 from outrider.deploy.cluster import embedded_drafters, local_cluster
-from outrider.deploy.options import lease_secret
+from outrider.deploy.options import lease_secret, metrics, serving_tls
+from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError
+from outrider.proto.tls import ClientTls
 from outrider.proto.types import Goal
+
+logger = logging.getLogger(__name__)
 
 
 def up(options: argparse.Namespace) -> int:
@@ -21,17 +27,26 @@ def up(options: argparse.Namespace) -> int:
 
 
 async def _up(options: argparse.Namespace) -> int:
+    verifier_metrics = "127.0.0.1:0" if options.metrics_listen else ""
+    logs = {"log_level": options.log_level, "log_format": options.log_format}
     cluster = local_cluster(
-        verifier_config(options),
+        replace(verifier_config(options), metrics_listen=verifier_metrics, **logs),
         verifiers=options.verifiers,
         listen=options.listen,
         insecure_listen=options.insecure_listen,
         lease_seconds=options.lease_seconds,
+        access=_access(options) | metrics(options),
         drafters=tuple(options.drafters),
     )
+    if not (options.relay or is_local_address(options.listen, "listen")):
+        logger.warning("the verifiers listen on 127.0.0.1: edges on other machines need --relay")
     async with cluster as running:
         print(f"coordinator on {running.coordinator}, {options.verifiers} verifier(s) of {options.target}")
-        print(f"try: outrider generate --coordinator {running.coordinator} 'Once upon a time'", flush=True)
+        needs = (" --tls-ca FILE" if options.tls_cert else "") + (" --api-key-file FILE" if options.api_keys else "")
+        print(f"try: outrider generate --coordinator {running.coordinator}{needs} 'Once upon a time'", flush=True)
+        _tell_metrics("the coordinator", options.metrics_listen)
+        for name, address in (await asyncio.to_thread(_metrics_addresses, running.actors)).items():
+            _tell_metrics(name, address)
         await until_told_to_go()
     return 0
 
@@ -53,13 +68,27 @@ async def _coordinator(options: argparse.Namespace) -> int:
         drafters=(embedded_drafters(), *options.drafters),
         ray_address="" if options.verifier else options.ray_address,
         verifiers=tuple(
-            StaticVerifier(name, address, options.model, _read(options.tokenizer))
+            StaticVerifier(
+                name,
+                address,
+                options.model,
+                _read(options.tokenizer),
+                tls=options.verifier_tls_ca is not None,
+                tls_name=options.verifier_tls_name,
+                chat_template_json=_read_chat_template(options.chat_template),
+            )
             for name, address in map(_named_address, options.verifier)
         ),
         state=options.state,
+        verifier_tls=ClientTls.from_options(options.verifier_tls_ca, options.tls_cert, options.tls_key)
+        if options.verifier_tls_ca is not None
+        else None,
+        **_access(options),
+        **metrics(options),
     )
     server = CoordinatorServer(config)
     print(f"coordinator on {await server.start()}", flush=True)
+    _tell_metrics("coordinator", server.metrics_address)
     await until_told_to_go()
     await server.stop()
     return 0
@@ -73,9 +102,14 @@ def verifier(options: argparse.Namespace) -> int:
         listen=options.listen,
         advertise=options.advertise,
         insecure_listen=options.insecure_listen,
+        tls=serving_tls(options),
+        drain_grace_s=options.drain_grace,
+        trace_endpoint=options.trace_endpoint,
+        **metrics(options),
     )
     secret = lease_secret(options.lease_secret_file)
     if options.ray_address:
+        config = replace(config, log_level=options.log_level, log_format=options.log_format)
         return _verifier_actor(options, config, secret)
     return asyncio.run(_verifier(config, secret, options.drain_grace))
 
@@ -85,6 +119,7 @@ async def _verifier(config: VerifierConfig, secret: bytes, drain_grace_s: float)
 
     server = VerifierServer(config, secret)
     print(f"verifier {config.name} of {config.model_id} on {await server.start()}", flush=True)
+    _tell_metrics(config.name, server.metrics_address)
     await until_told_to_go()
     await server.drain(drain_grace_s)
     await server.stop()
@@ -98,13 +133,26 @@ def _verifier_actor(options: argparse.Namespace, config: VerifierConfig, secret:
     from outrider.cloud.actor import start_verifier_actor
     from outrider.coordinator.ray_cluster import connect_ray
     from outrider.deploy.cluster import wait_until_loaded
+    from outrider.deploy.fleet import ray_options
 
     connect_ray(options.ray_address)
-    ray_options = {"lifetime": "detached", "num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
-    actor = start_verifier_actor(config.name, config, lease_secret=secret, ray_options=ray_options)
+    actor = start_verifier_actor(config.name, config, lease_secret=secret, ray_options=ray_options(options))
     wait_until_loaded(config.name, actor)
-    print(f"verifier {config.name} of {config.model_id} on {ray.get(actor.info.remote())['address']}", flush=True)
+    info = ray.get(actor.info.remote())
+    print(f"verifier {config.name} of {config.model_id} on {info['address']}", flush=True)
+    _tell_metrics(config.name, info["metrics_address"])
     return 0
+
+
+def _metrics_addresses(actors: dict[str, Any]) -> dict[str, str]:
+    import ray
+
+    return {name: ray.get(actor.info.remote())["metrics_address"] for name, actor in actors.items()}
+
+
+def _tell_metrics(name: str, address: str) -> None:
+    if address:
+        print(f"metrics of {name} on http://{address}/metrics", flush=True)
 
 
 def verifier_config(options: argparse.Namespace) -> VerifierConfig:
@@ -117,10 +165,22 @@ def verifier_config(options: argparse.Namespace) -> VerifierConfig:
         kv_tokens=options.kv_tokens,
         context_length=options.context_length,
         patience=options.patience,
+        keep_s=options.keep,
         batch_invariant=options.batch_invariant,
         max_sessions=options.max_sessions,
         goal=Goal[options.goal.upper()],
     )
+
+
+def _access(options: argparse.Namespace) -> dict[str, Any]:
+    """What the options of `add_tls` and `add_access` say of a coordinator."""
+    return {
+        "tls": serving_tls(options),
+        "api_keys": options.api_keys,
+        "remote_drain": options.remote_drain,
+        "relay": options.relay,
+        "relay_streams": options.relay_streams,
+    }
 
 
 def _named_address(text: str) -> tuple[str, str]:
@@ -137,6 +197,15 @@ def _required_secret(path: Path | None) -> bytes:
             field="lease-secret-file",
         )
     return lease_secret(path)
+
+
+def _read_chat_template(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", field="chat-template") from error
 
 
 def _read(path: Path | None) -> str:

@@ -7,6 +7,7 @@ import os
 
 from outrider.cloud.family_index import resolve_target
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
+from outrider.deploy.termination import StopAtStep
 from outrider.proto.errors import ConfigError
 
 HEAD_DIM = 32
@@ -18,22 +19,23 @@ def train(options: argparse.Namespace) -> int:
 
     if (options.minutes is None) == (options.steps is None):
         raise ConfigError("give either --minutes or --steps", field="minutes")
-    result = train_drafter(
-        DrafterTraining(
-            target=resolve_target(options.target),
-            corpus=tuple(options.corpus),
-            output=options.output,
-            shape=_shape(options),
-            self_text_tokens=options.self_text,
-            self_text_fraction=0.5 if options.self_text else 0.0,
-            minutes=options.minutes,
-            steps=options.steps,
-            threads=options.threads or os.cpu_count() or 1,
-            device=options.device,
-            seed=options.seed,
-            resume=options.resume,
-        )
+    training = DrafterTraining(
+        target=resolve_target(options.target),
+        corpus=tuple(options.corpus),
+        output=options.output,
+        shape=_shape(options),
+        self_text_tokens=options.self_text,
+        self_text_fraction=0.5 if options.self_text else 0.0,
+        minutes=options.minutes,
+        steps=options.steps,
+        threads=options.threads or os.cpu_count() or 1,
+        device=options.device,
+        seed=options.seed,
+        resume=options.resume,
     )
+    stop = StopAtStep()
+    with stop.listening():
+        result = train_drafter(training, on_step=stop.stepped, stopping=stop.told)
     print(f"{result.parameters / 1e6:.2f} M parameters after {result.tokens_seen:,} tokens, in {result.folder}")
     print(f"next: outrider export {result.folder} PACKAGE --name NAME --target {options.target}")
     return 0

@@ -1,0 +1,174 @@
+"""`outrider scale`: as many verifiers in a Ray cluster as are wanted, started like those there, or drained."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.proto.errors import ConfigError, NotFound, Unavailable
+
+ANSWER_TIMEOUT_S = 60.0
+SPARE_S = 30.0  # beyond the grace, for an actor to answer
+PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # Ray's names of its strategies
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A verifier of the cluster; `model` is empty where it does not answer yet."""
+
+    name: str
+    model: str = ""
+    draining: bool = False
+    sessions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What brings a fleet to its size: names to start, names to drain and remove."""
+
+    start: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
+
+
+def plan(replicas: Sequence[Replica], count: int) -> Change:
+    """The fewest changes. Those that drain anyway go first, then those with the fewest sessions, the newest name first.
+
+    New ones are numbered like the others: `verifier-2` after `verifier-0` and `verifier-1`.
+    """
+    staying = [replica for replica in replicas if not replica.draining]
+    if count < len(staying):
+        by_name = sorted(staying, key=lambda replica: _natural(replica.name), reverse=True)
+        leaving = sorted(by_name, key=lambda replica: (bool(replica.model), replica.sessions))
+        drained = [replica.name for replica in replicas if replica.draining]
+        return Change(remove=(*drained, *(replica.name for replica in leaving[: len(staying) - count])))
+    taken = {replica.name for replica in replicas}
+    base = re.sub(r"-\d+$", "", min(taken)) if taken else "verifier"
+    free = (name for name in (f"{base}-{i}" for i in itertools.count()) if name not in taken)
+    return Change(start=tuple(itertools.islice(free, count - len(staying))))
+
+
+def scale(options: argparse.Namespace) -> int:
+    """`outrider scale`."""
+    from outrider.coordinator.ray_cluster import connect_ray
+
+    connect_ray(options.ray_address)
+    fleet = Fleet()
+    replicas = of_model(fleet.replicas(), options.model)
+    change = plan(replicas, options.count)
+    recipe_of = next((replica.name for replica in replicas if replica.model), "")
+    if change.start and not recipe_of:
+        raise NotFound(
+            "there is no verifier that answers, to start others like it; see `outrider verifier --ray-address`",
+            field="count",
+        )
+    fleet.start(change.start, recipe_of)
+    fleet.remove(change.remove, options.drain_grace)
+    print(f"{options.count} verifiers")
+    return 0
+
+
+def of_model(replicas: Sequence[Replica], model: str) -> list[Replica]:
+    """Those of one model, with those that do not answer where there is only one model.
+
+    Raises:
+        ConfigError: there are several, and none is named.
+        NotFound: there is no such model.
+    """
+    models = sorted({replica.model for replica in replicas if replica.model})
+    if model and model not in models:
+        raise NotFound(f"no verifier serves {model!r}; there is {', '.join(models) or 'none'}", field="model")
+    if len(models) > 1 and not model:
+        raise ConfigError(f"must be one of {', '.join(models)}, which have verifiers here", field="model")
+    wanted = {model or "".join(models), *([""] if len(models) <= 1 else [])}
+    return [replica for replica in replicas if replica.model in wanted]
+
+
+class Fleet:
+    """The verifier actors of the Ray cluster that this process has joined."""
+
+    def replicas(self) -> list[Replica]:
+        """All of them, also those that load."""
+        import ray
+
+        from outrider.coordinator.ray_cluster import verifier_names
+
+        asked = {name: self._actor(name).info.remote() for name in verifier_names()}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S) if asked else None
+        return [self._replica(name, answer) for name, answer in asked.items()]
+
+    def start(self, names: Sequence[str], like: str) -> None:
+        """Detached actors, all at once, started as `like` was; returns when they serve."""
+        if not names:
+            return
+        import ray
+
+        from outrider.cloud.actor import start_verifier_actor
+        from outrider.deploy.cluster import wait_until_loaded
+
+        config, secret, ray_options = ray.get(self._actor(like).recipe.remote(), timeout=ANSWER_TIMEOUT_S)
+        detached = {**ray_options, "lifetime": "detached"}
+        actors = {name: start_verifier_actor(name, config, lease_secret=secret, ray_options=detached) for name in names}
+        for name, actor in actors.items():
+            wait_until_loaded(name, actor)
+            print(f"{name} serves {config.model_id} on {ray.get(actor.info.remote())['address']}", flush=True)
+
+    def remove(self, names: Sequence[str], grace_s: float) -> None:
+        """Drain them, all at once, then end them."""
+        import ray
+
+        actors = {name: self._actor(name) for name in names}
+        leaving = {name: actor.leave.remote(grace_s) for name, actor in actors.items()}
+        for name, answer in leaving.items():
+            try:
+                cut = ray.get(answer, timeout=grace_s + SPARE_S)
+            except ray.exceptions.RayError as error:
+                raise Unavailable(f"{name} does not drain: {error}", field="count") from error
+            ray.kill(actors[name], no_restart=True)
+            print(f"{name} is gone" + (f"; {cut} sessions had not moved in time" if cut else ""), flush=True)
+
+    def _replica(self, name: str, answer: Any) -> Replica:
+        import ray
+
+        try:
+            info = ray.get(answer, timeout=0)
+        except ray.exceptions.RayError:
+            return Replica(name)
+        return Replica(name, info["model"], info["state"] == "draining", info["sessions"])
+
+    def _actor(self, name: str) -> Any:
+        import ray
+
+        from outrider.cloud.actor import ACTOR_PREFIX, NAMESPACE
+
+        return ray.get_actor(ACTOR_PREFIX + name, namespace=NAMESPACE)
+
+
+def ray_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What the options of `outrider verifier` say to Ray of a detached actor; raises `ConfigError`."""
+    return {
+        "lifetime": "detached",
+        "num_cpus": options.cpus,
+        "num_gpus": options.gpus,
+        "resources": dict(map(_resource, options.resource)),
+        "scheduling_strategy": PLACEMENT[options.placement],
+    }
+
+
+def _resource(text: str) -> tuple[str, float]:
+    name, equals, amount = text.partition("=")
+    try:
+        if name and equals and (value := float(amount)) > 0:
+            return name, value
+    except ValueError:
+        pass
+    raise ConfigError(f"{text!r} is not NAME=AMOUNT, with an amount above 0", field="resource")
+
+
+def _natural(name: str) -> tuple[str, int]:
+    """`a-2` before `a-10`."""
+    base, _, number = name.rpartition("-")
+    return (base, int(number)) if number.isdecimal() else (name, -1)

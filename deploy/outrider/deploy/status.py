@@ -1,0 +1,228 @@
+"""What `outrider status` shows: a cluster's view as one JSON object of a fixed shape, and as tables.
+
+The JSON object:
+
+    verifiers       list, by name
+        name, state (ready, draining, down), model, address ("" while down), release
+        sessions, max_sessions, load (sessions / max_sessions)
+        step_ms, restarts, kv_pages, kv_pages_free
+        links       as below, over the newest reports of its sessions; null without any
+    drafters        list of name, version, target, tokenizer_sha256, bytes
+    edges           list, the newest report first: edge, age_s, sessions, verifier, model, drafter, drafter_version
+        links       of its newest session
+    leases_granted  since the coordinator started, or since its state file did
+    relay           what the coordinator forwards, as `RelayStatus`; null where it forwards nothing
+    recent          the newest reports, as `SessionReport`, newest last
+
+Links are: sessions (reports that they come from), round_trip_ms, acceptance (of judged drafts; null without any),
+tokens_per_s (of one session), uplink_bytes_per_token, downlink_bytes_per_token, resumes. Later releases may add keys.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outrider.proto.types import ClusterStatus, EdgeStatus, SessionReport, VerifierStatus
+
+MOST_EDGES = 20
+NUMBERS = {
+    "sessions",
+    "step ms",
+    "KV used",
+    "restarts",
+    "round trip",
+    "accepted",
+    "tok/s",
+    "B up",
+    "B down",
+    "ago",
+    "MB",
+}
+STATE_STYLES = {"ready": "green", "draining": "yellow", "down": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How sessions went over their links: sums over sessions, but for the round trip, which is their mean."""
+
+    sessions: int
+    round_trip_ms: float
+    acceptance: float | None
+    tokens_per_s: float
+    uplink_bytes_per_token: float
+    downlink_bytes_per_token: float
+    resumes: int
+
+
+def links_of(reports: Sequence[SessionReport]) -> Links | None:
+    """Of these sessions together; None without any."""
+    if not reports:
+        return None
+    tokens = max(1, sum(report.committed_tokens for report in reports))
+    seconds = sum(report.seconds for report in reports)
+    judged = sum(report.judged_tokens for report in reports)
+    return Links(
+        sessions=len(reports),
+        round_trip_ms=round(1e3 * sum(report.round_trip_s for report in reports) / len(reports), 2),
+        acceptance=round(sum(report.accepted_tokens for report in reports) / judged, 4) if judged else None,
+        tokens_per_s=round(tokens / seconds, 2) if seconds else 0.0,
+        uplink_bytes_per_token=round(sum(report.uplink_bytes for report in reports) / tokens, 1),
+        downlink_bytes_per_token=round(sum(report.downlink_bytes for report in reports) / tokens, 1),
+        resumes=sum(report.resumes for report in reports),
+    )
+
+
+def as_json(status: ClusterStatus) -> dict[str, Any]:
+    """The object that the head of this file describes."""
+    reports = _by_verifier(status.recent)
+    return {
+        "verifiers": [_verifier(v, links_of(reports[v.name])) for v in status.verifiers],
+        "drafters": [
+            {
+                "name": d.name,
+                "version": d.version,
+                "target": d.target,
+                "tokenizer_sha256": d.tokenizer_sha256,
+                "bytes": sum(file.bytes for file in d.files),
+            }
+            for d in status.drafters
+        ],
+        "edges": [_edge(edge) for edge in status.edges],
+        "leases_granted": status.leases_granted,
+        "relay": asdict(status.relay) if status.relay else None,
+        "recent": [asdict(report) for report in status.recent],
+    }
+
+
+def tables(status: ClusterStatus) -> RenderableType:
+    """For a person; 80 columns do."""
+    parts: list[RenderableType] = [_verifiers(status.verifiers)]
+    if status.recent:
+        parts += ["", _links(status)]
+    return Group(*parts, "", _drafters(status), "", _sums(status))
+
+
+def _verifier(v: VerifierStatus, links: Links | None) -> dict[str, Any]:
+    return {
+        "name": v.name,
+        "state": v.state,
+        "model": v.model,
+        "address": v.address,
+        "release": v.release,
+        "sessions": v.sessions,
+        "max_sessions": v.max_sessions,
+        "load": round(v.sessions / v.max_sessions, 4) if v.max_sessions else 0.0,
+        "step_ms": round(1e3 * v.step_s, 3),
+        "restarts": v.restarts,
+        "kv_pages": v.kv_pages,
+        "kv_pages_free": v.kv_pages_free,
+        "links": asdict(links) if links else None,
+    }
+
+
+def _edge(edge: EdgeStatus) -> dict[str, Any]:
+    links = links_of([edge.last])
+    return {
+        "edge": edge.edge,
+        "age_s": round(edge.age_s, 1),
+        "sessions": edge.sessions,
+        "verifier": edge.last.verifier,
+        "model": edge.last.model,
+        "drafter": edge.last.drafter,
+        "drafter_version": edge.last.drafter_version,
+        "links": asdict(links) if links else None,
+    }
+
+
+def _verifiers(verifiers: Sequence[VerifierStatus]) -> Table:
+    table = _table("verifier", "state", "address", "sessions", "step ms", "KV used", "restarts")
+    kinds = sorted({(v.model, v.release) for v in verifiers})
+    for model, release in kinds:
+        table.add_row(Text(model or "model not known yet", "bold"), "", Text(f"Outrider {release or '?'}", "dim"))
+        for v in verifiers:
+            if (v.model, v.release) == (model, release):
+                table.add_row(*_verifier_row(v))
+    return table
+
+
+def _verifier_row(v: VerifierStatus) -> tuple[RenderableType, ...]:
+    used = f"{1 - v.kv_pages_free / v.kv_pages:.0%}" if v.kv_pages and v.state != "down" else "-"
+    return (
+        f"  {v.name}",
+        Text(v.state, STATE_STYLES.get(v.state, "")),
+        v.address or "-",
+        f"{v.sessions}/{v.max_sessions}" if v.max_sessions else str(v.sessions),
+        f"{1e3 * v.step_s:.1f}" if v.step_s else "-",
+        used,
+        str(v.restarts),
+    )
+
+
+def _links(status: ClusterStatus) -> Table:
+    """The last figures of each verifier, and below it those of the edges whose last session it had."""
+    table = _table("link", "drafter", "round trip", "accepted", "tok/s", "B up", "B down", "ago")
+    reports = _by_verifier(status.recent)
+    edges = status.edges[:MOST_EDGES]
+    for verifier in sorted({report.verifier for report in status.recent} | {edge.last.verifier for edge in edges}):
+        if (links := links_of(reports[verifier])) is not None:
+            label = f"{verifier or '-'}, last {links.sessions}"
+            table.add_row(Text(label, "bold"), "", *_figures(links), "")
+        for edge in edges:
+            if edge.last.verifier == verifier and (links := links_of([edge.last])) is not None:
+                drafter = edge.last.drafter or "none"
+                table.add_row(f"  {edge.edge}", drafter, *_figures(links), _ago(edge.age_s))
+    if len(status.edges) > MOST_EDGES:
+        table.caption = f"{len(status.edges) - MOST_EDGES} more edges are in --json"
+    return table
+
+
+def _figures(links: Links) -> tuple[str, ...]:
+    return (
+        f"{links.round_trip_ms:.1f} ms",
+        "-" if links.acceptance is None else f"{links.acceptance:.0%}",
+        f"{links.tokens_per_s:.1f}",
+        f"{links.uplink_bytes_per_token:.0f}",
+        f"{links.downlink_bytes_per_token:.0f}",
+    )
+
+
+def _drafters(status: ClusterStatus) -> Table:
+    table = _table("drafter", "version", "made for", "MB")
+    for d in status.drafters:
+        table.add_row(d.name, d.version, d.target, f"{sum(file.bytes for file in d.files) / 1e6:.1f}")
+    return table
+
+
+def _sums(status: ClusterStatus) -> str:
+    line = f"{status.leases_granted} leases granted, {sum(v.sessions for v in status.verifiers)} sessions now"
+    if status.relay is not None:
+        line += f"; {status.relay.streams} of them relayed, {1e3 * status.relay.forward_p50_s:.2f} ms a frame"
+    return line
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
+    return table
+
+
+def _ago(age_s: float) -> str:
+    for unit, seconds in (("d", 86400), ("h", 3600), ("m", 60)):
+        if age_s >= seconds:
+            return f"{age_s / seconds:.0f} {unit}"
+    return f"{age_s:.0f} s"
+
+
+def _by_verifier(reports: Iterable[SessionReport]) -> defaultdict[str, list[SessionReport]]:
+    found: defaultdict[str, list[SessionReport]] = defaultdict(list)
+    for report in reports:
+        found[report.verifier].append(report)
+    return found

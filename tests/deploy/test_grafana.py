@@ -1,0 +1,297 @@
+"""The dashboard asks only for what exists: every metric, label and rate of every query, against running processes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import re
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from outrider.deploy.metrics_table import figures_by_part, table
+from outrider.proto.figures import Figure
+from outrider.proto.logs import JsonLines
+
+GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+SELECTOR = re.compile(r"([a-zA-Z_][a-zA-Z0-9_:]*)\s*(\{[^}]*\})?\s*(\[[^\]]*\])?(\s*\()?")
+MATCHER = re.compile(r'([a-zA-Z_]\w*)\s*(?:=~|!~|!=|=)\s*"(?:[^"\\]|\\.)*"')
+WORDS = {"and", "or", "unless", "offset", "bool", "inf", "nan"}
+OVER_TIME = ("rate", "increase")
+SECRET = b"0123456789abcdef"
+PROMPT = "alpha beta alpha beta alpha"
+VARIABLES = {"model_name", "drafter", "verifier"}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A series that a process shows: its labels, and whether it only ever rises."""
+
+    labels: frozenset[str]
+    rises: bool
+
+
+def known_series() -> dict[str, Known]:
+    """By the name that a query has to use; one name may be shown by several parts."""
+    found: dict[str, Known] = {}
+
+    def add(name: str, labels: frozenset[str], rises: bool) -> None:
+        before = found.get(name)
+        found[name] = Known(labels | (before.labels if before else frozenset()), rises)
+
+    for figures in figures_by_part().values():
+        for figure in figures:
+            labels = frozenset(figure.labels)
+            if figure.kind == "histogram":
+                add(f"{figure.name}_bucket", labels | {"le"}, True)
+                add(f"{figure.name}_count", labels, True)
+                add(f"{figure.name}_sum", labels, True)
+            else:
+                add(figure.exposed_name, labels, figure.kind == "counter")
+    return found
+
+
+def queries(dashboard: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(panel, expression) of every target, rows included."""
+    for panel in dashboard["panels"]:
+        for inner in (panel, *panel.get("panels", ())):
+            for target in inner.get("targets", ()):
+                yield inner["title"], target["expr"]
+
+
+def faults(expression: str, series: dict[str, Known]) -> list[str]:
+    """What is wrong with a query; empty: nothing."""
+    found = []
+    if expression.count("(") != expression.count(")") or expression.count("{") != expression.count("}"):
+        found.append("brackets are not balanced")
+    grouped = {label.strip() for group in GROUPING.findall(expression) for label in group.split(",") if label.strip()}
+    plain = GROUPING.sub(" ", expression)
+    named: list[str] = []
+    stack: list[str] = []
+    position = 0
+    while position < len(plain):
+        match = SELECTOR.match(plain, position)
+        if match is None:
+            if plain[position] == "(":
+                stack.append("")
+            elif plain[position] == ")" and stack:
+                stack.pop()
+            position += 1
+            continue
+        name, braces, over, called = match.groups()
+        position = match.end()
+        if called:
+            stack.append(name)
+            continue
+        if name.lower() in WORDS:
+            continue
+        known = series.get(name)
+        if known is None:
+            found.append(f"no process shows {name}")
+            continue
+        named.append(name)
+        unknown = [label for label in MATCHER.findall(braces or "") if label not in known.labels]
+        found += [f"{name} has no label {label}" for label in unknown]
+        function = stack[-1] if stack else ""
+        if known.rises and not (over and function in OVER_TIME):
+            found.append(f"{name} only rises and is not under rate()")
+        if not known.rises and over:
+            found.append(f"{name} is a gauge and stands under {function}()")
+        if name.endswith("_bucket") and not ("histogram_quantile" in stack and "le" in grouped):
+            found.append(f"{name} is not under histogram_quantile() by le")
+        strange = [label for label in grouped - {"le"} if not any(label in series[other].labels for other in named)]
+        found += [f"{name} has no label {label} to group by" for label in strange]
+    if not named:
+        found.append("names no metric")
+    return found
+
+
+def dashboard_of(root) -> dict[str, Any]:
+    return json.loads((root / "deploy" / "grafana" / "outrider.json").read_text(encoding="utf-8"))
+
+
+def test_every_query_names_metrics_and_labels_that_exist(root) -> None:
+    series = known_series()
+    asked = list(queries(dashboard_of(root)))
+    assert len(asked) > 60
+    assert {title: wrong for title, query in asked if (wrong := faults(query, series))} == {}
+
+
+@pytest.mark.parametrize(
+    ("query", "fault"),
+    [
+        ("sum(rate(outrider:made_up_total[1m]))", "no process shows outrider:made_up_total"),
+        ("sum(rate(vllm:spec_decode_num_drafts_total[1m]))", "no process shows vllm:spec_decode_num_drafts_total"),
+        ('outrider:edge_sessions{session="x"}', "outrider:edge_sessions has no label session"),
+        ("sum(outrider:generation_tokens_total)", "outrider:generation_tokens_total only rises"),
+        ("rate(outrider:edge_sessions[1m])", "outrider:edge_sessions is a gauge"),
+        ("sum by (le) (rate(outrider:edge_window_tokens_bucket[1m]))", "is not under histogram_quantile()"),
+        ("histogram_quantile(0.5, rate(outrider:edge_window_tokens_bucket[1m]))", "by le"),
+        ("sum by (colour) (outrider:edge_sessions)", "has no label colour to group by"),
+        ("sum(outrider:edge_sessions", "brackets"),
+        ("1 + 1", "names no metric"),
+    ],
+)
+def test_a_query_that_is_wrong_is_found(query, fault) -> None:
+    assert any(fault in found for found in faults(query, known_series())), faults(query, known_series())
+
+
+def test_vllms_queries_work_after_a_replacement() -> None:
+    published = (
+        "rate(vllm:spec_decode_num_accepted_tokens_total[$interval]) / "
+        "rate(vllm:spec_decode_num_draft_tokens_total[$interval])",
+        "1 + rate(vllm:spec_decode_num_accepted_tokens_total[$interval]) / "
+        "rate(vllm:spec_decode_num_drafts_total[$interval])",
+        "sum by (position) (rate(vllm:spec_decode_num_accepted_tokens_per_pos_total[$interval]))",
+        'vllm:num_requests_running{model_name="$model_name"}',
+        'vllm:num_requests_waiting{model_name="$model_name"}',
+        'vllm:kv_cache_usage_perc{model_name="$model_name"}',
+        'rate(vllm:generation_tokens_total{model_name="$model_name"}[$__rate_interval])',
+        'sum by(finished_reason) (increase(vllm:request_success_total{model_name="$model_name"}[$__rate_interval]))',
+    )
+    series = known_series()
+    assert [faults(query.replace("vllm:", "outrider:"), series) for query in published] == [[]] * len(published)
+
+
+def test_the_dashboard_has_a_row_for_every_kind_of_process_and_no_panel_twice(root) -> None:
+    dashboard = dashboard_of(root)
+    rows = [panel["title"] for panel in dashboard["panels"] if panel["type"] == "row"]
+    assert {"Edge", "Verifier", "Coordinator"} <= set(rows)
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(set(ids)) == len(ids)
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places)
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in dashboard["panels"])
+
+
+def test_the_dashboards_variables_exist_and_are_all_defined(root) -> None:
+    dashboard, series = dashboard_of(root), known_series()
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", " ".join(query for _, query in queries(dashboard)))) - {"__rate_interval"}
+    assert used == VARIABLES == set(variables) - {"datasource"}
+    for name in VARIABLES:
+        metric, label = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variables[name]["definition"]).groups()
+        assert label == name
+        assert label in series[metric].labels
+
+
+def test_the_table_of_metrics_is_that_of_the_code(root) -> None:
+    written = (root / "deploy" / "grafana" / "METRICS.md").read_text(encoding="utf-8")
+    assert written == table(), "python -m outrider.deploy.metrics_table > deploy/grafana/METRICS.md"
+
+
+def test_names_are_unique_within_a_process_and_say_their_unit() -> None:
+    parts = figures_by_part()
+    for figures in (parts["Edge"] + parts["Edge daemon's HTTP"], parts["Verifier"], parts["Coordinator"]):
+        names = [figure.name for figure in figures]
+        assert len(set(names)) == len(names)
+    for figures in parts.values():
+        for figure in figures:
+            assert re.fullmatch(r"outrider:[a-z][a-z0-9_]*", figure.name)
+            assert figure.meaning.endswith(".")
+            assert not {"session", "request", "request_id", "edge", "prompt"} & set(figure.labels)
+
+
+def test_running_processes_show_what_the_dashboard_asks_for_with_the_labels_declared(root, decoded) -> None:
+    scrapes, _ = decoded
+    declared: dict[str, list[Figure]] = {}
+    for figures in figures_by_part().values():
+        for figure in figures:
+            declared.setdefault(figure.name, []).append(figure)
+    shown, with_values = set(), set()
+    for scrape in scrapes:
+        for family in text_string_to_metric_families(scrape):
+            name = family.name
+            assert name in declared, f"{name} is in no table"
+            shown |= {figure.exposed_name for figure in declared[name]}
+            for sample in family.samples:
+                with_values.add(sample.name)
+                labels = set(sample.labels) - {"le"}
+                assert labels in [set(figure.labels) for figure in declared[name]], f"{sample.name} {labels}"
+    asked = {name for _, query in queries(dashboard_of(root)) for name in re.findall(r"outrider:\w+", query)}
+    http = {figure.exposed_name for figure in figures_by_part()["Edge daemon's HTTP"]}
+    base = {re.sub(r"_(bucket|count|sum)$", "", name) for name in asked}
+    assert base - http <= shown
+    only_when_it_happens = ("loss", "refused", "failed", "relay_", "speedup", "link_seconds")
+    silent = {name for name in asked - with_values if not any(part in name for part in only_when_it_happens)}
+    assert silent - {name for name in asked if re.sub(r"_(bucket|count|sum)$", "", name) in http} == set()
+
+
+@pytest.mark.parametrize("command", ["verifier", "coordinator"])
+def test_the_command_line_refuses_figures_beyond_loopback_in_one_line(command, tmp_path, capsys) -> None:
+    from outrider.deploy.cli import main
+
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    listen = ["--metrics-listen", "0.0.0.0:9100", "--lease-secret-file", str(secret)]
+    assert main([command, *listen]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"outrider {command}: metrics-listen: '0.0.0.0:9100' is reachable")
+    assert error.count("\n") == 1
+
+
+def test_logs_of_a_whole_decoding_tell_its_session_and_no_secret(decoded) -> None:
+    _, lines = decoded
+    told = [json.loads(line) for line in lines.splitlines()]
+    by_logger = {line["logger"]: line for line in told if line.get("session")}
+    assert {"outrider.coordinator.service", "outrider.cloud.engine"} <= set(by_logger)
+    assert len({line["session"] for line in by_logger.values()}) == 1
+    assert {line["verifier"] for line in by_logger.values()} == {"verifier"}
+    for secret in (SECRET.decode(), SECRET.hex(), PROMPT, "lease.token", "token="):
+        assert secret not in lines
+
+
+@pytest.fixture(scope="module")
+def decoded(tokenizer_file) -> tuple[list[str], str]:
+    """One text through a coordinator and a verifier: what the three parts show then, and all that was logged."""
+    stream, root_logger = io.StringIO(), logging.getLogger()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    before = root_logger.level
+    root_logger.addHandler(handler)
+    root_logger.setLevel(logging.DEBUG)
+    try:
+        return asyncio.run(_decode_and_scrape(tokenizer_file)), stream.getvalue()
+    finally:
+        root_logger.removeHandler(handler)
+        root_logger.setLevel(before)
+
+
+async def _decode_and_scrape(tokenizer_file) -> list[str]:
+    from outrider.cloud.config import VerifierConfig
+    from outrider.cloud.server import VerifierServer
+    from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+    from outrider.coordinator.server import CoordinatorServer
+    from outrider.edge import Client, EdgeConfig
+    from outrider.edge.metrics import EdgeMetrics
+
+    metrics = EdgeMetrics()
+    verifier = VerifierServer(VerifierConfig(threads=1, metrics_listen="127.0.0.1:0"), SECRET)
+    address = await verifier.start()
+    fixed = StaticVerifier("verifier", address, "reference", tokenizer_file.read_text(encoding="utf-8"))
+    config = CoordinatorConfig(
+        lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), metrics_listen="127.0.0.1:0"
+    )
+    coordinator = CoordinatorServer(config)
+    try:
+        edge = EdgeConfig(coordinator=await coordinator.start(), drafter="ngram")
+        async with Client(edge) as client:
+            events = client.generate(PROMPT, max_tokens=12, journal=metrics.journal())
+            [_ async for _ in events]
+        addresses = (verifier.metrics_address, coordinator.metrics_address)
+        there = [await asyncio.to_thread(_get, f"http://{address}/metrics") for address in addresses]
+        return [metrics.exposition()[0].decode(), *there]
+    finally:
+        await coordinator.stop(0.1)
+        await verifier.stop(0.1)
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=20) as reply:
+        return str(reply.read().decode())

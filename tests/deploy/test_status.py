@@ -1,0 +1,115 @@
+"""What `outrider status` shows: a JSON object whose shape is fixed, and tables for 80 columns."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from outrider.deploy.status import as_json, links_of, tables
+from outrider.proto import codec
+from outrider.proto.types import (
+    ClusterStatus,
+    DrafterManifest,
+    EdgeStatus,
+    RelayStatus,
+    RemoteFile,
+    SessionReport,
+    VerifierStatus,
+)
+
+
+def report(verifier: str = "llama-0", edge: str = "kitchen", **figures: object) -> SessionReport:
+    defaults = {
+        "drafter": "general",
+        "drafter_version": "abc",
+        "committed_tokens": 100,
+        "accepted_tokens": 60,
+        "judged_tokens": 80,
+        "seconds": 2.0,
+        "uplink_bytes": 2000,
+        "downlink_bytes": 3000,
+        "round_trip_s": 0.030,
+    }
+    return SessionReport("s", "llama", verifier, edge=edge, **{**defaults, **figures})  # type: ignore[arg-type]
+
+
+def cluster() -> ClusterStatus:
+    reports = (report(), report(edge="garden", seconds=8.0, round_trip_s=0.05, judged_tokens=0, accepted_tokens=0))
+    verifier = VerifierStatus(
+        "llama-0", "10.244.12.103:50061", "llama", "ready", 12, 0.0105, 1, 1024, "0.1.0", 32, 2048
+    )
+    return ClusterStatus(
+        verifiers=(verifier, VerifierStatus("llama-1", "", "llama", "down", release="0.1.0")),
+        drafters=(DrafterManifest("general", "abc", "a" * 64, "llama", (RemoteFile("f", "b" * 64, 5_300_000),)),),
+        leases_granted=7,
+        recent=reports,
+        relay=RelayStatus(streams=1),
+        edges=(EdgeStatus("garden", reports[1], 3.0, 5), EdgeStatus("kitchen", reports[0], 130.0, 2)),
+    )
+
+
+def test_the_json_object_has_the_documented_shape() -> None:
+    links = {
+        "sessions": 1,
+        "round_trip_ms": 30.0,
+        "acceptance": 0.75,
+        "tokens_per_s": 50.0,
+        "uplink_bytes_per_token": 20.0,
+        "downlink_bytes_per_token": 30.0,
+        "resumes": 0,
+    }
+    shown = as_json(cluster())
+    assert set(shown) == {"verifiers", "drafters", "edges", "leases_granted", "relay", "recent"}
+    first, second = shown["verifiers"]
+    assert first.pop("links") == {**links, "sessions": 2, "round_trip_ms": 40.0, "tokens_per_s": 20.0}
+    assert first == {
+        "name": "llama-0",
+        "state": "ready",
+        "model": "llama",
+        "address": "10.244.12.103:50061",
+        "release": "0.1.0",
+        "sessions": 12,
+        "max_sessions": 32,
+        "load": 0.375,
+        "step_ms": 10.5,
+        "restarts": 1,
+        "kv_pages": 2048,
+        "kv_pages_free": 1024,
+    }
+    assert (second["links"], second["load"]) == (None, 0.0)
+    assert shown["edges"][1] == {
+        "edge": "kitchen",
+        "age_s": 130.0,
+        "sessions": 2,
+        "verifier": "llama-0",
+        "model": "llama",
+        "drafter": "general",
+        "drafter_version": "abc",
+        "links": links,
+    }
+    assert shown["edges"][0]["links"]["acceptance"] is None, "nothing was judged"
+    assert shown["drafters"][0]["bytes"] == 5_300_000
+    assert shown["recent"][0]["committed_tokens"] == 100
+
+
+def test_the_tables_fit_80_columns_and_cut_nothing() -> None:
+    text = io.StringIO()
+    Console(file=text, width=80, color_system=None).print(tables(cluster()))
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = ("llama-0", "10.244.12.103:50061", "12/32", "10.5", "50%", "down", "0.1.0", "kitchen", "garden", "30.0 ms")
+    for word in (*words, "75%", "2 m", "general", "7 leases granted, 12 sessions now; 1 of them relayed"):
+        assert word in text.getvalue()
+    assert sum("llama-0" in line for line in lines) == 2, "once as a verifier and once over its links"
+
+
+def test_without_sessions_there_are_no_links() -> None:
+    assert links_of([]) is None
+    text = io.StringIO()
+    Console(file=text, width=80).print(tables(ClusterStatus((), (), 0, ())))
+    assert "round trip" not in text.getvalue()
+
+
+def test_the_whole_view_survives_the_wire() -> None:
+    assert codec.decode_status(codec.encode_status(cluster())) == cluster()
