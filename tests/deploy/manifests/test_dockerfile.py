@@ -1,0 +1,214 @@
+"""The Dockerfile, as far as it can be known without building it: what it copies, installs and starts is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from dockerfile_stages import DOCKERFILE, IMAGES, chain, exec_form, extras, ignored, programs, setting, stages
+from manifest_checks import version
+from manifest_commands import read_command
+from manifest_documents import ROOT
+from packaging.requirements import Requirement
+
+STAGES = stages(DOCKERFILE.read_text(encoding="utf-8"))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+RULES = (ROOT / ".dockerignore").read_text(encoding="utf-8")
+
+
+def test_every_copied_file_is_in_the_checkout_and_in_the_build_context() -> None:
+    for stage in STAGES.values():
+        for source, paths, _ in stage.copies():
+            if source:
+                assert source in STAGES
+                continue
+            for path in paths:
+                files = [ROOT / path] if (ROOT / path).is_file() else list((ROOT / path).rglob("*.py"))
+                assert files, f"{path} does not exist"
+                assert not [f for f in files if "__pycache__" not in f.parts and _is_ignored(f)]
+
+
+def _is_ignored(path) -> bool:
+    return ignored(path.relative_to(ROOT).as_posix(), RULES)
+
+
+def test_the_build_context_has_neither_history_nor_tests_nor_anything_secret() -> None:
+    for path in (".git/config", ".venv/bin/python", "tests/conftest.py", "keys.toml", "secret", "deploy/kubernetes/x"):
+        assert ignored(path, RULES), path
+    for path in ("proto/outrider/proto/lease.py", "deploy/docker/healthy.py", "constraints.txt"):
+        assert not ignored(path, RULES), path
+    assert ignored("proto/outrider/proto/__pycache__/lease.pyc", RULES)
+
+
+def test_all_that_goes_into_the_wheel_is_copied_before_it_is_built() -> None:
+    copied = {path for _, paths, _ in STAGES["wheel"].copies() for path in paths}
+    for package in PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
+        assert {package, package.partition("/")[0]} & copied
+    assert {PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"]} <= copied
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert "build==" in constraints
+    assert "hatchling==" in constraints
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_installs_extras_that_exist(image) -> None:
+    assert extras(STAGES, image) <= set(PYPROJECT["project"]["optional-dependencies"])
+    assert (
+        extras(STAGES, image)
+        == {
+            "edge": {"edge"},
+            "coordinator": {"coordinator", "edge"},
+            "cloud": {"cloud", "coordinator", "edge", "jobs"},
+        }[image]
+    )
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_image_runs_as_a_plain_user_says_what_it_is_and_tells_whether_it_is_well(image) -> None:
+    assert setting(STAGES, image, "USER") == "10001:10001"
+    labels = " ".join(label for stage in chain(STAGES, image) for label in stage.all("LABEL"))
+    assert {"title", "description", "version", "revision", "licenses"} <= set(re.findall(r"image\.(\w+)=", labels))
+    assert f'title="outrider-{image}"' in labels
+    assert f"VERSION={version()}" in STAGES[image].all("ARG")
+    assert STAGES[image].base == "base"
+    check = setting(STAGES, image, "HEALTHCHECK").partition("CMD ")[2]
+    (asked,) = (server.rpartition(":")[2] for server in read_command(exec_form(check), {}, image).health_of)
+    if image != "cloud":  # a Ray node's own port
+        assert asked.partition("/")[0] == setting(STAGES, image, "EXPOSE")
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_what_an_image_starts_by_itself_is_a_command(image) -> None:
+    entry, default = (exec_form(setting(STAGES, image, name)) for name in ("ENTRYPOINT", "CMD"))
+    assert entry == ["outrider"]
+    assert default == [{"cloud": "verifier"}.get(image, image), "--help"]  # the rest is a deployment's to say
+    assert read_command([*entry, default[0]], {}, image).complaints == []
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_an_images_own_programs_are_executable_and_compile(image) -> None:
+    assert set(programs(STAGES, image)) == {
+        "outrider-healthy",
+        "outrider-in-ray",
+        "outrider-drain-here",
+        "outrider-keep-verifiers",
+    }
+    for path in programs(STAGES, image).values():
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert text.startswith("#!")
+        if path.endswith(".sh"):
+            subprocess.run(["sh", "-n", str(ROOT / path)], check=True)
+        else:
+            compile(text, path, "exec")
+
+
+def test_bases_are_tagged_and_can_be_pinned() -> None:
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    (base,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", text, re.MULTILINE)
+    assert re.fullmatch(r"python:3\.\d+-slim-\w+", base)
+    minor = int(base.partition("3.")[2].partition("-")[0])
+    assert minor >= int(PYPROJECT["project"]["requires-python"].rpartition(".")[2])
+    assert {stage.base for stage in STAGES.values()} - set(STAGES) == {"${PYTHON_IMAGE}"}
+
+
+def test_no_secret_is_built_in() -> None:
+    for stage in STAGES.values():
+        for words in (shlex.split(text) for name in ("ARG", "ENV") for text in stage.all(name)):
+            for word in words:
+                assert not re.search(r"TOKEN|SECRET|PASSWORD|_KEY", word.partition("=")[0])
+
+
+# --- that the extras bring what the commands import ---
+
+# Runs a command where only the packages of some requirements can be imported, as if nothing else were installed.
+ONLY = r"""
+import importlib.abc, sys
+allowed = set(sys.argv[1].split(","))
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in allowed:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refuse())
+from outrider.deploy.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def _refused(image: str) -> set[str]:
+    """Top-level modules of all installed packages that the image's requirements do not bring."""
+    from importlib.metadata import packages_distributions
+
+    wanted = [f"outrider[{','.join(extras(STAGES, image))}]", *_beside(image)]
+    there = _closure(wanted)
+    return {module for module, names in packages_distributions().items() if not there & {_name(n) for n in names}}
+
+
+def _beside(image: str) -> list[str]:
+    runs = " ".join(
+        run for stage in STAGES.values() if stage.name == f"{image}-environment" for run in stage.all("RUN")
+    )
+    return re.findall(r'\]" (\w+)', runs)
+
+
+def _closure(wanted: list[str]) -> set[str]:
+    from importlib.metadata import PackageNotFoundError, requires
+
+    found: set[str] = set()
+    seen: set[str] = set()
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        if str(requirement) in seen:
+            continue
+        seen.add(str(requirement))
+        name = _name(requirement.name)
+        found.add(name)
+        own = PYPROJECT["project"]
+        if name == "outrider":
+            optional = own["optional-dependencies"]
+            wanted += [*own["dependencies"], *(r for extra in requirement.extras for r in optional[extra])]
+            continue
+        try:
+            lines = [Requirement(line) for line in requires(name) or []]
+        except PackageNotFoundError:
+            continue
+        chosen = [{"extra": extra} for extra in requirement.extras] or [{"extra": ""}]
+        wanted += [str(_plain(r)) for r in lines if r.marker is None or any(r.marker.evaluate(c) for c in chosen)]
+    return found
+
+
+def _plain(requirement: Requirement) -> Requirement:
+    return Requirement(
+        f"{requirement.name}[{','.join(requirement.extras)}]" if requirement.extras else requirement.name
+    )
+
+
+def _name(text: str) -> str:
+    return re.sub(r"[-_.]+", "-", text).lower()
+
+
+STARTED = {
+    "edge": ["edge", "--listen", "127.0.0.1:x", "--coordinator", "127.0.0.1:9"],
+    "coordinator": ["coordinator", "--listen", "127.0.0.1:x", "--verifier", "v=127.0.0.1:9"],
+}
+
+
+@pytest.mark.parametrize("image", STARTED)
+def test_an_image_has_every_package_that_its_command_imports(image, tmp_path, tokenizer_file) -> None:
+    """The command comes as far as its address, which is wrong on purpose: all that it imports is then imported."""
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef" * 4)
+    arguments = {
+        "edge": ["--cache", str(tmp_path)],
+        "coordinator": ["--lease-secret-file", str(secret), "--tokenizer", str(tokenizer_file)],
+    }[image]
+    refused = _refused(image)
+    assert {"torch", "transformers"} <= refused
+    run = [sys.executable, "-c", ONLY, ",".join(refused), *STARTED[image], *arguments]
+    result = subprocess.run(run, capture_output=True, text=True, check=False, timeout=120)
+    assert "listen" in result.stderr, result.stderr
+    assert "127.0.0.1:x" in result.stderr
+    assert result.returncode == 1

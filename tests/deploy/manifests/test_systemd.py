@@ -1,0 +1,99 @@
+"""The edge's systemd unit: what it starts takes its options and its config file, and it is locked in."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+from manifest_documents import ROOT
+
+from outrider.deploy.cli import build_parser
+
+UNIT = ROOT / "deploy" / "systemd" / "outrider-edge.service"
+CONFIG = ROOT / "deploy" / "systemd" / "edge.toml"
+# Of `systemd-analyze security`, 0 (all locked) to 100; without network, which an edge cannot be, it would be 7.
+MOST_EXPOSURE = 15
+
+
+def unit() -> dict[str, list[str]]:
+    """Settings of all sections; those that stand twice have two values."""
+    found: dict[str, list[str]] = {}
+    for line in UNIT.read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith(("#", "[")):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def arguments() -> list[str]:
+    """Of `outrider`, with the config file of the checkout."""
+    (line,) = unit()["ExecStart"]
+    program, *words = shlex.split(line.replace("%d", "/run/credentials/outrider-edge.service"))
+    assert program == "/opt/outrider/bin/outrider"
+    return [str(CONFIG) if word == "/etc/outrider/edge.toml" else word for word in words]
+
+
+def test_the_daemon_takes_its_options_and_every_key_of_the_config_file(monkeypatch) -> None:
+    monkeypatch.delenv("OUTRIDER_CONFIG", raising=False)
+    options = build_parser().parse_args(arguments())
+    table = tomllib.loads(CONFIG.read_text(encoding="utf-8"))["edge"]
+    assert options.command == "edge"
+    for key, value in table.items():
+        assert str(getattr(options, key.replace("-", "_"))) == str(value)
+    assert options.listen.startswith("127.0.0.1:")
+    assert options.cloud_tls_ca is not None
+
+
+def test_an_unknown_key_of_the_config_file_is_refused(tmp_path) -> None:
+    wrong = tmp_path / "edge.toml"
+    wrong.write_text(CONFIG.read_text(encoding="utf-8") + "drafters = 2\n")
+    said = io.StringIO()
+    with pytest.raises(SystemExit), contextlib.redirect_stderr(said):
+        build_parser().parse_args([str(wrong) if word == str(CONFIG) else word for word in arguments()])
+    assert "drafters" in said.getvalue()
+
+
+def test_the_key_comes_as_a_credential_and_is_in_no_file_of_ours() -> None:
+    (credential,) = unit()["LoadCredential"]
+    name, _, path = credential.partition(":")
+    assert path == "/etc/outrider/api-key"
+    assert f"--api-key-file %d/{name}" in unit()["ExecStart"][0]
+    assert not [v for name in ("Environment", "ExecStart") for v in unit()[name] if "otr_" in v]
+
+
+def test_the_unit_is_locked_in() -> None:
+    for name, value in {
+        "DynamicUser": "yes",
+        "ProtectSystem": "strict",
+        "NoNewPrivileges": "yes",
+        "PrivateTmp": "yes",
+        "MemoryDenyWriteExecute": "yes",
+        "CapabilityBoundingSet": "",
+        "RestrictAddressFamilies": "AF_INET AF_INET6 AF_UNIX",
+        "Restart": "on-failure",
+    }.items():
+        assert unit()[name] == [value], name
+
+
+def test_it_has_time_to_let_answers_end() -> None:
+    options = build_parser().parse_args(arguments())
+    assert float(unit()["TimeoutStopSec"][0].removesuffix("s")) > 2 * options.grace
+
+
+def test_systemd_finds_nothing_wrong_with_it(tmp_path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("needs systemd-analyze, and this machine has none")
+    run = [analyze, "security", "--offline=yes", f"--threshold={MOST_EXPOSURE}", "--no-pager", str(UNIT)]
+    judged = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert judged.returncode == 0, judged.stdout + judged.stderr
+    # As installed elsewhere, but with a program that exists here.
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text(encoding="utf-8").replace("/opt/outrider/bin/outrider", shutil.which("true") or ""))
+    verified = subprocess.run([analyze, "verify", str(copy)], capture_output=True, text=True, check=False)
+    assert UNIT.name not in verified.stderr, verified.stderr
