@@ -4,16 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint proto clean
+.PHONY: demo test soak check lint proto clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
 
-test: $(READY) lint
-	$(BIN)/python -m pytest
+test: check
+	$(BIN)/python -m pytest -m "(ray or wheel or alone) and not soak"
 
+# What takes minutes: hundreds of streams, everything killed in turn, jobs and replicas in a Ray cluster.
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak
+
+# OpenMP of two workers on two cores would have each thread wait for one that does not run.
 check: lint
-	$(BIN)/python -m pytest -m "not ray and not wheel"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not (ray or wheel or alone or soak)"
 
 lint: $(READY)
 	$(BIN)/ruff check .

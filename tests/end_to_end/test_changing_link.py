@@ -9,9 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge import Client, Sampling, Tokens
+
+pytestmark = pytest.mark.alone
 
 NEAR = LinkShape.of(rtt_ms=10, up_mbit=20, down_mbit=50)
 FAR = LinkShape.of(rtt_ms=200, up_mbit=0.2, down_mbit=50)

@@ -6,6 +6,8 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
+import pytest
+
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import StepFigures
 from outrider.deploy.bench.measure import Measured, measure_text
@@ -19,6 +21,8 @@ from outrider.deploy.replay.optimum import tokens_per_second
 from outrider.deploy.replay.replay import Outcome, Policy, replay
 from outrider.deploy.replay.traces import HitTrace
 from outrider.edge import Client, EdgeConfig, Sampling
+
+pytestmark = pytest.mark.alone
 
 PACE_S = 0.030
 LINK = LinkShape.of(rtt_ms=40, up_mbit=10, down_mbit=50)

@@ -1,0 +1,379 @@
+"""OpenAI's own Python client against the daemon and a real verifier: the target's text, streamed and not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import APIError, AsyncOpenAI, OpenAI
+
+from outrider.cloud.chat_template import chat_template_json
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.server import VerifierServer
+from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.server import CoordinatorServer
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon.server import Daemon
+from outrider.edge.drafters.fakes import FailingDrafter
+
+MODEL = "reference"
+PROMPT = "def main(argv):\n"
+CHAT: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
+
+
+@dataclass
+class Setting:
+    """A verifier, a daemon over it, OpenAI's client, and the client that the daemon's texts are held against."""
+
+    verifier: VerifierServer
+    daemon: Daemon
+    url: str
+    openai: AsyncOpenAI
+    client: Client
+    run: Callable[[Any], Any] = asyncio.run
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        for _ in range(1500):
+            if holds():
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("it never came to hold")
+
+
+@asynccontextmanager
+async def setting(tokenizer_file: Path, drafter: Any = None, **config: Any) -> AsyncIterator[Setting]:
+    verifier = VerifierServer(VerifierConfig(threads=1))
+    edge = EdgeConfig(
+        verifier=await verifier.start(),
+        model=MODEL,
+        tokenizer=tokenizer_file,
+        chat_template=tokenizer_file.parent / "chat_template.jinja",
+    )
+    client = Client(edge, drafter=drafter)
+    daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0.1, **config), client)
+    daemon.cloud._every_s = 0.1
+    url = await daemon.start()
+    openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
+    made = Setting(verifier, daemon, url, openai, client)
+    try:
+        await made.until(lambda: daemon.cloud.health.status != "unavailable")
+        yield made
+    finally:
+        await openai.close()
+        await daemon.stop()
+        await verifier.stop(0)
+
+
+@pytest.fixture(scope="module")
+def at(tokenizer_file: Path) -> Iterator[Setting]:
+    """One for all tests that do it no harm, on one event loop."""
+    with asyncio.Runner() as runner:
+        whole = setting(tokenizer_file)
+        made = runner.run(whole.__aenter__())
+        made.run = runner.run
+        yield made
+        runner.run(whole.__aexit__(None, None, None))
+
+
+def test_a_completion_is_the_sdks_text_streamed_and_not(at) -> None:
+    async def main() -> None:
+        for sampling in ({"temperature": 0.0, "seed": 0}, {"temperature": 1.0, "seed": 11, "top_p": 0.9}):
+            expected = await at.client.complete(PROMPT, max_tokens=32, **sampling)
+            asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 32, **sampling}
+            whole = await at.openai.completions.create(**asked)
+            assert whole.choices[0].text == expected.text
+            assert whole.choices[0].finish_reason == "length"
+            assert whole.usage is not None
+            assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (expected.prompt_tokens, 32)
+            told = whole.metrics["speculative_decoding"]
+            assert told["num_accepted_draft_tokens"] <= told["num_draft_tokens"]
+            histogram = told["acceptance_histogram"]
+            assert sum(histogram) == told["num_spec_steps"]
+            assert sum(j * count for j, count in enumerate(histogram)) == told["num_accepted_draft_tokens"] > 0
+            assert whole.metrics["seed"] == sampling["seed"]
+            options = {"include_usage": True}
+            chunks = [chunk async for chunk in await at.openai.completions.create(
+                **asked, stream=True, stream_options=options
+            )]  # fmt: skip
+            assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == expected.text
+            assert chunks[-1].usage == whole.usage
+            assert "speculative_decoding" in chunks[-1].metrics
+
+    at.run(main())
+
+
+def test_a_chat_is_rendered_by_the_targets_template_and_streamed_in_openais_chunks(at) -> None:
+    async def main() -> None:
+        rendered = "<|user|>What is 2 + 3?<|assistant|>"
+        ids = at.client.ready.tokenizer.encode(rendered, add_special_tokens=False).ids
+        expected = await at.client.complete(ids, max_tokens=30, temperature=0.7, seed=3)
+        asked: dict[str, Any] = {"model": MODEL, "messages": CHAT, "temperature": 0.7, "seed": 3}
+        whole = await at.openai.chat.completions.create(**asked, max_completion_tokens=30)
+        assert whole.choices[0].message.content == expected.text
+        assert whole.choices[0].message.role == "assistant"
+        assert whole.usage.prompt_tokens == len(ids)
+        stream = await at.openai.chat.completions.create(**asked, max_tokens=30, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
+        *others, last = [chunk.choices[0].finish_reason for chunk in chunks]
+        assert set(others) <= {None}
+        assert last == whole.choices[0].finish_reason
+        assert chunks[-1].metrics["seed"] == 3
+        assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+
+    at.run(main())
+
+
+def test_the_blocking_client_works_too(at) -> None:
+    async def main() -> None:
+        expected = await at.client.complete(PROMPT, max_tokens=12)
+
+        def blocking() -> tuple[str, str, list[str]]:
+            with OpenAI(base_url=f"{at.url}/v1", api_key="unused") as openai:
+                asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+                whole = openai.completions.create(**asked).choices[0].text
+                streamed = "".join(c.choices[0].text for c in openai.completions.create(**asked, stream=True))
+                return whole, streamed, [model.id for model in openai.models.list()]
+
+        assert await asyncio.to_thread(blocking) == (expected.text, expected.text, [MODEL])
+
+    at.run(main())
+
+
+def test_stop_strings_that_span_tokens_are_never_shown(at) -> None:
+    async def main() -> None:
+        whole = await at.client.complete(PROMPT, max_tokens=60)
+        asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 60, "temperature": 0}
+        for where in (9, 25, 41):
+            stop = whole.text[where : where + 7]
+            expected = whole.text[: whole.text.index(stop)]
+            answer = await at.openai.completions.create(**asked, stop=[stop, "never said"])
+            assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
+            pieces = [
+                c.choices[0].text async for c in await at.openai.completions.create(**asked, stop=stop, stream=True)
+            ]
+            assert "".join(pieces) == expected
+
+    at.run(main())
+
+
+def test_choices_follow_the_seed_one_by_one_and_a_seed_that_was_made_up_makes_the_text_again(at) -> None:
+    async def main() -> None:
+        asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20}
+        three = await at.openai.completions.create(**asked, seed=5, n=3)
+        singles = [await at.client.complete(PROMPT, max_tokens=20, temperature=1, seed=5 + i) for i in range(3)]
+        assert [choice.text for choice in three.choices] == [single.text for single in singles]
+        assert three.usage.completion_tokens == 60
+        stream = await at.openai.completions.create(**asked, seed=5, n=3, stream=True)
+        texts = ["", "", ""]
+        async for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == [single.text for single in singles]
+        first = await at.openai.completions.create(**asked)
+        again = await at.openai.completions.create(**asked, seed=first.metrics["seed"])
+        assert again.choices[0].text == first.choices[0].text
+        assert (await at.openai.completions.create(**asked)).metrics["seed"] != first.metrics["seed"]
+
+    at.run(main())
+
+
+def test_log_probabilities_are_the_targets(at) -> None:
+    async def main() -> None:
+        expected = await at.client.complete(PROMPT, max_tokens=8, logprobs=True, top_logprobs=3)
+        asked: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0}
+        answer = await at.openai.completions.create(**asked, prompt=PROMPT, logprobs=3)
+        told = answer.choices[0].logprobs
+        assert told.token_logprobs == pytest.approx(expected.logprobs, rel=1e-4)
+        assert "".join(told.tokens) == expected.text
+        assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(8)]
+        for tokens, of_token, logprob in zip(told.top_logprobs, told.tokens, told.token_logprobs, strict=True):
+            assert 3 <= len(tokens) <= 4
+            assert tokens[of_token] == pytest.approx(logprob, rel=1e-4)
+        chat = await at.openai.chat.completions.create(**asked, messages=CHAT, logprobs=True, top_logprobs=2)
+        content = chat.choices[0].logprobs.content
+        assert len(content) == chat.usage.completion_tokens
+        assert all(len(token.top_logprobs) == 2 for token in content)
+        spoken = b"".join(bytes(token.bytes) for token in content if token.token != "<|end|>")
+        assert spoken.decode() == chat.choices[0].message.content
+        stream = await at.openai.chat.completions.create(**asked, messages=CHAT, logprobs=True, stream=True)
+        streamed = [t async for c in stream if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+        assert [t.logprob for t in streamed] == pytest.approx([t.logprob for t in content], rel=1e-4)
+
+    at.run(main())
+
+
+def test_a_json_schema_binds_the_answer(at) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2, 3]}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
+
+    async def main() -> None:
+        answer = await at.openai.chat.completions.create(
+            model=MODEL,
+            messages=CHAT,
+            seed=1,
+            max_tokens=64,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        made = json.loads(answer.choices[0].message.content)
+        assert set(made) == {"ok", "n"}
+        with pytest.raises(APIError) as caught:
+            await at.openai.chat.completions.create(
+                model=MODEL,
+                messages=CHAT,
+                response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wrong"}}},
+            )
+        assert caught.value.param == "response_format"
+
+    at.run(main())
+
+
+def test_what_became_of_the_drafts_is_told_with_every_chunk(at) -> None:
+    async def main() -> None:
+        stream = await at.openai.completions.create(
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=60,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True, "include_speculation": True},  # type: ignore[typeddict-unknown-key]
+        )
+        chunks = [chunk async for chunk in stream]
+        told = [chunk.speculation for chunk in chunks]
+        for chunk, speculation in zip(chunks, told, strict=True):
+            text = chunk.choices[0].text if chunk.choices else ""
+            assert "".join(piece["text"] for piece in speculation["pieces"]) == text
+            assert speculation["drafter"] == "general"
+            assert speculation["window"] >= 0
+        assert {piece["accepted"] for speculation in told for piece in speculation["pieces"]} == {True, False}
+        last = told[-1]
+        assert last["tokens"] == 60
+        assert last["tokens_per_second"] > 0
+        assert last["cloud_tokens_per_second"] > 0
+        assert 0 < last["acceptance"] <= 1
+        assert last["round_trip_ms"] > 0
+        assert last["uplink_bytes"] > 0
+        assert last["downlink_bytes"] > 0
+        assert last["steps"] < 60
+
+    at.run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_session_at_the_verifier(at, stream) -> None:
+    async def main() -> None:
+        free = at.verifier.status().kv_pages_free
+        asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 2000, "stream": stream}
+        request = asyncio.create_task(at.openai.completions.create(**asked, extra_body={"ignore_eos": True}))
+        if stream:
+            chunks = await request
+            await anext(aiter(chunks))
+        await at.until(lambda: at.verifier.status().sessions == 1)
+        if stream:
+            await chunks.close()
+        else:
+            request.cancel()
+        await at.until(lambda: at.verifier.status().sessions == 0)
+        assert at.verifier.status().kv_pages_free == free
+
+    at.run(main())
+
+
+def test_a_drafter_that_fails_leaves_the_text_and_health_says_degraded(tokenizer_file) -> None:
+    async def main() -> None:
+        async with setting(tokenizer_file, drafter=FailingDrafter(0)) as at:
+            asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+            answer = await at.openai.completions.create(**asked)
+            assert answer.metrics["drafter_error"]
+            assert answer.usage.completion_tokens == 20
+            assert at.daemon.cloud.health.status == "degraded"
+            again = await at.openai.completions.create(**asked)
+            assert again.choices[0].text == answer.choices[0].text
+
+    asyncio.run(main())
+
+
+def test_a_prompt_beyond_the_context_and_tokens_beyond_the_vocabulary_are_400s(at) -> None:
+    async def main() -> None:
+        for prompt, code in (([5] * 5000, "context_length_exceeded"), ([9000], None), ("", None)):
+            with pytest.raises(APIError) as caught:
+                await at.openai.completions.create(model=MODEL, prompt=prompt)
+            assert (caught.value.status_code, caught.value.param, caught.value.code) == (400, "prompt", code)
+        with pytest.raises(APIError) as caught:
+            await at.openai.chat.completions.create(model=MODEL, messages=CHAT * 900)
+        assert caught.value.code == "context_length_exceeded"
+
+    at.run(main())
+
+
+def test_a_verifier_that_dies_is_a_503_until_another_is_there(tokenizer_file, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.edge.daemon.cloud.WAIT_FOR_CLOUD_S", 0.3)
+
+    async def main() -> None:
+        async with setting(tokenizer_file) as at:
+            asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 10, "temperature": 0}
+            before = await at.openai.completions.create(**asked)
+            where = at.client.config.verifier
+            await at.verifier.stop(0)
+            with pytest.raises(APIError) as caught:
+                await at.openai.completions.create(**asked)
+            assert caught.value.status_code == 503
+            assert int(caught.value.response.headers["Retry-After"]) >= 1
+            assert at.daemon.cloud.health.status == "unavailable"
+            at.verifier = VerifierServer(VerifierConfig(threads=1, listen=where))
+            await at.verifier.start()
+            await at.until(lambda: at.daemon.cloud.health.status == "ok")
+            after = await at.openai.completions.create(**asked)
+            assert after.choices[0].text == before.choices[0].text
+            await at.verifier.stop(0)
+
+    asyncio.run(main())
+
+
+def test_many_streams_at_once_are_all_whole_and_none_is_mixed(at) -> None:
+    async def main() -> None:
+        prompts = [f"def f{i}(x):\n" for i in range(8)]
+        expected = [await at.client.complete(prompt, max_tokens=16, temperature=1, seed=9) for prompt in prompts]
+
+        async def one(prompt: str) -> str:
+            stream = await at.openai.completions.create(model=MODEL, prompt=prompt, max_tokens=16, seed=9, stream=True)
+            return "".join([chunk.choices[0].text async for chunk in stream])
+
+        assert await asyncio.gather(*map(one, prompts)) == [completion.text for completion in expected]
+
+    at.run(main())
+
+
+def test_the_chat_template_comes_with_the_lease(tokenizer_file, tmp_path) -> None:
+    async def main() -> None:
+        secret = b"a secret of the two of them"
+        verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=secret)
+        template = chat_template_json(MODEL)
+        fixed = StaticVerifier(
+            "verifier", await verifier.start(), MODEL, tokenizer_file.read_text(), chat_template_json=template
+        )
+        coordinator = CoordinatorServer(CoordinatorConfig(secret, listen="127.0.0.1:0", verifiers=(fixed,)))
+        edge = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none")
+        daemon = Daemon(DaemonConfig(listen="127.0.0.1:0"), Client(edge))
+        url = await daemon.start()
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=60) as openai:
+            answer = await openai.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=4)
+        assert answer.usage.completion_tokens == 4
+        assert daemon.cloud.served.ready.chat_template == template
+        await daemon.stop()
+        await coordinator.stop(0)
+        await verifier.stop(0)
+
+    asyncio.run(main())

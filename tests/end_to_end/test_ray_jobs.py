@@ -1,0 +1,133 @@
+"""Commands as jobs of a Ray cluster with its job server: sent with a wheel, followed, fetched, stopped, joined."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.soak, pytest.mark.timeout(500)]
+
+TINY = ["--hidden", "32", "--layers", "1", "--mlp", "64", "--self-text", "0", "--threads", "1"]
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RayHead:
+    """A head node with a job server on loopback, in processes of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ports = {name: str(free_port()) for name in ("gcs", "client", "agent", "dashboard")}
+        self.address = f"http://127.0.0.1:{ports['dashboard']}"
+        self.environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+            "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+            # A token of its own: nothing else on the machine can send jobs, and none lies in the user's home.
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "0" * 64,
+            "RAY_ADDRESS": "",
+            "RAY_TMPDIR": str(folder),  # of any other Ray that a job should start
+        }
+        options = ["--head", "--block", "--disable-usage-stats", "--num-cpus", "2", "--include-dashboard", "true"]
+        options += ["--port", ports["gcs"], "--ray-client-server-port", ports["client"]]
+        options += ["--dashboard-agent-listen-port", ports["agent"], "--node-ip-address", "127.0.0.1"]
+        options += ["--dashboard-host", "127.0.0.1", "--dashboard-port", ports["dashboard"], "--temp-dir", str(folder)]
+        self.log = (folder / "head.log").open("w")
+        command = [str(Path(sys.executable).with_name("ray")), "start", *options]
+        self.process = subprocess.Popen(command, env=self.environment, stdout=self.log, stderr=self.log)
+
+    def outrider(self, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        """Run `outrider submit` against it."""
+        command = [sys.executable, "-m", "outrider.deploy.cli", "submit", "--address", self.address, *arguments]
+        return subprocess.run(
+            command, env=self.environment, cwd=folder, capture_output=True, text=True, check=False, timeout=300
+        )
+
+    def wait_for_log(self, job: str, text: str) -> None:
+        while not any(text in log.read_text() for log in self.folder.glob(f"session_2*/logs/job-driver-{job}.log")):
+            time.sleep(0.2)
+
+    def end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
+    # The paths of Ray's sockets may have 107 bytes; those of pytest's folders are long.
+    folder = Path(f"/tmp/ray-jobs-{os.getpid()}")
+    folder.mkdir()
+    head = RayHead(folder)
+    try:
+        while "Ray runtime started" not in (folder / "head.log").read_text():
+            assert head.process.poll() is None, (folder / "head.log").read_text()
+            time.sleep(0.2)
+        yield head
+    finally:
+        head.end()
+        until = time.monotonic() + 20  # the last of its processes may still write
+        while folder.exists() and time.monotonic() < until:
+            shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.1)
+
+
+def test_a_drafter_is_trained_by_the_wheel_of_this_checkout_and_comes_back(head: RayHead, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"id": str(i), "text": f"Sentence number {i} of many. " * 40}) + "\n" for i in range(12))
+    )
+    train = ["train", "drafter", "--corpus", "texts.jsonl", "--output", "run", *TINY]
+    done = head.outrider("--input", "texts.jsonl", "--name", "train", "--", *train, "--steps", "2", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished after 2 steps" in done.stdout
+    assert json.loads((tmp_path / "train/run/training.json").read_text())["steps"] == 2
+    assert (tmp_path / "train/run/model.safetensors").stat().st_size > 100_000
+
+    # The same text again: the environment is there already, and a stop keeps what was learnt.
+    arguments = ["--input", "texts.jsonl", "--wheel", "none", "--name", "stopped", "--no-wait"]
+    sent = head.outrider(*arguments, "--", *train, "--minutes", "30", folder=tmp_path)
+    assert "--follow stopped" in sent.stdout, sent.stderr
+    head.wait_for_log("stopped", "training")
+    assert "asked to stop" in head.outrider("--stop", "stopped", folder=tmp_path).stdout
+    followed = head.outrider("--follow", "stopped", "--output", "kept", folder=tmp_path)
+    assert followed.returncode == 143, followed.stdout + followed.stderr
+    assert "stopped" in followed.stderr
+    assert list((tmp_path / "kept/run/cache").iterdir()), "what it had written by then"
+
+
+def test_a_job_that_fails_ends_the_command_as_it_ended_itself(head: RayHead, tmp_path: Path) -> None:
+    command = ["generate", "hi", "--coordinator", "nowhere"]
+    failed = head.outrider("--wheel", "none", "--fetch", "x", "--", *command, folder=tmp_path)
+    assert failed.returncode == 1
+    assert "is not host:port" in failed.stdout
+    assert "failed with exit status 1" in failed.stderr
+    assert "wrote no x" in failed.stderr
+
+
+def test_a_cluster_in_a_job_joins_the_one_that_runs_it(head: RayHead, tmp_path: Path) -> None:
+    up = ["up", "--listen", "127.0.0.1:0", "--target-threads", "1"]
+    sent = head.outrider("--wheel", "none", "--name", "up", "--no-wait", "--", *up, folder=tmp_path)
+    assert sent.returncode == 0, sent.stderr
+    head.wait_for_log("up", "try: outrider generate")
+    assert not (head.folder / "ray").exists(), "no other Ray was started"
+    assert head.outrider("--stop", "up", folder=tmp_path).returncode == 0
