@@ -1,0 +1,117 @@
+"""Outrider's commands as processes of their own, which tests kill and start again."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+
+START_WITHIN_S = 180.0  # it may have to import torch on a machine that is busy
+END_WITHIN_S = 60.0
+
+
+def free_port() -> int:
+    """One that nobody listens on now."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Command:
+    """`outrider ARGUMENTS…`, not started yet.
+
+    Args:
+        arguments: of the command line.
+        log: file for what it writes to standard error, of all its starts.
+    """
+
+    def __init__(self, *arguments: str, log: Path) -> None:
+        self._arguments = arguments
+        self._log = log
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Begin; `line` says when it serves."""
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "outrider.deploy.cli", *self._arguments],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        self._lines = queue.Queue()
+        threading.Thread(target=self._read, args=(self.process, self._lines), daemon=True).start()
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        """Of the newest start."""
+        assert self._process is not None
+        return self._process
+
+    def line(self) -> str:
+        """The next line that it prints; waited for."""
+        try:
+            line = self._lines.get(timeout=START_WITHIN_S)
+        except queue.Empty:
+            raise AssertionError(f"{self._arguments[0]} says nothing; {self.errors}") from None
+        assert line, f"{self._arguments[0]} has ended; {self.errors}"
+        return line.rstrip("\n")
+
+    @staticmethod
+    def _read(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                lines.put(line)
+        lines.put("")
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    @property
+    def errors(self) -> str:
+        """What it wrote to standard error, at every start."""
+        return self._log.read_text()
+
+    @property
+    def resident_mib(self) -> float:
+        """Memory that it holds."""
+        return psutil.Process(self.process.pid).memory_info().rss / (1 << 20)
+
+    @property
+    def cpu_s(self) -> float:
+        """Time that it has computed for."""
+        used = psutil.Process(self.process.pid).cpu_times()
+        return used.user + used.system
+
+    def kill(self) -> None:
+        """End it as a crash or the kernel would."""
+        self.process.kill()
+        self.process.wait()
+
+    def terminate(self) -> int:
+        """Tell it to go, and wait; its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self._arguments[0]} does not end; {self.errors}") from None
+
+    def end(self) -> None:
+        """Terminate it where it runs."""
+        if self._process is not None and self.runs:
+            self.terminate()
