@@ -16,7 +16,7 @@ from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.deploy.cluster import embedded_drafters
 
-pytestmark = [pytest.mark.wheel, pytest.mark.soak, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.wheel, pytest.mark.timeout(500)]
 
 SECRET = b"a secret of the two of them"
 MOST_MEGABYTES = 250
