@@ -413,7 +413,9 @@ def test_a_verifier_that_keeps_sessions_briefly_or_never_costs_only_a_reopening(
                 for text in TURNS:
                     await said_as_fresh(client, talk, text, max_tokens=5)
                     await until(lambda: server.status().kv_pages_free == free)
-        assert [len(frames.of(kind)) for kind in (Open, Continue)] == [3, 0]
+        assert len(frames.of(Open)) == 3
+        # A turn may begin before the edge has heard that its session is gone, but only where one was kept.
+        assert len(frames.of(Continue)) <= (2 if keep["keep_s"] else 0)
 
     asyncio.run(main())
 
