@@ -191,17 +191,15 @@ class Decoding:
                 await self._wake.wait()
                 self._wake.clear()
                 continue
-            began = time.monotonic()
             try:
                 work = partial(self._propose, drafter, job)
-                proposal = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+                proposal, seconds = await asyncio.get_running_loop().run_in_executor(self._thread, work)
             except Exception as error:  # a drafter may be anybody's code, and no text may fail for it
                 self._drafter_failed(error)
                 return
             now = time.monotonic()
-            self._journal.drafted(began, now, len(proposal.tokens))
-            # All that it took counts: the thread may have been at work for other texts, and so it may be next time.
-            self._apply(self.machine.on_drafted(job, proposal.tokens, proposal.q, now - began, now))
+            self._journal.drafted(now - seconds, now, len(proposal.tokens))
+            self._apply(self.machine.on_drafted(job, proposal.tokens, proposal.q, seconds, now))
 
     def _drafter_failed(self, error: Exception) -> None:
         """Go on without. The message of a foreign error is not logged: it may hold the text."""
@@ -210,14 +208,15 @@ class Decoding:
         known = error if isinstance(error, OutriderError) else Internal(f"{type(error).__name__}: {error}")
         self._apply(self.machine.on_drafter_failed(known))
 
-    def _propose(self, drafter: DraftState, job: DraftJob) -> Proposal:
+    def _propose(self, drafter: DraftState, job: DraftJob) -> tuple[Proposal, float]:
         """In the drafting thread."""
+        began = time.monotonic()
         rule, self._rule = self._rule, None
         if rule is not None:
             drafter.follow(rule)
         drafter.truncate(job.truncate_to)
         drafter.extend(job.extend_with)
-        return drafter.propose(job.count)
+        return drafter.propose(job.count), time.monotonic() - began
 
     # --- send, apply commits ---
 

@@ -30,8 +30,7 @@ def costs_of(texts: Sequence[Measured], steps: Sequence[StepFigures], *, pace_s:
     for text in texts:
         for commit, _ in text.journal.commits[1:]:  # the first step reads the prompt
             step.add(commit.judged + 1, commit.timing.verify_s)
-        jobs = [(ended - began - Costs().job_s, tokens) for began, ended, tokens in text.journal.jobs]
-        drafting += [max(0.0, seconds) / tokens for seconds, tokens in jobs if tokens > 1]
+        drafting += [(ended - began) / tokens for began, ended, tokens in text.journal.jobs if tokens > 1]
     first_steps = [(text.journal.commits[0][0].timing.verify_s, text) for text in texts]
     prefill = median(max(0.0, seconds - step.base) / max(1, prompt_length(text)) for seconds, text in first_steps)
     return Costs(

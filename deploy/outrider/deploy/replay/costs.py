@@ -16,7 +16,7 @@ class Costs:
         prefill_row_s: of a prompt's row.
         drafting_s: of a drafted token.
         catch_up_s: of a token that the drafter reads.
-        job_s: of handing the drafter a job, whatever its size.
+        job_s: of handing the drafter a job, whatever its size; the edge does not count it as drafting.
         edge_event_s: from a frame's arrival at the edge until the session machine has it.
         cloud_event_s: from a frame's arrival at the verifier until the engine can use it.
         commit_s: from a step's end until its commit is on the wire and the next may begin.

@@ -233,8 +233,8 @@ class Replay:
             return
         self._drafter_busy = True
         tokens, confidence = self._propose(job)
-        seconds = self._costs.job_s + self._costs.propose_s(len(job.extend_with), len(tokens))
-        self._at(self._now + seconds, lambda: self._drafted(job, tokens, confidence, seconds))
+        seconds = self._costs.propose_s(len(job.extend_with), len(tokens))
+        self._at(self._now + self._costs.job_s + seconds, lambda: self._drafted(job, tokens, confidence, seconds))
 
     def _propose(self, job: DraftJob) -> tuple[tuple[int, ...], tuple[float, ...]]:
         trace, end = self._trace, len(self._truth)

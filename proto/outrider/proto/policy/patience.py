@@ -11,7 +11,7 @@ from outrider.proto.types import Goal, Patience
 
 LEAST_GAIN = 1.02  # below it drafts are not worth judging, nor making
 WORTH_THE_LINK = 1.012  # below it drafts come too late, all in all, to be worth making and sending
-LEANING = 1.02  # between plans as good as each other the one that waits takes fewer steps
+LEANING = 1.05  # between plans as good as each other the one that waits takes fewer steps
 LATE, MARGIN_S = 1.25, 0.002  # a wait ends when the drafts are so much later than they should be
 _GRAIN = 8  # parts of a step by which times are told apart
 _HORIZON = 48  # tokens after a miss that a plan looks ahead
