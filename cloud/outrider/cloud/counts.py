@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from outrider.proto.errors import OutriderError
+from outrider.proto.speculation import JudgedDrafts
 from outrider.proto.tally import SECONDS, TOKENS, Tally
 from outrider.proto.types import Commit
 
 
 @dataclass(slots=True)
-class EngineCounts:
+class EngineCounts(JudgedDrafts):
     """Of one engine, since it began.
 
     Attributes:
@@ -20,9 +21,7 @@ class EngineCounts:
         overhead: all else since the step before, but for waiting.
         running: sessions in the newest step.
         admitted: sessions that were taken.
-        draft_tokens: judged.
         committed: tokens.
-        accepted_of: judged blocks by how many of their drafts were accepted.
         waits: from a session's commit to its next step: patience, company and other sessions.
         lingers: steps that began later than they could have, for the drafts of others.
         finished: texts by why they ended.
@@ -34,8 +33,6 @@ class EngineCounts:
     overhead: Tally = field(default_factory=lambda: Tally(SECONDS))
     running: int = 0
     admitted: int = 0
-    draft_tokens: int = 0
-    accepted_of: list[int] = field(default_factory=lambda: [0] * 17)
     committed: int = 0
     waits: Tally = field(default_factory=lambda: Tally(SECONDS))
     lingers: int = 0
@@ -55,10 +52,7 @@ class EngineCounts:
         if commit.tokens:
             self.waits.add(commit.timing.queue_s)
         if commit.judged:
-            self.draft_tokens += commit.judged
-            if commit.accepted >= len(self.accepted_of):
-                self.accepted_of += [0] * (commit.accepted + 1 - len(self.accepted_of))
-            self.accepted_of[commit.accepted] += 1
+            self.judge(commit.judged, commit.accepted)
         if commit.finish is not None:
             _count(self.finished, commit.finish.name.lower())
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from outrider.cloud.counts import StreamCounts
+from outrider.proto import speculation
 from outrider.proto.figures import Figure, FigureCollector, Page
 
 if TYPE_CHECKING:
@@ -14,19 +15,8 @@ if TYPE_CHECKING:
 
 PART = "verifier"
 _WHOSE = ("model_name", "verifier")
-_SHARED = ("part", "model_name", "drafter")  # as the edge has them; which drafter it was, only the edge knows
 _REFUSED_FOR_ROOM = "ResourceExhausted"
 
-DRAFTS = Figure("counter", "outrider:spec_decode_num_drafts", "Target steps that judged drafts.", _SHARED)
-DRAFT_TOKENS = Figure("counter", "outrider:spec_decode_num_draft_tokens", "Draft tokens judged.", _SHARED)
-ACCEPTED = Figure("counter", "outrider:spec_decode_num_accepted_tokens", "Draft tokens accepted.", _SHARED)
-ACCEPTED_PER_POS = Figure(
-    "counter",
-    "outrider:spec_decode_num_accepted_tokens_per_pos",
-    "Draft tokens accepted, by their position among those judged in one step, from 0.",
-    (*_SHARED, "position"),
-)
-GENERATED = Figure("counter", "outrider:generation_tokens", "Tokens committed.", _SHARED)
 RUNNING = Figure("gauge", "outrider:num_requests_running", "Sessions in the newest step.", _WHOSE)
 WAITING = Figure(
     "gauge", "outrider:num_requests_waiting", "Sessions not in it: they wait for drafts, or have just ended.", _WHOSE
@@ -59,7 +49,8 @@ PAGES = Figure("gauge", "outrider:verifier_kv_pages", "KV pages, by state (used,
 DRAINING = Figure("gauge", "outrider:verifier_draining", "1 while sessions are sent elsewhere.", _WHOSE)
 
 FIGURES = (
-    *(DRAFTS, DRAFT_TOKENS, ACCEPTED, ACCEPTED_PER_POS, GENERATED, RUNNING, WAITING, KV_USAGE, SUCCESS),
+    *speculation.FIGURES,
+    *(RUNNING, WAITING, KV_USAGE, SUCCESS),
     *(
         MOST_SESSIONS,
         KEPT,
@@ -91,14 +82,9 @@ def register_verifier(registry: CollectorRegistry, engine: Engine, streams: Stre
 def _fill(page: Page, engine: Engine, streams: StreamCounts, max_sessions: int) -> None:
     counts, sessions, free = engine.counts, engine.session_count, engine.free_pages
     whose = (engine.rules.model, engine.rules.name)
-    shared = (PART, engine.rules.model, "")
-    accepted_of = list(counts.accepted_of)
-    page.put(DRAFTS, shared, sum(accepted_of))
-    page.put(DRAFT_TOKENS, shared, counts.draft_tokens)
-    page.put(ACCEPTED, shared, sum(accepted * steps for accepted, steps in enumerate(accepted_of)))
-    for position in range(len(accepted_of) - 1):
-        page.put(ACCEPTED_PER_POS, (*shared, str(position)), sum(accepted_of[position + 1 :]))
-    page.put(GENERATED, shared, counts.committed)
+    shared = (PART, engine.rules.model, "")  # which drafter it was, only the edge knows
+    counts.show(page, shared)
+    page.put(speculation.GENERATED, shared, counts.committed)
     running = min(counts.running, sessions)
     page.put(RUNNING, whose, running)
     page.put(WAITING, whose, sessions - running)

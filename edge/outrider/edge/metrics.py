@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from outrider.edge.decoding import Journal, Subject
+from outrider.proto import speculation
 from outrider.proto.errors import OutriderError, ResourceExhausted
 from outrider.proto.figures import Figure, FigureCollector, Page, exposition
 from outrider.proto.policy import Line
 from outrider.proto.session import Done, EdgeSession, EdgeStatistics
+from outrider.proto.speculation import GENERATED, JudgedDrafts
 from outrider.proto.tally import SECONDS, TOKENS, Tally
 from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame, FinishReason, Goaway, Open, Opened
 
@@ -26,18 +28,7 @@ MOST_SERIES = 64  # (target, drafter) pairs told apart; what comes after them is
 _RECENT = 0.995  # of the running estimate of the speed-up kept at every commit: some 200 commits count
 
 _WHOSE = ("model_name", "drafter")
-_SHARED = ("part", *_WHOSE)
 
-DRAFTS = Figure("counter", "outrider:spec_decode_num_drafts", "Target steps that judged drafts.", _SHARED)
-DRAFT_TOKENS = Figure("counter", "outrider:spec_decode_num_draft_tokens", "Draft tokens judged.", _SHARED)
-ACCEPTED = Figure("counter", "outrider:spec_decode_num_accepted_tokens", "Draft tokens accepted.", _SHARED)
-ACCEPTED_PER_POS = Figure(
-    "counter",
-    "outrider:spec_decode_num_accepted_tokens_per_pos",
-    "Draft tokens accepted, by their position among those judged in one step, from 0.",
-    (*_SHARED, "position"),
-)
-GENERATED = Figure("counter", "outrider:generation_tokens", "Tokens committed.", _SHARED)
 FIRST_TOKEN = Figure(
     "histogram", "outrider:time_to_first_token_seconds", "From the beginning of a text to its first token.", _WHOSE
 )
@@ -99,7 +90,8 @@ SPEEDUP = Figure(
 )
 
 FIGURES = (
-    *(DRAFTS, DRAFT_TOKENS, ACCEPTED, ACCEPTED_PER_POS, GENERATED, FIRST_TOKEN, TEXTS, SESSIONS, STEPS, DRAFTED),
+    *speculation.FIGURES,
+    *(FIRST_TOKEN, TEXTS, SESSIONS, STEPS, DRAFTED),
     *(COMPARED, HITS, MESSAGES, UPLINK, DOWNLINK, RESUMES, LOSSES, SHEDS, FALLBACKS, PHASE, ROUND_TRIP, DRAFT_TOKEN),
     *(WINDOW, IN_FLIGHT, CREDIT, PLANNED, LINK, DECODING, CLOUD, SPEEDUP),
 )
@@ -115,11 +107,9 @@ def _phases() -> dict[str, Tally]:
 
 
 @dataclass(slots=True)
-class _Series:
+class _Series(JudgedDrafts):
     """What all texts with one target and one drafter have come to; `ended` sums the statistics of those that ended."""
 
-    accepted_of: list[int] = field(default_factory=lambda: [0] * 17)  # judged steps by how many drafts they accepted
-    draft_tokens: int = 0
     sheds: int = 0
     losses: dict[str, int] = field(default_factory=dict)
     texts: dict[str, int] = field(default_factory=dict)
@@ -141,12 +131,6 @@ class _Series:
         self.cloud_s += cloud_s
         self.recent_decoding_s = self.recent_decoding_s * _RECENT + seconds
         self.recent_cloud_s = self.recent_cloud_s * _RECENT + cloud_s
-
-    def count_accepted(self, accepted: int) -> None:
-        """A step that judged drafts accepted so many."""
-        if accepted >= len(self.accepted_of):
-            self.accepted_of += [0] * (accepted + 1 - len(self.accepted_of))
-        self.accepted_of[accepted] += 1
 
 
 class SessionJournal(Journal):
@@ -274,8 +258,7 @@ class SessionJournal(Journal):
             phases["uplink"].add(link_s / 2)
             phases["downlink"].add(link_s / 2)
         if commit.judged:
-            series.draft_tokens += commit.judged
-            series.count_accepted(commit.accepted)
+            series.judge(commit.judged, commit.accepted)
             self.accepted_of[commit.accepted] = self.accepted_of.get(commit.accepted, 0) + 1
         if not self._newest:
             series.first_token.add(at - self._began)
@@ -344,12 +327,7 @@ class EdgeMetrics:
 def _fill_series(page: Page, whose: tuple[str, str], series: _Series, live: list[SessionJournal]) -> None:
     machines = [journal.machine for journal in live if journal.machine is not None]
     shared = (PART, *whose)
-    accepted_of = list(series.accepted_of)
-    page.put(DRAFTS, shared, sum(accepted_of))
-    page.put(DRAFT_TOKENS, shared, series.draft_tokens)
-    page.put(ACCEPTED, shared, sum(accepted * steps for accepted, steps in enumerate(accepted_of)))
-    for position in range(len(accepted_of) - 1):
-        page.put(ACCEPTED_PER_POS, (*shared, str(position)), sum(accepted_of[position + 1 :]))
+    series.show(page, shared)
     for figure, name in _FROM_STATISTICS:
         total = getattr(series.ended, name) + sum(getattr(machine.statistics, name) for machine in machines)
         page.put(figure, shared if figure is GENERATED else whose, total)
