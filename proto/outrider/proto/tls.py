@@ -175,7 +175,7 @@ def name_to_expect(cert: Path, host: str) -> str:
 
     Verifiers come and go on hosts that nobody knew when the certificate was made; it then has one name for all.
     """
-    names = _names(_certificates(cert, "tls_cert")[1][0])
+    names = certificate_names(_certificates(cert, "tls_cert")[1][0])
     if host in names or f"*.{host.partition('.')[2]}" in names:
         return ""
     return next((name for name in names if not name.startswith("*") and not _is_ip(name)), "")
@@ -321,7 +321,8 @@ def _check_dates(certificate: x509.Certificate, path: Path, field: str) -> None:
         logger.warning("the certificate in %s expires on %s UTC", path, f"{ends:%Y-%m-%d %H:%M}")
 
 
-def _names(certificate: x509.Certificate) -> list[str]:
+def certificate_names(certificate: x509.Certificate) -> list[str]:
+    """The DNS names and addresses that it is for."""
     from cryptography import x509
 
     try:

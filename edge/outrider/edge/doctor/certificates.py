@@ -14,7 +14,7 @@ from outrider.edge.doctor.remedies import failed_by
 from outrider.edge.doctor.visit import PATIENT_S
 from outrider.proto.address import is_loopback
 from outrider.proto.errors import OutriderError
-from outrider.proto.tls import PUBLIC, ClientCredentials, ClientTls
+from outrider.proto.tls import PUBLIC, ClientCredentials, ClientTls, certificate_names
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -111,10 +111,10 @@ def _handshake(at: Endpoint, tls: ClientTls, shown: x509.Certificate) -> Finding
             f"a proxy on the way to the {at.role} speaks HTTP/1 only; let {at.option} go past it",
         )
     left = shown.not_valid_after_utc - dt.datetime.now(dt.UTC)
-    words = f"certificate for {', '.join(_names(shown))} by {_issuer(shown)}, {_days(left):.0f} days left"
+    words = f"certificate for {', '.join(certificate_names(shown))} by {_issuer(shown)}, {_days(left):.0f} days left"
     if left < SOON:
         return warning(words, f"renew it in time: `outrider certs`, for `outrider {at.role} --tls-cert`")
-    return ok(words, names=", ".join(_names(shown)), issuer=_issuer(shown), expires_in_days=_days(left))
+    return ok(words, names=", ".join(certificate_names(shown)), issuer=_issuer(shown), expires_in_days=_days(left))
 
 
 def _verified(at: Endpoint, tls: ClientTls) -> str | None:
@@ -138,7 +138,7 @@ def _verified(at: Endpoint, tls: ClientTls) -> str | None:
 
 
 def _distrusted(at: Endpoint, shown: x509.Certificate, error: ssl.SSLCertVerificationError) -> Finding:
-    names = ", ".join(_names(shown)) or "no name"
+    names = ", ".join(certificate_names(shown)) or "no name"
     if "mismatch" in error.verify_message or "doesn't match" in str(error):
         return failed(
             f"the certificate is for {names}, not for {at.expected_name}",
@@ -148,16 +148,6 @@ def _distrusted(at: Endpoint, shown: x509.Certificate, error: ssl.SSLCertVerific
         f"the certificate for {names} is by {_issuer(shown)}, whom --tls-ca does not vouch for: {error.verify_message}",
         f"give --tls-ca the authority's file that the operator of the {at.role} gave out",
     )
-
-
-def _names(certificate: x509.Certificate) -> list[str]:
-    from cryptography import x509
-
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return []
-    return [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
 
 
 def _issuer(certificate: x509.Certificate) -> str:
