@@ -83,10 +83,7 @@ class Calibration:
     def add(self, confidence: float, hit: bool) -> None:
         """A draft of this confidence (NaN: not known) met the target's token."""
         self.acceptance.add(hit)
-        if not math.isnan(confidence):
-            counts = self.bins[_bin(confidence)]
-            counts[0] = counts[0] * _FADE + hit
-            counts[1] = counts[1] * _FADE + 1
+        _count(self.bins, confidence, hit)
 
     def chance(self, confidence: float) -> float:
         """That a draft of this confidence agrees, given that all before it in its chain do; NaN: on average."""
@@ -109,10 +106,7 @@ class TextCalibration:
     def add(self, confidence: float, hit: bool) -> None:
         """As of `Calibration`; the other texts learn of it too."""
         self.common.add(confidence, hit)
-        if not math.isnan(confidence):
-            counts = self.bins[_bin(confidence)]
-            counts[0] = counts[0] * _FADE + hit
-            counts[1] = counts[1] * _FADE + 1
+        _count(self.bins, confidence, hit)
 
     def chance(self, confidence: float) -> float:
         """As of `Calibration`, the common chance weighing as `_COMMON_WEIGHT` trials."""
@@ -121,6 +115,13 @@ class TextCalibration:
             return chance
         hits, trials = self.bins[_bin(confidence)]
         return min(0.995, max(0.02, (hits + _COMMON_WEIGHT * chance) / (trials + _COMMON_WEIGHT)))
+
+
+def _count(bins: list[list[float]], confidence: float, hit: bool) -> None:
+    if not math.isnan(confidence):
+        counts = bins[_bin(confidence)]
+        counts[0] = counts[0] * _FADE + hit
+        counts[1] = counts[1] * _FADE + 1
 
 
 def _bin(confidence: float) -> int:
