@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from outrider.proto.errors import Unavailable
@@ -34,8 +34,8 @@ class Child:
         self._environment = os.environ | (environment or {})
         self._turn = asyncio.Lock()
 
-    async def start(self) -> None:
-        """Begin; its errors go to this process's standard error."""
+    async def start(self, greet: Callable[[], Awaitable[None]]) -> None:
+        """Begin, and make it ready by `greet`; where that fails it is ended. Its errors go to standard error."""
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -45,6 +45,11 @@ class Child:
             env=self._environment,
             limit=MOST_LINE_BYTES,
         )
+        try:
+            await greet()
+        except BaseException:
+            await self.end()
+            raise
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Its answer.

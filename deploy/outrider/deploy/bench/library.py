@@ -97,18 +97,16 @@ class LibraryProcess:
         self._child = Child(__name__, "transformers", _END_WITHIN_S, environment)
 
     async def __aenter__(self) -> Self:
-        await self._child.start()
-        try:
-            await self._ask(asdict(self._request))
-        except BaseException:
-            await self._child.end()
-            raise
+        await self._child.start(self._load)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._child.end()
+
+    async def _load(self) -> None:
+        await self._ask(asdict(self._request))
 
     async def text(self, prompt: Sequence[int], max_tokens: int | None = None) -> LibraryText:
         """What follows `prompt` [n], token ids; at most `max_tokens`, None: as the sampling says.

@@ -33,20 +33,18 @@ class VerifierProcess:
         self._child = Child(__name__, "the verifier", _END_WITHIN_S)
 
     async def __aenter__(self) -> Self:
-        await self._child.start()
-        values = asdict(self._config) | {"goal": self._config.goal.name}
-        try:
-            answer = await self._ask({"config": values, "tokenizer": str(self.tokenizer)})
-            self.address = answer["address"]
-        except BaseException:
-            await self._child.end()
-            raise
+        await self._child.start(self._serve)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._child.end()
+
+    async def _serve(self) -> None:
+        values = asdict(self._config) | {"goal": self._config.goal.name}
+        answer = await self._ask({"config": values, "tokenizer": str(self.tokenizer)})
+        self.address = answer["address"]
 
     async def step_figures(self) -> list[StepFigures]:
         """Of the steps since the last time that this was asked."""

@@ -47,20 +47,18 @@ class LinkProcess:
         self._child = Child("outrider.deploy.link", "the link", _GRACE_S)
 
     async def __aenter__(self) -> Self:
-        await self._child.start()
-        try:
-            self.address = await self._ask(self._opening)
-            if self._trace is not None:
-                await self.play(self._trace)
-        except BaseException:
-            await self._child.end()
-            raise
+        await self._child.start(self._open)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._child.end()
+
+    async def _open(self) -> None:
+        self.address = await self._ask(self._opening)
+        if self._trace is not None:
+            await self.play(self._trace)
 
     async def set_shape(self, shape: LinkShape) -> None:
         """The link is like `shape` from now on; a trace ends."""
