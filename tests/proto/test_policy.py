@@ -514,6 +514,19 @@ def test_no_more_drafts_are_judged_than_pay() -> None:
     assert best_block(replace(free, step_s=0.0, row_s=0.5)) == 16
 
 
+def test_steps_measured_in_a_bad_moment_do_not_make_drafts_dear_for_good() -> None:
+    cost = StepCost()
+    for _ in range(20):  # a busy machine
+        cost.add(1, 0.1)
+        cost.add(5, 0.12)
+    assert cost.line(1)[1] == pytest.approx(0.005, rel=0.1)
+    for _ in range(60):  # it is quiet again, and only single rows are judged
+        cost.add(1, 0.01)
+    base_s, row_s = cost.line(1)
+    assert row_s == pytest.approx(0.0005, rel=0.1)
+    assert best_block(VerifierView(0.7, base_s, row_s, 0.001, 0.0, most_drafts=16)) > 1
+
+
 def test_the_cost_of_a_step_is_flat_and_then_rises_as_it_was_measured() -> None:
     cost = StepCost()
     assert cost.seconds(5) == 0.0

@@ -185,8 +185,16 @@ class StepCost:
     def add(self, rows: int, seconds: float) -> None:
         """One step of `rows` rows took `seconds`."""
         octave = min(_OCTAVES - 1, rows.bit_length() - 1)
+        measured = self.seconds_of[octave]
+        before = measured.value
         self.rows[octave].add(rows)
-        self.seconds_of[octave].add(seconds)
+        measured.add(seconds)
+        # A machine that gets faster or slower does so for all: an octave that is not met any more must not keep the
+        # price of a bad moment, which would keep it from ever being met again.
+        if before > 0:
+            for other in self.seconds_of:
+                if other is not measured:
+                    other.value *= measured.value / before
 
     def seconds(self, rows: float) -> float:
         """Of a step of so many rows; 0 before the first step. Never falls with rows; the last slope goes on."""
