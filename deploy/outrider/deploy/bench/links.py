@@ -46,7 +46,7 @@ def links_of(options: argparse.Namespace) -> list[BenchLink]:
     rtts = options.rtt
     columns = {name: _spread(getattr(options, name), len(rtts), name) for name in ("up", "down", "jitter")}
     fixed = [_fixed(*values) for values in zip(rtts, columns["up"], columns["down"], columns["jitter"], strict=True)]
-    return fixed + [_traced(name, columns["jitter"][0]) for name in options.trace]
+    return fixed + [_traced(name, options.jitter[0]) for name in options.trace]
 
 
 def _spread(values: list[float], count: int, name: str) -> list[float]:
