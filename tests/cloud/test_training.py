@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from outrider.cloud.training.corpus import join_documents, load_domain, split_he
 from outrider.cloud.training.drafter import build_drafter, start_embedding, train_drafter
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.muon import orthogonalised
-from outrider.cloud.training.schedule import Budget
+from outrider.cloud.training.schedule import CosineBudget, LinearBudget
 from outrider.cloud.training.self_text import SelfTextPlan, continue_rows, write_self_text
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.proto.errors import InvalidArgument
@@ -272,11 +273,11 @@ def test_muon_keeps_singular_vectors_and_levels_singular_values() -> None:
 
 
 def test_the_rate_warms_up_holds_and_falls_to_zero_under_either_budget() -> None:
-    steps = Budget(100, None, 4, 0.4)
+    steps = LinearBudget(100, None, 4, 0.4)
     assert [steps.rate(step, 0) for step in (0, 3, 30, 60)] == pytest.approx([0.2, 0.8, 1.0, 1.0])
     assert steps.rate(80, 0) == pytest.approx(0.5)
     assert steps.rate(100, 0) == 0
-    minutes = Budget(None, 10.0, 4, 0.4)
+    minutes = LinearBudget(None, 10.0, 4, 0.4)
     assert minutes.rate(1000, 480.0) == pytest.approx(0.5)
     assert minutes.spent(1, 600.0) == 1
 
@@ -411,3 +412,13 @@ def test_the_start_embedding_keeps_the_distances_its_width_allows() -> None:
     torch.testing.assert_close(start @ start.T, low_rank @ low_rank.T, rtol=1e-3, atol=1e-3)
     wider = start_embedding(low_rank, torch.ones(50, 20))
     assert (wider[:, 12:] == 1).all()
+
+
+def test_a_cosine_budget_falls_from_the_peak_to_zero_without_a_plateau() -> None:
+    budget = CosineBudget(100, None, 0)
+    rates = [budget.rate(step, 0.0) for step in range(101)]
+    assert rates[0] == 1.0
+    assert rates[50] == pytest.approx(0.5)
+    assert rates[25] == pytest.approx(0.5 * (1 + 2**-0.5))
+    assert rates[100] == 0.0
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates))

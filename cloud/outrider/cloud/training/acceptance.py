@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,13 +40,29 @@ class Acceptance:
     positions: int
 
 
-@torch.inference_mode()
+Student = Callable[[torch.Tensor], torch.Tensor]
+"""Logits [rows, positions, vocab] for tokens int64 [rows, positions]; the target has just run over the same tokens."""
+
+
 def measure_acceptance(
     target: PreTrainedModel, drafter: PreTrainedModel, rows: Sequence[Row], *, seed: int
 ) -> Acceptance:
     """Run both models over `rows` and compare their next-token distributions, each given the true prefix."""
+
+    def student(tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = drafter(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    return compare_students(target, {"": student}, rows, seed=seed)[""]
+
+
+@torch.inference_mode()
+def compare_students(
+    target: PreTrainedModel, students: Mapping[str, Student], rows: Sequence[Row], *, seed: int
+) -> dict[str, Acceptance]:
+    """As `measure_acceptance`, of several on the same text with the same noise, each by its name."""
     generator = torch.Generator().manual_seed(seed)
-    sums = torch.zeros(4, dtype=torch.float64)
+    sums = {name: torch.zeros(4, dtype=torch.float64) for name in students}
     positions = 0
     for first in range(0, len(rows), ROWS_PER_PASS):
         batch = rows[first : first + ROWS_PER_PASS]
@@ -56,23 +72,29 @@ def measure_acceptance(
         for index, row in enumerate(batch):
             tokens[index, : len(row.tokens)] = torch.from_numpy(row.tokens.astype(np.int64))
             counted[index, row.first - 1 : len(row.tokens) - 1] = True
-        logits_by_target = target(input_ids=tokens.to(target.device), use_cache=False).logits[counted]
-        logits_by_drafter = drafter(input_ids=tokens.to(drafter.device), use_cache=False).logits[counted]
-        positions += len(logits_by_target)
-        chunks = zip(
-            logits_by_target.split(POSITIONS_PER_CHUNK), logits_by_drafter.split(POSITIONS_PER_CHUNK), strict=True
-        )
-        for target_chunk, drafter_chunk in chunks:
-            sums += _sums(target_chunk.float().cpu(), drafter_chunk.float().cpu(), generator)
+        log_p = _log_softmax(target(input_ids=tokens.to(target.device), use_cache=False).logits[counted])
+        noise = torch.empty_like(log_p).exponential_(generator=generator).log_().neg_()
+        positions += len(log_p)
+        for name, student in students.items():
+            logits = student(tokens.to(target.device))[counted]
+            chunks = zip(*(part.split(POSITIONS_PER_CHUNK) for part in (log_p, logits, noise)), strict=True)
+            for log_p_chunk, logits_chunk, noise_chunk in chunks:
+                sums[name] += _sums(log_p_chunk, _log_softmax(logits_chunk), noise_chunk)
+    return {name: _means(total, positions) for name, total in sums.items()}
+
+
+def _means(sums: torch.Tensor, positions: int) -> Acceptance:
     greedy, sampled, overlap, kl = (sums / max(1, positions)).tolist()
     return Acceptance(greedy, sampled, overlap, kl, positions)
 
 
-def _sums(logits_by_target: torch.Tensor, logits_by_drafter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Sums over positions of (greedy, sampled, overlap, kl); both arguments are float32 [positions, vocab]."""
-    log_p = logits_by_target.log_softmax(-1)
-    log_q = logits_by_drafter.log_softmax(-1)
-    noise = torch.empty_like(log_p).exponential_(generator=generator).log_().neg_()
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """float32 on the CPU."""
+    return logits.float().cpu().log_softmax(-1)
+
+
+def _sums(log_p: torch.Tensor, log_q: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Sums over positions of (greedy, sampled, overlap, kl); all arguments are float32 [positions, vocab]."""
     p = log_p.exp()
     return torch.stack(
         [

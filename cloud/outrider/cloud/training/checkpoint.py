@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 STATE = "state.pt"
 
@@ -39,14 +39,17 @@ class Progress:
 
 
 def save_checkpoint(
-    folder: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer], progress: Progress
+    folder: Path,
+    write_models: Callable[[Path], None],
+    optimizers: list[torch.optim.Optimizer],
+    progress: Progress,
 ) -> Path:
-    """Write `folder/step-<n>` and remove older ones."""
+    """Write `folder/step-<n>`, with what `write_models` puts there, and remove older ones."""
     final = folder / f"step-{progress.step:08d}"
     unfinished = folder / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    model.save_pretrained(unfinished)
+    write_models(unfinished)
     state = {
         "progress": vars(progress),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -68,10 +71,8 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if (path / STATE).exists())
 
 
-def load_checkpoint(checkpoint: Path, model: PreTrainedModel, optimizers: list[torch.optim.Optimizer]) -> Progress:
-    """Put weights, optimizers and torch's random state back as they were."""
-    saved = type(model).from_pretrained(checkpoint, dtype=torch.float32, use_safetensors=True)
-    model.load_state_dict(saved.state_dict())
+def load_checkpoint(checkpoint: Path, optimizers: list[torch.optim.Optimizer]) -> Progress:
+    """Put optimizers and torch's random state back as they were; the models' weights are the caller's."""
     state = torch.load(checkpoint / STATE, weights_only=True)
     for optimizer, saved_state in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved_state)

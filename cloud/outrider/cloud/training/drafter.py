@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import shutil
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import tokenizers
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.cloud.training.acceptance import Acceptance, Row, measure_acceptance
-from outrider.cloud.training.blocks import BlockSampler, Source
-from outrider.cloud.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
-from outrider.cloud.training.corpus import Documents, load_domain, split_held_out
+from outrider.cloud.training.acceptance import Acceptance, measure_acceptance
+from outrider.cloud.training.checkpoint import checkpoints
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.muon import Muon
-from outrider.cloud.training.report import Reporter, acceptance_table, duration, reporter_for_stdout
-from outrider.cloud.training.schedule import Budget
-from outrider.cloud.training.self_text import SelfText, SelfTextPlan, embedding_weight, stored_self_text
+from outrider.cloud.training.report import Reporter, reporter_for_stdout
+from outrider.cloud.training.run import Run, mean_acceptance
+from outrider.cloud.training.schedule import LinearBudget
+from outrider.cloud.training.self_text import embedding_weight
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
-from outrider.proto.errors import Cancelled, InvalidArgument
-
-TRAINING_FILE = "training.json"
-# Settings that may differ between a run and its resumption: they change where and how often, not what.
-FREE_ON_RESUME = ("output", "resume", "measure_every_minutes", "checkpoint_every_steps", "checkpoint_every_minutes")
-HELD_OUT_ROWS, HELD_OUT_NEW_TOKENS = 32, 128
+from outrider.cloud.training.texts import Texts, gather_texts, load_target
+from outrider.proto.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
@@ -92,25 +79,20 @@ def train_drafter(
         texts = gather_texts(config, target, told)
         drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
         drafter.to(torch.device(config.device))  # type: ignore[arg-type]
-        run = _Run(config, target, drafter, texts, told)
+        run = _DrafterRun(config, target, drafter, texts, told)
         if newest := checkpoints(folder)[-1:]:
             run.resume(newest[0])
-        return run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
-
-
-def load_target(config: DrafterTraining) -> PreTrainedModel:
-    """The target, frozen: weights from safetensors only, no remote code."""
-    try:
-        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            config.target, dtype=getattr(torch, config.dtype), use_safetensors=True, trust_remote_code=False
+        acceptance = run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
+        progress = run.progress
+        return DrafterTrainingResult(
+            config.output,
+            progress.step,
+            progress.tokens_seen,
+            run.parameters(""),
+            progress.losses,
+            acceptance,
+            progress.elapsed_s,
         )
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(
-            f"{config.target!r} is no causal language model with safetensors weights: {error}", field="target"
-        ) from error
-    target = target.eval().requires_grad_(False)
-    target.to(torch.device(config.device))  # type: ignore[arg-type]
-    return target
 
 
 def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: bool) -> LlamaForCausalLM:
@@ -160,192 +142,33 @@ def start_embedding(embedding_by_target: torch.Tensor, random: torch.Tensor) -> 
     return start
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Everything a run reads: sources to train on and rows to measure on, by name."""
-
-    sources: list[Source]
-    greedy_rows: Mapping[str, list[Row]]
-    sampled_rows: Mapping[str, list[Row]]
-
-
-def gather_texts(config: DrafterTraining, target: PreTrainedModel, told: Reporter) -> Texts:
-    """Tokenise the corpus, let the target write its own text, and set some of both aside."""
-    tokenizer = AutoTokenizer.from_pretrained(config.target, trust_remote_code=False)
-    if not tokenizer.is_fast:
-        raise InvalidArgument("its tokenizer has no tokenizer.json", field="target")
-    bos, eos = _frame(tokenizer, target)
-    cache = config.output / "cache"
-    domains = [load_domain(path, tokenizer.backend_tokenizer, bos=bos, eos=eos, cache=cache) for path in config.corpus]
-    names = {domain.name for domain in domains}
-    if unknown := set(config.domain_weights) - names:
-        raise InvalidArgument(f"no such domain: {sorted(unknown)}; there are {sorted(names)}", field="domain_weights")
-    sources: list[Source] = []
-    greedy_rows: dict[str, list[Row]] = {}
-    sampled_rows: dict[str, list[Row]] = {}
-    for domain in domains:
-        weight = config.domain_weights.get(domain.name, 1.0 if not config.domain_weights else 0.0)
-        training, held_out = split_held_out(domain, config.held_out_tokens, config.seed)
-        sources.append(Source(f"corpus/{domain.name}", training.tokens, weight * (1 - config.self_text_fraction)))
-        rows = held_out_rows(held_out, config.block, config.held_out_tokens)
-        greedy_rows[f"corpus/{domain.name}"] = sampled_rows[f"corpus/{domain.name}"] = rows
-        if not (config.self_text_tokens and weight):
-            continue
-        written, kept = _self_text(config, target, training, held_out, len(domains), (bos, eos), told)
-        sources.append(Source(f"self/{domain.name}", written.tokens, weight * config.self_text_fraction))
-        greedy_rows[f"self/{domain.name}"] = self_text_rows(kept, greedy=True)
-        sampled_rows[f"self/{domain.name}"] = self_text_rows(kept, greedy=False)
-    return Texts(sources, greedy_rows, sampled_rows)
-
-
-def _frame(tokenizer: Any, target: PreTrainedModel) -> tuple[int, int]:
-    """Ids of the tokens that open and close a document; one that is missing is stood in for by the other."""
-    bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else bos
-    if bos is None:
-        raise InvalidArgument("its tokenizer names neither a first nor a last token of a document", field="target")
-    if max(bos, eos, len(tokenizer) - 1) >= target.config.vocab_size:
-        raise InvalidArgument("its tokenizer has more tokens than the model", field="target")
-    return bos, eos
-
-
-def _self_text(
-    config: DrafterTraining,
-    target: PreTrainedModel,
-    training: Documents,
-    held_out: Documents,
-    domains: int,
-    frame: tuple[int, int],
-    told: Reporter,
-) -> tuple[SelfText, SelfText]:
-    """(text to train on, text to measure on), the latter continuing held-out documents."""
-    longest = min(128, config.block // 2)
-    shortest = min(32, longest)
-    plan = SelfTextPlan(
-        config.self_text_tokens // domains, config.self_text_rows, config.self_text_new_tokens, shortest, longest
-    )
-    few_rows = min(HELD_OUT_ROWS, config.self_text_rows)
-    short = min(HELD_OUT_NEW_TOKENS, config.self_text_new_tokens)
-    small = SelfTextPlan(1, few_rows, short, shortest, longest)
-    cache = config.output / "cache"
-    parts = [
-        stored_self_text(target, documents, part, cache=cache, frame=frame, seed=config.seed + offset, told=told)
-        for offset, (documents, part) in enumerate([(training, plan), (held_out, small)])
-    ]
-    return parts[0], parts[1]
-
-
-def held_out_rows(held_out: Documents, block: int, tokens: int) -> list[Row]:
-    """Blocks of the held-out documents, `tokens` at most (but at least one row)."""
-    pieces = [
-        document[first : first + block]
-        for document in map(held_out.__getitem__, range(len(held_out)))
-        for first in range(0, len(document), block)
-    ]
-    pieces = [piece for piece in pieces if len(piece) > 1]
-    return [Row(piece) for piece in pieces[: max(1, tokens // block)]]
-
-
-def self_text_rows(text: SelfText, *, greedy: bool) -> list[Row]:
-    """What the target wrote at T = 0, or at T = 1, with the prefix before it."""
-    return [
-        Row(text.row(index), first=int(text.prefix_lengths[index]))
-        for index in range(len(text))
-        if bool(text.greedy[index]) is greedy
-    ]
-
-
-class _Run:
-    """One training run: models, optimizers, text and where it stands."""
+class _DrafterRun(Run):
+    """Distils one drafter."""
 
     def __init__(
         self, config: DrafterTraining, target: PreTrainedModel, drafter: LlamaForCausalLM, texts: Texts, told: Reporter
-    ):
-        self.config = config
-        self.target = target
-        self.drafter = drafter
-        self.texts = texts
-        self.told = told
-        self.sampler = BlockSampler(texts.sources, config.block, config.seed)
-        self.budget = Budget(config.steps, config.minutes, config.warm_up_steps, config.decay_fraction)
+    ) -> None:
         matrices = [p for p in drafter.model.layers.parameters() if p.ndim == 2]
         others = [p for p in drafter.parameters() if not any(p is matrix for matrix in matrices)]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            Muon(matrices, lr=config.matrix_lr),
-            torch.optim.AdamW(others, lr=config.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
-        self.peaks = [config.matrix_lr, config.other_lr]
-        self.progress = Progress(0, 0.0, 0, self.sampler.taken, 0, [], [], settings_of_run(config))
-
-    def resume(self, checkpoint: Path) -> None:
-        progress = load_checkpoint(checkpoint, self.drafter, self.optimizers)
-        for name, value in self.progress.run.items():
-            if progress.run.get(name) != value:
-                raise InvalidArgument(f"the run to resume had {progress.run.get(name)!r}, not {value!r}", field=name)
-        self.progress = progress
-        self.sampler.taken, self.sampler.drawn = list(progress.taken), progress.drawn
-        self.told.say(f"resumed after step {progress.step}")
-
-    def to_the_end(self, on_step: Callable[[int], None], stopping: Callable[[], bool]) -> DrafterTrainingResult:
-        config, progress = self.config, self.progress
-        parameters = sum(p.numel() for p in self.drafter.parameters())
-        self.told.stage("training")
-        self.told.say(f"drafter of {parameters:,} parameters; {', '.join(s.name for s in self.texts.sources)}")
-        saved = (progress.step, progress.elapsed_s)
-        measured = progress.elapsed_s
-        while self.budget.spent(progress.step, progress.elapsed_s) < 1:
-            began = time.monotonic()
-            self.progress.recent.append(self.step())
-            progress.elapsed_s += time.monotonic() - began
-            self._tell()
-            on_step(progress.step)
-            if stopping():
-                self._save()
-                raise Cancelled(f"stopped after step {progress.step}; its checkpoint is kept, go on with --resume")
-            if (
-                progress.step - saved[0] >= config.checkpoint_every_steps
-                or progress.elapsed_s - saved[1] >= 60 * config.checkpoint_every_minutes
-            ):
-                self._save()
-                saved = (progress.step, progress.elapsed_s)
-            if progress.elapsed_s - measured >= 60 * config.measure_every_minutes:
-                self.told.say(f"step {progress.step}\n{acceptance_table(self.measure())}")
-                measured = progress.elapsed_s
-        self._save()
-        acceptance = self.measure()
-        self.told.say(f"finished after {progress.step} steps\n{acceptance_table(acceptance)}")
-        self._publish(parameters, acceptance)
-        return DrafterTrainingResult(
-            config.output,
-            progress.step,
-            progress.tokens_seen,
-            parameters,
-            progress.losses,
-            acceptance,
-            progress.elapsed_s,
+        budget = LinearBudget(config.steps, config.minutes, config.warm_up_steps, config.decay_fraction)
+        super().__init__(
+            config,
+            target,
+            texts,
+            told,
+            budget,
+            [
+                Muon(matrices, lr=config.matrix_lr),
+                torch.optim.AdamW(others, lr=config.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+            ],
         )
+        self.drafter = drafter
 
-    def step(self) -> float:
-        """One optimizer step; returns its loss, nats a token."""
-        config, progress = self.config, self.progress
-        rate = self.budget.rate(progress.step, progress.elapsed_s)
-        for optimizer, peak in zip(self.optimizers, self.peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * rate
-        blocks = torch.from_numpy(self.sampler.draw(config.blocks_per_step)).to(config.device)
-        passes = blocks.split(config.blocks_per_pass)
-        loss = 0.0
-        for tokens in passes:
-            loss += self._backward(tokens, share=1 / len(passes))
-        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), config.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        progress.step += 1
-        progress.tokens_seen += blocks.numel()
-        return loss
+    @property
+    def models(self) -> Mapping[str, PreTrainedModel]:
+        return {"": self.drafter}
 
-    def _backward(self, tokens: torch.Tensor, *, share: float) -> float:
-        """Add the gradient of `share` times the loss on `tokens` (int64 [rows, block])."""
+    def backward(self, tokens: torch.Tensor, *, share: float) -> float:
         with torch.no_grad():
             logits_by_target = self.target(input_ids=tokens, use_cache=False).logits
         hidden_by_drafter = self.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
@@ -358,11 +181,11 @@ class _Run:
         loss.backward()
         return float(loss.detach())
 
-    def measure(self) -> dict[str, Acceptance]:
-        """Acceptance on held-out text.
+    def clip(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
 
-        On the target's own text, T = 0 figures come from what it wrote at T = 0, all others from T = 1.
-        """
+    def measure(self) -> dict[str, Acceptance]:
+        """On the target's own text, T = 0 figures come from what it wrote at T = 0, all others from T = 1."""
         self.drafter.eval()
         figures: dict[str, Acceptance] = {}
         for name, rows in self.texts.sampled_rows.items():
@@ -371,80 +194,9 @@ class _Run:
             greedy = sampled
             if greedy_rows is not rows:
                 greedy = measure_acceptance(self.target, self.drafter, greedy_rows, seed=self.config.seed)
-            figures[name] = Acceptance(greedy.greedy, sampled.sampled, sampled.overlap, sampled.kl, sampled.positions)
+            figures[name] = replace(sampled, greedy=greedy.greedy)
         for kind in ("corpus", "self"):
             if of_kind := [a for name, a in figures.items() if name.startswith(f"{kind}/")]:
-                figures[f"{kind}/mean"] = _mean(of_kind)
+                figures[f"{kind}/mean"] = mean_acceptance(of_kind)
         self.drafter.train()
         return figures
-
-    def _tell(self) -> None:
-        progress = self.progress
-        share = self.budget.spent(progress.step, progress.elapsed_s)
-        rate = progress.tokens_seen / max(progress.elapsed_s, 1e-9)
-        left = progress.elapsed_s / max(share, 1e-9) * (1 - share)
-        loss = float(np.mean(progress.recent[-20:]))
-        self.told.advance(share, f"step {progress.step} loss {loss:.3f} {rate:,.0f} tokens/s {duration(left)} left")
-        if len(self.progress.recent) >= 20:
-            progress.losses.append((progress.step, float(np.mean(self.progress.recent))))
-            self.progress.recent.clear()
-
-    def _save(self) -> Path:
-        progress = self.progress
-        progress.taken, progress.drawn = self.sampler.taken, self.sampler.drawn
-        saved = save_checkpoint(self.config.output / "checkpoints", self.drafter, self.optimizers, progress)
-        AutoTokenizer.from_pretrained(self.config.target, trust_remote_code=False).save_pretrained(saved)
-        return saved
-
-    def _publish(self, parameters: int, acceptance: Mapping[str, Acceptance]) -> None:
-        """Copy the last checkpoint's model files to the output folder, `training.json` last."""
-        config, progress = self.config, self.progress
-        newest = checkpoints(config.output / "checkpoints")[-1]
-        record = {
-            "config": settings_of_run(config),
-            "parameters": parameters,
-            "steps": progress.step,
-            "tokens_seen": progress.tokens_seen,
-            "elapsed_s": round(progress.elapsed_s, 1),
-            "loss": "KL(target || drafter), nats a token",
-            "losses": [[step, round(loss, 4)] for step, loss in progress.losses],
-            "held_out_acceptance": {
-                name: {key: round(value, 4) for key, value in asdict(figure).items()}
-                for name, figure in acceptance.items()
-            },
-            "versions": {
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "tokenizers": tokenizers.__version__,
-            },
-        }
-        (newest / TRAINING_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        names = [path.name for path in newest.iterdir() if path.name != "state.pt"]
-        for name in sorted(names, key=lambda name: name == TRAINING_FILE):
-            shutil.copyfile(newest / name, config.output / f"{name}.unfinished")
-            os.replace(config.output / f"{name}.unfinished", config.output / name)
-
-
-def settings_of_run(config: DrafterTraining) -> dict[str, Any]:
-    """The settings that decide a run's result, as plain JSON values."""
-    settings = asdict(config)
-    for name in FREE_ON_RESUME:
-        del settings[name]
-    settings["corpus"] = [path.name for path in config.corpus]
-    settings["target"] = Path(config.target).name if Path(config.target).is_dir() else config.target
-    settings["domain_weights"] = dict(config.domain_weights)
-    return settings
-
-
-def _mean(figures: list[Acceptance]) -> Acceptance:
-    def mean(name: str) -> float:
-        return float(np.mean([getattr(figure, name) for figure in figures]))
-
-    return Acceptance(
-        greedy=mean("greedy"),
-        sampled=mean("sampled"),
-        overlap=mean("overlap"),
-        kl=mean("kl"),
-        positions=sum(figure.positions for figure in figures),
-    )

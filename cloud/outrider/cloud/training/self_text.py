@@ -1,7 +1,7 @@
 """Text the target writes itself, continuing corpus prefixes: the text a drafter is judged on.
 
-Half of the rows are greedy (T = 0), half are sampled at T = 1. All rows of a batch share one prefix length, so no
-row is padded; rows that end are dropped from the batch once they are many.
+A share of the rows is greedy (T = 0), the others are sampled at T = 1. All rows of a batch share one prefix length, so
+no row is padded; rows that end are dropped from the batch once they are many.
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ class SelfText:
 
 @dataclass(frozen=True)
 class SelfTextPlan:
-    """How much to write and in what portions. Lengths in tokens."""
+    """How much to write and in what portions. Lengths in tokens; `greedy`: share of the rows written at T = 0."""
 
     tokens: int
     rows: int
     new_tokens: int
     shortest_prefix: int
     longest_prefix: int
+    greedy: float = 0.5
 
 
 def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
@@ -151,7 +152,9 @@ def write_self_text(
     while written < plan.tokens:
         length = int(choose.integers(plan.shortest_prefix, plan.longest_prefix + 1))
         prefixes = choose_prefixes(documents, plan.rows, length, plan.new_tokens, bos, choose)
-        is_greedy = np.arange(len(prefixes)) % 2 == 0
+        is_greedy = np.floor(np.arange(1, len(prefixes) + 1) * plan.greedy) > np.floor(
+            np.arange(len(prefixes)) * plan.greedy
+        )
         batch = continue_rows(
             target,
             torch.from_numpy(prefixes),

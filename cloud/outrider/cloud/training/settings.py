@@ -1,4 +1,4 @@
-"""What a training run is told: one frozen, validated record."""
+"""What a training run is told: frozen, validated records."""
 
 from __future__ import annotations
 
@@ -49,28 +49,25 @@ class DrafterShape:
             raise InvalidArgument(f"RoPE turns pairs: even widths only, not {self.head_dim}", field="shape.head_dim")
 
 
-@dataclass(frozen=True)
-class DrafterTraining:
-    """How to distil a drafter from a target.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What every training run is told: whose words it learns, from which text, for how long.
 
     Attributes:
         target: folder or hub name of a transformers causal language model with safetensors weights.
         corpus: `.jsonl` files (`{"id", "text"}` a line) or plain text files; each file is a domain.
-        output: folder for the drafter, its checkpoints and the token cache.
-        shape: the drafter's.
+        output: folder for what is trained, its checkpoints and the token cache.
         domain_weights: share of each domain in what is read; equal for all if empty.
         self_text_tokens: how many tokens the target writes itself before training, all domains together.
         self_text_fraction: share of blocks taken from that text instead of the corpus.
+        self_text_greedy: share of that text's rows written at T = 0; the others at T = 1.
         self_text_rows, self_text_new_tokens: rows written at once, and the most tokens written a row.
         block: tokens in a training sequence.
         blocks_per_step, blocks_per_pass: sequences an optimizer step, and how many go through the models at once.
         positions_per_chunk: positions whose full-vocabulary distributions the loss holds at once.
         steps, minutes: the budget, exactly one of the two. The learning rate follows it.
-        matrix_lr, other_lr: of Muon for the layers' matrices, of AdamW for embedding and norms.
-        warm_up_steps: of linear growth of both learning rates.
-        decay_fraction: last share of the budget, over which both fall linearly to zero.
+        warm_up_steps: of linear growth of the learning rates.
         clip: largest norm of the whole gradient.
-        warm_start: start from the target's embedding (see `drafter.start_embedding`).
         held_out_tokens: tokens a domain kept from training to measure acceptance on.
         measure_every_minutes: between measurements of acceptance; the end is always measured.
         checkpoint_every_steps, checkpoint_every_minutes: whichever comes first.
@@ -83,10 +80,10 @@ class DrafterTraining:
     target: str
     corpus: tuple[Path, ...]
     output: Path
-    shape: DrafterShape = DrafterShape()
     domain_weights: Mapping[str, float] = field(default_factory=dict)
     self_text_tokens: int = 0
     self_text_fraction: float = 0.0
+    self_text_greedy: float = 0.5
     self_text_rows: int = 192
     self_text_new_tokens: int = 256
     block: int = 512
@@ -95,12 +92,8 @@ class DrafterTraining:
     positions_per_chunk: int = 256
     steps: int | None = None
     minutes: float | None = None
-    matrix_lr: float = 0.02
-    other_lr: float = 3e-3
     warm_up_steps: int = 40
-    decay_fraction: float = 0.4
     clip: float = 1.0
-    warm_start: bool = True
     held_out_tokens: int = 8192
     measure_every_minutes: float = 10.0
     checkpoint_every_steps: int = 1_000_000
@@ -130,8 +123,6 @@ class DrafterTraining:
             "blocks_per_step",
             "blocks_per_pass",
             "positions_per_chunk",
-            "matrix_lr",
-            "other_lr",
             "clip",
             "held_out_tokens",
             "measure_every_minutes",
@@ -143,16 +134,16 @@ class DrafterTraining:
         if (self.steps is None) == (self.minutes is None):
             raise InvalidArgument("give a budget by either steps or minutes", field="steps")
         _require_positive("steps" if self.minutes is None else "minutes", self.steps or self.minutes or 0)
-        if self.block < 2 or self.block > self.shape.context:
-            raise InvalidArgument(f"{self.block} is not between 2 and the context, {self.shape.context}", field="block")
+        if self.block < 2:
+            raise InvalidArgument(f"{self.block} is below 2", field="block")
         if self.blocks_per_step % self.blocks_per_pass:
             raise InvalidArgument(f"does not divide blocks_per_step ({self.blocks_per_step})", field="blocks_per_pass")
-        if not 0 <= self.self_text_fraction < 1:
-            raise InvalidArgument(f"{self.self_text_fraction} is not in [0, 1)", field="self_text_fraction")
+        if not 0 <= self.self_text_fraction <= 1:
+            raise InvalidArgument(f"{self.self_text_fraction} is not in [0, 1]", field="self_text_fraction")
+        if not 0 <= self.self_text_greedy <= 1:
+            raise InvalidArgument(f"{self.self_text_greedy} is not in [0, 1]", field="self_text_greedy")
         if (self.self_text_fraction > 0) != (self.self_text_tokens > 0):
             raise InvalidArgument("give self_text_tokens and self_text_fraction, or neither", field="self_text_tokens")
-        if not 0 <= self.decay_fraction <= 1:
-            raise InvalidArgument(f"{self.decay_fraction} is not in [0, 1]", field="decay_fraction")
         if self.warm_up_steps < 0:
             raise InvalidArgument(f"{self.warm_up_steps} is negative", field="warm_up_steps")
         if self.dtype not in DTYPES:
@@ -162,3 +153,106 @@ class DrafterTraining:
                 raise InvalidArgument(
                     f"the weight of {name!r} is {weight}; weights are finite and not negative", field="domain_weights"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterTraining(Training):
+    """How to distil a drafter from a target, beside what every training is told.
+
+    Attributes:
+        shape: the drafter's.
+        matrix_lr, other_lr: of Muon for the layers' matrices, of AdamW for embedding and norms.
+        decay_fraction: last share of the budget, over which both fall linearly to zero.
+        warm_start: start from the target's embedding (see `drafter.start_embedding`).
+    """
+
+    shape: DrafterShape = DrafterShape()
+    matrix_lr: float = 0.02
+    other_lr: float = 3e-3
+    decay_fraction: float = 0.4
+    warm_start: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive("matrix_lr", self.matrix_lr)
+        _require_positive("other_lr", self.other_lr)
+        if self.block > self.shape.context:
+            raise InvalidArgument(f"{self.block} exceeds the context, {self.shape.context}", field="block")
+        if not 0 <= self.decay_fraction <= 1:
+            raise InvalidArgument(f"{self.decay_fraction} is not in [0, 1]", field="decay_fraction")
+        if self.self_text_fraction == 1:
+            raise InvalidArgument("leaves nothing of the corpus; give less than 1", field="self_text_fraction")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train the drafter; all arms of a run learn from the same sequences.
+
+    Attributes:
+        steered: with codes.
+        frozen: the drafter's own weights stay; only projection and steering learn.
+        place: where U c is added: "inside" the MLP, to the up projection; or "after" it, to what it adds to the stream.
+        offset: how old the code is that a position gets: "random" (1 to `oldest`, for every position anew), "block"
+            (rising from 1 to `oldest` in blocks) or "fresh" (always 1).
+    """
+
+    steered: bool = True
+    frozen: bool = False
+    place: str = "inside"
+    offset: str = "random"
+
+
+STEERED = "steered"
+ARMS: Mapping[str, Arm] = {
+    STEERED: Arm(),
+    "distilled": Arm(steered=False),
+    "frozen": Arm(frozen=True),
+    "after": Arm(place="after"),
+    "block": Arm(offset="block"),
+    "fresh": Arm(offset="fresh"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteerTraining(Training):
+    """How to train a drafter that a target steers (SD²), beside what every training is told.
+
+    Attributes:
+        drafter: folder of the drafter to begin with, as `train drafter` writes it.
+        model: the target's id, by which edges ask for it; written into the projection.
+        arms: which of `ARMS` to train side by side on the same sequences: "steered" is the method, "distilled" what it
+            is held against, the others the paper's ablations. Each is written to a folder of its name in `output`.
+        rank: numbers in a code.
+        layers: of the target whose input is tapped; empty: 3, L/2 and L - 3.
+        oldest: the most positions that a code may be old.
+        unsteered: share of the sequences that are left without codes, so that the drafter stays good without.
+        lr, steering_lr: peaks of AdamW, of the drafter's own weights and of projection and steering; cosine to zero.
+    """
+
+    drafter: Path
+    model: str = ""
+    arms: tuple[str, ...] = (STEERED,)
+    rank: int = 64
+    layers: tuple[int, ...] = ()
+    oldest: int = 8
+    unsteered: float = 0.1
+    lr: float = 1e-3
+    steering_lr: float = 2e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "drafter", Path(self.drafter))
+        if not (self.drafter / "config.json").is_file():
+            raise InvalidArgument(f"{self.drafter} holds no config.json; `train drafter` writes one", field="drafter")
+        if unknown := set(self.arms) - set(ARMS):
+            raise InvalidArgument(f"no such arm: {sorted(unknown)}; there are {', '.join(ARMS)}", field="arms")
+        if not self.arms or len(set(self.arms)) < len(self.arms):
+            raise InvalidArgument("name at least one arm, and none twice", field="arms")
+        for name in ("rank", "oldest", "lr", "steering_lr"):
+            _require_positive(name, getattr(self, name))
+        if not 0 <= self.unsteered < 1:
+            raise InvalidArgument(f"{self.unsteered} is not in [0, 1)", field="unsteered")
+        if self.oldest >= self.block:
+            raise InvalidArgument(f"{self.oldest} is not below the block of {self.block}", field="oldest")
+        if any(layer < 0 for layer in self.layers) or len(set(self.layers)) < len(self.layers):
+            raise InvalidArgument(f"{self.layers} are not different layers, 0 or more", field="layers")

@@ -1,0 +1,155 @@
+"""The cloud's half of steering (SD²): from a target's hidden states to the short code that travels to the edge.
+
+"Steering Pretrained Drafters during Speculative Decoding" (AAAI 2026, arXiv 2511.09844), section 3: the residual
+stream that enters a low, a middle and a high layer is joined, g = LayerNorm(W_hml [l; m; h]), and a drafter adds W_s g
+to the up projection of every MLP. Here W_s = U V: the code V g leaves the cloud, U lives in the drafter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from outrider.proto.errors import ModelRefused, NotFound
+
+PROJECTION_FILE = "projection.safetensors"
+FORMAT = "outrider-projection/1"
+
+
+def default_layers(layers: int) -> tuple[int, ...]:
+    """Which layers' inputs to tap in a target of so many: 3, L/2 and L - 3, as far as there are three."""
+    return tuple(sorted({min(3, layers - 1), layers // 2, max(0, layers - 3)}))
+
+
+class Projection(nn.Module):
+    """Taps to code: c = V LayerNorm(W x), x the tapped residual streams [taps * hidden] of one position.
+
+    W begins as identities side by side, so that g starts as the normalised sum of the taps.
+
+    Attributes:
+        layers: whose input is tapped, ascending.
+        hidden: width of the target's residual stream.
+        rank: numbers in a code.
+        target: the id of the target that it was trained with.
+    """
+
+    def __init__(self, layers: Sequence[int], hidden: int, rank: int, target: str = "") -> None:
+        super().__init__()
+        self.layers = tuple(layers)
+        self.hidden = hidden
+        self.rank = rank
+        self.target = target
+        self.mix = nn.Linear(len(self.layers) * hidden, hidden, bias=False)
+        self.norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, rank, bias=False)
+        with torch.no_grad():
+            self.mix.weight.copy_(torch.eye(hidden).repeat(1, len(self.layers)))
+            self.down.weight.normal_(std=hidden**-0.5)  # codes of unit variance
+
+    def forward(self, taps: torch.Tensor) -> torch.Tensor:
+        """Codes [..., rank] of `taps` [..., taps * hidden]; both float32."""
+        code: torch.Tensor = self.down(self.norm(self.mix(taps)))
+        return code
+
+    def save(self, path: Path) -> str:
+        """Write the file and return its id."""
+        facts = {"layers": self.layers, "hidden": self.hidden, "rank": self.rank, "target": self.target}
+        tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, path, metadata={"format": FORMAT, "facts": json.dumps(facts)})
+        return projection_id(path)
+
+    @staticmethod
+    def load(path: Path) -> Projection:
+        """What `save` wrote.
+
+        Raises:
+            NotFound: there is no such file.
+            ModelRefused: it is no projection.
+        """
+        if not path.is_file():
+            raise NotFound(f"there is no {path}; `outrider train steer` writes one", field="steering")
+        try:
+            with safe_open(path, framework="pt") as stored:
+                metadata = stored.metadata() or {}
+                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
+            if metadata.get("format") != FORMAT:
+                raise ModelRefused(f"{path} is no {FORMAT}", field="steering")
+            facts = json.loads(metadata["facts"])
+            projection = Projection(facts["layers"], facts["hidden"], facts["rank"], facts["target"])
+            projection.load_state_dict(tensors)
+        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ModelRefused(f"{path} is no {FORMAT}: {error}", field="steering") from error
+        return projection.eval().requires_grad_(False)
+
+
+def projection_id(path: Path) -> str:
+    """The first twelve hexadecimal digits of the file's SHA-256; a drafter's manifest names its projection so."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+class Taps:
+    """The residual stream entering some layers of a transformers model, as of its newest forward pass.
+
+    Hooks see what each decoder layer is handed; no model code is touched. Use as a context manager, or `close`.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[int]) -> None:
+        """Raises ModelRefused where the model has no list of decoder layers, or not so many."""
+        stack = decoder_layers(model)
+        if max(layers) >= len(stack):
+            raise ModelRefused(f"it has {len(stack)} layers; layer {max(layers)} cannot be tapped", field="steering")
+        self._entering: dict[int, torch.Tensor] = {}
+        self._layers = tuple(layers)
+        self._hooks = [
+            stack[layer].register_forward_pre_hook(self._keeper(layer), with_kwargs=True) for layer in self._layers
+        ]
+
+    def _keeper(self, layer: int) -> Any:
+        def keep(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self._entering[layer] = positional[0] if positional else named["hidden_states"]
+
+        return keep
+
+    def entering(self) -> dict[int, torch.Tensor]:
+        """By tapped layer, [batch, positions, hidden] of the newest pass, not copied; later passes leave them alone."""
+        return dict(self._entering)
+
+    def joined(self) -> torch.Tensor:
+        """[batch, positions, taps * hidden] of the newest pass, in the model's dtype."""
+        return torch.cat([self._entering[layer] for layer in self._layers], dim=-1)
+
+    def rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, taps * hidden] of positions `rows` (int64 [n]) of the first sequence; reads no others."""
+        return torch.cat([self._entering[layer][0, rows] for layer in self._layers], dim=-1)
+
+    def close(self) -> None:
+        """Tap no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._entering.clear()
+
+    def __enter__(self) -> Taps:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The stack of decoder layers: the first list of modules as long as the configuration says."""
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ModelRefused(f"it has no list of {count} decoder layers to tap", field="steering")

@@ -1,0 +1,258 @@
+"""A training run: steps until the budget is spent, with progress, checkpoints and measurements on the way.
+
+What is trained, and how it is judged, is the subclasses': `drafter` and `steer`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from transformers import AutoTokenizer, PreTrainedModel
+
+from outrider.cloud.training.acceptance import Acceptance
+from outrider.cloud.training.blocks import BlockSampler
+from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
+from outrider.cloud.training.report import Reporter, acceptance_table, duration
+from outrider.cloud.training.schedule import Budget
+from outrider.cloud.training.settings import Training
+from outrider.cloud.training.texts import Texts
+from outrider.proto.errors import Cancelled, InvalidArgument
+
+TRAINING_FILE = "training.json"
+# Settings that may differ between a run and its resumption: they change where and how often, not what.
+FREE_ON_RESUME = ("output", "resume", "measure_every_minutes", "checkpoint_every_steps", "checkpoint_every_minutes")
+
+
+class Run(ABC):
+    """One training run: target, optimizers, text and where it stands."""
+
+    def __init__(
+        self,
+        config: Training,
+        target: PreTrainedModel,
+        texts: Texts,
+        told: Reporter,
+        budget: Budget,
+        optimizers: list[torch.optim.Optimizer],
+    ) -> None:
+        """The learning rates of `optimizers` are their peaks; the budget's course scales them."""
+        self.config = config
+        self.target = target
+        self.texts = texts
+        self.told = told
+        self.budget = budget
+        self.optimizers = optimizers
+        self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+        self.sampler = BlockSampler(texts.sources, config.block, config.seed)
+        self.progress = Progress(0, 0.0, 0, self.sampler.taken, 0, [], [], settings_of_run(config))
+
+    # --- the subclasses' ---
+
+    @property
+    @abstractmethod
+    def models(self) -> Mapping[str, PreTrainedModel]:
+        """The drafters that are trained, by the folder inside `output` that each is written to ("": itself)."""
+
+    @abstractmethod
+    def backward(self, tokens: torch.Tensor, *, share: float) -> float:
+        """Add the gradient of `share` times the loss on `tokens` (int64 [rows, block]); that much of the loss."""
+
+    @abstractmethod
+    def clip(self) -> None:
+        """Bound the gradients."""
+
+    @abstractmethod
+    def measure(self) -> dict[str, Acceptance]:
+        """Acceptance on held-out text, by name."""
+
+    def save_more(self, folder: Path) -> None:
+        """Write what belongs to a checkpoint beside its drafters: by default nothing."""
+        del folder
+
+    def load_more(self, folder: Path) -> None:
+        """Read what `save_more` wrote."""
+        del folder
+
+    def facts(self, name: str, acceptance: Mapping[str, Acceptance]) -> dict[str, Any]:
+        """What training.json of the drafter `name` says beside what every run's does."""
+        del name
+        return {"held_out_acceptance": as_json(acceptance)}
+
+    # --- every run's ---
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from there; InvalidArgument where that was another run."""
+        progress = load_checkpoint(checkpoint, self.optimizers)
+        for name, value in self.progress.run.items():
+            if progress.run.get(name) != value:
+                raise InvalidArgument(f"the run to resume had {progress.run.get(name)!r}, not {value!r}", field=name)
+        for name, model in self.models.items():
+            saved = type(model).from_pretrained(checkpoint / name, dtype=torch.float32, use_safetensors=True)
+            model.load_state_dict(saved.state_dict())
+        self.load_more(checkpoint)
+        self.progress = progress
+        self.sampler.taken, self.sampler.drawn = list(progress.taken), progress.drawn
+        self.told.say(f"resumed after step {progress.step}")
+
+    def to_the_end(self, on_step: Callable[[int], None], stopping: Callable[[], bool]) -> dict[str, Acceptance]:
+        """Train until the budget is spent, publish, and return what the last measurement found."""
+        config, progress = self.config, self.progress
+        self.told.stage("training")
+        self.told.say(
+            f"{'; '.join(self._describe(name) for name in self.models)}; "
+            f"{', '.join(source.name for source in self.texts.sources)}"
+        )
+        saved = (progress.step, progress.elapsed_s)
+        measured = progress.elapsed_s
+        while self.budget.spent(progress.step, progress.elapsed_s) < 1:
+            began = time.monotonic()
+            progress.recent.append(self.step())
+            progress.elapsed_s += time.monotonic() - began
+            self._tell()
+            on_step(progress.step)
+            if stopping():
+                self._save()
+                raise Cancelled(f"stopped after step {progress.step}; its checkpoint is kept, go on with --resume")
+            if (
+                progress.step - saved[0] >= config.checkpoint_every_steps
+                or progress.elapsed_s - saved[1] >= 60 * config.checkpoint_every_minutes
+            ):
+                self._save()
+                saved = (progress.step, progress.elapsed_s)
+            if progress.elapsed_s - measured >= 60 * config.measure_every_minutes:
+                self.told.say(f"step {progress.step}\n{acceptance_table(self.measure())}")
+                measured = progress.elapsed_s
+        self._save()
+        acceptance = self.measure()
+        self.told.say(f"finished after {progress.step} steps\n{acceptance_table(acceptance)}")
+        for name in self.models:
+            self._publish(name, acceptance)
+        return acceptance
+
+    def step(self) -> float:
+        """One optimizer step; returns its loss, nats a token."""
+        config, progress = self.config, self.progress
+        rate = self.budget.rate(progress.step, progress.elapsed_s)
+        for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * rate
+        blocks = torch.from_numpy(self.sampler.draw(config.blocks_per_step)).to(config.device)
+        passes = blocks.split(config.blocks_per_pass)
+        loss = 0.0
+        for tokens in passes:
+            loss += self.backward(tokens, share=1 / len(passes))
+        self.clip()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        progress.tokens_seen += blocks.numel()
+        return loss
+
+    def parameters(self, name: str) -> int:
+        """Of the drafter `name`, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.models[name].parameters())
+
+    def _describe(self, name: str) -> str:
+        return f"{name or 'drafter'} of {self.parameters(name):,} parameters"
+
+    def _tell(self) -> None:
+        progress = self.progress
+        share = self.budget.spent(progress.step, progress.elapsed_s)
+        rate = progress.tokens_seen / max(progress.elapsed_s, 1e-9)
+        left = progress.elapsed_s / max(share, 1e-9) * (1 - share)
+        loss = float(np.mean(progress.recent[-20:]))
+        self.told.advance(share, f"step {progress.step} loss {loss:.3f} {rate:,.0f} tokens/s {duration(left)} left")
+        if len(progress.recent) >= 20:
+            progress.losses.append((progress.step, float(np.mean(progress.recent))))
+            progress.recent.clear()
+
+    def _save(self) -> Path:
+        progress = self.progress
+        progress.taken, progress.drawn = self.sampler.taken, self.sampler.drawn
+        return save_checkpoint(self.config.output / "checkpoints", self._write_models, self.optimizers, progress)
+
+    def _write_models(self, folder: Path) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(self.config.target, trust_remote_code=False)
+        for name, model in self.models.items():
+            model.save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)
+        self.save_more(folder)
+
+    def _publish(self, name: str, acceptance: Mapping[str, Acceptance]) -> None:
+        """Copy a drafter's files from the last checkpoint to the output folder, `training.json` last."""
+        progress = self.progress
+        record = {
+            "config": settings_of_run(self.config),
+            "parameters": self.parameters(name),
+            "steps": progress.step,
+            "tokens_seen": progress.tokens_seen,
+            "elapsed_s": round(progress.elapsed_s, 1),
+            "loss": "KL(target || drafter), nats a token",
+            "losses": [[step, round(loss, 4)] for step, loss in progress.losses],
+            **self.facts(name, acceptance),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "tokenizers": tokenizers.__version__,
+            },
+        }
+        newest, output = checkpoints(self.config.output / "checkpoints")[-1] / name, self.config.output / name
+        output.mkdir(parents=True, exist_ok=True)
+        (newest / TRAINING_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        names = [path.name for path in newest.iterdir() if path.is_file() and path.name != STATE]
+        for file in sorted(names, key=lambda file: file == TRAINING_FILE):
+            shutil.copyfile(newest / file, output / f"{file}.unfinished")
+            os.replace(output / f"{file}.unfinished", output / file)
+
+
+def as_json(acceptance: Mapping[str, Acceptance]) -> dict[str, dict[str, float]]:
+    """As training.json lists it."""
+    return {
+        name: {key: round(value, 4) for key, value in asdict(figure).items()} for name, figure in acceptance.items()
+    }
+
+
+def settings_of_run(config: Training) -> dict[str, Any]:
+    """The settings that decide a run's result, as plain JSON values."""
+    settings = asdict(config)
+    for name in FREE_ON_RESUME:
+        del settings[name]
+    for field in fields(config):
+        value = settings.get(field.name)
+        if isinstance(value, Path):
+            settings[field.name] = value.name
+        elif isinstance(value, tuple):
+            settings[field.name] = [part.name if isinstance(part, Path) else part for part in value]
+    settings["target"] = Path(config.target).name if Path(config.target).is_dir() else config.target
+    settings["domain_weights"] = dict(config.domain_weights)
+    return settings
+
+
+def mean_acceptance(figures: list[Acceptance]) -> Acceptance:
+    """Of several texts; each counts alike."""
+
+    def mean(name: str) -> float:
+        return float(np.mean([getattr(figure, name) for figure in figures]))
+
+    return Acceptance(
+        greedy=mean("greedy"),
+        sampled=mean("sampled"),
+        overlap=mean("overlap"),
+        kl=mean("kl"),
+        positions=sum(figure.positions for figure in figures),
+    )

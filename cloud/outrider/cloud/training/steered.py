@@ -1,0 +1,131 @@
+"""A drafter whose MLPs take a code of the target's hidden states (SD²), as torch trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from outrider.cloud.steering import Projection
+from outrider.cloud.training.settings import Arm
+
+STEERING_FILE = "steering.safetensors"
+
+
+class Steering(nn.Module):
+    """U of every layer: what a code adds inside that layer's MLP, [width, rank] each, zero at the start.
+
+    SD² (arXiv 2511.09844): `down((up(a) + U c) * act(gate(a)))`; with W_s = U V, c = V g comes from `Projection`.
+    `place` "after" is the paper's ablation: U c is added to the MLP's result instead.
+    """
+
+    def __init__(self, drafter: LlamaForCausalLM, rank: int, place: str) -> None:
+        super().__init__()
+        self.rank = rank
+        mlps = [layer.mlp for layer in drafter.model.layers]
+        widths = [mlp.up_proj.out_features if place == "inside" else mlp.down_proj.out_features for mlp in mlps]
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(width, rank)) for width in widths])
+        self._biases: list[torch.Tensor] | None = None
+        for index, mlp in enumerate(mlps):
+            (mlp.up_proj if place == "inside" else mlp).register_forward_hook(self._adding(index))
+
+    def _adding(self, layer: int) -> nn.modules.module._ForwardHookType:  # type: ignore[name-defined]
+        def add(_: nn.Module, __: object, result: torch.Tensor) -> torch.Tensor:
+            return result if self._biases is None else result + self._biases[layer]
+
+        return add
+
+    @contextmanager
+    def by(self, codes: torch.Tensor | None) -> Iterator[None]:
+        """Steer the drafter's passes inside by `codes` [rows, positions, rank]; None: not at all."""
+        self._biases = None if codes is None else [codes @ weight.T for weight in self.layers]
+        try:
+            yield
+        finally:
+            self._biases = None
+
+    def save(self, folder: Path) -> None:
+        """Write `STEERING_FILE`: float32 `layers.<l>.weight` [width, rank]."""
+        tensors = {f"layers.{i}.weight": weight.detach().float().cpu() for i, weight in enumerate(self.layers)}
+        save_file(tensors, folder / STEERING_FILE)
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote."""
+        tensors = load_file(folder / STEERING_FILE)
+        with torch.no_grad():
+            for index, weight in enumerate(self.layers):
+                weight.copy_(tensors[f"layers.{index}.weight"])
+
+
+class SteeredDrafter:
+    """A drafter, its steering and the target's projection: what one arm trains."""
+
+    def __init__(self, drafter: LlamaForCausalLM, projection: Projection, arm: Arm) -> None:
+        self.drafter = drafter
+        self.projection = projection.to(drafter.device)
+        self.steering = Steering(drafter, projection.rank, arm.place).to(drafter.device)
+
+    def hidden(self, tokens: torch.Tensor, taps: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """After the last norm, float32 [rows, positions, hidden].
+
+        Args:
+            tokens: int64 [rows, positions].
+            taps: float32 [rows, positions, taps * target hidden].
+            sources: int64 [rows, positions]: the position whose code each position gets; negative: none.
+        """
+        with self.steering.by(self.codes(taps, sources)):
+            hidden: torch.Tensor = self.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return hidden
+
+    def codes(self, taps: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """The code of every position [rows, positions, rank]; zero where there is none."""
+        codes: torch.Tensor = self.projection(taps)
+        index = sources.clamp(min=0)[..., None].expand(*sources.shape, codes.shape[-1])
+        return codes.gather(1, index) * (sources >= 0)[..., None]
+
+
+def sources_of(
+    arm: Arm, tokens: torch.Tensor, *, oldest: int, unsteered: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Which position's code each of `tokens` [rows, positions] gets while an arm trains: int64, as long; -1: none.
+
+    Every sequence begins with a stretch of up to a quarter that has none, as a prompt; a share `unsteered` of the
+    sequences has none at all.
+    """
+    rows, positions = tokens.shape
+    position = torch.arange(positions).expand(rows, positions)
+    if arm.offset == "random":
+        age = torch.randint(1, oldest + 1, (rows, positions), generator=generator)
+    elif arm.offset == "block":
+        phase = torch.randint(oldest, (rows, 1), generator=generator)
+        age = (position + phase) % oldest + 1
+    else:
+        age = torch.ones_like(position)
+    prompt = torch.randint(1, max(2, positions // 4), (rows, 1), generator=generator)
+    without = torch.rand(rows, 1, generator=generator) < unsteered
+    sources = position - age
+    return torch.where((position >= prompt) & ~without, sources, -1).clamp(min=-1).to(tokens.device)
+
+
+def aged_sources(tokens: torch.Tensor, age: int) -> torch.Tensor:
+    """As `sources_of` where every position gets the code of `age` positions before; 0: none."""
+    position = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    return (position - age).clamp(min=-1) if age else torch.full_like(position, -1)
+
+
+def load_steered(folder: Path, *, arm: Arm) -> SteeredDrafter:
+    """A drafter folder that `train steer` wrote."""
+    drafter = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+    steered = SteeredDrafter(drafter, Projection.load(folder / "projection.safetensors"), arm)
+    steered.steering.load(folder)
+    return steered
+
+
+def trainable(steered: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """All parameters of these modules that learn."""
+    return [parameter for module in steered for parameter in module.parameters() if parameter.requires_grad]

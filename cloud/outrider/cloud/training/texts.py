@@ -1,0 +1,135 @@
+"""Whose words are learnt, and from which text: the frozen target, the corpus and what the target writes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from outrider.cloud.training.acceptance import Row
+from outrider.cloud.training.blocks import Source
+from outrider.cloud.training.corpus import Documents, load_domain, split_held_out
+from outrider.cloud.training.report import Reporter
+from outrider.cloud.training.self_text import SelfText, SelfTextPlan, stored_self_text
+from outrider.cloud.training.settings import Training
+from outrider.proto.errors import InvalidArgument
+
+HELD_OUT_ROWS, HELD_OUT_NEW_TOKENS = 32, 128
+
+
+def load_target(config: Training) -> PreTrainedModel:
+    """The target, frozen: weights from safetensors only, no remote code."""
+    try:
+        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            config.target, dtype=getattr(torch, config.dtype), use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(
+            f"{config.target!r} is no causal language model with safetensors weights: {error}", field="target"
+        ) from error
+    target = target.eval().requires_grad_(False)
+    target.to(torch.device(config.device))  # type: ignore[arg-type]
+    return target
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Everything a run reads: sources to train on and rows to measure on, by name."""
+
+    sources: list[Source]
+    greedy_rows: Mapping[str, list[Row]]
+    sampled_rows: Mapping[str, list[Row]]
+
+
+def gather_texts(config: Training, target: PreTrainedModel, told: Reporter) -> Texts:
+    """Tokenise the corpus, let the target write its own text, and set some of both aside."""
+    tokenizer = AutoTokenizer.from_pretrained(config.target, trust_remote_code=False)
+    if not tokenizer.is_fast:
+        raise InvalidArgument("its tokenizer has no tokenizer.json", field="target")
+    bos, eos = _frame(tokenizer, target)
+    cache = config.output / "cache"
+    domains = [load_domain(path, tokenizer.backend_tokenizer, bos=bos, eos=eos, cache=cache) for path in config.corpus]
+    names = {domain.name for domain in domains}
+    if unknown := set(config.domain_weights) - names:
+        raise InvalidArgument(f"no such domain: {sorted(unknown)}; there are {sorted(names)}", field="domain_weights")
+    sources: list[Source] = []
+    greedy_rows: dict[str, list[Row]] = {}
+    sampled_rows: dict[str, list[Row]] = {}
+    for domain in domains:
+        weight = config.domain_weights.get(domain.name, 1.0 if not config.domain_weights else 0.0)
+        training, held_out = split_held_out(domain, config.held_out_tokens, config.seed)
+        sources.append(Source(f"corpus/{domain.name}", training.tokens, weight * (1 - config.self_text_fraction)))
+        rows = held_out_rows(held_out, config.block, config.held_out_tokens)
+        greedy_rows[f"corpus/{domain.name}"] = sampled_rows[f"corpus/{domain.name}"] = rows
+        if not (config.self_text_tokens and weight):
+            continue
+        written, kept = _self_text(config, target, training, held_out, len(domains), (bos, eos), told)
+        sources.append(Source(f"self/{domain.name}", written.tokens, weight * config.self_text_fraction))
+        greedy_rows[f"self/{domain.name}"] = self_text_rows(kept, greedy=True)
+        sampled_rows[f"self/{domain.name}"] = self_text_rows(kept, greedy=False)
+    return Texts(sources, greedy_rows, sampled_rows)
+
+
+def _frame(tokenizer: Any, target: PreTrainedModel) -> tuple[int, int]:
+    """Ids of the tokens that open and close a document; one that is missing is stood in for by the other."""
+    bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else bos
+    if bos is None:
+        raise InvalidArgument("its tokenizer names neither a first nor a last token of a document", field="target")
+    if max(bos, eos, len(tokenizer) - 1) >= target.config.vocab_size:
+        raise InvalidArgument("its tokenizer has more tokens than the model", field="target")
+    return bos, eos
+
+
+def _self_text(
+    config: Training,
+    target: PreTrainedModel,
+    training: Documents,
+    held_out: Documents,
+    domains: int,
+    frame: tuple[int, int],
+    told: Reporter,
+) -> tuple[SelfText, SelfText]:
+    """(text to train on, text to measure on), the latter continuing held-out documents."""
+    longest = min(128, config.block // 2)
+    shortest = min(32, longest)
+    plan = SelfTextPlan(
+        config.self_text_tokens // domains,
+        config.self_text_rows,
+        config.self_text_new_tokens,
+        shortest,
+        longest,
+        config.self_text_greedy,
+    )
+    few_rows = min(HELD_OUT_ROWS, config.self_text_rows)
+    short = min(HELD_OUT_NEW_TOKENS, config.self_text_new_tokens)
+    small = SelfTextPlan(1, few_rows, short, shortest, longest)
+    cache = config.output / "cache"
+    parts = [
+        stored_self_text(target, documents, part, cache=cache, frame=frame, seed=config.seed + offset, told=told)
+        for offset, (documents, part) in enumerate([(training, plan), (held_out, small)])
+    ]
+    return parts[0], parts[1]
+
+
+def held_out_rows(held_out: Documents, block: int, tokens: int) -> list[Row]:
+    """Blocks of the held-out documents, `tokens` at most (but at least one row)."""
+    pieces = [
+        document[first : first + block]
+        for document in map(held_out.__getitem__, range(len(held_out)))
+        for first in range(0, len(document), block)
+    ]
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    return [Row(piece) for piece in pieces[: max(1, tokens // block)]]
+
+
+def self_text_rows(text: SelfText, *, greedy: bool) -> list[Row]:
+    """What the target wrote at T = 0, or at T = 1, with the prefix before it."""
+    return [
+        Row(text.row(index), first=int(text.prefix_lengths[index]))
+        for index in range(len(text))
+        if bool(text.greedy[index]) is greedy
+    ]
