@@ -346,8 +346,10 @@ def test_the_target_continues_rows_exactly_as_its_plain_forward_would(window: in
     ).eval()
     prefixes = torch.cat([torch.zeros(12, 1, dtype=torch.int64), torch.randint(2, 20, (12, 4))], dim=1)
     is_greedy = torch.arange(12) % 2 == 0
-    generator = torch.Generator().manual_seed(0)
-    rows = continue_rows(target, prefixes, is_greedy, new_tokens=20, eos=EOS, generator=generator)
+    rows = continue_rows(
+        target, prefixes.numpy(), is_greedy.numpy(), new_tokens=20, eos=EOS, seeds=np.arange(12, dtype=np.int64)
+    )
+    assert target.config._attn_implementation != "outrider_paged"
     for row, prefix, greedy in zip(rows, prefixes, is_greedy.tolist(), strict=True):
         assert row[:5].tolist() == prefix.tolist()
         assert EOS not in row[5:-1]
@@ -364,11 +366,11 @@ def test_sampled_rows_follow_the_targets_distribution(target_folder: Path) -> No
     prefixes = torch.tensor([[BOS, 7, 9]]).expand(rows, 3)
     sampled = continue_rows(
         target,
-        prefixes,
-        torch.zeros(rows, dtype=torch.bool),
+        prefixes.numpy(),
+        np.zeros(rows, dtype=bool),
         new_tokens=1,
         eos=EOS,
-        generator=torch.Generator().manual_seed(0),
+        seeds=np.arange(rows),
     )
     counts = np.bincount([row[3] for row in sampled], minlength=258) / rows
     with torch.no_grad():
@@ -422,3 +424,14 @@ def test_a_cosine_budget_falls_from_the_peak_to_zero_without_a_plateau() -> None
     assert rates[25] == pytest.approx(0.5 * (1 + 2**-0.5))
     assert rates[100] == 0.0
     assert all(later < earlier for earlier, later in itertools.pairwise(rates))
+
+
+def test_a_run_without_gain_ends_early_and_publishes_its_best(config: DrafterTraining) -> None:
+    ruinous = replace(config, steps=400, matrix_lr=30.0, other_lr=30.0, patience=2, measure_every_minutes=1e-9)
+    result = train_drafter(ruinous)
+    assert result.steps < 400
+    kept = load_file(result.folder / "model.safetensors")
+    best = load_file(ruinous.output / "best" / "model.safetensors")
+    assert all(torch.equal(kept[name], best[name]) for name in best)
+    last = load_file(next((ruinous.output / "checkpoints").glob("step-*")) / "model.safetensors")
+    assert not all(torch.equal(kept[name], last[name]) for name in best)

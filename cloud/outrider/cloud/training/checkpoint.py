@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -26,6 +27,8 @@ class Progress:
         losses: (step, mean KL in nats a token since the entry before).
         recent: losses of the steps since the last entry of `losses`.
         run: the settings that must not change between resumes.
+        best_kl: the least held-out KL that was measured, nats a token.
+        stale: measurements since then.
     """
 
     step: int
@@ -36,6 +39,8 @@ class Progress:
     losses: list[tuple[int, float]]
     recent: list[float]
     run: dict[str, Any]
+    best_kl: float = math.inf
+    stale: int = 0
 
 
 def save_checkpoint(

@@ -15,7 +15,7 @@ from outrider.cloud.training.checkpoint import checkpoints
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.muon import Muon
 from outrider.cloud.training.report import Reporter, reporter_for_stdout
-from outrider.cloud.training.run import Run, mean_acceptance
+from outrider.cloud.training.run import Run, mean_acceptance, mean_kl
 from outrider.cloud.training.schedule import LinearBudget
 from outrider.cloud.training.self_text import embedding_weight
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
@@ -200,3 +200,6 @@ class _DrafterRun(Run):
                 figures[f"{kind}/mean"] = mean_acceptance(of_kind)
         self.drafter.train()
         return figures
+
+    def held_out_kl(self, acceptance: Mapping[str, Acceptance]) -> float:
+        return mean_kl(acceptance, "")

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from outrider.cloud.training.acceptance import Acceptance
 from outrider.cloud.training.blocks import BlockSampler
-from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
+from outrider.cloud.training.checkpoint import STATE, Progress, load_checkpoint, save_checkpoint
 from outrider.cloud.training.report import Reporter, acceptance_table, duration
 from outrider.cloud.training.schedule import Budget
 from outrider.cloud.training.settings import Training
@@ -32,6 +32,7 @@ from outrider.cloud.training.texts import Texts
 from outrider.proto.errors import Cancelled, InvalidArgument
 
 TRAINING_FILE = "training.json"
+BEST = "best"
 # Settings that may differ between a run and its resumption: they change where and how often, not what.
 FREE_ON_RESUME = ("output", "resume", "measure_every_minutes", "checkpoint_every_steps", "checkpoint_every_minutes")
 
@@ -78,6 +79,10 @@ class Run(ABC):
     def measure(self) -> dict[str, Acceptance]:
         """Acceptance on held-out text, by name."""
 
+    @abstractmethod
+    def held_out_kl(self, acceptance: Mapping[str, Acceptance]) -> float:
+        """Of a measurement, the figure by which a run ends early, nats a token."""
+
     def save_more(self, folder: Path) -> None:
         """Write what belongs to a checkpoint beside its drafters: by default nothing."""
         del folder
@@ -99,10 +104,9 @@ class Run(ABC):
         for name, value in self.progress.run.items():
             if progress.run.get(name) != value:
                 raise InvalidArgument(f"the run to resume had {progress.run.get(name)!r}, not {value!r}", field=name)
-        for name, model in self.models.items():
-            saved = type(model).from_pretrained(checkpoint / name, dtype=torch.float32, use_safetensors=True)
-            model.load_state_dict(saved.state_dict())
-        self.load_more(checkpoint)
+        state = torch.get_rng_state()
+        self._read_models(checkpoint)
+        torch.set_rng_state(state)  # models that are made anew to be read into have drawn from it
         self.progress = progress
         self.sampler.taken, self.sampler.drawn = list(progress.taken), progress.drawn
         self.told.say(f"resumed after step {progress.step}")
@@ -133,13 +137,38 @@ class Run(ABC):
                 self._save()
                 saved = (progress.step, progress.elapsed_s)
             if progress.elapsed_s - measured >= 60 * config.measure_every_minutes:
-                self.told.say(f"step {progress.step}\n{acceptance_table(self.measure())}")
+                acceptance = self.measure()
+                self.told.say(f"step {progress.step}\n{acceptance_table(acceptance)}")
                 measured = progress.elapsed_s
-        self._save()
-        acceptance = self.measure()
-        self.told.say(f"finished after {progress.step} steps\n{acceptance_table(acceptance)}")
+                if self._has_stopped_learning(acceptance):
+                    self.told.say(f"no better for {config.patience} measurements: this is the end")
+                    break
+        return self._finish()
+
+    def _has_stopped_learning(self, acceptance: Mapping[str, Acceptance]) -> bool:
+        """Count measurements without a better one, and keep the weights of the best."""
+        progress = self.progress
+        if not self.config.patience:
+            return False
+        kl = self.held_out_kl(acceptance)
+        progress.stale += 1
+        if kl < progress.best_kl:
+            progress.best_kl, progress.stale = kl, 0
+            best = self.config.output / BEST
+            shutil.rmtree(best, ignore_errors=True)
+            self._write_models(best)
+        return progress.stale >= self.config.patience
+
+    def _finish(self) -> dict[str, Acceptance]:
+        """Publish the last weights, or the best where those are kept and better."""
+        newest, acceptance = self._save(), self.measure()
+        if self.config.patience and self.held_out_kl(acceptance) > self.progress.best_kl:
+            newest = self.config.output / BEST
+            self._read_models(newest)
+            acceptance = self.measure()
+        self.told.say(f"finished after {self.progress.step} steps\n{acceptance_table(acceptance)}")
         for name in self.models:
-            self._publish(name, acceptance)
+            self._publish(newest / name, name, acceptance)
         return acceptance
 
     def step(self) -> float:
@@ -192,8 +221,14 @@ class Run(ABC):
             tokenizer.save_pretrained(folder / name)
         self.save_more(folder)
 
-    def _publish(self, name: str, acceptance: Mapping[str, Acceptance]) -> None:
-        """Copy a drafter's files from the last checkpoint to the output folder, `training.json` last."""
+    def _read_models(self, folder: Path) -> None:
+        for name, model in self.models.items():
+            saved = type(model).from_pretrained(folder / name, dtype=torch.float32, use_safetensors=True)
+            model.load_state_dict(saved.state_dict())
+        self.load_more(folder)
+
+    def _publish(self, written: Path, name: str, acceptance: Mapping[str, Acceptance]) -> None:
+        """Copy a drafter's files from where they were `written` to the output folder, `training.json` last."""
         progress = self.progress
         record = {
             "config": settings_of_run(self.config),
@@ -211,12 +246,12 @@ class Run(ABC):
                 "tokenizers": tokenizers.__version__,
             },
         }
-        newest, output = checkpoints(self.config.output / "checkpoints")[-1] / name, self.config.output / name
+        output = self.config.output / name
         output.mkdir(parents=True, exist_ok=True)
-        (newest / TRAINING_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        names = [path.name for path in newest.iterdir() if path.is_file() and path.name != STATE]
+        (written / TRAINING_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        names = [path.name for path in written.iterdir() if path.is_file() and path.name != STATE]
         for file in sorted(names, key=lambda file: file == TRAINING_FILE):
-            shutil.copyfile(newest / file, output / f"{file}.unfinished")
+            shutil.copyfile(written / file, output / f"{file}.unfinished")
             os.replace(output / f"{file}.unfinished", output / file)
 
 
@@ -256,3 +291,9 @@ def mean_acceptance(figures: list[Acceptance]) -> Acceptance:
         kl=mean("kl"),
         positions=sum(figure.positions for figure in figures),
     )
+
+
+def mean_kl(acceptance: Mapping[str, Acceptance], prefix: str) -> float:
+    """Of the text that the target wrote, else of the corpus; its keys begin with `prefix`."""
+    kind = "self" if f"{prefix}self/mean" in acceptance else "corpus"
+    return acceptance[f"{prefix}{kind}/mean"].kl

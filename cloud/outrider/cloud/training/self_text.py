@@ -1,25 +1,31 @@
 """Text the target writes itself, continuing corpus prefixes: the text a drafter is judged on.
 
-A share of the rows is greedy (T = 0), the others are sampled at T = 1. All rows of a batch share one prefix length, so
-no row is padded; rows that end are dropped from the batch once they are many.
+A verifier's own engine writes it: paged KV cache, ragged batch, the system's noise. A share of the rows is greedy
+(T = 0), the others are sampled at T = 1; rows that end leave the batch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
+from outrider.cloud.kv_cache import SessionCache
+from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.target import Rows, Target
 from outrider.cloud.training.corpus import Documents, save_arrays
 from outrider.cloud.training.report import Reporter
+from outrider.proto.types import Sampling
 
-ATTENTION = "outrider_self_text"
+PAGE = 16  # positions a page of the KV cache
+PREFILL_TOKENS = 1024  # of prefixes in one pass
 
 
 @dataclass(frozen=True)
@@ -155,14 +161,8 @@ def write_self_text(
         is_greedy = np.floor(np.arange(1, len(prefixes) + 1) * plan.greedy) > np.floor(
             np.arange(len(prefixes)) * plan.greedy
         )
-        batch = continue_rows(
-            target,
-            torch.from_numpy(prefixes),
-            torch.from_numpy(is_greedy),
-            new_tokens=plan.new_tokens,
-            eos=eos,
-            generator=torch.Generator().manual_seed(int(choose.integers(2**62))),
-        )
+        seeds = choose.integers(2**62, size=len(prefixes))
+        batch = continue_rows(target, prefixes, is_greedy, new_tokens=plan.new_tokens, eos=eos, seeds=seeds)
         rows += batch
         prefix_lengths += [prefixes.shape[1]] * len(batch)
         greedy += is_greedy.tolist()
@@ -201,134 +201,63 @@ def choose_prefixes(
     return prefixes
 
 
-@torch.inference_mode()
 def continue_rows(
-    target: PreTrainedModel,
-    prefixes: torch.Tensor,
-    is_greedy: torch.Tensor,
-    *,
-    new_tokens: int,
-    eos: int,
-    generator: torch.Generator,
+    model: PreTrainedModel, prefixes: np.ndarray, is_greedy: np.ndarray, *, new_tokens: int, eos: int, seeds: np.ndarray
 ) -> list[np.ndarray]:
-    """Continue every prefix with the target's own choice until it ends or `new_tokens` are written.
+    """Continue every prefix as a verifier would, until it ends or `new_tokens` are written.
 
     Args:
-        target: the model that writes.
+        model: the model that writes.
         prefixes: int64 [rows, length].
-        is_greedy: bool [rows]; argmax where True, a sample at T = 1 elsewhere.
+        is_greedy: bool [rows]; at T = 0 where True, at T = 1 elsewhere.
         new_tokens: the most that are written a row.
         eos: the token that ends a row.
-        generator: of the samples.
+        seeds: int64 [rows], of the samples.
 
     Returns:
         for each row prefix and continuation (its end token included), int64 [length + written].
     """
-    rows, length = prefixes.shape
-    device = target.device
-    tokens = torch.cat([prefixes, torch.full((rows, new_tokens), eos)], dim=1)
-    lengths = torch.full((rows,), length + new_tokens)
-    cache = _RowCache(length + new_tokens)
-    alive = torch.arange(rows)
-    AttentionInterface.register(ATTENTION, _attend)
-    implementation = target.config._attn_implementation
-    target.set_attn_implementation(ATTENTION)
-    try:
-        step_tokens = prefixes.to(device)
-        for position in range(length, length + new_tokens):
-            positions = torch.arange(cache.length, position, device=device)[None]
-            logits_by_target = target(
-                input_ids=step_tokens,
-                position_ids=positions,
-                use_cache=False,
-                logits_to_keep=1,
-                outrider_rows=cache,
-            ).logits[:, -1]
-            cache.length = position
-            chosen = _choose(logits_by_target.float().cpu(), is_greedy[alive], generator)
-            tokens[alive, position] = chosen
-            ended = chosen == eos
-            lengths[alive[ended]] = torch.minimum(lengths[alive[ended]], torch.tensor(position + 1))
-            running = lengths[alive] > position + 1
-            if running.sum() == 0:
+    with verifying(model, len(prefixes) * (prefixes.shape[1] + new_tokens + PAGE)) as target:
+        length = prefixes.shape[1]
+        rows = [
+            _Row(
+                prefix.tolist(),
+                Sampling(temperature=0.0 if greedy else 1.0, seed=int(seed), max_tokens=new_tokens),
+                target.pool.allocate(length + new_tokens),
+            )
+            for prefix, greedy, seed in zip(prefixes, is_greedy, seeds, strict=True)
+        ]
+        for first in range(0, len(rows), share := max(1, PREFILL_TOKENS // length)):
+            target.forward([Rows(row.cache, tuple(row.tokens[:-1]), 0) for row in rows[first : first + share]])
+        sampler, alive = Sampler(target.device), rows
+        for _ in range(new_tokens):
+            logits = target.forward([Rows(row.cache, (row.tokens[-1],), 1) for row in alive])
+            judged = [Judged(row.sampling, row.tokens, length, ()) for row in alive]
+            for row, sampled in zip(alive, sampler.sample(logits, judged), strict=True):
+                row.tokens.append(sampled.tokens[0])
+            for row in alive:
+                if row.tokens[-1] == eos:
+                    target.pool.release(row.cache)
+            alive = [row for row in alive if row.tokens[-1] != eos]
+            if not alive:
                 break
-            if running.float().mean() < 0.8:
-                kept = running.nonzero()[:, 0]
-                cache.keep(kept.to(device))
-                alive, chosen = alive[kept], chosen[kept]
-            step_tokens = chosen[:, None].to(device)
+    return [np.array(row.tokens, dtype=np.int64) for row in rows]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A text that grows."""
+
+    tokens: list[int]
+    sampling: Sampling
+    cache: SessionCache
+
+
+@contextmanager
+def verifying(model: PreTrainedModel, kv_tokens: int) -> Iterator[Target]:
+    """The model as a verifier runs it, with room for so many positions; afterwards it attends as before."""
+    attention = model.config._attn_implementation
+    try:
+        yield Target(model, "{}", kv_tokens=kv_tokens, page_size=PAGE)
     finally:
-        target.set_attn_implementation(implementation)
-    return [row[:length].numpy() for row, length in zip(tokens, lengths.tolist(), strict=True)]
-
-
-def _choose(logits: torch.Tensor, is_greedy: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Argmax of the greedy rows of `logits` (float32 [rows, vocab]), a sample at T = 1 of the others: int64 [rows]."""
-    chosen = logits.argmax(-1)
-    cumulative = logits[~is_greedy].softmax(-1).cumsum(-1)
-    level = torch.rand(len(cumulative), 1, generator=generator) * cumulative[:, -1:]
-    chosen[~is_greedy] = torch.searchsorted(cumulative, level, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
-    return chosen
-
-
-class _RowCache:
-    """Keys and values of every layer in buffers of full length: [rows, kv_heads, capacity, head_dim]."""
-
-    def __init__(self, capacity: int):
-        self.capacity = capacity
-        self.length = 0
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add [rows, kv_heads, n, head_dim] and return all so far, [rows, kv_heads, length + n, head_dim]."""
-        last = self.length + key.shape[2]
-        if layer not in self.layers:
-            rows, kv_heads, _, head_dim = key.shape
-            shape = (rows, kv_heads, self.capacity, head_dim)
-            self.layers[layer] = (key.new_empty(shape), value.new_empty(shape))
-        keys, values = self.layers[layer]
-        keys[:, :, self.length : last] = key
-        values[:, :, self.length : last] = value
-        return keys[:, :, :last], values[:, :, :last]
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Forget all rows but `rows` (int64 [kept])."""
-        self.layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self.layers.items()}
-
-
-def _attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    _mask: torch.Tensor | None,
-    *,
-    outrider_rows: _RowCache,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
-    """Attention over the row cache, query heads grouped by the key head they share (nothing is repeated).
-
-    `query` is [rows, heads, n, head_dim]; `key` and `value`, of the new positions, are [rows, kv_heads, n, head_dim].
-    The result is [rows, n, heads, head_dim].
-    """
-    past = outrider_rows.length
-    keys, values = outrider_rows.append(int(module.layer_idx), key, value)  # type: ignore[arg-type]
-    rows, heads, n, head_dim = query.shape
-    kv_heads, total = keys.shape[1], keys.shape[2]
-    shared = query.reshape(rows * kv_heads, heads // kv_heads * n, head_dim)
-    scale = head_dim**-0.5 if scaling is None else scaling
-    scores = torch.bmm(shared, keys.flatten(0, 1).transpose(1, 2)).mul_(scale)
-    if softcap is not None:
-        scores = scores.div_(softcap).tanh_().mul_(softcap)
-    distance = (past + torch.arange(n, device=query.device))[:, None] - torch.arange(total, device=query.device)
-    hidden = distance < 0
-    window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
-    if window is not None:
-        hidden = hidden | (distance >= window)
-    if n > 1 or window is not None:
-        scores = scores.view(rows * kv_heads, -1, n, total).masked_fill_(hidden, float("-inf")).view_as(scores)
-    mixed = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
-    return mixed.view(rows, heads, n, head_dim).transpose(1, 2), None
+        model.set_attn_implementation(attention)

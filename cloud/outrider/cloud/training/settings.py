@@ -70,6 +70,7 @@ class Training:
         clip: largest norm of the whole gradient.
         held_out_tokens: tokens a domain kept from training to measure acceptance on.
         measure_every_minutes: between measurements of acceptance; the end is always measured.
+        patience: a run ends early after so many measurements without a better one, and publishes its best; 0: never.
         checkpoint_every_steps, checkpoint_every_minutes: whichever comes first.
         threads: of torch on the CPU.
         device, dtype: where both models run; dtype is the target's, the drafter trains in float32.
@@ -96,6 +97,7 @@ class Training:
     clip: float = 1.0
     held_out_tokens: int = 8192
     measure_every_minutes: float = 10.0
+    patience: int = 0
     checkpoint_every_steps: int = 1_000_000
     checkpoint_every_minutes: float = 5.0
     threads: int = 1
@@ -144,8 +146,9 @@ class Training:
             raise InvalidArgument(f"{self.self_text_greedy} is not in [0, 1]", field="self_text_greedy")
         if (self.self_text_fraction > 0) != (self.self_text_tokens > 0):
             raise InvalidArgument("give self_text_tokens and self_text_fraction, or neither", field="self_text_tokens")
-        if self.warm_up_steps < 0:
-            raise InvalidArgument(f"{self.warm_up_steps} is negative", field="warm_up_steps")
+        for name in ("warm_up_steps", "patience"):
+            if getattr(self, name) < 0:
+                raise InvalidArgument(f"{getattr(self, name)} is negative", field=name)
         if self.dtype not in DTYPES:
             raise InvalidArgument(f"{self.dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
         for name, weight in self.domain_weights.items():

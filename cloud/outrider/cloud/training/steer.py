@@ -22,7 +22,7 @@ from outrider.cloud.training.acceptance import Acceptance, Row, Student, compare
 from outrider.cloud.training.checkpoint import checkpoints
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.report import Reporter, reporter_for_stdout
-from outrider.cloud.training.run import Run, as_json, mean_acceptance
+from outrider.cloud.training.run import Run, as_json, mean_acceptance, mean_kl
 from outrider.cloud.training.schedule import CosineBudget
 from outrider.cloud.training.settings import ARMS, Arm, SteerTraining
 from outrider.cloud.training.steered import SteeredDrafter, aged_sources, sources_of
@@ -179,6 +179,11 @@ class _SteerRun(Run):
         hidden = steered.hidden(tokens, self.taps.joined().float(), aged_sources(tokens, age))
         logits: torch.Tensor = steered.drafter.lm_head(hidden)
         return logits
+
+    def held_out_kl(self, acceptance: Mapping[str, Acceptance]) -> float:
+        """The first arm's, with fresh codes."""
+        first = self.config.arms[0]
+        return mean_kl(acceptance, f"{first}/{AGES[0] if ARMS[first].steered else 'none'}/")
 
     def save_more(self, folder: Path) -> None:
         for name, steered in self.arms.items():

@@ -1,0 +1,360 @@
+"""Training of steered drafters: the formula, the ages of codes, what learns and what is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, decoder_layers, default_layers, projection_id
+from outrider.cloud.training.loss import forward_kl
+from outrider.cloud.training.settings import ARMS, Arm, SteerTraining
+from outrider.cloud.training.steer import AGES, tokens_a_round, train_steering
+from outrider.cloud.training.steered import STEERING_FILE, SteeredDrafter, aged_sources, sources_of
+from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound
+
+VOCAB = 40
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 96,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def llama(hidden: int, layers: int, seed: int, spread: float = 0.02) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        **SMALL,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=2 * hidden,
+        initializer_range=spread,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target with much to say (large weights, so that its tokens depend on all of the text), a drafter, a corpus."""
+    root = tmp_path_factory.mktemp("steer")
+    words = {"<bos>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": 3 + i for i in range(VOCAB - 3)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")
+    llama(32, 6, 0, spread=0.25).save_pretrained(root / "target")
+    llama(16, 2, 1).save_pretrained(root / "drafter")
+    for name in ("target", "drafter"):
+        fast.save_pretrained(root / name)
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(VOCAB - 3, (60, 80), generator=generator).tolist()
+    lines = [json.dumps({"id": str(i), "text": " ".join(f"w{w}" for w in row)}) for i, row in enumerate(drawn)]
+    (root / "train.words.jsonl").write_text("\n".join(lines) + "\n")
+    return {"target": root / "target", "drafter": root / "drafter", "corpus": root / "train.words.jsonl"}
+
+
+@pytest.fixture
+def config(folders: dict[str, Path], tmp_path: Path) -> SteerTraining:
+    return SteerTraining(
+        target=str(folders["target"]),
+        corpus=(folders["corpus"],),
+        output=tmp_path / "out",
+        drafter=folders["drafter"],
+        model="tiny",
+        rank=8,
+        oldest=4,
+        steps=6,
+        block=32,
+        positions_per_chunk=64,
+        warm_up_steps=1,
+        held_out_tokens=256,
+    )
+
+
+def steered_pair(arm: Arm) -> SteeredDrafter:
+    torch.manual_seed(3)
+    return SteeredDrafter(llama(16, 2, 1), Projection((1, 2, 3), 32, 8), arm)
+
+
+@pytest.mark.parametrize("arm", [ARMS["steered"], ARMS["after"]])
+def test_an_untrained_steering_changes_nothing_bit_for_bit(arm: Arm) -> None:
+    steered = steered_pair(arm)
+    tokens = torch.randint(VOCAB, (2, 10))
+    taps = torch.randn(2, 10, 96)
+    plain = steered.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
+    assert torch.equal(steered.hidden(tokens, taps, aged_sources(tokens, 1)), plain)
+
+
+def test_a_code_is_added_to_the_up_projection_before_the_gate() -> None:
+    steered = steered_pair(ARMS["steered"])
+    mlp = steered.drafter.model.layers[1].mlp
+    with torch.no_grad():
+        for weight in steered.steering.layers:
+            weight.normal_()
+    code, stream = torch.randn(2, 5, 8), torch.randn(2, 5, 16)
+    with steered.steering.by(code):
+        found = mlp(stream)
+    up = mlp.up_proj(stream) + code @ steered.steering.layers[1].T
+    torch.testing.assert_close(found, mlp.down_proj(up * mlp.act_fn(mlp.gate_proj(stream))))
+    after = mlp(stream) + (code @ steered.steering.layers[1].T)[..., :16]
+    assert not torch.allclose(found, after, atol=1e-2)
+    assert torch.equal(mlp(stream), mlp.down_proj(mlp.up_proj(stream) * mlp.act_fn(mlp.gate_proj(stream))))
+
+
+def test_every_position_gets_the_code_of_its_source_and_none_where_there_is_none() -> None:
+    steered = steered_pair(ARMS["steered"])
+    taps = torch.randn(1, 4, 96)
+    codes = steered.codes(taps, torch.tensor([[-1, 0, 0, 2]]))
+    alone = steered.projection(taps)[0]
+    assert torch.equal(codes[0, 0], torch.zeros(8))
+    torch.testing.assert_close(codes[0, 1:], alone[[0, 0, 2]])
+
+
+def test_the_projection_starts_as_the_norm_of_the_sum_of_the_taps() -> None:
+    projection = Projection((0, 1, 2), 16, 4)
+    low, middle, high = torch.randn(3, 7, 16)
+    expected = torch.nn.functional.layer_norm(low + middle + high, (16,)) @ projection.down.weight.T
+    torch.testing.assert_close(projection(torch.cat([low, middle, high], dim=-1)), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_taps_are_the_residual_streams_that_enter_the_layers(family: str) -> None:
+    torch.manual_seed(0)
+    shape = {**SMALL, "hidden_size": 16, "num_hidden_layers": 5, "intermediate_size": 24}
+    model: Any = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**shape)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**shape)),
+        "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**shape)),
+    }[family]()
+    tokens = torch.randint(VOCAB, (2, 9))
+    with torch.no_grad(), Taps(model.eval(), (1, 2, 4)) as taps:
+        states = model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
+        expected = torch.cat([states[layer] for layer in (1, 2, 4)], dim=-1)
+        torch.testing.assert_close(taps.joined(), expected)
+        torch.testing.assert_close(taps.rows(torch.tensor([8, 3])), expected[0, [8, 3]])
+        assert not torch.allclose(taps.joined(), torch.cat([states[layer + 1] for layer in (1, 2, 4)], dim=-1))
+    assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
+
+
+def test_the_layers_of_the_paper_are_the_default() -> None:
+    assert default_layers(8) == (3, 4, 5)
+    assert default_layers(36) == (3, 18, 33)
+    assert default_layers(2) == (0, 1)
+
+
+def test_taps_beyond_the_target_are_refused() -> None:
+    with pytest.raises(ModelRefused, match="has 2 layers; layer 2"):
+        Taps(llama(16, 2, 0), (0, 2))
+
+
+def test_a_projection_is_what_was_saved_and_is_named_after_its_bytes(tmp_path: Path) -> None:
+    projection = Projection((1, 2), 16, 4, "tiny")
+    path = tmp_path / PROJECTION_FILE
+    name = projection.save(path)
+    loaded = Projection.load(path)
+    assert (loaded.layers, loaded.hidden, loaded.rank, loaded.target) == ((1, 2), 16, 4, "tiny")
+    taps = torch.randn(3, 32)
+    assert torch.equal(loaded(taps), projection(taps))
+    assert name == projection_id(path)
+    with torch.no_grad():
+        projection.down.weight[0, 0] += 1
+    assert projection.save(path) != name
+
+
+def test_what_is_no_projection_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
+    with pytest.raises(NotFound, match="train steer"):
+        Projection.load(tmp_path / "nothing")
+    with pytest.raises(ModelRefused):
+        Projection.load(folders["target"] / "model.safetensors")
+    (tmp_path / "text").write_text("no tensors at all")
+    with pytest.raises(ModelRefused):
+        Projection.load(tmp_path / "text")
+
+
+def ages(arm: str, *, unsteered: float = 0.0, oldest: int = 4) -> torch.Tensor:
+    """Ages [256, 64]; 0: none."""
+    tokens = torch.zeros(256, 64, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    sources = sources_of(ARMS[arm], tokens, oldest=oldest, unsteered=unsteered, generator=generator)
+    return torch.where(sources >= 0, torch.arange(64) - sources, 0)
+
+
+def test_random_codes_are_of_every_age_up_to_the_oldest() -> None:
+    found = ages("steered")[:, 20:]
+    shares = torch.bincount(found.flatten(), minlength=5) / found.numel()
+    assert shares[0] == 0
+    torch.testing.assert_close(shares[1:], torch.full((4,), 0.25), atol=0.03, rtol=0)
+    assert (found[:, 1:] != found[:, :-1] % 4 + 1).any()
+
+
+def test_codes_of_a_block_age_together() -> None:
+    found = ages("block")[:, 20:]
+    assert (found[:, 1:] == found[:, :-1] % 4 + 1).all()
+    assert len(found[:, 0].unique()) == 4
+
+
+def test_fresh_codes_are_one_position_old_and_prompts_and_some_texts_have_none() -> None:
+    found = ages("fresh", unsteered=0.25)
+    assert set(found.unique().tolist()) == {0, 1}
+    without = (found == 0).all(dim=1)
+    assert 0.15 < without.float().mean() < 0.35
+    prompts = (found[~without] == 0).sum(dim=1)
+    assert int(prompts.min()) >= 1
+    assert int(prompts.max()) <= 16
+    assert ((found[~without] == 0).int().diff(dim=1) <= 0).all()
+
+
+def test_arms_learn_side_by_side_what_each_may_learn(config: SteerTraining, folders: dict[str, Path]) -> None:
+    result = train_steering(replace(config, arms=("steered", "distilled", "frozen")))
+    start = load_file(folders["drafter"] / "model.safetensors")
+    ends = {name: load_file(folder / "model.safetensors") for name, folder in result.folders.items()}
+    assert all(torch.equal(ends["frozen"][name], start[name]) for name in start)
+    for name in ("steered", "distilled"):
+        assert not any(
+            torch.equal(ends[name][key], start[key]) for key in start if "layers" in key and "norm" not in key
+        )
+    assert not (result.folders["distilled"] / STEERING_FILE).exists()
+    for name in ("steered", "frozen"):
+        learnt = load_file(result.folders[name] / STEERING_FILE)
+        assert {key: tuple(value.shape) for key, value in learnt.items()} == {
+            f"layers.{i}.weight": (32, 8) for i in range(2)
+        }
+        assert all(value.abs().max() > 0 for value in learnt.values())
+        projection = Projection.load(result.folders[name] / PROJECTION_FILE)
+        untrained = Projection(projection.layers, 32, 8)
+        assert not torch.equal(projection.mix.weight, untrained.mix.weight)
+        assert not torch.equal(projection.norm.weight, untrained.norm.weight)
+    assert result.tokens_seen == 6 * 4 * 32
+
+
+def test_the_distilled_arm_learns_the_same_with_and_without_company(config: SteerTraining) -> None:
+    together = train_steering(replace(config, arms=("steered", "distilled")))
+    alone = train_steering(replace(config, arms=("distilled",), output=config.output.with_name("alone")))
+    for name, tensor in load_file(together.folders["distilled"] / "model.safetensors").items():
+        torch.testing.assert_close(tensor, load_file(alone.folders["distilled"] / "model.safetensors")[name])
+
+
+class Crash(Exception):
+    pass
+
+
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_bit_for_bit(config: SteerTraining) -> None:
+    config = replace(config, arms=("steered", "distilled"), self_text_tokens=400, self_text_fraction=0.5)
+    config = replace(config, self_text_rows=8, self_text_new_tokens=24, self_text_greedy=0.0)
+    whole = train_steering(config)
+
+    def crash_at_four(step: int) -> None:
+        if step == 4:
+            raise Crash
+
+    broken = replace(config, output=config.output.with_name("broken"), checkpoint_every_steps=3)
+    with pytest.raises(Crash):
+        train_steering(broken, on_step=crash_at_four)
+    torch.manual_seed(99)
+    resumed = train_steering(replace(broken, resume=True))
+    for name in ("steered", "distilled"):
+        for file in whole.folders[name].glob("*.safetensors"):
+            tensors = load_file(resumed.folders[name] / file.name)
+            assert all(torch.equal(tensors[key], value) for key, value in load_file(file).items()), file
+    assert resumed.acceptance == whole.acceptance
+
+
+def test_a_drafter_learns_from_codes_what_the_text_does_not_say() -> None:
+    """The target's word is a secret of each sequence, known only to the residual stream of one position in four."""
+    torch.manual_seed(0)
+    steered = SteeredDrafter(llama(16, 2, 1), Projection((1,), 32, 8), ARMS["steered"])
+    parameters = [*steered.drafter.parameters(), *steered.projection.parameters(), *steered.steering.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    streams = torch.randn(4, 32)
+
+    def kl(oldest: int) -> torch.Tensor:
+        tokens = torch.randint(VOCAB, (16, 8))
+        secret = torch.randint(4, (16,))
+        taps = streams[secret][:, None] * (torch.arange(8) % 4 == 0)[None, :, None]
+        logits_by_target = torch.full((16, 8, VOCAB), -4.0)
+        logits_by_target[torch.arange(16), :, secret] = 4.0
+        sources = (torch.arange(8) // 4 * 4).expand(16, 8) if oldest else aged_sources(tokens, 0)
+        hidden = steered.hidden(tokens, taps, sources)
+        head = steered.drafter.lm_head.weight
+        return forward_kl(hidden.flatten(0, 1), head, logits_by_target.flatten(0, 1), positions_per_chunk=64)
+
+    for _ in range(150):
+        optimizer.zero_grad()
+        kl(4).backward()
+        optimizer.step()
+    with torch.no_grad():
+        assert kl(4) < 0.1
+        assert kl(0) > 1.0
+
+
+def test_the_record_names_the_gain_of_codes_of_each_age(config: SteerTraining) -> None:
+    result = train_steering(config)
+    record = json.loads((result.folders["steered"] / "training.json").read_text())
+    assert set(record["steering_gain"]) == {str(age) for age in AGES}
+    for age, gain in record["steering_gain"].items():
+        with_code, without = (
+            tokens_a_round(result.acceptance[f"steered/{kind}/corpus/mean"].sampled) for kind in (age, "none")
+        )
+        assert gain == pytest.approx(with_code / without - 1, abs=1e-3)
+    assert set(record["held_out_acceptance"]) == {
+        f"{kind}/corpus/{name}" for kind in ("none", *AGES) for name in ("words", "mean")
+    }
+
+
+def test_tokens_a_round_are_those_of_the_geometric_series() -> None:
+    assert tokens_a_round(0.0) == 1
+    assert tokens_a_round(0.5, drafts=2) == pytest.approx(1 + 0.5 + 0.25)
+    assert tokens_a_round(1.0) == 9
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("drafter", {"drafter": Path("nowhere")}),
+        ("arms", {"arms": ("best",)}),
+        ("arms", {"arms": ()}),
+        ("arms", {"arms": ("steered", "steered")}),
+        ("rank", {"rank": 0}),
+        ("oldest", {"oldest": 32}),
+        ("unsteered", {"unsteered": 1.0}),
+        ("layers", {"layers": (1, 1)}),
+        ("steering_lr", {"steering_lr": float("nan")}),
+    ],
+)
+def test_bad_settings_name_their_field(config: SteerTraining, field: str, bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        replace(config, **bad)
+    assert refused.value.field == field
+
+
+def test_layers_and_drafters_that_do_not_fit_the_target_are_refused(config: SteerTraining, tmp_path: Path) -> None:
+    other = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 50}, hidden_size=16, num_hidden_layers=1))
+    other.save_pretrained(tmp_path / "other")
+    for field, bad in (("layers", {"layers": (6,)}), ("drafter", {"drafter": tmp_path / "other"})):
+        with pytest.raises(InvalidArgument) as refused:
+            train_steering(replace(config, **bad))
+        assert refused.value.field == field
