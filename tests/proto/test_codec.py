@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,6 +47,12 @@ samplings = st.builds(
     stop_tokens=tokens,
     ignore_eos=st.booleans(),
 )
+wishes = st.builds(
+    t.SteeringWish,
+    st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
+    st.sampled_from(t.SteeringPrecision),
+    counts,
+)
 opens = st.builds(
     t.Open,
     model=st.text(min_size=1, max_size=20),
@@ -59,7 +66,7 @@ opens = st.builds(
     drafting=st.booleans(),
     window=counts,
     max_drafts=counts,
-    steering_width=counts,
+    steering=st.none() | wishes,
     logp=st.booleans(),
     protocol_version=counts,
 )
@@ -82,7 +89,15 @@ def drafts(draw):
     )
 
 
-reports_of_edges = st.builds(t.Report, st.booleans(), microseconds, microseconds, st.floats(0, 1, width=32))
+reports_of_edges = st.builds(
+    t.Report, st.booleans(), microseconds, microseconds, st.floats(0, 1, width=32), st.none() | wishes
+)
+codes = st.builds(
+    t.Steering,
+    st.floats(2.0**-100, 2.0**100, width=32),
+    st.integers(0, 8).flatmap(lambda n: st.binary(min_size=2 * n, max_size=2 * n)),
+    st.sampled_from(t.SteeringPrecision),
+)
 edge_frames = opens | drafts() | reports_of_edges | st.builds(t.Cancel, words)
 
 
@@ -97,12 +112,7 @@ def commits(draw):
         credit=draw(counts),
         logp=draw(st.just(()) | st.tuples(*(singles for _ in range(n)))),
         reward=draw(st.none() | singles),
-        steering=draw(
-            st.none()
-            | st.builds(
-                t.Steering, counts, counts, singles, st.binary(max_size=16), st.sampled_from(t.SteeringPrecision)
-            )
-        ),
+        steering=draw(st.none() | codes),
         timing=draw(st.builds(t.Timing, counts, microseconds, microseconds, microseconds)),
         finish=draw(st.none() | st.sampled_from(t.FinishReason)),
         chain=draw(counts),
@@ -124,6 +134,7 @@ cloud_frames = (
         st.sampled_from(t.Goal),
         counts,
         st.booleans(),
+        steered=st.booleans(),
     )
     | st.builds(t.Goaway, words, doubles)
 )
@@ -259,6 +270,7 @@ VALID_EDGE = [
             t.Sampling(logit_bias=((1, 0.5),), allowed_tokens=(1, 2)),
             "s",
             patience=t.Patience(1.0, 2),
+            steering=t.SteeringWish("0123456789ab", t.SteeringPrecision.FLOAT16, 4),
         )
     ),
     codec.encode_edge_frame(t.Draft(1, 2, (3, 4), (-1, 0), (0.5, 0.25), "d", "1", True)),
@@ -273,7 +285,7 @@ VALID_CLOUD = [
             4,
             (-0.5, -1.0),
             0.5,
-            t.Steering(1, 2, 0.5, b"ab", t.SteeringPrecision.INT8),
+            t.Steering(0.5, b"ab", t.SteeringPrecision.INT8),
             t.Timing(1, 2.0, 3.0, 4.0),
             t.FinishReason.EOS,
         )
@@ -314,6 +326,16 @@ def wire_open(**sampling):
     return wire
 
 
+def wire_wish(**fields):
+    wish = {"projection": "0123456789ab", "precision": "PRECISION_INT8", "every": 1} | fields
+    return pb.EdgeFrame(report=pb.Report(steering=pb.SteeringWish(**wish))).SerializeToString()
+
+
+def wire_code(**fields):
+    code = {"scale": 1.0, "values": b"ab", "precision": "PRECISION_FLOAT16"} | fields
+    return pb.CloudFrame(commit=pb.Commit(tokens=[1], steering=pb.Steering(**code)))
+
+
 @pytest.mark.parametrize(
     ("data", "field"),
     [
@@ -334,6 +356,10 @@ def wire_open(**sampling):
         (wire_open(max_tokens=0).SerializeToString(), "sampling.max_tokens"),
         (pb.EdgeFrame(report=pb.Report(acceptance=1.5)).SerializeToString(), "report.acceptance"),
         (pb.EdgeFrame(report=pb.Report(acceptance=math.nan)).SerializeToString(), "report.acceptance"),
+        (wire_wish(projection=""), "steering.projection"),
+        (wire_wish(projection="0123456789AB"), "steering.projection"),
+        (wire_wish(projection="0123456789ab\n"), "steering.projection"),
+        (wire_wish(precision="PRECISION_UNSPECIFIED"), "steering.precision"),
     ],
 )
 def test_a_frame_of_the_edge_that_means_nothing_names_its_field(data, field):
@@ -351,6 +377,11 @@ def test_a_frame_of_the_edge_that_means_nothing_names_its_field(data, field):
         (pb.CloudFrame(commit=pb.Commit(tokens=[1], logp=[0.0, 0.0])), "commit.logp"),
         (pb.CloudFrame(opened=pb.Opened()), "opened.goal"),
         (pb.CloudFrame(commit=pb.Commit(tokens=[1], steering=pb.Steering())), "steering.precision"),
+        (wire_code(scale=0.0), "steering.scale"),
+        (wire_code(scale=-1.0), "steering.scale"),
+        (wire_code(scale=math.nan), "steering.scale"),
+        (wire_code(scale=math.inf), "steering.scale"),
+        (wire_code(values=b"abc"), "steering.values"),
     ],
 )
 def test_a_frame_of_the_cloud_that_means_nothing_names_its_field(wire, field):
@@ -391,6 +422,65 @@ def test_a_draft_of_four_tokens_takes_few_bytes():
 def test_a_commit_without_log_probabilities_takes_few_bytes():
     commit = t.Commit(1000, (17, 5000, 40_000), 2, 64, timing=t.Timing(40, 0.02, 0.001, 0.03), chain=3, judged=8)
     assert len(codec.encode_cloud_frame(commit)) <= 40
+
+
+# As a codec that knew nothing of steering wrote them.
+UNSTEERED = [
+    (
+        t.Open(
+            "m",
+            "ab" * 32,
+            (1, 2, 300),
+            t.Sampling(temperature=0.5, seed=7, max_tokens=9),
+            "s",
+            committed=(5,),
+            window=8,
+            max_drafts=4,
+            keep_s=2.0,
+        ),
+        (
+            "0a860108021a017322016d2a406162616261626162616261626162616261626162616261626162616261626162616261"
+            "6261626162616261626162616261626162616261626162616261626162321f09000000000000e03f1007210000000000"
+            "00f03f31000000000000f03f60093a040102ac02420105500158086004700189010000000000000040"
+        ),
+    ),
+    (
+        t.Report(True, 0.001, 0.02, 0.75),
+        "220e080110e80718a09c01250000403f",
+    ),
+    (
+        t.Opened(1, 64, 9, "v", 512, vocab_size=8192, keep_s=2.0, release="1"),
+        "0a21080110401809220176288004388040400148105001590000000000000040620131",
+    ),
+    (
+        t.Commit(
+            4,
+            (7, 300, 40_000),
+            2,
+            64,
+            logp=(-0.5, -1.0, -2.0),
+            reward=0.5,
+            timing=t.Timing(3, 0.001, 0.002, 0.03),
+            chain=1,
+            judged=4,
+        ),
+        ("12330804120607ac02c0b8021802220c000000bf000080bf000000c02d0000003f3840420c080310e80718d00f20b0ea0150015804"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("frame", "before"), UNSTEERED, ids=lambda value: type(value).__name__)
+def test_a_frame_without_steering_has_the_bytes_that_it_had_before_there_was_any(frame, before):
+    encode = codec.encode_edge_frame if isinstance(frame, t.Open | t.Report) else codec.encode_cloud_frame
+    assert encode(frame).hex() == before
+
+
+@pytest.mark.parametrize(("precision", "most"), [(t.SteeringPrecision.INT8, 75), (t.SteeringPrecision.FLOAT16, 142)])
+def test_a_code_of_64_numbers_adds_little_more_than_its_numbers_to_a_commit(precision, most):
+    without = t.Commit(1000, (17, 5000, 40_000), 2, 64, chain=3, judged=8)
+    code = t.Steering(0.125, bytes(64 * precision.number_bytes), precision)
+    added = len(codec.encode_cloud_frame(replace(without, steering=code))) - len(codec.encode_cloud_frame(without))
+    assert added <= most
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
                     drafting_us=_microseconds(frame.drafting_s),
                     round_trip_us=_microseconds(frame.round_trip_s),
                     acceptance=frame.acceptance,
+                    steering=_wish_to_wire(frame.steering),
                 )
             )
         case t.Cancel():
@@ -79,7 +80,13 @@ def decode_edge_frame(data: bytes, most_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeF
             return _continue_from_wire(wire.continuation)
         case "report":
             report = wire.report
-            return t.Report(report.drafting, report.drafting_us / 1e6, report.round_trip_us / 1e6, report.acceptance)
+            return t.Report(
+                report.drafting,
+                report.drafting_us / 1e6,
+                report.round_trip_us / 1e6,
+                report.acceptance,
+                _wish_from_wire(report),
+            )
         case "cancel":
             return t.Cancel(wire.cancel.reason)
     raise InvalidArgument("holds none of open, continuation, draft, report, cancel", field="frame.body")
@@ -146,11 +153,11 @@ def _open_to_wire(frame: t.Open) -> pb.Open:
         drafting=frame.drafting,
         window=frame.window,
         max_drafts=frame.max_drafts,
-        steering_width=frame.steering_width,
         logp=frame.logp,
         logprobs=frame.logprobs,
         top_logprobs=frame.top_logprobs,
         keep_s=frame.keep_s,
+        steering=_wish_to_wire(frame.steering),
     )
     if frame.patience is not None:
         wire.patience.CopyFrom(pb.Patience(seconds=frame.patience.seconds, drafts=frame.patience.drafts))
@@ -174,12 +181,27 @@ def _open_from_wire(wire: pb.Open) -> t.Open:
         drafting=wire.drafting,
         window=wire.window,
         max_drafts=wire.max_drafts,
-        steering_width=wire.steering_width,
         logp=wire.logp,
         logprobs=wire.logprobs,
         top_logprobs=wire.top_logprobs,
         keep_s=wire.keep_s,
+        steering=_wish_from_wire(wire),
     )
+
+
+def _wish_to_wire(wish: t.SteeringWish | None) -> pb.SteeringWish | None:
+    if wish is None:
+        return None
+    precision = pb.Steering.Precision.Name(wish.precision.value)
+    return pb.SteeringWish(projection=wish.projection, precision=precision, every=wish.every)
+
+
+def _wish_from_wire(wire: pb.Open | pb.Report) -> t.SteeringWish | None:
+    if not wire.HasField("steering"):
+        return None
+    wish = wire.steering
+    precision = _enum(t.SteeringPrecision, wish.precision, "steering.precision")
+    return t.SteeringWish(wish.projection, precision, wish.every)
 
 
 def _continue_to_wire(frame: t.Continue) -> pb.Continue:
@@ -270,6 +292,7 @@ def encode_cloud_frame(frame: t.CloudFrame) -> bytes:
                     planned=frame.planned,
                     keep_s=frame.keep_s,
                     release=frame.release,
+                    steered=frame.steered,
                 )
             )
         case t.Goaway():
@@ -298,6 +321,7 @@ def decode_cloud_frame(data: bytes) -> t.CloudFrame:
                 planned=o.planned,
                 keep_s=o.keep_s,
                 release=o.release,
+                steered=o.steered,
             )
         case "goaway":
             return t.Goaway(wire.goaway.reason, wire.goaway.retry_after_s)
@@ -328,15 +352,8 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
     )
     if commit.steering is not None:
         s = commit.steering
-        wire.steering.CopyFrom(
-            pb.Steering(
-                position=s.position,
-                version=s.version,
-                scale=s.scale,
-                values=s.values,
-                precision=pb.Steering.Precision.Name(s.precision.value),
-            )
-        )
+        precision = pb.Steering.Precision.Name(s.precision.value)
+        wire.steering.CopyFrom(pb.Steering(scale=s.scale, values=s.values, precision=precision))
     return wire
 
 
@@ -377,7 +394,7 @@ def _top_logprobs_from_wire(wire: pb.Commit) -> tuple[t.TopLogprobs, ...]:
 
 def _steering_from_wire(wire: pb.Steering) -> t.Steering:
     precision = _enum(t.SteeringPrecision, wire.precision, "steering.precision")
-    return t.Steering(wire.position, wire.version, wire.scale, wire.values, precision)
+    return t.Steering(wire.scale, wire.values, precision)
 
 
 def _enum(kind: Any, number: int, field: str) -> Any:

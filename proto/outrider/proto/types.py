@@ -20,6 +20,7 @@ MOST_TOP_LOGPROBS = 20
 MOST_GRAMMAR_BYTES = 1 << 16
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_PROJECTION = re.compile(r"[0-9a-f]{12}")
 
 
 class FinishReason(Enum):
@@ -155,9 +156,41 @@ class Patience:
         _require(self.drafts >= 1, "patience.drafts", "must be 1 or more")
 
 
+class SteeringPrecision(Enum):
+    """How the numbers of a steering code travel."""
+
+    FLOAT16 = 1
+    INT8 = 2
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes a number."""
+        return 2 if self is SteeringPrecision.FLOAT16 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class SteeringWish:
+    """Which steering codes an edge wants in commits.
+
+    Attributes:
+        projection: 12 hexadecimal digits: what the drafter's manifest names, and the code is made by.
+        precision: of its numbers.
+        every: with every so many commits; 0: none for now.
+    """
+
+    projection: str
+    precision: SteeringPrecision = SteeringPrecision.INT8
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        _require(bool(_PROJECTION.fullmatch(self.projection)), "steering.projection", "must be 12 hexadecimal digits")
+        _require(isinstance(self.precision, SteeringPrecision), "steering.precision", "is no SteeringPrecision")
+        _require(0 <= self.every < 1 << 32, "steering.every", "must be in 0..2^32-1; 0 means none for now")
+
+
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Everything that decides a text, so that any verifier can begin it or take it over."""
+    """Everything that decides a text, so that any verifier can begin it or take it over; `steering` decides nothing."""
 
     model: str
     tokenizer_sha256: str
@@ -170,12 +203,12 @@ class Open:
     drafting: bool = True
     window: int = 0
     max_drafts: int = 0
-    steering_width: int = 0
     logp: bool = True
     protocol_version: int = PROTOCOL_VERSION
     logprobs: bool = False
     top_logprobs: int = 0
     keep_s: float = 0.0
+    steering: SteeringWish | None = None
 
     def __post_init__(self) -> None:
         _require(0 <= self.top_logprobs <= MOST_TOP_LOGPROBS, "open.top_logprobs", f"must be in 0..{MOST_TOP_LOGPROBS}")
@@ -251,12 +284,13 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the edge knows and the verifier's patience needs."""
+    """What the edge knows and the verifier's patience needs, and a changed wish for codes; None: as before."""
 
     drafting: bool
     drafting_s: float = 0.0
     round_trip_s: float = 0.0
     acceptance: float = 0.0
+    steering: SteeringWish | None = None
 
     def __post_init__(self) -> None:
         _require(0 <= self.acceptance <= 1, "report.acceptance", "must be a probability")
@@ -288,6 +322,7 @@ class Opened:
     planned: bool = True
     keep_s: float = 0.0
     release: str = ""
+    steered: bool = False  # it has the projection that is wished for, and sends its codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,22 +335,22 @@ class Timing:
     verify_s: float = 0.0
 
 
-class SteeringPrecision(Enum):
-    """How the numbers of a steering code travel."""
-
-    FLOAT16 = 1
-    INT8 = 2
-
-
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """A low-rank code [w] of the target's hidden state at `position`, as it travels."""
+    """A code [rank] = scale * values of the target's hidden state, as it travels; `outrider.proto.steering` reads it.
 
-    position: int
-    version: int
+    In a commit it is of position `start + len(tokens) - 2`, the newest that the verifier has processed and that holds.
+    """
+
     scale: float
-    values: bytes
+    values: bytes = field(repr=False)
     precision: SteeringPrecision
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.precision, SteeringPrecision), "steering.precision", "is no SteeringPrecision")
+        _require(math.isfinite(self.scale) and self.scale > 0, "steering.scale", "must be a finite number above 0")
+        each = self.precision.number_bytes
+        _require(len(self.values) % each == 0, "steering.values", f"must be {each} bytes a number")
 
 
 TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens of one position with log p, likeliest first

@@ -36,6 +36,8 @@ from outrider.proto.types import (
     Opened,
     Patience,
     Report,
+    Steering,
+    SteeringWish,
     Timing,
     TopLogprobs,
 )
@@ -61,6 +63,7 @@ class VerifierRules:
     batch_invariant: bool = False
     keep_s: float = 300.0  # an idle session, at most, where its edge wants it kept
     release: str = ""  # of Outrider, for people
+    projections: frozenset[str] = frozenset()  # whose steering codes it can make
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class Verified:
 
     tokens_by_target: [k + 1], logp [k + 1] natural logs of their processed probabilities, reward as in Commit.
     logprobs, top_logprobs: [a + 1] as in Commit, of the a drafts that agree and the token after; empty: not asked.
+    steering: the code of the state behind the last draft that agrees, or behind the transcript's end where none does,
+    if `wanted_code` asked for it.
     """
 
     block: tuple[int, ...]
@@ -79,6 +84,7 @@ class Verified:
     reward: float | None = None
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    steering: Steering | None = None
 
 
 class VerifierSession:
@@ -128,6 +134,8 @@ class VerifierSession:
         self._plan: Plan | None = None
         self._pays = True
         self._told: deque[tuple[int, float]] = deque(maxlen=MOST_TOLD)  # where recent commits ended, and when
+        self._steering = frame.steering
+        self._without_code = math.inf  # commits since the last with a code of this projection
 
     def opened(self) -> Opened:
         """The answer to Open."""
@@ -146,6 +154,7 @@ class VerifierSession:
             planned=self._wish is None and rules.patience is None,
             keep_s=self.keep_s,
             release=rules.release,
+            steered=self.steered,
         )
 
     def continued(self, frame: Continue, now: float) -> VerifierSession:
@@ -178,7 +187,14 @@ class VerifierSession:
         _check_prompt_length(prompt, self._rules.context_length, "continuation.prompt")
         sampling = frame.sampling or self._frame.sampling
         session = VerifierSession(
-            replace(self._frame, prompt=prompt, committed=(), sampling=sampling, drafting=self._drafting),
+            replace(
+                self._frame,
+                prompt=prompt,
+                committed=(),
+                sampling=sampling,
+                drafting=self._drafting,
+                steering=self._steering,
+            ),
             self._rules,
             now,
         )
@@ -204,6 +220,19 @@ class VerifierSession:
     def waits_for_drafts(self) -> bool:
         """Whether more drafts of the chain may come before the next commit."""
         return self._drafting and not self._complete
+
+    @property
+    def steered(self) -> bool:
+        """Whether the verifier has the projection that the edge wishes for."""
+        return self._steering is not None and self._steering.projection in self._rules.projections
+
+    @property
+    def wanted_code(self) -> SteeringWish | None:
+        """Which steering code the next commit should carry, unless it ends the text; None: none."""
+        wish = self._steering
+        if wish is None or not wish.every or not self.steered or self._without_code + 1 < wish.every:
+            return None
+        return wish
 
     def block(self, step_s: float = 0.0, row_s: float = 0.0) -> tuple[int, ...]:
         """[k] drafts to judge in a step now: no more than pay, are allowed, or the text has room for.
@@ -341,8 +370,12 @@ class VerifierSession:
         _check_vocabulary(draft.tokens, self._rules.vocab_size, "draft.tokens")
 
     def on_report(self, report: Report) -> None:
-        """Remember what the edge measured; it replaces the last report."""
+        """Remember what the edge measured, which replaces the last report, and which codes it wants from now on."""
         self._report = report
+        if report.steering is not None:
+            if self._steering is None or report.steering.projection != self._steering.projection:
+                self._without_code = math.inf  # what it has is of another projection
+            self._steering = report.steering
         if report.acceptance:
             self._acceptance.believe(report.acceptance)
         self._drafting = report.drafting
@@ -375,6 +408,8 @@ class VerifierSession:
         self._complete = False
         self._ready_since = now
         self._plan = None
+        steering = verified.steering if self.finish is None else None  # no drafts are made after the end
+        self._without_code = self._without_code + 1 if steering is None else 0
         return Commit(
             start=start,
             tokens=tokens,
@@ -382,6 +417,7 @@ class VerifierSession:
             credit=self.credit,
             logp=verified.logp[: len(tokens)] if self._wants_logp else (),
             reward=verified.reward,
+            steering=steering,
             timing=Timing(
                 echo=self._drafts_heard,
                 hold_s=now - self._newest_arrival,

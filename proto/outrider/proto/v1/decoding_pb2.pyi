@@ -119,7 +119,7 @@ class Patience(_message.Message):
     def __init__(self, seconds: _Optional[float] = ..., drafts: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "steering_width", "logp", "logprobs", "top_logprobs", "keep_s")
+    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -132,11 +132,11 @@ class Open(_message.Message):
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
-    STEERING_WIDTH_FIELD_NUMBER: _ClassVar[int]
     LOGP_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     KEEP_S_FIELD_NUMBER: _ClassVar[int]
+    STEERING_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     lease: bytes
     session: str
@@ -149,12 +149,22 @@ class Open(_message.Message):
     drafting: bool
     window: int
     max_drafts: int
-    steering_width: int
     logp: bool
     logprobs: bool
     top_logprobs: int
     keep_s: float
-    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., steering_width: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ...) -> None: ...
+    steering: SteeringWish
+    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringWish, _Mapping]] = ...) -> None: ...
+
+class SteeringWish(_message.Message):
+    __slots__ = ("projection", "precision", "every")
+    PROJECTION_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    EVERY_FIELD_NUMBER: _ClassVar[int]
+    projection: str
+    precision: Steering.Precision
+    every: int
+    def __init__(self, projection: _Optional[str] = ..., precision: _Optional[_Union[Steering.Precision, str]] = ..., every: _Optional[int] = ...) -> None: ...
 
 class Continue(_message.Message):
     __slots__ = ("start", "prompt", "sampling", "chain")
@@ -189,16 +199,18 @@ class Draft(_message.Message):
     def __init__(self, chain: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., q: _Optional[bytes] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("drafting", "drafting_us", "round_trip_us", "acceptance")
+    __slots__ = ("drafting", "drafting_us", "round_trip_us", "acceptance", "steering")
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
     DRAFTING_US_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_US_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    STEERING_FIELD_NUMBER: _ClassVar[int]
     drafting: bool
     drafting_us: int
     round_trip_us: int
     acceptance: float
-    def __init__(self, drafting: _Optional[bool] = ..., drafting_us: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., acceptance: _Optional[float] = ...) -> None: ...
+    steering: SteeringWish
+    def __init__(self, drafting: _Optional[bool] = ..., drafting_us: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., acceptance: _Optional[float] = ..., steering: _Optional[_Union[SteeringWish, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("reason",)
@@ -207,7 +219,7 @@ class Cancel(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "batch_invariant", "vocab_size", "goal", "max_drafts", "planned", "keep_s", "release")
+    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "batch_invariant", "vocab_size", "goal", "max_drafts", "planned", "keep_s", "release", "steered")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +232,7 @@ class Opened(_message.Message):
     PLANNED_FIELD_NUMBER: _ClassVar[int]
     KEEP_S_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    STEERED_FIELD_NUMBER: _ClassVar[int]
     committed: int
     credit: int
     max_tokens: int
@@ -232,7 +245,8 @@ class Opened(_message.Message):
     planned: bool
     keep_s: float
     release: str
-    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., batch_invariant: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ...) -> None: ...
+    steered: bool
+    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., batch_invariant: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "judged", "logprobs", "top_tokens", "top_logp", "turn")
@@ -269,7 +283,7 @@ class Commit(_message.Message):
     def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logp: _Optional[_Iterable[float]] = ..., reward: _Optional[float] = ..., steering: _Optional[_Union[Steering, _Mapping]] = ..., credit: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., chain: _Optional[int] = ..., judged: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class Steering(_message.Message):
-    __slots__ = ("position", "version", "scale", "values", "precision")
+    __slots__ = ("scale", "values", "precision")
     class Precision(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PRECISION_UNSPECIFIED: _ClassVar[Steering.Precision]
@@ -278,17 +292,13 @@ class Steering(_message.Message):
     PRECISION_UNSPECIFIED: Steering.Precision
     PRECISION_FLOAT16: Steering.Precision
     PRECISION_INT8: Steering.Precision
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
-    position: int
-    version: int
     scale: float
     values: bytes
     precision: Steering.Precision
-    def __init__(self, position: _Optional[int] = ..., version: _Optional[int] = ..., scale: _Optional[float] = ..., values: _Optional[bytes] = ..., precision: _Optional[_Union[Steering.Precision, str]] = ...) -> None: ...
+    def __init__(self, scale: _Optional[float] = ..., values: _Optional[bytes] = ..., precision: _Optional[_Union[Steering.Precision, str]] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("echo", "hold_us", "queue_us", "verify_us")
