@@ -43,6 +43,8 @@ class VerifierConfig:
         pace_s: a step takes at least so long, which stands for a larger target; 0 but in benchmarks.
         batch_invariant: compute every row in tiles of one shape, so that bytes do not depend on what shares a step,
             in bfloat16 too; slower.
+        steering: projections for steered drafters, each a file or a folder with a `projection.safetensors`, where the
+            verifier runs; those of embedded drafters for the target come by themselves.
         keep_s: how long an idle session is kept for its next turn, at most, where its edge wants that; it costs KV
             pages only, and gives them up as soon as another session needs them. 0: never.
         drain_grace_s: how long sessions may take to move away when an actor's process is told to end.
@@ -77,6 +79,7 @@ class VerifierConfig:
     goal: Goal = Goal.LATENCY
     pace_s: float = 0.0
     batch_invariant: bool = False
+    steering: tuple[str, ...] = ()
     keep_s: float = 300.0
     drain_grace_s: float = 10.0
     watch_node_s: float = 1.0
@@ -94,6 +97,8 @@ class VerifierConfig:
             raise ConfigError(f"{self.dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
         if not self.target:
             raise ConfigError("is empty; name a model, such as `reference`", field="target")
+        if isinstance(self.steering, str) or not all(self.steering):
+            raise ConfigError("must be a tuple of paths, none of them empty", field="steering")
         if ":" not in self.listen:
             raise ConfigError(f"{self.listen!r} is not host:port", field="listen")
         if not (self.insecure_listen or self.tls is not None or is_local_address(self.listen, "listen")):

@@ -25,6 +25,8 @@ class EngineCounts(JudgedDrafts):
         waits: from a session's commit to its next step: patience, company and other sessions.
         lingers: steps that began later than they could have, for the drafts of others.
         finished: texts by why they ended.
+        codes: steering codes that went with commits.
+        code_bytes: of their numbers.
     """
 
     rows: Tally = field(default_factory=lambda: Tally(TOKENS))
@@ -37,6 +39,8 @@ class EngineCounts(JudgedDrafts):
     waits: Tally = field(default_factory=lambda: Tally(SECONDS))
     lingers: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+    codes: int = 0
+    code_bytes: int = 0
 
     def step(self, sessions: int, rows: int, forward_s: float, sample_s: float, overhead_s: float) -> None:
         """A step was made for so many sessions; seconds."""
@@ -53,6 +57,9 @@ class EngineCounts(JudgedDrafts):
             self.waits.add(commit.timing.queue_s)
         if commit.judged:
             self.judge(commit.judged, commit.accepted)
+        if commit.steering is not None:
+            self.codes += 1
+            self.code_bytes += len(commit.steering.values)
         if commit.finish is not None:
             _count(self.finished, commit.finish.name.lower())
 

@@ -6,15 +6,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.cloud.config import ALONE_PREFILL_ROWS, VerifierConfig
 from outrider.cloud.counts import EngineCounts
 from outrider.cloud.grammar import Guide
 from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.steering import Projection
+from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Rows, Target
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.logs import about
@@ -86,7 +88,7 @@ class StepFigures:
         sessions: that took part.
         rows: of the forward pass.
         forward_s: the model's own.
-        sample_s: from logits to tokens.
+        sample_s: from logits to tokens and steering codes.
         overhead_s: all else since the step before it, but for waiting: events, planning, commits, other threads.
     """
 
@@ -100,11 +102,18 @@ class StepFigures:
 class Engine:
     """Runs a target for many sessions. `post_*` may be called from any thread; the rest belongs to the engine's."""
 
-    def __init__(self, target: Target, rules: VerifierRules, config: VerifierConfig) -> None:
-        self.rules = rules
+    def __init__(
+        self,
+        target: Target,
+        rules: VerifierRules,
+        config: VerifierConfig,
+        projections: Mapping[str, Projection] | None = None,
+    ) -> None:
+        self.rules = replace(rules, projections=frozenset(projections or ()))
         self._target = target
         self._config = config
         self._sampler = Sampler(target.device)
+        self._codes = SteeringCodes(target, projections or {})
         self._seats: dict[int, _Seat] = {}
         self._idle: dict[_Seat, float] = {}  # kept for their next turn, and until when; longest idle first
         self._inbox: deque[Callable[[], None]] = deque()
@@ -220,12 +229,14 @@ class Engine:
                 self._fail(seat, Internal(f"the step failed: {type(error).__name__}"))
 
     def _step(self, turns: list[_Turn]) -> None:
-        """Gather, forward, sample, commit, emit."""
+        """Gather, forward, sample, steer, commit, emit."""
         began = time.monotonic()
         logits = self._target.forward([turn.rows for turn in turns])
         forwarded = time.monotonic()
         judging = [(turn.seat, turn.judged) for turn in turns if turn.judged is not None]
-        sampled = self._sampler.sample(logits, [judged for _, judged in judging]) if judging else []
+        judged_by_all = [judged for _, judged in judging]
+        sampled = self._sampler.sample(logits, judged_by_all) if judging else []
+        codes = self._codes.of([seat.session.wanted_code for seat, _ in judging], judged_by_all, sampled)
         sampled_at = time.monotonic()
         self._keep_pace(began)
         ended = time.monotonic()
@@ -242,7 +253,7 @@ class Engine:
             self._line = self._cost.line(max(1, self.session_count))
         if len(judging) == len(turns):
             self._step_s.add(verify_s)
-        for (seat, judged), result in zip(judging, sampled, strict=True):
+        for (seat, judged), result, code in zip(judging, sampled, codes, strict=True):
             queue_s = max(0.0, began - seat.ready_since)
             event = Verified(
                 judged.block,
@@ -253,6 +264,7 @@ class Engine:
                 result.reward,
                 result.logprobs,
                 result.top_logprobs,
+                code,
             )
             self._commit(seat, event)
 

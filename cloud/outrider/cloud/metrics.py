@@ -44,6 +44,8 @@ PATIENCE = Figure(
     _WHOSE,
 )
 LINGERS = Figure("counter", "outrider:verifier_lingers", "Steps held back for the drafts of others.", _WHOSE)
+CODES = Figure("counter", "outrider:verifier_steering_codes", "Steering codes sent with commits.", _WHOSE)
+CODE_BYTES = Figure("counter", "outrider:verifier_steering_bytes", "Bytes of the numbers of these codes.", _WHOSE)
 CREDIT = Figure("gauge", "outrider:verifier_credit_tokens", "Unverified tokens that a session may have.", _WHOSE)
 PAGES = Figure("gauge", "outrider:verifier_kv_pages", "KV pages, by state (used, free).", (*_WHOSE, "state"))
 DRAINING = Figure("gauge", "outrider:verifier_draining", "1 while sessions are sent elsewhere.", _WHOSE)
@@ -63,6 +65,8 @@ FIGURES = (
         STEP,
         PATIENCE,
         LINGERS,
+        CODES,
+        CODE_BYTES,
         CREDIT,
         PAGES,
         DRAINING,
@@ -99,6 +103,8 @@ def _fill(page: Page, engine: Engine, streams: StreamCounts, max_sessions: int) 
         page.put(STEP, (*whose, stage), tally)
     page.put(PATIENCE, whose, counts.waits)
     page.put(LINGERS, whose, counts.lingers)
+    page.put(CODES, whose, counts.codes)
+    page.put(CODE_BYTES, whose, counts.code_bytes)
     page.put(CREDIT, whose, engine.credit)
     page.put(PAGES, (*whose, "free"), free)
     page.put(PAGES, (*whose, "used"), engine.page_count - free)

@@ -18,6 +18,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.counts import StreamCounts
 from outrider.cloud.engine import Engine, Outbox, StepFigures
 from outrider.cloud.grammar import Grammars, Guide
+from outrider.cloud.projections import load_projections
 from outrider.cloud.target import load_target
 from outrider.cloud.tracing import VerifierTracing
 from outrider.proto import codec
@@ -97,7 +98,7 @@ class VerifierServer:
             lease_secret: shared with the coordinator; empty: no lease is asked for (loopback only).
 
         Raises:
-            NotFound, ModelRefused: as `load_target`; ConfigError.
+            NotFound, ModelRefused: as `load_target` and `load_projections`; ConfigError.
         """
         if not (lease_secret or is_local_address(config.listen, "listen")):
             raise ConfigError("must be given where the verifier listens beyond loopback", field="lease_secret")
@@ -133,7 +134,8 @@ class VerifierServer:
             release=release(),
         )
         self._most_tokens = max(target.context_length, target.vocab_size)
-        self._engine = Engine(target, self.rules, config)
+        projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
+        self._engine = Engine(target, self.rules, config, projections)
         self._grammars = Grammars(target.tokenizer_json, target.vocab_size, target.eos_tokens)
         self._keys = itertools.count()
         self._server: grpc.aio.Server | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from outrider.cloud.attention import RaggedBatch, Span
 from outrider.cloud.family_index import embedded_targets, resolve_target
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.linear import exchange_linears
+from outrider.cloud.tapped_rows import TappedRows
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
@@ -65,10 +67,29 @@ class Target:
         self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device)
         model.set_attn_implementation(attention.NAME)
         exchange_linears(model)
+        self._tapped: TappedRows | None = None
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Keep from now on what enters `layers`, and no other, in every step, for `tapped`.
+
+        Raises:
+            ModelRefused: it has no such layers, or none that can be found.
+        """
+        if self._tapped is not None:
+            self._tapped.close()
+        self._tapped = TappedRows(self.model, layers)
+
+    def tapped(self, layers: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        """[n, taps * hidden] float32: the residual stream entering `layers` in `rows` [n] of the newest logits."""
+        if self._tapped is None:
+            raise RuntimeError("the target is not tapped")
+        return self._tapped.of(layers, rows)
 
     @torch.inference_mode()
     def forward(self, batch: list[Rows]) -> torch.Tensor:
         """Logits [sum of wanted, vocab] float32 of one pass over all sessions' rows, which their caches keep."""
+        if self._tapped is not None:
+            self._tapped.begin()
         if self.batch_invariant:
             return self._forward_tiles(batch)
         spans, first = [], 0
@@ -81,6 +102,7 @@ class Target:
             for i in range(rows.wanted)
         ]
         logits = self._run([token for rows in batch for token in rows.tokens], spans, wanted)
+        self._keep_tapped(wanted)
         for rows in batch:
             rows.cache.length += len(rows.tokens)
         return logits
@@ -97,6 +119,10 @@ class Target:
         ).logits[0]
         return logits[: len(wanted)].float()
 
+    def _keep_tapped(self, rows: list[int]) -> None:
+        if self._tapped is not None:
+            self._tapped.keep(rows)
+
     def _forward_tiles(self, batch: list[Rows]) -> torch.Tensor:
         """As `forward`, but every row is computed in a tile of TILE_ROWS rows and attends alone.
 
@@ -110,7 +136,9 @@ class Target:
             filled = tile + [tile[-1]] * (TILE_ROWS - len(tile))  # copies of the last row write what it writes
             spans = [Span(rows.cache, j, 1, rows.cache.length + i) for j, (rows, i) in enumerate(filled)]
             logits = self._run([rows.tokens[i] for rows, i in filled], spans, list(range(TILE_ROWS)))
-            kept.extend(logits[j] for j, (rows, i) in enumerate(tile) if i >= len(rows.tokens) - rows.wanted)
+            wanted = [j for j, (rows, i) in enumerate(tile) if i >= len(rows.tokens) - rows.wanted]
+            self._keep_tapped(wanted)
+            kept.extend(logits[j] for j in wanted)
         for rows in batch:
             rows.cache.length += len(rows.tokens)
         return torch.stack(kept) if kept else torch.empty(0, self.vocab_size)

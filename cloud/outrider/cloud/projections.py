@@ -1,0 +1,75 @@
+"""The projections that a verifier has: those it is told of, and those of embedded drafters made for its target."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from outrider.cloud.steering import PROJECTION_FILE, Projection, projection_id
+from outrider.cloud.target import Target
+from outrider.proto.errors import ModelRefused
+
+_EMBEDDED = Path(__file__).parent / "drafters"
+
+log = logging.getLogger(__name__)
+
+
+def load_projections(
+    paths: Sequence[str], target: Target, *, name: str, model: str, embedded: Path = _EMBEDDED
+) -> dict[str, Projection]:
+    """Projections by id.
+
+    Args:
+        paths: files, or folders that hold a `projection.safetensors`, as `outrider train steer` writes them.
+        target: that is to be tapped.
+        name: under which it was loaded: embedded name, folder, or hub name.
+        model: the id that edges ask for.
+        embedded: whose folders hold the drafters that Outrider carries.
+
+    Raises:
+        NotFound: there is none.
+        ModelRefused: it is none, or made for a target of another shape.
+    """
+    found: dict[str, Projection] = {}
+    for path in sorted(embedded.glob(f"*/{PROJECTION_FILE}")):
+        projection = Projection.load(path)
+        if projection.target == name:
+            found[_checked(projection, path, target)] = projection
+    for path in map(_file, paths):
+        projection = Projection.load(path)
+        found[_checked(projection, path, target)] = projection
+        if projection.target not in ("", name, model):
+            log.warning(
+                "%s was trained with %r and steers drafters of %r all the same: expect little",
+                path,
+                projection.target,
+                model,
+            )
+    return found
+
+
+def _file(path: str) -> Path:
+    given = Path(path).expanduser()
+    return given / PROJECTION_FILE if given.is_dir() else given
+
+
+def _checked(projection: Projection, path: Path, target: Target) -> str:
+    """Its id, if the target has what it taps."""
+    shape = target.model.config.get_text_config()
+    if projection.hidden != shape.hidden_size:
+        raise ModelRefused(
+            f"{path} is for a residual stream of {projection.hidden}, the target's has {shape.hidden_size}; "
+            "train one for this target",
+            field="steering",
+        )
+    missing = [layer for layer in projection.layers if not 0 <= layer < shape.num_hidden_layers]
+    if missing or not projection.layers:
+        raise ModelRefused(
+            f"{path} taps layers {', '.join(map(str, projection.layers))}; "
+            f"the target has layers 0 to {shape.num_hidden_layers - 1}",
+            field="steering",
+        )
+    identity = projection_id(path)
+    log.info("steering: projection %s of %s", identity, path)
+    return identity

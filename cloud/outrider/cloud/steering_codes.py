@@ -1,0 +1,90 @@
+"""Which hidden state a commit's steering code is of, and the codes of a whole step at once."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from outrider.cloud.folded_projection import FoldedProjection
+from outrider.cloud.sampling import Judged, Sampled
+from outrider.cloud.steering import Projection
+from outrider.cloud.target import Target
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.steering import encode
+from outrider.proto.types import Steering, SteeringPrecision, SteeringWish
+
+log = logging.getLogger(__name__)
+
+
+class SteeringCodes:
+    """Makes the codes that commits carry: one batch a projection, one copy to the host, nothing where none is wanted.
+
+    Args:
+        target: is tapped from now on, if there is a projection.
+        projections: by id.
+    """
+
+    def __init__(self, target: Target, projections: Mapping[str, Projection]) -> None:
+        self._target = target
+        self._projections = {name: FoldedProjection(each, target.device) for name, each in projections.items()}
+        if projections:
+            target.tap(sorted({layer for each in projections.values() for layer in each.layers}))
+
+    def of(
+        self, wishes: Sequence[SteeringWish | None], judged: Sequence[Judged], sampled: Sequence[Sampled]
+    ) -> list[Steering | None]:
+        """[n] after a step, each session's code of its newest state that holds; None where none is wished for.
+
+        Args:
+            wishes: [n] by session.
+            judged: [n] what the step judged, in the order of its logits.
+            sampled: [n] what came of it.
+        """
+        codes: list[Steering | None] = [None] * len(wishes)
+        asking: defaultdict[str, list[tuple[int, SteeringPrecision]]] = defaultdict(list)
+        for i, wish in enumerate(wishes):
+            if wish is not None:
+                asking[wish.projection].append((i, wish.precision))
+        if not asking:
+            return codes
+        rows = newest_rows(judged, sampled)
+        for name, sessions in asking.items():
+            project = self._projections[name]
+            try:
+                made = project(self._target.tapped(project.layers, [rows[i] for i, _ in sessions]))
+            except RuntimeError as error:  # what torch raises, as for want of memory: no text ends for want of a code
+                log.warning("no steering codes in this step: %s", str(error).split("\n")[0])
+                continue
+            for (i, precision), numbers in zip(sessions, made, strict=True):
+                codes[i] = _encoded(numbers, precision)
+        return codes
+
+
+def newest_rows(judged: Sequence[Judged], sampled: Sequence[Sampled]) -> list[int]:
+    """[n] each session's row, among the step's logits, of the newest position that is still right after the step.
+
+    A session's first row is its last committed token, at position p; row j after it is its draft at p + j. Where a
+    drafts agree, a + 1 tokens are committed, the last of which has not been processed: the newest that has is p + a.
+    """
+    firsts = itertools.accumulate((each.rows for each in judged), initial=0)
+    return [
+        first + _agreed(each.block, result.tokens) for first, each, result in zip(firsts, judged, sampled, strict=False)
+    ]
+
+
+def _agreed(block: tuple[int, ...], tokens_by_target: tuple[int, ...]) -> int:
+    """How many of the drafts `block` [k] the target says too, before the first that it does not."""
+    return next((j for j, draft in enumerate(block) if draft != tokens_by_target[j]), len(block))
+
+
+def _encoded(code: np.ndarray, precision: SteeringPrecision) -> Steering | None:
+    """None where a number is not finite, as after an overflow in the target's own."""
+    try:
+        return encode(code, precision)
+    except InvalidArgument as error:
+        log.warning("a steering code is not sent: %s", error)
+        return None

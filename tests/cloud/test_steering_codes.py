@@ -1,0 +1,581 @@
+"""A commit's steering code is the projection of what a plain model has there, however the step came about."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import queue
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import torch
+
+from outrider.cloud import steering_codes as steering_codes_module
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import Engine, Outbox
+from outrider.cloud.folded_projection import FoldedProjection
+from outrider.cloud.projections import load_projections
+from outrider.cloud.sampling import Judged, Sampled
+from outrider.cloud.server import VerifierServer
+from outrider.cloud.steering import Projection
+from outrider.cloud.steering_codes import newest_rows
+from outrider.cloud.target import Rows, load_target
+from outrider.proto import codec
+from outrider.proto.errors import ConfigError, ModelRefused, NotFound
+from outrider.proto.session import VerifierRules
+from outrider.proto.steering import decode
+from outrider.proto.types import (
+    Commit,
+    Continue,
+    Draft,
+    Open,
+    Opened,
+    Patience,
+    Report,
+    Sampling,
+    SteeringPrecision,
+    SteeringWish,
+)
+
+torch.set_num_threads(1)
+
+VOCAB = 61
+HIDDEN = 32
+LAYERS = (1, 2, 4)  # of five
+RANK = 12
+K = 4  # drafts in a step
+PROMPT = (5, 9, 11, 30, 7, 8, 41)  # read in chunks of 3
+FOREVER = Patience(math.inf, 1000)
+TEXT = Sampling(max_tokens=30, ignore_eos=True, temperature=1.0, seed=9)
+CLOSE = 1e-4  # relative, of a ragged pass and a plain one in float32
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ARCHITECTURES = {
+    "llama": SMALL,
+    "qwen3": SMALL | {"head_dim": 8},
+    "gemma2": SMALL | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    "gpt2": {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": 5, "n_head": 4, "n_positions": 256, "eos_token_id": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By architecture: the folder of a tiny random model, and the model as transformers runs it."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def of(architecture: str) -> tuple[Path, Any]:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        if architecture not in made:
+            folder = tmp_path_factory.mktemp(architecture)
+            torch.manual_seed(7)
+            config = AutoConfig.for_model(architecture, **ARCHITECTURES[architecture])
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() > 1:
+                        parameter.mul_(4)  # so that attention is not nearly uniform
+            model.save_pretrained(folder)
+            vocabulary = {f"w{i}": i for i in range(VOCAB)}
+            tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
+            (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+            made[architecture] = folder, model
+        return made[architecture]
+
+    return of
+
+
+def text(seed: int, length: int = 40) -> tuple[int, ...]:
+    return tuple(torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+@torch.inference_mode()
+def plain(model: Any, tokens: tuple[int, ...], layers: tuple[int, ...] = LAYERS) -> torch.Tensor:
+    """[length, taps * hidden] of the model's own forward."""
+    states = model(input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in layers], dim=-1).float()
+
+
+def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+# === the target: what is tapped =================================================================================
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["ragged", "tiles"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_taps_equal_the_plain_models_hidden_states_whatever_shares_the_step(architecture, batch_invariant, models):
+    folder, model = models(architecture)
+    target = load_target(str(folder), kv_tokens=512, page_size=4, batch_invariant=batch_invariant)
+    target.tap(LAYERS)
+    one, two, three = (text(seed) for seed in (1, 2, 3))
+    a, b, c = (target.pool.allocate(44) for _ in range(3))
+    wanted = [plain(model, tokens) for tokens in (one, two, three)]
+
+    target.forward([Rows(a, one[:13], 2), Rows(b, two[:1], 1)])
+    assert off(target.tapped(LAYERS, [1, 2, 0]), torch.stack([wanted[0][12], wanted[1][0], wanted[0][11]])) < CLOSE
+    target.forward([Rows(c, three[:5], 0)])
+    target.forward([Rows(a, (4,) * 9, 9)])
+    a.truncate(13)  # drafts that were wrong
+    target.forward([Rows(b, two[1:19], 3), Rows(c, three[5:18], 0), Rows(a, one[13:18], 5)])
+    got = target.tapped(LAYERS, [2, 3, 7, 0])
+    assert off(got, torch.stack([wanted[1][18], wanted[0][13], wanted[0][17], wanted[1][16]])) < CLOSE
+    assert off(target.tapped((2,), [5]), wanted[0][15, HIDDEN : 2 * HIDDEN]) < CLOSE, "some of the tapped layers"
+    assert off(target.tapped(LAYERS, [4]), wanted[0][13:14]) > 100 * CLOSE, "of a neighbour it is another"
+
+
+def test_tapping_changes_no_logits_and_ends_when_others_are_tapped(models):
+    folder, _ = models("llama")
+    target, tapped = (load_target(str(folder), kv_tokens=64, page_size=4) for _ in range(2))
+    tapped.tap((0, 1))
+    tapped.tap((3,))
+    logits = [each.forward([Rows(each.pool.allocate(8), PROMPT, 3)]) for each in (target, tapped)]
+    assert torch.equal(*logits)
+    assert tapped.tapped((3,), [0]).shape == (1, HIDDEN)
+    with pytest.raises(KeyError):
+        tapped.tapped((0,), [0])
+    hooks = [len(layer._forward_pre_hooks) for layer in tapped.model.model.layers]
+    assert hooks == [0, 0, 0, 1, 0]
+    assert not any(len(layer._forward_pre_hooks) for layer in target.model.model.layers)
+
+
+def test_a_layer_that_the_target_lacks_cannot_be_tapped(models):
+    target = load_target(str(models("llama")[0]), kv_tokens=64, page_size=4)
+    with pytest.raises(ModelRefused, match="layer 5") as caught:
+        target.tap((1, 5))
+    assert caught.value.field == "steering"
+
+
+@pytest.mark.parametrize("agreed", range(K + 1))
+def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed):
+    block = (10, 11, 12, 13)
+    said = (*block[:agreed], *(20 + j for j in range(K + 1 - agreed)))
+    judged = [Judged(TEXT, [1, 2], 1, ()), Judged(TEXT, [1, 2], 1, block), Judged(TEXT, [1, 2], 1, (7,))]
+    sampled = [Sampled((9,), (0.0,), None), Sampled(said, (0.0,) * 5, None), Sampled((7, 8), (0.0,) * 2, None)]
+    assert newest_rows(judged, sampled) == [0, 1 + agreed, 1 + (K + 1) + 1]
+
+
+# === the engine: which state a commit's code is of ==============================================================
+
+
+class Collected(Outbox):
+    def __init__(self) -> None:
+        self.items: queue.Queue[Any] = queue.Queue()
+
+    def put(self, item: Any) -> None:
+        self.items.put(item)
+
+    def unread(self) -> int:
+        return 0
+
+    def opened(self) -> Opened:
+        item = self.items.get(timeout=60)
+        assert isinstance(item, Opened), item
+        return item
+
+    def commit(self) -> Commit:
+        item = self.items.get(timeout=60)
+        assert isinstance(item, Commit), item
+        return item
+
+    def rest(self) -> list[Commit]:
+        commits = [self.commit()]
+        while commits[-1].finish is None:
+            commits.append(self.commit())
+        return commits
+
+
+@pytest.fixture(autouse=True)
+def _all_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft at hand is judged and credit stays: else both follow what steps were measured to cost."""
+    monkeypatch.setattr("outrider.proto.session.verifier.best_block", lambda view: view.most_drafts)
+    monkeypatch.setattr("outrider.proto.session.verifier.overtakes", lambda view: True)
+
+
+def trained(layers: tuple[int, ...], seed: int) -> Projection:
+    """No parameter of it is as it began."""
+    torch.manual_seed(seed)
+    projection = Projection(layers, HIDDEN, RANK, "tiny").requires_grad_(False)
+    for parameter in projection.parameters():
+        torch.nn.init.normal_(parameter)
+    return projection
+
+
+def test_a_folded_projection_gives_the_codes_of_the_one_it_was_made_of():
+    projection = trained(LAYERS, 5)
+    taps = torch.randn(7, len(LAYERS) * HIDDEN) * torch.tensor([[1e-3], [1.0], [50.0], [1.0], [1e4], [0.0], [1.0]])
+    codes = FoldedProjection(projection, torch.device("cpu"))(taps)
+    assert off(torch.from_numpy(np.stack(codes)), projection(taps)) < 1e-5
+    assert [code.dtype for code in codes] == [np.float32] * 7
+
+
+@pytest.fixture(scope="module")
+def projections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Projection]:
+    """Two by id, of the same target but of other layers, and not as they begin."""
+    made = {}
+    for seed, layers in ((1, LAYERS), (2, (0, 4))):
+        projection = trained(layers, seed)
+        path = tmp_path_factory.mktemp("projection") / "projection.safetensors"
+        identity = projection.save(path)
+        made[identity] = Projection.load(path)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(models: Any, projections: dict[str, Projection]) -> Any:
+    target = load_target(str(models("llama")[0]), kv_tokens=2048, page_size=4)
+    rules = VerifierRules("v", "tiny", target.tokenizer_sha256, VOCAB, 256, target.eos_tokens)
+    engine = Engine(target, rules, VerifierConfig(threads=1, max_sessions=8, prefill_chunk=3), projections)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def wish(projections: dict[str, Projection]) -> SteeringWish:
+    return SteeringWish(next(iter(projections)))
+
+
+def opening(engine: Engine, session: str, **changes: Any) -> Open:
+    frame = Open("tiny", engine.rules.tokenizer_sha256, PROMPT, TEXT, session, drafting=False)
+    return replace(frame, **changes)
+
+
+def whole(engine: Engine, key: int, frame: Open) -> tuple[Opened, list[Commit]]:
+    box = Collected()
+    engine.post_open(key, frame, box)
+    opened, commits = box.opened(), box.rest()
+    engine.post_close(key)
+    return opened, commits
+
+
+def tokens_of(commits: list[Commit]) -> tuple[int, ...]:
+    return tuple(token for commit in commits for token in commit.tokens)
+
+
+def codes_off(
+    model: Any, projection: Projection, start: tuple[int, ...], commits: list[Commit], shift: int = 0
+) -> list[Any]:
+    """By commit, how far its code is from that of the plain model's state `shift` after where it should be of.
+
+    In steps of its rounding beyond what float32 leaves; None: it has no code.
+    """
+    states = plain(model, (*start, *tokens_of(commits)), projection.layers)
+    with torch.inference_mode():
+        wanted = projection(states).numpy()
+    found: list[float | None] = []
+    for commit in commits:
+        if commit.steering is None:
+            found.append(None)
+            continue
+        right = wanted[commit.start + len(commit.tokens) - 2 + shift]
+        got = decode(commit.steering, RANK)
+        if commit.steering.precision is SteeringPrecision.INT8:
+            rounding = np.full(RANK, commit.steering.scale / 2)
+        else:
+            rounding = 2.0**-11 * np.abs(right) + 1e-7
+        found.append(float((np.abs(got - right) / (rounding + CLOSE * np.abs(wanted).max())).max()))
+    return found
+
+
+@pytest.mark.parametrize("precision", SteeringPrecision)
+def test_the_code_is_of_the_newest_state_that_holds_for_every_number_of_accepted_drafts(
+    precision, engine, models, projections, wish
+):
+    _, expected = whole(engine, 1, opening(engine, "plain"))
+    right, box = tokens_of(expected), Collected()
+    asks = {"drafting": True, "patience": FOREVER, "steering": replace(wish, precision=precision)}
+    engine.post_open(2, opening(engine, "drafted", **asks), box)
+    assert box.opened().steered
+    commits = [box.commit()]  # the prompt's own step waits for nobody
+    for chain, agreed in enumerate((*range(K + 1), 2, 0)):
+        done = len(tokens_of(commits))
+        ahead = [*right[done : done + agreed], *((token + 1) % VOCAB for token in right[done + agreed : done + K])]
+        engine.post_frame(2, Draft(chain, len(PROMPT) + done, tuple(ahead), complete=True), lambda: None)
+        commits.append(box.commit())
+    engine.post_close(2)
+    assert [commit.accepted for commit in commits] == [0, *range(K + 1), 2, 0]
+    assert all(commit.judged == K for commit in commits[1:])
+    assert all(commit.steering.precision is precision for commit in commits)
+    model, projection = models("llama")[1], projections[wish.projection]
+    assert max(codes_off(model, projection, PROMPT, commits)) <= 1
+    for shift in (-1, 1):
+        wrong = codes_off(model, projection, PROMPT, commits[:-1], shift)
+        assert min(wrong) > 2, "of the position beside it would be told apart"
+
+
+def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, wish, monkeypatch):
+    right = steering_codes_module.newest_rows
+    monkeypatch.setattr(
+        steering_codes_module, "newest_rows", lambda judged, sampled: [row - 1 for row in right(judged, sampled)]
+    )
+    box = Collected()
+    engine.post_open(1, opening(engine, "beside", drafting=True, patience=FOREVER, steering=wish), box)
+    box.opened()
+    commits = [box.commit()]
+    expected = tokens_of(whole(engine, 2, opening(engine, "plain"))[1])
+    engine.post_frame(1, Draft(0, len(PROMPT) + 1, expected[1 : 1 + K], complete=True), lambda: None)
+    commits.append(box.commit())
+    engine.post_close(1)
+    assert commits[1].accepted == K
+    assert codes_off(models("llama")[1], projections[wish.projection], PROMPT, commits)[1] > 2
+
+
+def test_codes_go_on_after_a_resume(engine, models, projections, wish):
+    text = tokens_of(whole(engine, 1, opening(engine, "first"))[1])
+    _, commits = whole(engine, 2, opening(engine, "first", committed=text[:11], steering=wish))
+    assert tokens_of(commits) == text[11:]
+    off_by = codes_off(models("llama")[1], projections[wish.projection], (*PROMPT, *text[:11]), commits)
+    assert off_by.pop() is None, "the last commit has none"
+    assert max(off_by) <= 1
+
+
+def test_of_sessions_that_share_steps_only_those_that_wish_get_codes_of_their_own_projection(
+    engine, models, projections
+):
+    one, two = projections
+    wishes = {
+        "one": SteeringWish(one),
+        "none": None,
+        "two": SteeringWish(two, SteeringPrecision.FLOAT16),
+        "unknown": SteeringWish("0" * 12),
+        "seldom": SteeringWish(one, every=3),
+        "off": SteeringWish(two, every=0),
+    }
+    boxes = {name: Collected() for name in wishes}
+    for key, (name, box) in enumerate(boxes.items()):
+        prompt = (key + 3, *PROMPT)
+        engine.post_open(key, opening(engine, name, prompt=prompt, steering=wishes[name]), box)
+    steered = {name: box.opened().steered for name, box in boxes.items()}
+    commits = {name: box.rest() for name, box in boxes.items()}
+    for key in range(len(boxes)):
+        engine.post_close(key)
+    assert steered == {"one": True, "none": False, "two": True, "unknown": False, "seldom": True, "off": True}
+    with_code = {name: [i for i, c in enumerate(cs) if c.steering is not None] for name, cs in commits.items()}
+    last = TEXT.max_tokens - 1
+    every = list(range(last))
+    assert with_code == {"one": every, "none": [], "two": every, "unknown": [], "seldom": every[::3], "off": []}
+    for key, (name, box_wish) in enumerate(wishes.items()):
+        if with_code[name]:
+            found = codes_off(models("llama")[1], projections[box_wish.projection], (key + 3, *PROMPT), commits[name])
+            assert max(value for value in found if value is not None) <= 1, name
+
+
+def without_measurements(commit: Commit) -> bytes:
+    """On the wire, but for what is measured."""
+    return codec.encode_cloud_frame(replace(commit, timing=type(commit.timing)()))
+
+
+def test_a_text_and_all_that_a_commit_says_beside_the_code_are_the_same_with_and_without_steering(engine, wish):
+    _, plain_commits = whole(engine, 1, opening(engine, "same"))
+    opened, steered = whole(engine, 1, opening(engine, "same", steering=wish))
+    assert opened.steered
+    assert all(commit.steering is not None for commit in steered[:-1])
+    stripped = [replace(commit, steering=None) for commit in steered]
+    assert [*map(without_measurements, stripped)] == [*map(without_measurements, plain_commits)]
+
+
+def test_a_wish_may_change_by_report_and_stays_in_the_next_turn(engine, models, projections):
+    one, two = projections
+    box = Collected()
+    few = replace(TEXT, max_tokens=4)
+    frame = opening(engine, "turns", sampling=few, drafting=True, patience=FOREVER, keep_s=60.0)
+    engine.post_open(1, replace(frame, steering=SteeringWish(one)), box)
+    box.opened()
+    commits = [box.commit()]
+    engine.post_frame(1, Report(False, steering=SteeringWish(two, SteeringPrecision.FLOAT16)), lambda: None)
+    commits += box.rest()
+    engine.post_frame(1, Continue(len(PROMPT) + 4, (3, 4), few, chain=1), lambda: None)
+    later = box.rest()
+    engine.post_close(1)
+    first, second, last = commits[0], commits[1:-1], commits[-1]
+    model = models("llama")[1]
+    assert codes_off(model, projections[one], PROMPT, [first]) <= [1]
+    states = codes_off(model, projections[two], PROMPT, commits)[1:-1]
+    assert all(commit.steering.precision is SteeringPrecision.FLOAT16 for commit in second)
+    assert max(states) <= 1
+    assert last.steering is None
+    found = codes_off(model, projections[two], (*PROMPT, *tokens_of(commits), 3, 4), later)
+    assert found.pop() is None
+    assert max(found) <= 1
+
+
+def test_a_projection_that_fails_or_gives_no_numbers_costs_its_codes_and_no_text(engine, wish, monkeypatch, caplog):
+    _, expected = whole(engine, 1, opening(engine, "fails"))
+    right = FoldedProjection.__call__
+
+    def fails(self: FoldedProjection, taps: torch.Tensor) -> list[np.ndarray]:
+        raise RuntimeError("out of memory, say\nand more")
+
+    def overflows(self: FoldedProjection, taps: torch.Tensor) -> list[np.ndarray]:
+        return right(self, taps * math.inf)
+
+    for call in (fails, overflows):
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            patch.setattr(FoldedProjection, "__call__", call)
+            opened, commits = whole(engine, 1, opening(engine, "fails", steering=wish))
+        assert opened.steered
+        assert tokens_of(commits) == tokens_of(expected)
+        assert all(commit.steering is None for commit in commits)
+    assert "out of memory, say" in caplog.text
+    assert "not finite" in caplog.text
+
+
+def test_a_step_for_nobody_who_wishes_projects_nothing(engine, projections, monkeypatch):
+    def must_not_run(*_: Any) -> None:
+        raise AssertionError("computed for nobody")
+
+    monkeypatch.setattr(FoldedProjection, "__call__", must_not_run)
+    monkeypatch.setattr(steering_codes_module, "newest_rows", must_not_run)
+    _, commits = whole(engine, 1, opening(engine, "nobody", steering=SteeringWish(next(iter(projections)), every=0)))
+    assert len(tokens_of(commits)) == TEXT.max_tokens
+
+
+def test_sessions_that_wish_for_one_projection_share_one_batch_of_it(engine, wish, monkeypatch):
+    sizes: list[int] = []
+    right = FoldedProjection.__call__
+
+    def counted(self: FoldedProjection, taps: torch.Tensor) -> list[np.ndarray]:
+        sizes.append(len(taps))
+        return right(self, taps)
+
+    monkeypatch.setattr(FoldedProjection, "__call__", counted)
+    boxes = [Collected() for _ in range(4)]
+    for key, box in enumerate(boxes):
+        engine.post_open(key, opening(engine, f"batch{key}", steering=wish), box)
+    for key, box in enumerate(boxes):
+        box.opened()
+        assert all(commit.steering is not None for commit in box.rest()[:-1])
+        engine.post_close(key)
+    assert max(sizes) == 4
+
+
+def test_what_is_sent_is_counted(engine, wish):
+    before = engine.counts.codes, engine.counts.code_bytes
+    whole(engine, 1, opening(engine, "counted", steering=replace(wish, precision=SteeringPrecision.FLOAT16)))
+    codes = TEXT.max_tokens - 1
+    assert (engine.counts.codes - before[0], engine.counts.code_bytes - before[1]) == (codes, 2 * RANK * codes)
+
+
+# === loading ====================================================================================================
+
+
+@pytest.fixture(scope="module")
+def target(models: Any) -> Any:
+    return load_target(str(models("llama")[0]), kv_tokens=64, page_size=4)
+
+
+def saved(folder: Path, *, layers: tuple[int, ...] = LAYERS, hidden: int = HIDDEN, trained_for: str = "tiny") -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Projection(layers, hidden, RANK, trained_for).save(folder / "projection.safetensors")
+
+
+def load(target: Any, *paths: Path, embedded: Path, name: str = "a/folder", model: str = "tiny") -> list[str]:
+    return list(load_projections([*map(str, paths)], target, name=name, model=model, embedded=embedded))
+
+
+def test_a_file_and_a_folder_are_taken_and_named_by_what_they_hold(target, tmp_path):
+    one, two = saved(tmp_path / "one"), saved(tmp_path / "two", layers=(0, 3))
+    paths = (tmp_path / "one", tmp_path / "two" / "projection.safetensors", tmp_path / "one")
+    assert load(target, *paths, embedded=tmp_path / "none") == [one, two]
+
+
+def test_those_of_embedded_drafters_come_by_themselves_for_their_own_target(target, tmp_path):
+    mine = saved(tmp_path / "one", trained_for="mine")
+    saved(tmp_path / "two", trained_for="another", hidden=48)
+    assert load(target, embedded=tmp_path, name="mine") == [mine]
+    assert load(target, embedded=tmp_path, name="nobody's") == []
+
+
+def test_one_trained_for_another_target_is_taken_with_a_warning_if_it_fits(target, tmp_path, caplog):
+    saved(tmp_path / "one", trained_for="another")
+    with caplog.at_level(logging.WARNING):
+        assert len(load(target, tmp_path / "one", embedded=tmp_path / "none")) == 1
+    assert "another" in caplog.text
+    caplog.clear()
+    saved(tmp_path / "two", trained_for="tiny")
+    saved(tmp_path / "three", trained_for="a/folder")
+    load(target, tmp_path / "two", tmp_path / "three", embedded=tmp_path / "none")
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden": 48}, "residual stream of 48, the target's has 32"),
+        ({"layers": (1, 2, 5)}, "taps layers 1, 2, 5; the target has layers 0 to 4"),
+        ({"layers": (-1, 2)}, "taps layers -1, 2; the target has layers 0 to 4"),
+    ],
+)
+def test_one_that_does_not_fit_the_target_is_refused_in_one_line(changes, says, target, tmp_path):
+    saved(tmp_path / "one", **changes)
+    with pytest.raises(ModelRefused) as caught:
+        load(target, tmp_path / "one", embedded=tmp_path / "none")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.field == "steering"
+
+
+@pytest.mark.parametrize("given", ["empty", "nowhere"])
+def test_a_folder_without_one_is_not_found(given, target, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFound, match="train steer") as caught:
+        load(target, tmp_path / given, embedded=tmp_path / "none")
+    assert caught.value.field == "steering"
+
+
+def test_a_file_that_is_none_is_refused(target, tmp_path, models):
+    with pytest.raises(ModelRefused) as caught:
+        load(target, models("llama")[0] / "model.safetensors", embedded=tmp_path)
+    assert caught.value.field == "steering"
+
+
+@pytest.mark.parametrize("paths", ["projection.safetensors", ("",)])
+def test_a_config_that_names_no_paths_is_refused(paths):
+    with pytest.raises(ConfigError) as caught:
+        VerifierConfig(steering=paths)
+    assert caught.value.field == "steering"
+
+
+def test_a_verifier_that_was_told_of_a_projection_steers_over_grpc(models, tmp_path):
+    folder, model = models("qwen3")
+    identity = saved(tmp_path)
+    config = VerifierConfig(target=str(folder), model="tiny", threads=1, kv_tokens=512, steering=(str(tmp_path),))
+
+    async def scenario() -> tuple[Opened, list[Commit]]:
+        server = VerifierServer(config)
+        address = await server.start()
+        try:
+            async with grpc.aio.insecure_channel(address) as channel:
+                call = channel.stream_stream(codec.DECODE_METHOD)()
+                frame = Open("tiny", server.tokenizer_sha256, PROMPT, TEXT, "s", steering=SteeringWish(identity))
+                await call.write(codec.encode_edge_frame(replace(frame, drafting=False)))
+                frames = []
+                while not (frames and getattr(frames[-1], "finish", None)):
+                    frames.append(codec.decode_cloud_frame(await asyncio.wait_for(call.read(), 60)))
+                return frames[0], frames[1:]
+        finally:
+            await server.stop(0.2)
+
+    opened, commits = asyncio.run(scenario())
+    assert opened.steered
+    found = codes_off(model, Projection.load(tmp_path / "projection.safetensors"), PROMPT, commits)
+    assert found.pop() is None
+    assert max(found) <= 1
