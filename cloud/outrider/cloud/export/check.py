@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,35 +43,33 @@ def check_graph(
         the figures, in units of the standard deviation of torch's logits where they are errors.
     """
     session = open_session(graph)
-    comparison = _Comparison(INT8_TIE if precision == "int8" else 0.0)
-    for index, tokens in enumerate(_check_sequences(plain)):
-        with torch.inference_mode():
-            logits_by_torch = plain(input_ids=torch.from_numpy(tokens)[None]).logits[0].float().numpy()
-        chunks = _chunk_lengths(len(tokens), seed=index)
-        comparison.add(logits_by_torch, run_in_chunks(session, tokens, chunks, shape, candidates), candidates)
-    figures = comparison.figures()
-    limits: dict[str, bool] = {
-        "candidates are not the largest logits in order": comparison.candidate_faults == 0,
-        "log_normalizer is wrong": comparison.normalizer_error <= LARGEST_FLOAT32_ERROR,
-    }
-    if precision == "float32":
-        limits["logits differ"] = figures["largest_error"] <= LARGEST_FLOAT32_ERROR
-        limits["argmax differs"] = figures["agreement_beyond_ties"] == 1.0
-    else:
-        limits["argmax differs"] = figures["agreement_beyond_ties"] >= LEAST_INT8_AGREEMENT
-        limits["distributions differ"] = figures["mean_kl"] <= LARGEST_INT8_KL
-    if failed := [what for what, holds in limits.items() if not holds]:
-        raise ExportMismatch(f"ONNX Runtime does not compute what torch does: {', '.join(failed)}; {figures}")
-    return figures
+    comparison = Comparison(precision)
+    for index, tokens in enumerate(check_sequences(plain)):
+        chunks = chunk_lengths(len(tokens), seed=index)
+        outputs = run_in_chunks(session, tokens, chunks, shape, candidates)
+        comparison.add(logits_by_torch(plain, tokens), outputs, candidates)
+    return comparison.accepted_figures()
+
+
+def logits_by_torch(plain: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    """float32 [length, vocab] of one whole forward pass over `tokens` (int64 [length])."""
+    with torch.inference_mode():
+        logits: np.ndarray = plain(input_ids=torch.from_numpy(tokens)[None]).logits[0].float().numpy()
+    return logits
 
 
 def run_in_chunks(
-    session: onnxruntime.InferenceSession, tokens: np.ndarray, chunks: Sequence[int], shape: CacheShape, candidates: int
+    session: onnxruntime.InferenceSession,
+    tokens: np.ndarray,
+    chunks: Sequence[int],
+    shape: CacheShape,
+    candidates: int,
+    biases: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> dict[str, np.ndarray]:
     """All outputs for `tokens` (int64 [length]), fed in `chunks` that sum to its length.
 
     `OUTPUTS` come joined along positions, the caches as the last chunk leaves them. Past and present share their
-    memory, with room to spare that holds what no position may see.
+    memory, with room to spare that holds what no position may see. `biases`: a steered graph's, for every chunk.
     """
     caches = {
         name: np.full((1, shape.kv_heads, len(tokens) + 3, shape.head_dim), np.nan, dtype=np.float32)
@@ -81,7 +79,7 @@ def run_in_chunks(
     outputs: dict[str, list[np.ndarray]] = {name: [] for name in OUTPUTS}
     binding = session.io_binding()
     first = 0
-    for n in chunks:
+    for index, n in enumerate(chunks):
         end = first + n
         fed = {
             "tokens": tokens[None, first:end],
@@ -90,7 +88,7 @@ def run_in_chunks(
             "last_position": np.array([end - 1], dtype=np.int32),
             "length": np.array(end, dtype=np.int32),
         }
-        for name, value in (fed | caches).items():
+        for name, value in (fed | caches | dict(biases[index] if biases else {})).items():
             binding.bind_input(name, "cpu", 0, value.dtype.type, value.shape, value.ctypes.data)
         for name in OUTPUTS:
             binding.bind_output(name, "cpu")
@@ -103,12 +101,14 @@ def run_in_chunks(
     return {name: np.concatenate(values) for name, values in outputs.items()} | presents
 
 
-class _Comparison:
+class Comparison:
     """Running totals of how ONNX Runtime's logits differ from torch's."""
 
-    def __init__(self, tie: float):
-        """`tie`: two best logits at most this far apart, in nats, are a tie; float32 rounding is added to it."""
-        self.tie = tie
+    def __init__(self, precision: str):
+        """`precision` of the graph's weights."""
+        self.precision = precision
+        # Two best logits at most this far apart, in nats, are a tie; float32 rounding is added to it.
+        self.tie = INT8_TIE if precision == "int8" else 0.0
         self.largest_error = 0.0
         self.normalizer_error = 0.0
         self.candidate_faults = 0
@@ -140,14 +140,29 @@ class _Comparison:
             self.normalizer_error, float(np.abs(normalizer - outputs["log_normalizer"]).max()) / spread
         )
 
-    def figures(self) -> dict[str, float | int]:
-        return {
+    def accepted_figures(self, case: str = "") -> dict[str, float | int]:
+        """The figures; ExportMismatch, which names the `case`, where one is out of its limit."""
+        figures: dict[str, float | int] = {
             "positions": self.positions,
             "largest_error": self.largest_error,
             "agreement": self.agreed / self.positions,
             "agreement_beyond_ties": self.agreed_beyond_ties / max(1, self.beyond_ties),
             "mean_kl": self.kl / self.positions,
         }
+        limits: dict[str, bool] = {
+            "candidates are not the largest logits in order": self.candidate_faults == 0,
+            "log_normalizer is wrong": self.normalizer_error <= LARGEST_FLOAT32_ERROR,
+        }
+        if self.precision == "float32":
+            limits["logits differ"] = figures["largest_error"] <= LARGEST_FLOAT32_ERROR
+            limits["argmax differs"] = figures["agreement_beyond_ties"] == 1.0
+        else:
+            limits["argmax differs"] = figures["agreement_beyond_ties"] >= LEAST_INT8_AGREEMENT
+            limits["distributions differ"] = figures["mean_kl"] <= LARGEST_INT8_KL
+        if failed := [what for what, holds in limits.items() if not holds]:
+            what = f"what torch does {case}".rstrip()
+            raise ExportMismatch(f"ONNX Runtime does not compute {what}: {', '.join(failed)}; {figures}")
+        return figures
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -157,7 +172,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return normalised
 
 
-def _check_sequences(plain: PreTrainedModel) -> list[np.ndarray]:
+def check_sequences(plain: PreTrainedModel) -> list[np.ndarray]:
     """Half of them random tokens, half text of the model's own making; int64 [length] each."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = plain.config.vocab_size
@@ -171,7 +186,7 @@ def _check_sequences(plain: PreTrainedModel) -> list[np.ndarray]:
     return [*random.numpy(), *written.numpy()]
 
 
-def _chunk_lengths(total: int, seed: int) -> list[int]:
+def chunk_lengths(total: int, seed: int) -> list[int]:
     """Uneven chunks and single steps that sum to `total`."""
     choose = np.random.default_rng(seed)
     lengths: list[int] = []

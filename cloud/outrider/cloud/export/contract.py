@@ -2,6 +2,9 @@
 
 n new tokens join a cache in which p positions are filled. The cache is one pair of arrays a layer with room for c
 positions, c >= p + n; past and present are the same memory, so the graph writes n rows and copies none.
+
+A steered drafter's graph takes a bias of every layer's up projection besides. They are the outputs of a second small
+graph, which is run once a code, not once a token.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 MODEL_FILE, TOKENIZER_FILE, MANIFEST_FILE = "model.onnx", "tokenizer.json", "manifest.json"
+STEERING_GRAPH_FILE = "steering.onnx"
 CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
 CACHE_DIMENSIONS = [1, "kv_heads", "c", "head_dim"]
 
@@ -26,6 +30,7 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "log_normalizer": {"dtype": "float32", "shape": ["m"]},
     "logits": {"dtype": "float32", "shape": ["m", "vocab_size"]},
 }
+CODE = "code"  # the steering graph's only input, float32 [rank]
 
 
 def cache_names(side: str, layers: int) -> list[str]:
@@ -33,6 +38,16 @@ def cache_names(side: str, layers: int) -> list[str]:
     return [f"{side}_{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
 
 
+def steering_names(layers: int) -> list[str]:
+    """Names of the biases, float32 [mlp] each: a steered graph's last inputs, and the steering graph's outputs."""
+    return [f"steering.{layer}" for layer in range(layers)]
+
+
 def described(ports: dict[str, dict[str, Any]], side: str, layers: int) -> dict[str, dict[str, Any]]:
     """`ports` with the cache's, as the manifest lists them."""
     return ports | {name: {"dtype": "float32", "shape": CACHE_DIMENSIONS} for name in cache_names(side, layers)}
+
+
+def described_biases(layers: int, mlp: int) -> dict[str, dict[str, Any]]:
+    """A steered graph's further inputs, as the manifest lists them."""
+    return {name: {"dtype": "float32", "shape": [mlp]} for name in steering_names(layers)}

@@ -1,12 +1,14 @@
 """The graph: the model traced with one GroupQueryAttention a layer, and what is joined afterwards.
 
 GroupQueryAttention (ONNX Runtime's own operator) rotates, writes new keys and values into the cache in place, and
-attends, in one node. `gate_proj` and `up_proj` of an MLP stay two products, so that something can be added to one.
+attends, in one node. `gate_proj` and `up_proj` of an MLP stay two products, so that a bias can be added to the latter.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ from onnxscript.rewriter.ort_fusions.rms_normalization import fuse_rms_normaliza
 from onnxscript.rewriter.ort_fusions.skip_normalization import fuse_skip_rms_normalization
 from transformers import PreTrainedModel
 
-from outrider.cloud.export.contract import INPUTS, OUTPUTS, cache_names
+from outrider.cloud.export.contract import INPUTS, OUTPUTS, cache_names, steering_names
 from outrider.cloud.export.errors import ExportMismatch
 from outrider.cloud.export.model import Anatomy, AttentionSettings, forward
+from outrider.cloud.export.steered import steered_by
 
 OPSET = 20
 CONTRIB = "com.microsoft"  # operators of ONNX Runtime's own
@@ -86,11 +89,13 @@ class _Step(torch.nn.Module):
         last_position: torch.Tensor,
         length: torch.Tensor,
         caches: list[torch.Tensor],
+        biases: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
         """Shapes as in `contract`, outputs in its order; `candidate_count` is put in afterwards."""
         step = _Trace(self.tables, caches, last_position, length)
         first_position = last_position.to(torch.int64) + 1 - tokens.shape[1]
-        logits = forward(self.model, tokens, first_position, logit_rows, step)
+        with steered_by(self.model, biases) if biases else nullcontext():
+            logits = forward(self.model, tokens, first_position, logit_rows, step)
         candidate_logits, candidate_tokens = logits.topk(self.candidates, dim=-1)
         # LogSoftmax is one quick node; a log of a sum of exponentials written out is six.
         log_normalizer = logits[:, 0] - logits.log_softmax(-1)[:, 0]
@@ -99,16 +104,31 @@ class _Step(torch.nn.Module):
 
 def write_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph: Path) -> None:
     """Trace the model and write one file, weights inside, a tied head sharing the embedding's."""
+    _write(model, anatomy, candidates, graph, biases=())
+
+
+def write_steered_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, mlp: int, graph: Path) -> None:
+    """The same with a further input for every layer, `mlp` wide: what is added to its up projection."""
+    _write(model, anatomy, candidates, graph, biases=[torch.zeros(mlp) for _ in range(anatomy.shape.layers)])
+
+
+def _write(
+    model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph: Path, biases: Sequence[torch.Tensor]
+) -> None:
     n, m, c = (torch.export.Dim(letter, min=1) for letter in "nmc")
     shape = anatomy.shape
     caches = [torch.zeros(1, shape.kv_heads, 13, shape.head_dim) for _ in range(2 * shape.layers)]
-    example = (
+    example: tuple[Any, ...] = (
         torch.zeros(1, 5, dtype=torch.int64),
         torch.arange(3),
         torch.tensor([11], dtype=torch.int32),
         torch.tensor(12, dtype=torch.int32),
         caches,
     )
+    dynamic: tuple[Any, ...] = ({1: n}, {0: m}, {}, {}, [{2: c}] * len(caches))
+    if biases:
+        example += (list(biases),)
+        dynamic += ([{}] * len(biases),)
     names = [name for name in INPUTS if name != "candidate_count"]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -117,9 +137,9 @@ def write_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph
             example,
             dynamo=True,
             opset_version=OPSET,
-            input_names=[*names, *cache_names("past", shape.layers)],
+            input_names=[*names, *cache_names("past", shape.layers), *steering_names(len(biases))],
             output_names=[*OUTPUTS, *cache_names("present", shape.layers)],
-            dynamic_shapes=({1: n}, {0: m}, {}, {}, [{2: c}] * len(caches)),
+            dynamic_shapes=dynamic,
             optimize=True,
             verbose=False,
         )

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import onnx
@@ -17,18 +18,23 @@ import transformers
 from transformers import PreTrainedModel
 
 from outrider.cloud.export.check import check_graph
+from outrider.cloud.export.check_steered import SteeredCheck
 from outrider.cloud.export.contract import (
     CACHE_LAYOUT,
     INPUTS,
     MANIFEST_FILE,
     MODEL_FILE,
     OUTPUTS,
+    STEERING_GRAPH_FILE,
     TOKENIZER_FILE,
     described,
+    described_biases,
 )
-from outrider.cloud.export.graph import OPSET, write_graph
-from outrider.cloud.export.model import CacheShape, context_length, load, load_for_export, look_at
+from outrider.cloud.export.graph import OPSET, write_graph, write_steered_graph
+from outrider.cloud.export.model import Anatomy, CacheShape, context_length, load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
+from outrider.cloud.export.steered import GAIN, TRAINING_FILE, DrafterSteering, check_fit, steering_of
+from outrider.cloud.export.steering_graph import write_steering_graph
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DRAFTER_FORMAT
@@ -50,7 +56,8 @@ def export_drafter(
     """Export a transformers causal language model, check it against torch, and publish it as a drafter package.
 
     Args:
-        source_folder: config.json, model.safetensors, tokenizer.json; training.json is summarised if present.
+        source_folder: config.json, model.safetensors, tokenizer.json; training.json is summarised if present. With
+            steering.safetensors and projection.safetensors the drafter is steered.
         out_folder: replaced whole once the check has passed, untouched otherwise.
         name: of the drafter, for people and catalogues.
         precision: "float32", or "int8" for 8-bit weights and products (see `quantise`).
@@ -74,26 +81,68 @@ def export_drafter(
         raise InvalidArgument(
             f"{candidates} is not between 1 and the vocabulary of {model.config.vocab_size}", field="candidates"
         )
+    steering = steering_of(source_folder)
+    if steering is not None:
+        check_fit(model, steering)
     anatomy = look_at(model)
-    shape = anatomy.shape
     unfinished = out_folder.with_name(out_folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        graph = unfinished / MODEL_FILE
-        write_graph(model, anatomy, candidates, graph)
-        if precision == "int8":
-            quantise(graph)
-        check = check_graph(load(source_folder), shape, graph, precision=precision, candidates=candidates)
+        drafter = _Drafter(model, load(source_folder), anatomy, precision, candidates)
+        check = drafter.write(unfinished) if steering is None else drafter.write_steered(unfinished, steering)
         shutil.copyfile(tokenizer_file, unfinished / TOKENIZER_FILE)
-        manifest = _manifest(model, shape, unfinished, source_folder)
+        manifest = _manifest(model, anatomy.shape, unfinished, source_folder)
         manifest |= {"name": name, "target": target_id, "precision": precision, "candidates": candidates}
         manifest |= {"check": check}
+        if steering is not None:
+            _describe_steering(manifest, steering)
         (unfinished / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         _swap(unfinished, out_folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return manifest
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    """`model` is to be traced, `plain` is the same in torch's own hands."""
+
+    model: PreTrainedModel
+    plain: PreTrainedModel
+    anatomy: Anatomy
+    precision: str
+    candidates: int
+
+    def write(self, folder: Path) -> dict[str, Any]:
+        """Write the graph; return how it compares with torch."""
+        graph = folder / MODEL_FILE
+        write_graph(self.model, self.anatomy, self.candidates, graph)
+        self._quantise(graph)
+        return check_graph(self.plain, self.anatomy.shape, graph, precision=self.precision, candidates=self.candidates)
+
+    def write_steered(self, folder: Path, steering: DrafterSteering) -> dict[str, Any]:
+        """Write the two graphs of a steered drafter; return how they compare with torch."""
+        graph = folder / MODEL_FILE
+        write_steered_graph(self.model, self.anatomy, self.candidates, steering.mlp, graph)
+        self._quantise(graph)
+        write_steering_graph(steering, folder / STEERING_GRAPH_FILE)
+        with TemporaryDirectory() as unsteered:
+            figures = self.write(Path(unsteered))
+            check = SteeredCheck(
+                self.plain,
+                self.anatomy.shape,
+                steering,
+                folder,
+                Path(unsteered) / MODEL_FILE,
+                self.precision,
+                self.candidates,
+            )
+            return figures | {"steered": check.figures()}
+
+    def _quantise(self, graph: Path) -> None:
+        if self.precision == "int8":
+            quantise(graph)
 
 
 def _manifest(model: PreTrainedModel, shape: CacheShape, folder: Path, source_folder: Path) -> Manifest:
@@ -104,7 +153,7 @@ def _manifest(model: PreTrainedModel, shape: CacheShape, folder: Path, source_fo
     manifest: Manifest = {
         "format": DRAFTER_FORMAT,
         "name": "",
-        "version": files[MODEL_FILE]["sha256"][:12],
+        "version": _version(folder),
         "kind": "onnx-lm",
         "target": "",
         "tokenizer_sha256": tokenizer_hash((folder / TOKENIZER_FILE).read_text(encoding="utf-8")),
@@ -125,11 +174,31 @@ def _manifest(model: PreTrainedModel, shape: CacheShape, folder: Path, source_fo
             "opset": OPSET,
         },
     }
-    training = source_folder / "training.json"
+    training = source_folder / TRAINING_FILE
     if training.is_file():
         record = json.loads(training.read_text(encoding="utf-8"))
-        manifest["training"] = {key: value for key, value in record.items() if key != "losses"}
+        manifest["training"] = {key: value for key, value in record.items() if key not in ("losses", GAIN)}
     return manifest
+
+
+def _describe_steering(manifest: Manifest, steering: DrafterSteering) -> None:
+    manifest["inputs"] |= described_biases(len(steering.matrices), steering.mlp)
+    manifest["parameters"] += sum(matrix.numel() for matrix in steering.matrices)
+    manifest["steering"] = {
+        "rank": steering.rank,
+        "mlp": steering.mlp,
+        "projection": steering.projection_id,
+        "gain": steering.gain,
+    }
+
+
+def _version(folder: Path) -> str:
+    """Twelve hexadecimal digits that tell any change of what the drafter computes."""
+    graphs = hashlib.sha256()
+    for name in (MODEL_FILE, STEERING_GRAPH_FILE):
+        if (folder / name).is_file():
+            graphs.update((folder / name).read_bytes())
+    return graphs.hexdigest()[:12]
 
 
 def _swap(finished: Path, folder: Path) -> None:

@@ -18,7 +18,8 @@ def quantise(graph: Path) -> None:
 
     Every product with a constant matrix becomes a MatMulNBits node, which quantises its activations too, and an
     embedding that such a product shares is looked up in the same 8-bit matrix.
-    MatMulNBits is faster than `quantize_dynamic`, whose integer product needs four more nodes around it.
+    MatMulNBits is faster than `quantize_dynamic`, whose integer product needs four more nodes around it, and takes a
+    bias: where it is loaded, ONNX Runtime puts the sums of a steered graph into their products.
     """
     model = onnx.load(graph)
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
