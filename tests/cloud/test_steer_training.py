@@ -21,11 +21,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from outrider.cloud.export.steered import STEERING_FILE
 from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, decoder_layers, default_layers, projection_id
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.settings import ARMS, Arm, SteerTraining
 from outrider.cloud.training.steer import AGES, tokens_a_round, train_steering
-from outrider.cloud.training.steered import STEERING_FILE, SteeredDrafter, aged_sources, sources_of
+from outrider.cloud.training.steered import SURVIVAL, SteeredDrafter, aged_sources, sources_of
 from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound
 
 VOCAB = 40
@@ -204,11 +205,18 @@ def ages(arm: str, *, unsteered: float = 0.0, oldest: int = 4) -> torch.Tensor:
 
 
 def test_random_codes_are_of_every_age_up_to_the_oldest() -> None:
-    found = ages("steered")[:, 20:]
+    found = ages("random")[:, 20:]
     shares = torch.bincount(found.flatten(), minlength=5) / found.numel()
     assert shares[0] == 0
     torch.testing.assert_close(shares[1:], torch.full((4,), 0.25), atol=0.03, rtol=0)
     assert (found[:, 1:] != found[:, :-1] % 4 + 1).any()
+
+
+def test_likely_codes_are_of_an_age_as_often_as_drafts_of_that_age_are_judged() -> None:
+    found = ages("steered")[:, 20:]
+    shares = torch.bincount(found.flatten(), minlength=5) / found.numel()
+    judged = SURVIVAL ** torch.arange(4)
+    torch.testing.assert_close(shares, torch.cat([torch.zeros(1), judged / judged.sum()]), atol=0.03, rtol=0)
 
 
 def test_codes_of_a_block_age_together() -> None:

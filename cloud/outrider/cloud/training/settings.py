@@ -195,14 +195,15 @@ class Arm:
         steered: with codes.
         frozen: the drafter's own weights stay; only projection and steering learn.
         place: where U c is added: "inside" the MLP, to the up projection; or "after" it, to what it adds to the stream.
-        offset: how old the code is that a position gets: "random" (1 to `oldest`, for every position anew), "block"
+        offset: how old the code is that a position gets: "likely" (1 to `oldest`, for every position anew, each age as
+            often as drafts of that age are judged), "random" (each as often as the others, as in the paper), "block"
             (rising from 1 to `oldest` in blocks) or "fresh" (always 1).
     """
 
     steered: bool = True
     frozen: bool = False
     place: str = "inside"
-    offset: str = "random"
+    offset: str = "likely"
 
 
 STEERED = "steered"
@@ -211,6 +212,7 @@ ARMS: Mapping[str, Arm] = {
     "distilled": Arm(steered=False),
     "frozen": Arm(frozen=True),
     "after": Arm(place="after"),
+    "random": Arm(offset="random"),
     "block": Arm(offset="block"),
     "fresh": Arm(offset="fresh"),
 }
@@ -224,7 +226,8 @@ class SteerTraining(Training):
         drafter: folder of the drafter to begin with, as `train drafter` writes it.
         model: the target's id, by which edges ask for it; written into the projection.
         arms: which of `ARMS` to train side by side on the same sequences: "steered" is the method, "distilled" what it
-            is held against, the others the paper's ablations. Each is written to a folder of its name in `output`.
+            is held against, "random" the paper's ages of codes, the others its ablations. Each is written to a folder
+            of its name in `output`.
         rank: numbers in a code.
         layers: of the target whose input is tapped; empty: 3, L/2 and L - 3.
         oldest: the most positions that a code may be old.

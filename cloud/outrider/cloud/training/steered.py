@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from outrider.cloud.export.steered import STEERING_FILE
 from outrider.cloud.steering import Projection
 from outrider.cloud.training.settings import Arm
 
-STEERING_FILE = "steering.safetensors"
+SURVIVAL = 0.6  # chance that a draft is right, about: a draft one position further is judged so much less often
 
 
 class Steering(nn.Module):
@@ -27,6 +28,7 @@ class Steering(nn.Module):
     def __init__(self, drafter: LlamaForCausalLM, rank: int, place: str) -> None:
         super().__init__()
         self.rank = rank
+        self.file = STEERING_FILE if place == "inside" else f"{place}-{STEERING_FILE}"  # no drafter runs the latter
         mlps = [layer.mlp for layer in drafter.model.layers]
         widths = [mlp.up_proj.out_features if place == "inside" else mlp.down_proj.out_features for mlp in mlps]
         self.layers = nn.ParameterList([nn.Parameter(torch.zeros(width, rank)) for width in widths])
@@ -34,7 +36,7 @@ class Steering(nn.Module):
         for index, mlp in enumerate(mlps):
             (mlp.up_proj if place == "inside" else mlp).register_forward_hook(self._adding(index))
 
-    def _adding(self, layer: int) -> nn.modules.module._ForwardHookType:  # type: ignore[name-defined]
+    def _adding(self, layer: int) -> Callable[[nn.Module, object, torch.Tensor], torch.Tensor]:
         def add(_: nn.Module, __: object, result: torch.Tensor) -> torch.Tensor:
             return result if self._biases is None else result + self._biases[layer]
 
@@ -50,13 +52,13 @@ class Steering(nn.Module):
             self._biases = None
 
     def save(self, folder: Path) -> None:
-        """Write `STEERING_FILE`: float32 `layers.<l>.weight` [width, rank]."""
+        """Write `file`: float32 `layers.<l>.weight` [width, rank]."""
         tensors = {f"layers.{i}.weight": weight.detach().float().cpu() for i, weight in enumerate(self.layers)}
-        save_file(tensors, folder / STEERING_FILE)
+        save_file(tensors, folder / self.file)
 
     def load(self, folder: Path) -> None:
         """What `save` wrote."""
-        tensors = load_file(folder / STEERING_FILE)
+        tensors = load_file(folder / self.file)
         with torch.no_grad():
             for index, weight in enumerate(self.layers):
                 weight.copy_(tensors[f"layers.{index}.weight"])
@@ -99,7 +101,10 @@ def sources_of(
     """
     rows, positions = tokens.shape
     position = torch.arange(positions).expand(rows, positions)
-    if arm.offset == "random":
+    if arm.offset == "likely":
+        judged = SURVIVAL ** torch.arange(oldest)
+        age = 1 + torch.multinomial(judged, rows * positions, replacement=True, generator=generator).view(rows, -1)
+    elif arm.offset == "random":
         age = torch.randint(1, oldest + 1, (rows, positions), generator=generator)
     elif arm.offset == "block":
         phase = torch.randint(oldest, (rows, 1), generator=generator)
@@ -116,16 +121,3 @@ def aged_sources(tokens: torch.Tensor, age: int) -> torch.Tensor:
     """As `sources_of` where every position gets the code of `age` positions before; 0: none."""
     position = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     return (position - age).clamp(min=-1) if age else torch.full_like(position, -1)
-
-
-def load_steered(folder: Path, *, arm: Arm) -> SteeredDrafter:
-    """A drafter folder that `train steer` wrote."""
-    drafter = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
-    steered = SteeredDrafter(drafter, Projection.load(folder / "projection.safetensors"), arm)
-    steered.steering.load(folder)
-    return steered
-
-
-def trainable(steered: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """All parameters of these modules that learn."""
-    return [parameter for module in steered for parameter in module.parameters() if parameter.requires_grad]
