@@ -142,6 +142,20 @@ def test_the_counts_of_live_and_ended_texts_are_those_of_their_sessions() -> Non
     assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="cancelled") == 1
 
 
+def test_steering_codes_their_bytes_and_their_age_are_counted() -> None:
+    metrics = EdgeMetrics()
+    for codes in (3, 4):
+        journal, machine = machine_of(metrics)
+        statistics = machine.statistics
+        statistics.codes, statistics.code_bytes, statistics.bad_codes = codes, 64 * codes, 1
+        statistics.steered_jobs, statistics.code_age = 2 * codes, 10 * codes
+    journal.ended(Done(FinishReason.EOS), 1.0)
+    shown = {"codes": 7, "bytes": 448, "bad_codes": 2, "age_positions": 70}
+    for name, count in shown.items():
+        assert value(metrics, f"outrider:edge_steering_{name}_total", **WHOSE) == count
+    assert value(metrics, "outrider:edge_steered_jobs_total", **WHOSE) == 14
+
+
 def test_the_phases_of_a_round_trip_add_up_to_what_it_took() -> None:
     metrics = EdgeMetrics()
     journal, _ = machine_of(metrics)

@@ -1,13 +1,7 @@
-"""The ONNX drafter on a tiny graph of whole numbers whose every logit can be computed by hand, and on the shipped one.
-
-The tiny model's cache entry of token t at position i is the row `E[t] * (i % 5 + 1)`; the logits after position i are
-`3 sin(S W)`, S being the sum of the entries 0..i. Sums of small whole numbers are exact, so equality is equality.
-"""
+"""The ONNX drafter on a tiny graph whose every logit can be computed by hand, and on the shipped one."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 
 import numpy as np
@@ -15,166 +9,34 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper, numpy_helper
+from tiny_drafter import (
+    CANDIDATES,
+    CONTEXT,
+    GREEDY,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    TABLE,
+    VOCAB,
+    WARM,
+    entries,
+    greedy_by_hand,
+    log_q_after,
+    some_tokens,
+    tiny_graph,
+    write_package,
+)
 
-from outrider.edge.drafters import ProposalRule, embedded_packages, find_package, load_package
+from outrider.edge.drafters import ProposalRule, embedded_packages, find_package
 from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
 from outrider.proto.errors import Internal, InvalidArgument, ModelRefused, UnknownToken
 from outrider.proto.noise import gumbel
-from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import Sampling
-
-VOCAB, LAYERS, HEADS, HEAD_DIM, CANDIDATES, CONTEXT = 24, 2, 1, 3, 8, 700
-WIDTH = LAYERS * 2 * HEADS * HEAD_DIM
-TABLE = np.random.default_rng(1).integers(-3, 4, (VOCAB, WIDTH)).astype(np.float32)
-WEIGHT = np.random.default_rng(2).integers(-3, 4, (WIDTH, VOCAB)).astype(np.float32)
-TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}}}'
-GREEDY = ProposalRule(Sampling())
-WARM = ProposalRule(Sampling(temperature=1.0, seed=11))
-
-
-def tiny_graph(breaks_at=10**6, logits_name="logits"):
-    """The contract's graph; a token at position `breaks_at` or later makes it fail."""
-    halves = [f"{kind}.{layer}" for layer in range(LAYERS) for kind in ("key", "value")]
-    constants = {
-        "table": TABLE,
-        "weight": WEIGHT,
-        "column": np.array([-1, 1]),
-        "zero": np.array(0),
-        "one": np.array(1),
-        "five": np.array(5),
-        "three": np.array(3, dtype=np.float32),
-        "two_axes": np.array([[0, 0]]),
-        "rows_of_a_head": np.array([-1, HEAD_DIM]),
-        "vocabulary_axis": np.array([1]),
-        "first": np.array([0]),
-        "one_entry": np.array([1]),
-        "trap": np.zeros(breaks_at, dtype=np.int8),
-    }
-    node = helper.make_node
-    nodes = [
-        node("Squeeze", ["tokens", "first"], ["flat_tokens"]),
-        node("Shape", ["flat_tokens"], ["n_vector"]),
-        node("Squeeze", ["n_vector"], ["n"]),
-        node("Cast", ["length"], ["end"], to=TensorProto.INT64),
-        node("Sub", ["end", "n"], ["p"]),
-        node("Range", ["p", "end", "one"], ["positions"]),
-        node("Gather", ["trap", "positions"], ["springs"]),
-        node("Cast", ["springs"], ["nothing"], to=TensorProto.INT64),
-        node("Mod", ["positions", "five"], ["phase"]),
-        node("Add", ["phase", "one"], ["phase_from_one"]),
-        node("Add", ["phase_from_one", "nothing"], ["factor"]),
-        node("Reshape", ["factor", "column"], ["factor_column"]),
-        node("Cast", ["factor_column"], ["factor_float"], to=TensorProto.FLOAT),
-        node("Gather", ["table", "flat_tokens"], ["embedded"]),
-        node("Mul", ["embedded", "factor_float"], ["entries"]),
-        node("Split", ["entries"], [f"new_{half}" for half in halves], axis=1, num_outputs=len(halves)),
-        node("Reshape", ["positions", "column"], ["position_column"]),
-        node("Concat", ["n_vector", "vocabulary_axis"], ["n_by_one"], axis=0),
-        node("Tile", ["two_axes", "n_by_one"], ["in_the_only_head"]),
-        node("Concat", ["in_the_only_head", "position_column"], ["places"], axis=1),
-    ]
-    for half in halves:
-        nodes.append(node("ScatterND", [f"past_{half}", "places", f"new_{half}"], [f"present_{half}"]))
-        nodes.append(node("Reshape", [f"present_{half}", "rows_of_a_head"], [f"all_{half}"]))
-    nodes += [
-        node("Concat", [f"all_{half}" for half in halves], ["everything"], axis=1),
-        node("Reshape", ["end", "one_entry"], ["end_vector"]),
-        node("Slice", ["everything", "first", "end_vector", "first"], ["seen"]),
-        node("CumSum", ["seen", "zero"], ["sums"]),
-        node("Reshape", ["p", "one_entry"], ["p_vector"]),
-        node("Slice", ["sums", "p_vector", "end_vector", "first"], ["new_sums"]),
-        node("Gather", ["new_sums", "logit_rows"], ["states"]),
-        node("MatMul", ["states", "weight"], ["angles"]),
-        node("Sin", ["angles"], ["sines"]),
-        node("Mul", ["sines", "three"], [logits_name]),
-        node("ReduceLogSumExp", [logits_name, "vocabulary_axis"], ["log_normalizer"], keepdims=0),
-        node("TopK", [logits_name, "candidate_count"], ["candidate_logits", "candidate_tokens"], axis=1),
-    ]
-    info = helper.make_tensor_value_info
-    cache = [1, HEADS, "c", HEAD_DIM]
-    graph = helper.make_graph(
-        nodes,
-        "tiny",
-        [
-            info("tokens", TensorProto.INT64, [1, "n"]),
-            info("logit_rows", TensorProto.INT64, ["m"]),
-            info("candidate_count", TensorProto.INT64, [1]),
-            info("last_position", TensorProto.INT32, [1]),
-            info("length", TensorProto.INT32, []),
-            *(info(f"past_{half}", TensorProto.FLOAT, cache) for half in halves),
-        ],
-        [
-            info("candidate_tokens", TensorProto.INT64, ["m", "k"]),
-            info("candidate_logits", TensorProto.FLOAT, ["m", "k"]),
-            info("log_normalizer", TensorProto.FLOAT, ["m"]),
-            info(logits_name, TensorProto.FLOAT, ["m", VOCAB]),
-            *(info(f"present_{half}", TensorProto.FLOAT, cache) for half in halves),
-        ],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-
-
-def write_package(folder, model, **changes):
-    contents = {"model.onnx": model if isinstance(model, bytes) else model.SerializeToString()}
-    contents["tokenizer.json"] = TOKENIZER.encode()
-    for name, content in contents.items():
-        (folder / name).write_bytes(content)
-    manifest = {
-        "format": "outrider-drafter/2",
-        "name": "tiny",
-        "version": "0123456789ab",
-        "kind": "onnx-lm",
-        "target": "target",
-        "tokenizer_sha256": tokenizer_hash(TOKENIZER),
-        "files": {
-            name: {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
-            for name, content in contents.items()
-        },
-        "precision": "float32",
-        "vocab_size": VOCAB,
-        "context_length": CONTEXT,
-        "candidates": CANDIDATES,
-        "parameters": TABLE.size + WEIGHT.size,
-        "cache": {
-            "dtype": "float32",
-            "layout": "[1, kv_head, position, head_dim]",
-            "layers": LAYERS,
-            "kv_heads": HEADS,
-            "head_dim": HEAD_DIM,
-        },
-    } | changes
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return load_package(folder)
 
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory):
     return OnnxDrafter(write_package(tmp_path_factory.mktemp("tiny"), tiny_graph()))
-
-
-def log_q_after(prefix):
-    """The tiny model by hand: log q [VOCAB] after a prefix."""
-    factors = np.arange(len(prefix)) % 5 + 1
-    logits = 3 * np.sin((TABLE[list(prefix)] * factors[:, None]).sum(axis=0) @ WEIGHT.astype(np.float64))
-    return logits - np.log(np.exp(logits).sum())
-
-
-def greedy_by_hand(prefix, n):
-    tokens = list(prefix)
-    for _ in range(n):
-        tokens.append(int(np.argmax(log_q_after(tokens))))
-    return tuple(tokens[len(prefix) :])
-
-
-def entries(cache, n):
-    """The first n rows [n, WIDTH] of a cache [layers, 2, 1, heads, capacity, head_dim]."""
-    return cache[..., :n, :].transpose(4, 0, 1, 2, 3, 5).reshape(n, WIDTH)
-
-
-def some_tokens(n, seed=5, vocab=VOCAB):
-    return tuple(np.random.default_rng(seed).integers(0, vocab, n).tolist())
 
 
 def test_greedy_proposals_are_the_models_own_text_with_its_probabilities(drafter):

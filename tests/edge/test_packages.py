@@ -8,18 +8,21 @@ import json
 import pytest
 
 from outrider.edge.drafters import DrafterCache, embedded_packages, find_package, load_package
-from outrider.edge.drafters.packages import sha256_of
+from outrider.edge.drafters.packages import SteeringShape, sha256_of
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound, OutriderError, Unavailable
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, RemoteFile
 
 TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}}, "padding": null}'
+STEERING = {"rank": 64, "mlp": 512, "projection": "0123456789ab"}
 
 
 def write_package(folder, **changes):
     """A package whose model is no model; `changes` go into the manifest (None: the field is left out)."""
     folder.mkdir(parents=True, exist_ok=True)
     contents = {"model.onnx": b"not a graph" * 1000, "tokenizer.json": TOKENIZER.encode()}
+    if changes.get("steering") is not None:
+        contents["steering.onnx"] = b"no graph either"
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     manifest = {
@@ -141,6 +144,63 @@ def test_a_bad_manifest_is_refused_and_the_field_named(tmp_path, changes, error,
     with pytest.raises(error) as raised:
         load_package(write_package(tmp_path, **changes))
     assert raised.value.field == field
+
+
+def test_a_steered_package_says_what_codes_it_takes(tmp_path):
+    gain = {"8": 0.08, "1": 0.12, "16": 0, "64": -0.01}
+    package = load_package(write_package(tmp_path, steering=STEERING | {"gain": gain}))
+    assert package.steering == SteeringShape(
+        rank=64, mlp=512, projection="0123456789ab", gain=((1, 0.12), (8, 0.08), (16, 0.0), (64, -0.01))
+    )
+    assert package.steering_path.read_bytes() == b"no graph either"
+    for nothing in ({}, {"gain": {}}):
+        assert load_package(write_package(tmp_path, steering=STEERING | nothing)).steering.gain == ()
+    assert load_package(write_package(tmp_path)).steering is None
+    (tmp_path / "steering.onnx").unlink()
+    load_package(write_package(tmp_path))
+    write_package(tmp_path, steering=STEERING).joinpath("steering.onnx").unlink()
+    with pytest.raises(DataLoss, match=r"steering\.onnx is missing"):
+        load_package(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("steering", "field"),
+    [
+        (3, "manifest.steering"),
+        ([], "manifest.steering"),
+        ({}, "manifest.steering.rank"),
+        ({"rank": 0}, "manifest.steering.rank"),
+        ({"rank": 64.0}, "manifest.steering.rank"),
+        ({"mlp": -1}, "manifest.steering.mlp"),
+        ({"mlp": "512"}, "manifest.steering.mlp"),
+        ({"projection": "0123456789AB"}, "manifest.steering.projection"),
+        ({"projection": "0123456789abc"}, "manifest.steering.projection"),
+        ({"projection": 12}, "manifest.steering.projection"),
+        ({"gain": [0.1]}, "manifest.steering.gain"),
+        ({"gain": {"soon": 0.1}}, "manifest.steering.gain"),
+        ({"gain": {"-1": 0.1}}, "manifest.steering.gain"),
+        ({"gain": {"01": 0.1}}, "manifest.steering.gain"),
+        ({"gain": {"1": "0.1"}}, "manifest.steering.gain.1"),
+        ({"gain": {"1": True}}, "manifest.steering.gain.1"),
+        ({"gain": {"1": float("nan")}}, "manifest.steering.gain.1"),
+        ({"gain": {"1": float("inf")}}, "manifest.steering.gain.1"),
+        ({"gain": {"1": 10**400}}, "manifest.steering.gain.1"),
+    ],
+    ids=str,
+)
+def test_bad_steering_in_a_manifest_is_refused_and_the_field_named(tmp_path, steering, field):
+    whole = STEERING | steering if isinstance(steering, dict) and steering else steering
+    with pytest.raises(InvalidArgument) as raised:
+        load_package(write_package(tmp_path, steering=whole))
+    assert raised.value.field == field
+
+
+def test_a_steered_package_must_promise_its_steering_graph(tmp_path):
+    folder = write_package(tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"steering": STEERING}))
+    with pytest.raises(InvalidArgument, match=r"does not list steering\.onnx"):
+        load_package(folder)
 
 
 def test_a_package_of_an_earlier_version_is_refused_with_what_to_do(tmp_path):

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from outrider.cloud.training.settings import ARMS, STEERED
 from outrider.deploy.options import (
+    DTYPES,
     Parser,
     add_access,
     add_command,
@@ -24,6 +26,7 @@ from outrider.deploy.options import (
     add_tls,
     add_trace_endpoint,
     add_tracing,
+    add_training,
     at_least,
     comma_list,
     number,
@@ -91,6 +94,7 @@ def build_parser() -> Parser:
     _add_demo(commands)
     _add_link(commands)
     _add_bench(commands)
+    _add_compare(commands)
     return parser
 
 
@@ -211,28 +215,55 @@ def _add_verifier(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
-    parser = add_command(commands, "train", "train a drafter for a target", _in("training", "train"))
-    parser.add_argument("what", choices=("drafter",), help="distil a small drafter from the target")
-    parser.add_argument("--target", default="reference", metavar="NAME", help="embedded name, folder, or hub name")
-    parser.add_argument(
-        "--corpus", type=Path, nargs="+", required=True, metavar="FILE", help='.jsonl of {"id","text"}, or text files'
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="drafter, checkpoints and caches")
-    parser.add_argument("--minutes", type=number(0), default=None, metavar="M", help="budget in time; or")
-    parser.add_argument("--steps", type=at_least(1), default=None, metavar="N", help="budget in steps")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    train = commands.add_parser("train", help="train drafters for a target", description="Train drafters for a target.")
+    trained = train.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Parser)
+    _add_train_drafter(trained)
+    _add_train_steer(trained)
+
+
+def _add_train_drafter(trained: argparse._SubParsersAction[Parser]) -> None:
+    help_text = "distil a small drafter from a target"
+    parser = add_command(trained, "drafter", help_text, _in("training", "train_drafter"), table="train")
+    add_training(parser)
     parser.add_argument("--hidden", type=at_least(8), default=192, metavar="N", help="width of the drafter")
     parser.add_argument("--layers", type=at_least(1), default=3, metavar="N", help="depth of the drafter")
     parser.add_argument("--mlp", type=at_least(8), default=512, metavar="N", help="width of its MLP")
-    parser.add_argument("--self-text", type=at_least(0), default=1_000_000, metavar="N", help="tokens by the target")
-    parser.add_argument("--threads", type=at_least(0), default=0, metavar="N", help="torch threads; 0: torch's choice")
-    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="of torch")
-    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of everything random")
+
+
+def _add_train_steer(trained: argparse._SubParsersAction[Parser]) -> None:
+    help_text = "teach a drafter to take codes of the target's hidden states (SD2)"
+    parser = add_command(trained, "steer", help_text, _in("training", "train_steer"))
+    add_training(parser)
+    parser.add_argument("--drafter", type=Path, required=True, metavar="DIR", help="what `train drafter` wrote")
+    parser.add_argument(
+        "--arms",
+        type=comma_list(one_of(*ARMS)),
+        default=STEERED,
+        metavar="A,B",
+        help=f"trained side by side on the same text, each into a folder of its name: {', '.join(ARMS)}",
+    )
+    parser.add_argument("--rank", type=at_least(1), default=64, metavar="N", help="numbers in a code")
+    parser.add_argument(
+        "--tap-layers",
+        type=comma_list(at_least(0)),
+        default="",
+        metavar="A,B",
+        help="of the target, whose input is tapped; none named: 3, L/2 and L-3",
+    )
+    parser.add_argument(
+        "--oldest", type=at_least(1), default=8, metavar="N", help="most positions that a code may be old"
+    )
 
 
 def _add_export(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = add_command(commands, "export", "write a drafter as a checked ONNX package", _in("training", "export"))
-    parser.add_argument("source", type=Path, metavar="FOLDER", help="a transformers model, such as train wrote")
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="FOLDER",
+        help="a transformers model, such as train wrote; with steering.safetensors and projection.safetensors in it, "
+        "such as train steer wrote, the package is of a steered drafter",
+    )
     parser.add_argument("output", type=Path, metavar="PACKAGE", help="folder to make")
     parser.add_argument("--name", required=True, metavar="NAME", help="under which edges ask for it")
     parser.add_argument("--target", default="reference", metavar="NAME", help="the model that it drafts for")
@@ -413,6 +444,54 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     add_sampling(parser)
     add_drafting(parser)
     add_target(parser)
+
+
+def _add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        commands,
+        "compare",
+        "measure drafters' block efficiency side by side: tokens a target step in synchronous rounds",
+        _in("compare.command", "compare"),
+    )
+    parser.add_argument(
+        "package", nargs="+", metavar="PACKAGE", help="of a drafter: an embedded name, FOLDER, or NAME=FOLDER"
+    )
+    parser.add_argument(
+        "--steering",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="projection that a steered drafter was trained with: a file or a folder that holds one; repeatable",
+    )
+    parser.add_argument("--target", default="reference", metavar="NAME", help="embedded name, folder, or hub name")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the target")
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="of the target: cpu, cuda, cuda:1")
+    parser.add_argument("--threads", type=at_least(0), default=0, metavar="N", help="torch threads; 0: torch's choice")
+    parser.add_argument(
+        "--prompts", type=Path, default=None, metavar="PATH", help="file, or folder of DOMAIN.jsonl; not set: built-in"
+    )
+    parser.add_argument("--per-domain", type=at_least(1), default=10, metavar="N", help="prompts a domain, at most")
+    parser.add_argument("--max-tokens", type=at_least(1), default=128, metavar="N", help="of a text, at most")
+    parser.add_argument("--drafts", type=at_least(1), default=8, metavar="K", help="in a round, at most")
+    parser.add_argument("--temperature", type=comma_list(number(0)), default="0,1", metavar="LIST", help="0 is greedy")
+    parser.add_argument(
+        "--age",
+        type=comma_list(at_least(0)),
+        default="0",
+        metavar="LIST",
+        help="positions by which codes are older than the freshest; of several, the first counts for the ratios",
+    )
+    parser.add_argument(
+        "--precision",
+        type=comma_list(one_of("int8", "float16", "none")),
+        default="int8",
+        metavar="LIST",
+        help="how codes travel: int8, float16, none at all; of several, the first counts for the ratios",
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the noise, and of the resampling")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write all figures")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="draw them: .png, .pdf or .svg")
 
 
 def _add_lease_options(parser: Parser) -> None:

@@ -58,6 +58,7 @@ def edge_config(options: argparse.Namespace) -> EdgeConfig:
         drafter=options.drafter,
         window=options.window,
         threads=options.drafter_threads,
+        steering=options.steer,
         trace_endpoint=options.trace_endpoint,
         trace_ratio=options.trace_ratio,
         **connection(options, "cloud-"),

@@ -62,7 +62,13 @@ async def _remote_client(options: argparse.Namespace) -> AsyncIterator[Client]:
 
 
 def _edge_config(options: argparse.Namespace, **where: Any) -> EdgeConfig:
-    return EdgeConfig(drafter=options.drafter, window=options.window, threads=options.drafter_threads, **where)
+    return EdgeConfig(
+        drafter=options.drafter,
+        window=options.window,
+        threads=options.drafter_threads,
+        steering=options.steer,
+        **where,
+    )
 
 
 async def _decode(options: argparse.Namespace, opening: Any) -> int:

@@ -80,6 +80,7 @@ async def _compare(cluster: LocalCluster, options: argparse.Namespace, console: 
         drafter=options.drafter,
         window=options.window,
         threads=options.drafter_threads,
+        steering=options.steer,
         cache=options.cache,
     )
     streaming = EdgeConfig(coordinator=cluster.coordinator, drafter="none", cache=options.cache)

@@ -42,6 +42,7 @@ def _config(options: argparse.Namespace) -> EdgeConfig:
         drafter=options.drafter,
         window=options.window,
         threads=options.drafter_threads,
+        steering=options.steer,
         **connection(options),
     )
 

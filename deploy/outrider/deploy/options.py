@@ -40,14 +40,17 @@ class Parser(configargparse.ArgumentParser):
         sys.exit(2)
 
 
-def add_command(commands: Any, name: str, help_text: str, run: Callable[[argparse.Namespace], int]) -> Parser:
-    """A subcommand whose options also come from `[name]` of the config file and from the environment."""
+def add_command(
+    commands: Any, name: str, help_text: str, run: Callable[[argparse.Namespace], int], *, table: str = ""
+) -> Parser:
+    """A subcommand whose options also come from `[table]` (`name`) of the config file and from the environment."""
+    table = table or name
     parser: Parser = commands.add_parser(
         name,
         help=help_text,
         description=help_text[0].upper() + help_text[1:] + ".",
-        auto_env_var_prefix=f"OUTRIDER_{name.upper()}_",
-        config_file_parser_class=configargparse.TomlConfigParser([name]),
+        auto_env_var_prefix=f"OUTRIDER_{table.upper()}_",
+        config_file_parser_class=configargparse.TomlConfigParser([table]),
         ignore_unknown_config_file_keys=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         add_config_file_help=False,
@@ -58,7 +61,7 @@ def add_command(commands: Any, name: str, help_text: str, run: Callable[[argpars
         is_config_file_arg=True,
         env_var="OUTRIDER_CONFIG",
         metavar="FILE",
-        help=f"TOML file whose [{name}] table sets options",
+        help=f"TOML file whose [{table}] table sets options",
     )
     parser.set_defaults(run_command=run)
     return parser
@@ -77,6 +80,28 @@ def add_sampling(parser: Parser) -> None:
     group.add_argument("--frequency-penalty", type=number(), default=0.0, metavar="X", help="0 is off")
     group.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the noise; same seed, same text")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+
+
+def add_training(parser: Parser) -> None:
+    """Whose words are learnt, from which text, for how long."""
+    parser.add_argument("--target", default="reference", metavar="NAME", help="embedded name, folder, or hub name")
+    parser.add_argument(
+        "--corpus", type=Path, nargs="+", required=True, metavar="FILE", help='.jsonl of {"id","text"}, or text files'
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="drafter, checkpoints and caches")
+    parser.add_argument("--minutes", type=number(0), default=None, metavar="M", help="budget in time; or")
+    parser.add_argument("--steps", type=at_least(1), default=None, metavar="N", help="budget in steps")
+    parser.add_argument(
+        "--patience", type=at_least(0), default=0, metavar="N", help="end after N measurements without gain; 0: never"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--self-text", type=at_least(0), default=1_000_000, metavar="N", help="tokens by the target")
+    parser.add_argument(
+        "--self-text-greedy", type=number(0, 1), default=0.5, metavar="X", help="share of these written at T = 0"
+    )
+    parser.add_argument("--threads", type=at_least(0), default=0, metavar="N", help="torch threads; 0: torch's choice")
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="of torch")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of everything random")
 
 
 def add_grammar(parser: Parser) -> None:
@@ -138,6 +163,14 @@ def add_target(parser: Parser) -> None:
         help="wait so long (ms, or inf) for so many drafts before a step; 0 runs ahead; not set: planned",
     )
     group.add_argument(
+        "--steering",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="projection for steered drafters: a file or a folder that `outrider train steer` wrote; repeatable",
+    )
+    group.add_argument(
         "--goal", choices=("latency", "efficiency"), default="latency", help="soonest tokens, or fewest target steps"
     )
 
@@ -150,6 +183,12 @@ def add_drafting(parser: Parser) -> None:
         "--window", type=at_least(1), default=None, metavar="N", help="unverified tokens at most; not set: measured"
     )
     group.add_argument("--drafter-threads", type=at_least(1), default=1, metavar="N", help="of ONNX Runtime")
+    group.add_argument(
+        "--steer",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="a steered drafter by the target's states: as often as pays on the downlink, every commit, or never",
+    )
 
 
 def add_listening(parser: Parser, default: str) -> None:

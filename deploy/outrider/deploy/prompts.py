@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.proto.errors import ConfigError
@@ -24,6 +24,29 @@ class Prompt:
 def held_out(per_domain: int) -> list[Prompt]:
     """So many built-in prompts of each domain, none of which any model of the family was trained on."""
     return [prompt for domain in DOMAINS for prompt in read_prompts(HELD_OUT / f"{domain}.jsonl", per_domain)]
+
+
+def choose_prompts(path: Path | None, per_domain: int) -> list[Prompt]:
+    """At most so many prompts of each domain: of a file, of a folder of `<domain>.jsonl` files, or built-in ones.
+
+    Raises:
+        ConfigError: as `read_prompts`, or the folder holds no such file.
+    """
+    if path is None:
+        return held_out(per_domain)
+    if not path.expanduser().is_dir():
+        of_domain: dict[str, list[Prompt]] = {}
+        for prompt in read_prompts(path):
+            of_domain.setdefault(prompt.domain, []).append(prompt)
+        return [prompt for prompts in of_domain.values() for prompt in prompts[:per_domain]]
+    files = sorted(path.expanduser().glob("*.jsonl"))
+    if not files:
+        raise ConfigError(f"{path} holds no DOMAIN.jsonl", field="prompts")
+    return [
+        replace(prompt, domain=prompt.domain or file.stem)
+        for file in files
+        for prompt in read_prompts(file, per_domain)
+    ]
 
 
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:

@@ -169,6 +169,7 @@ def verifier_config(options: argparse.Namespace) -> VerifierConfig:
         batch_invariant=options.batch_invariant,
         max_sessions=options.max_sessions,
         goal=Goal[options.goal.upper()],
+        steering=tuple(str(path.expanduser().absolute()) for path in options.steering),
     )
 
 

@@ -20,7 +20,7 @@ from outrider.edge.control import CoordinatorClient
 from outrider.edge.conversation import Conversation
 from outrider.edge.decoding import Decoding, Journal, Subject
 from outrider.edge.drafters import ProposalRule
-from outrider.edge.drafters.protocol import Drafter
+from outrider.edge.drafters.protocol import Drafter, steering_of
 from outrider.edge.events import Completion, Event, Finished
 from outrider.edge.link import Channels
 from outrider.edge.preparation import Preparation, Ready
@@ -30,8 +30,8 @@ from outrider.edge.text import TextStream
 from outrider.edge.tracing import Tracing
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Experience
-from outrider.proto.session import EdgeSession
-from outrider.proto.types import LeaseRequest, Open, Sampling, SessionReport
+from outrider.proto.session import Codes, EdgeSession
+from outrider.proto.types import LeaseRequest, Open, Sampling, SessionReport, SteeringWish
 
 REPORT_WITHIN_S = 1.0
 
@@ -59,6 +59,8 @@ class Client:
         self._tracing = Tracing.to(config.trace_endpoint, config.trace_ratio) if config.trace_endpoint else None
         # A drafter's confidence means one thing where the most likely token is taken and another where one is drawn.
         self._experience = {greedy: Experience() for greedy in (True, False)}
+        self._codes: Codes | None = None  # what the drafter is steered by
+        self._steering: SteeringWish | None = None
 
     async def __aenter__(self) -> Self:
         await self.prepare()
@@ -103,7 +105,15 @@ class Client:
         """
         async with self._preparing:
             if self._ready is None:
-                self._ready = await self._preparation.run()
+                ready = await self._preparation.run()
+                self._prepare_steering(ready.drafter)
+                self._ready = ready
+
+    def _prepare_steering(self, drafter: Drafter | None) -> None:
+        shape = steering_of(drafter) if drafter is not None else None
+        policy = self.config.steering_policy(shape.rank, shape.gain) if shape is not None else None
+        if shape is not None and policy is not None:
+            self._codes, self._steering = Codes(shape.rank, policy), SteeringWish(shape.projection)
 
     async def inquire(self) -> str:
         """Where a text would be decoded now, as host:port; takes no session's place. Needs `prepare`.
@@ -279,6 +289,7 @@ class Client:
             window=self.config.window or 0,
             max_drafts=self.config.max_drafts,
             logp=self.config.logprobs,
+            steering=self._steering,
         )
 
     def begin(self, frame: Open, journal: Journal | None) -> Decoding:
@@ -290,6 +301,7 @@ class Client:
             self.config.retry,
             self.experience(frame.sampling),
             send_q=self.config.send_q,
+            codes=self._codes,
         )
         machine.statistics.drafter_error = ready.drafter_error
         rule = ProposalRule(frame.sampling, prompt_length=len(frame.prompt))

@@ -11,11 +11,20 @@ from pathlib import Path
 from outrider.edge.drafters.cache import DEFAULT_ROOT
 from outrider.edge.security import Security
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import FixedWindow, SurvivalWindow, WindowPolicy
+from outrider.proto.policy import (
+    FixedCodes,
+    FixedWindow,
+    PricedCodes,
+    SteeringPolicy,
+    SurvivalWindow,
+    WindowPolicy,
+)
 from outrider.proto.session import RetryRules
 from outrider.proto.tls import ClientTls
 from outrider.proto.tracing import check_tracing
 from outrider.proto.types import Patience
+
+STEERING = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +45,8 @@ class EdgeConfig:
         max_drafts: judged in one step at most; 0: the verifier's limit.
         logprobs: ask for the log probability of every token (4 bytes each on the downlink).
         send_q: send the drafter's probability of each token (2 bytes), which earns rewards in the commits.
+        steering: of a steered drafter by codes in the commits: `auto`: as many and as precise as pay on the downlink,
+            `on`: one in every commit, `off`: none.
         open_timeout_s: to get a lease, and for a verifier to answer.
         retry: how long lost streams are reopened.
         tls_ca: file of the authorities to trust, or `public` for those that gRPC brings; None: plain text.
@@ -62,6 +73,7 @@ class EdgeConfig:
     max_drafts: int = 0
     logprobs: bool = True
     send_q: bool = False
+    steering: str = "auto"
     open_timeout_s: float = 30.0
     retry: RetryRules = field(default_factory=RetryRules)
     tls_ca: Path | None = None
@@ -88,6 +100,8 @@ class EdgeConfig:
             raise ConfigError("must be 1 or more; use --drafter none for no drafting", field="window")
         if self.threads < 1:
             raise ConfigError("must be 1 or more", field="threads")
+        if self.steering not in STEERING:
+            raise ConfigError(f"{self.steering!r} is none of {', '.join(STEERING)}", field="steering")
         if not re.fullmatch(r"[\w.-]{0,64}", self.edge, re.ASCII):
             raise ConfigError("must be at most 64 of A-Z a-z 0-9 . - _", field="edge")
         if self.open_timeout_s <= 0:
@@ -106,6 +120,16 @@ class EdgeConfig:
     def window_policy(self) -> WindowPolicy:
         """How far ahead to draft."""
         return SurvivalWindow() if self.window is None else FixedWindow(self.window)
+
+    def steering_policy(self, rank: int, gain: tuple[tuple[int, float], ...]) -> SteeringPolicy | None:
+        """Which codes of `rank` numbers to ask for, where the drafter has that `gain` by their age; None: none ever."""
+        match self.steering:
+            case "off":
+                return None
+            case "on":
+                return FixedCodes()
+            case _:
+                return PricedCodes(rank, gain)
 
 
 @functools.cache

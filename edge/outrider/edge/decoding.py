@@ -215,6 +215,8 @@ class Decoding:
         if rule is not None:
             drafter.follow(rule)
         drafter.truncate(job.truncate_to)
+        if job.steer is not None:
+            drafter.steer(job.steer.code, job.steer.since)
         drafter.extend(job.extend_with)
         return drafter.propose(job.count), time.monotonic() - began
 

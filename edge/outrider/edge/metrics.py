@@ -46,6 +46,21 @@ HITS = Figure("counter", "outrider:edge_hit_tokens", "Compared draft tokens that
 MESSAGES = Figure("counter", "outrider:edge_draft_messages", "Draft messages sent.", _WHOSE)
 UPLINK = Figure("counter", "outrider:edge_uplink_bytes", "Bytes of messages sent to verifiers.", _WHOSE)
 DOWNLINK = Figure("counter", "outrider:edge_downlink_bytes", "Bytes of messages received from verifiers.", _WHOSE)
+CODES = Figure("counter", "outrider:edge_steering_codes", "Steering codes received in commits.", _WHOSE)
+BAD_CODES = Figure(
+    "counter", "outrider:edge_steering_bad_codes", "Steering codes that could not be read, and were dropped.", _WHOSE
+)
+CODE_BYTES = Figure("counter", "outrider:edge_steering_bytes", "Bytes of the steering codes received.", _WHOSE)
+STEERED_JOBS = Figure(
+    "counter", "outrider:edge_steered_jobs", "Drafting jobs that were steered by a code of the target's state.", _WHOSE
+)
+CODE_AGE = Figure(
+    "counter",
+    "outrider:edge_steering_age_positions",
+    "Sum over steered drafting jobs of the code's age: positions from its own to the one that the job's first draft "
+    "follows.",
+    _WHOSE,
+)
 RESUMES = Figure("counter", "outrider:edge_resumes", "Streams lost and opened again.", _WHOSE)
 LOSSES = Figure("counter", "outrider:edge_stream_losses", "Streams lost or refused, by error.", (*_WHOSE, "error"))
 SHEDS = Figure("counter", "outrider:edge_sheds", "Refusals because a verifier or coordinator was full.", _WHOSE)
@@ -94,10 +109,13 @@ FIGURES = (
     *(FIRST_TOKEN, TEXTS, SESSIONS, STEPS, DRAFTED),
     *(COMPARED, HITS, MESSAGES, UPLINK, DOWNLINK, RESUMES, LOSSES, SHEDS, FALLBACKS, PHASE, ROUND_TRIP, DRAFT_TOKEN),
     *(WINDOW, IN_FLIGHT, CREDIT, PLANNED, LINK, DECODING, CLOUD, SPEEDUP),
+    *(CODES, BAD_CODES, CODE_BYTES, STEERED_JOBS, CODE_AGE),
 )
 _FROM_STATISTICS = (
     *((GENERATED, "committed"), (STEPS, "steps"), (DRAFTED, "drafted"), (COMPARED, "compared"), (HITS, "hits")),
     *((MESSAGES, "messages"), (UPLINK, "uplink_bytes"), (DOWNLINK, "downlink_bytes"), (RESUMES, "resumes")),
+    *((CODES, "codes"), (BAD_CODES, "bad_codes"), (CODE_BYTES, "code_bytes"), (STEERED_JOBS, "steered_jobs")),
+    (CODE_AGE, "code_age"),
 )
 _MISSING, _FAILED = "missing", "failed"
 

@@ -129,6 +129,7 @@ class Bench:
             tokenizer=verifier.tokenizer,
             drafter="none" if mode == "cloud" else options.drafter,
             threads=options.drafter_threads,
+            steering=options.steer,
             window=length if mode == "sync" else options.window,
             patience=policy.patience if policy else None,
             logprobs=not options.no_logprobs,

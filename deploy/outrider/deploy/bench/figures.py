@@ -37,6 +37,7 @@ def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Byte
         arrivals_s = _arrivals_s(texts) if link.trace else None
     statistics = [text.statistics for text in texts]
     compared = sum(s.compared for s in statistics)
+    steered = sum(s.steered_jobs for s in statistics)
     return Run(
         mode,
         link,
@@ -47,6 +48,7 @@ def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Byte
         downlink_bytes_per_token=carried[1] / tokens if carried else None,
         session_tokens_per_second=tuple(len(text.tokens) / text.seconds for text in texts),
         window_mean=_window_mean(texts),
+        code_age_mean=sum(s.code_age for s in statistics) / steered if steered else None,
         arrivals_s=arrivals_s,
         **fields,  # type: ignore[arg-type]
     )

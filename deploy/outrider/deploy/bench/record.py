@@ -108,6 +108,8 @@ class Run:
         downlink_bytes_per_token: received by the edge.
         identical_to_cloud: whether every text was that of cloud streaming.
         window_mean: unverified tokens in flight, on average.
+        code_age_mean: positions between a steering code and the token that the drafts made with it follow, on average
+            over steered drafting jobs; None: there were none.
         token_gaps_ms: [101] the 0, 1, … 100 % quantiles of the gaps.
         session_tokens_per_second: [sessions] of each text or session, in order.
         forward_ms_p50: median time of the model's own forward pass in a target step.
@@ -139,6 +141,7 @@ class Run:
     downlink_bytes_per_token: float | None = None
     identical_to_cloud: bool | None = None
     window_mean: float | None = None
+    code_age_mean: float | None = None
     token_gaps_ms: tuple[float, ...] | None = None
     session_tokens_per_second: tuple[float, ...] | None = None
     forward_ms_p50: float | None = None

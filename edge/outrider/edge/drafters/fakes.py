@@ -9,7 +9,7 @@ import numpy as np
 
 from outrider.edge.drafters.prefix import TokenPrefix
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal, check_scorable
+from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal, check_scorable, steering_of
 from outrider.proto.errors import Internal
 from outrider.proto.noise import random_bits
 
@@ -20,6 +20,7 @@ class ScriptedDrafter:
     """Proposes by a script: tokens by absolute position, or a function of the prefix (None: nothing to say)."""
 
     version = "1"
+    steering = None
 
     def __init__(self, script: Script, *, q: float = 0.9, name: str = "scripted") -> None:
         """Make the drafter; `q` is the probability it gives to its own token, and 1 - q to any other."""
@@ -63,6 +64,7 @@ class GarbageDrafter:
     """Proposes uniformly random tokens, a pure function of (seed, position): the text must survive it unchanged."""
 
     version = "1"
+    steering = None
 
     def __init__(self, vocab: int, seed: int = 0, *, name: str = "garbage") -> None:
         self.name = name
@@ -100,6 +102,7 @@ class FailingDrafter:
         self._inner = inner if inner is not None else GarbageDrafter(vocab=2, name="failing")
         self.name = self._inner.name
         self.version = self._inner.version
+        self.steering = steering_of(self._inner)
 
     def open(self, rule: ProposalRule) -> DraftState:
         """Begin an empty prefix, with all its proposals before it."""
@@ -135,6 +138,9 @@ class _FailingState:
 
     def follow(self, rule: ProposalRule) -> None:
         self._inner.follow(rule)
+
+    def steer(self, code: np.ndarray | None, since: int) -> None:
+        self._inner.steer(code, since)
 
     def close(self) -> None:
         self._inner.close()

@@ -31,6 +31,7 @@ class NgramDrafter:
     """Proposes the continuation of the longest suffix that was seen before."""
 
     version = "1"
+    steering = None
 
     def __init__(self, *, longest: int = 3, vocab_size: int = 1 << 16, name: str = "ngram") -> None:
         """Make the drafter.

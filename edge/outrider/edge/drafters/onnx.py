@@ -18,21 +18,29 @@ cache has room for c >= p + n:
 
 Past and present are the same memory: a run writes rows p .. p + n - 1 of each layer and copies none, and no address
 changes until the buffer has to grow. Rolling back sets one number; rows past the end are written over.
+
+A steered drafter's graph has one more input for every layer, and a second, small graph gives them:
+
+    inputs   steering.L        float32 [mlp]       added to layer L's up projection
+    steering.onnx   code float32 [rank]  ->  steering.L for every layer
+
+They are one buffer too, which the small graph writes once a code; a token costs nothing more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as _onnxruntime_errors
 
-from outrider.edge.drafters.packages import DrafterPackage
+from outrider.edge.drafters.packages import DrafterPackage, SteeringShape
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import Proposal, check_scorable, check_truncation
-from outrider.proto.errors import Internal, ModelRefused, OutriderError, UnknownToken
+from outrider.proto.errors import Internal, InvalidArgument, ModelRefused, OutriderError, UnknownToken
 from outrider.proto.types import Sampling
 
 PREFILL_TOKENS = 64  # new tokens a run: small activations; within 4 % of the fastest size at 500 and 1,900 tokens
@@ -52,6 +60,7 @@ _OUTPUTS = {
     "log_normalizer": "tensor(float)",
     "logits": "tensor(float)",
 }
+_CODE, _BIAS = "code", "steering."
 # ONNX Runtime's exceptions have no common base of their own; binding raises the other two.
 _RUNTIME_ERRORS: tuple[type[Exception], ...] = (
     *(kind for kind in vars(_onnxruntime_errors).values() if isinstance(kind, type) and issubclass(kind, Exception)),
@@ -84,32 +93,53 @@ class OnnxDrafter:
         self.package = package
         self.name = package.name
         self.version = package.version
+        self.steering = package.steering
         with _translated(ModelRefused, f"drafter {package.name}"):
-            self._session = onnxruntime.InferenceSession(
-                str(package.model_path), _options(threads), providers=["CPUExecutionProvider"]
-            )
-        self._check_graph()
+            self._session = _load(package.model_path, threads)
+            self._steering_session = _load(package.steering_path, 1) if package.steering else None
+        self._check_graphs()
         self._try()
 
     def open(self, rule: ProposalRule) -> OnnxState:
         """Begin an empty prefix; its memory grows with its length."""
-        return OnnxState(self._session, self.package, rule)
+        return OnnxState(self._session, self.package, rule, self._biases())
 
-    def _check_graph(self) -> None:
+    def _biases(self) -> _Biases | None:
+        if self._steering_session is None or self.steering is None:
+            return None
+        return _Biases(self._steering_session, self.steering, self.package.cache.layers)
+
+    def _check_graphs(self) -> None:
         layers = self.package.cache.layers
-        for fixed, side, found in (
-            (_INPUTS, "past", self._session.get_inputs()),
-            (_OUTPUTS, "present", self._session.get_outputs()),
-        ):
-            wanted = fixed | dict.fromkeys(_cache_names(side, layers), "tensor(float)")
-            types = {node.name: node.type for node in found}
-            if types != wanted:
-                raise ModelRefused(f"drafter {self.name}: the graph has {types} where the contract wants {wanted}")
+        caches = {side: dict.fromkeys(_cache_names(side, layers), "tensor(float)") for side in ("past", "present")}
+        biases = dict.fromkeys(_bias_names(layers), "tensor(float)") if self.steering else {}
+        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        self._check("graph", inputs, _INPUTS | caches["past"] | biases)
+        self._check("graph", outputs, _OUTPUTS | caches["present"])
+        if self._steering_session is None or self.steering is None:
+            return
+        codes, rows = self._steering_session.get_inputs(), self._steering_session.get_outputs()
+        self._check("steering graph", codes, {_CODE: "tensor(float)"})
+        self._check("steering graph", rows, biases)
+        for node in (*inputs, *codes, *rows):
+            if node.name == _CODE or node.name in biases:
+                size = self.steering.rank if node.name == _CODE else self.steering.mlp
+                if node.shape != [size]:
+                    raise ModelRefused(
+                        f"drafter {self.name}: {node.name} has the shape {node.shape} where its manifest says [{size}]"
+                    )
+
+    def _check(self, what: str, found: Sequence[onnxruntime.NodeArg], wanted: dict[str, str]) -> None:
+        types = {node.name: node.type for node in found}
+        if types != wanted:
+            raise ModelRefused(f"drafter {self.name}: the {what} has {types} where the contract wants {wanted}")
 
     def _try(self) -> None:
         """Use every input and output once, since a graph need not declare its shapes."""
         state = self.open(ProposalRule(Sampling(temperature=1.0)))
         try:
+            if self.steering is not None:
+                state.steer(np.ones(self.steering.rank, dtype=np.float32), since=1)
             state.extend((0,))
             state.propose(2)  # the first token meets an empty cache, the second does not
             state.score((0,))
@@ -117,6 +147,10 @@ class OnnxDrafter:
             raise ModelRefused(f"drafter {self.name} does not run as its manifest says: {error.message}") from error
         finally:
             state.close()
+
+
+def _load(graph: Path, threads: int) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(str(graph), _options(threads), providers=["CPUExecutionProvider"])
 
 
 def _options(threads: int) -> onnxruntime.SessionOptions:
@@ -129,14 +163,56 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
     return options
 
 
+class _Biases:
+    """What is added to each layer's up projection, [layers, mlp] float32, all zero at first. One session's own."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, shape: SteeringShape, layers: int) -> None:
+        self.rows = np.zeros((layers, shape.mlp), dtype=np.float32)
+        self.rank = shape.rank
+        self._session = session
+        self._code = np.zeros(shape.rank, dtype=np.float32)
+        self._binding = session.io_binding()
+        with _translated(Internal, "binding a drafter's steering"):
+            _bind_input(self._binding, _CODE, self._code)
+            for name, row in zip(_bias_names(layers), self.rows, strict=True):
+                _bind_output(self._binding, name, row)
+
+    def write(self, code: np.ndarray | None) -> None:
+        """Become U code; None: zero."""
+        if code is None:
+            self.rows.fill(0)
+            return
+        self._code[:] = code
+        with _translated(Internal, "running a drafter's steering"):
+            self._session.run_with_iobinding(self._binding)
+
+    def close(self) -> None:
+        """Let the buffers go."""
+        self._binding.clear_binding_inputs()
+        self._binding.clear_binding_outputs()
+
+
 class OnnxState:
     """One session's tokens and KV cache. `_computed` of its `length` tokens are in the cache, never the last one.
 
     The last token is always left to the next run, because it is that run which answers what follows it.
+
+    A steered drafter's positions before `_steered_since` (the prompt) are computed with biases of zero, later ones with
+    the newest code's. `_unsettled`: the next position needs other biases than there are.
     """
 
-    def __init__(self, session: onnxruntime.InferenceSession, package: DrafterPackage, rule: ProposalRule) -> None:
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        package: DrafterPackage,
+        rule: ProposalRule,
+        biases: _Biases | None = None,
+    ) -> None:
         self.length = 0
+        self._biases = biases
+        self._code: np.ndarray | None = None
+        self._steered_since = 0
+        self._unsettled = False
         self._computed = 0
         self._session = session
         self._vocab_size = package.vocab_size
@@ -206,6 +282,16 @@ class OnnxState:
             self._append(chosen[0])
         return Proposal(tuple(tokens), tuple(q))
 
+    def steer(self, code: np.ndarray | None, since: int) -> None:
+        """Compute positions from `since` on with `code` [rank] float32, None: with none; those before it with none."""
+        if self._biases is None:
+            return
+        if code is not None and code.shape != (self._biases.rank,):
+            raise InvalidArgument(f"has the shape {code.shape}, the drafter takes [{self._biases.rank}]", field="code")
+        self._code = code
+        self._steered_since = since
+        self._unsettled = True
+
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """Log q of each token [m] float32, appended; beyond the context's end the uniform distribution's."""
         check_scorable(self.length)
@@ -216,10 +302,13 @@ class OnnxState:
         end = min(self.length - 1, self._context_length)
         if end < first:
             return log_q
-        self._compute_near(first - 1)
-        for start in range(first - 1, end, SCORED_TOKENS):
-            stop = min(start + SCORED_TOKENS, end)
+        start = first - 1
+        while start < end:
+            self._compute_near(start)
+            border = self._steered_since if self._unsettled else end  # no run is on both sides of it
+            stop = min(start + SCORED_TOKENS, border, end)
             log_q[start + 1 - first : stop + 1 - first] = self._log_q_after(start, stop)
+            start = stop
         return log_q
 
     def truncate(self, length: int) -> None:
@@ -227,12 +316,15 @@ class OnnxState:
         check_truncation(length, self.length)
         self.length = length
         self._computed = max(0, min(self._computed, length - 1))
+        self._unsettled = self._unsettled or self._computed < self._steered_since
 
     def close(self) -> None:
         """Give the memory back."""
         self.length = self._computed = self._context_length = 0
         self._binding.clear_binding_inputs()
         self._binding.clear_binding_outputs()
+        if self._biases is not None:
+            self._biases.close()
         self._allocate(0)
 
     def _append(self, token: int) -> None:
@@ -242,9 +334,25 @@ class OnnxState:
         self.length += 1
 
     def _compute_near(self, position: int) -> None:
-        """Fill the cache until one prefill's worth of tokens at most, the one at `position` the last, is left."""
+        """Fill the cache until one prefill's worth of tokens at most, the one at `position` the last, is left.
+
+        What is left is to be computed with the same biases, and these are there.
+        """
+        if self._unsettled and self._biases is not None:
+            self._settle(self._biases, position)
         while position + 1 - self._computed > PREFILL_TOKENS:
             self._run(PREFILL_TOKENS, self._binding)
+
+    def _settle(self, biases: _Biases, position: int) -> None:
+        """Compute what is left of the prompt, but for `position`, with no steering; behind it let the code count."""
+        prompt_end = min(self._steered_since, position)
+        if self._computed < self._steered_since:
+            biases.write(None)
+            while self._computed < prompt_end:
+                self._run(min(PREFILL_TOKENS, prompt_end - self._computed), self._binding)
+        if self._computed >= self._steered_since:
+            biases.write(self._code)
+            self._unsettled = False
 
     def _run(self, n: int, binding: onnxruntime.IOBinding) -> None:
         """Put the next n tokens into the cache; the bound outputs answer for the last of them."""
@@ -303,10 +411,17 @@ class OnnxState:
                 _bind_input(binding, name, half)
             for name, half in zip(_cache_names("present", self._layers), halves, strict=True):
                 _bind_output(binding, name, half)
+            if self._biases is not None:
+                for name, row in zip(_bias_names(self._layers), self._biases.rows, strict=True):
+                    _bind_input(binding, name, row)
 
 
 def _cache_names(side: str, layers: int) -> list[str]:
     return [f"{side}_{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
+
+
+def _bias_names(layers: int) -> list[str]:
+    return [f"{_BIAS}{layer}" for layer in range(layers)]
 
 
 def _bind_input(binding: onnxruntime.IOBinding, name: str, array: np.ndarray) -> None:

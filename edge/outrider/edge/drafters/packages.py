@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from outrider.proto.types import DRAFTER_FORMAT, RemoteFile
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 TOKENIZER = "tokenizer.json"
+STEERING_GRAPH = "steering.onnx"
 KINDS = ("onnx-lm",)
 CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
 
@@ -28,6 +30,8 @@ FAMILY = Path(__file__).resolve().parent.parent / "family"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _VERSION = re.compile(r"[0-9a-f]{12}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_PROJECTION = re.compile(r"[0-9a-f]{12}")
+_AGE = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 _READ_BYTES = 1 << 20
 
 
@@ -38,6 +42,24 @@ class CacheShape:
     layers: int
     kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class SteeringShape:
+    """What a steered drafter takes: codes of the target's hidden state, which a projection in the cloud makes.
+
+    Attributes:
+        rank: numbers in a code.
+        mlp: width of every layer's MLP, to whose up projection the code adds.
+        projection: 12 hexadecimal digits, the one that the drafter was trained with.
+        gain: (age of the code in positions, relative gain in tokens a round against no code), ages ascending; may be
+            empty.
+    """
+
+    rank: int
+    mlp: int
+    projection: str
+    gain: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +79,17 @@ class DrafterPackage:
     candidates: int
     parameters: int
     cache: CacheShape
+    steering: SteeringShape | None = None
 
     @property
     def model_path(self) -> Path:
         """The ONNX graph with its weights."""
         return self.folder / MODEL
+
+    @property
+    def steering_path(self) -> Path:
+        """The small ONNX graph from a code to every layer's bias, where the drafter is steered."""
+        return self.folder / STEERING_GRAPH
 
     @property
     def tokenizer_path(self) -> Path:
@@ -123,9 +151,12 @@ def parse_manifest(text: str, folder: Path) -> DrafterPackage:
         candidates=fields.count("candidates"),
         parameters=fields.count("parameters"),
         cache=CacheShape(cache.count("layers"), cache.count("kv_heads"), cache.count("head_dim")),
+        steering=_steering(fields.inner("steering")) if fields.has("steering") else None,
     )
     if package.candidates > package.vocab_size:
         raise InvalidArgument("exceeds the vocabulary", field="manifest.candidates")
+    if package.steering is not None and all(file.name != STEERING_GRAPH for file in package.files):
+        raise InvalidArgument(f"does not list {STEERING_GRAPH}, which a steered drafter has", field="manifest.files")
     return package
 
 
@@ -181,6 +212,23 @@ def _files(files: _Fields) -> tuple[RemoteFile, ...]:
     return tuple(promised)
 
 
+def _steering(steering: _Fields) -> SteeringShape:
+    return SteeringShape(
+        rank=steering.count("rank"),
+        mlp=steering.count("mlp"),
+        projection=steering.matching("projection", _PROJECTION),
+        gain=_gain(steering.inner("gain")) if steering.has("gain") else (),
+    )
+
+
+def _gain(gain: _Fields) -> tuple[tuple[int, float], ...]:
+    ages = gain.keys()
+    for age in ages:
+        if not _AGE.fullmatch(age):
+            raise InvalidArgument(f"{age!r} is no age in positions", field="manifest.steering.gain")
+    return tuple(sorted((int(age), gain.finite(age)) for age in ages))
+
+
 class _Fields:
     """A JSON object whose every access checks the type and names the field at fault."""
 
@@ -192,6 +240,9 @@ class _Fields:
 
     def keys(self) -> tuple[str, ...]:
         return tuple(self._parsed)
+
+    def has(self, key: str) -> bool:
+        return key in self._parsed
 
     def inner(self, key: str) -> _Fields:
         return _Fields(self._get(key), f"{self._where}.{key}")
@@ -213,6 +264,12 @@ class _Fields:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidArgument("must be a whole number, 1 or more", field=f"{self._where}.{key}")
         return value
+
+    def finite(self, key: str) -> float:
+        value = self._get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+            raise InvalidArgument("must be a finite number", field=f"{self._where}.{key}")
+        return float(value)
 
     def _get(self, key: str) -> Any:
         if key not in self._parsed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import check_truncation
 
@@ -30,6 +32,9 @@ class TokenPrefix:
 
     def follow(self, rule: ProposalRule) -> None:
         """Nothing to do for proposals that follow no rule."""
+
+    def steer(self, code: np.ndarray | None, since: int) -> None:
+        """Nothing to do where there is no model."""
 
     def close(self) -> None:
         """Give the memory back."""

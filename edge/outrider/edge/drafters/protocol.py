@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from outrider.edge.drafters.packages import SteeringShape
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.proto.errors import InvalidArgument
 
@@ -54,6 +55,13 @@ class DraftState(Protocol):
         """Propose by `rule` from now on; the prefix stays. A conversation's turns differ in sampling and prompt."""
         ...
 
+    def steer(self, code: np.ndarray | None, since: int) -> None:
+        """Compute positions from `since` on with `code` [rank] float32, None: with none; those before it with none.
+
+        What is computed already stays as it is. Cheap, as `extend`. Only asked of the states of a steered drafter.
+        """
+        ...
+
     def close(self) -> None:
         """Give the memory back. The state is not used afterwards."""
         ...
@@ -72,9 +80,19 @@ class Drafter(Protocol):
         """As in the manifest."""
         ...
 
+    @property
+    def steering(self) -> SteeringShape | None:
+        """The codes that its states can be steered by; None: none."""
+        ...
+
     def open(self, rule: ProposalRule) -> DraftState:
         """Begin an empty prefix whose proposals follow `rule`."""
         ...
+
+
+def steering_of(drafter: Drafter) -> SteeringShape | None:
+    """The codes that a drafter takes; one that was written before there were any takes none."""
+    return getattr(drafter, "steering", None)
 
 
 def check_truncation(length: int, current: int) -> None:

@@ -3,6 +3,7 @@
 measures  what is counted and smoothed on the way
 window    how far ahead the edge drafts
 flush     when the edge sends what it has drafted
+steering  which steering codes the edge asks for
 patience  how many drafts a step judges, and how long the verifier waits for them
 """
 
@@ -12,6 +13,7 @@ from outrider.proto.policy.flush import due_to_flush, worth_a_message
 from outrider.proto.policy.measures import (
     Acceptance,
     Calibration,
+    Downlink,
     Experience,
     Line,
     Pace,
@@ -29,26 +31,47 @@ from outrider.proto.policy.patience import (
     overtakes,
     plan_for,
 )
+from outrider.proto.policy.steering import (
+    OLDEST_CODE,
+    CodeRate,
+    FixedCodes,
+    Gain,
+    PricedCodes,
+    SteeringPolicy,
+    SteeringView,
+    choose,
+    commit_bytes,
+)
 from outrider.proto.policy.window import TOKEN_BYTES, EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
 
 __all__ = [
+    "OLDEST_CODE",
     "TOKEN_BYTES",
     "Acceptance",
     "Calibration",
+    "CodeRate",
+    "Downlink",
     "EdgeView",
     "Experience",
+    "FixedCodes",
     "FixedWindow",
+    "Gain",
     "Line",
     "Pace",
     "Plan",
+    "PricedCodes",
     "Prospect",
     "Smoothed",
+    "SteeringPolicy",
+    "SteeringView",
     "StepCost",
     "SurvivalWindow",
     "TextCalibration",
     "VerifierView",
     "WindowPolicy",
     "best_block",
+    "choose",
+    "commit_bytes",
     "due_to_flush",
     "expected_tokens",
     "linger_s",

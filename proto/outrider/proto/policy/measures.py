@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 ACCEPTANCE_PRIOR = 0.7
 _PRIOR_TRIALS, _TOLD_TRIALS = 2.0, 8.0
@@ -60,6 +60,12 @@ _COMMON_WEIGHT = (
 )
 _PACE_FADE = 0.95  # at every commit
 _USUAL_S = 0.005  # by which a round trip may always differ from the usual
+_MANY_COMMITS, _FEW_COMMITS = 1 - 1 / 32, 1 - 1 / 8  # fade of the downlink's price at every commit
+_CONTRADICTION = 1.5  # standard errors between the two
+_QUEUE_FADE = 1 - 1 / 64
+_FEW_POINTS = 4
+_UNUSUAL = 6.0  # times the usual scatter of round trips
+_LEAST_SCATTER_S = 0.0005
 _OCTAVES = 10  # of rows in a step: 1, 2 to 3, 4 to 7, … 512 and more
 
 
@@ -224,16 +230,107 @@ class Pace:
 
     seconds: float = 0.0
     tokens: float = 0.0
+    commits: float = 0.0
 
     def add(self, seconds: float, tokens: int) -> None:
         """A commit of so many tokens came so long after the one before it."""
         self.seconds = self.seconds * _PACE_FADE + seconds
         self.tokens = self.tokens * _PACE_FADE + tokens
+        self.commits = self.commits * _PACE_FADE + 1
 
     @property
     def token_s(self) -> float:
         """What a token takes; 0 before the first."""
         return self.seconds / self.tokens if self.tokens else 0.0
+
+    @property
+    def commit_s(self) -> float:
+        """Between commits; 0 before the first."""
+        return self.seconds / self.commits if self.commits else 0.0
+
+    @property
+    def commit_tokens(self) -> float:
+        """In a commit; 0 before the first."""
+        return self.tokens / self.commits if self.commits else 0.0
+
+
+@dataclass(slots=True)
+class ByteTime:
+    """Seconds that a byte takes, from round trips that end with messages of different sizes.
+
+    Least squares through the origin over points that fade with age, each of them by how much a message's bytes and its
+    round trip differ from the one's before it. So a round trip that drifts or jumps counts for nothing, and a moment's
+    jam for little: what differs by far more than usual is cut.
+    """
+
+    fade: float
+    weight: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    errors: float = 0.0  # squared
+    queued_s: float = 0.0
+
+    def add(self, size: float, seconds: float) -> None:
+        """A message had so many bytes more than the one before it, and its round trip took so much longer."""
+        expected = self.xy / self.xx * size if self.xx else 0.0
+        error = seconds - expected
+        if self.weight >= _FEW_POINTS:
+            most = _UNUSUAL * self._scatter_s
+            error = min(most, max(-most, error))
+        self.weight = self.weight * self.fade + 1
+        self.xx = self.xx * self.fade + size * size
+        self.xy = self.xy * self.fade + size * (expected + error)
+        self.errors = self.errors * self.fade + error * error
+        self.queued_s = max(0.0, self.queued_s * _QUEUE_FADE + error)
+
+    @property
+    def _scatter_s(self) -> float:
+        return math.sqrt(self.errors / self.weight + _LEAST_SCATTER_S**2)
+
+    @property
+    def byte_s(self) -> float:
+        """At least 0; 0 while all messages had the same size."""
+        return max(0.0, self.xy / self.xx) if self.xx else 0.0
+
+    @property
+    def doubt_s(self) -> float:
+        """Its standard error; infinite while there are too few points.
+
+        Neighbouring differences share a round trip, which makes the variance half as large again.
+        """
+        if self.weight < _FEW_POINTS or not self.xx:
+            return math.inf
+        return self._scatter_s * math.sqrt(1.5 / self.xx)
+
+
+@dataclass(slots=True)
+class Downlink:
+    """What a byte of a commit takes on its way to the edge, over many commits; over few where these contradict."""
+
+    many: ByteTime = field(default_factory=lambda: ByteTime(_MANY_COMMITS))
+    few: ByteTime = field(default_factory=lambda: ByteTime(_FEW_COMMITS))
+
+    def add(self, size: float, seconds: float) -> None:
+        """So many bytes a stream's newest commit has more than the one before it, so much longer its way down took."""
+        for measured in (self.many, self.few):
+            measured.add(size, seconds)
+        if abs(self.few.byte_s - self.many.byte_s) > _CONTRADICTION * math.hypot(self.few.doubt_s, self.many.doubt_s):
+            self.many = replace(self.few, fade=_MANY_COMMITS)
+
+    @property
+    def byte_s(self) -> float:
+        """Seconds a byte, 0 or more."""
+        return self.many.byte_s
+
+    @property
+    def doubt_s(self) -> float:
+        """Its standard error; infinite while nothing is known."""
+        return self.many.doubt_s
+
+    @property
+    def queued_s(self) -> float:
+        """By so much have round trips grown of late, one after the other, 0 or more: what is sent piles up."""
+        return self.many.queued_s
 
 
 def _new_round_trip() -> Line:
@@ -252,6 +349,9 @@ class Experience:
         strangers: newest times, one after the other, that are half or twice what was to be expected.
         step: seconds of the verifier's steps against their rows.
         pace: of commits.
+        downlink: what a byte takes there; measured where codes are wished for.
+        lead: positions from the newest that the verifier has processed to the one that a drafting job follows; the
+            same.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
@@ -261,6 +361,8 @@ class Experience:
     strangers: int = 0
     step: Line = field(default_factory=Line)
     pace: Pace = field(default_factory=Pace)
+    downlink: Downlink = field(default_factory=Downlink)
+    lead: Smoothed = field(default_factory=Smoothed)
 
     def time_open(self, seconds: float) -> None:
         """An Open was answered after so long; counts while nothing better is known."""

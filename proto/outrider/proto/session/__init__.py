@@ -10,11 +10,13 @@ edge begins another *turn* by naming the tokens that are new; both halves are th
 
 settle    the one place where a judged block becomes text
 verifier  the cloud's half
+codes     the steering codes that an edge keeps
 edge      the edge's half
 """
 
 from __future__ import annotations
 
+from outrider.proto.session.codes import Codes, Steer
 from outrider.proto.session.edge import (
     Done,
     DraftJob,
@@ -30,6 +32,7 @@ from outrider.proto.session.settle import settle
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 
 __all__ = [
+    "Codes",
     "Done",
     "DraftJob",
     "EdgeInstruction",
@@ -39,6 +42,7 @@ __all__ = [
     "Reopen",
     "RetryRules",
     "Send",
+    "Steer",
     "Verified",
     "VerifierRules",
     "VerifierSession",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import operator
 from dataclasses import dataclass, replace
@@ -19,12 +20,15 @@ from outrider.proto.policy import (
     TOKEN_BYTES,
     EdgeView,
     Experience,
+    SteeringView,
     SurvivalWindow,
     TextCalibration,
     WindowPolicy,
+    commit_bytes,
     due_to_flush,
     worth_a_message,
 )
+from outrider.proto.session.codes import CodeKeeper, Codes, Steer
 from outrider.proto.types import (
     MAX_TOKEN_ID,
     Cancel,
@@ -39,8 +43,11 @@ from outrider.proto.types import (
     Opened,
     Report,
     Sampling,
+    Steering,
     TopLogprobs,
 )
+
+log = logging.getLogger(__name__)
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
 DRAFT_BYTES = 30  # of a Draft message beside its tokens, framing included, for the link's rate
@@ -86,12 +93,16 @@ EdgeInstruction = Send | Emit | Reopen | Done
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """What the drafter should do next: truncate its prefix, extend it, propose up to `count` tokens."""
+    """What the drafter should do next: truncate its prefix, extend it, propose up to `count` tokens.
+
+    `steer`: by what, said before it extends; None: as before.
+    """
 
     truncate_to: int
     extend_with: tuple[int, ...]
     count: int
     epoch: int
+    steer: Steer | None = None
 
     @property
     def start(self) -> int:
@@ -101,7 +112,16 @@ class DraftJob:
 
 @dataclass(slots=True)
 class EdgeStatistics:
-    """Counts of one session. Seconds and bytes; bytes are filled in by the link."""
+    """Counts of one session. Seconds and bytes; bytes are filled in by the link.
+
+    Attributes:
+        steered: whether the verifier sends the codes that the drafter takes.
+        codes: that came, those that could not be read among them.
+        code_bytes: that they took on the downlink, but for their framing.
+        bad_codes: that could not be read, and were dropped.
+        steered_jobs: drafting jobs that were steered by a code.
+        code_age: sum over these of the code's age: positions from its own to the one that the first draft follows.
+    """
 
     committed: int = 0
     accepted: int = 0
@@ -118,6 +138,17 @@ class EdgeStatistics:
     downlink_bytes: int = 0
     round_trip_s: float = 0.0
     drafter_error: str = ""
+    steered: bool = False
+    codes: int = 0
+    code_bytes: int = 0
+    bad_codes: int = 0
+    steered_jobs: int = 0
+    code_age: int = 0
+
+    @property
+    def mean_code_age(self) -> float:
+        """Positions; 0 where no job was steered."""
+        return self.code_age / self.steered_jobs if self.steered_jobs else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +177,7 @@ class EdgeSession:
         experience: Experience | None = None,
         *,
         send_q: bool = False,
+        codes: Codes | None = None,
     ) -> None:
         """Begin a text.
 
@@ -155,8 +187,15 @@ class EdgeSession:
             retry: how long lost streams are reopened.
             experience: measured in earlier texts with the same drafter; this one adds to it.
             send_q: send the drafter's probabilities, which earn rewards in the commits.
+            codes: that `frame.steering` wishes for; None: the drafter is not steered.
+
+        Raises:
+            InvalidArgument: one of `frame.steering` and `codes` is there without the other.
         """
+        if (frame.steering is None) != (codes is None):
+            raise InvalidArgument("must come with `codes`, and these with it", field="open.steering")
         self._send_q = send_q
+        self._codes = CodeKeeper(frame.steering, codes) if frame.steering is not None and codes is not None else None
         self.statistics = EdgeStatistics()
         self.finish: FinishReason | None = None
         self.done = False
@@ -190,6 +229,7 @@ class EdgeSession:
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
         self._experience = experience or Experience()
         self._calibration = TextCalibration(self._experience.calibration)
+        self._round_trip: tuple[int, float] | None = None  # bytes of the newest commit; seconds, without the uplink's
         self._sent_at: list[tuple[float, int]] = []  # when each Draft message of this stream went, and its bytes
         self._commit_at = 0.0
         self._heard_commit = False  # of this stream
@@ -215,6 +255,7 @@ class EdgeSession:
             lease=lease,
             committed=tuple(self.transcript[self.prompt_length :]),
             drafting=self._drafting,
+            steering=self._codes.ask(self._drafting) if self._codes is not None else None,
         )
 
     def on_opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:
@@ -235,6 +276,8 @@ class EdgeSession:
         self._goal = opened.goal
         self._max_drafts = opened.max_drafts
         self._planned = opened.planned
+        self.statistics.steered = opened.steered and self._codes is not None
+        self._round_trip = None
         self._connected = True
         self._sent_at.clear()
         self._said_complete = False
@@ -314,8 +357,13 @@ class EdgeSession:
         self.prompt_length = len(frame.prompt)
         self.finish, self.done = None, False
         self.statistics = EdgeStatistics(
-            round_trip_s=self.statistics.round_trip_s, drafter_error=self.statistics.drafter_error
+            round_trip_s=self.statistics.round_trip_s,
+            drafter_error=self.statistics.drafter_error,
+            steered=self.statistics.steered,
         )
+        if self._codes is not None:
+            self._codes.forget()  # a prompt is read unsteered
+        self._round_trip = None
         self._experience = experience or self._experience
         self._retries = _Retries()
         self._turns += 1
@@ -358,6 +406,8 @@ class EdgeSession:
             self.statistics.committed += len(tokens)
             self.statistics.accepted += sum(drafted)
             self._follow(tokens)
+            if commit.steering is not None and self._codes is not None and self.statistics.steered:
+                self._take_code(self._codes, commit.steering)
         if commit.finish is not None:
             return [*instructions, *self._end(finish=commit.finish)]
         self._stalled = False
@@ -379,6 +429,27 @@ class EdgeSession:
             sent_at, size = self._sent_at[timing.echo - 1]
             self._experience.time_draft(size, now - sent_at - timing.hold_s)
             self.statistics.round_trip_s = self.round_trip_s
+            if self._codes is not None:
+                self._time_commit(commit_bytes(commit), now - sent_at - timing.hold_s, size)
+        if self._codes is not None and self.statistics.steered:
+            self._codes.policy.after_commit(self._steering_view())
+
+    def _time_commit(self, size: int, seconds: float, draft_bytes: int) -> None:
+        """A round trip of `seconds` ended with a commit of `size` bytes."""
+        before, self._round_trip = self._round_trip, (size, seconds - self._experience.round_trip.slope * draft_bytes)
+        if before is not None:
+            self._experience.downlink.add(size - before[0], self._round_trip[1] - before[1])
+
+    def _take_code(self, codes: CodeKeeper, code: Steering) -> None:
+        """Of the last position but one: the newest that the verifier has processed. A bad one costs drafts alone."""
+        self.statistics.codes += 1
+        self.statistics.code_bytes += len(code.values)
+        try:
+            codes.take(code, len(self.transcript) - 2)
+        except InvalidArgument as error:
+            if not self.statistics.bad_codes:
+                log.warning("a steering code of %s was dropped: %s", self.verifier, error)
+            self.statistics.bad_codes += 1
 
     def _follow(self, tokens: tuple[int, ...]) -> None:
         for token in tokens:
@@ -474,9 +545,31 @@ class EdgeSession:
             *self.transcript[self._agreed :],
             *self._drafted[max(0, self._agreed - len(self.transcript)) :],
         )
-        job = DraftJob(self._agreed, behind, count, self._epoch)
+        job = DraftJob(self._agreed, behind, count, self._epoch, self._steer(prefix_length - 1))
         self._agreed = prefix_length
         return job
+
+    def _steer(self, position: int) -> Steer | None:
+        """What a job is to be steered by whose first token follows `position`; None: as before."""
+        if self._codes is None:
+            return None
+        self._experience.lead.add(position + 2 - len(self.transcript))
+        age = self._codes.age(position)
+        if age is not None:
+            self.statistics.steered_jobs += 1
+            self.statistics.code_age += age
+        return self._codes.steer(self.prompt_length)
+
+    def _steering_view(self) -> SteeringView:
+        experience = self._experience
+        return SteeringView(
+            commit_s=experience.pace.commit_s,
+            commit_tokens=experience.pace.commit_tokens,
+            lead=experience.lead.value,
+            byte_s=experience.downlink.byte_s,
+            doubt_s=experience.downlink.doubt_s,
+            queued_s=experience.downlink.queued_s,
+        )
 
     def on_drafted(
         self, job: DraftJob, tokens: tuple[int, ...], q: tuple[float, ...], seconds: float, now: float
@@ -593,19 +686,24 @@ class EdgeSession:
 
     def _reports(self) -> list[EdgeInstruction]:
         """A report when what the verifier's patience rests on has changed by a quarter."""
+        if not self._connected:
+            return []
+        steered = self._codes if self.statistics.steered else None
         report = Report(
             self._drafting,
             self._experience.drafting_s.value,
             self.round_trip_s,
             self._experience.calibration.acceptance.rate,
+            steered.ask_anew(self._drafting) if steered is not None else None,
         )
         old = self._reported
         same = (
-            report.drafting == old.drafting
+            report.steering is None
+            and report.drafting == old.drafting
             and math.isclose(report.drafting_s, old.drafting_s, rel_tol=0.25)
             and math.isclose(report.round_trip_s, old.round_trip_s, rel_tol=0.25, abs_tol=1e-3)
         )
-        if same or not self._connected:
+        if same:
             return []
         self._reported = report
         return [Send(report)]

@@ -1,0 +1,132 @@
+"""A comparison as tables for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from outrider.deploy.compare.contenders import Variant, ages_of, in_front
+from outrider.deploy.compare.record import Comparison, Figure, Interval, Ratio
+
+UNKNOWN = "-"
+ALL, MEAN = "all", "mean of domains"
+RATIOS_BESIDE = 4  # opponents in a table
+LEGEND = (
+    "efficiency: block efficiency, committed tokens a target step in synchronous rounds; 95 %: its confidence "
+    "interval, by resampling the prompts of each domain; accept: chance that a draft is right, given those before it; "
+    "first, next: median processor time of a round's first draft, for which the code is applied, and of one after it, "
+    "ms; age: positions by which codes are older than the freshest. Ratios are paired: both drafters have the same "
+    "texts in every resample"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table before it is drawn: headings [c], how many of them are words, and blocks of rows [r][c]."""
+
+    title: str
+    headings: tuple[str, ...]
+    words: int
+    blocks: tuple[tuple[tuple[str, ...], ...], ...]
+
+
+def tables(comparison: Comparison) -> Group:
+    """All tables."""
+    drawn = [part for grid in grids(comparison) for part in (Text(f"\n{grid.title}", style="italic"), _draw(grid))]
+    return Group(*drawn, Text(LEGEND, style="dim"))
+
+
+def grids(comparison: Comparison) -> list[Grid]:
+    """Temperature by temperature: figures by domain, ratios, and figures by age where there are several."""
+    found: list[Grid] = []
+    for temperature in comparison.temperatures:
+        condition = f"T = {temperature:g}, {comparison.drafts} drafts a round"
+        found.append(_figures(comparison, temperature, condition))
+        found += _ratios(comparison, temperature, condition)
+        if len(ages_of(comparison.variants)) > 1:
+            found.append(_by_age(comparison, temperature, condition))
+    return found
+
+
+def _figures(comparison: Comparison, temperature: float, condition: str) -> Grid:
+    headings = ("domain", "drafter", "codes", "age", "efficiency", "95 %", "accept", "tokens", "steps", "first", "next")
+    blocks = []
+    for domain in comparison.domains:
+        by_variant = comparison.by_variant(temperature, domain)
+        rows = [_figure_row(by_variant[variant]) for variant in in_front(comparison.variants)]
+        names = (domain or ALL, *[""] * (len(rows) - 1))
+        blocks.append(tuple((name, *row) for name, row in zip(names, rows, strict=True)))
+    return Grid(f"Block efficiency: {condition}", headings, 3, tuple(blocks))
+
+
+def _by_age(comparison: Comparison, temperature: float, condition: str) -> Grid:
+    """Of all prompts together; each steered drafter's variants are one block, what it does without codes its first."""
+    headings = ("drafter", "codes", "age", "efficiency", "95 %", "accept", "tokens", "steps", "first", "next")
+    by_variant = comparison.by_variant(temperature, None)
+    steered = [drafter.label for drafter in comparison.drafters if drafter.projection is not None]
+    blocks = []
+    for label in steered:
+        own = sorted((v for v in by_variant if v.drafter == label), key=lambda v: v.age is not None)
+        blocks.append(tuple(_figure_row(by_variant[variant]) for variant in own))
+    return Grid(f"By age of the codes, all domains: {condition}", headings, 2, tuple(blocks))
+
+
+def _figure_row(figure: Figure) -> tuple[str, ...]:
+    return (
+        figure.variant.drafter,
+        figure.variant.codes,
+        UNKNOWN if figure.variant.age is None else str(figure.variant.age),
+        f"{figure.block_efficiency:.3f}",
+        _interval(figure.interval),
+        _number(figure.acceptance),
+        str(figure.tokens),
+        str(figure.steps),
+        _number(figure.first_ms),
+        _number(figure.next_ms),
+    )
+
+
+def _ratios(comparison: Comparison, temperature: float, condition: str) -> list[Grid]:
+    ratios = [ratio for ratio in comparison.ratios if ratio.temperature == temperature]
+    means = [ratio for ratio in comparison.mean_ratios if ratio.temperature == temperature]
+    others = list(dict.fromkeys(ratio.against for ratio in ratios))
+    found = []
+    for first in range(0, len(others), RATIOS_BESIDE):
+        beside = others[first : first + RATIOS_BESIDE]
+        rows = [(domain or ALL, _of(ratios, domain, beside)) for domain in comparison.domains]
+        if means:
+            rows.append((MEAN, _of(means, None, beside)))
+        title = f"Block efficiency of {comparison.name(ratios[0].variant)} over that of others: {condition}"
+        block = tuple((name, *cells) for name, cells in rows)
+        found.append(Grid(title, ("domain", *(f"/ {comparison.name(other)}" for other in beside)), 1, (block,)))
+    return found
+
+
+def _of(ratios: Sequence[Ratio], domain: str | None, others: Sequence[Variant]) -> list[str]:
+    by_other = {ratio.against: ratio for ratio in ratios if ratio.domain == domain}
+    return [f"{by_other[other].ratio:.3f} {_interval(by_other[other].interval)}" for other in others]
+
+
+def _interval(interval: Interval | None) -> str:
+    return UNKNOWN if interval is None else f"{interval.low:.2f}–{interval.high:.2f}"  # noqa: RUF001 - a range
+
+
+def _number(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.3f}"
+
+
+def _draw(grid: Grid) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for index, heading in enumerate(grid.headings):
+        word = index < grid.words  # those alone may be long
+        table.add_column(Text(heading), justify="left" if word else "right", no_wrap=not word, overflow="fold")
+    for block in grid.blocks:
+        for row in block:
+            table.add_row(*map(Text, row))
+        table.add_section()
+    return table

@@ -1,0 +1,306 @@
+"""A steered ONNX drafter: which positions are computed with which code, and what that does to its logits.
+
+The tiny graph's cache says of every position what it was computed with, so it is read back and compared.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_drafter import (
+    CANDIDATES,
+    GREEDY,
+    LAYERS,
+    MLP,
+    RANK,
+    STEERING_MANIFEST,
+    VOCAB,
+    WARM,
+    entries,
+    log_q_after,
+    rows_of,
+    some_tokens,
+    steering_graph,
+    tiny_graph,
+    write_package,
+)
+
+from outrider.edge.drafters import NgramDrafter, ProposalRule
+from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
+from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
+from outrider.edge.drafters.packages import SteeringShape
+from outrider.edge.drafters.protocol import steering_of
+from outrider.proto.errors import InvalidArgument, ModelRefused
+from outrider.proto.noise import gumbel
+from outrider.proto.types import Sampling
+
+SHAPE = SteeringShape(RANK, MLP, "0123456789ab", ((1, 0.12), (8, 0.08)))
+
+
+def code(*numbers):
+    return np.array(numbers, dtype=np.float32)
+
+
+ONE, OTHER = code(1, -2, 3), code(-3, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    package = write_package(tmp_path_factory.mktemp("steered"), tiny_graph(steered=True), steering_graph())
+    return OnnxDrafter(package)
+
+
+@pytest.fixture(scope="module")
+def unsteered(tmp_path_factory):
+    return OnnxDrafter(write_package(tmp_path_factory.mktemp("unsteered"), tiny_graph()))
+
+
+def computed(state):
+    """What the cache holds, [computed, WIDTH]."""
+    return entries(state._cache, state._computed)
+
+
+def steered_greedily(prefix, since, by, n):
+    """The n greedy tokens after `prefix`, position `since` and all behind it steered by the code `by`, by hand."""
+    tokens = list(prefix)
+    for _ in range(n):
+        codes = dict.fromkeys(range(since, len(tokens)), by)
+        tokens.append(int(np.argmax(log_q_after(tokens, codes))))
+    return tuple(tokens[len(prefix) :])
+
+
+def test_a_steered_drafter_says_what_codes_it_takes_and_others_take_none(drafter, unsteered):
+    assert drafter.steering == SHAPE
+    assert steering_of(drafter) == SHAPE
+    others = [unsteered, NgramDrafter(), ScriptedDrafter(()), GarbageDrafter(5), FailingDrafter()]
+    assert [steering_of(other) for other in others] == [None] * 5
+    assert steering_of(FailingDrafter(inner=drafter)) == SHAPE
+    assert steering_of(SimpleNamespace(name="written before there were codes")) is None
+
+
+def test_until_it_is_steered_it_drafts_bit_for_bit_as_the_unsteered_one(drafter, unsteered):
+    never, none, zero, plain = drafter.open(WARM), drafter.open(WARM), drafter.open(WARM), unsteered.open(WARM)
+    for state in (never, none, zero, plain):
+        state.extend(some_tokens(20))
+    none.steer(None, since=3)
+    zero.steer(np.zeros(RANK, dtype=np.float32), since=3)
+    plain.steer(ONE, since=3)
+    expected = plain.propose(30)
+    for state in (never, none, zero):
+        assert state.propose(30) == expected
+        np.testing.assert_array_equal(computed(state), computed(plain))
+        state.truncate(20)
+    plain.truncate(20)
+    scores = plain.score(some_tokens(40, seed=9))
+    for state in (never, none, zero):
+        np.testing.assert_array_equal(state.score(some_tokens(40, seed=9)), scores)
+
+
+@pytest.mark.parametrize("length", [1, 2, 20, PREFILL_TOKENS, PREFILL_TOKENS + 1, FIRST_CAPACITY + 3])
+@pytest.mark.parametrize("behind", [0, 1, 5, PREFILL_TOKENS + 7])
+def test_the_prompt_is_computed_unsteered_and_what_follows_it_by_the_code_however_much_is_left(drafter, length, behind):
+    tokens = some_tokens(length + behind)
+    state = drafter.open(GREEDY)
+    state.steer(ONE, since=length)
+    state.extend(tokens)
+    proposal = state.propose(6)
+    assert proposal.tokens == steered_greedily(tokens, length, ONE, 6)
+    codes = dict.fromkeys(range(length, length + behind + 5), ONE)
+    np.testing.assert_array_equal(computed(state), rows_of((*tokens, *proposal.tokens[:-1]), codes))
+
+
+def test_a_code_changes_what_is_drafted(drafter):
+    drafts = []
+    for by in (None, ONE, OTHER):
+        state = drafter.open(GREEDY)
+        state.steer(by, since=3)
+        state.extend((3, 1, 4))
+        drafts.append(state.propose(8).tokens)
+    assert len(set(drafts)) == 3
+    assert len({draft[0] for draft in drafts}) == 1, "the prompt's last position is unsteered"
+
+
+def test_proposals_at_a_temperature_are_of_the_steered_logits_and_the_verifiers_noise(drafter):
+    state = drafter.open(WARM)
+    state.steer(ONE, since=3)
+    state.extend((3, 1, 4))
+    prefix = [3, 1, 4]
+    for token in state.propose(20).tokens:
+        log_q = log_q_after(prefix, dict.fromkeys(range(3, len(prefix)), ONE))
+        candidates = np.argsort(-log_q)[:CANDIDATES]
+        assert token == candidates[np.argmax(log_q[candidates] + gumbel(11, len(prefix), candidates))]
+        prefix.append(token)
+
+
+def test_a_new_code_leaves_what_is_computed_and_counts_from_there_on(drafter):
+    state = drafter.open(GREEDY)
+    state.extend((3, 1, 4))
+    state.steer(ONE, since=3)
+    first = state.propose(4).tokens  # positions 3 to 5 are computed, position 6 is not yet
+    state.steer(OTHER, since=3)
+    second = state.propose(3).tokens  # positions 6 to 8
+    state.steer(None, since=3)
+    third = state.propose(2).tokens
+    codes = dict.fromkeys((3, 4, 5), ONE) | dict.fromkeys((6, 7, 8), OTHER)
+    np.testing.assert_array_equal(computed(state), rows_of((3, 1, 4, *first, *second, *third[:-1]), codes))
+
+
+def test_a_rollback_recomputes_with_the_newest_code_behind_the_prompt_and_with_none_in_it(drafter):
+    state = drafter.open(GREEDY)
+    state.extend((3, 1, 4, 1))
+    state.steer(ONE, since=4)
+    state.propose(5)
+    state.truncate(6)
+    state.steer(OTHER, since=4)
+    state.propose(3)
+    codes = {4: ONE} | dict.fromkeys((5, 6, 7), OTHER)
+    np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:8], codes))
+    state.truncate(2)  # into the prompt, without another word of steering
+    state.extend((5, 9, 2))
+    state.propose(2)
+    np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:6], {4: OTHER, 5: OTHER}))
+
+
+def test_a_longer_prompt_begins_unsteered_and_keeps_what_was_computed(drafter):
+    state = drafter.open(GREEDY)
+    state.extend((3, 1, 4))
+    state.steer(ONE, since=3)
+    state.propose(4)  # a turn, of which three tokens were kept
+    state.truncate(6)
+    state.steer(None, since=10)
+    state.extend((7, 7, 7, 7))
+    state.steer(OTHER, since=10)
+    state.propose(3)
+    codes = {3: ONE, 4: ONE} | dict.fromkeys((10, 11), OTHER)
+    np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:12], codes))
+
+
+@pytest.mark.parametrize(("prompt", "before", "scored"), [(3, 3, 5), (3, 5, 40), (30, 3, 60), (100, 3, 20), (1, 1, 1)])
+def test_scores_are_of_the_steered_logits_on_both_sides_of_the_prompts_end(drafter, prompt, before, scored):
+    tokens = some_tokens(before + scored)
+    state = drafter.open(WARM)
+    state.steer(ONE, since=prompt)
+    state.extend(tokens[:before])
+    log_q = state.score(tokens[before:])
+    steered = dict.fromkeys(range(prompt, before + scored), ONE)
+    by_hand = [
+        log_q_after(tokens[:i], {p: c for p, c in steered.items() if p < i})[tokens[i]]
+        for i in range(before, before + scored)
+    ]
+    np.testing.assert_allclose(log_q, by_hand, atol=3e-4)
+
+
+codes_or_none = st.sampled_from([None, ONE, OTHER, code(2, 2, 2)])
+verbs = st.one_of(
+    st.tuples(st.just("steer"), codes_or_none, st.integers(0, 40)),
+    st.tuples(st.just("propose"), st.integers(0, 9)),
+    st.tuples(st.just("extend"), st.lists(st.integers(0, VOCAB - 1), max_size=9)),
+    st.tuples(st.just("score"), st.lists(st.integers(0, VOCAB - 1), max_size=20)),
+    st.tuples(st.just("truncate"), st.floats(0, 1)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(verbs, max_size=14), st.integers(1, 80))
+def test_whatever_happens_each_position_has_the_code_that_was_newest_when_it_was_computed(drafter, steps, prompt):
+    state = drafter.open(WARM)
+    state.extend(some_tokens(prompt))
+    newest, since = None, 0
+    codes = {}
+    for verb, *arguments in steps:
+        had = state._computed
+        if verb == "truncate":
+            arguments = [1 + int(arguments[0] * (state.length - 1))]
+        if verb == "steer":
+            newest, since = arguments
+        getattr(state, verb)(*arguments)
+        codes = {position: by for position, by in codes.items() if position < state._computed}
+        codes |= {p: newest for p in range(had, state._computed) if p >= since and newest is not None}
+        np.testing.assert_array_equal(computed(state), rows_of(state._tokens[: state._computed], codes))
+
+
+def test_an_allowed_set_without_a_candidate_keeps_prefix_and_steering(drafter):
+    worst = int(np.argmin(log_q_after((3, 1, 4))))
+    state = drafter.open(ProposalRule(Sampling(allowed_tokens=(worst,))))
+    state.steer(ONE, since=3)
+    state.extend((3, 1, 4))
+    assert state.propose(2).tokens == ()
+    state.follow(GREEDY)
+    assert state.propose(4).tokens == steered_greedily((3, 1, 4), 3, ONE, 4)
+
+
+def test_sessions_of_one_drafter_are_steered_apart(drafter):
+    by = [None, ONE, OTHER]
+    alone, together = ([drafter.open(WARM) for _ in by] for _ in range(2))
+    for states in (alone, together):
+        for state, each in zip(states, by, strict=True):
+            state.extend(some_tokens(20))
+            state.steer(each, since=20)
+    expected = [state.propose(10).tokens for state in alone]
+    got = [()] * 3
+    for _ in range(10):
+        for number, state in enumerate(together):
+            got[number] += state.propose(1).tokens
+    assert got == expected
+    assert len(set(expected)) == 3
+
+
+def test_the_small_graph_runs_once_a_code_and_no_buffer_is_bound_again(drafter):
+    state = drafter.open(GREEDY)
+    state.extend(some_tokens(20))
+    state.steer(ONE, since=20)
+    runs, binds = [], []
+    state._biases._session = SimpleNamespace(run_with_iobinding=lambda binding: runs.append(binding))
+    state._bind_cache = lambda binding: binds.append(binding)
+    state.propose(8)
+    state.propose(8)
+    assert len(runs) == 1
+    state.steer(OTHER, since=20)
+    state.propose(8)
+    assert (len(runs), binds) == (2, [])
+
+
+def test_its_steering_survives_a_cache_that_grows(drafter):
+    state = drafter.open(GREEDY)
+    state.extend(some_tokens(5))
+    state.steer(ONE, since=5)
+    state.propose(3)
+    state.extend(some_tokens(FIRST_CAPACITY))
+    state.propose(1)
+    tokens = state._tokens[: state._computed]
+    np.testing.assert_array_equal(computed(state), rows_of(tokens, dict.fromkeys(range(5, len(tokens)), ONE)))
+    state.close()
+    assert state.propose(1).tokens == ()
+
+
+def test_a_code_of_another_length_is_refused(drafter):
+    with pytest.raises(InvalidArgument, match=r"code: has the shape \(2,\), the drafter takes \[3\]"):
+        drafter.open(GREEDY).steer(code(1, 2), since=0)
+
+
+@pytest.mark.parametrize(
+    ("graph", "steering", "manifest", "why"),
+    [
+        (tiny_graph(), steering_graph(), {}, "contract"),
+        (tiny_graph(steered=True), steering_graph(layers=LAYERS - 1), {}, "the steering graph has"),
+        (tiny_graph(steered=True), steering_graph(layers=LAYERS + 1), {}, "the steering graph has"),
+        (tiny_graph(steered=True), steering_graph(rank=RANK - 1), {}, r"code has the shape \[2\]"),
+        (tiny_graph(steered=True), steering_graph(mlp=MLP - 1), {}, r"steering.0 has the shape \[5\]"),
+        (tiny_graph(steered=True, mlp="m"), steering_graph(), {}, r"steering.0 has the shape \['m'\]"),
+        (tiny_graph(steered=True), steering_graph(), {"rank": RANK + 1}, r"code has the shape \[3\]"),
+        (tiny_graph(steered=True), steering_graph(), {"mlp": MLP + 1}, r"steering.0 has the shape \[6\]"),
+    ],
+)
+def test_graphs_that_do_not_keep_the_steered_contract_are_refused_at_load(tmp_path, graph, steering, manifest, why):
+    package = write_package(tmp_path, graph, steering, steering=STEERING_MANIFEST | manifest)
+    with pytest.raises(ModelRefused, match=why):
+        OnnxDrafter(package)
+
+
+def test_a_steered_graph_without_steering_in_its_manifest_is_refused(tmp_path):
+    with pytest.raises(ModelRefused, match="contract"):
+        OnnxDrafter(write_package(tmp_path, tiny_graph(steered=True)))

@@ -1,0 +1,52 @@
+"""Whether an edge steers its drafter: what may be said, on every way of saying it, and what comes of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.deploy.cli import build_parser
+from outrider.deploy.daemon import edge_config
+from outrider.edge import EdgeConfig
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy import FixedCodes, PricedCodes
+from outrider.proto.policy.steering import ALL, FIRST
+
+WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
+
+
+def test_codes_are_chosen_by_what_pays_or_all_or_none_and_nothing_else_may_be_said():
+    assert EdgeConfig(**WHERE).steering == "auto"
+    chosen = EdgeConfig(**WHERE).steering_policy(64, ((1, 0.1),))
+    assert isinstance(chosen, PricedCodes)
+    assert chosen.rate == FIRST
+    fixed = EdgeConfig(**WHERE, steering="on").steering_policy(64, ())
+    assert isinstance(fixed, FixedCodes)
+    assert fixed.rate == ALL
+    assert EdgeConfig(**WHERE, steering="off").steering_policy(64, ()) is None
+    with pytest.raises(ConfigError, match="steering: 'maybe' is none of auto, on, off"):
+        EdgeConfig(**WHERE, steering="maybe")
+
+
+def test_the_option_has_a_flag_a_key_and_an_environment_variable(tmp_path, monkeypatch):
+    arguments = ["edge", "--verifier", "127.0.0.1:1", "--model", "m"]
+
+    def steering(*more):
+        return edge_config(build_parser().parse_args([*arguments, *more])).steering
+
+    assert steering() == "auto"
+    file = tmp_path / "outrider.toml"
+    file.write_text('[edge]\nsteer = "on"\n')
+    assert steering("--config", str(file)) == "on"
+    monkeypatch.setenv("OUTRIDER_EDGE_STEER", "off")
+    assert steering("--config", str(file)) == "off"
+    assert steering("--config", str(file), "--steer", "auto") == "auto"
+    with pytest.raises(SystemExit):
+        steering("--steer", "sometimes")
+
+
+@pytest.mark.parametrize(
+    "command", [["run"], ["generate", "--coordinator", "127.0.0.1:1"], ["demo"], ["bench"], ["doctor"]]
+)
+def test_every_command_that_drafts_has_the_option(command):
+    positional = ["hello"] if command[0] in ("run", "generate") else []
+    assert build_parser().parse_args([*command, *positional, "--steer", "off"]).steer == "off"

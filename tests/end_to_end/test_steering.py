@@ -1,0 +1,306 @@
+"""Steering from the target's hidden state to the draft and back: whatever codes come, the text is the target's own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_target import save_tiny_target
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.server import VerifierServer
+from outrider.cloud.steering import Projection
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.decoding import Journal
+from outrider.edge.drafters.onnx import OnnxState
+from outrider.edge.events import Finished, Tokens
+from outrider.proto import codec
+from outrider.proto.errors import Internal
+from outrider.proto.steering import decode, encode
+from outrider.proto.types import Commit, Open, Report, Sampling, Steering, SteeringPrecision, SteeringWish
+
+sys.path.append(str(Path(__file__).parent.parent / "edge"))  # for the drafter of whole numbers
+
+from tiny_drafter import RANK, STEERING_MANIFEST, steering_graph, tiny_graph, write_package
+
+PROMPTS = ((3, 7, 11), (40, 8, 5, 5))
+LENGTH = Sampling(max_tokens=40, ignore_eos=True)
+SAMPLINGS = (LENGTH, replace(LENGTH, temperature=1.0, seed=9))
+INT8 = SteeringPrecision.INT8
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def projection(tmp_path_factory):
+    """(file, id) of one that suits the target; its codes are large, so that they do steer."""
+    torch.manual_seed(1)
+    made = Projection((0,), 16, RANK, "tiny")
+    with torch.no_grad():
+        made.down.weight.normal_(std=2.0)
+    path = tmp_path_factory.mktemp("projection") / "projection.safetensors"
+    return path, made.save(path)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory, target, projection):
+    """A steered drafter of the target's tokens that knows nothing of its text."""
+    folder = tmp_path_factory.mktemp("drafter")
+    steering = STEERING_MANIFEST | {"projection": projection[1]}
+    tokenizer = (target / "tokenizer.json").read_text()
+    write_package(folder, tiny_graph(steered=True), steering_graph(), tokenizer, steering=steering)
+    return folder
+
+
+class Frames(Journal):
+    """Keeps what was sent, and the commits that came."""
+
+    def __init__(self):
+        self.all = []
+        self.came = []
+
+    def received(self, frame, at):
+        if isinstance(frame, Commit):
+            self.came.append(frame)
+
+    def sent(self, frame, at):
+        self.all.append(frame)
+
+    def wishes(self):
+        return [frame.steering for frame in self.all if isinstance(frame, Open | Report) and frame.steering is not None]
+
+
+@asynccontextmanager
+async def serving(target, *projections):
+    config = VerifierConfig(
+        target=str(target), model="tiny", threads=1, kv_tokens=4096, steering=tuple(map(str, projections))
+    )
+    server = VerifierServer(config)
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0)
+
+
+def edge(address, target, drafter, **config):
+    return Client(
+        EdgeConfig(verifier=address, model="tiny", tokenizer=target / "tokenizer.json", drafter=str(drafter), **config)
+    )
+
+
+async def texts_of(client, journal=None):
+    """(tokens, statistics) of every prompt and sampling."""
+    found = []
+    for prompt in PROMPTS:
+        for sampling in SAMPLINGS:
+            events = client.generate(prompt, sampling, journal=journal)
+            completion = await client.collect(prompt, events)
+            found.append((completion.tokens, completion.statistics))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    """The same texts by plain cloud streaming."""
+
+    async def main():
+        async with serving(target) as address, edge(address, target, "none") as client:
+            return [tokens for tokens, _ in await texts_of(client)]
+
+    return asyncio.run(main())
+
+
+def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, projection, package, expected):
+    async def main():
+        async with serving(target, projection[0]) as address:
+            for how in ("on", "auto", "off"):
+                frames = Frames()
+                async with edge(address, target, package, steering=how) as client:
+                    found = await texts_of(client, frames)
+                assert [tokens for tokens, _ in found] == expected
+                statistics = [each for _, each in found]
+                assert all(each.steered == (how != "off") and not each.drafter_error for each in statistics)
+                codes = sum(each.codes for each in statistics)
+                if how == "off":
+                    assert (codes, frames.wishes()) == (0, [])
+                    continue
+                assert codes > 10
+                assert sum(each.code_bytes for each in statistics) == RANK * codes
+                assert sum(each.steered_jobs for each in statistics) > 10
+                assert all(each.mean_code_age >= 1 for each in statistics if each.steered_jobs)
+                assert all(wish.projection == projection[1] for wish in frames.wishes())
+                if how == "on":
+                    assert set(frames.wishes()) == {SteeringWish(projection[1], INT8, 1)}
+                    assert codes == sum(each.steps - 1 for each in statistics), "all but the last, which ends the text"
+
+    asyncio.run(main())
+
+
+def test_a_code_is_of_the_last_processed_position_and_reaches_the_drafter_as_it_left(
+    target, projection, package, monkeypatch
+):
+    """The tap, the projection and the wire, against torch's own forward pass; and what the drafter is told."""
+    from transformers import LlamaForCausalLM
+
+    told = []
+    frames = Frames()
+    original = OnnxState.steer
+
+    def steer(self, code, since):
+        told.append((code, since))
+        original(self, code, since)
+
+    async def main():
+        async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
+            monkeypatch.setattr(OnnxState, "steer", steer)
+            return await client.collect(PROMPTS[0], client.generate(PROMPTS[0], SAMPLINGS[0], journal=frames))
+
+    completion = asyncio.run(main())
+    tokens = torch.tensor([*PROMPTS[0], *completion.tokens])
+    model = LlamaForCausalLM.from_pretrained(target).eval()
+    with torch.no_grad():
+        by_torch = Projection.load(projection[0])(model.model.embed_tokens(tokens)).numpy()  # what layer 0 reads
+    sent = []
+    for commit in frames.came:
+        if commit.steering is not None:
+            position = commit.start + len(commit.tokens) - 2
+            sent.append(decode(commit.steering, RANK))
+            largest = np.abs(by_torch[position]).max()
+            np.testing.assert_allclose(sent[-1], by_torch[position], atol=0.51 * largest / 127)
+            assert largest > 0.5, "or it would prove little"
+    assert len(sent) > 10
+    assert len(told) > 5
+    for code, since in told:
+        assert since == len(PROMPTS[0])
+        assert any(np.array_equal(code, each) for each in sent)
+
+
+def spoilt(kind, rng):
+    """What becomes of a code on its way, `noise` with whatever scale."""
+
+    def spoil(commit):
+        match kind:
+            case "noise":
+                noise = np.array([rng.gauss(0, 1) for _ in range(RANK)], dtype=np.float32) * 10 ** rng.uniform(-3, 6)
+                return replace(commit, steering=encode(noise, SteeringPrecision.FLOAT16))
+            case "lost":
+                return commit if rng.random() < 0.3 else replace(commit, steering=None)
+            case "malformed":
+                return replace(commit, steering=Steering(1.0, bytes(RANK + rng.choice((-1, 1, 200))), INT8))
+
+    return spoil
+
+
+@pytest.mark.parametrize("kind", ["noise", "lost", "malformed"])
+def test_the_text_is_the_same_with_codes_that_are_wrong_lost_or_malformed(
+    target, projection, package, expected, monkeypatch, kind
+):
+    spoil, decoded = spoilt(kind, random.Random(3)), codec.decode_cloud_frame
+
+    def received(data):
+        frame = decoded(data)
+        return spoil(frame) if isinstance(frame, Commit) and frame.steering is not None else frame
+
+    async def main():
+        async with serving(target, projection[0]) as address:
+            monkeypatch.setattr(codec, "decode_cloud_frame", received)
+            async with edge(address, target, package, steering="on") as client:
+                found = await texts_of(client)
+        assert [tokens for tokens, _ in found] == expected
+        statistics = [each for _, each in found]
+        assert not any(each.drafter_error for each in statistics)
+        codes, steps = sum(each.codes for each in statistics), sum(each.steps for each in statistics)
+        assert (codes < 0.6 * steps) == (kind == "lost")
+        assert sum(each.bad_codes for each in statistics) == (codes if kind == "malformed" else 0)
+        assert (sum(each.steered_jobs for each in statistics) == 0) == (kind == "malformed")
+
+    asyncio.run(main())
+
+
+def test_without_the_projection_or_with_another_drafter_all_is_as_before(target, projection, package, expected):
+    async def main():
+        async with serving(target) as address, edge(address, target, package) as client:
+            found = await texts_of(client)
+        assert [tokens for tokens, _ in found] == expected
+        for _, statistics in found:
+            assert (statistics.steered, statistics.codes, statistics.steered_jobs) == (False, 0, 0)
+        assert sum(statistics.drafted for _, statistics in found) > 20, "it goes on drafting"
+        async with serving(target, projection[0]) as address:
+            frames = Frames()
+            async with edge(address, target, "ngram") as client:
+                found = await texts_of(client, frames)
+        assert [tokens for tokens, _ in found] == expected
+        assert frames.wishes() == []
+        assert not any(statistics.steered or statistics.codes for _, statistics in found)
+
+    asyncio.run(main())
+
+
+def test_turns_of_a_conversation_begin_unsteered_and_have_the_texts_of_fresh_ones(target, projection, package):
+    async def main():
+        frames = Frames()
+        async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
+            said = []
+            async with client.conversation(SAMPLINGS[1], journal=frames) as talk:
+                said += [await talk.complete(prompt) for prompt in PROMPTS]
+            assert [type(frame) for frame in frames.all].count(Open) == 1, "the session was kept"
+        async with serving(target) as address, edge(address, target, "none") as client:
+            transcript = ()
+            for prompt, turn in zip(PROMPTS, said, strict=True):
+                fresh = await client.complete((*transcript, *prompt), SAMPLINGS[1])
+                assert turn.tokens == fresh.tokens
+                assert turn.statistics.steered
+                assert turn.statistics.codes > 0
+                transcript = (*transcript, *prompt, *turn.tokens)
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_breaks_leaves_the_text_and_the_steering(target, projection, package, expected, relay):
+    async def main():
+        async with (
+            serving(target, projection[0]) as address,
+            relay(address) as middle,
+            edge(middle.address, target, package, steering="on") as client,
+        ):
+            tokens = ()
+            async for event in client.generate(PROMPTS[0], SAMPLINGS[0]):
+                if isinstance(event, Tokens):
+                    tokens += event.tokens
+                    if len(tokens) > 12 and not middle.cuts:
+                        middle.cut()
+                elif isinstance(event, Finished):
+                    statistics = event.statistics
+        assert tokens == expected[0]
+        assert (statistics.resumes, statistics.steered) == (1, True)
+        assert statistics.codes > 10
+
+    asyncio.run(main())
+
+
+def test_a_drafter_that_cannot_take_its_codes_costs_drafts_and_no_text(
+    target, projection, package, expected, monkeypatch
+):
+    def steer(self, code, since):
+        raise Internal("no more of that")
+
+    async def main():
+        frames = Frames()
+        async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
+            monkeypatch.setattr(OnnxState, "steer", steer)
+            found = await texts_of(client, frames)
+        assert [tokens for tokens, _ in found] == expected
+        assert all("no more of that" in statistics.drafter_error for _, statistics in found)
+        assert SteeringWish(projection[1], INT8, 0) in frames.wishes(), "and its edge asks for codes no more"
+
+    asyncio.run(main())

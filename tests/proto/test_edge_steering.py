@@ -1,0 +1,487 @@
+"""The edge's half of steering: which code a drafting job is steered by, what is wished for, and that no text changes.
+
+In the simulation every code says which position it is of, so what the drafter was told can be checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
+
+from outrider.proto.errors import Internal, InvalidArgument, Unavailable
+from outrider.proto.policy import CodeRate, Experience, FixedCodes, FixedWindow, PricedCodes, SteeringView
+from outrider.proto.session import Codes, DraftJob, EdgeSession, Reopen, Send
+from outrider.proto.steering import encode
+from outrider.proto.types import (
+    Commit,
+    Continue,
+    Goaway,
+    Open,
+    Opened,
+    Report,
+    Sampling,
+    Steering,
+    SteeringPrecision,
+    SteeringWish,
+    Timing,
+)
+
+RANK = 4
+WISH = SteeringWish("0123456789ab")
+VERIFIER = rules(projections=frozenset({WISH.projection}))
+PROMPT = open_frame().prompt
+HALVES = CodeRate(SteeringPrecision.FLOAT16)
+
+
+def code_of(position, precision=SteeringPrecision.FLOAT16):
+    """A code that tells its position (up to 2,047)."""
+    return encode(np.array([position, 1, 0, -1], dtype=np.float32), precision)
+
+
+def told(job):
+    """The position of the code that a job brings; None: no word of steering; "none": not to be steered any more."""
+    if job.steer is None:
+        return None
+    return "none" if job.steer.code is None else int(job.steer.code[0])
+
+
+# === the two halves together ====================================================================================
+
+
+class Moody:
+    """Changes its mind about codes with every commit."""
+
+    def __init__(self, seed):
+        self.rate = CodeRate()
+        self._rng = random.Random(seed)
+
+    def after_commit(self, view):
+        self.rate = CodeRate(self._rng.choice(list(SteeringPrecision)), self._rng.choice((0, 1, 2, 4, 8)))
+
+
+class SteeredSimulation(Simulation):
+    """A text with codes in its commits; checks every job's steering against the codes that came."""
+
+    def __init__(self, frame, oracle, drafter, *, codes, policy, **options):
+        super().__init__(frame, oracle, drafter, verifier=VERIFIER, **options)
+        self._frame = replace(frame, steering=WISH)
+        self.edge = Watched(self._frame, FixedWindow(16), codes=Codes(RANK, policy))
+        self.edge.codes_tell = codes != "noise"
+        self.wishes = []
+        self._codes_are = codes
+        self._codes_rng = random.Random(1)
+
+    def _take(self, stream, frame, arrived):
+        if isinstance(frame, Open | Report) and frame.steering is not None:
+            self.wishes.append(frame.steering)
+        super()._take(stream, frame, arrived)
+
+    def _send_down(self, stream, frame):
+        if isinstance(frame, Commit) and stream.session is not None and stream.session.wanted_code is not None:
+            code = self._code(frame.start + len(frame.tokens) - 2)
+            frame = replace(frame, steering=code if frame.finish is None else None)
+        super()._send_down(stream, frame)
+
+    def _code(self, position):
+        match self._codes_are:
+            case "right":
+                return code_of(position)
+            case "noise":
+                noise = np.array([self._codes_rng.gauss(0, 1e4) for _ in range(RANK)], dtype=np.float32)
+                return encode(noise, SteeringPrecision.INT8)
+            case "lost":
+                return code_of(position) if self._codes_rng.random() < 0.3 else None
+            case "malformed":
+                bad = Steering(1.0, b"123", SteeringPrecision.INT8), Steering(1.0, b"\0\x7e" * 4, HALVES.precision)
+                return self._codes_rng.choice((*bad, code_of(position)))
+
+
+class Watched(EdgeSession):
+    """Checks what each job is steered by."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.codes_tell = True  # their position
+        self.newest = None  # the position of the newest code
+        self.drafter_has = None
+        self.ages = []
+
+    def on_commit(self, commit, now):
+        before = self.statistics.codes - self.statistics.bad_codes
+        instructions = super().on_commit(commit, now)
+        if self.statistics.codes - self.statistics.bad_codes > before:
+            self.newest = commit.start + len(commit.tokens) - 2
+            assert self.newest == len(self.transcript) - 2, "of the newest position that the verifier has processed"
+        return instructions
+
+    def next_job(self, most):
+        job = super().next_job(most)
+        if job is None:
+            return None
+        if job.steer is not None:
+            assert job.steer.since == self.prompt_length
+            self.drafter_has = job.steer.code
+        if self.newest is not None and job.start - 1 - self.newest > 64:
+            self.newest = None
+        if self.newest is None:
+            assert self.drafter_has is None
+        else:
+            self.ages.append(job.start - 1 - self.newest)
+            assert self.drafter_has is not None
+            assert not self.codes_tell or round(float(self.drafter_has[0])) == self.newest
+        return job
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 1 << 30),
+    codes=st.sampled_from(["right", "noise", "lost", "malformed"]),
+    policy=st.sampled_from([FixedCodes, lambda: FixedCodes(HALVES), lambda: PricedCodes(RANK), lambda: Moody(3)]),
+    link=st.builds(
+        Link,
+        delay_s=st.sampled_from([0.03, 0.2, 0.0]),
+        jitter_s=st.sampled_from([0.0, 0.05]),
+        duplicated=st.sampled_from([0.0, 0.3]),
+        breaks_every_s=st.sampled_from([0.0, 0.0, 0.7]),
+        goaway_every_s=st.sampled_from([0.0, 2.0]),
+    ),
+    right=st.sampled_from([0.9, 0.5, 0.0]),
+    dies_after=st.sampled_from([1 << 30, 1 << 30, 5]),
+)
+def test_the_text_is_the_targets_own_and_every_job_has_the_newest_code_whatever_codes_come(
+    seed, codes, policy, link, right, dies_after
+):
+    frame = open_frame(sampling=Sampling(max_tokens=60))
+    oracle = hashing_oracle(seed)
+    drafter = drafter_of(oracle, seed, right, dies_after=dies_after)
+    simulation = SteeredSimulation(frame, oracle, drafter, codes=codes, policy=policy(), link=link, seed=seed)
+    assert simulation.run() == own_text(oracle, frame, VERIFIER)
+    statistics = simulation.edge.statistics
+    ages = simulation.edge.ages
+    assert (statistics.steered_jobs, statistics.code_age) == (len(ages), sum(ages))
+    assert statistics.mean_code_age == (sum(ages) / len(ages) if ages else 0)
+    assert all(age >= 1 for age in ages), "no draft knows its own future"
+    assert all(wish.projection == WISH.projection for wish in simulation.wishes)
+    assert statistics.bad_codes == 0 or codes == "malformed"
+
+
+def test_the_simulation_sends_codes_and_steers_by_them():
+    """The test above would pass without any."""
+    for codes in ("right", "noise", "lost", "malformed"):
+        frame = open_frame(sampling=Sampling(max_tokens=200))
+        oracle = hashing_oracle(5, eos_odds=0)
+        simulation = SteeredSimulation(
+            frame, oracle, drafter_of(oracle, 5, 0.9), codes=codes, policy=FixedCodes(HALVES), seed=5
+        )
+        simulation.run()
+        statistics = simulation.edge.statistics
+        assert statistics.steered
+        assert statistics.steps // 4 < statistics.codes <= statistics.steps
+        assert statistics.steered_jobs > 20
+        assert (statistics.bad_codes > 0) == (codes == "malformed")
+        if codes == "right":
+            assert statistics.codes == statistics.steps - 1  # the last commit ends the text
+            assert statistics.code_bytes == 2 * RANK * statistics.codes
+
+
+# === rule by rule ===============================================================================================
+
+
+def steered_edge(policy=None, window=8, experience=None, opened=True, **changes):
+    """A session that is steered, opened with the verifier's consent."""
+    edge = EdgeSession(
+        open_frame(steering=WISH, **changes),
+        FixedWindow(window),
+        experience=experience,
+        codes=Codes(RANK, policy or FixedCodes(HALVES)),
+    )
+    edge.open_frame(b"", 0.0)
+    edge.on_opened(consent(steered=opened, keep_s=changes.get("keep_s", 0.0)), 0.1)
+    return edge
+
+
+def consent(**changes):
+    said = {"committed": 0, "credit": 32, "max_tokens": 500, "verifier": "v", "context_length": 512}
+    return Opened(**(said | changes))
+
+
+def commit(edge, tokens, code=None, **changes):
+    start = changes.pop("start", len(edge.transcript))
+    return edge.on_commit(Commit(start, tokens, 0, 32, steering=code, turn=edge._turn, **changes), 1.0)
+
+
+def draft(edge, most=4):
+    """One job, whose tokens are 1 to `most`."""
+    job = edge.next_job(most)
+    edge.on_drafted(job, tuple(range(1, job.count + 1)), (0.9,) * job.count, 0.001, 1.0)
+    return job
+
+
+def reports(instructions):
+    return [i.frame for i in instructions if isinstance(i, Send) and isinstance(i.frame, Report)]
+
+
+def test_a_session_opens_with_the_policys_wish_and_believes_the_verifier_about_codes():
+    edge = EdgeSession(open_frame(steering=WISH), codes=Codes(RANK, FixedCodes(CodeRate(HALVES.precision, 4))))
+    wish = SteeringWish(WISH.projection, SteeringPrecision.FLOAT16, 4)
+    assert edge.open_frame(b"", 0.0).steering == wish
+    assert not edge.statistics.steered
+    edge.on_opened(consent(steered=True), 0.1)
+    assert edge.statistics.steered
+
+
+def test_a_session_without_codes_is_as_ever():
+    edge = EdgeSession(open_frame())
+    assert edge.open_frame(b"", 0.0).steering is None
+    edge.on_opened(consent(steered=True), 0.1)
+    assert not edge.statistics.steered
+    commit(edge, (5,), code_of(2))
+    assert edge.next_job(4).steer is None
+    assert edge.statistics.codes == 0
+
+
+def test_a_wish_and_what_reads_its_codes_come_together():
+    with pytest.raises(InvalidArgument, match=r"open\.steering"):
+        EdgeSession(open_frame(steering=WISH))
+    with pytest.raises(InvalidArgument, match=r"open\.steering"):
+        EdgeSession(open_frame(), codes=Codes(RANK, FixedCodes()))
+
+
+def test_where_the_verifier_has_no_such_projection_the_text_goes_on_unsteered_and_nothing_is_wished():
+    edge = steered_edge(Moody(1), opened=False)
+    assert not edge.statistics.steered
+    for _ in range(10):
+        instructions = commit(edge, (5,), code_of(2))
+        assert all(report.steering is None for report in reports(instructions))
+        assert draft(edge).steer is None
+    assert (edge.statistics.codes, edge.statistics.steered_jobs) == (0, 0)
+
+
+def test_the_first_jobs_are_unsteered_and_each_code_is_told_once_with_the_prompts_length():
+    edge = steered_edge()
+    assert told(draft(edge, 2)) is None
+    commit(edge, (5, 6), code_of(3))
+    job = draft(edge, 2)
+    assert told(job) == 3
+    assert job.steer.since == len(PROMPT)
+    assert told(draft(edge, 2)) is None, "said before"
+    commit(edge, (7,))
+    assert told(draft(edge, 2)) is None, "no code came"
+    commit(edge, (8, 9), code_of(6))
+    commit(edge, (10,), code_of(7))
+    assert told(draft(edge, 2)) == 7, "the newest alone"
+
+
+def test_an_age_is_counted_from_the_codes_position_to_the_one_that_the_job_follows():
+    edge = steered_edge()
+    commit(edge, (5, 6), code_of(3))  # the transcript's last position is 4
+    ages = []
+    for _ in range(3):
+        draft(edge, 2)
+        ages.append(edge.statistics.code_age - sum(ages))
+    assert ages == [1, 3, 5], "two drafts further every time"
+    commit(edge, (1,))  # the first draft was right, and no code came
+    draft(edge, 1)
+    assert edge.statistics.code_age - sum(ages) == 7
+    assert edge.statistics.mean_code_age == 4
+
+
+def test_a_code_that_is_too_old_steers_no_more_until_another_comes():
+    edge = steered_edge(window=80)
+    commit(edge, (5,), code_of(2))
+    assert told(draft(edge, 1)) == 2
+    for _ in range(62):
+        commit(edge, (7,))
+    assert told(draft(edge, 1)) is None
+    assert edge.statistics.code_age == 1 + 63
+    for _ in range(2):
+        commit(edge, (7,))
+    assert told(draft(edge, 1)) == "none"
+    assert edge.statistics.steered_jobs == 2
+    commit(edge, (7,), code_of(67))
+    assert told(draft(edge, 1)) == 67
+
+
+def test_another_turn_begins_unsteered_and_its_codes_count_behind_its_prompt():
+    edge = steered_edge(keep_s=9.0)
+    commit(edge, (5, 6), code_of(3))
+    assert told(draft(edge)) == 3
+    edge.on_cancel()
+    sent = edge.on_turn(4, (1, 2, 3), Sampling(max_tokens=40), 2.0)
+    assert isinstance(sent[0].frame, Continue)
+    job = draft(edge)
+    assert told(job) == "none"
+    assert job.steer.since == 7
+    commit(edge, (5,), code_of(6))
+    job = draft(edge)
+    assert (told(job), job.steer.since) == (6, 7)
+    assert edge.statistics.steered
+    assert (edge.statistics.codes, edge.statistics.steered_jobs) == (1, 1), "of this turn"
+
+
+def test_after_a_broken_stream_the_old_code_steers_until_a_new_one_comes():
+    edge = steered_edge()
+    commit(edge, (5, 6), code_of(3))
+    assert told(draft(edge)) == 3
+    assert isinstance(edge.on_disconnected(Unavailable("gone"), 1.0)[0], Reopen)
+    assert edge.open_frame(b"", 1.1).steering == SteeringWish(WISH.projection, SteeringPrecision.FLOAT16)
+    edge.on_opened(consent(committed=2, steered=True), 1.2)
+    assert told(draft(edge)) is None
+    assert edge.statistics.steered_jobs == 2
+    commit(edge, (9,), code_of(4))
+    assert told(draft(edge)) == 4
+    edge.on_goaway(Goaway("drains"), 1.3)
+    edge.open_frame(b"", 1.4)
+    edge.on_opened(consent(committed=3, steered=False), 1.5)
+    assert not edge.statistics.steered, "the next verifier has no such projection"
+    assert told(draft(edge)) is None
+    commit(edge, (9,), code_of(5))
+    assert told(draft(edge)) is None
+    assert edge.statistics.codes == 2
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Steering(1.0, b"", SteeringPrecision.INT8),
+        Steering(1.0, bytes(RANK - 1), SteeringPrecision.INT8),
+        Steering(1.0, bytes(2 * RANK + 2), SteeringPrecision.FLOAT16),
+        Steering(1.0, np.array([1, np.nan, 0, 0], dtype="<f2").tobytes(), SteeringPrecision.FLOAT16),
+        Steering(1.0, np.array([1, np.inf, 0, 0], dtype="<f2").tobytes(), SteeringPrecision.FLOAT16),
+        Steering(3e38, bytes([127] * RANK), SteeringPrecision.INT8),
+    ],
+)
+def test_a_malformed_code_is_dropped_counted_and_logged_and_the_one_before_it_stays(bad, caplog):
+    edge = steered_edge()
+    commit(edge, (5,), code_of(2))
+    assert told(draft(edge)) == 2
+    with caplog.at_level(logging.WARNING):
+        assert commit(edge, (6,), bad)[0].tokens == (6,)
+        commit(edge, (7,), bad)
+    (logged,) = caplog.records
+    assert logged.message.startswith("a steering code of v was dropped: steering.")
+    assert told(draft(edge)) is None
+    assert (edge.statistics.codes, edge.statistics.bad_codes, edge.statistics.steered_jobs) == (3, 2, 2)
+    assert not edge.done
+    commit(edge, (8,), code_of(5))
+    assert told(draft(edge)) == 5
+
+
+def test_a_replayed_commit_brings_no_code():
+    edge = steered_edge()
+    commit(edge, (5, 6), code_of(3))
+    commit(edge, (7,))
+    assert told(draft(edge)) == 3
+    commit(edge, (5, 6), code_of(3), start=3)
+    commit(edge, (6,), code_of(3), start=4)
+    assert edge.statistics.codes == 1
+    assert told(draft(edge)) is None
+
+
+def test_codes_of_both_precisions_steer_alike():
+    values = np.array([0.5, -1.0, 0.25, 0.0], dtype=np.float32)
+    for precision, error in ((SteeringPrecision.FLOAT16, 0), (SteeringPrecision.INT8, 0.5 / 127)):
+        edge = steered_edge()
+        commit(edge, (5,), encode(values, precision))
+        got = draft(edge).steer.code
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, values, atol=error)
+
+
+def test_a_changed_wish_goes_with_a_report_once_and_what_is_unchanged_is_not_said():
+    policy = FixedChoice(CodeRate())
+    edge = steered_edge(policy)
+    commit(edge, (5,))
+    assert all(report.steering is None for report in reports(commit(edge, (5,))))
+    policy.rate = CodeRate(every=4)
+    (report,) = reports(commit(edge, (5,)))
+    assert report.steering == SteeringWish(WISH.projection, every=4)
+    assert not reports(commit(edge, (5,)))
+    policy.rate = CodeRate(every=0)
+    (report,) = reports(commit(edge, (5,)))
+    assert report.steering.every == 0
+    edge.on_disconnected(Unavailable("gone"), 1.0)
+    assert edge.open_frame(b"", 1.1).steering == SteeringWish(WISH.projection, every=0)
+    edge.on_opened(consent(committed=5, steered=True), 1.2)
+    assert all(report.steering is None for report in reports(commit(edge, (5,)))), "the Open has said it"
+
+
+class FixedChoice:
+    def __init__(self, rate):
+        self.rate = rate
+        self.views = []
+
+    def after_commit(self, view):
+        self.views.append(view)
+
+
+def test_a_drafter_that_broke_wishes_for_no_codes_any_more():
+    edge = steered_edge()
+    (report,) = reports(edge.on_drafter_failed(Internal("broke")))
+    assert (report.drafting, report.steering.every) == (False, 0)
+    edge.on_disconnected(Unavailable("gone"), 1.0)
+    assert edge.open_frame(b"", 1.1).steering.every == 0
+
+
+def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
+    policy, experience = FixedChoice(CodeRate()), Experience()
+    edge = steered_edge(policy, experience=experience)
+    byte_s, now, rng = 1e-4, 1.0, random.Random(2)
+    for index in range(60):
+        job = edge.next_job(3)
+        edge.on_drafted(job, (1, 2, 3)[: job.count], (0.9,) * job.count, 0.001, now)
+        tokens = (7,) * rng.randint(1, 5)
+        code = code_of(len(edge.transcript), SteeringPrecision.INT8) if index % 2 else None
+        size = 6 * len(tokens) + (RANK + 12 if code else 0)  # two bytes a token and four its log probability
+        now += 0.03 + byte_s * size
+        held_s = now - edge._sent_at[-1][0] - 0.03 - byte_s * size
+        answer = Commit(
+            len(edge.transcript),
+            tokens,
+            0,
+            32,
+            logp=(0.0,) * len(tokens),
+            steering=code,
+            timing=Timing(echo=edge.statistics.messages, hold_s=held_s, verify_s=0.01),
+        )
+        edge.on_commit(answer, now)
+    view = policy.views[-1]
+    assert isinstance(view, SteeringView)
+    assert view.byte_s == pytest.approx(byte_s, rel=0.1)
+    assert 0 < view.doubt_s < 0.1 * byte_s
+    assert view.commit_s == pytest.approx(0.032, rel=0.05)
+    assert view.commit_tokens == pytest.approx(3, rel=0.3)
+    assert view.lead == pytest.approx(1), "each job follows the transcript's end"
+    assert view.queued_s < view.commit_s
+
+
+def test_a_job_without_steering_compares_as_before():
+    assert DraftJob(1, (2,), 3, 4) == DraftJob(1, (2,), 3, 4)
+
+
+def test_a_new_streams_first_round_trip_is_not_compared_with_the_old_ones():
+    experience = Experience()
+    edge = steered_edge(experience=experience)
+
+    def answered(at):
+        draft(edge, 1)
+        timing = Timing(echo=edge.statistics.messages - sent_before, hold_s=0.0, verify_s=0.01)
+        edge.on_commit(Commit(len(edge.transcript), (7,), 0, 32, timing=timing), at)
+        return experience.downlink.many.weight
+
+    sent_before = 0
+    assert answered(1.03) == 0
+    assert answered(1.03) == 1
+    edge.on_disconnected(Unavailable("gone"), 1.1)
+    edge.open_frame(b"", 1.2)
+    edge.on_opened(consent(committed=2, steered=True), 1.3)
+    sent_before = edge.statistics.messages
+    assert answered(9.0) == 1
+    assert answered(9.0) > 1
