@@ -1,0 +1,160 @@
+"""Drafters as arms: what they cost, what a choice is made on, and what a round gave."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from outrider.proto.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A drafter. Both costs are known before it is chosen.
+
+    Attributes:
+        name: of the drafter.
+        drafting_s: to draft one token.
+        catch_up_s: to read one token that others have committed, in one batched pass with the rest.
+
+    Raises:
+        InvalidArgument: a cost is no time; the field is named.
+    """
+
+    name: str
+    drafting_s: float
+    catch_up_s: float
+
+    def __post_init__(self) -> None:
+        for field in ("drafting_s", "catch_up_s"):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise InvalidArgument("must be a finite number of seconds, 0 or more", field=f"arm.{field}")
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionView:
+    """What a choice is made on; K arms.
+
+    Attributes:
+        drafts: of a round.
+        round_s: [K] seconds that a round with this arm takes, without its switch.
+        switch_s: [K] seconds before this arm can draft, since it has not read what others have committed.
+        behind: [K] tokens that it has not read.
+        waiting_s: of a round, in which the edge has nothing to draft and can read with idle arms at no loss.
+        current: the arm of the round before; None: there was none.
+
+    Raises:
+        InvalidArgument: no arm, or lists of unequal length.
+    """
+
+    drafts: int
+    round_s: tuple[float, ...]
+    switch_s: tuple[float, ...]
+    behind: tuple[int, ...]
+    waiting_s: float = 0.0
+    current: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.round_s or not len(self.round_s) == len(self.switch_s) == len(self.behind):
+            raise InvalidArgument("must hold one entry for each drafter, and there must be one", field="view.round_s")
+
+    @classmethod
+    def of_rounds(
+        cls,
+        arms: Sequence[Arm],
+        behind: Sequence[int],
+        *,
+        drafts: int,
+        round_trip_s: float,
+        step_s: float,
+        row_s: float,
+        current: int | None,
+    ) -> Self:
+        """Of synchronous rounds: draft, send, wait for the verdict, begin again.
+
+        Args:
+            arms: [K] the drafters.
+            behind: [K] tokens that each has not read.
+            drafts: of a round.
+            round_trip_s: of a small message and its answer.
+            step_s: of the verifier, beside its rows.
+            row_s: of each row in a step; a round has one more than drafts.
+            current: the arm of the round before.
+        """
+        waiting_s = round_trip_s + step_s + row_s * (drafts + 1)
+        return cls(
+            drafts=drafts,
+            round_s=tuple(drafts * arm.drafting_s + waiting_s for arm in arms),
+            switch_s=tuple(arm.catch_up_s * unread for arm, unread in zip(arms, behind, strict=True)),
+            behind=tuple(behind),
+            waiting_s=waiting_s,
+            current=current,
+        )
+
+    @property
+    def arms(self) -> range:
+        """Their indices."""
+        return range(len(self.round_s))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """What a commit tells.
+
+    Attributes:
+        view: that the choice was made on.
+        arm: that drafted.
+        committed: tokens: the accepted drafts and the target's own.
+        judged: drafts that the target put to the question: the accepted ones and the first that missed.
+        accepted: of them.
+        agreement: mean min(1, p(x) / q(x)) over the drafts, the estimate of block divergence; NaN: not known.
+        seconds: that the round took, switch included.
+        hits: [K] for each arm, whether it would have proposed the committed tokens that it has read since it was last
+            heard of, in the order of the text and without those that it drafted for itself; empty: it has read none.
+            May itself be empty: nobody has.
+    """
+
+    view: SelectionView
+    arm: int
+    committed: int
+    judged: int
+    accepted: int
+    agreement: float
+    seconds: float
+    hits: tuple[tuple[bool, ...], ...] = ()
+
+
+class Selector(Protocol):
+    """Which drafter drafts. Holds what it has learned; one for each session, or for many texts one after the other."""
+
+    def choose(self, view: SelectionView) -> int:
+        """The arm of the round that begins."""
+        ...
+
+    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
+        """Idle arms to read with during this round's wait, the most wanted first; what does not fit is left.
+
+        Reading tells an arm's counterfactual hits, and leaves less to catch up with if it is chosen.
+        """
+        del view, chosen
+        return ()
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        """What the round gave."""
+        ...
+
+
+def require_arms(arms: int) -> None:
+    """A selector is made for at least one arm."""
+    if arms < 1:
+        raise InvalidArgument("must be 1 or more drafters", field="selector.arms")
+
+
+def best_arm(values: Sequence[float], current: int | None) -> int:
+    """The arm of the highest value; of equal ones the current arm, which costs no switch, else the first."""
+    best = max(values)
+    if current is not None and values[current] == best:
+        return current
+    return values.index(best)

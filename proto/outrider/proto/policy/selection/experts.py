@@ -1,0 +1,74 @@
+"""Weights of drafters as experts: every one pays for each token what it would have cost, whoever drafted it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy.selection.arms import RoundOutcome, require_arms
+from outrider.proto.policy.selection.counterfactual import Walk
+
+
+@dataclass(slots=True, kw_only=True)
+class FixedShare:
+    """Exponential weights that let an expert come back.
+
+    Freund and Schapire 1997, figure 2: w_i *= exp(-eta * loss_i), after each token. Herbster and Warmuth 1998, figure
+    1, fixed share in its uniform form: w_i = (1 - share) w_i + share / K. So no expert is ever further behind than
+    ln(K / share), which is what a change of domain has to make up.
+
+    The loss of a token is the time that an expert needs for it: a whole round where one ends, nothing within one, over
+    the longest round of any. Its mean is E[T]/E[N] exactly (`Walk`). Experts hear of a token at different times; all
+    pay for it together, once the last has.
+
+    Attributes:
+        arms: how many experts.
+        eta: weight of a loss, in nats.
+        share: of all weight that is dealt out anew after each token.
+        log_weights: [arms] natural logarithms; the weights add up to 1.
+    """
+
+    arms: int
+    eta: float = 1.5
+    share: float = 0.002
+    log_weights: list[float] = field(init=False)
+    walks: list[Walk] = field(init=False)
+    unpaid: list[deque[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        require_arms(self.arms)
+        if not 0 <= self.share < 1:
+            raise InvalidArgument("must be 0 or more, below 1", field="experts.share")
+        self.log_weights = [-math.log(self.arms)] * self.arms
+        self.walks = [Walk() for _ in range(self.arms)]
+        self.unpaid = [deque() for _ in range(self.arms)]
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        """What the round gave: to its own arm, and to those that have read along."""
+        drafts, own = outcome.view.drafts, outcome.arm
+        for arm, hits in enumerate(outcome.hits):
+            self._owe(arm, self.walks[arm].ends(hits, drafts), outcome)
+        self._owe(own, self.walks[own].own_round(outcome.committed), outcome)
+        for _ in range(min(map(len, self.unpaid))):
+            self.pay([losses.popleft() for losses in self.unpaid])
+
+    def pay(self, losses: Sequence[float]) -> None:
+        """[arms] each expert's loss of one token, or of several that nobody has written yet (a prior)."""
+        logs = [log - self.eta * loss for log, loss in zip(self.log_weights, losses, strict=True)]
+        top = max(logs)
+        total = sum(math.exp(log - top) for log in logs)
+        self.log_weights = [_log_mean(log - top - math.log(total), -math.log(self.arms), self.share) for log in logs]
+
+    def _owe(self, arm: int, ends: list[bool], outcome: RoundOutcome) -> None:
+        price = outcome.view.round_s[arm] / max(outcome.view.round_s)
+        self.unpaid[arm].extend(price * end for end in ends)
+
+
+def _log_mean(log_a: float, log_b: float, share: float) -> float:
+    """log((1 - share) a + share b), finite also where a is too small for a float and the share is 0."""
+    if not share:
+        return log_a
+    return math.log((1 - share) * math.exp(log_a) + share * math.exp(log_b))

@@ -1,0 +1,69 @@
+"""Follow the leader: the drafter with the greatest weight, once its lead is worth the switch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy.selection.arms import RoundOutcome, SelectionView, Selector
+from outrider.proto.policy.selection.experts import FixedShare
+from outrider.proto.policy.selection.rewards import BlockDivergence
+
+
+@dataclass(slots=True, kw_only=True)
+class Leader(Selector):
+    """The expert of the greatest weight (Cesa-Bianchi and Lugosi 2006, section 2.2, in place of their weighted mean).
+
+    The weights are `FixedShare`'s: for each drafter the evidence that it is the fastest now, in seconds of real and
+    counterfactual rounds. Nothing is tried out and nothing is drawn. A switch costs what any loss does, so the leader
+    takes over when the evidence for it is more than eta * switch_s / longest round.
+
+    Attributes:
+        experts: and their weights.
+        stride: an idle arm is read with once it has so many unread tokens: a pass over a few costs a drafter hardly
+            more than one over a single token, and the news may be as old as that.
+        prior: [arms] acceptance of each as the fleet has seen it; empty: not known, and the first arm begins.
+        prior_tokens: of evidence that it counts for.
+    """
+
+    experts: FixedShare
+    stride: int = 4
+    prior: tuple[float, ...] = ()
+    prior_tokens: float = 12.0
+
+    def __post_init__(self) -> None:
+        if len(self.prior) not in (0, self.experts.arms):
+            raise InvalidArgument("must hold one acceptance for each drafter, or none", field="leader.prior")
+        if self.stride < 1:
+            raise InvalidArgument("must be 1 token or more", field="leader.stride")
+
+    def choose(self, view: SelectionView) -> int:
+        """The arm of the round that begins."""
+        if self.prior:
+            self._believe(view)
+        weights, longest = self.experts.log_weights, max(view.round_s)
+        leader = max(view.arms, key=weights.__getitem__)
+        if view.current is None:
+            return leader
+        price = self.experts.eta * view.switch_s[leader] / longest
+        return leader if weights[leader] - weights[view.current] > price else view.current
+
+    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
+        """Idle arms with `stride` unread tokens or more, those with most first."""
+        due = [arm for arm in view.arms if arm != chosen and view.behind[arm] >= self.stride]
+        return tuple(sorted(due, key=lambda arm: -view.behind[arm]))
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        """What the round gave."""
+        self.experts.learn(outcome)
+
+    def _believe(self, view: SelectionView) -> None:
+        """The prior, at the prices of the first view; once."""
+        longest, chain = max(view.round_s), BlockDivergence()
+        self.experts.pay(
+            [
+                self.prior_tokens * view.round_s[arm] / longest / chain.tokens(self.prior[arm], view.drafts)
+                for arm in view.arms
+            ]
+        )
+        self.prior = ()

@@ -1,0 +1,168 @@
+"""Rewards of a round: what is unbiased, what is not, and how far each scatters, by enumerating every draw."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from outrider.proto.noise import gumbel
+from outrider.proto.policy.selection import BlockDivergence, BlockEfficiency, RoundOutcome, SelectionView
+from outrider.proto.policy.selection.rewards import (
+    block_divergence,
+    committed_agreement,
+    coupled_acceptance,
+    draft_agreement,
+    signal_strength,
+)
+
+VOCAB, DRAFTS = 3, 2
+VIEW = SelectionView(DRAFTS, (0.1,), (0.0,), (0,))
+
+
+def distributions(seed: int) -> tuple[dict, dict]:
+    """p and q after every prefix of less than DRAFTS tokens."""
+    rng = np.random.default_rng(seed)
+    prefixes = [prefix for n in range(DRAFTS) for prefix in itertools.product(range(VOCAB), repeat=n)]
+    return tuple({prefix: rng.dirichlet([0.7] * VOCAB) for prefix in prefixes} for _ in range(2))
+
+
+def blocks(seed: int):
+    """Every block that can be drafted and judged by speculative sampling: its chance and its statistics."""
+    p, q = distributions(seed)
+    for x in itertools.product(range(VOCAB), repeat=DRAFTS):
+        drawn = [q[x[:j]][x[j]] for j in range(DRAFTS)]
+        agreement = draft_agreement(np.array([p[x[:j]][x[j]] for j in range(DRAFTS)]), np.array(drawn))
+        overlap = np.array([np.minimum(p[x[:j]], q[x[:j]]).sum() for j in range(DRAFTS)])
+        exact = block_divergence(
+            np.array([p[x[:j]] for j in range(DRAFTS)]), np.array([q[x[:j]] for j in range(DRAFTS)])
+        )
+        for accepted in range(DRAFTS + 1):
+            chance = math.prod(drawn) * math.prod(agreement[:accepted])
+            if accepted < DRAFTS:
+                chance *= 1 - agreement[accepted]
+            judged = min(accepted + 1, DRAFTS)
+            yield chance, agreement, overlap, exact, accepted, judged
+
+
+def mean_and_variance(values, seed: int) -> tuple[float, float]:
+    pairs = [(block[0], values(*block[1:])) for block in blocks(seed)]
+    assert sum(chance for chance, _ in pairs) == pytest.approx(1.0)
+    mean = sum(chance * value for chance, value in pairs)
+    return mean, sum(chance * (value - mean) ** 2 for chance, value in pairs)
+
+
+SEEDS = range(5)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_sample_estimates_are_unbiased_for_one_minus_tv(seed) -> None:
+    p, q = distributions(seed)
+    for prefix in p:
+        overlap = np.minimum(p[prefix], q[prefix]).sum()
+        assert (q[prefix] * draft_agreement(p[prefix], q[prefix])).sum() == pytest.approx(overlap)
+        assert (p[prefix] * committed_agreement(p[prefix], q[prefix])).sum() == pytest.approx(overlap)
+        assert overlap == pytest.approx(1 - np.abs(p[prefix] - q[prefix]).sum() / 2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_mean_over_all_drafts_is_unbiased_for_block_divergence(seed) -> None:
+    estimate, _ = mean_and_variance(lambda agreement, overlap, exact, accepted, judged: agreement.mean(), seed)
+    exact, _ = mean_and_variance(lambda agreement, overlap, exact, accepted, judged: exact, seed)
+    assert estimate == pytest.approx(exact)
+
+
+def test_the_mean_over_judged_drafts_is_biased_but_its_sums_are_not() -> None:
+    biases = []
+    for seed in SEEDS:
+        judged_mean, _ = mean_and_variance(lambda a, o, e, n, judged: a[:judged].mean(), seed)
+        exact_mean, _ = mean_and_variance(lambda a, o, e, n, judged: o[:judged].mean(), seed)
+        judged_sum, _ = mean_and_variance(lambda a, o, e, n, judged: a[:judged].sum(), seed)
+        exact_sum, _ = mean_and_variance(lambda a, o, e, n, judged: o[:judged].sum(), seed)
+        assert judged_sum == pytest.approx(exact_sum)
+        biases.append(judged_mean - exact_mean)
+    assert max(biases) < 0, "blocks that are cut short are those of low agreement"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_block_efficiency_gives_the_expected_tokens_exactly(seed) -> None:
+    efficiency, _ = mean_and_variance(lambda a, o, e, accepted, judged: accepted / DRAFTS, seed)
+    tokens, _ = mean_and_variance(lambda a, o, e, accepted, judged: accepted + 1, seed)
+    assert BlockEfficiency().tokens(efficiency, DRAFTS) == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rewards_scatter_less_the_more_they_are_told(seed) -> None:
+    _, exact = mean_and_variance(lambda a, o, exact, n, judged: exact, seed)
+    _, estimate = mean_and_variance(lambda a, o, e, n, judged: a.mean(), seed)
+    _, efficiency = mean_and_variance(lambda a, o, e, accepted, judged: accepted / DRAFTS, seed)
+    assert exact < estimate < efficiency
+
+
+def test_block_divergence_is_the_stronger_signal_than_block_efficiency() -> None:
+    rng = np.random.default_rng(3)
+
+    def rewards(mean: float) -> tuple[list[float], list[float]]:
+        agreement = rng.beta(3 * mean, 3 * (1 - mean), (4000, 6))
+        hits = rng.random(agreement.shape) < agreement
+        return list(agreement.mean(axis=1)), list(np.cumprod(hits, axis=1).sum(axis=1) / 6)
+
+    (good_divergence, good_efficiency), (bad_divergence, bad_efficiency) = rewards(0.8), rewards(0.7)
+    divergence = signal_strength(good_divergence, bad_divergence)
+    assert divergence > 1.5 * signal_strength(good_efficiency, bad_efficiency)
+
+
+def test_signal_strength_is_the_squared_gap_over_the_larger_variance() -> None:
+    assert signal_strength([0.8, 1.0], [0.2, 0.6]) == pytest.approx(0.25 / 0.04)
+    assert signal_strength([0.5, 0.5], [0.2, 0.2]) == math.inf
+    assert signal_strength([0.5, 0.5], [0.5, 0.5]) == 0.0
+
+
+# --- with shared noise ---
+
+
+def test_with_shared_noise_a_hit_has_its_own_chance() -> None:
+    p, q = np.array([0.6, 0.3, 0.1, 0.0]), np.array([0.2, 0.5, 0.1, 0.2])
+    tokens = np.arange(4)
+    with np.errstate(divide="ignore"):
+        log_p, log_q = np.log(p), np.log(q)
+    trials = 6_000
+    hits = 0
+    for position in range(trials):
+        noise = gumbel(5, position, tokens)
+        hits += np.argmax(log_p + noise) == np.argmax(log_q + noise)
+    chance = coupled_acceptance(p, q)
+    assert hits / trials == pytest.approx(chance, abs=4 * math.sqrt(chance * (1 - chance) / trials))
+    assert chance < 0.99 * np.minimum(p, q).sum(), "block divergence promises more"
+
+
+def test_a_shared_hit_is_between_its_bounds() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        p, q = rng.dirichlet([0.5] * 6, 2)
+        tv = np.abs(p - q).sum() / 2
+        assert (1 - tv) / (1 + tv) - 1e-12 <= coupled_acceptance(p, q) <= 1 - tv + 1e-12
+    assert coupled_acceptance(p, p) == pytest.approx(1.0)
+    assert coupled_acceptance(np.array([1.0, 0.0]), np.array([0.0, 1.0])) == 0.0
+
+
+# --- of a round ---
+
+
+def outcome_of(agreement: float, accepted: int, judged: int) -> RoundOutcome:
+    return RoundOutcome(VIEW, 0, accepted + 1, judged, accepted, agreement, 0.1)
+
+
+def test_a_round_gives_its_agreement_or_else_the_share_of_judged_drafts() -> None:
+    assert BlockDivergence().of(outcome_of(0.7, 1, 2)) == 0.7
+    assert BlockDivergence().of(outcome_of(math.nan, 1, 2)) == 0.5
+    assert BlockDivergence().of(outcome_of(math.nan, 0, 0)) == 0.0, "a drafter that was silent"
+    assert BlockEfficiency().of(outcome_of(0.7, 1, 2)) == 0.5
+
+
+def test_expected_tokens_of_a_chain_of_equal_chances() -> None:
+    assert BlockDivergence().tokens(0.5, 2) == pytest.approx(1.75)
+    assert BlockDivergence().tokens(1.0, 2) == 3.0
+    assert BlockDivergence().tokens(0.0, 2) == 1.0

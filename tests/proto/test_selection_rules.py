@@ -1,0 +1,313 @@
+"""Drafter selectors: each formula by hand on a short history, and what choosing and scoring promise."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy.selection import (
+    Alignment,
+    Arm,
+    BlockDivergence,
+    BlockEfficiency,
+    DiscountedUcb,
+    Exp3,
+    FixedShare,
+    Hedge,
+    Leader,
+    MetaSdUcb,
+    RandomSelector,
+    RoundOutcome,
+    SelectionView,
+    SequentialHalving,
+    SlidingUcb,
+    StaticSelector,
+    Thompson,
+    Throughput,
+    Walk,
+    default_selector,
+)
+
+
+def view_of(*round_s: float, switch_s: tuple[float, ...] = (), drafts: int = 4, **fields) -> SelectionView:
+    switch_s = switch_s or (0.0,) * len(round_s)
+    return SelectionView(drafts, round_s, switch_s, **({"behind": (0,) * len(round_s)} | fields))
+
+
+EVEN = view_of(0.1, 0.1)
+
+
+def outcome_of(
+    arm: int, agreement: float = math.nan, view: SelectionView = EVEN, accepted: int = 2, judged: int = 3, hits=()
+) -> RoundOutcome:
+    return RoundOutcome(view, arm, accepted + 1, judged, accepted, agreement, view.round_s[arm], hits)
+
+
+class Dice:
+    """A generator that answers what it is told, and notes what it was asked."""
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+
+    def beta(self, a, b):
+        self.a, self.b = a, b
+        return self.answer
+
+    def choice(self, arms, p):
+        self.p = p
+        return self.answer
+
+
+# --- the view ---
+
+
+def test_a_round_takes_drafting_the_round_trip_and_the_step_and_a_switch_reads_what_is_unread() -> None:
+    arms = [Arm("fast", 0.001, 0.0002), Arm("slow", 0.01, 0.002)]
+    view = SelectionView.of_rounds(arms, (0, 30), drafts=5, round_trip_s=0.04, step_s=0.02, row_s=0.001, current=0)
+    assert view.waiting_s == pytest.approx(0.066)
+    assert view.round_s == pytest.approx((0.071, 0.116))
+    assert view.switch_s == pytest.approx((0.0, 0.06))
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: Arm("a", -1.0, 0.0), "arm.drafting_s"),
+        (lambda: Arm("a", 0.0, math.inf), "arm.catch_up_s"),
+        (lambda: SelectionView(4, (), (), ()), "view.round_s"),
+        (lambda: SelectionView(4, (0.1,), (0.0,), (0, 0)), "view.round_s"),
+        (lambda: MetaSdUcb(arms=0), "selector.arms"),
+        (lambda: RandomSelector(0, np.random.default_rng(0)), "selector.arms"),
+        (lambda: Exp3(arms=2, rng=np.random.default_rng(0), gamma=0.0), "exp3.gamma"),
+        (lambda: SequentialHalving(arms=2, budget=0), "halving.budget"),
+        (lambda: FixedShare(arms=2, share=1.0), "experts.share"),
+        (lambda: default_selector(2, (0.5,)), "leader.prior"),
+        (lambda: Leader(experts=FixedShare(arms=2), stride=0), "leader.stride"),
+    ],
+)
+def test_a_selector_that_cannot_be_names_the_field(make, field) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        make()
+    assert caught.value.field == field
+
+
+# --- the objective ---
+
+
+def test_throughput_is_expected_tokens_over_the_round_and_a_share_of_the_switch() -> None:
+    view = view_of(0.1, 0.3, switch_s=(0.08, 0.0), drafts=2)
+    assert Throughput(stay_rounds=8).worth(BlockDivergence(), 0.5, view, 0) == pytest.approx(1.75 / 0.11)
+    assert Throughput().worth(BlockEfficiency(), 0.5, view, 1) == pytest.approx(2.0 / 0.3)
+    assert Throughput().worth(BlockDivergence(), 7.0, view, 1) == pytest.approx(3.0 / 0.3), "no more than all drafts"
+
+
+def test_alignment_knows_no_price() -> None:
+    view = view_of(0.1, 9.0)
+    assert Alignment().worth(BlockDivergence(), 0.6, view, 0) == Alignment().worth(BlockDivergence(), 0.6, view, 1)
+
+
+# --- without learning ---
+
+
+def test_static_stays_and_random_visits_all_alike() -> None:
+    assert StaticSelector(1).choose(EVEN) == 1
+    random = RandomSelector(4, np.random.default_rng(1))
+    counts = np.bincount([random.choose(EVEN) for _ in range(4000)], minlength=4)
+    assert counts.min() > 850
+    assert random.score(EVEN, 0) == ()
+
+
+# --- upper confidence bounds ---
+
+HISTORY = ((0, 0.8), (1, 0.5), (0, 0.6))
+
+
+def taught(selector, history=HISTORY):
+    for arm, reward in history:
+        selector.learn(outcome_of(arm, reward))
+    return selector
+
+
+def test_metasd_adds_strength_times_the_root_of_two_log_t_over_n() -> None:
+    selector = taught(MetaSdUcb(arms=2, strength=0.3, objective=Alignment()))
+    assert list(selector.bounds()) == pytest.approx([1.0144441, 0.9446911])
+    assert selector.choose(EVEN) == 0
+    assert taught(MetaSdUcb(arms=2, strength=1.0, objective=Alignment())).choose(EVEN) == 1
+
+
+def test_metasd_learns_from_either_reward() -> None:
+    by_efficiency = MetaSdUcb(arms=1, strength=0.0, reward=BlockEfficiency())
+    by_efficiency.learn(outcome_of(0, 0.9, accepted=2))
+    assert list(by_efficiency.bounds()) == [0.5]
+
+
+def test_discounted_ucb_fades_counts_and_sums_of_all_arms() -> None:
+    selector = taught(DiscountedUcb(arms=2, discount=0.5, xi=0.6))
+    assert list(selector.bounds()) == pytest.approx([1.6765628, 2.1389496])
+
+
+def test_sliding_window_ucb_knows_only_the_newest_rounds() -> None:
+    selector = taught(SlidingUcb(arms=2, window=2, xi=0.6))
+    assert list(selector.bounds()) == pytest.approx([1.2448941, 1.1448941])
+    selector.learn(outcome_of(0, 0.9))
+    assert selector.choose(EVEN) == 1, "it has left the window"
+
+
+@pytest.mark.parametrize("kind", [MetaSdUcb, DiscountedUcb, SlidingUcb])
+def test_every_arm_is_tried_once_and_equal_arms_cost_no_switch(kind) -> None:
+    selector = kind(arms=3)
+    view = view_of(0.1, 0.1, 0.1)
+    for arm in range(3):
+        assert selector.choose(view) == arm
+        selector.learn(outcome_of(arm, 0.5, view))
+    if kind is not DiscountedUcb:  # whose oldest arm is by now the least known
+        assert selector.choose(view_of(0.1, 0.1, 0.1, current=2)) == 2
+
+
+@pytest.mark.parametrize("kind", [MetaSdUcb, DiscountedUcb, SlidingUcb])
+def test_a_better_arm_is_left_where_its_rounds_or_its_switch_take_too_long(kind) -> None:
+    selector = taught(kind(arms=2), ((0, 0.5), (1, 0.8)) * 20)
+    assert selector.choose(EVEN) == 1
+    assert selector.choose(view_of(0.1, 0.3)) == 0
+    assert selector.choose(view_of(0.1, 0.1, switch_s=(0.0, 1.6))) == 0
+
+
+# --- EXP3 ---
+
+
+def test_exp3_weighs_gains_by_the_chance_they_had() -> None:
+    dice = Dice(1)
+    selector = Exp3(arms=2, rng=dice, gamma=0.5, objective=Alignment())
+    selector.learn(outcome_of(0, accepted=2))
+    assert selector.chances == pytest.approx([0.5310883, 0.4689117])
+    selector.learn(outcome_of(1, accepted=4, judged=4))
+    assert selector.log_weights == pytest.approx([0.25, 0.5331494])
+    assert selector.choose(EVEN) == 1
+    assert dice.p == pytest.approx(selector.chances)
+
+
+def test_exp3_gains_are_shares_of_the_best_rate_there_could_be() -> None:
+    selector = Exp3(arms=2, rng=Dice(0), gamma=0.5)
+    selector.learn(outcome_of(1, view=view_of(0.1, 0.2), accepted=4, judged=4))
+    assert selector.log_weights == pytest.approx([0.0, 0.25]), "all drafts at half the pace is a gain of one half"
+
+
+# --- Thompson sampling ---
+
+
+def test_thompson_believes_in_accepted_and_missed_drafts() -> None:
+    dice = Dice(np.array([0.6, 0.7]))
+    selector = Thompson(arms=2, rng=dice)
+    selector.learn(outcome_of(0, accepted=2, judged=3))
+    selector.learn(outcome_of(1, accepted=4, judged=4))
+    selector.learn(outcome_of(0, accepted=0, judged=1))
+    assert selector.choose(EVEN) == 1
+    assert list(dice.a) == [3, 5]
+    assert list(dice.b) == [3, 1]
+    assert selector.choose(view_of(0.1, 0.2)) == 0, "a better draw at half the pace"
+
+
+# --- Sequential Halving ---
+
+
+def test_halving_drops_the_worse_half_by_the_rounds_of_each_phase() -> None:
+    selector = SequentialHalving(arms=4, budget=16, reward=BlockDivergence())
+    view = view_of(*[0.1] * 4)
+    phases = ({0: 0.1, 1: 0.9, 2: 0.5, 3: 0.7}, {1: 0.5, 3: 0.55})
+    chosen = []
+    for rewards, rounds in zip(phases, (8, 8), strict=True):
+        for _ in range(rounds):
+            chosen.append(selector.choose(view))
+            selector.learn(outcome_of(chosen[-1], rewards[chosen[-1]], view))
+    assert chosen == [0, 0, 1, 1, 2, 2, 3, 3, 1, 1, 1, 1, 3, 3, 3, 3]
+    assert selector.choose(view) == 3
+    selector.learn(outcome_of(3, 0.0, view))
+    assert selector.choose(view) == 3, "it is kept"
+
+
+def test_halving_keeps_the_middle_one_of_three_and_judges_by_the_price() -> None:
+    selector = SequentialHalving(arms=3, budget=6, reward=BlockDivergence())
+    view = view_of(0.1, 0.1, 0.9)
+    while len(selector.left) == 3:
+        arm = selector.choose(view)
+        selector.learn(outcome_of(arm, (0.3, 0.6, 0.7)[arm], view))
+    assert selector.left == [1, 0]
+
+
+# --- full information ---
+
+
+def test_a_walk_ends_rounds_at_a_miss_and_one_token_behind_the_last_draft() -> None:
+    walk = Walk()
+    assert walk.ends((True, True), 2) == [False, False]
+    assert walk.ends((True, True, False, True), 2) == [True, False, True, False]
+    assert walk.own_round(3) == [False, False, True]
+    assert walk.ends((True, True, True), 2) == [False, False, True], "its own round has begun it anew"
+
+
+def test_fixed_share_pays_and_deals_out_a_share() -> None:
+    experts = FixedShare(arms=2, eta=2.0, share=0.1)
+    experts.pay([1.0, 0.0])
+    assert np.exp(experts.log_weights) == pytest.approx([0.1572826, 0.8427174])
+
+
+def test_no_expert_falls_further_behind_than_the_share_allows() -> None:
+    experts = FixedShare(arms=4, share=0.01)
+    for _ in range(2000):
+        experts.pay([1.0, 0.0, 1.0, 1.0])
+    assert min(experts.log_weights) > math.log(0.01 / 4)
+    unshared = FixedShare(arms=2, eta=2.0, share=0.0)
+    for _ in range(2000):
+        unshared.pay([1.0, 0.0])
+    assert unshared.log_weights == pytest.approx([-4000.0, 0.0])
+
+
+def test_experts_pay_their_own_rounds_prices_once_all_have_heard() -> None:
+    experts = FixedShare(arms=2, eta=2.0, share=0.0)
+    view = view_of(0.1, 0.2, drafts=2)
+    experts.learn(outcome_of(0, view=view, accepted=2, judged=2))
+    assert experts.log_weights[0] == experts.log_weights[1], "the other has not read these tokens"
+    experts.learn(outcome_of(0, view=view, accepted=0, judged=1, hits=((), (True, False, True))))
+    lead = experts.log_weights[0] - experts.log_weights[1]
+    assert lead == pytest.approx(2.0 * (1.0 - 0.5)), "one round of 0.1 s against one of 0.2 s"
+    assert list(experts.unpaid[0]) == [0.5]
+
+
+def test_hedge_draws_by_weight_and_reads_with_all_that_are_behind() -> None:
+    dice = Dice(1)
+    hedge = Hedge(FixedShare(arms=2, eta=1.0, share=0.0), dice)
+    hedge.experts.pay([math.log(3), 0.0])
+    assert hedge.choose(EVEN) == 1
+    assert dice.p == pytest.approx([0.25, 0.75])
+    view = view_of(*[0.1] * 4, behind=(0, 3, 9, 5))
+    assert hedge.score(view, 2) == (3, 1)
+
+
+def test_the_leader_takes_over_when_its_lead_is_worth_the_switch() -> None:
+    leader = Leader(experts=FixedShare(arms=2, eta=2.0, share=0.0))
+    view = view_of(0.1, 0.1, switch_s=(0.0, 0.05), current=0)
+    leader.experts.pay([0.45, 0.0])
+    assert leader.choose(view) == 0, "0.9 nats of evidence against a switch of 1"
+    assert leader.choose(view_of(0.1, 0.1)) == 1, "nobody has drafted yet"
+    leader.experts.pay([0.1, 0.0])
+    assert leader.choose(view) == 1
+
+
+def test_the_leader_reads_with_idle_arms_by_the_stride() -> None:
+    leader = Leader(experts=FixedShare(arms=4), stride=4)
+    assert leader.score(view_of(*[0.1] * 4, behind=(9, 3, 4, 5)), 0) == (3, 2)
+
+
+def test_a_prior_begins_with_the_fastest_that_it_knows_at_the_prices_of_the_day() -> None:
+    view = view_of(0.1, 0.1, drafts=2)
+    leader = Leader(experts=FixedShare(arms=2, eta=2.0, share=0.0), prior=(0.5, 0.9), prior_tokens=12)
+    assert leader.choose(view) == 1
+    lead = leader.experts.log_weights[1] - leader.experts.log_weights[0]
+    assert lead == pytest.approx(4.8581967)
+    leader.choose(view)
+    assert leader.experts.log_weights[1] - leader.experts.log_weights[0] == lead, "it counts once"
+    assert default_selector(2, (0.5, 0.9)).choose(view_of(0.1, 1.0)) == 0
+    assert default_selector(2).choose(view) == 0
