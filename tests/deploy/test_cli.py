@@ -142,7 +142,7 @@ def test_every_option_has_help_a_config_key_and_an_environment_variable(capfd) -
     from outrider.deploy.cli import build_parser
 
     named = _commands(build_parser())
-    assert {("run",), ("train", "drafter"), ("train", "steer")} <= set(named)
+    assert {("run",), ("train", "drafter"), ("traces", "record"), ("traces", "replay")} <= set(named)
     for name, parser in named.items():
         table = TABLES.get(name, "_".join(name).upper())
         for action in parser._actions:

@@ -95,6 +95,7 @@ def build_parser() -> Parser:
     _add_link(commands)
     _add_bench(commands)
     _add_compare(commands)
+    _add_traces(commands)
     return parser
 
 
@@ -492,6 +493,91 @@ def _add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the noise, and of the resampling")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write all figures")
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="draw them: .png, .pdf or .svg")
+
+
+def _add_traces(commands: argparse._SubParsersAction[Parser]) -> None:
+    help_text = "record where drafters hit, and replay that over any link with any window"
+    traces = commands.add_parser("traces", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+    subcommands = traces.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Parser)
+    _add_traces_record(subcommands)
+    _add_traces_replay(subcommands)
+
+
+def _add_traces_record(subcommands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        subcommands,
+        "record",
+        "write a target's own texts, and where drafters would have said the same",
+        _in("traces.record", "record"),
+        table="traces_record",
+    )
+    parser.add_argument("--target", default="reference", metavar="NAME", help="embedded name, folder, or hub name")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the target")
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="of the target: cpu, cuda, cuda:1")
+    parser.add_argument("--threads", type=at_least(0), default=0, metavar="N", help="torch threads; 0: torch's choice")
+    parser.add_argument(
+        "--drafter",
+        type=comma_list(str),
+        default="general,ngram",
+        metavar="LIST",
+        help="whose hits: embedded names, package folders, NAME=FOLDER, or ngram; steered ones get no codes",
+    )
+    parser.add_argument(
+        "--prompts", type=Path, default=None, metavar="PATH", help="file, or folder of DOMAIN.jsonl; not set: built-in"
+    )
+    parser.add_argument("--per-domain", type=at_least(1), default=10, metavar="N", help="prompts a domain, at most")
+    parser.add_argument("--max-tokens", type=at_least(1), default=128, metavar="N", help="of a text, at most")
+    parser.add_argument("--temperature", type=number(0), default=0.0, metavar="T", help="0 is greedy")
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the noise; same seed, same text")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help=".jsonl of a trace a line; what the machines took is written beside it, to .costs.json",
+    )
+
+
+def _add_traces_replay(subcommands: argparse._SubParsersAction[Parser]) -> None:
+    parser = add_command(
+        subcommands,
+        "replay",
+        "compute what recorded drafters give over any link with any window, on a virtual clock",
+        _in("traces.replay", "replay"),
+        table="traces_replay",
+    )
+    parser.add_argument("traces", type=Path, metavar="FILE", help="what `traces record` wrote")
+    numbers = {"type": comma_list(number(0)), "metavar": "LIST"}
+    parser.add_argument("--rtt", default="2,10,60,200", **numbers, help="round trips, ms; 0: no link")
+    parser.add_argument("--up", default="20", **numbers, help="Mbit/s from the edge, one or one a round trip")
+    parser.add_argument("--down", default="100", **numbers, help="Mbit/s to the edge")
+    parser.add_argument("--jitter", default="0", **numbers, help="ms added each way, at most; uniform")
+    parser.add_argument(
+        "--trace", type=comma_list(str), default="", metavar="LIST", help="more links: built-in traces, or CSV files"
+    )
+    parser.add_argument(
+        "--window",
+        type=comma_list(str),
+        default="adaptive,4,8,16",
+        metavar="LIST",
+        help="adaptive, N unverified tokens at most, or syncN: rounds of N drafts that wait for the verdict",
+    )
+    parser.add_argument(
+        "--goal", choices=("latency", "efficiency"), default="latency", help="soonest tokens, or fewest target steps"
+    )
+    parser.add_argument(
+        "--pace",
+        type=number(0),
+        default=0.0,
+        metavar="MS",
+        help="each target step takes at least that: a larger target",
+    )
+    parser.add_argument(
+        "--drafter", type=comma_list(str), default="", metavar="LIST", help="of the recorded ones; none named: all"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the jitter")
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write all figures")
+    parser.add_argument("--plot", type=Path, default=None, metavar="DIR", help="draw them: three PNG files")
 
 
 def _add_lease_options(parser: Parser) -> None:

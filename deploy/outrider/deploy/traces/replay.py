@@ -1,0 +1,96 @@
+"""`outrider traces replay`: a recording over every link, with every window policy and drafter."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from outrider.deploy.bench.links import BenchLink, links_of
+from outrider.deploy.traces.figures import Replayed, save
+from outrider.deploy.traces.grid import Grid
+from outrider.deploy.traces.outputs import check_file, check_pictures
+from outrider.deploy.traces.plots import draw
+from outrider.deploy.traces.recording import load_recording
+from outrider.deploy.traces.table import tables
+from outrider.deploy.traces.windows import policy_of
+from outrider.proto.errors import ConfigError
+from outrider.proto.types import Goal
+
+
+def replay(options: argparse.Namespace) -> int:
+    """`outrider traces replay`."""
+    grid = Grid(
+        load_recording(options.traces).only(options.drafter),
+        _links(options),
+        _windows(options.window),
+        Goal[options.goal.upper()],
+        options.pace / 1e3,
+        options.seed,
+    )
+    if options.json:
+        check_file(options.json, "json")
+    if options.plot:
+        check_pictures(options.plot, "plot")
+    replayed = Replayed(
+        command=shlex.join(["outrider", *sys.argv[1:]]),
+        goal=options.goal,
+        pace_ms=options.pace,
+        seed=options.seed,
+        costs=asdict(grid.recording.costs),
+        figures=_figures(grid),
+    )
+    Console(width=100, highlight=False).print(tables(replayed))
+    if options.json:
+        save(replayed, options.json)
+    if options.plot:
+        draw(replayed, options.plot)
+    return 0
+
+
+def _figures(grid: Grid) -> tuple[Any, ...]:
+    console, began = Console(stderr=True, highlight=False), time.monotonic()
+    shown = track(
+        grid.cells(),
+        "replaying",
+        total=len(grid),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    figures = tuple(figure for cell in shown for figure in cell)
+    texts, seconds = len(grid.recording.texts), time.monotonic() - began
+    console.print(f"{len(grid)} replays of {texts} texts in {seconds:.1f} s", style="dim")
+    return figures
+
+
+def _links(options: argparse.Namespace) -> list[BenchLink]:
+    for name in ("up", "down", "jitter"):
+        if not getattr(options, name):
+            raise ConfigError("is empty; give one number, or as many as --rtt has", field=name)
+    links = links_of(options)
+    if not links:
+        raise ConfigError("names no link, nor does --trace; name a round trip", field="rtt")
+    _check_once([link.record for link in links], "rtt")
+    return links
+
+
+def _windows(names: Sequence[str]) -> Sequence[str]:
+    if not names:
+        raise ConfigError("names no policy; name adaptive, or some N", field="window")
+    for name in names:
+        policy_of(name)
+    _check_once(names, "window")
+    return names
+
+
+def _check_once(entries: Sequence[object], field: str) -> None:
+    if len(set(entries)) != len(entries):
+        raise ConfigError("names something twice; once is enough", field=field)

@@ -1,0 +1,47 @@
+"""Window policies by the names that they have on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.deploy.replay.optimum import synchronous
+from outrider.deploy.replay.replay import Policy
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy import EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
+
+ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
+
+
+@dataclass(slots=True)
+class NotedWindow:
+    """A window policy, and how many unverified tokens it has wished for whenever it was asked."""
+
+    inner: WindowPolicy
+    asked: int = 0
+    wished: int = 0
+
+    def more(self, view: EdgeView) -> int:
+        """As the policy says."""
+        count = self.inner.more(view)
+        self.asked += 1
+        self.wished += view.in_flight + count
+        return count
+
+    @property
+    def mean(self) -> float:
+        """Tokens; 0 before it was asked."""
+        return self.wished / self.asked if self.asked else 0.0
+
+
+def policy_of(name: str) -> Policy:
+    """The policy of both sides: `adaptive`, a fixed window of `N` tokens, or synchronous rounds of `syncN`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if name == ADAPTIVE:
+        return Policy(window=SurvivalWindow())
+    length = name.removeprefix(SYNCHRONOUS)
+    if not (length.isascii() and length.isdecimal() and int(length) > 0):
+        raise ConfigError(f"{name!r} is none of {ADAPTIVE}, N and {SYNCHRONOUS}N with N from 1 on", field="window")
+    return Policy(window=FixedWindow(int(length))) if length == name else synchronous(int(length))
