@@ -60,6 +60,7 @@ class Moody:
 
     def __init__(self, seed):
         self.rate = CodeRate()
+        self.oldest = 64
         self._rng = random.Random(seed)
 
     def after_commit(self, view):
@@ -309,6 +310,17 @@ def test_a_code_that_is_too_old_steers_no_more_until_another_comes():
     assert told(draft(edge, 1)) == 67
 
 
+def test_a_code_steers_only_as_long_as_the_drafter_gains_by_codes_of_its_age():
+    edge = steered_edge(window=80, policy=PricedCodes(RANK, ((1, 0.03), (4, 0.01), (6, -0.01))))
+    commit(edge, (5,), code_of(2))
+    assert told(draft(edge, 1)) == 2
+    for _ in range(3):
+        commit(edge, (7,))
+    assert told(draft(edge, 1)) is None  # four positions old: as it was
+    commit(edge, (7,))
+    assert told(draft(edge, 1)) == "none"
+
+
 def test_another_turn_begins_unsteered_and_its_codes_count_behind_its_prompt():
     edge = steered_edge(keep_s=9.0)
     commit(edge, (5, 6), code_of(3))
@@ -414,6 +426,8 @@ def test_a_changed_wish_goes_with_a_report_once_and_what_is_unchanged_is_not_sai
 
 
 class FixedChoice:
+    oldest = 64
+
     def __init__(self, rate):
         self.rate = rate
         self.views = []

@@ -344,3 +344,24 @@ def test_a_commits_size_is_told_but_for_what_all_have():
     ):
         commit = replace(plain, **changes)
         assert len(codec.encode_cloud_frame(commit)) == pytest.approx(commit_bytes(commit) + base, abs=8)
+
+
+@pytest.mark.parametrize(
+    ("known", "oldest"),
+    [
+        ((), 63),
+        (((1, 0.03), (4, 0.01), (6, -0.01)), 4),
+        (((1, 0.1), (8, 0.0), (16, 0.1)), 7),
+        (((1, -0.1), (8, 0.2)), 0),
+        (((1, 0.1), (40, 0.05)), 64),
+    ],
+)
+def test_a_code_is_of_use_up_to_the_age_where_its_gain_ends(known: tuple[tuple[int, float], ...], oldest: int) -> None:
+    assert Gain(known).oldest == PricedCodes(64, known).oldest == oldest
+
+
+def test_where_drafts_come_too_late_to_be_judged_no_code_is_asked_for() -> None:
+    here = replace(view(100.0), commit_tokens=1.0, doubt_s=1e-6)
+    assert saved_s(ALL, here, Gain().by_every(here.lead, here.commit_tokens)) == 0
+    assert choose(here, FIRST, 64, Gain()) == NONE
+    assert choose(replace(here, commit_tokens=2.0), NONE, 64, Gain()) != NONE

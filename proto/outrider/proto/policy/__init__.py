@@ -32,7 +32,6 @@ from outrider.proto.policy.patience import (
     plan_for,
 )
 from outrider.proto.policy.steering import (
-    OLDEST_CODE,
     CodeRate,
     FixedCodes,
     Gain,
@@ -45,7 +44,6 @@ from outrider.proto.policy.steering import (
 from outrider.proto.policy.window import TOKEN_BYTES, EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
 
 __all__ = [
-    "OLDEST_CODE",
     "TOKEN_BYTES",
     "Acceptance",
     "Calibration",

@@ -21,6 +21,7 @@ OLDEST_CODE = 64  # positions behind the first draft; drafters are trained for c
 CODE_BYTES = 12  # of a code in a commit beside its numbers
 _TOKEN_BYTES, _NUMBER_BYTES = 2, 4
 _INT8_KEEPS = 0.99  # of the gain: rounding to max / 127 is an error of about 1 % of a code's length
+_DRAFTED = 0.5  # share of tokens that were drafts where a drafter's gain was measured, about
 _SURE = 1.0  # standard errors of what a byte takes
 _DEAREST_S = 1.0  # a byte, where nothing is known: beyond any link
 _PAYS = 0.1  # a change must bring so much more than it costs
@@ -88,6 +89,11 @@ class Gain:
         young = np.interp(range(OLDEST_CODE + 1), [age for age, _ in points], [gain for _, gain in points])
         self._at = [*young.tolist(), 0.0, 0.0]  # by age; a list, since numpy takes 20 times as long over eight numbers
 
+    @property
+    def oldest(self) -> int:
+        """The age up to which a code, and every younger one, is better than none; 0 where none is."""
+        return next((age for age, gain in enumerate(self._at[1:], 1) if gain <= 0), len(self._at)) - 1
+
     def by_every(self, lead: float, commit_tokens: float) -> dict[int, float]:
         """With a code in every so many commits, on average over its age; a code's first drafts follow `lead` behind."""
         gains = [self._of(lead + commit_tokens * late) for late in range(EVERY[-1])]
@@ -100,10 +106,16 @@ class Gain:
 
 
 def saved_s(rate: CodeRate, view: SteeringView, gain_by_every: dict[int, float]) -> float:
-    """Seconds that a commit's codes save, their way not counted: n (1 + g) tokens take the time of n."""
-    if not rate.every:
+    """Seconds that a commit's codes save, their way not counted: n (1 + g) tokens take the time of n.
+
+    What a code adds is drafts that are right, and g was measured where half of the tokens were such drafts. Where fewer
+    are, as on a link so long that they come too late, it adds as much less.
+    """
+    if not rate.every or not view.commit_tokens:
         return 0.0
+    drafted = 1 - 1 / max(1.0, view.commit_tokens)
     gain = gain_by_every[rate.every] * (_INT8_KEEPS if rate.precision is SteeringPrecision.INT8 else 1.0)
+    gain *= min(1.0, drafted / _DRAFTED)
     return view.commit_s * gain / (1 + gain)
 
 
@@ -117,6 +129,8 @@ def choose(view: SteeringView, now: CodeRate, rank: int, gain: Gain) -> CodeRate
     if not view.commit_s:
         return now
     by_every = gain.by_every(view.lead, view.commit_tokens)
+    if all(saved_s(rate, view, by_every) <= 0 for rate in RATES):
+        return NONE  # however little a byte takes
     saved, sent = saved_s(now, view, by_every), now.bytes_of(rank)
     doubt_s = _SURE * view.doubt_s
     least_s, most_s = max(0.0, view.byte_s - doubt_s), min(_DEAREST_S, view.byte_s + doubt_s)
@@ -140,6 +154,11 @@ class SteeringPolicy(Protocol):
         """What to ask for now."""
         ...
 
+    @property
+    def oldest(self) -> int:
+        """Positions behind which a code is of no use any more."""
+        ...
+
     def after_commit(self, view: SteeringView) -> None:
         """A commit has come."""
         ...
@@ -150,6 +169,7 @@ class FixedCodes:
     """Always the same."""
 
     rate: CodeRate = ALL
+    oldest: int = OLDEST_CODE
 
     def after_commit(self, view: SteeringView) -> None:
         """Changes nothing."""
@@ -167,6 +187,7 @@ class PricedCodes:
         self.rate = FIRST
         self._rank = rank
         self._gain = Gain(gain)
+        self.oldest = self._gain.oldest
         self._commits = 0  # since the rate changed
         self._pause = _FIRST_TRY
         self._trying = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from outrider.proto import steering
-from outrider.proto.policy import OLDEST_CODE, SteeringPolicy
+from outrider.proto.policy import SteeringPolicy
 from outrider.proto.types import Steering, SteeringWish
 
 
@@ -70,7 +70,7 @@ class CodeKeeper:
 
     def age(self, position: int) -> int | None:
         """Positions from the code's to `position`, which the next draft follows; None: there is none young enough."""
-        if self._code is None or position - self._position > OLDEST_CODE:
+        if self._code is None or position - self._position > self.policy.oldest:
             self._code = None
             return None
         return position - self._position
