@@ -134,7 +134,7 @@ def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, projection
                 if how == "off":
                     assert (codes, frames.wishes()) == (0, [])
                     continue
-                assert codes > 10
+                assert codes > (10 if how == "on" else 0)  # chosen, they end: no draft of this drafter is ever right
                 assert sum(each.code_bytes for each in statistics) == RANK * codes
                 assert sum(each.steered_jobs for each in statistics) > 10
                 assert all(each.mean_code_age >= 1 for each in statistics if each.steered_jobs)

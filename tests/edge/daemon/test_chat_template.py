@@ -163,3 +163,16 @@ def test_the_stopwatch_leaves_no_trace_function_behind() -> None:
     for thread in threads:
         thread.join()
     assert done == ["1"] * 8
+
+
+@pytest.mark.parametrize(
+    "doubling",
+    [
+        "{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}{% endfor %}",
+        "{% macro twice(s) %}{{ s }}{{ s }}{% endmacro %}{% set n = namespace(s='x') %}"
+        "{% for i in range(40) %}{% set n.s = twice(n.s) %}{% endfor %}",
+    ],
+)
+def test_what_blocks_and_macros_make_is_bounded_by_its_length_and_not_by_the_time_it_takes(doubling) -> None:
+    with pytest.raises(InvalidArgument, match="a string of more than"):
+        ChatTemplate(doubling).render(TURNS)

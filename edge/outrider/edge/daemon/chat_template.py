@@ -142,6 +142,7 @@ def _environment() -> _Environment:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters = {name: _bounded(function) for name, function in environment.filters.items()}
     environment.filters["tojson"] = _tojson
+    environment.concat = _joined  # type: ignore[method-assign]  # joins what a block, macro or call has made
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
