@@ -242,8 +242,8 @@ class SteerTraining(Training):
     layers: tuple[int, ...] = ()
     oldest: int = 8
     unsteered: float = 0.1
-    lr: float = 1e-3
-    steering_lr: float = 2e-3
+    lr: float = 2e-3
+    steering_lr: float = 5e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
