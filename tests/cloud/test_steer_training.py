@@ -305,7 +305,7 @@ def test_a_drafter_learns_from_codes_what_the_text_does_not_say() -> None:
         taps = streams[secret][:, None] * (torch.arange(8) % 4 == 0)[None, :, None]
         logits_by_target = torch.full((16, 8, VOCAB), -4.0)
         logits_by_target[torch.arange(16), :, secret] = 4.0
-        sources = (torch.arange(8) // 4 * 4).expand(16, 8) if oldest else aged_sources(tokens, 0)
+        sources = (torch.arange(8) // 4 * 4).expand(16, 8) if oldest else None
         hidden = steered.hidden(tokens, taps, sources)
         head = steered.drafter.lm_head.weight
         return forward_kl(hidden.flatten(0, 1), head, logits_by_target.flatten(0, 1), positions_per_chunk=64)

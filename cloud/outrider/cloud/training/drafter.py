@@ -7,20 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.cloud.training.acceptance import Acceptance, measure_acceptance
-from outrider.cloud.training.checkpoint import checkpoints
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.muon import Muon
-from outrider.cloud.training.report import Reporter, reporter_for_stdout
-from outrider.cloud.training.run import Run, mean_acceptance, mean_kl
+from outrider.cloud.training.report import Reporter
+from outrider.cloud.training.run import Run, carry_out, mean_acceptance, mean_kl
 from outrider.cloud.training.schedule import LinearBudget
 from outrider.cloud.training.self_text import embedding_weight
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
-from outrider.cloud.training.texts import Texts, gather_texts, load_target
-from outrider.proto.errors import InvalidArgument
+from outrider.cloud.training.texts import Texts
 
 
 @dataclass(frozen=True)
@@ -53,46 +50,24 @@ def train_drafter(
     stopping: Callable[[], bool] | None = None,
     reporter: Reporter | None = None,
 ) -> DrafterTrainingResult:
-    """Distil a drafter and write it to `config.output`.
+    """Distil a drafter and write it to `config.output`; arguments and errors as of `carry_out`."""
 
-    Args:
-        config: what to do.
-        on_step: called with the number of steps done after each; an exception from it ends the run as a crash
-            would, to be resumed from the newest checkpoint.
-        stopping: asked after each step; true ends the run there, with a checkpoint of it.
-        reporter: where progress goes; the terminal by default.
-
-    Raises:
-        InvalidArgument: the settings, target or corpus do not serve.
-        Cancelled: `stopping` said so.
-    """
-    folder = config.output / "checkpoints"
-    if checkpoints(folder) and not config.resume:
-        raise InvalidArgument(
-            f"{config.output} holds checkpoints; resume that run or choose another folder", field="output"
-        )
-    transformers.utils.logging.disable_progress_bar()  # one bar is enough
-    torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    with reporter or reporter_for_stdout() as told:
-        target = load_target(config)
-        texts = gather_texts(config, target, told)
+    def begin(target: PreTrainedModel, texts: Texts, told: Reporter) -> _DrafterRun:
         drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
         drafter.to(torch.device(config.device))  # type: ignore[arg-type]
-        run = _DrafterRun(config, target, drafter, texts, told)
-        if newest := checkpoints(folder)[-1:]:
-            run.resume(newest[0])
-        acceptance = run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
-        progress = run.progress
-        return DrafterTrainingResult(
-            config.output,
-            progress.step,
-            progress.tokens_seen,
-            run.parameters(""),
-            progress.losses,
-            acceptance,
-            progress.elapsed_s,
-        )
+        return _DrafterRun(config, target, drafter, texts, told)
+
+    run, acceptance = carry_out(config, begin, on_step=on_step, stopping=stopping, reporter=reporter)
+    progress = run.progress
+    return DrafterTrainingResult(
+        config.output,
+        progress.step,
+        progress.tokens_seen,
+        run.parameters(""),
+        progress.losses,
+        acceptance,
+        progress.elapsed_s,
+    )
 
 
 def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: bool) -> LlamaForCausalLM:

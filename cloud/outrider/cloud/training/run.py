@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
@@ -24,11 +24,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from outrider.cloud.training.acceptance import Acceptance
 from outrider.cloud.training.blocks import BlockSampler
-from outrider.cloud.training.checkpoint import STATE, Progress, load_checkpoint, save_checkpoint
-from outrider.cloud.training.report import Reporter, acceptance_table, duration
+from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
+from outrider.cloud.training.report import Reporter, acceptance_table, duration, reporter_for_stdout
 from outrider.cloud.training.schedule import Budget
 from outrider.cloud.training.settings import Training
-from outrider.cloud.training.texts import Texts
+from outrider.cloud.training.texts import Texts, gather_texts, load_target
 from outrider.proto.errors import Cancelled, InvalidArgument
 
 TRAINING_FILE = "training.json"
@@ -253,6 +253,47 @@ class Run(ABC):
         for file in sorted(names, key=lambda file: file == TRAINING_FILE):
             shutil.copyfile(written / file, output / f"{file}.unfinished")
             os.replace(output / f"{file}.unfinished", output / file)
+
+
+SomeRun = TypeVar("SomeRun", bound=Run)
+
+
+def carry_out(
+    config: Training,
+    begin: Callable[[PreTrainedModel, Texts, Reporter], SomeRun],
+    *,
+    on_step: Callable[[int], None] | None,
+    stopping: Callable[[], bool] | None,
+    reporter: Reporter | None,
+) -> tuple[SomeRun, dict[str, Acceptance]]:
+    """The run that `begin` makes of target and texts, taken to its end, and what it measured there.
+
+    Args:
+        config: of the run.
+        begin: makes the run, at its first step.
+        on_step: called with the number of steps done after each; an exception from it ends the run as a crash
+            would, to be resumed from the newest checkpoint.
+        stopping: asked after each step; true ends the run there, with a checkpoint of it.
+        reporter: where progress goes; the terminal by default.
+
+    Raises:
+        InvalidArgument: the settings, target or corpus do not serve, or another run's checkpoints are in the way.
+        Cancelled: `stopping` said so.
+    """
+    folder = config.output / "checkpoints"
+    if checkpoints(folder) and not config.resume:
+        raise InvalidArgument(
+            f"{config.output} holds checkpoints; resume that run or choose another folder", field="output"
+        )
+    transformers.utils.logging.disable_progress_bar()  # one bar is enough
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    with reporter or reporter_for_stdout() as told:
+        target = load_target(config)
+        run = begin(target, gather_texts(config, target, told), told)
+        if newest := checkpoints(folder)[-1:]:
+            run.resume(newest[0])
+        return run, run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
 
 
 def as_json(acceptance: Mapping[str, Acceptance]) -> dict[str, dict[str, float]]:

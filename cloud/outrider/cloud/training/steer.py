@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, default_layers
 from outrider.cloud.training.acceptance import Acceptance, Row, Student, compare_students
-from outrider.cloud.training.checkpoint import checkpoints
 from outrider.cloud.training.loss import forward_kl
-from outrider.cloud.training.report import Reporter, reporter_for_stdout
-from outrider.cloud.training.run import Run, as_json, mean_acceptance, mean_kl
+from outrider.cloud.training.report import Reporter
+from outrider.cloud.training.run import Run, as_json, carry_out, mean_acceptance, mean_kl
 from outrider.cloud.training.schedule import CosineBudget
 from outrider.cloud.training.settings import ARMS, Arm, SteerTraining
 from outrider.cloud.training.steered import SteeredDrafter, aged_sources, sources_of
-from outrider.cloud.training.texts import Texts, gather_texts, load_target
+from outrider.cloud.training.texts import Texts
 from outrider.proto.errors import InvalidArgument
 
 AGES = (1, 2, 4, 8, 16, 32)
@@ -61,39 +59,19 @@ def train_steering(
 ) -> SteerTrainingResult:
     """Train every arm of `config` on the same sequences and write each to `config.output`/<its name>.
 
-    Args:
-        config: what to do.
-        on_step: as of `train_drafter`.
-        stopping: as of `train_drafter`.
-        reporter: where progress goes; the terminal by default.
-
-    Raises:
-        InvalidArgument: the settings, drafter, target or corpus do not serve.
-        Cancelled: `stopping` said so.
+    Arguments and errors as of `carry_out`.
     """
-    folder = config.output / "checkpoints"
-    if checkpoints(folder) and not config.resume:
-        raise InvalidArgument(
-            f"{config.output} holds checkpoints; resume that run or choose another folder", field="output"
-        )
-    transformers.utils.logging.disable_progress_bar()  # one bar is enough
-    torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
-    with reporter or reporter_for_stdout() as told:
-        target = load_target(config)
-        texts = gather_texts(config, target, told)
-        run = _SteerRun(config, target, texts, told)
-        if newest := checkpoints(folder)[-1:]:
-            run.resume(newest[0])
-        acceptance = run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
-        progress = run.progress
-        return SteerTrainingResult(
-            {name: config.output / name for name in config.arms},
-            progress.step,
-            progress.tokens_seen,
-            acceptance,
-            progress.elapsed_s,
-        )
+    run, acceptance = carry_out(
+        config, partial(_SteerRun, config), on_step=on_step, stopping=stopping, reporter=reporter
+    )
+    progress = run.progress
+    return SteerTrainingResult(
+        {name: config.output / name for name in config.arms},
+        progress.step,
+        progress.tokens_seen,
+        acceptance,
+        progress.elapsed_s,
+    )
 
 
 class _SteerRun(Run):
@@ -122,11 +100,10 @@ class _SteerRun(Run):
         seed = int(torch.randint(2**62, ()))
         for name, steered in self.arms.items():
             arm = ARMS[name]
+            sources = None
             if arm.steered:
                 generator = torch.Generator().manual_seed(seed)  # the same prompts and omissions for all arms
                 sources = sources_of(arm, tokens, oldest=config.oldest, unsteered=config.unsteered, generator=generator)
-            else:
-                sources = aged_sources(tokens, 0)
             hidden = steered.hidden(tokens, taps, sources)
             loss = share * forward_kl(
                 hidden.flatten(0, 1),
@@ -176,7 +153,8 @@ class _SteerRun(Run):
         return {name: replace(sampled[name], greedy=greedy[name].greedy) for name in students}
 
     def _logits(self, steered: SteeredDrafter, age: int, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = steered.hidden(tokens, self.taps.joined().float(), aged_sources(tokens, age))
+        sources = aged_sources(tokens, age) if age else None
+        hidden = steered.hidden(tokens, self.taps.joined().float(), sources)
         logits: torch.Tensor = steered.drafter.lm_head(hidden)
         return logits
 

@@ -72,15 +72,16 @@ class SteeredDrafter:
         self.projection = projection.to(drafter.device)
         self.steering = Steering(drafter, projection.rank, arm.place).to(drafter.device)
 
-    def hidden(self, tokens: torch.Tensor, taps: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor, taps: torch.Tensor, sources: torch.Tensor | None) -> torch.Tensor:
         """After the last norm, float32 [rows, positions, hidden].
 
         Args:
             tokens: int64 [rows, positions].
             taps: float32 [rows, positions, taps * target hidden].
-            sources: int64 [rows, positions]: the position whose code each position gets; negative: none.
+            sources: int64 [rows, positions]: the position whose code each position gets; negative: none. None: no
+                position gets any.
         """
-        with self.steering.by(self.codes(taps, sources)):
+        with self.steering.by(None if sources is None else self.codes(taps, sources)):
             hidden: torch.Tensor = self.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 
@@ -118,6 +119,5 @@ def sources_of(
 
 
 def aged_sources(tokens: torch.Tensor, age: int) -> torch.Tensor:
-    """As `sources_of` where every position gets the code of `age` positions before; 0: none."""
-    position = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    return (position - age).clamp(min=-1) if age else torch.full_like(position, -1)
+    """As `sources_of` where every position gets the code of `age` positions before."""
+    return (torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape) - age).clamp(min=-1)
