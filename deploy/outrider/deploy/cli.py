@@ -12,21 +12,23 @@ from pathlib import Path
 
 from outrider.cloud.training.settings import ARMS, STEERED
 from outrider.deploy.options import (
-    DTYPES,
     Parser,
     add_access,
     add_command,
     add_connection,
     add_drafting,
     add_grammar,
+    add_links,
     add_listening,
     add_metrics,
     add_sampling,
+    add_steering,
     add_target,
     add_tls,
     add_trace_endpoint,
     add_tracing,
     add_training,
+    add_writing,
     at_least,
     comma_list,
     number,
@@ -409,14 +411,7 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = add_command(
         commands, "bench", "measure ways of decoding side by side over emulated links", _in("bench.command", "bench")
     )
-    numbers = {"type": comma_list(number(0)), "metavar": "LIST"}
-    parser.add_argument("--rtt", default=[2.0, 30.0, 120.0], **numbers, help="round trips, ms; 0: no link")
-    parser.add_argument("--up", default=[20.0], **numbers, help="Mbit/s from the edge, one or one a round trip")
-    parser.add_argument("--down", default=[100.0], **numbers, help="Mbit/s to the edge")
-    parser.add_argument("--jitter", default=[0.0], **numbers, help="ms added each way, at most; uniform")
-    parser.add_argument(
-        "--trace", type=comma_list(str), default=[], metavar="LIST", help="more links: built-in traces, or CSV files"
-    )
+    add_links(parser, "2,30,120")
     parser.add_argument("--prompts", type=Path, default=None, metavar="FILE", help="others than the built-in ones")
     parser.add_argument("--per-domain", type=at_least(1), default=2, metavar="N", help="built-in prompts a domain")
     parser.add_argument("--sessions", type=at_least(1), default=1, metavar="N", help="decoded at once")
@@ -457,23 +452,8 @@ def _add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "package", nargs="+", metavar="PACKAGE", help="of a drafter: an embedded name, FOLDER, or NAME=FOLDER"
     )
-    parser.add_argument(
-        "--steering",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="projection that a steered drafter was trained with: a file or a folder that holds one; repeatable",
-    )
-    parser.add_argument("--target", default="reference", metavar="NAME", help="embedded name, folder, or hub name")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the target")
-    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="of the target: cpu, cuda, cuda:1")
-    parser.add_argument("--threads", type=at_least(0), default=0, metavar="N", help="torch threads; 0: torch's choice")
-    parser.add_argument(
-        "--prompts", type=Path, default=None, metavar="PATH", help="file, or folder of DOMAIN.jsonl; not set: built-in"
-    )
-    parser.add_argument("--per-domain", type=at_least(1), default=10, metavar="N", help="prompts a domain, at most")
-    parser.add_argument("--max-tokens", type=at_least(1), default=128, metavar="N", help="of a text, at most")
+    add_steering(parser)
+    add_writing(parser)
     parser.add_argument("--drafts", type=at_least(1), default=8, metavar="K", help="in a round, at most")
     parser.add_argument("--temperature", type=comma_list(number(0)), default="0,1", metavar="LIST", help="0 is greedy")
     parser.add_argument(
@@ -511,10 +491,7 @@ def _add_traces_record(subcommands: argparse._SubParsersAction[Parser]) -> None:
         _in("traces.record", "record"),
         table="traces_record",
     )
-    parser.add_argument("--target", default="reference", metavar="NAME", help="embedded name, folder, or hub name")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the target")
-    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="of the target: cpu, cuda, cuda:1")
-    parser.add_argument("--threads", type=at_least(0), default=0, metavar="N", help="torch threads; 0: torch's choice")
+    add_writing(parser)
     parser.add_argument(
         "--drafter",
         type=comma_list(str),
@@ -522,11 +499,6 @@ def _add_traces_record(subcommands: argparse._SubParsersAction[Parser]) -> None:
         metavar="LIST",
         help="whose hits: embedded names, package folders, NAME=FOLDER, or ngram; steered ones get no codes",
     )
-    parser.add_argument(
-        "--prompts", type=Path, default=None, metavar="PATH", help="file, or folder of DOMAIN.jsonl; not set: built-in"
-    )
-    parser.add_argument("--per-domain", type=at_least(1), default=10, metavar="N", help="prompts a domain, at most")
-    parser.add_argument("--max-tokens", type=at_least(1), default=128, metavar="N", help="of a text, at most")
     parser.add_argument("--temperature", type=number(0), default=0.0, metavar="T", help="0 is greedy")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the noise; same seed, same text")
     parser.add_argument(
@@ -547,14 +519,7 @@ def _add_traces_replay(subcommands: argparse._SubParsersAction[Parser]) -> None:
         table="traces_replay",
     )
     parser.add_argument("traces", type=Path, metavar="FILE", help="what `traces record` wrote")
-    numbers = {"type": comma_list(number(0)), "metavar": "LIST"}
-    parser.add_argument("--rtt", default="2,10,60,200", **numbers, help="round trips, ms; 0: no link")
-    parser.add_argument("--up", default="20", **numbers, help="Mbit/s from the edge, one or one a round trip")
-    parser.add_argument("--down", default="100", **numbers, help="Mbit/s to the edge")
-    parser.add_argument("--jitter", default="0", **numbers, help="ms added each way, at most; uniform")
-    parser.add_argument(
-        "--trace", type=comma_list(str), default="", metavar="LIST", help="more links: built-in traces, or CSV files"
-    )
+    add_links(parser, "2,10,60,200")
     parser.add_argument(
         "--window",
         type=comma_list(str),

@@ -82,6 +82,43 @@ def add_sampling(parser: Parser) -> None:
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
 
 
+def add_steering(parser: Any) -> None:
+    """Whose steering codes a target can make."""
+    parser.add_argument(
+        "--steering",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="projection for steered drafters: a file or a folder that `outrider train steer` wrote; repeatable",
+    )
+
+
+def add_writing(parser: Parser) -> None:
+    """A target that writes texts on its own, and after which prompts."""
+    parser.add_argument("--target", default="reference", metavar="NAME", help="embedded name, folder, or hub name")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the target")
+    parser.add_argument("--device", default="cpu", metavar="DEVICE", help="of the target: cpu, cuda, cuda:1")
+    parser.add_argument("--threads", type=at_least(0), default=0, metavar="N", help="torch threads; 0: torch's choice")
+    parser.add_argument(
+        "--prompts", type=Path, default=None, metavar="PATH", help="file, or folder of DOMAIN.jsonl; not set: built-in"
+    )
+    parser.add_argument("--per-domain", type=at_least(1), default=10, metavar="N", help="prompts a domain, at most")
+    parser.add_argument("--max-tokens", type=at_least(1), default=128, metavar="N", help="of a text, at most")
+
+
+def add_links(parser: Parser, rtts: str) -> None:
+    """A list of emulated links; `rtts`: what `--rtt` is by default."""
+    numbers: dict[str, Any] = {"type": comma_list(number(0)), "metavar": "LIST"}
+    parser.add_argument("--rtt", default=rtts, **numbers, help="round trips, ms; 0: no link")
+    parser.add_argument("--up", default="20", **numbers, help="Mbit/s from the edge, one or one a round trip")
+    parser.add_argument("--down", default="100", **numbers, help="Mbit/s to the edge")
+    parser.add_argument("--jitter", default="0", **numbers, help="ms added each way, at most; uniform")
+    parser.add_argument(
+        "--trace", type=comma_list(str), default="", metavar="LIST", help="more links: built-in traces, or CSV files"
+    )
+
+
 def add_training(parser: Parser) -> None:
     """Whose words are learnt, from which text, for how long."""
     parser.add_argument("--target", default="reference", metavar="NAME", help="embedded name, folder, or hub name")
@@ -162,14 +199,7 @@ def add_target(parser: Parser) -> None:
         metavar="MS[,DRAFTS]",
         help="wait so long (ms, or inf) for so many drafts before a step; 0 runs ahead; not set: planned",
     )
-    group.add_argument(
-        "--steering",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="projection for steered drafters: a file or a folder that `outrider train steer` wrote; repeatable",
-    )
+    add_steering(group)
     group.add_argument(
         "--goal", choices=("latency", "efficiency"), default="latency", help="soonest tokens, or fewest target steps"
     )

@@ -24,16 +24,25 @@ def check_file(path: Path, field: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file", field=field) from error
 
 
+def check_drawing(field: str) -> None:
+    """See that pictures can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401, ICN001 - only whether it is there
+    except ImportError as error:
+        raise ConfigError(f"needs {error.name}; pip install 'outrider[bench]', or leave it out", field=field) from error
+
+
 def check_pictures(folder: Path, field: str) -> None:
     """Make the folder, and see that pictures can be drawn into it.
 
     Raises:
         ConfigError: it cannot be written, or matplotlib is not installed.
     """
-    try:
-        import matplotlib  # noqa: F401, ICN001 - only whether it is there
-    except ImportError as error:
-        raise ConfigError(f"needs {error.name}; pip install 'outrider[bench]', or leave it out", field=field) from error
+    check_drawing(field)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

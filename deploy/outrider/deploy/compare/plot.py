@@ -10,6 +10,7 @@ from outrider.deploy.bench.plots import DPI, FAINT, STYLE
 from outrider.deploy.compare.contenders import Variant, ages_of, in_front
 from outrider.deploy.compare.record import Comparison, Figure
 from outrider.deploy.compare.table import ALL
+from outrider.deploy.outputs import check_drawing
 from outrider.proto.errors import ConfigError
 
 SUFFIXES = (".png", ".pdf", ".svg")
@@ -26,12 +27,7 @@ def check_plot(path: Path) -> None:
     Raises:
         ConfigError: matplotlib is not installed, or the suffix is none of `SUFFIXES`.
     """
-    try:
-        import matplotlib  # noqa: F401, ICN001 - only whether it is there
-    except ImportError as error:
-        raise ConfigError(
-            f"needs {error.name}; pip install 'outrider[bench]', or leave it out", field="plot"
-        ) from error
+    check_drawing("plot")
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path} does not end in {', '.join(SUFFIXES)}", field="plot")
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich import box
-from rich.console import Group
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from outrider.deploy.compare.contenders import Variant, ages_of, in_front
 from outrider.deploy.compare.record import Comparison, Figure, Interval, Ratio
+from outrider.deploy.tables import draw_blocks
 
 UNKNOWN = "-"
 ALL, MEAN = "all", "mean of domains"
@@ -37,7 +36,9 @@ class Grid:
 
 def tables(comparison: Comparison) -> Group:
     """All tables."""
-    drawn = [part for grid in grids(comparison) for part in (Text(f"\n{grid.title}", style="italic"), _draw(grid))]
+    drawn: list[RenderableType] = []
+    for grid in grids(comparison):
+        drawn += [Text(f"\n{grid.title}", style="italic"), draw_blocks(grid.headings, grid.words, grid.blocks)]
     return Group(*drawn, Text(LEGEND, style="dim"))
 
 
@@ -118,15 +119,3 @@ def _interval(interval: Interval | None) -> str:
 
 def _number(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3f}"
-
-
-def _draw(grid: Grid) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, heading in enumerate(grid.headings):
-        word = index < grid.words  # those alone may be long
-        table.add_column(Text(heading), justify="left" if word else "right", no_wrap=not word, overflow="fold")
-    for block in grid.blocks:
-        for row in block:
-            table.add_row(*map(Text, row))
-        table.add_section()
-    return table

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 from outrider.cloud.target import Target, load_target
 from outrider.deploy.bench.record import environment
 from outrider.deploy.compare.texts import Text, Writer
+from outrider.deploy.outputs import check_file
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.deploy.replay.record import record_trace
 from outrider.deploy.replay.traces import HitTrace, save_traces
 from outrider.deploy.traces.costs import CostSheet, costs_path, save_costs
 from outrider.deploy.traces.drafter_probe import DrafterProbe
 from outrider.deploy.traces.drafters import Packages, find_drafters, load_drafters
-from outrider.deploy.traces.outputs import check_file
 from outrider.deploy.traces.target_probe import TargetProbe
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.errors import ConfigError

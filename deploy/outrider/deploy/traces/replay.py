@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.progress import track
 
 from outrider.deploy.bench.links import BenchLink, links_of
+from outrider.deploy.outputs import check_file, check_pictures
 from outrider.deploy.traces.figures import Replayed, save
 from outrider.deploy.traces.grid import Grid
-from outrider.deploy.traces.outputs import check_file, check_pictures
 from outrider.deploy.traces.plots import draw
 from outrider.deploy.traces.recording import load_recording
 from outrider.deploy.traces.table import tables

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from outrider.deploy.bench.record import LinkRecord
 from outrider.deploy.bench.table import link_name
+from outrider.deploy.tables import Block, draw_blocks
 from outrider.deploy.traces.figures import Figure, Replayed, fastest
 
 UNKNOWN, CLOUD, BEST = "-", "(cloud)", "*"
@@ -24,22 +23,20 @@ LEGEND = (
     "policy wished for"
 )
 
-Block = Sequence[Sequence[str]]  # rows [r][c]
-
 
 def tables(replayed: Replayed) -> Group:
     """All tables: every figure of all prompts together, and speed by domain where there are several."""
     parts: list[RenderableType] = []
     pace = f", a target step at least {replayed.pace_ms:g} ms" if replayed.pace_ms else ""
     blocks = [_block(link, replayed.over(link)) for link in replayed.links]
-    parts += [_title(f"Replayed for {replayed.goal}{pace}"), _draw(HEADINGS, WORDS, blocks)]
+    parts += [_title(f"Replayed for {replayed.goal}{pace}"), draw_blocks(HEADINGS, WORDS, blocks)]
     if replayed.domains:
         window = replayed.windows[0]
         for first in range(0, len(replayed.drafters), BESIDE):
             drafters = replayed.drafters[first : first + BESIDE]
             blocks = [_by_domain(replayed, link, window, drafters) for link in replayed.links]
             parts.append(_title(f"Tokens a second over cloud streaming's by domain, window {window}"))
-            parts.append(_draw(("link", "domain", *drafters), 2, blocks))
+            parts.append(draw_blocks(("link", "domain", *drafters), 2, blocks))
     return Group(*parts, Text(LEGEND, style="dim"))
 
 
@@ -82,15 +79,3 @@ def _number(value: float | None, digits: int) -> str:
 
 def _title(text: str) -> Text:
     return Text(f"\n{text}", style="italic")
-
-
-def _draw(headings: Sequence[str], words: int, blocks: Sequence[Block]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, heading in enumerate(headings):
-        word = index < words  # those alone may be long
-        table.add_column(Text(heading), justify="left" if word else "right", no_wrap=not word, overflow="fold")
-    for block in blocks:
-        for row in block:
-            table.add_row(*map(Text, row))
-        table.add_section()
-    return table
