@@ -165,8 +165,15 @@ def steered_by(model: Any, biases: Sequence[torch.Tensor]) -> Iterator[None]:
     Works by hooks, so on any model that `up_projections` accepts, and anew for each use; positions whose bias is zero
     are computed as without.
     """
+    with adding(up_projections(model), biases):
+        yield
+
+
+@contextmanager
+def adding(modules: Sequence[nn.Module], biases: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Add to what each of `modules` returns its own of `biases`, in every forward pass inside."""
     with ExitStack() as hooks:
-        for module, bias in zip(up_projections(model), biases, strict=True):
+        for module, bias in zip(modules, biases, strict=True):
             hooks.enter_context(_adding(module, bias))
         yield
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from outrider.cloud.export.steered import STEERING_FILE
+from outrider.cloud.export.steered import STEERING_FILE, adding, biases_by, up_projections
 from outrider.cloud.steering import Projection
 from outrider.cloud.training.settings import Arm
 
@@ -32,24 +31,13 @@ class Steering(nn.Module):
         mlps = [layer.mlp for layer in drafter.model.layers]
         widths = [mlp.up_proj.out_features if place == "inside" else mlp.down_proj.out_features for mlp in mlps]
         self.layers = nn.ParameterList([nn.Parameter(torch.zeros(width, rank)) for width in widths])
-        self._biases: list[torch.Tensor] | None = None
-        for index, mlp in enumerate(mlps):
-            (mlp.up_proj if place == "inside" else mlp).register_forward_hook(self._adding(index))
+        self._steered = up_projections(drafter) if place == "inside" else tuple(mlps)  # the drafter's, not its own
 
-    def _adding(self, layer: int) -> Callable[[nn.Module, object, torch.Tensor], torch.Tensor]:
-        def add(_: nn.Module, __: object, result: torch.Tensor) -> torch.Tensor:
-            return result if self._biases is None else result + self._biases[layer]
-
-        return add
-
-    @contextmanager
-    def by(self, codes: torch.Tensor | None) -> Iterator[None]:
+    def by(self, codes: torch.Tensor | None) -> AbstractContextManager[None]:
         """Steer the drafter's passes inside by `codes` [rows, positions, rank]; None: not at all."""
-        self._biases = None if codes is None else [codes @ weight.T for weight in self.layers]
-        try:
-            yield
-        finally:
-            self._biases = None
+        if codes is None:
+            return nullcontext()
+        return adding(self._steered, biases_by(list(self.layers), codes))
 
     def save(self, folder: Path) -> None:
         """Write `file`: float32 `layers.<l>.weight` [width, rank]."""
