@@ -156,6 +156,34 @@ def test_a_trained_drafter_agrees_with_its_target_far_better_than_a_fresh_one(co
         assert result.acceptance[kind].greedy > untrained.acceptance[kind].greedy + 0.2
 
 
+def test_a_run_goes_on_from_a_drafter_that_was_trained_before(config: DrafterTraining) -> None:
+    first = train_drafter(config)
+    hardly = replace(
+        config, output=config.output.with_name("on"), start=first.folder, steps=1, matrix_lr=1e-9, other_lr=1e-9
+    )
+    weights = load_file(first.folder / "model.safetensors")
+    for name, tensor in load_file(train_drafter(hardly).folder / "model.safetensors").items():
+        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-6)
+    fresh = train_drafter(replace(hardly, output=config.output.with_name("fresh"), start=None))
+    assert not torch.equal(
+        load_file(fresh.folder / "model.safetensors")["model.embed_tokens.weight"], weights["model.embed_tokens.weight"]
+    )
+    record = json.loads((hardly.output / "training.json").read_text())
+    assert record["config"]["start"] == first.folder.name  # and no path of this machine
+
+
+def test_a_run_starts_from_no_drafter_of_other_tokens(config: DrafterTraining, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="holds no config") as refused:
+        replace(config, start=tmp_path)
+    assert refused.value.field == "start"
+    other = build_drafter(AutoModelForCausalLM.from_pretrained(config.target), config.shape, warm_start=False)
+    other.resize_token_embeddings(other.config.vocab_size + 8)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(InvalidArgument, match="take one of this target") as refused:
+        train_drafter(replace(config, start=tmp_path / "other"))
+    assert refused.value.field == "start"
+
+
 def test_the_output_is_an_ordinary_model_folder_with_the_figures_of_its_training(config: DrafterTraining) -> None:
     result = train_drafter(config)
     drafter = AutoModelForCausalLM.from_pretrained(result.folder)

@@ -20,7 +20,13 @@ def train_drafter(options: argparse.Namespace) -> int:
     """`outrider train drafter`."""
     from outrider.cloud.training.drafter import train_drafter
 
-    training = DrafterTraining(shape=_shape(options), **_common(options))
+    training = DrafterTraining(
+        start=options.start,
+        shape=_shape(options),
+        matrix_lr=options.rate * DrafterTraining.matrix_lr,
+        other_lr=options.rate * DrafterTraining.other_lr,
+        **_common(options),
+    )
     with _stopping() as stop:
         result = train_drafter(training, on_step=stop.stepped, stopping=stop.told)
     print(f"{result.parameters / 1e6:.2f} M parameters after {result.tokens_seen:,} tokens, in {result.folder}")

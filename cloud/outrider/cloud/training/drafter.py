@@ -18,6 +18,7 @@ from outrider.cloud.training.schedule import LinearBudget
 from outrider.cloud.training.self_text import embedding_weight
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.texts import Texts
+from outrider.proto.errors import InvalidArgument
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,10 @@ def train_drafter(
     """Distil a drafter and write it to `config.output`; arguments and errors as of `carry_out`."""
 
     def begin(target: PreTrainedModel, texts: Texts, told: Reporter) -> _DrafterRun:
-        drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
+        if config.start is None:
+            drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
+        else:
+            drafter = read_drafter(config.start, target, field="start")
         drafter.to(torch.device(config.device))  # type: ignore[arg-type]
         return _DrafterRun(config, target, drafter, texts, told)
 
@@ -94,6 +98,24 @@ def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: b
         embedding = embedding_weight(drafter)
         embedding.copy_(start_embedding(embedding_weight(target), embedding))
     return drafter.float()
+
+
+def read_drafter(folder: Path, target: PreTrainedModel, *, field: str) -> LlamaForCausalLM:
+    """A drafter that was trained before, in float32, ready to be trained on.
+
+    Raises:
+        InvalidArgument: no Llama in safetensors is there, or it counts other tokens than the target.
+    """
+    try:
+        drafter: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{folder} holds no drafter in safetensors: {error}", field=field) from error
+    if drafter.config.vocab_size != target.config.vocab_size:
+        counts = f"{drafter.config.vocab_size} tokens, the target {target.config.vocab_size}"
+        raise InvalidArgument(f"the drafter in {folder} has {counts}; take one of this target", field=field)
+    return drafter.train()
 
 
 def start_embedding(embedding_by_target: torch.Tensor, random: torch.Tensor) -> torch.Tensor:

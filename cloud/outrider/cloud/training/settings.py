@@ -163,12 +163,14 @@ class DrafterTraining(Training):
     """How to distil a drafter from a target, beside what every training is told.
 
     Attributes:
-        shape: the drafter's.
+        shape: of a new drafter.
+        start: folder of a drafter to go on from, as `train drafter` writes it, instead of a new one; None: a new one.
         matrix_lr, other_lr: of Muon for the layers' matrices, of AdamW for embedding and norms.
         decay_fraction: last share of the budget, over which both fall linearly to zero.
-        warm_start: start from the target's embedding (see `drafter.start_embedding`).
+        warm_start: start a new drafter from the target's embedding (see `drafter.start_embedding`).
     """
 
+    start: Path | None = None
     shape: DrafterShape = DrafterShape()
     matrix_lr: float = 0.02
     other_lr: float = 3e-3
@@ -179,6 +181,10 @@ class DrafterTraining(Training):
         super().__post_init__()
         _require_positive("matrix_lr", self.matrix_lr)
         _require_positive("other_lr", self.other_lr)
+        if self.start is not None:
+            object.__setattr__(self, "start", Path(self.start))
+            if not (self.start / "config.json").is_file():
+                raise InvalidArgument(f"{self.start} holds no config.json; `train drafter` writes one", field="start")
         if self.block > self.shape.context:
             raise InvalidArgument(f"{self.block} exceeds the context, {self.shape.context}", field="block")
         if not 0 <= self.decay_fraction <= 1:

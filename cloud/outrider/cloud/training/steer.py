@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, default_layers
 from outrider.cloud.training.acceptance import Acceptance, Row, Student, compare_students
+from outrider.cloud.training.drafter import read_drafter
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.run import Run, as_json, carry_out, mean_acceptance, mean_kl
@@ -194,21 +195,12 @@ def tokens_a_round(acceptance: float, drafts: int = ROUND) -> float:
 
 
 def _make_arm(config: SteerTraining, target: PreTrainedModel, arm: Arm) -> SteeredDrafter:
-    try:
-        drafter = LlamaForCausalLM.from_pretrained(config.drafter, dtype=torch.float32, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"{config.drafter} is no drafter with safetensors: {error}", field="drafter") from error
-    if drafter.config.vocab_size != target.config.vocab_size:
-        raise InvalidArgument(
-            f"it has {drafter.config.vocab_size} tokens where the target has {target.config.vocab_size}",
-            field="drafter",
-        )
+    drafter = read_drafter(config.drafter, target, field="drafter")
     text = target.config.get_text_config()
     layers = config.layers or default_layers(text.num_hidden_layers)
     if max(layers) >= text.num_hidden_layers:
         raise InvalidArgument(f"the target has layers 0 to {text.num_hidden_layers - 1}", field="layers")
     drafter.to(torch.device(config.device))  # type: ignore[arg-type]
-    drafter.train()
     drafter.requires_grad_(not arm.frozen)
     return SteeredDrafter(drafter, Projection(layers, text.hidden_size, config.rank, config.model), arm)
 
