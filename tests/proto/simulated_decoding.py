@@ -10,19 +10,23 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.proto import codec
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.policy import Experience, WindowPolicy
+from outrider.proto.policy.selection import Selector
 from outrider.proto.session import (
     Done,
     DraftJob,
     EdgeInstruction,
     EdgeSession,
     Emit,
+    Foreseen,
+    ReadJob,
     Reopen,
+    Selection,
     Send,
     Verified,
     VerifierRules,
@@ -164,16 +168,19 @@ class Simulation:
         queues_while_busy: bool = True,
         experience: Experience | None = None,
         send_q: bool = False,
+        rivals: Sequence[Drafter] = (),
+        selector: Selector | None = None,
     ) -> None:
         self.now = 0.0
-        self.edge = EdgeSession(frame, window, experience=experience, send_q=send_q)
+        selection = Selection(selector, 1 + len(rivals)) if selector is not None else None
+        self.edge = EdgeSession(frame, window, experience=experience, send_q=send_q, selection=selection)
         self.emitted: list[int] = []
         self.draft_frames = 0
         self.done: Done | None = None
         self.streams = 0
         self._frame = frame
         self._oracle = oracle
-        self._drafter = drafter
+        self._drafters = {} if drafter is None else dict(enumerate((drafter, *rivals)))
         self._rules = verifier or rules()
         self._link = link or Link()
         self._rng = random.Random(seed)
@@ -185,7 +192,8 @@ class Simulation:
         self._counter = itertools.count()
         self._stream = Stream(open=False)
         self._granted = 0
-        self._drafter_prefix: tuple[int, ...] = ()
+        self._prefixes = dict.fromkeys(self._drafters, ())
+        self.failed: list[int] = []
         self._reopening = False
         if cancel_at < math.inf:
             self._at(cancel_at, lambda: self._apply(self.edge.on_cancel()))
@@ -251,28 +259,60 @@ class Simulation:
             self._apply(self.edge.on_disconnected(Unavailable("the link broke"), self.now))
 
     def _give_drafter_work(self) -> None:
-        if self._drafter is None or self.done is not None:
+        if not self._drafters or self.done is not None:
             return
         job = self.edge.next_job(self._most_per_job)
         if job is None:
+            reading = self.edge.next_reading()
+            if reading is not None:
+                self._give_reading(reading)
             return
-        prefix = self._drafter_prefix[: job.truncate_to] + job.extend_with
+        prefix = self._prefixes[job.drafter][: job.truncate_to] + job.extend_with
         assert len(prefix) == job.start
         wanted = tuple(self.edge.transcript) + tuple(self.edge._drafted)
         assert prefix == wanted, "the drafter would continue another text"
+        foreseen_from = job.truncate_to + job.skip
+        assert not job.foresee or foreseen_from + job.foresee <= len(self.edge.transcript), "only committed tokens are foreseen"
         try:
-            tokens, q = self._drafter(prefix, job.count)
+            foreseen = self._foresee(job.drafter, prefix, foreseen_from, foreseen_from + job.foresee)
+            tokens, q = self._drafters[job.drafter](prefix, job.count)
         except OutriderError as error:
-            failure = error
-            self._at(self.now + self._drafting_s, lambda: self._apply(self.edge.on_drafter_failed(failure)))
-            self._drafter = None
+            self._fail(job.drafter, error)
             return
-        self._drafter_prefix = prefix + tokens
+        self._prefixes[job.drafter] = prefix + tokens
         seconds = self._drafting_s * max(1, len(tokens)) * self._rng.uniform(0.5, 2)
-        self._at(self.now + seconds, lambda: self._drafted(job, tokens, q, seconds))
+        self._at(self.now + seconds, lambda: self._drafted(job, tokens, q, foreseen, seconds))
 
-    def _drafted(self, job: DraftJob, tokens: tuple[int, ...], q: tuple[float, ...], seconds: float) -> None:
-        self._apply(self.edge.on_drafted(job, tokens, q, seconds, self.now))
+    def _give_reading(self, job: ReadJob) -> None:
+        prefix = self._prefixes[job.drafter][: job.truncate_to] + job.tokens
+        assert job.drafter != self.edge.drafter, "whose turn it is drafts, and need not read"
+        assert job.drafter not in self.failed, "it is broken"
+        assert prefix == tuple(self.edge.transcript[: len(prefix)]), "the drafter would read another text"
+        try:
+            foreseen = self._foresee(job.drafter, prefix, job.start, len(prefix))
+        except OutriderError as error:
+            self._fail(job.drafter, error)
+            return
+        self._prefixes[job.drafter] = prefix
+        self._at(self.now + self._drafting_s, lambda: self._apply(self.edge.on_read(job, foreseen, 0.001, self.now)))
+
+    def _foresee(self, drafter: int, prefix: tuple[int, ...], start: int, end: int) -> Foreseen:
+        said = [self._drafters[drafter](prefix[:position], 1) for position in range(start, end)]
+        return Foreseen(
+            tuple(tokens[0] if tokens else -1 for tokens, _ in said), tuple(q[0] if q else math.nan for _, q in said)
+        )
+
+    def _fail(self, drafter: int, error: OutriderError) -> None:
+        def fail() -> None:
+            self.failed.append(drafter)
+            self._apply(self.edge.on_drafter_failed(error, drafter))
+
+        self._at(self.now + self._drafting_s, fail)
+
+    def _drafted(
+        self, job: DraftJob, tokens: tuple[int, ...], q: tuple[float, ...], foreseen: Foreseen, seconds: float
+    ) -> None:
+        self._apply(self.edge.on_drafted(job, tokens, q, seconds, self.now, foreseen=foreseen))
 
     # --- the link ---
 

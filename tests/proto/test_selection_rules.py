@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from outrider.proto.errors import InvalidArgument
+from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.policy.selection import (
+    SELECTORS,
     Alignment,
     Arm,
     BlockDivergence,
@@ -29,6 +31,7 @@ from outrider.proto.policy.selection import (
     Throughput,
     Walk,
     default_selector,
+    selector_named,
 )
 
 
@@ -241,11 +244,30 @@ def test_halving_keeps_the_middle_one_of_three_and_judges_by_the_price() -> None
 
 
 def test_a_walk_ends_rounds_at_a_miss_and_one_token_behind_the_last_draft() -> None:
-    walk = Walk()
-    assert walk.ends((True, True), 2) == [False, False]
-    assert walk.ends((True, True, False, True), 2) == [True, False, True, False]
-    assert walk.own_round(3) == [False, False, True]
-    assert walk.ends((True, True, True), 2) == [False, False, True], "its own round has begun it anew"
+    walk, view = Walk(), view_of(0.3, 0.1, drafts=2)
+    assert walk.prices((True, True), view, 1) == [0.0, 0.0]
+    assert walk.prices((True, True, False, True), view, 1) == [0.1, 0.0, 0.1, 0.0]
+    assert walk.prices((None, True, True, True, True), view, 0) == [None, 0.0, 0.0, 0.3, 0.0], "it begins anew"
+
+
+def test_a_target_that_does_not_wait_writes_the_first_tokens_after_a_miss_alone() -> None:
+    view = replace(view_of(0.3, 0.1, drafts=2), lead=(3, 1), alone_s=0.2)
+    bits = (True, True, True, True, True, True, True, False, True, False, True)
+    slow = [0.2, 0.2, 0.2, 0.0, 0.0, 0.3, 0.0, 0.3, 0.2, 0.2, 0.2]
+    assert Walk().prices(bits, view, 0) == slow
+    quick = [0.2, 0.0, 0.0, 0.1, 0.0, 0.0, 0.1, 0.1, 0.2, 0.1, 0.2]
+    assert Walk().prices(bits, view, 1) == quick
+
+
+def test_of_a_stream_the_lead_is_what_the_link_takes_in_steps() -> None:
+    arms = [Arm("quick", 0.001, 0.0), Arm("slow", 0.01, 0.002)]
+    given = {"drafts": 4, "round_trip_s": 0.06, "step_s": 0.03, "row_s": 0.002, "current": 1}
+    view = SelectionView.of_stream(arms, (0, 5), **given)
+    assert view.lead == (2, 3)
+    assert view.alone_s == pytest.approx(0.032)
+    assert view.round_s == pytest.approx((0.04, 0.04)), "a step with four drafts and the target's own row"
+    assert view.switch_s == pytest.approx((0.0, 0.01))
+    assert SelectionView.of_stream(arms, (0, 5), **given | {"step_s": 0.01}).round_s == pytest.approx((0.02, 0.04))
 
 
 def test_fixed_share_pays_and_deals_out_a_share() -> None:
@@ -268,12 +290,24 @@ def test_no_expert_falls_further_behind_than_the_share_allows() -> None:
 def test_experts_pay_their_own_rounds_prices_once_all_have_heard() -> None:
     experts = FixedShare(arms=2, eta=2.0, share=0.0)
     view = view_of(0.1, 0.2, drafts=2)
-    experts.learn(outcome_of(0, view=view, accepted=2, judged=2))
+    experts.learn(outcome_of(0, view=view, hits=((True, True, False), ())))
     assert experts.log_weights[0] == experts.log_weights[1], "the other has not read these tokens"
-    experts.learn(outcome_of(0, view=view, accepted=0, judged=1, hits=((), (True, False, True))))
+    experts.learn(outcome_of(0, view=view, hits=((False,), (True, False, True))))
     lead = experts.log_weights[0] - experts.log_weights[1]
     assert lead == pytest.approx(2.0 * (1.0 - 0.5)), "one round of 0.1 s against one of 0.2 s"
     assert list(experts.unpaid[0]) == [0.5]
+
+
+def test_an_expert_of_whom_nobody_knows_keeps_its_share_of_the_weight() -> None:
+    experts = FixedShare(arms=3, eta=2.0, share=0.0)
+    experts.pay([0.5, 0.0, 0.3])
+    before = np.exp(experts.log_weights)
+    experts.learn(outcome_of(0, view=view_of(0.2, 0.1, 0.1), hits=((False,), (False,), (None,))))
+    after = np.exp(experts.log_weights)
+    assert after[2] == pytest.approx(before[2])
+    assert after[0] / after[1] == pytest.approx(before[0] / before[1] * math.exp(-2.0 * (1.0 - 0.5)))
+    experts.learn(outcome_of(0, view=view_of(0.2, 0.1, 0.1), hits=((None,), (None,), (None,))))
+    assert np.exp(experts.log_weights) == pytest.approx(after), "a token of which nothing is known is free"
 
 
 def test_hedge_draws_by_weight_and_reads_with_all_that_are_behind() -> None:
@@ -311,3 +345,21 @@ def test_a_prior_begins_with_the_fastest_that_it_knows_at_the_prices_of_the_day(
     assert leader.experts.log_weights[1] - leader.experts.log_weights[0] == lead, "it counts once"
     assert default_selector(2, (0.5, 0.9)).choose(view_of(0.1, 1.0)) == 0
     assert default_selector(2).choose(view) == 0
+
+
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+def test_every_selector_has_a_name_and_can_choose_and_learn(name) -> None:
+    selector = selector_named(name)(3, np.random.default_rng(0))
+    view = view_of(0.1, 0.1, 0.1)
+    for _ in range(12):
+        arm = selector.choose(view)
+        assert arm in view.arms
+        bits = [() for _ in view.arms]
+        bits[arm] = (True, False)
+        selector.learn(outcome_of(arm, 0.5, view, hits=tuple(bits)))
+
+
+def test_an_unknown_selector_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="'best' is none of leader, static") as refused:
+        selector_named("best")
+    assert refused.value.field == "selector"

@@ -338,12 +338,26 @@ def _new_round_trip() -> Line:
 
 
 @dataclass(slots=True)
-class Experience:
-    """What an edge has measured with one drafter; sessions share it, so that a new text begins where the last ended.
+class DrafterExperience:
+    """What an edge has measured of one drafter.
 
     Attributes:
-        calibration: what the drafter's confidence is worth.
-        drafting_s: of one token.
+        calibration: what its confidence is worth.
+        drafting_s: to draft one token.
+        reading_s: to read one token that others have committed, in a pass with some more.
+    """
+
+    calibration: Calibration = field(default_factory=Calibration)
+    drafting_s: Smoothed = field(default_factory=Smoothed)
+    reading_s: Smoothed = field(default_factory=Smoothed)
+
+
+@dataclass(slots=True)
+class Experience:
+    """What an edge has measured; sessions share it, so that a new text begins where the last ended.
+
+    Attributes:
+        drafters: of each, in the pool's order; there is one for each that was asked for.
         round_trip: seconds against bytes of Draft messages; before the first of them, of an Open.
         timed: whether a Draft message has been timed: an Open's time may hold a connection's handshake.
         strangers: newest times, one after the other, that are half or twice what was to be expected.
@@ -354,8 +368,7 @@ class Experience:
             same.
     """
 
-    calibration: Calibration = field(default_factory=Calibration)
-    drafting_s: Smoothed = field(default_factory=Smoothed)
+    drafters: list[DrafterExperience] = field(default_factory=lambda: [DrafterExperience()])
     round_trip: Line = field(default_factory=_new_round_trip)
     timed: bool = False
     strangers: int = 0
@@ -363,6 +376,12 @@ class Experience:
     pace: Pace = field(default_factory=Pace)
     downlink: Downlink = field(default_factory=Downlink)
     lead: Smoothed = field(default_factory=Smoothed)
+
+    def of(self, drafter: int) -> DrafterExperience:
+        """Of the drafter with this index."""
+        while len(self.drafters) <= drafter:
+            self.drafters.append(DrafterExperience())
+        return self.drafters[drafter]
 
     def time_open(self, seconds: float) -> None:
         """An Open was answered after so long; counts while nothing better is known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Goal
@@ -27,6 +27,12 @@ class EdgeView:
         byte_s: a byte on the uplink.
         token_s: what a committed token has taken, on average.
         goal: of the deployment.
+        chances: [in_flight] that each unverified draft agrees given that those before it do, as calibrated.
+        confidence: [in_flight] the drafter's probability of each; NaN: not known.
+        entropy: [in_flight] of the drafter's distribution there, nats; NaN: not known.
+        certainty: [in_flight] softmax of log probability and shared noise at each; NaN: not known.
+        temperature: of the text.
+        battery: share that is left, 1 on mains.
     """
 
     in_flight: int
@@ -39,6 +45,12 @@ class EdgeView:
     byte_s: float
     token_s: float
     goal: Goal
+    chances: tuple[float, ...] = ()
+    confidence: tuple[float, ...] = ()
+    entropy: tuple[float, ...] = ()
+    certainty: tuple[float, ...] = ()
+    temperature: float = 0.0
+    battery: float = 1.0
 
 
 class WindowPolicy(Protocol):
@@ -46,6 +58,15 @@ class WindowPolicy(Protocol):
 
     def more(self, view: EdgeView) -> int:
         """Tokens to draft now; 0: enough until the next commit."""
+        ...
+
+
+@runtime_checkable
+class LearningRule(WindowPolicy, Protocol):
+    """One that learns from what becomes of its drafts, and so is no pure function of the view."""
+
+    def settled(self, hits: int, missed: bool) -> None:
+        """The target's tokens have met `hits` drafts that agreed, and then, if `missed`, one that did not."""
         ...
 
 

@@ -11,6 +11,7 @@ edge begins another *turn* by naming the tokens that are new; both halves are th
 settle    the one place where a judged block becomes text
 verifier  the cloud's half
 codes     the steering codes that an edge keeps
+selection which of several drafters drafts
 edge      the edge's half
 """
 
@@ -18,29 +19,38 @@ from __future__ import annotations
 
 from outrider.proto.session.codes import Codes, Steer
 from outrider.proto.session.edge import (
+    NOTHING_FORESEEN,
     Done,
+    DrafterCounts,
     DraftJob,
     EdgeInstruction,
     EdgeSession,
     EdgeStatistics,
     Emit,
+    Foreseen,
     Reopen,
     RetryRules,
     Send,
 )
+from outrider.proto.session.selection import ReadJob, Selection
 from outrider.proto.session.settle import settle
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 
 __all__ = [
+    "NOTHING_FORESEEN",
     "Codes",
     "Done",
     "DraftJob",
+    "DrafterCounts",
     "EdgeInstruction",
     "EdgeSession",
     "EdgeStatistics",
     "Emit",
+    "Foreseen",
+    "ReadJob",
     "Reopen",
     "RetryRules",
+    "Selection",
     "Send",
     "Steer",
     "Verified",

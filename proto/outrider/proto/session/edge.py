@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outrider.proto.errors import (
     InvalidArgument,
@@ -18,6 +18,7 @@ from outrider.proto.errors import (
 )
 from outrider.proto.policy import (
     TOKEN_BYTES,
+    DrafterExperience,
     EdgeView,
     Experience,
     SteeringView,
@@ -28,7 +29,9 @@ from outrider.proto.policy import (
     due_to_flush,
     worth_a_message,
 )
+from outrider.proto.policy.selection import Arm
 from outrider.proto.session.codes import CodeKeeper, Codes, Steer
+from outrider.proto.session.selection import Conditions, ReadJob, Selection
 from outrider.proto.types import (
     MAX_TOKEN_ID,
     Cancel,
@@ -50,6 +53,8 @@ from outrider.proto.types import (
 log = logging.getLogger(__name__)
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
+UNMEASURED_S = 0.0005  # to draft a token, of a drafter that has not
+UNMEASURED_STEP_S = 0.03  # of a verifier that has not made any
 DRAFT_BYTES = 30  # of a Draft message beside its tokens, framing included, for the link's rate
 
 
@@ -93,9 +98,16 @@ EdgeInstruction = Send | Emit | Reopen | Done
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """What the drafter should do next: truncate its prefix, extend it, propose up to `count` tokens.
+    """What a drafter should do next: truncate its prefix, extend it, propose up to `count` tokens.
 
-    `steer`: by what, said before it extends; None: as before.
+    Attributes:
+        truncate_to: tokens of its prefix that it keeps.
+        extend_with: tokens after them: committed ones, then drafts of its own.
+        count: tokens to propose.
+        epoch: of the chain.
+        steer: by what, said before it extends; None: as before.
+        drafter: whose job it is.
+        skip, foresee: behind the first `skip` tokens of `extend_with` it is to foresee so many, all of them committed.
     """
 
     truncate_to: int
@@ -103,11 +115,40 @@ class DraftJob:
     count: int
     epoch: int
     steer: Steer | None = None
+    drafter: int = 0
+    skip: int = 0
+    foresee: int = 0
 
     @property
     def start(self) -> int:
         """Position of the first proposed token."""
         return self.truncate_to + len(self.extend_with)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What a drafter would have proposed in place of committed tokens: [m], -1: nothing; and its q [m], NaN there."""
+
+    tokens: tuple[int, ...] = ()
+    q: tuple[float, ...] = ()
+
+
+NOTHING_FORESEEN = Foreseen()
+
+
+@dataclass(slots=True)
+class DrafterCounts:
+    """Of one drafter in one text. Tokens.
+
+    Attributes:
+        committed: while it had the turn.
+        hits: committed tokens that it proposed, or would have.
+        compared: committed tokens of which that is known.
+    """
+
+    committed: int = 0
+    hits: int = 0
+    compared: int = 0
 
 
 @dataclass(slots=True)
@@ -121,6 +162,10 @@ class EdgeStatistics:
         bad_codes: that could not be read, and were dropped.
         steered_jobs: drafting jobs that were steered by a code.
         code_age: sum over these of the code's age: positions from its own to the one that the first draft follows.
+        of_drafters: of each drafter that had a turn or read along: tokens committed in its turns, hits, and tokens of
+            which it is known whether it hits.
+        switches: turns that passed on from one drafter to another.
+        read: tokens that idle drafters were given to read.
     """
 
     committed: int = 0
@@ -144,6 +189,13 @@ class EdgeStatistics:
     bad_codes: int = 0
     steered_jobs: int = 0
     code_age: int = 0
+    of_drafters: dict[int, DrafterCounts] = field(default_factory=dict)
+    switches: int = 0
+    read: int = 0
+
+    def of(self, drafter: int) -> DrafterCounts:
+        """Counts of the drafter with this index."""
+        return self.of_drafters.setdefault(drafter, DrafterCounts())
 
     @property
     def mean_code_age(self) -> float:
@@ -178,6 +230,7 @@ class EdgeSession:
         *,
         send_q: bool = False,
         codes: Codes | None = None,
+        selection: Selection | None = None,
     ) -> None:
         """Begin a text.
 
@@ -185,9 +238,10 @@ class EdgeSession:
             frame: what to open streams with.
             window: how far ahead to draft; None: as `SurvivalWindow` says.
             retry: how long lost streams are reopened.
-            experience: measured in earlier texts with the same drafter; this one adds to it.
+            experience: measured in earlier texts with the same drafters; this one adds to it.
             send_q: send the drafter's probabilities, which earn rewards in the commits.
             codes: that `frame.steering` wishes for; None: the drafter is not steered.
+            selection: among several drafters; None: there is one.
 
         Raises:
             InvalidArgument: one of `frame.steering` and `codes` is there without the other.
@@ -223,12 +277,17 @@ class EdgeSession:
         self._chain = 0
         self._said_complete = False  # since the last commit
         self._chain_sent = False  # whether the wire has heard of the chain
-        self._agreed = 0  # so much of the drafter's prefix is known to agree with transcript + drafted
+        self._entropy: list[float] = []  # likewise
+        self._certainty: list[float] = []  # likewise
+        self._selection = selection or Selection.of_one()
+        self._selection.begin_text(self.prompt_length, 0)
+        self._choice_due = True
+        self._reading: ReadJob | None = None
         self._epoch = 0  # counts contradictions; a job of an older epoch proposes in vain
         self._job_running = False
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
         self._experience = experience or Experience()
-        self._calibration = TextCalibration(self._experience.calibration)
+        self._calibrations = self._new_calibrations()
         self._round_trip: tuple[int, float] | None = None  # bytes of the newest commit; seconds, without the uplink's
         self._sent_at: list[tuple[float, int]] = []  # when each Draft message of this stream went, and its bytes
         self._commit_at = 0.0
@@ -364,13 +423,15 @@ class EdgeSession:
         if self._codes is not None:
             self._codes.forget()  # a prompt is read unsteered
         self._round_trip = None
-        self._experience = experience or self._experience
+        if experience is not None and experience is not self._experience:
+            self._experience = experience
+            self._calibrations = self._new_calibrations()
         self._retries = _Retries()
         self._turns += 1
         self._stalled = False
         self._max_tokens = min(sampling.max_tokens, self._context_length - self.prompt_length)
-        self._agreed = min(self._agreed, start)
         self._forget_drafts()
+        self._selection.begin_text(self.prompt_length, start)
         if not self._connected:
             return [Reopen(0.0, Unavailable("no verifier keeps the session"))]
         self._turn += 1
@@ -394,6 +455,7 @@ class EdgeSession:
             return self._end(error=InvalidArgument("contradicts the transcript", field="commit.tokens"))
         tokens = commit.tokens[known:]
         if tokens or commit.finish is not None:  # else a replay
+            since_s = now - self._commit_at
             self._measure(commit, now)
             self._credit = commit.credit
         instructions: list[EdgeInstruction] = []
@@ -406,6 +468,14 @@ class EdgeSession:
             self.statistics.committed += len(tokens)
             self.statistics.accepted += sum(drafted)
             self._follow(tokens)
+            self.statistics.of(self.drafter).committed += len(tokens)
+            self._selection.learn(
+                committed=len(tokens),
+                judged=commit.judged,
+                accepted=sum(drafted),
+                agreement=math.nan if commit.reward is None else commit.reward,
+                seconds=since_s,
+            )
             if commit.steering is not None and self._codes is not None and self.statistics.steered:
                 self._take_code(self._codes, commit.steering)
         if commit.finish is not None:
@@ -458,25 +528,34 @@ class EdgeSession:
             if not self._drafted:
                 continue  # a running job may be proposing this position; on_drafted compares
             hit = self._drafted[0] == token
-            self._compare(self._confidence[0], hit)
+            self._compare(position, self._confidence[0], hit)
             if hit:
-                del self._drafted[0], self._confidence[0]
+                del self._drafted[0], self._confidence[0], self._entropy[0], self._certainty[0]
                 self._sent = max(0, self._sent - 1)
             else:
                 self._forget_drafts()
-                self._agreed = min(self._agreed, position)
+                self._selection.agreed = min(self._selection.agreed, position)
 
-    def _compare(self, confidence: float, hit: bool) -> None:
-        self._calibration.add(confidence, hit)
+    def _compare(self, position: int, confidence: float, hit: bool) -> None:
+        """The current drafter's draft of that position met the committed token."""
+        self._learn_hit(self.drafter, position, confidence, hit)
         self.statistics.compared += 1
         self.statistics.hits += hit
 
+    def _learn_hit(self, drafter: int, position: int, confidence: float, hit: bool) -> None:
+        self._calibrations[drafter].add(confidence, hit)
+        self._selection.note(drafter, position, hit)
+        counts = self.statistics.of(drafter)
+        counts.compared += 1
+        counts.hits += hit
+
     def _forget_drafts(self) -> None:
         self._said_complete = False
-        self._agreed = min(self._agreed, len(self.transcript))
-        self._drafted.clear()
-        self._confidence.clear()
+        self._selection.agreed = min(self._selection.agreed, len(self.transcript))
+        for entries in (self._drafted, self._confidence, self._entropy, self._certainty):
+            entries.clear()
         self._sent = 0
+        self._choice_due = True
         self._epoch += 1
         self._new_chain()
 
@@ -493,6 +572,25 @@ class EdgeSession:
         return len(self.transcript) - self.prompt_length
 
     @property
+    def drafter(self) -> int:
+        """Whose turn it is, where there are several."""
+        return self._selection.current
+
+    @property
+    def _mine(self) -> DrafterExperience:
+        """What was measured of the current drafter."""
+        return self._experience.of(self._selection.current)
+
+    @property
+    def _calibration(self) -> TextCalibration:
+        return self._calibrations[self._selection.current]
+
+    def _new_calibrations(self) -> list[TextCalibration]:
+        """Of this text, for each drafter."""
+        drafters = range(self._selection.drafters)
+        return [TextCalibration(self._experience.of(drafter).calibration) for drafter in drafters]
+
+    @property
     def in_flight(self) -> int:
         """Drafted tokens that no commit has settled yet."""
         return len(self._drafted)
@@ -500,7 +598,7 @@ class EdgeSession:
     @property
     def drafting_s(self) -> float:
         """Smoothed time to draft one token, seconds; 0: not measured yet."""
-        return self._experience.drafting_s.value
+        return self._mine.drafting_s.value
 
     @property
     def round_trip_s(self) -> float:
@@ -523,35 +621,74 @@ class EdgeSession:
         view = EdgeView(
             in_flight=in_flight,
             survival=self.survival,
-            acceptance=self._experience.calibration.acceptance.rate,
-            drafting_s=self._experience.drafting_s.value,
+            acceptance=self._mine.calibration.acceptance.rate,
+            drafting_s=self._mine.drafting_s.value,
             step_s=self._experience.step.base,
             row_s=self._experience.step.slope,
             round_trip_s=self.round_trip_s,
             byte_s=self._experience.round_trip.slope,
             token_s=self._experience.pace.token_s,
             goal=self._goal,
+            chances=tuple(map(self._calibration.chance, self._confidence)),
+            confidence=tuple(self._confidence),
+            entropy=tuple(self._entropy),
+            certainty=tuple(self._certainty),
+            temperature=self._open.sampling.temperature,
         )
         return min(room, self._policy.more(view))
 
     def next_job(self, most: int) -> DraftJob | None:
         """The drafter's next piece of work, at most `most` tokens; None: wait for an event. One job runs at a time."""
+        if self._job_running or self._reading is not None or not self._drafting:
+            return None
+        if self._choice_due and not self._drafted:
+            self._choose()
         count = min(most, self.allowance())
-        if self._job_running or count == 0:
+        if count == 0:
             return None
         self._job_running = True
-        prefix_length = len(self.transcript) + len(self._drafted)
-        behind = (
-            *self.transcript[self._agreed :],
-            *self._drafted[max(0, self._agreed - len(self.transcript)) :],
+        committed = len(self.transcript)
+        agreed = self._selection.agreed
+        behind = (*self.transcript[agreed:], *self._drafted[max(0, agreed - committed) :])
+        foresee = max(0, committed - self._selection.foreseeable(committed))
+        prefix_length = committed + len(self._drafted)
+        job = DraftJob(
+            truncate_to=agreed,
+            extend_with=behind,
+            count=count,
+            epoch=self._epoch,
+            steer=self._steer(prefix_length - 1),
+            drafter=self.drafter,
+            skip=committed - foresee - agreed if foresee else 0,
+            foresee=foresee,
         )
-        job = DraftJob(self._agreed, behind, count, self._epoch, self._steer(prefix_length - 1))
-        self._agreed = prefix_length
+        self._selection.agreed = prefix_length
         return job
+
+    def _choose(self) -> None:
+        """Whose turn it is, now that a chain begins."""
+        self._choice_due = False
+        before = self.drafter
+        step = self._experience.step
+        conditions = Conditions(self.round_trip_s, step.base or UNMEASURED_STEP_S, step.slope)
+        self._selection.choose(self._arms(), conditions, len(self.transcript))
+        self.statistics.switches += self.drafter != before
+
+    def _arms(self) -> list[Arm]:
+        usual_s = self._mine.drafting_s.value or UNMEASURED_S
+        measured = [self._experience.of(drafter) for drafter in range(self._selection.drafters)]
+        return [Arm(str(i), m.drafting_s.value or usual_s, m.reading_s.value) for i, m in enumerate(measured)]
+
+    def next_reading(self) -> ReadJob | None:
+        """What an idle drafter should read meanwhile, when there is no job; None: nothing. One runs at a time."""
+        if self._job_running or self._reading is not None or self.done:
+            return None
+        self._reading = self._selection.next_reading(self.transcript)
+        return self._reading
 
     def _steer(self, position: int) -> Steer | None:
         """What a job is to be steered by whose first token follows `position`; None: as before."""
-        if self._codes is None:
+        if self._codes is None or self.drafter != self._selection.steered:
             return None
         self._experience.lead.add(position + 2 - len(self.transcript))
         age = self._codes.age(position)
@@ -572,50 +709,101 @@ class EdgeSession:
         )
 
     def on_drafted(
-        self, job: DraftJob, tokens: tuple[int, ...], q: tuple[float, ...], seconds: float, now: float
+        self,
+        job: DraftJob,
+        tokens: tuple[int, ...],
+        q: tuple[float, ...],
+        seconds: float,
+        now: float,
+        *,
+        entropy: tuple[float, ...] = (),
+        certainty: tuple[float, ...] = (),
+        foreseen: Foreseen = NOTHING_FORESEEN,
     ) -> list[EdgeInstruction]:
-        """The drafter did `job` in `seconds` and proposed `tokens`."""
+        """The drafter did `job` in `seconds`, proposed `tokens` and foresaw what it was asked to.
+
+        Args:
+            job: as it was given out.
+            tokens: [n], at most `job.count`.
+            q: [n] its probability of each; empty: not known.
+            seconds: that it took.
+            now: on the clock of all events.
+            entropy: [n] nats, of its distribution at each; empty: not known.
+            certainty: [n] softmax of log probability and shared noise at each; empty: not known.
+            foreseen: what it would have proposed in place of the tokens of the job that it was to foresee.
+        """
         self._job_running = False
         if self.done:
             return []
+        self._take_foreseen(job.drafter, job.truncate_to + job.skip, foreseen)
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
             return self.on_drafter_failed(UnknownToken("the drafter proposes tokens that the target does not have"))
         if job.epoch != self._epoch:
-            self._agreed = min(self._agreed, job.start)
+            self._selection.agreed = min(self._selection.agreed, job.start)
             return self._nothing_more(now)
         self.statistics.drafted += len(tokens)
         if not tokens:
-            self._stalled = True
+            self._stalled = self._choice_due = True
         elif len(job.extend_with) <= CATCH_UP:
-            self._experience.drafting_s.add(seconds / len(tokens))
+            self._mine.drafting_s.add(seconds / len(tokens))
             self._last_job_s = seconds
-        confidence = q if len(q) == len(tokens) else (math.nan,) * len(tokens)
+        unknown = (math.nan,) * len(tokens)
+        confidence, entropy, certainty = (
+            entries if len(entries) == len(tokens) else unknown for entries in (q, entropy, certainty)
+        )
         overtaken = min(len(tokens), len(self.transcript) - job.start)
         if overtaken > 0:
             committed = self.transcript[job.start : job.start + overtaken]
             agreeing = next((i for i in range(overtaken) if tokens[i] != committed[i]), overtaken)
             for i in range(min(agreeing + 1, overtaken)):
-                self._compare(confidence[i], i < agreeing)
-            self._agreed = job.start + agreeing
+                self._compare(job.start + i, confidence[i], i < agreeing)
+            self._selection.agreed = job.start + agreeing
             if agreeing < overtaken:
+                self._choice_due = True
                 return self._nothing_more(now)
-            tokens, confidence = tokens[overtaken:], confidence[overtaken:]
         room = max(0, self._credit - len(self._drafted))  # the credit may have shrunk meanwhile
-        self._drafted.extend(tokens[:room])
-        self._confidence.extend(confidence[:room])
-        self._agreed = max(self._agreed, len(self.transcript) + len(self._drafted)) if tokens else self._agreed
+        fresh = slice(max(0, overtaken), max(0, overtaken) + room)
+        self._drafted.extend(tokens[fresh])
+        self._confidence.extend(confidence[fresh])
+        self._entropy.extend(entropy[fresh])
+        self._certainty.extend(certainty[fresh])
+        if tokens[fresh.start :]:
+            known = len(self.transcript) + len(self._drafted)
+            self._selection.agreed = max(self._selection.agreed, known)
         return self._flush(now)
+
+    def on_read(self, job: ReadJob, foreseen: Foreseen, seconds: float, now: float) -> list[EdgeInstruction]:
+        """An idle drafter did `job` in `seconds`."""
+        self._reading = None
+        if self.done:
+            return []
+        self._experience.of(job.drafter).reading_s.add(seconds / len(job.tokens))
+        self.statistics.read += len(job.tokens)
+        self._take_foreseen(job.drafter, job.start, foreseen)
+        return self._flush(now)
+
+    def _take_foreseen(self, drafter: int, start: int, foreseen: Foreseen) -> None:
+        """What `drafter` would have proposed from position `start` on, where the text has committed tokens."""
+        for i, (token, q) in enumerate(zip(foreseen.tokens, foreseen.q, strict=True)):
+            if start + i >= self._selection.first_unheard(drafter):
+                self._learn_hit(drafter, start + i, q, token == self.transcript[start + i])
 
     def on_idle(self, now: float) -> list[EdgeInstruction]:
         """The drafter has no job: send what is held, or say that there is nothing."""
         return [] if self._job_running or self.done or self.allowance() > 0 else self._flush(now)
 
-    def on_drafter_failed(self, error: OutriderError) -> list[EdgeInstruction]:
-        """The drafter is broken: go on as plain cloud streaming, and say so."""
+    def on_drafter_failed(self, error: OutriderError, drafter: int | None = None) -> list[EdgeInstruction]:
+        """A drafter is broken: go on with the others, or as plain cloud streaming where it was the last, and say so.
+
+        `drafter`: which; None: the current one.
+        """
+        broken = self.drafter if drafter is None else drafter
         self._job_running = False
-        self._drafting = False
+        self._reading = None
         self.statistics.drafter_error = str(error)
-        self._forget_drafts()
+        self._drafting = self._selection.fail(broken) and self._drafting
+        if broken == self.drafter:
+            self._forget_drafts()
         return self._reports()
 
     def _flush(self, now: float) -> list[EdgeInstruction]:
@@ -691,9 +879,9 @@ class EdgeSession:
         steered = self._codes if self.statistics.steered else None
         report = Report(
             self._drafting,
-            self._experience.drafting_s.value,
+            self._mine.drafting_s.value,
             self.round_trip_s,
-            self._experience.calibration.acceptance.rate,
+            self._mine.calibration.acceptance.rate,
             steered.ask_anew(self._drafting) if steered is not None else None,
         )
         old = self._reported

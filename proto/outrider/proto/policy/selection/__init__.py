@@ -14,6 +14,7 @@ ucb             MetaSD-UCB, discounted UCB, sliding-window UCB
 exp3, thompson, halving, hedge, leader
                 one selector each
 default         the one that is best on hit traces
+names           all of them by the names that users give
 
 Nothing here knows of sessions, links or models. `outrider.deploy.replay.selection` plays selectors on hit traces and
 judges them against the oracle in hindsight; an edge with several drafters fills the same view from what it measures.
@@ -30,12 +31,14 @@ from outrider.proto.policy.selection.fixed import RandomSelector, StaticSelector
 from outrider.proto.policy.selection.halving import SequentialHalving
 from outrider.proto.policy.selection.hedge import Hedge
 from outrider.proto.policy.selection.leader import Leader
+from outrider.proto.policy.selection.names import SELECTORS, MakeSelector, selector_named
 from outrider.proto.policy.selection.objective import Alignment, Objective, Throughput
 from outrider.proto.policy.selection.rewards import BlockDivergence, BlockEfficiency, Reward
 from outrider.proto.policy.selection.thompson import Thompson
 from outrider.proto.policy.selection.ucb import DiscountedUcb, MetaSdUcb, SlidingUcb
 
 __all__ = [
+    "SELECTORS",
     "Alignment",
     "Arm",
     "BlockDivergence",
@@ -45,6 +48,7 @@ __all__ = [
     "FixedShare",
     "Hedge",
     "Leader",
+    "MakeSelector",
     "MetaSdUcb",
     "Objective",
     "RandomSelector",
@@ -59,4 +63,5 @@ __all__ = [
     "Throughput",
     "Walk",
     "default_selector",
+    "selector_named",
 ]

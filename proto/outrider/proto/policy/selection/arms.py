@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 from outrider.proto.errors import InvalidArgument
 
@@ -44,6 +44,9 @@ class SelectionView:
         behind: [K] tokens that it has not read.
         waiting_s: of a round, in which the edge has nothing to draft and can read with idle arms at no loss.
         current: the arm of the round before; None: there was none.
+        lead: [K] tokens after a miss that the target writes alone, before drafts of this arm can reach it; empty: none,
+            since it waits.
+        alone_s: of the target for a token that it writes alone.
 
     Raises:
         InvalidArgument: no arm, or lists of unequal length.
@@ -55,9 +58,12 @@ class SelectionView:
     behind: tuple[int, ...]
     waiting_s: float = 0.0
     current: int | None = None
+    lead: tuple[int, ...] = ()
+    alone_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.round_s or not len(self.round_s) == len(self.switch_s) == len(self.behind):
+        lists = (self.switch_s, self.behind, self.lead or self.round_s)
+        if not self.round_s or any(len(entries) != len(self.round_s) for entries in lists):
             raise InvalidArgument("must hold one entry for each drafter, and there must be one", field="view.round_s")
 
     @classmethod
@@ -93,6 +99,35 @@ class SelectionView:
             current=current,
         )
 
+    @classmethod
+    def of_stream(
+        cls,
+        arms: Sequence[Arm],
+        behind: Sequence[int],
+        *,
+        drafts: int,
+        round_trip_s: float,
+        step_s: float,
+        row_s: float,
+        current: int | None,
+    ) -> Self:
+        """Of a target that does not wait: it goes on alone after a miss, while the edge hears of it and drafts anew.
+
+        Drafts that come later meet a text that has gone on, and count if all before them were right too. A round is a
+        step then, or the time that its drafts take where that is longer. Arguments as of `of_rounds`.
+        """
+        alone_s = step_s + row_s
+        return cls(
+            drafts=drafts,
+            round_s=tuple(max(step_s + row_s * (drafts + 1), drafts * arm.drafting_s) for arm in arms),
+            switch_s=tuple(arm.catch_up_s * unread for arm, unread in zip(arms, behind, strict=True)),
+            behind=tuple(behind),
+            waiting_s=round_trip_s,
+            current=current,
+            lead=tuple(math.ceil((round_trip_s + arm.drafting_s) / alone_s) if alone_s else 0 for arm in arms),
+            alone_s=alone_s,
+        )
+
     @property
     def arms(self) -> range:
         """Their indices."""
@@ -111,9 +146,11 @@ class RoundOutcome:
         accepted: of them.
         agreement: mean min(1, p(x) / q(x)) over the drafts, the estimate of block divergence; NaN: not known.
         seconds: that the round took, switch included.
-        hits: [K] for each arm, whether it would have proposed the committed tokens that it has read since it was last
-            heard of, in the order of the text and without those that it drafted for itself; empty: it has read none.
-            May itself be empty: nobody has.
+        hits: [K] for each arm, whether it proposed, or would have, the committed tokens of which nothing was said of it
+            before, in the order of the text; None: nobody knows. A token that it had nothing to do with, since its
+            round was full, counts as a miss. May itself be empty: nobody has read anything.
+        confidence: [K] beside `hits`: the probability that each arm gives to what it proposed there, or would have;
+            0: it proposed nothing; NaN: nobody knows. May itself be empty: no arm says.
     """
 
     view: SelectionView
@@ -123,11 +160,18 @@ class RoundOutcome:
     accepted: int
     agreement: float
     seconds: float
-    hits: tuple[tuple[bool, ...], ...] = ()
+    hits: tuple[tuple[bool | None, ...], ...] = ()
+    confidence: tuple[tuple[float, ...], ...] = ()
 
 
 class Selector(Protocol):
-    """Which drafter drafts. Holds what it has learned; one for each session, or for many texts one after the other."""
+    """Which drafter drafts. Holds what it has learned; one for each session, or for many texts one after the other.
+
+    Attributes:
+        reads_along: whether hits of drafters are of use to it that come from reading and not from drafting.
+    """
+
+    reads_along: ClassVar[bool] = False
 
     def choose(self, view: SelectionView) -> int:
         """The arm of the round that begins."""

@@ -22,7 +22,8 @@ class FixedShare:
 
     The loss of a token is the time that an expert needs for it: a whole round where one ends, nothing within one, over
     the longest round of any. Its mean is E[T]/E[N] exactly (`Walk`). Experts hear of a token at different times; all
-    pay for it together, once the last has.
+    pay for it together, once the last has. One of whom nobody knows sleeps: it pays what the others do on average, so
+    that its share of the weight stays as it is (Freund, Schapire, Singer and Warmuth 1997, figure 1).
 
     Attributes:
         arms: how many experts.
@@ -36,7 +37,7 @@ class FixedShare:
     share: float = 0.002
     log_weights: list[float] = field(init=False)
     walks: list[Walk] = field(init=False)
-    unpaid: list[deque[float]] = field(init=False)
+    unpaid: list[deque[float | None]] = field(init=False)
 
     def __post_init__(self) -> None:
         require_arms(self.arms)
@@ -47,13 +48,13 @@ class FixedShare:
         self.unpaid = [deque() for _ in range(self.arms)]
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave: to its own arm, and to those that have read along."""
-        drafts, own = outcome.view.drafts, outcome.arm
+        """What the round gave, to its own arm and to those that have read along."""
+        longest = max(outcome.view.round_s)
         for arm, hits in enumerate(outcome.hits):
-            self._owe(arm, self.walks[arm].ends(hits, drafts), outcome)
-        self._owe(own, self.walks[own].own_round(outcome.committed), outcome)
+            prices = self.walks[arm].prices(hits, outcome.view, arm)
+            self.unpaid[arm].extend(None if price is None else price / longest for price in prices)
         for _ in range(min(map(len, self.unpaid))):
-            self.pay([losses.popleft() for losses in self.unpaid])
+            self._pay_awake([losses.popleft() for losses in self.unpaid])
 
     def pay(self, losses: Sequence[float]) -> None:
         """[arms] each expert's loss of one token, or of several that nobody has written yet (a prior)."""
@@ -62,9 +63,17 @@ class FixedShare:
         total = sum(math.exp(log - top) for log in logs)
         self.log_weights = [_log_mean(log - top - math.log(total), -math.log(self.arms), self.share) for log in logs]
 
-    def _owe(self, arm: int, ends: list[bool], outcome: RoundOutcome) -> None:
-        price = outcome.view.round_s[arm] / max(outcome.view.round_s)
-        self.unpaid[arm].extend(price * end for end in ends)
+    def _pay_awake(self, losses: Sequence[float | None]) -> None:
+        """[arms] losses of one token; None: asleep."""
+        awake = [(log, loss) for log, loss in zip(self.log_weights, losses, strict=True) if loss is not None]
+        if not awake:
+            return
+        # What all that are awake lose together, in the loss of one expert of their weight.
+        top = max(log for log, _ in awake)
+        before = sum(math.exp(log - top) for log, _ in awake)
+        after = sum(math.exp(log - top - self.eta * loss) for log, loss in awake)
+        common = math.log(before / after) / self.eta
+        self.pay([common if loss is None else loss for loss in losses])
 
 
 def _log_mean(log_a: float, log_b: float, share: float) -> float:

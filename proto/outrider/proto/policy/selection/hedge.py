@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ class Hedge(Selector):
     Drawing guards against a text that is written to mislead a selector; `Leader` spares what it costs.
     """
 
+    reads_along: ClassVar[bool] = True
     experts: FixedShare
     rng: np.random.Generator
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection.arms import RoundOutcome, SelectionView, Selector
@@ -26,6 +27,7 @@ class Leader(Selector):
         prior_tokens: of evidence that it counts for.
     """
 
+    reads_along: ClassVar[bool] = True
     experts: FixedShare
     stride: int = 4
     prior: tuple[float, ...] = ()

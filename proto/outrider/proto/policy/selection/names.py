@@ -1,0 +1,48 @@
+"""Selectors by the names that users give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy.selection.arms import Selector
+from outrider.proto.policy.selection.default import default_selector
+from outrider.proto.policy.selection.exp3 import Exp3
+from outrider.proto.policy.selection.experts import FixedShare
+from outrider.proto.policy.selection.fixed import RandomSelector, StaticSelector
+from outrider.proto.policy.selection.halving import SequentialHalving
+from outrider.proto.policy.selection.hedge import Hedge
+from outrider.proto.policy.selection.rewards import BlockDivergence, BlockEfficiency
+from outrider.proto.policy.selection.thompson import Thompson
+from outrider.proto.policy.selection.ucb import DiscountedUcb, MetaSdUcb, SlidingUcb
+
+HALVING_ROUNDS = 60  # over which Sequential Halving spreads its trials
+
+# Of so many drafters, with what it draws from.
+MakeSelector = Callable[[int, np.random.Generator], Selector]
+SELECTORS: Mapping[str, MakeSelector] = {
+    "leader": lambda arms, _rng: default_selector(arms),
+    "static": lambda _arms, _rng: StaticSelector(),
+    "random": RandomSelector,
+    "metasd-bd": lambda arms, _rng: MetaSdUcb(arms=arms, reward=BlockDivergence()),
+    "metasd-be": lambda arms, _rng: MetaSdUcb(arms=arms, reward=BlockEfficiency()),
+    "exp3": lambda arms, rng: Exp3(arms=arms, rng=rng),
+    "thompson": lambda arms, rng: Thompson(arms=arms, rng=rng),
+    "halving": lambda arms, _rng: SequentialHalving(arms=arms, budget=HALVING_ROUNDS),
+    "discounted": lambda arms, _rng: DiscountedUcb(arms=arms),
+    "sliding": lambda arms, _rng: SlidingUcb(arms=arms),
+    "hedge": lambda arms, rng: Hedge(FixedShare(arms=arms), rng),
+}
+
+
+def selector_named(name: str) -> MakeSelector:
+    """The selector of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in SELECTORS:
+        raise ConfigError(f"{name!r} is none of {', '.join(SELECTORS)}", field="selector")
+    return SELECTORS[name]

@@ -1,0 +1,54 @@
+"""Confidence routing: the drafter that is surest of itself on the newest text."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy.selection.arms import RoundOutcome, SelectionView, Selector, best_arm, require_arms
+
+LEAST = 1e-3  # a probability counts as that at least, so that one surprise or one silence does not outweigh all else
+
+
+@dataclass(slots=True, kw_only=True)
+class Routing(Selector):
+    """TAPS (Zbib et al. 2026, arXiv 2603.27027): of specialised drafters the one of the highest mean confidence.
+
+    TAPS lets all of them draft a block and takes the block whose tokens have the highest mean probability. That costs
+    every drafter's time in every block; here confidence is that of reading along with the text, which fits into the
+    wait for a verdict: the mean of log max(q, LEAST) over an arm's newest `window` tokens, q its probability of what it
+    would have proposed. Nothing is learned of hits, speed or the link: a drafter that is sure and wrong is taken.
+
+    Attributes:
+        arms: how many.
+        window: tokens that count.
+        newest: [arms] log q of these, the oldest first.
+    """
+
+    reads_along: ClassVar[bool] = True
+    arms: int
+    window: int = 32
+    newest: list[deque[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        require_arms(self.arms)
+        if self.window < 1:
+            raise InvalidArgument("must be 1 token or more", field="routing.window")
+        self.newest = [deque(maxlen=self.window) for _ in range(self.arms)]
+
+    def choose(self, view: SelectionView) -> int:
+        """The arm of the round that begins; of arms that nobody has heard of the current one, else the first."""
+        return best_arm([sum(log_q) / len(log_q) if log_q else -math.inf for log_q in self.newest], view.current)
+
+    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
+        """All idle arms, the least read first."""
+        idle = [arm for arm in view.arms if arm != chosen and view.behind[arm]]
+        return tuple(sorted(idle, key=lambda arm: -view.behind[arm]))
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        """What the round gave."""
+        for log_q, confidence in zip(self.newest, outcome.confidence, strict=False):
+            log_q.extend(math.log(max(q, LEAST)) for q in confidence if not math.isnan(q))

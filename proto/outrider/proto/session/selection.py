@@ -1,0 +1,187 @@
+"""Which of several drafters drafts: what a session tells its selector, and what the idle ones have still to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
+
+READ_TOKENS = 32  # that an idle drafter reads at once: a commit that comes meanwhile has to wait for so long
+ROUND_DRAFTS = 8  # of a round, as selectors reckon with
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """What an idle drafter should do: truncate its prefix, read `tokens`, and foresee all but the first `skip`."""
+
+    drafter: int
+    truncate_to: int
+    tokens: tuple[int, ...]
+    skip: int
+
+    @property
+    def start(self) -> int:
+        """Position of the first token that is foreseen."""
+        return self.truncate_to + self.skip
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What rounds cost beside their drafter. Seconds; of the verifier's steps, beside rows and for each of them."""
+
+    round_trip_s: float
+    step_s: float
+    row_s: float
+
+
+class Selection:
+    """The drafters of one session: whose turn it is, how far each has read, and what is known of its hits.
+
+    A drafter is an index, 0 to `drafters` - 1. The turn passes on only where a chain begins anew.
+
+    Attributes:
+        current: whose turn it is.
+        steered: the one that steering codes are meant for.
+    """
+
+    def __init__(self, selector: Selector, drafters: int, *, steered: int = 0) -> None:
+        """All of them still have to read the prompt.
+
+        Raises:
+            InvalidArgument: there is no drafter, or none of them is the steered one.
+        """
+        if drafters < 1:
+            raise InvalidArgument("must be 1 or more", field="selection.drafters")
+        if not 0 <= steered < drafters:
+            raise InvalidArgument(f"must be below {drafters}, the number of drafters", field="selection.steered")
+        self.current = 0
+        self.steered = steered
+        self._selector = selector
+        self._prefix = [0] * drafters  # so much of each one's prefix is known to agree with the text
+        self._first = 0  # position of the first token of text
+        self._heard = [0] * drafters  # tokens of text of which it is known, or never will be, whether it hits
+        self._news: list[list[bool | None]] = [[] for _ in range(drafters)]  # that the selector has not been told
+        self._failed: set[int] = set()
+        self._view: SelectionView | None = None
+
+    @classmethod
+    def of_one(cls) -> Selection:
+        """A drafter without rivals: nothing is selected, and nobody reads along."""
+        return cls(StaticSelector(), 1)
+
+    @property
+    def drafters(self) -> int:
+        """How many."""
+        return len(self._prefix)
+
+    @property
+    def agreed(self) -> int:
+        """So much of the current drafter's prefix is known to agree with transcript and drafts."""
+        return self._prefix[self.current]
+
+    @agreed.setter
+    def agreed(self, length: int) -> None:
+        self._prefix[self.current] = length
+
+    def begin_text(self, first: int, kept: int) -> None:
+        """The text begins at position `first`; of all prefixes `kept` tokens at most are still right."""
+        self._first = first
+        self._prefix = [min(length, kept) for length in self._prefix]
+        self._heard = [0] * self.drafters
+        self._news = [[] for _ in self._prefix]
+        self._view = None
+
+    # --- hits ---
+
+    def note(self, drafter: int, position: int, hit: bool) -> None:
+        """It proposed, or would have, the committed token of that position, or another one."""
+        between = position - self._first - self._heard[drafter]
+        if self.drafters > 1 and between >= 0:
+            self._news[drafter] += [None] * between + [hit]
+            self._heard[drafter] += between + 1
+
+    def first_unheard(self, drafter: int) -> int:
+        """The first position of the text of which nothing is known of it."""
+        return self._first + self._heard[drafter]
+
+    def foreseeable(self, committed: int) -> int:
+        """From which position on the current drafter should foresee what it has to read of `committed` tokens."""
+        if not self._selector.reads_along:
+            return committed
+        return max(self.agreed, self.first_unheard(self.current), committed - READ_TOKENS)
+
+    # --- whose turn it is ---
+
+    def choose(self, arms: Sequence[Arm], conditions: Conditions, committed: int) -> int:
+        """Whose turn it is from now on; the text has `committed` tokens, prompt included."""
+        if self.drafters == 1:
+            return self.current
+        self._view = self._look(arms, conditions, committed)
+        chosen = self._selector.choose(self._view)
+        if chosen in self._failed:
+            chosen = next(drafter for drafter in range(self.drafters) if drafter not in self._failed)
+        self.current = chosen
+        return chosen
+
+    def learn(self, *, committed: int, judged: int, accepted: int, agreement: float, seconds: float) -> None:
+        """A commit came: so many tokens after so long, `accepted` of `judged` drafts."""
+        if self._view is None:
+            return
+        for drafter in self._failed:
+            self._news[drafter] += [None] * (max(self._heard) - self._heard[drafter])
+            self._heard[drafter] = max(self._heard)
+        hits = tuple(map(tuple, self._news))
+        self._news = [[] for _ in self._prefix]
+        self._selector.learn(
+            RoundOutcome(
+                view=self._view,
+                arm=self.current,
+                committed=committed,
+                judged=judged,
+                accepted=accepted,
+                agreement=agreement,
+                seconds=seconds,
+                hits=hits,
+            )
+        )
+
+    def fail(self, drafter: int) -> bool:
+        """It is broken and gets no turn any more; whether another is left."""
+        self._failed.add(drafter)
+        return len(self._failed) < self.drafters
+
+    def _look(self, arms: Sequence[Arm], conditions: Conditions, committed: int) -> SelectionView:
+        # A target whose step outlasts the round trip waits for drafts; one on a longer link goes on alone.
+        waits = conditions.round_trip_s < conditions.step_s
+        look = SelectionView.of_rounds if waits else SelectionView.of_stream
+        return look(
+            arms,
+            self._behind(committed),
+            drafts=ROUND_DRAFTS,
+            round_trip_s=conditions.round_trip_s,
+            step_s=conditions.step_s,
+            row_s=conditions.row_s,
+            current=self.current if self._view is not None else None,
+        )
+
+    def _behind(self, committed: int) -> list[int]:
+        return [max(0, committed - length) for length in self._prefix]
+
+    # --- reading along ---
+
+    def next_reading(self, transcript: Sequence[int]) -> ReadJob | None:
+        """What an idle drafter should read of the text while nobody drafts; None: nothing that is worth it."""
+        if self._view is None:
+            return None
+        view = replace(self._view, behind=tuple(self._behind(len(transcript))))
+        for drafter in self._selector.score(view, self.current):
+            if drafter not in self._failed:
+                start = self._prefix[drafter]
+                end = min(len(transcript), start + READ_TOKENS)
+                self._prefix[drafter] = end
+                skip = min(end - start - 1, max(0, self.first_unheard(drafter) - start))
+                skip = max(skip, int(start == 0))  # foreseeing computes, and needs a token before
+                return ReadJob(drafter, start, tuple(transcript[start:end]), skip)
+        return None

@@ -1,0 +1,227 @@
+"""Several drafters in one session: whose turn it is, what the idle ones read, and that the text stays what it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
+
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy.selection import (
+    Exp3,
+    FixedShare,
+    Hedge,
+    Leader,
+    MetaSdUcb,
+    RandomSelector,
+    RoundOutcome,
+    SelectionView,
+    Selector,
+    StaticSelector,
+)
+from outrider.proto.session import Selection
+from outrider.proto.types import Sampling
+
+SELECTORS = {
+    "random": lambda arms, rng: RandomSelector(arms, rng),
+    "ucb": lambda arms, rng: MetaSdUcb(arms=arms),
+    "exp3": lambda arms, rng: Exp3(arms=arms, rng=rng),
+    "hedge": lambda arms, rng: Hedge(FixedShare(arms=arms), rng),
+    "leader": lambda arms, rng: Leader(experts=FixedShare(arms=arms)),
+}
+
+
+def pool(oracle, rights, seed, **options):
+    """Drafters that are right so often, each with its own luck."""
+    return [drafter_of(oracle, seed + 100 * i, right, **options) for i, right in enumerate(rights)]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    selector=st.sampled_from(sorted(SELECTORS)),
+    rights=st.lists(st.sampled_from([0.0, 0.4, 0.8, 1.0]), min_size=2, max_size=4),
+    link=st.sampled_from(
+        [
+            Link(),
+            Link(delay_s=0.001),
+            Link(delay_s=0.1, jitter_s=0.05, duplicated=0.2, reordered=0.2),
+            Link(delay_s=0.03, breaks_every_s=0.3, goaway_every_s=0.7),
+        ]
+    ),
+    dies_after=st.sampled_from([math.inf, math.inf, 0, 5, 20]),
+    silent=st.sampled_from([0.0, 0.3]),
+)
+def test_the_text_is_the_targets_own_whoever_drafts(seed, selector, rights, link, dies_after, silent) -> None:
+    oracle, frame = hashing_oracle(seed), open_frame()
+    first, *rivals = pool(oracle, rights, seed, silent=silent)
+    rivals[-1] = drafter_of(oracle, seed + 7, rights[-1], dies_after=dies_after)
+    simulation = Simulation(
+        frame,
+        oracle,
+        first,
+        rivals=rivals,
+        selector=SELECTORS[selector](len(rights), np.random.default_rng(seed)),
+        link=link,
+        seed=seed,
+    )
+    assert simulation.run() == own_text(oracle, frame, rules())
+    assert len(simulation.failed) <= 1, "a broken drafter is asked for nothing more"
+
+
+def test_the_better_drafter_gets_the_turn_and_every_hit_is_told_once_and_right() -> None:
+    oracle, frame = hashing_oracle(3, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=400))
+    heard: list[list[bool | None]] = [[], []]
+
+    class Listening(Leader):
+        def learn(self, outcome: RoundOutcome) -> None:
+            for arm, hits in enumerate(outcome.hits):
+                heard[arm] += hits
+            Leader.learn(self, outcome)
+
+    bad, good = pool(oracle, (0.3, 0.9), 5)
+    truth: list[list[bool]] = [[], []]
+    said = {}
+
+    def remembering(index, drafter):
+        """Says the same of a prefix whenever it is asked, as shared noise has it."""
+
+        def propose(prefix, count):
+            tokens, q = (), ()
+            for _ in range(count):
+                key = (index, prefix + tokens)
+                if key not in said:
+                    said[key] = drafter(prefix + tokens, 1)
+                tokens, q = tokens + said[key][0], q + said[key][1]
+            return tokens, q
+
+        return propose
+
+    drafters = [remembering(0, bad), remembering(1, good)]
+    simulation = Simulation(
+        frame,
+        oracle,
+        drafters[0],
+        rivals=drafters[1:],
+        selector=Listening(experts=FixedShare(arms=2)),
+        verifier=rules(context_length=512),
+    )
+    text = simulation.run()
+    for arm, drafter in enumerate(drafters):
+        prefix = frame.prompt
+        for token in text:
+            truth[arm].append(drafter(prefix, 1)[0][0] == token)
+            prefix += (token,)
+        known = [(i, hit) for i, hit in enumerate(heard[arm]) if hit is not None]
+        assert all(truth[arm][i] == hit for i, hit in known)
+        assert len(known) > 300, "nearly every token is known of every drafter"
+    counts = simulation.edge.statistics
+    assert counts.of(1).committed > 0.9 * len(text)
+    assert sum(counts.of(arm).committed for arm in (0, 1)) == len(text)
+    assert counts.of(0).hits / counts.of(0).compared == pytest.approx(sum(truth[0]) / len(text), abs=0.05)
+    assert counts.switches >= 1
+    assert counts.read > 300, "the idle one reads along"
+
+
+def test_one_drafter_is_never_asked_to_foresee_and_nobody_reads() -> None:
+    oracle, frame = hashing_oracle(4), open_frame(sampling=Sampling(max_tokens=60))
+    simulation = Simulation(frame, oracle, drafter_of(oracle, 4, 0.8))
+    jobs = []
+    edge = simulation.edge
+    give = edge.next_job
+    edge.next_job = lambda most: jobs.append(give(most)) or jobs[-1]
+    simulation.run()
+    assert all(job.foresee == 0 and job.skip == 0 and job.drafter == 0 for job in jobs if job is not None)
+    assert edge.statistics.read == 0
+    assert edge.next_reading() is None
+
+
+def test_a_selector_that_does_not_read_along_costs_no_reading_and_a_late_starter_reads_all_at_once() -> None:
+    oracle, frame = hashing_oracle(6, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=120))
+
+    class Second(StaticSelector):
+        """The other one from the second choice on."""
+
+        def choose(self, view: SelectionView) -> int:
+            return 0 if view.current is None else 1
+
+    simulation = Simulation(
+        frame, oracle, drafter_of(oracle, 1, 0.5), rivals=[drafter_of(oracle, 2, 0.9)], selector=Second()
+    )
+    assert simulation.run() == own_text(oracle, frame, rules())
+    statistics = simulation.edge.statistics
+    assert (statistics.read, statistics.switches) == (0, 1)
+    assert statistics.of(1).committed > 60
+
+
+def test_views_are_of_rounds_where_the_link_is_shorter_than_a_step_and_of_a_stream_elsewhere() -> None:
+    def looked_at(delay_s: float) -> SelectionView:
+        class Looking(Leader):
+            def choose(self, view: SelectionView) -> int:
+                views.append(view)
+                return Leader.choose(self, view)
+
+        views: list[SelectionView] = []
+        oracle, frame = hashing_oracle(8, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
+        Simulation(
+            frame,
+            oracle,
+            drafter_of(oracle, 1, 0.6),
+            rivals=[drafter_of(oracle, 2, 0.6)],
+            selector=Looking(experts=FixedShare(arms=2)),
+            link=Link(delay_s=delay_s),
+            step_s=0.03,
+        ).run()
+        return views[-1]
+
+    assert looked_at(0.005).lead == ()
+    far = looked_at(0.06)
+    assert set(far.lead) <= {4, 5}, "120 ms of link in steps of 30 ms"
+    assert far.alone_s == pytest.approx(0.03, rel=0.2)
+
+
+def test_a_broken_drafter_leaves_the_turn_to_the_others_and_the_last_one_to_the_cloud() -> None:
+    oracle, frame = hashing_oracle(9, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=100))
+    first, second = drafter_of(oracle, 1, 0.9, dies_after=5), drafter_of(oracle, 2, 0.9)
+    simulation = Simulation(frame, oracle, first, rivals=[second], selector=Leader(experts=FixedShare(arms=2)))
+    assert simulation.run() == own_text(oracle, frame, rules())
+    assert simulation.failed == [0]
+    assert simulation.edge.statistics.of(1).committed > 50
+    assert "died" in simulation.edge.statistics.drafter_error
+    dead = [drafter_of(oracle, i, 0.9, dies_after=5) for i in (1, 2)]
+    simulation = Simulation(frame, oracle, dead[0], rivals=dead[1:], selector=Leader(experts=FixedShare(arms=2)))
+    assert simulation.run() == own_text(oracle, frame, rules())
+    assert sorted(simulation.failed) == [0, 1]
+
+
+def test_a_selection_without_drafters_or_with_another_ones_codes_is_refused() -> None:
+    for drafters, steered, field in ((0, 0, "selection.drafters"), (2, 2, "selection.steered")):
+        with pytest.raises(InvalidArgument) as refused:
+            Selection(StaticSelector(), drafters, steered=steered)
+        assert refused.value.field == field
+
+
+def test_a_selector_is_told_what_commits_gave(monkeypatch) -> None:
+    outcomes: list[RoundOutcome] = []
+
+    class Listening(Selector):
+        def choose(self, view: SelectionView) -> int:
+            return 0
+
+        def learn(self, outcome: RoundOutcome) -> None:
+            outcomes.append(outcome)
+
+    oracle, frame = hashing_oracle(2, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
+    drafters = pool(oracle, (0.8, 0.8), 1)
+    simulation = Simulation(frame, oracle, drafters[0], rivals=drafters[1:], selector=Listening(), send_q=True)
+    simulation.run()
+    statistics = simulation.edge.statistics
+    assert sum(outcome.accepted for outcome in outcomes) == statistics.accepted
+    assert sum(outcome.judged for outcome in outcomes) == statistics.judged
+    assert all(outcome.seconds > 0 for outcome in outcomes)
+    assert replace(outcomes[-1].view, current=None).arms == range(2)
