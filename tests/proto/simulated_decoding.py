@@ -172,7 +172,7 @@ class Simulation:
         selector: Selector | None = None,
     ) -> None:
         self.now = 0.0
-        selection = Selection(selector, 1 + len(rivals)) if selector is not None else None
+        selection = Selection(selector, tuple("abcdef"[: 1 + len(rivals)])) if selector is not None else None
         self.edge = EdgeSession(frame, window, experience=experience, send_q=send_q, selection=selection)
         self.emitted: list[int] = []
         self.draft_frames = 0
@@ -272,7 +272,8 @@ class Simulation:
         wanted = tuple(self.edge.transcript) + tuple(self.edge._drafted)
         assert prefix == wanted, "the drafter would continue another text"
         foreseen_from = job.truncate_to + job.skip
-        assert not job.foresee or foreseen_from + job.foresee <= len(self.edge.transcript), "only committed tokens are foreseen"
+        if job.foresee:
+            assert foreseen_from + job.foresee <= len(self.edge.transcript), "only committed tokens are foreseen"
         try:
             foreseen = self._foresee(job.drafter, prefix, foreseen_from, foreseen_from + job.foresee)
             tokens, q = self._drafters[job.drafter](prefix, job.count)

@@ -174,7 +174,7 @@ def test_a_draft_without_confidence_is_worth_the_average() -> None:
 
 def test_two_edges_share_no_experience_unless_they_are_given_one() -> None:
     first, second = Experience(), Experience()
-    first.of(0).calibration.add(0.5, False)
+    first.of("").calibration.add(0.5, False)
     first.step.add(1, 2.0)
     assert second == Experience()
 

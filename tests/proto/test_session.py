@@ -728,7 +728,7 @@ def hopeless():
     """What is known of a drafter that is nearly always wrong."""
     experience = Experience()
     for _ in range(300):
-        experience.of(0).calibration.add(math.nan, False)
+        experience.of("").calibration.add(math.nan, False)
     return experience
 
 
@@ -871,8 +871,8 @@ def test_the_edge_drafts_further_behind_a_draft_that_it_may_trust():
     def allowance(confidence):
         experience = Experience()
         for _ in range(200):
-            experience.of(0).calibration.add(0.95, True)
-            experience.of(0).calibration.add(0.05, False)
+            experience.of("").calibration.add(0.95, True)
+            experience.of("").calibration.add(0.05, False)
         edge = EdgeSession(open_frame(), SurvivalWindow(), experience=experience)
         edge.open_frame(b"", -0.1)
         edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)
@@ -1135,7 +1135,7 @@ def test_the_verifier_is_told_what_acceptance_the_edge_has_seen():
     edge = edge_session()
     draft(edge, 1)
     (report,) = sent(edge.on_commit(Commit(3, (5,), 0, 16), 0.1), Report)
-    assert report.acceptance == edge._experience.of(0).calibration.acceptance.rate
+    assert report.acceptance == edge._experience.of("").calibration.acceptance.rate
 
 
 @pytest.mark.parametrize("token", [8, -1])
@@ -1180,8 +1180,8 @@ def test_held_drafts_go_though_another_text_of_the_client_has_changed_the_window
     edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
     assert draft(edge, 1, 2, now=0.101)[1] == []
     for _ in range(300):  # before this text asks for its next job, another learns that drafts are worth nothing
-        experience.of(0).calibration.add(0.5, False)
-        experience.of(0).drafting_s.add(0.5)
+        experience.of("").calibration.add(0.5, False)
+        experience.of("").drafting_s.add(0.5)
     assert edge.next_job(8) is None
     assert sent(edge.on_idle(0.102)) == [Draft(0, 4, (1, 2), complete=True)], "or a patient verifier waits for ever"
     assert sent(edge.on_idle(0.103)) == [], "once is enough"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy import FixedWindow
 from outrider.proto.policy.selection import (
     Exp3,
     FixedShare,
@@ -121,9 +122,9 @@ def test_the_better_drafter_gets_the_turn_and_every_hit_is_told_once_and_right()
         assert all(truth[arm][i] == hit for i, hit in known)
         assert len(known) > 300, "nearly every token is known of every drafter"
     counts = simulation.edge.statistics
-    assert counts.of(1).committed > 0.9 * len(text)
-    assert sum(counts.of(arm).committed for arm in (0, 1)) == len(text)
-    assert counts.of(0).hits / counts.of(0).compared == pytest.approx(sum(truth[0]) / len(text), abs=0.05)
+    assert counts.of("b").committed > 0.9 * len(text)
+    assert sum(counts.of(arm).committed for arm in "ab") == len(text)
+    assert counts.of("a").hits / counts.of("a").compared == pytest.approx(sum(truth[0]) / len(text), abs=0.05)
     assert counts.switches >= 1
     assert counts.read > 300, "the idle one reads along"
 
@@ -156,7 +157,7 @@ def test_a_selector_that_does_not_read_along_costs_no_reading_and_a_late_starter
     assert simulation.run() == own_text(oracle, frame, rules())
     statistics = simulation.edge.statistics
     assert (statistics.read, statistics.switches) == (0, 1)
-    assert statistics.of(1).committed > 60
+    assert statistics.of("b").committed > 60
 
 
 def test_views_are_of_rounds_where_the_link_is_shorter_than_a_step_and_of_a_stream_elsewhere() -> None:
@@ -191,7 +192,7 @@ def test_a_broken_drafter_leaves_the_turn_to_the_others_and_the_last_one_to_the_
     simulation = Simulation(frame, oracle, first, rivals=[second], selector=Leader(experts=FixedShare(arms=2)))
     assert simulation.run() == own_text(oracle, frame, rules())
     assert simulation.failed == [0]
-    assert simulation.edge.statistics.of(1).committed > 50
+    assert simulation.edge.statistics.of("b").committed > 50
     assert "died" in simulation.edge.statistics.drafter_error
     dead = [drafter_of(oracle, i, 0.9, dies_after=5) for i in (1, 2)]
     simulation = Simulation(frame, oracle, dead[0], rivals=dead[1:], selector=Leader(experts=FixedShare(arms=2)))
@@ -200,9 +201,13 @@ def test_a_broken_drafter_leaves_the_turn_to_the_others_and_the_last_one_to_the_
 
 
 def test_a_selection_without_drafters_or_with_another_ones_codes_is_refused() -> None:
-    for drafters, steered, field in ((0, 0, "selection.drafters"), (2, 2, "selection.steered")):
+    for names, steered, field in (
+        ((), 0, "selection.names"),
+        (("a", "a"), 0, "selection.names"),
+        (("a", "b"), 2, "selection.steered"),
+    ):
         with pytest.raises(InvalidArgument) as refused:
-            Selection(StaticSelector(), drafters, steered=steered)
+            Selection(StaticSelector(), names, steered=steered)
         assert refused.value.field == field
 
 
@@ -225,3 +230,19 @@ def test_a_selector_is_told_what_commits_gave(monkeypatch) -> None:
     assert sum(outcome.judged for outcome in outcomes) == statistics.judged
     assert all(outcome.seconds > 0 for outcome in outcomes)
     assert replace(outcomes[-1].view, current=None).arms == range(2)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_a_rule_that_learns_is_told_of_every_draft_that_met_the_text(right) -> None:
+    class Learning(FixedWindow):
+        def settled(self, hits: int, missed: bool) -> None:
+            told.append((hits, missed))
+
+    told: list[tuple[int, bool]] = []
+    oracle, frame = hashing_oracle(5, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
+    simulation = Simulation(frame, oracle, drafter_of(oracle, 5, right), window=Learning(6))
+    simulation.run()
+    statistics = simulation.edge.statistics
+    assert sum(hits for hits, _ in told) == statistics.hits
+    assert sum(missed for _, missed in told) == statistics.compared - statistics.hits
+    assert all(hits or missed for hits, missed in told)

@@ -16,9 +16,12 @@ from outrider.deploy.replay.costs import Costs
 from outrider.deploy.replay.traces import HitTrace
 from outrider.deploy.replay.wire import DOWN, UP, ShapeAt, Wire
 from outrider.edge.decoding import block_tokens
+from outrider.edge.drafters.protocol import Proposal
 from outrider.edge.link import GRPC_PREFIX_BYTES
 from outrider.proto import codec
+from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Experience, StepCost, WindowPolicy
+from outrider.proto.policy.selection import Selector
 from outrider.proto.session import (
     Done,
     DraftJob,
@@ -26,6 +29,9 @@ from outrider.proto.session import (
     EdgeSession,
     EdgeStatistics,
     Emit,
+    Foreseen,
+    ReadJob,
+    Selection,
     Send,
     Verified,
     VerifierRules,
@@ -44,7 +50,7 @@ from outrider.proto.types import (
     Sampling,
 )
 
-__all__ = ["Outcome", "Policy", "Replay", "ShapeAt", "replay"]
+__all__ = ["Outcome", "Policy", "Replay", "Rival", "ShapeAt", "replay"]
 
 _HASH = "0" * 64
 _BEYOND = 64  # tokens that a text which ended by itself could have had more; no window looks further
@@ -73,7 +79,16 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it. Times in seconds; `arrivals`: when each token reached the user; bytes as the link carries."""
+    """What came of it.
+
+    Attributes:
+        seconds: from Open to Done.
+        first_token_s: until the first token reached the user.
+        statistics: of the edge.
+        arrivals: [n] seconds, when each token reached the user.
+        uplink_bytes, downlink_bytes: as the link carries them.
+        turns: [n] whose turn it was when the token came: 0, or 1 + the rival's index.
+    """
 
     seconds: float
     first_token_s: float
@@ -81,6 +96,15 @@ class Outcome:
     arrivals: tuple[float, ...]
     uplink_bytes: int
     downlink_bytes: int
+    turns: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Another drafter of the pool: its trace of the same text, and what its tokens take."""
+
+    trace: HitTrace
+    costs: Costs
 
 
 @dataclass(slots=True)
@@ -120,8 +144,15 @@ class Replay:
         experience: Experience | None = None,
         cost: StepCost | None = None,
         seed: int = 0,
+        rivals: Sequence[Rival] = (),
+        selector: Selector | None = None,
     ) -> None:
+        if any((r.trace.tokens, r.trace.prompt_tokens) != (trace.tokens, trace.prompt_tokens) for r in rivals):
+            raise ConfigError("must be on the text of the first drafter", field="rivals")
+        if bool(rivals) != (selector is not None):
+            raise ConfigError("comes with rivals, and these with it", field="selector")
         self._trace = trace
+        self._drafters = (Rival(trace, costs), *rivals)
         self._costs = costs
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -143,7 +174,9 @@ class Replay:
             drafting=policy.drafting,
             logp=policy.logprobs,
         )
-        self._edge = EdgeSession(frame, policy.window, experience=experience)
+        names = tuple(drafter.trace.drafter for drafter in self._drafters)
+        selection = Selection(selector, names) if selector is not None else None
+        self._edge = EdgeSession(frame, policy.window, experience=experience, selection=selection)
         self._rules = VerifierRules(
             name="verifier",
             model=frame.model,
@@ -162,8 +195,9 @@ class Replay:
         self._up = Wire(operator.attrgetter("up"), shape_at, UP, rng)
         self._down = Wire(operator.attrgetter("down"), shape_at, DOWN, rng)
         self._drafter_busy = False
-        self._drafter_right = 0  # so much of its prefix is as the target has it
+        self._right = [0] * len(self._drafters)  # so much of each one's prefix is as the target has it
         self._arrivals: list[float] = []
+        self._turns: list[int] = []
         self._done = False
 
     def run(self) -> Outcome:
@@ -183,6 +217,7 @@ class Replay:
             tuple(self._arrivals),
             self._up.bytes,
             self._down.bytes,
+            tuple(self._turns),
         )
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
@@ -211,6 +246,7 @@ class Replay:
                     self._send_up(frame)
                 case Emit():
                     self._arrivals.extend([self._now] * len(instruction.tokens))
+                    self._turns.extend([self._edge.drafter] * len(instruction.tokens))
                 case Done(_, error):
                     if error is not None:
                         raise error
@@ -230,38 +266,75 @@ class Replay:
             return
         job = self._edge.next_job(block_tokens(self._edge.drafting_s))
         if job is None:
+            reading = self._edge.next_reading()
+            if reading is not None:
+                self._drafter_busy = True
+                seconds = self._drafters[reading.drafter].costs.propose_s(len(reading.tokens) + 1, 0)
+                self._at(self._now + self._costs.job_s + seconds, lambda: self._was_read(reading, seconds))
             return
         self._drafter_busy = True
-        tokens, confidence = self._propose(job)
-        seconds = self._costs.propose_s(len(job.extend_with), len(tokens))
-        self._at(self._now + self._costs.job_s + seconds, lambda: self._drafted(job, tokens, confidence, seconds))
+        proposal = self._propose(job)
+        seconds = self._drafters[job.drafter].costs.propose_s(len(job.extend_with), len(proposal))
 
-    def _propose(self, job: DraftJob) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        trace, end = self._trace, len(self._truth)
-        right = min(self._drafter_right, job.truncate_to)
+        def drafted() -> None:
+            self._drafter_busy = False
+            foreseen = self._foreseen(job.drafter, job.truncate_to + job.skip, job.foresee)
+            instructions = self._edge.on_drafted(
+                job,
+                proposal.tokens,
+                proposal.q,
+                seconds,
+                self._now,
+                entropy=proposal.entropy,
+                certainty=proposal.certainty,
+                foreseen=foreseen,
+            )
+            self._apply(instructions)
+
+        self._at(self._now + self._costs.job_s + seconds, drafted)
+
+    def _propose(self, job: DraftJob) -> Proposal:
+        trace, end = self._drafters[job.drafter].trace, len(self._truth)
+        right = min(self._right[job.drafter], job.truncate_to)
         if right == job.truncate_to:
             known = self._truth[right : job.start]
             agreed = (mine == own for mine, own in zip(job.extend_with, known, strict=False))
             right += sum(itertools.takewhile(bool, agreed))
-        tokens, confidence = [], []
+        tokens: list[int] = []
+        signs: list[tuple[float, float, float]] = []
         for position in range(job.start, job.start + job.count):
             i = position - self._first
             if position >= end:  # the text is over, and nobody has recorded what the drafter says then
                 tokens.append(self._truth[-1] + 1)
-                confidence.append(math.nan)
+                signs.append((math.nan,) * 3)
                 continue
             if trace.silent_at(i):
                 break
             hit = right == position and trace.hits[i]
             right += hit
             tokens.append(self._truth[position] + (not hit))
-            confidence.append(trace.confidence[i])
-        self._drafter_right = right
-        return tuple(tokens), tuple(confidence)
+            unknown = (math.nan,) * len(trace.tokens)
+            signs.append((trace.confidence[i], (trace.entropy or unknown)[i], (trace.certainty or unknown)[i]))
+        self._right[job.drafter] = right
+        return Proposal(tuple(tokens), *zip(*signs, strict=True)) if tokens else Proposal((), ())
 
-    def _drafted(self, job: DraftJob, tokens: tuple[int, ...], confidence: tuple[float, ...], seconds: float) -> None:
+    def _foreseen(self, drafter: int, start: int, count: int) -> Foreseen:
+        """What it says in place of `count` committed tokens; of a prompt's, which nobody has recorded, nothing."""
+        trace = self._drafters[drafter].trace
+        tokens, q = [], []
+        for i in range(start - self._first, start - self._first + count):
+            said = 0 <= i < len(trace.tokens) and not trace.silent_at(i)
+            tokens.append(trace.tokens[i] + (not trace.hits[i]) if said else -1)
+            q.append(trace.confidence[i] if said else math.nan)
+        return Foreseen(tuple(tokens), tuple(q))
+
+    def _was_read(self, job: ReadJob, seconds: float) -> None:
         self._drafter_busy = False
-        self._apply(self._edge.on_drafted(job, tokens, confidence, seconds, self._now))
+        if self._done:
+            return
+        self._right[job.drafter] = job.truncate_to + len(job.tokens)
+        foreseen = self._foreseen(job.drafter, job.start, len(job.tokens) - job.skip)
+        self._apply(self._edge.on_read(job, foreseen, seconds, self._now))
 
     # --- the verifier ---
 
@@ -354,6 +427,8 @@ def replay(
     *,
     warm_up_tokens: int = 0,
     seed: int = 0,
+    rivals: Sequence[Sequence[Rival]] = (),
+    selector: Callable[[], Selector] | None = None,
 ) -> list[Outcome]:
     """Replay texts one after the other, by one edge on one verifier, which keep what they have measured.
 
@@ -364,12 +439,26 @@ def replay(
         policy: of both sides.
         warm_up_tokens: of the first text, decoded beforehand and not counted, as benchmarks do.
         seed: of the jitter.
+        rivals: [texts] the other drafters of each text, always in the same order; empty: there are none.
+        selector: makes the one that chooses among them, for each text anew; None: nothing is chosen.
     """
     experience, cost = Experience(), StepCost()
 
-    def one(trace: HitTrace) -> Outcome:
-        return Replay(trace, shape_at, costs, policy, experience=experience, cost=cost, seed=seed).run()
+    def one(trace: HitTrace, others: Sequence[Rival]) -> Outcome:
+        return Replay(
+            trace,
+            shape_at,
+            costs,
+            policy,
+            experience=experience,
+            cost=cost,
+            seed=seed,
+            rivals=others,
+            selector=selector() if selector is not None else None,
+        ).run()
 
+    all_rivals = rivals or [()] * len(traces)
     if warm_up_tokens and traces:
-        one(traces[0].first(warm_up_tokens))
-    return [one(trace) for trace in traces]
+        few = [Rival(rival.trace.first(warm_up_tokens), rival.costs) for rival in all_rivals[0]]
+        one(traces[0].first(warm_up_tokens), few)
+    return [one(trace, others) for trace, others in zip(traces, all_rivals, strict=True)]

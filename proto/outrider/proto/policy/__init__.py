@@ -42,7 +42,7 @@ from outrider.proto.policy.steering import (
     choose,
     commit_bytes,
 )
-from outrider.proto.policy.window import TOKEN_BYTES, EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
+from outrider.proto.policy.window import TOKEN_BYTES, EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
 
 __all__ = [
     "TOKEN_BYTES",
@@ -56,6 +56,7 @@ __all__ = [
     "FixedCodes",
     "FixedWindow",
     "Gain",
+    "LearningRule",
     "Line",
     "Pace",
     "Plan",

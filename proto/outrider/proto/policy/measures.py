@@ -357,7 +357,7 @@ class Experience:
     """What an edge has measured; sessions share it, so that a new text begins where the last ended.
 
     Attributes:
-        drafters: of each, in the pool's order; there is one for each that was asked for.
+        drafters: of each, by name; there is one for each that was asked for.
         round_trip: seconds against bytes of Draft messages; before the first of them, of an Open.
         timed: whether a Draft message has been timed: an Open's time may hold a connection's handshake.
         strangers: newest times, one after the other, that are half or twice what was to be expected.
@@ -368,7 +368,7 @@ class Experience:
             same.
     """
 
-    drafters: list[DrafterExperience] = field(default_factory=lambda: [DrafterExperience()])
+    drafters: dict[str, DrafterExperience] = field(default_factory=dict)
     round_trip: Line = field(default_factory=_new_round_trip)
     timed: bool = False
     strangers: int = 0
@@ -377,11 +377,9 @@ class Experience:
     downlink: Downlink = field(default_factory=Downlink)
     lead: Smoothed = field(default_factory=Smoothed)
 
-    def of(self, drafter: int) -> DrafterExperience:
-        """Of the drafter with this index."""
-        while len(self.drafters) <= drafter:
-            self.drafters.append(DrafterExperience())
-        return self.drafters[drafter]
+    def of(self, drafter: str) -> DrafterExperience:
+        """Of the drafter of that name."""
+        return self.drafters.setdefault(drafter, DrafterExperience())
 
     def time_open(self, seconds: float) -> None:
         """An Open was answered after so long; counts while nothing better is known."""

@@ -21,6 +21,7 @@ from outrider.proto.policy import (
     DrafterExperience,
     EdgeView,
     Experience,
+    LearningRule,
     SteeringView,
     SurvivalWindow,
     TextCalibration,
@@ -162,8 +163,7 @@ class EdgeStatistics:
         bad_codes: that could not be read, and were dropped.
         steered_jobs: drafting jobs that were steered by a code.
         code_age: sum over these of the code's age: positions from its own to the one that the first draft follows.
-        of_drafters: of each drafter that had a turn or read along: tokens committed in its turns, hits, and tokens of
-            which it is known whether it hits.
+        of_drafters: by name, of each that had a turn or read along.
         switches: turns that passed on from one drafter to another.
         read: tokens that idle drafters were given to read.
     """
@@ -189,12 +189,12 @@ class EdgeStatistics:
     bad_codes: int = 0
     steered_jobs: int = 0
     code_age: int = 0
-    of_drafters: dict[int, DrafterCounts] = field(default_factory=dict)
+    of_drafters: dict[str, DrafterCounts] = field(default_factory=dict)
     switches: int = 0
     read: int = 0
 
-    def of(self, drafter: int) -> DrafterCounts:
-        """Counts of the drafter with this index."""
+    def of(self, drafter: str) -> DrafterCounts:
+        """Counts of the drafter of that name."""
         return self.of_drafters.setdefault(drafter, DrafterCounts())
 
     @property
@@ -258,6 +258,7 @@ class EdgeSession:
         self.verifier = ""
         self._open = frame
         self._policy = window or SurvivalWindow()
+        self._learner = window if isinstance(window, LearningRule) else None
         self._retry = retry or RetryRules()
         self._retries = _Retries()
         self._connected = False
@@ -468,7 +469,7 @@ class EdgeSession:
             self.statistics.committed += len(tokens)
             self.statistics.accepted += sum(drafted)
             self._follow(tokens)
-            self.statistics.of(self.drafter).committed += len(tokens)
+            self.statistics.of(self._selection.names[self.drafter]).committed += len(tokens)
             self._selection.learn(
                 committed=len(tokens),
                 judged=commit.judged,
@@ -522,6 +523,7 @@ class EdgeSession:
             self.statistics.bad_codes += 1
 
     def _follow(self, tokens: tuple[int, ...]) -> None:
+        hits, missed = 0, False
         for token in tokens:
             position = len(self.transcript)
             self.transcript.append(token)
@@ -529,12 +531,18 @@ class EdgeSession:
                 continue  # a running job may be proposing this position; on_drafted compares
             hit = self._drafted[0] == token
             self._compare(position, self._confidence[0], hit)
+            hits, missed = hits + hit, not hit
             if hit:
                 del self._drafted[0], self._confidence[0], self._entropy[0], self._certainty[0]
                 self._sent = max(0, self._sent - 1)
             else:
                 self._forget_drafts()
                 self._selection.agreed = min(self._selection.agreed, position)
+        self._settled(hits, missed)
+
+    def _settled(self, hits: int, missed: bool) -> None:
+        if self._learner is not None and (hits or missed):
+            self._learner.settled(hits, missed)
 
     def _compare(self, position: int, confidence: float, hit: bool) -> None:
         """The current drafter's draft of that position met the committed token."""
@@ -545,7 +553,7 @@ class EdgeSession:
     def _learn_hit(self, drafter: int, position: int, confidence: float, hit: bool) -> None:
         self._calibrations[drafter].add(confidence, hit)
         self._selection.note(drafter, position, hit)
-        counts = self.statistics.of(drafter)
+        counts = self.statistics.of(self._selection.names[drafter])
         counts.compared += 1
         counts.hits += hit
 
@@ -579,7 +587,7 @@ class EdgeSession:
     @property
     def _mine(self) -> DrafterExperience:
         """What was measured of the current drafter."""
-        return self._experience.of(self._selection.current)
+        return self._experience.of(self._selection.names[self._selection.current])
 
     @property
     def _calibration(self) -> TextCalibration:
@@ -587,8 +595,7 @@ class EdgeSession:
 
     def _new_calibrations(self) -> list[TextCalibration]:
         """Of this text, for each drafter."""
-        drafters = range(self._selection.drafters)
-        return [TextCalibration(self._experience.of(drafter).calibration) for drafter in drafters]
+        return [TextCalibration(self._experience.of(name).calibration) for name in self._selection.names]
 
     @property
     def in_flight(self) -> int:
@@ -676,8 +683,8 @@ class EdgeSession:
 
     def _arms(self) -> list[Arm]:
         usual_s = self._mine.drafting_s.value or UNMEASURED_S
-        measured = [self._experience.of(drafter) for drafter in range(self._selection.drafters)]
-        return [Arm(str(i), m.drafting_s.value or usual_s, m.reading_s.value) for i, m in enumerate(measured)]
+        measured = [(name, self._experience.of(name)) for name in self._selection.names]
+        return [Arm(name, of.drafting_s.value or usual_s, of.reading_s.value) for name, of in measured]
 
     def next_reading(self) -> ReadJob | None:
         """What an idle drafter should read meanwhile, when there is no job; None: nothing. One runs at a time."""
@@ -757,6 +764,7 @@ class EdgeSession:
             agreeing = next((i for i in range(overtaken) if tokens[i] != committed[i]), overtaken)
             for i in range(min(agreeing + 1, overtaken)):
                 self._compare(job.start + i, confidence[i], i < agreeing)
+            self._settled(agreeing, agreeing < overtaken)
             self._selection.agreed = job.start + agreeing
             if agreeing < overtaken:
                 self._choice_due = True
@@ -777,7 +785,7 @@ class EdgeSession:
         self._reading = None
         if self.done:
             return []
-        self._experience.of(job.drafter).reading_s.add(seconds / len(job.tokens))
+        self._experience.of(self._selection.names[job.drafter]).reading_s.add(seconds / len(job.tokens))
         self.statistics.read += len(job.tokens)
         self._take_foreseen(job.drafter, job.start, foreseen)
         return self._flush(now)

@@ -39,23 +39,26 @@ class Conditions:
 class Selection:
     """The drafters of one session: whose turn it is, how far each has read, and what is known of its hits.
 
-    A drafter is an index, 0 to `drafters` - 1. The turn passes on only where a chain begins anew.
+    A drafter is an index into their names. The turn passes on only where a chain begins anew.
 
     Attributes:
+        names: of the drafters.
         current: whose turn it is.
         steered: the one that steering codes are meant for.
     """
 
-    def __init__(self, selector: Selector, drafters: int, *, steered: int = 0) -> None:
+    def __init__(self, selector: Selector, names: tuple[str, ...], *, steered: int = 0) -> None:
         """All of them still have to read the prompt.
 
         Raises:
-            InvalidArgument: there is no drafter, or none of them is the steered one.
+            InvalidArgument: there is no drafter, two share a name, or none of them is the steered one.
         """
-        if drafters < 1:
-            raise InvalidArgument("must be 1 or more", field="selection.drafters")
+        drafters = len(names)
+        if not drafters or len(set(names)) < drafters:
+            raise InvalidArgument("must be one or more drafters of different names", field="selection.names")
         if not 0 <= steered < drafters:
             raise InvalidArgument(f"must be below {drafters}, the number of drafters", field="selection.steered")
+        self.names = names
         self.current = 0
         self.steered = steered
         self._selector = selector
@@ -67,14 +70,14 @@ class Selection:
         self._view: SelectionView | None = None
 
     @classmethod
-    def of_one(cls) -> Selection:
+    def of_one(cls, name: str = "") -> Selection:
         """A drafter without rivals: nothing is selected, and nobody reads along."""
-        return cls(StaticSelector(), 1)
+        return cls(StaticSelector(), (name,))
 
     @property
     def drafters(self) -> int:
         """How many."""
-        return len(self._prefix)
+        return len(self.names)
 
     @property
     def agreed(self) -> int:
