@@ -44,6 +44,7 @@ from outrider.proto.types import (
 )
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("all_drafts_pay")
 
 VOCAB = 61
 HIDDEN = 32
@@ -200,13 +201,6 @@ class Collected(Outbox):
         while commits[-1].finish is None:
             commits.append(self.commit())
         return commits
-
-
-@pytest.fixture(autouse=True)
-def _all_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft at hand is judged and credit stays: else both follow what steps were measured to cost."""
-    monkeypatch.setattr("outrider.proto.session.verifier.best_block", lambda view: view.most_drafts)
-    monkeypatch.setattr("outrider.proto.session.verifier.overtakes", lambda view: True)
 
 
 def trained(layers: tuple[int, ...], seed: int) -> Projection:

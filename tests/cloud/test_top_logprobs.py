@@ -172,6 +172,7 @@ def assert_those_of_the_plain_model(model: Any, prompt: tuple[int, ...], commits
         assert len({t for t, _ in top[i]}) == TOP
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_they_equal_a_plain_forward_with_drafts_accepted_and_rejected_in_one_step(engine, plain_model, sampling):
     prompt = tuple(random.Random(3).randrange(5, 8000) for _ in range(23))  # read in chunks of 5

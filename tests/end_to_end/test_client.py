@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import shutil
 
 import pytest
@@ -21,13 +22,16 @@ from outrider.proto.errors import (
     UnknownToken,
 )
 from outrider.proto.session import RetryRules
+from outrider.proto.types import Patience
 
 PROMPT = "def main(argv):\n"
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
 def test_events_carry_positions_provenance_log_probabilities_and_the_text(serving, edge) -> None:
     async def main() -> None:
-        async with serving() as address, edge(address, drafter="general") as client:
+        patient = Patience(math.inf, 3)
+        async with serving() as address, edge(address, drafter="general", patience=patient) as client:
             events = [event async for event in client.generate(PROMPT, max_tokens=40)]
             completion = await client.complete(PROMPT, max_tokens=40)
             position = len(client.encode(PROMPT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import shutil
 import time
@@ -36,7 +37,19 @@ from outrider.proto.errors import (
 )
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.session import RetryRules
-from outrider.proto.types import Cancel, Commit, Continue, Draft, EdgeFrame, Goaway, Lease, Open, Opened, Sampling
+from outrider.proto.types import (
+    Cancel,
+    Commit,
+    Continue,
+    Draft,
+    EdgeFrame,
+    Goaway,
+    Lease,
+    Open,
+    Opened,
+    Patience,
+    Sampling,
+)
 
 SECRET = b"a secret of the test"
 PAGE = 16
@@ -161,11 +174,12 @@ def test_every_turn_equals_a_fresh_text_with_the_whole_transcript(verifiers, cli
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
 def test_the_neural_drafter_goes_on_with_its_cache_when_sampling_changes(serving, edge) -> None:
     async def main() -> None:
         async with (
             serving() as address,
-            edge(address, drafter="general") as client,
+            edge(address, drafter="general", patience=Patience(math.inf, 3)) as client,
             client.conversation(max_tokens=10) as talk,
         ):
             accepted = []

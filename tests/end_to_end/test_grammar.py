@@ -43,6 +43,7 @@ def assert_valid(completion: Any) -> None:
     jsonschema.validate(json.loads(completion.text), SCHEMA)
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
 def test_every_text_is_valid_and_the_same_with_drafts_off_and_for_every_window(serving, edge) -> None:
     wanted = ((PROMPTS[0], GREEDY), (PROMPTS[1], DRAWN))
 

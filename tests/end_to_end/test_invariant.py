@@ -60,6 +60,7 @@ def test_the_text_is_the_same_with_drafts_off_and_with_every_drafter(serving, ed
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, prompts, sampling) -> None:
     async def main() -> None:
@@ -75,12 +76,13 @@ def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, promp
                         completions = [await client.complete(p.text, sampling) for p in chosen]
                     assert [c.tokens for c in completions] == expected
                     steps[window, patience] = sum(c.statistics.steps for c in completions)
-        # The knobs do something, only not to the text; how many drafts pay, a busy machine decides.
+        # The knobs do something, only not to the text; how many drafts come in time, a busy machine decides.
         assert steps[64, patiences[2]] < len(expected[0])
 
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(serving, edge, prompts, sampling) -> None:
     async def main() -> None:

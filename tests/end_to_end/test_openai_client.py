@@ -82,6 +82,7 @@ def at(tokenizer_file: Path) -> Iterator[Setting]:
         runner.run(whole.__aexit__(None, None, None))
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
 def test_a_completion_is_the_sdks_text_streamed_and_not(at) -> None:
     async def main() -> None:
         for sampling in ({"temperature": 0.0, "seed": 0}, {"temperature": 1.0, "seed": 11, "top_p": 0.9}):
@@ -240,6 +241,7 @@ def test_a_json_schema_binds_the_answer(at) -> None:
     at.run(main())
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
 def test_what_became_of_the_drafts_is_told_with_every_chunk(at) -> None:
     async def main() -> None:
         stream = await at.openai.completions.create(
