@@ -8,6 +8,8 @@ from outrider.deploy.replay.optimum import synchronous
 from outrider.deploy.replay.replay import Policy
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
+from outrider.proto.policy.length import RULES, LearningRule, rule_by_name
+from outrider.proto.policy.length.names import USAGE
 
 ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
 
@@ -27,6 +29,11 @@ class NotedWindow:
         self.wished += view.in_flight + count
         return count
 
+    def settled(self, hits: int, missed: bool) -> None:
+        """Tell a policy that learns."""
+        if isinstance(self.inner, LearningRule):
+            self.inner.settled(hits, missed)
+
     @property
     def mean(self) -> float:
         """Tokens; 0 before it was asked."""
@@ -34,14 +41,17 @@ class NotedWindow:
 
 
 def policy_of(name: str) -> Policy:
-    """The policy of both sides: `adaptive`, a fixed window of `N` tokens, or synchronous rounds of `syncN`.
+    """The policy of both sides: `adaptive`, a fixed window of `N` tokens, synchronous rounds of `syncN`, or a rule.
 
     Raises:
         ConfigError: it is none of these.
     """
     if name == ADAPTIVE:
         return Policy(window=SurvivalWindow())
+    if name.partition("@")[0].partition(":")[0] in RULES:
+        return Policy(window=rule_by_name(name))
     length = name.removeprefix(SYNCHRONOUS)
     if not (length.isascii() and length.isdecimal() and int(length) > 0):
-        raise ConfigError(f"{name!r} is none of {ADAPTIVE}, N and {SYNCHRONOUS}N with N from 1 on", field="window")
+        known = f"{ADAPTIVE}, N and {SYNCHRONOUS}N with N from 1 on, {USAGE}"
+        raise ConfigError(f"{name!r} is none of {known}", field="window")
     return Policy(window=FixedWindow(int(length))) if length == name else synchronous(int(length))

@@ -1,0 +1,64 @@
+"""How much of this machine's battery is left, for rules that price energy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+POWER_SUPPLY = Path("/sys/class/power_supply")  # of Linux: Documentation/ABI/testing/sysfs-class-power
+_FRESH_S = 60.0
+
+
+@dataclass(slots=True)
+class Battery:
+    """Looked at once a minute at most.
+
+    Attributes:
+        told: share that is left, as somebody said; None: as this machine says.
+        folder: of its power supplies, one folder each.
+        clock: monotonic, seconds.
+    """
+
+    told: float | None = None
+    folder: Path = POWER_SUPPLY
+    clock: Callable[[], float] = time.monotonic
+    _seen: tuple[float, float] | None = field(default=None, init=False)
+
+    @property
+    def share(self) -> float:
+        """What is left, 0 to 1; 1 on mains, without a battery, and where nobody can tell."""
+        if self.told is not None:
+            return self.told
+        now = self.clock()
+        if self._seen is None or now - self._seen[0] >= _FRESH_S:
+            self._seen = now, _share_left(self.folder)
+        return self._seen[1]
+
+
+def _share_left(folder: Path) -> float:
+    """Of the batteries that run this machine down, on average."""
+    try:
+        supplies = sorted(folder.iterdir())
+    except OSError:
+        return 1.0
+    shares = [share for supply in supplies if (share := _of_supply(supply)) is not None]
+    return sum(shares) / len(shares) if shares else 1.0
+
+
+def _of_supply(supply: Path) -> float | None:
+    """None: no battery, one of a mouse or the like, or one that is not being run down."""
+    if _read(supply / "type") != "Battery" or _read(supply / "scope") == "Device":
+        return None
+    capacity = _read(supply / "capacity")
+    if _read(supply / "status") != "Discharging" or not capacity.isdecimal():
+        return None
+    return min(1.0, int(capacity) / 100)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""

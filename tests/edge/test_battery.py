@@ -1,0 +1,61 @@
+"""What is left in the battery, as Linux says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outrider.edge.battery import Battery
+
+
+def supply(folder: Path, name: str, **files: str) -> None:
+    (folder / name).mkdir()
+    for file, text in files.items():
+        (folder / name / file).write_text(text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("supplies", "share"),
+    [
+        ([], 1.0),
+        ([{"type": "Mains", "online": "1"}], 1.0),
+        ([{"type": "Battery", "status": "Discharging", "capacity": "37"}], 0.37),
+        ([{"type": "Battery", "status": "Charging", "capacity": "37"}], 1.0),
+        ([{"type": "Battery", "status": "Full", "capacity": "100"}], 1.0),
+        ([{"type": "Battery", "status": "Discharging", "capacity": "20", "scope": "Device"}], 1.0),
+        ([{"type": "Battery", "status": "Discharging", "capacity": "20", "scope": "System"}], 0.2),
+        ([{"type": "Battery", "status": "Discharging", "capacity": "104"}], 1.0),
+        ([{"type": "Battery", "status": "Discharging", "capacity": "?"}], 1.0),
+        ([{"type": "Battery", "status": "Discharging"}], 1.0),
+        ([{"type": "Battery", "status": "Discharging", "capacity": c} for c in ("20", "60")], 0.4),
+    ],
+)
+def test_what_is_left_is_what_the_batteries_that_run_down_say(tmp_path: Path, supplies, share) -> None:
+    for number, files in enumerate(supplies):
+        supply(tmp_path, f"BAT{number}", **files)
+    assert Battery(folder=tmp_path).share == pytest.approx(share)
+
+
+def test_a_machine_that_says_nothing_is_on_mains(tmp_path: Path) -> None:
+    assert Battery(folder=tmp_path / "none").share == 1.0
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "type").write_bytes(b"\xff\xfe")
+    assert Battery(folder=tmp_path).share == 1.0
+
+
+def test_it_is_looked_at_once_a_minute(tmp_path: Path) -> None:
+    now = [100.0]
+    supply(tmp_path, "BAT0", type="Battery", status="Discharging", capacity="80")
+    battery = Battery(folder=tmp_path, clock=lambda: now[0])
+    assert battery.share == 0.8
+    (tmp_path / "BAT0" / "capacity").write_text("70")
+    now[0] += 59
+    assert battery.share == 0.8
+    now[0] += 2
+    assert battery.share == 0.7
+
+
+def test_what_somebody_said_counts(tmp_path: Path) -> None:
+    supply(tmp_path, "BAT0", type="Battery", status="Discharging", capacity="80")
+    assert Battery(told=0.0, folder=tmp_path).share == 0.0
