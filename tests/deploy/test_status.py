@@ -9,8 +9,10 @@ from rich.console import Console
 from outrider.deploy.status import as_json, links_of, tables
 from outrider.proto import codec
 from outrider.proto.types import (
+    ClassAcceptance,
     ClusterStatus,
     DrafterManifest,
+    DrafterPrior,
     EdgeStatus,
     RelayStatus,
     RemoteFile,
@@ -46,6 +48,10 @@ def cluster() -> ClusterStatus:
         recent=reports,
         relay=RelayStatus(streams=1),
         edges=(EdgeStatus("garden", reports[1], 3.0, 5), EdgeStatus("kitchen", reports[0], 130.0, 2)),
+        acceptance=(
+            ClassAcceptance("llama", 3, 2, DrafterPrior("general", "abc", 0.71234, 812.34)),
+            ClassAcceptance("llama", 15, 0, DrafterPrior("ngram", "1", 0.25, 40.0)),
+        ),
     )
 
 
@@ -60,7 +66,17 @@ def test_the_json_object_has_the_documented_shape() -> None:
         "resumes": 0,
     }
     shown = as_json(cluster())
-    assert set(shown) == {"verifiers", "drafters", "edges", "leases_granted", "relay", "recent"}
+    assert set(shown) == {"verifiers", "drafters", "edges", "acceptance", "leases_granted", "relay", "recent"}
+    assert shown["acceptance"][0] == {
+        "model": "llama",
+        "drafter": "general",
+        "drafter_version": "abc",
+        "prompt_class": "code",
+        "link_class": 2,
+        "acceptance": 0.7123,
+        "trials": 812.3,
+    }
+    assert shown["acceptance"][1]["prompt_class"] == "15", "a kind that only a later release has a name for"
     first, second = shown["verifiers"]
     assert first.pop("links") == {**links, "sessions": 2, "round_trip_ms": 40.0, "tokens_per_s": 20.0}
     assert first == {
@@ -91,6 +107,7 @@ def test_the_json_object_has_the_documented_shape() -> None:
     assert shown["edges"][0]["links"]["acceptance"] is None, "nothing was judged"
     assert shown["drafters"][0]["bytes"] == 5_300_000
     assert shown["recent"][0]["committed_tokens"] == 100
+    assert not {"drafter_hits", "prompt_class", "link_class"} & set(shown["recent"][0]), "it is in no report"
 
 
 def test_the_tables_fit_80_columns_and_cut_nothing() -> None:

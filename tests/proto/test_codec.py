@@ -141,8 +141,17 @@ cloud_frames = (
 files = st.builds(t.RemoteFile, st.from_regex(r"[a-z0-9_][a-z0-9_.]{0,20}", fullmatch=True), hashes, big_counts)
 manifests = st.builds(t.DrafterManifest, names, names, words, words, st.lists(files, max_size=3).map(tuple))
 lease_requests = st.builds(
-    t.LeaseRequest, words, words, words, st.lists(words, max_size=3).map(tuple), counts, st.booleans()
+    t.LeaseRequest,
+    words,
+    words,
+    words,
+    st.lists(words, max_size=3).map(tuple),
+    counts,
+    st.booleans(),
+    st.integers(0, t.PROMPT_CLASSES - 1),
+    st.integers(0, t.LINK_CLASSES - 1),
 )
+drafter_priors = st.builds(t.DrafterPrior, words, words, st.floats(0, 1), st.floats(0, allow_infinity=False))
 leases = st.builds(
     t.Lease,
     token=st.binary(max_size=30),
@@ -153,7 +162,7 @@ leases = st.builds(
     tokenizer_sha256=words,
     tokenizer=st.none() | files,
     drafters=st.lists(manifests, max_size=2).map(tuple),
-    prior=st.builds(t.DraftingPrior, doubles, doubles),
+    prior=st.builds(t.DraftingPrior, doubles, doubles, st.lists(drafter_priors, max_size=3).map(tuple)),
     tls=st.booleans(),
     tls_name=words,
     relayed=st.booleans(),
@@ -176,6 +185,13 @@ reports = st.builds(
     big_counts,
     counts,
     doubles,
+    words,
+    st.lists(
+        st.tuples(words, words, counts, counts).map(lambda h: t.DrafterHits(h[0], h[1], min(h[2:]), max(h[2:]))),
+        max_size=3,
+    ).map(tuple),
+    st.integers(0, t.PROMPT_CLASSES - 1),
+    st.integers(0, t.LINK_CLASSES - 1),
 )
 statuses = st.builds(
     t.ClusterStatus,
@@ -186,6 +202,8 @@ statuses = st.builds(
     big_counts,
     st.lists(reports, max_size=2).map(tuple),
     st.none() | relays,
+    st.lists(st.builds(t.EdgeStatus, words, reports, doubles, big_counts), max_size=2).map(tuple),
+    st.lists(st.builds(t.ClassAcceptance, words, counts, counts, drafter_priors), max_size=2).map(tuple),
 )
 
 DECODERS = [
@@ -336,6 +354,10 @@ def wire_code(**fields):
     return pb.CloudFrame(commit=pb.Commit(tokens=[1], steering=pb.Steering(**code)))
 
 
+def wire_prior(**fields):
+    return pb.Lease(prior=pb.DraftingPrior(drafters=[pb.DrafterPrior(**fields)]))
+
+
 @pytest.mark.parametrize(
     ("data", "field"),
     [
@@ -403,6 +425,28 @@ def test_a_list_longer_than_can_make_sense_is_refused(frame, field):
     assert codec.decode_edge_frame(data, 21) == frame
     with pytest.raises(InvalidArgument) as caught:
         codec.decode_edge_frame(data, 10)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("decode", "wire", "field"),
+    [
+        (codec.decode_lease_request, pb.LeaseRequest(prompt_class=t.PROMPT_CLASSES), "lease_request.prompt_class"),
+        (codec.decode_lease_request, pb.LeaseRequest(link_class=t.LINK_CLASSES), "lease_request.link_class"),
+        (codec.decode_report, pb.SessionReport(prompt_class=t.PROMPT_CLASSES), "report.prompt_class"),
+        (codec.decode_report, pb.SessionReport(link_class=t.LINK_CLASSES), "report.link_class"),
+        (codec.decode_report, pb.SessionReport(drafter_hits=[pb.DrafterHits(hits=1)]), "report.drafter_hits"),
+        (codec.decode_report, pb.SessionReport(drafter_hits=[pb.DrafterHits()] * 17), "report.drafter_hits"),
+        (codec.decode_lease, wire_prior(acceptance=1.5), "prior.acceptance"),
+        (codec.decode_lease, wire_prior(acceptance=math.nan), "prior.acceptance"),
+        (codec.decode_lease, wire_prior(trials=-1.0), "prior.trials"),
+        (codec.decode_lease, wire_prior(trials=math.inf), "prior.trials"),
+        (codec.decode_lease, pb.Lease(prior=pb.DraftingPrior(drafters=[pb.DrafterPrior()] * 17)), "prior.drafters"),
+    ],
+)
+def test_what_cannot_be_known_of_drafters_names_its_field(decode, wire, field):
+    with pytest.raises(InvalidArgument) as caught:
+        decode(wire.SerializeToString())
     assert caught.value.field == field
 
 

@@ -145,7 +145,9 @@ class ControlService:
             chat_template=self.catalogue.chat_template(verifier.model),
             # Those that were distilled for this very target first; the sort is stable.
             drafters=tuple(sorted(drafters, key=lambda drafter: drafter.target != verifier.model)),
-            prior=self._statistics.prior(verifier.model, fitting, verifier.step_s),
+            prior=self._statistics.prior(
+                verifier.model, fitting, verifier.step_s, request.prompt_class, request.link_class
+            ),
             release=release(),
         )
 
@@ -184,7 +186,7 @@ class ControlService:
         models = {v.model for v in self._known if v.model}
         if models and report.model not in models:
             raise NotFound(f"no verifier serves {report.model[:MAX_NAME_LENGTH]!r}", field="report.model")
-        self._statistics.add(report)
+        self._statistics.add(report, {(drafter.name, drafter.version) for drafter in self.catalogue.manifests})
         self.admission.settle(caller, report)
         self.counts.report(report)
         self._unsaved = True
@@ -198,6 +200,7 @@ class ControlService:
             recent=tuple(self._statistics.recent),
             relay=self.relay_counts.status() if self.relay_counts is not None else None,
             edges=self._statistics.edges,
+            acceptance=self._statistics.acceptance.shown,
         )
 
     async def drain(self, name: str) -> int:

@@ -9,9 +9,10 @@ import os
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outrider.coordinator.fleet import Drafter, FleetAcceptance
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import DraftingPrior, EdgeStatus, SessionReport
 
@@ -52,6 +53,9 @@ class _Edge:
 class FleetStatistics:
     """Acceptance by (model, drafter, version), the newest reports, and the newest of each edge.
 
+    `acceptance` has more of it, by kind of prompt and link: what reports say of those is summed up there, and is in no
+    report that is kept.
+
     `clock` is monotonic, in seconds.
     """
 
@@ -60,11 +64,19 @@ class FleetStatistics:
         self._edges: OrderedDict[str, _Edge] = OrderedDict()  # the newest last
         self.recent: deque[SessionReport] = deque(maxlen=RECENT_REPORTS)
         self.leases_granted = 0
+        self.acceptance = FleetAcceptance()
         self._rows: OrderedDict[tuple[str, str, str], Judged] = OrderedDict()
 
-    def add(self, report: SessionReport) -> None:
-        """Count a finished session in; raises `InvalidArgument` for figures that cannot be."""
+    def add(self, report: SessionReport, served: Collection[Drafter] = ()) -> None:
+        """Count a finished session in; raises `InvalidArgument` for figures that cannot be.
+
+        Args:
+            report: of one text.
+            served: drafters of the catalogue.
+        """
         check_report(report)
+        self.acceptance.add(report, served)
+        report = replace(report, drafter_hits=(), prompt_class=0, link_class=0)
         self.recent.append(report)
         self._see_edge(report)
         if not report.judged_tokens:
@@ -92,19 +104,31 @@ class FleetStatistics:
         while len(self._edges) > MAX_EDGES:
             self._edges.popitem(last=False)
 
-    def prior(self, model: str, drafters: Collection[tuple[str, str]], step_s: float) -> DraftingPrior:
-        """Say what to expect of `model` with one of `drafters` (name, version); without news of those, with any."""
+    def prior(
+        self,
+        model: str,
+        drafters: Collection[tuple[str, str]],
+        step_s: float,
+        prompt_class: int = 0,
+        link_class: int = 0,
+    ) -> DraftingPrior:
+        """Say what to expect of `model` with one of `drafters` (name, version); without news of those, with any.
+
+        The classes are for what is said of each drafter; 0: any.
+        """
         rows = {key: row for key, row in self._rows.items() if key[0] == model}
         fitting = [row for key, row in rows.items() if key[1:] in drafters]
         chosen = fitting or list(rows.values())
         judged = sum(row.judged for row in chosen)
         acceptance = sum(row.accepted for row in chosen) / judged if judged else 0.0
-        return DraftingPrior(acceptance=acceptance, step_s=step_s)
+        return DraftingPrior(acceptance, step_s, self.acceptance.prior(model, prompt_class, link_class))
 
     def save(self, path: Path) -> None:
         """Write to `path`, whole or not at all; raises `OSError`."""
         rows = [[*key, row.accepted, row.judged] for key, row in self._rows.items()]
-        whole = json.dumps({"leases_granted": self.leases_granted, "judged": rows})
+        whole = json.dumps(
+            {"leases_granted": self.leases_granted, "judged": rows, "acceptance": self.acceptance.rows()}
+        )
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_text(whole)
         beside.replace(path)
@@ -114,12 +138,14 @@ class FleetStatistics:
         try:
             parsed = json.loads(path.read_text())
             rows = {(str(m), str(d), str(v)): Judged(float(a), float(j)) for m, d, v, a, j in parsed["judged"]}
-            self.leases_granted = int(parsed["leases_granted"])
+            leases_granted = int(parsed["leases_granted"])
+            self.acceptance.take_over(parsed.get("acceptance", ()))  # which older releases did not write
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("statistics in %s cannot be read and start anew: %r", path, error)
             return
+        self.leases_granted = leases_granted
         self._rows = OrderedDict(list(rows.items())[-MAX_ROWS:])
 
 
@@ -135,5 +161,7 @@ def check_report(report: SessionReport) -> None:
         value = getattr(report, name)
         if not (math.isfinite(value) and value >= 0):
             raise InvalidArgument("must be a finite number, 0 or more", field=f"report.{name}")
+    if any(max(len(each.drafter), len(each.drafter_version)) > MAX_NAME_LENGTH for each in report.drafter_hits):
+        raise InvalidArgument(f"has a name of more than {MAX_NAME_LENGTH} characters", field="report.drafter_hits")
     if report.accepted_tokens > report.judged_tokens:
         raise InvalidArgument("exceeds judged_tokens", field="report.accepted_tokens")

@@ -10,9 +10,13 @@ The JSON object:
     drafters        list of name, version, target, tokenizer_sha256, bytes
     edges           list, the newest report first: edge, age_s, sessions, verifier, model, drafter, drafter_version
         links       of its newest session
+    acceptance      list, most trials first, of each drafter in texts of one kind: model, drafter, drafter_version,
+                    prompt_class (prose, docs, code, math, numbers, foreign; unknown where it was not said),
+                    link_class (1 to 5: round trips below 4, 16, 64, 256 ms, or more; 0: not said),
+                    acceptance (share of hits), trials (tokens that this rests on, faded with age)
     leases_granted  since the coordinator started, or since its state file did
     relay           what the coordinator forwards, as `RelayStatus`; null where it forwards nothing
-    recent          the newest reports, as `SessionReport`, newest last
+    recent          the newest reports, as `SessionReport` but for what `acceptance` has of them, newest last
 
 Links are: sessions (reports that they come from), round_trip_ms, acceptance (of judged drafts; null without any),
 tokens_per_s (of one session), uplink_bytes_per_token, downlink_bytes_per_token, resumes. Later releases may add keys.
@@ -29,9 +33,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outrider.proto.types import ClusterStatus, EdgeStatus, SessionReport, VerifierStatus
+from outrider.edge.features import class_name
+from outrider.proto.types import ClassAcceptance, ClusterStatus, EdgeStatus, SessionReport, VerifierStatus
 
 MOST_EDGES = 20
+SUMMED_UP = ("drafter_hits", "prompt_class", "link_class")
 NUMBERS = {
     "sessions",
     "step ms",
@@ -95,9 +101,10 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
             for d in status.drafters
         ],
         "edges": [_edge(edge) for edge in status.edges],
+        "acceptance": [_acceptance(cell) for cell in status.acceptance],
         "leases_granted": status.leases_granted,
         "relay": asdict(status.relay) if status.relay else None,
-        "recent": [asdict(report) for report in status.recent],
+        "recent": [_report(report) for report in status.recent],
     }
 
 
@@ -138,6 +145,23 @@ def _edge(edge: EdgeStatus) -> dict[str, Any]:
         "drafter": edge.last.drafter,
         "drafter_version": edge.last.drafter_version,
         "links": asdict(links) if links else None,
+    }
+
+
+def _report(report: SessionReport) -> dict[str, Any]:
+    """Without what coordinators sum up and do not keep."""
+    return {name: value for name, value in asdict(report).items() if name not in SUMMED_UP}
+
+
+def _acceptance(cell: ClassAcceptance) -> dict[str, Any]:
+    return {
+        "model": cell.model,
+        "drafter": cell.of.drafter,
+        "drafter_version": cell.of.drafter_version,
+        "prompt_class": class_name(cell.prompt_class),
+        "link_class": cell.link_class,
+        "acceptance": round(cell.of.acceptance, 4),
+        "trials": round(cell.of.trials, 1),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from outrider.edge.fleet_prior import FleetPriors
 from outrider.edge.security import Security
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
@@ -37,6 +38,7 @@ class CoordinatorClient:
         self.address = address
         self.security = security or Security()
         self.security.check_coordinator(address)
+        self.priors = FleetPriors()  # as leases said
         self._timeout_s = timeout_s
         self._files = ClientCredentials(self.security.tls) if self.security.tls else None
         self._credentials: grpc.ChannelCredentials | None = None
@@ -45,7 +47,9 @@ class CoordinatorClient:
 
     async def open_lease(self, request: LeaseRequest) -> Lease:
         """Ask where to decode."""
-        return await self._call("OpenLease", codec.encode_lease_request(request), codec.decode_lease)
+        lease = await self._call("OpenLease", codec.encode_lease_request(request), codec.decode_lease)
+        self.priors.learn(request, lease)
+        return lease
 
     async def list_drafters(self, tokenizer_sha256: str = "") -> tuple[DrafterManifest, ...]:
         """All drafters, or those of one tokenizer."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from outrider.edge.control import CoordinatorClient
+from outrider.edge.features import TextFeatures
+from outrider.edge.fleet_prior import NOT_KNOWN, FleetPrior
 from outrider.edge.security import Security
 from outrider.proto.errors import OutriderError
 from outrider.proto.types import Lease, LeaseRequest, SessionReport
@@ -17,6 +19,14 @@ class Route(Protocol):
 
     async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
         """Permission to decode; `avoid` names verifiers just lost."""
+        ...
+
+    def about(self, features: TextFeatures) -> Route:
+        """The same way for one text of this kind: what its leases say of drafters is of such texts."""
+        ...
+
+    def prior(self, features: TextFeatures) -> FleetPrior:
+        """What the fleet is known to have seen of drafters in such texts; asks nobody."""
         ...
 
     def report(self, report: SessionReport) -> Coroutine[Any, Any, None]:
@@ -54,6 +64,14 @@ class DirectRoute:
             tls_name=self._tls.server_name if self._tls is not None else "",
         )
 
+    def about(self, features: TextFeatures) -> Self:  # noqa: ARG002 - the protocol's
+        """Nobody is told."""
+        return self
+
+    def prior(self, features: TextFeatures) -> FleetPrior:  # noqa: ARG002 - the protocol's
+        """There is no fleet."""
+        return NOT_KNOWN
+
     async def report(self, report: SessionReport) -> None:
         """Nobody collects figures here."""
 
@@ -62,17 +80,39 @@ class DirectRoute:
 
 
 class CoordinatorRoute:
-    """Leases from a coordinator."""
+    """Leases from a coordinator, for texts of one kind."""
 
-    def __init__(self, client: CoordinatorClient, model: str, tokenizer_sha256: str) -> None:
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        model: str,
+        tokenizer_sha256: str,
+        features: TextFeatures = TextFeatures(),  # noqa: B008 - frozen
+    ) -> None:
         self._client = client
         self._model = model
         self._tokenizer_sha256 = tokenizer_sha256
+        self._features = features
+
+    def about(self, features: TextFeatures) -> CoordinatorRoute:
+        """Another over the same client."""
+        return CoordinatorRoute(self._client, self._model, self._tokenizer_sha256, features)
+
+    def prior(self, features: TextFeatures) -> FleetPrior:
+        """As the newest leases said."""
+        return self._client.priors.of(self._model, features)
 
     async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
         """As the coordinator decides; where it relays, the address is its own."""
         lease = await self._client.open_lease(
-            LeaseRequest(model=self._model, session=session, tokenizer_sha256=self._tokenizer_sha256, avoid=avoid)
+            LeaseRequest(
+                model=self._model,
+                session=session,
+                tokenizer_sha256=self._tokenizer_sha256,
+                avoid=avoid,
+                prompt_class=self._features.prompt_class,
+                link_class=self._features.link_class,
+            )
         )
         if not lease.relayed:
             return lease

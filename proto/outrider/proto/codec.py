@@ -5,7 +5,7 @@ Bytes from a stranger either become a checked domain object or raise `InvalidArg
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, TypeVar
 
 import numpy as np
@@ -440,6 +440,8 @@ def encode_lease_request(request: t.LeaseRequest) -> bytes:
         avoid=request.avoid,
         protocol_version=request.protocol_version,
         inquiry=request.inquiry,
+        prompt_class=request.prompt_class,
+        link_class=request.link_class,
     ).SerializeToString()
 
 
@@ -453,6 +455,8 @@ def decode_lease_request(data: bytes) -> t.LeaseRequest:
         avoid=tuple(wire.avoid),
         protocol_version=wire.protocol_version,
         inquiry=wire.inquiry,
+        prompt_class=wire.prompt_class,
+        link_class=wire.link_class,
     )
 
 
@@ -466,7 +470,11 @@ def encode_lease(lease: t.Lease) -> bytes:
         model=lease.model,
         tokenizer_sha256=lease.tokenizer_sha256,
         drafters=[_manifest_to_wire(manifest) for manifest in lease.drafters],
-        prior=pb.DraftingPrior(acceptance=lease.prior.acceptance, step_s=lease.prior.step_s),
+        prior=pb.DraftingPrior(
+            acceptance=lease.prior.acceptance,
+            step_s=lease.prior.step_s,
+            drafters=[_drafter_prior_to_wire(drafter) for drafter in lease.prior.drafters],
+        ),
         tls=lease.tls,
         tls_name=lease.tls_name,
         relayed=lease.relayed,
@@ -491,13 +499,39 @@ def decode_lease(data: bytes) -> t.Lease:
         tokenizer_sha256=wire.tokenizer_sha256,
         tokenizer=_file_from_wire(wire.tokenizer) if wire.HasField("tokenizer") else None,
         drafters=tuple(_manifest_from_wire(m) for m in wire.drafters),
-        prior=t.DraftingPrior(wire.prior.acceptance, wire.prior.step_s),
+        prior=_prior_from_wire(wire.prior),
         chat_template=_file_from_wire(wire.chat_template) if wire.HasField("chat_template") else None,
         tls=wire.tls,
         tls_name=wire.tls_name,
         relayed=wire.relayed,
         release=wire.release,
     )
+
+
+def _prior_from_wire(wire: pb.DraftingPrior) -> t.DraftingPrior:
+    _check_told(wire.drafters, "prior.drafters")
+    return t.DraftingPrior(
+        wire.acceptance, wire.step_s, tuple(_drafter_prior_from_wire(drafter) for drafter in wire.drafters)
+    )
+
+
+def _drafter_prior_to_wire(prior: t.DrafterPrior) -> pb.DrafterPrior:
+    return pb.DrafterPrior(
+        drafter=prior.drafter,
+        drafter_version=prior.drafter_version,
+        acceptance=prior.acceptance,
+        trials=prior.trials,
+    )
+
+
+def _drafter_prior_from_wire(wire: pb.DrafterPrior) -> t.DrafterPrior:
+    return t.DrafterPrior(wire.drafter, wire.drafter_version, wire.acceptance, wire.trials)
+
+
+def _check_told(entries: Sized, field: str) -> None:
+    """Before a list is built, so that a stranger's message cannot hold a server up."""
+    if len(entries) > t.MOST_DRAFTERS_TOLD:
+        raise InvalidArgument(f"holds {len(entries)} entries; {t.MOST_DRAFTERS_TOLD} are the most", field=field)
 
 
 def encode_drafters(manifests: tuple[t.DrafterManifest, ...]) -> bytes:
@@ -541,12 +575,19 @@ def decode_chunk(data: bytes) -> bytes:
     return bytes(_parse(pb.FileChunk, data).data)
 
 
+_PLAIN_OF_REPORT = tuple(name for name in t.SessionReport.__dataclass_fields__ if name != "drafter_hits")
+_HITS_FIELDS = tuple(t.DrafterHits.__dataclass_fields__)
+
+
 def _report_to_wire(report: t.SessionReport) -> pb.SessionReport:
-    return pb.SessionReport(**{name: getattr(report, name) for name in t.SessionReport.__dataclass_fields__})
+    hits = [pb.DrafterHits(**{name: getattr(each, name) for name in _HITS_FIELDS}) for each in report.drafter_hits]
+    return pb.SessionReport(**{name: getattr(report, name) for name in _PLAIN_OF_REPORT}, drafter_hits=hits)
 
 
 def _report_from_wire(wire: pb.SessionReport) -> t.SessionReport:
-    return t.SessionReport(**{name: getattr(wire, name) for name in t.SessionReport.__dataclass_fields__})
+    _check_told(wire.drafter_hits, "report.drafter_hits")
+    hits = tuple(t.DrafterHits(**{name: getattr(each, name) for name in _HITS_FIELDS}) for each in wire.drafter_hits)
+    return t.SessionReport(**{name: getattr(wire, name) for name in _PLAIN_OF_REPORT}, drafter_hits=hits)
 
 
 def encode_report(report: t.SessionReport) -> bytes:
@@ -571,6 +612,15 @@ def encode_status(status: t.ClusterStatus) -> bytes:
             pb.EdgeStatus(edge=e.edge, last=_report_to_wire(e.last), age_s=e.age_s, sessions=e.sessions)
             for e in status.edges
         ],
+        acceptance=[
+            pb.ClassAcceptance(
+                model=a.model,
+                prompt_class=a.prompt_class,
+                link_class=a.link_class,
+                of=_drafter_prior_to_wire(a.of),
+            )
+            for a in status.acceptance
+        ],
     )
     if status.relay is not None:
         wire.relay.CopyFrom(pb.RelayStatus(**{f: getattr(status.relay, f) for f in t.RelayStatus.__dataclass_fields__}))
@@ -590,6 +640,10 @@ def decode_status(data: bytes) -> t.ClusterStatus:
         if wire.HasField("relay")
         else None,
         edges=tuple(t.EdgeStatus(e.edge, _report_from_wire(e.last), e.age_s, e.sessions) for e in wire.edges),
+        acceptance=tuple(
+            t.ClassAcceptance(a.model, a.prompt_class, a.link_class, _drafter_prior_from_wire(a.of))
+            for a in wire.acceptance
+        ),
     )
 
 

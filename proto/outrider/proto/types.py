@@ -18,6 +18,8 @@ DRAFTER_FORMAT = "outrider-drafter/2"  # of the packages that are exported, serv
 MOST_STOP_TOKENS = 256  # they are looked through at every token
 MOST_TOP_LOGPROBS = 20
 MOST_GRAMMAR_BYTES = 1 << 16
+PROMPT_CLASSES, LINK_CLASSES = 16, 6  # each with 0 among them: not said
+MOST_DRAFTERS_TOLD = 16  # in a report or a prior
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PROJECTION = re.compile(r"[0-9a-f]{12}")
@@ -435,14 +437,45 @@ class LeaseRequest:
     avoid: tuple[str, ...] = ()
     protocol_version: int = PROTOCOL_VERSION
     inquiry: bool = False  # only to know what a lease says: no token, and no session counted
+    prompt_class: int = 0  # what kind of text the prompt is; 0: not said
+    link_class: int = 0  # what kind of round trip; 0: not said
+
+    def __post_init__(self) -> None:
+        _require_classes(self.prompt_class, self.link_class, "lease_request")
+
+
+def _require_classes(prompt_class: int, link_class: int, of: str) -> None:
+    for name, value, count in (
+        ("prompt_class", prompt_class, PROMPT_CLASSES),
+        ("link_class", link_class, LINK_CLASSES),
+    ):
+        _require(0 <= value < count, f"{of}.{name}", f"must be below {count}; 0 says nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPrior:
+    """How often a drafter hits over the texts of many edges, and how many tokens that rests on, faded with age."""
+
+    drafter: str
+    drafter_version: str
+    acceptance: float
+    trials: float
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.acceptance <= 1, "prior.acceptance", "must be between 0 and 1")
+        _require(0 <= self.trials < math.inf, "prior.trials", "must be a finite number, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class DraftingPrior:
-    """What the fleet knows before a session's first commit; 0: not known."""
+    """What the fleet knows before a session's first commit; 0: not known. `drafters`: of each that it knows."""
 
     acceptance: float = 0.0
     step_s: float = 0.0
+    drafters: tuple[DrafterPrior, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(len(self.drafters) <= MOST_DRAFTERS_TOLD, "prior.drafters", f"holds more than {MOST_DRAFTERS_TOLD}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,8 +503,24 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterHits:
+    """What one drafter proposed in one text, or would have: tokens `compared` with the target's, and the `hits`."""
+
+    drafter: str
+    drafter_version: str
+    hits: int
+    compared: int
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.hits <= self.compared, "report.drafter_hits", "must not have more hits than compared")
+
+
+@dataclass(frozen=True, slots=True)
 class SessionReport:
-    """The figures of a finished session; no prompt and no text."""
+    """The figures of a finished session; no prompt and no text.
+
+    `drafter_hits` and the two classes go into the fleet's sums, and a coordinator keeps them nowhere else.
+    """
 
     session: str
     model: str
@@ -489,6 +538,24 @@ class SessionReport:
     resumes: int = 0
     round_trip_s: float = 0.0
     edge: str = ""
+    drafter_hits: tuple[DrafterHits, ...] = ()
+    prompt_class: int = 0
+    link_class: int = 0
+
+    def __post_init__(self) -> None:
+        told = len(self.drafter_hits)
+        _require(told <= MOST_DRAFTERS_TOLD, "report.drafter_hits", f"holds more than {MOST_DRAFTERS_TOLD}")
+        _require_classes(self.prompt_class, self.link_class, "report")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassAcceptance:
+    """How often a drafter hits in texts of one kind, over links of one kind."""
+
+    model: str
+    prompt_class: int
+    link_class: int
+    of: DrafterPrior
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,3 +609,4 @@ class ClusterStatus:
     recent: tuple[SessionReport, ...]
     relay: RelayStatus | None = None
     edges: tuple[EdgeStatus, ...] = ()
+    acceptance: tuple[ClassAcceptance, ...] = ()

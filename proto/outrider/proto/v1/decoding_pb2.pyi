@@ -333,20 +333,24 @@ class ErrorDetail(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("model", "tokenizer_sha256", "session", "avoid", "protocol_version", "inquiry")
+    __slots__ = ("model", "tokenizer_sha256", "session", "avoid", "protocol_version", "inquiry", "prompt_class", "link_class")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     AVOID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INQUIRY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LINK_CLASS_FIELD_NUMBER: _ClassVar[int]
     model: str
     tokenizer_sha256: str
     session: str
     avoid: _containers.RepeatedScalarFieldContainer[str]
     protocol_version: int
     inquiry: bool
-    def __init__(self, model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., session: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., protocol_version: _Optional[int] = ..., inquiry: _Optional[bool] = ...) -> None: ...
+    prompt_class: int
+    link_class: int
+    def __init__(self, model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., session: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., protocol_version: _Optional[int] = ..., inquiry: _Optional[bool] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("token", "verifier", "address", "expires_in_s", "model", "tokenizer_sha256", "drafters", "tokenizer", "prior", "chat_template", "tls", "tls_name", "relayed", "release")
@@ -381,12 +385,26 @@ class Lease(_message.Message):
     def __init__(self, token: _Optional[bytes] = ..., verifier: _Optional[str] = ..., address: _Optional[str] = ..., expires_in_s: _Optional[float] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., tokenizer: _Optional[_Union[RemoteFile, _Mapping]] = ..., prior: _Optional[_Union[DraftingPrior, _Mapping]] = ..., chat_template: _Optional[_Union[RemoteFile, _Mapping]] = ..., tls: _Optional[bool] = ..., tls_name: _Optional[str] = ..., relayed: _Optional[bool] = ..., release: _Optional[str] = ...) -> None: ...
 
 class DraftingPrior(_message.Message):
-    __slots__ = ("acceptance", "step_s")
+    __slots__ = ("acceptance", "step_s", "drafters")
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     acceptance: float
     step_s: float
-    def __init__(self, acceptance: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
+    drafters: _containers.RepeatedCompositeFieldContainer[DrafterPrior]
+    def __init__(self, acceptance: _Optional[float] = ..., step_s: _Optional[float] = ..., drafters: _Optional[_Iterable[_Union[DrafterPrior, _Mapping]]] = ...) -> None: ...
+
+class DrafterPrior(_message.Message):
+    __slots__ = ("drafter", "drafter_version", "acceptance", "trials")
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    TRIALS_FIELD_NUMBER: _ClassVar[int]
+    drafter: str
+    drafter_version: str
+    acceptance: float
+    trials: float
+    def __init__(self, drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., acceptance: _Optional[float] = ..., trials: _Optional[float] = ...) -> None: ...
 
 class RemoteFile(_message.Message):
     __slots__ = ("name", "sha256", "bytes")
@@ -439,7 +457,7 @@ class FileChunk(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class SessionReport(_message.Message):
-    __slots__ = ("session", "model", "verifier", "drafter", "drafter_version", "committed_tokens", "accepted_tokens", "drafted_tokens", "steps", "seconds", "uplink_bytes", "downlink_bytes", "resumes", "round_trip_s", "judged_tokens", "edge")
+    __slots__ = ("session", "model", "verifier", "drafter", "drafter_version", "committed_tokens", "accepted_tokens", "drafted_tokens", "steps", "seconds", "uplink_bytes", "downlink_bytes", "resumes", "round_trip_s", "judged_tokens", "edge", "drafter_hits", "prompt_class", "link_class")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
@@ -456,6 +474,9 @@ class SessionReport(_message.Message):
     ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
     JUDGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EDGE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_HITS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LINK_CLASS_FIELD_NUMBER: _ClassVar[int]
     session: str
     model: str
     verifier: str
@@ -472,7 +493,22 @@ class SessionReport(_message.Message):
     round_trip_s: float
     judged_tokens: int
     edge: str
-    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., verifier: _Optional[str] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., resumes: _Optional[int] = ..., round_trip_s: _Optional[float] = ..., judged_tokens: _Optional[int] = ..., edge: _Optional[str] = ...) -> None: ...
+    drafter_hits: _containers.RepeatedCompositeFieldContainer[DrafterHits]
+    prompt_class: int
+    link_class: int
+    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., verifier: _Optional[str] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., resumes: _Optional[int] = ..., round_trip_s: _Optional[float] = ..., judged_tokens: _Optional[int] = ..., edge: _Optional[str] = ..., drafter_hits: _Optional[_Iterable[_Union[DrafterHits, _Mapping]]] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ...) -> None: ...
+
+class DrafterHits(_message.Message):
+    __slots__ = ("drafter", "drafter_version", "hits", "compared")
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    COMPARED_FIELD_NUMBER: _ClassVar[int]
+    drafter: str
+    drafter_version: str
+    hits: int
+    compared: int
+    def __init__(self, drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., hits: _Optional[int] = ..., compared: _Optional[int] = ...) -> None: ...
 
 class SessionReportReply(_message.Message):
     __slots__ = ()
@@ -553,20 +589,34 @@ class RelayStatus(_message.Message):
     def __init__(self, streams: _Optional[int] = ..., streams_total: _Optional[int] = ..., refused: _Optional[int] = ..., broken: _Optional[int] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., forward_p50_s: _Optional[float] = ..., forward_p99_s: _Optional[float] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("verifiers", "drafters", "leases_granted", "recent", "relay", "edges")
+    __slots__ = ("verifiers", "drafters", "leases_granted", "recent", "relay", "edges", "acceptance")
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     LEASES_GRANTED_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
     RELAY_FIELD_NUMBER: _ClassVar[int]
     EDGES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     verifiers: _containers.RepeatedCompositeFieldContainer[VerifierStatus]
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterManifest]
     leases_granted: int
     recent: _containers.RepeatedCompositeFieldContainer[SessionReport]
     relay: RelayStatus
     edges: _containers.RepeatedCompositeFieldContainer[EdgeStatus]
-    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ...) -> None: ...
+    acceptance: _containers.RepeatedCompositeFieldContainer[ClassAcceptance]
+    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ...) -> None: ...
+
+class ClassAcceptance(_message.Message):
+    __slots__ = ("model", "prompt_class", "link_class", "of")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LINK_CLASS_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    prompt_class: int
+    link_class: int
+    of: DrafterPrior
+    def __init__(self, model: _Optional[str] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ..., of: _Optional[_Union[DrafterPrior, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("verifier",)

@@ -1,0 +1,56 @@
+"""What the fleet knows of drafters, as leases bring it: where a text's choice of drafter begins."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from outrider.edge.features import TextFeatures
+from outrider.proto.types import DrafterPrior, Lease, LeaseRequest
+
+MOST_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPrior:
+    """How often drafters hit in other edges' texts of one kind."""
+
+    drafters: tuple[DrafterPrior, ...] = ()
+
+    def acceptance_of(self, drafter: str, version: str) -> tuple[float, float] | None:
+        """(share of hits, compared tokens that it rests on, faded); None: not known."""
+        for prior in self.drafters:
+            if (prior.drafter, prior.drafter_version) == (drafter, version):
+                return prior.acceptance, prior.trials
+        return None
+
+
+NOT_KNOWN = FleetPrior()
+
+
+class FleetPriors:
+    """The newest answers of one coordinator, by model and kind of text."""
+
+    def __init__(self) -> None:
+        self._newest: OrderedDict[tuple[str, int, int], FleetPrior] = OrderedDict()
+
+    def learn(self, request: LeaseRequest, lease: Lease) -> None:
+        """What a lease said; a coordinator that says nothing of any drafter is asked in vain, and changes nothing."""
+        if not lease.prior.drafters:
+            return
+        key = (lease.model, request.prompt_class, request.link_class)
+        self._newest[key] = FleetPrior(lease.prior.drafters)
+        self._newest.move_to_end(key)
+        while len(self._newest) > MOST_KEPT:
+            self._newest.popitem(last=False)
+
+    def of(self, model: str, features: TextFeatures) -> FleetPrior:
+        """For such a text; else what was said last of the same kind of prompt, or of any: a lease asks for more."""
+        prompt_class, link_class = features.prompt_class, features.link_class
+        exact = self._newest.get((model, prompt_class, link_class))
+        if exact is not None:
+            return exact
+        of_model = [(key, prior) for key, prior in reversed(self._newest.items()) if key[0] == model]
+        of_prompt = [prior for (_, prompt, _), prior in of_model if prompt == prompt_class]
+        of_any = [prior for (_, prompt, _), prior in of_model if prompt == 0]
+        return next(iter([*of_prompt, *of_any]), NOT_KNOWN)

@@ -1,0 +1,176 @@
+"""What an edge tells of a text: its kind, its link's, and counts of hits; nothing else, and nothing of short texts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from outrider.edge.features import LEAST_COMPARED, PromptClass, TextFeatures, link_class, prompt_class, told_hits
+from outrider.proto.session import DrafterCounts
+from outrider.proto.types import LINK_CLASSES, MOST_DRAFTERS_TOLD, PROMPT_CLASSES, DrafterHits
+
+CODE = [
+    """    def __init__(self, path, *, mode="r"):
+        self.path = path
+        self._lines = []
+        with open(path, mode) as file:
+            for number, line in enumerate(file):
+                if not line.strip():
+                    continue
+                self._lines.append((number, line.rstrip()))
+
+    def __len__(self):
+""",
+    """function debounce(action, waitMs) {
+  let timer = null;
+  return (...args) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => action(...args), waitMs);
+  };
+}
+
+export const onResize = debounce(() => {""",
+    """int main(int argc, char **argv) {
+    size_t count = 0;
+    for (int i = 1; i < argc; ++i) {
+        count += strlen(argv[i]);
+    }
+    printf("%zu\\n", count);
+    return count > 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
+""",
+    """SELECT customer.id, sum(item.price) AS total
+  FROM customer
+  JOIN item ON item.customer_id = customer.id
+ WHERE item.returned = 0 AND customer.country IN ('AT', 'CH')
+ GROUP BY customer.id
+HAVING total > 100;
+""",
+]
+DOCS = [
+    """.. function:: walk(top, onerror=None)
+
+   Generate the file names in a tree by walking it from the top down.  For each
+   folder in the tree it yields a tuple of three, the folder's path first.
+
+   If *onerror* is given, it is called with one argument, an :exc:`OSError`
+   instance.  See also :func:`scan`.
+
+""",
+    """## Installing
+
+You need a recent compiler. Clone the repository and run `make install`, which puts the binary
+into `~/.local/bin` unless `PREFIX` says otherwise.
+
+* `make check` runs the tests and takes about a minute.
+* `make clean` removes what was built.
+
+## Settings
+
+""",
+    """NAME
+       cut - remove sections from each line of files
+
+DESCRIPTION
+       Print selected parts of lines from each file to standard output. With
+       no file, or when the file is named by a dash, read standard input.
+
+       Mandatory arguments to long options are mandatory for short options
+       too.
+""",
+]
+PROSE = [
+    "The carriage had hardly stopped before the door was opened, and an elderly gentleman with a lantern in his hand "
+    'came down the steps. "You are late," he said, "and my sister has gone to bed; but there is a fire in the '
+    'library, and something to eat." She thanked him, and followed him into the',
+    "It rained all through that night.\n\nIn the morning the river had come up to the orchard wall, and the children "
+    "stood upon it in their boots and threw apples at whatever floated by. Nobody called them in. Their mother was "
+    "upstairs with the doctor,",
+    "Dear Anna,\n\nI was so glad to have your letter. We are all well here, though Father's knee is no better and he "
+    "will not rest it. The garden wants you badly. When you come, bring the grey coat that I",
+]
+MATH = [
+    "<|user|>A baker sells 24 loaves in the morning and half as many in the afternoon. Each loaf costs $3. How much "
+    "does she earn in a day?<|assistant|>",
+    "Tom has 15 marbles, and his brother has 4 more than twice as many. They lose 7 marbles together and then share "
+    "the rest equally. How many marbles does each of them get?",
+    "Solve for x: 3x + 12 = 48. Subtract 12 from both sides: 3x = 36. Divide both sides by 3: x =",
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "snippets"),
+    [(PromptClass.CODE, CODE), (PromptClass.DOCS, DOCS), (PromptClass.PROSE, PROSE), (PromptClass.MATH, MATH)],
+    ids=["code", "docs", "prose", "math"],
+)
+def test_snippets_of_each_kind_fall_into_its_class(kind, snippets):
+    assert [prompt_class(snippet) for snippet in snippets] == [kind] * len(snippets)
+
+
+def test_tables_of_figures_and_other_scripts_have_classes_of_their_own():
+    table = "\n".join(f"{day:02d}\t{1017 + day * 3}\t{23.5 + day}" for day in range(9))
+    assert prompt_class(table) is PromptClass.NUMBERS
+    assert prompt_class("吾輩は猫である 名前はまだ無い どこで生れたかとんと見当がつかぬ") is PromptClass.FOREIGN
+    assert prompt_class("Größe ist, wenn man trotzdem lächelt, pflegte der Förster zu sagen") is PromptClass.PROSE
+
+
+@pytest.mark.parametrize("prompt", ["", "Hi", "x = 1", " \n\t" * 500, "<|user|><|assistant|>" * 20])
+def test_of_a_prompt_of_a_few_characters_nothing_is_told(prompt):
+    assert prompt_class(prompt) is PromptClass.UNKNOWN
+
+
+def test_the_end_of_a_long_prompt_counts_and_not_how_it_begins():
+    assert prompt_class(PROSE[0] * 40 + CODE[0] * 10) is PromptClass.CODE
+    assert prompt_class(CODE[0] * 40 + "\n\n" + PROSE[0] * 10) is PromptClass.PROSE
+
+
+def test_marks_of_a_chat_do_not_make_prose_a_markup():
+    assert prompt_class(f"<|system|><|user|>{PROSE[1]}<|assistant|>") is PromptClass.PROSE
+
+
+def test_a_class_does_not_depend_on_which_words_and_figures_a_prompt_has():
+    for snippet in (*CODE, *DOCS, *PROSE, *MATH):
+        masked = "".join("n" if c.islower() else "N" if c.isupper() else "7" if c.isdigit() else c for c in snippet)
+        assert prompt_class(masked) is prompt_class(snippet), "shares of characters are all that is looked at"
+
+
+@pytest.mark.parametrize(
+    ("round_trip_ms", "told"),
+    [(0, 0), (0.2, 1), (3.99, 1), (4, 2), (15.9, 2), (16, 3), (63, 3), (64, 4), (255, 4), (256, 5), (5000, 5)],
+)
+def test_links_are_told_apart_by_octaves_of_their_round_trip(round_trip_ms, told):
+    assert link_class(round_trip_ms / 1e3) == told
+
+
+def test_a_round_trip_that_is_no_number_is_not_told():
+    assert link_class(float("nan")) == 0
+
+
+def test_classes_fit_what_the_contract_has_room_for():
+    assert max(PromptClass) < PROMPT_CLASSES <= 16
+    assert link_class(float("inf")) < LINK_CLASSES
+
+
+def test_features_are_two_small_numbers_and_no_text():
+    features = TextFeatures.of(CODE[0], 0.03)
+    assert dataclasses.asdict(features) == {"prompt_class": PromptClass.CODE, "link_class": 3}
+
+
+def test_counts_of_fewer_tokens_than_tell_anything_stay_at_the_edge():
+    versions = {"general": "1", "code": "2", "ngram": "3"}
+    counts = {
+        "code": DrafterCounts(hits=LEAST_COMPARED, compared=LEAST_COMPARED),
+        "general": DrafterCounts(hits=40, compared=90),
+        "ngram": DrafterCounts(hits=3, compared=LEAST_COMPARED - 1),
+    }
+    assert told_hits(counts, versions) == (DrafterHits("general", "1", 40, 90), DrafterHits("code", "2", 8, 8))
+    assert told_hits({}, versions) == ()
+
+
+def test_no_more_drafters_are_told_of_than_the_contract_allows_and_the_most_compared_are():
+    counts = {f"d{i}": DrafterCounts(hits=1, compared=10 + i) for i in range(MOST_DRAFTERS_TOLD + 4)}
+    told = told_hits(counts, dict.fromkeys(counts, "1"))
+    assert len(told) == MOST_DRAFTERS_TOLD
+    assert told[0].drafter == f"d{MOST_DRAFTERS_TOLD + 3}"
+    assert told_hits({"other": DrafterCounts(hits=1, compared=10)}, {"general": "1"}) == (), "version unknown"
