@@ -44,9 +44,9 @@ class JournalledSimulation(Simulation):
                 self.journal.sent(instruction.frame, self.now)
         super()._apply(instructions)
 
-    def _drafted(self, job, tokens, q, seconds) -> None:
+    def _drafted(self, job, tokens, q, foreseen, seconds) -> None:
         self.journal.drafted(self.now - seconds, self.now, len(tokens))
-        super()._drafted(job, tokens, q, seconds)
+        super()._drafted(job, tokens, q, foreseen, seconds)
 
     def _arrive_down(self, stream, data) -> None:
         if stream.open and stream is self._stream:

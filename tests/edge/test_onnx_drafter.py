@@ -27,7 +27,7 @@ from tiny_drafter import (
     write_package,
 )
 
-from outrider.edge.drafters import ProposalRule, embedded_packages, find_package
+from outrider.edge.drafters import ProposalRule, embedded_packages, find_package, proposals
 from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
 from outrider.proto.errors import Internal, InvalidArgument, ModelRefused, UnknownToken
 from outrider.proto.noise import gumbel
@@ -62,8 +62,9 @@ def test_proposals_at_a_temperature_share_the_verifiers_noise(drafter):
         prefix.append(token)
 
 
-def test_a_greedy_session_asks_the_graph_for_one_candidate_and_others_for_all_that_are_useful(drafter):
-    assert drafter.open(GREEDY)._candidate_tokens.shape == (1,)
+def test_a_greedy_session_asks_the_graph_for_few_candidates_and_others_for_all_that_are_useful(drafter, monkeypatch):
+    monkeypatch.setattr(proposals, "GREEDY_CANDIDATES", 3)
+    assert drafter.open(GREEDY)._candidate_tokens.shape == (3,)
     for sampling in (Sampling(temperature=0.5), Sampling(repetition_penalty=1.2), Sampling(allowed_tokens=(1,))):
         assert drafter.open(ProposalRule(sampling))._candidate_tokens.shape == (CANDIDATES,)
 

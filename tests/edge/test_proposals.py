@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.edge.drafters import NgramDrafter, ProposalRule
 from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
+from outrider.edge.drafters.proposals import GREEDY_CANDIDATES, NO_CHOICE
 from outrider.proto.errors import Internal, InvalidArgument
 from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling
@@ -82,34 +83,76 @@ def test_with_all_tokens_as_candidates_the_rule_is_the_brute_force_one(sampling,
     q = brute_force(sampling, logits, history, prompt_length)
     tokens = np.array(sorted(q))
     noisy = np.log([q[t] for t in tokens.tolist()]) + gumbel(sampling.seed, position, tokens)
-    token, probability = choose(sampling, logits, position, history, prompt_length=prompt_length)
-    assert token == tokens[np.argmax(noisy)]
-    assert probability == pytest.approx(q[token], rel=1e-4)
+    choice = choose(sampling, logits, position, history, prompt_length=prompt_length)
+    assert choice.token == tokens[np.argmax(noisy)]
+    assert choice.q == pytest.approx(q[choice.token], rel=1e-4)
+    assert choice.entropy == pytest.approx(-sum(p * math.log(p) for p in q.values() if p), abs=2e-5)
+    assert choice.certainty == pytest.approx(np.exp(noisy.max()) / np.exp(noisy).sum(), rel=1e-4)
 
 
 def test_at_temperature_zero_the_argmax_is_proposed_with_its_plain_probability_whatever_the_seed():
     logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
     plain = np.exp(logits) / np.exp(logits).sum()
     for seed in range(20):
-        token, q = choose(Sampling(seed=seed), logits, position=seed)
-        assert token == 1
-        assert q == pytest.approx(plain[1], rel=1e-6)
+        choice = choose(Sampling(seed=seed), logits, position=seed)
+        assert choice.token == 1
+        assert choice.q == pytest.approx(plain[1], rel=1e-6)
+        assert choice.entropy == pytest.approx(-(plain * np.log(plain)).sum(), abs=1e-5)
+        assert choice.certainty == choice.q, "nothing is drawn"
 
 
-def test_one_candidate_is_enough_where_only_the_argmax_can_be_proposed():
+def test_few_candidates_are_enough_where_only_the_argmax_can_be_proposed():
     for sampling in (Sampling(), Sampling(seed=3, top_k=5, top_p=0.5)):
-        assert ProposalRule(sampling).candidates_wanted(8) == 1
-        logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
-        assert choose(sampling, logits, 4, candidates=1) == choose(sampling, logits, 4)
-    for sampling in (Sampling(temperature=0.1), Sampling(logit_bias=((0, 2.0),)), Sampling(frequency_penalty=0.1)):
+        assert ProposalRule(sampling).candidates_wanted(128) == GREEDY_CANDIDATES
         assert ProposalRule(sampling).candidates_wanted(8) == 8
+        logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
+        assert choose(sampling, logits, 4, candidates=1)[:2] == choose(sampling, logits, 4)[:2]
+    for sampling in (Sampling(temperature=0.1), Sampling(logit_bias=((0, 2.0),)), Sampling(frequency_penalty=0.1)):
+        assert ProposalRule(sampling).candidates_wanted(128) == 128
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(frequency_penalty=0.0001)])
+def test_entropy_counts_the_tokens_that_are_no_candidates_as_if_they_were_like_the_last(sampling):
+    weights = np.array([5.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0])
+    q = weights / weights.sum()
+    whole = -(q * np.log(q)).sum()
+    for candidates in (4, 5, 7):
+        assert choose(sampling, np.log(weights), 4, candidates=candidates).entropy == pytest.approx(whole, abs=1e-5)
+    for candidates in (1, 2, 3):
+        assert choose(sampling, np.log(weights), 4, candidates=candidates).entropy < whole
+
+
+def test_entropy_follows_the_temperature_and_the_cuts():
+    logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
+
+    def entropy(**changes):
+        return choose(Sampling(seed=3, **changes), logits, 4).entropy
+
+    assert entropy(temperature=0.3) < entropy(temperature=1.0) < entropy(temperature=3.0) < math.log(VOCAB)
+    assert entropy(temperature=1.0, top_k=1) == pytest.approx(0, abs=1e-6)
+    assert entropy(temperature=100.0, top_k=4) == pytest.approx(math.log(4), abs=1e-3)
+    assert entropy(temperature=0.0) == pytest.approx(entropy(temperature=1.0), abs=1e-6)
+
+
+def test_certainty_says_how_often_a_slightly_different_target_agrees():
+    """Of the more certain half of all draws, more survive another distribution than of the less certain half."""
+    random = np.random.default_rng(5)
+    logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
+    agreed = []
+    for position in range(2000):
+        target = logits + random.normal(size=VOCAB) * 0.4
+        choice = choose(Sampling(temperature=1.0, seed=7), logits, position)
+        by_target = choose(Sampling(temperature=1.0, seed=7), target, position)
+        agreed.append((choice.certainty, choice.token == by_target.token))
+    hits = np.array([hit for _, hit in sorted(agreed)])
+    assert hits[1000:].mean() > hits[:1000].mean() + 0.1
 
 
 def test_a_temperature_next_to_zero_is_the_argmax():
     logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
     for temperature in (1e-4, 1e-320):
         for candidates in (2, 4):
-            assert choose(Sampling(temperature=temperature, seed=3), logits, 7, candidates=candidates) == (1, 1.0)
+            assert choose(Sampling(temperature=temperature, seed=3), logits, 7, candidates=candidates)[:2] == (1, 1.0)
 
 
 def test_at_temperature_zero_bias_and_penalties_move_the_argmax():
@@ -127,7 +170,7 @@ def test_proposals_over_many_positions_are_as_frequent_as_q(temperature, candida
     sampling = Sampling(temperature=temperature, seed=7)
     count, q_seen = np.zeros(VOCAB), {}
     for position in range(6000):
-        token, q = choose(sampling, logits, position, candidates=candidates)
+        token, q, *_ = choose(sampling, logits, position, candidates=candidates)
         count[token] += 1
         q_seen[token] = q
     expected = np.array([q_seen.get(token, 0.0) for token in range(VOCAB)])
@@ -145,19 +188,19 @@ def test_proposals_over_many_positions_are_as_frequent_as_q(temperature, candida
 def test_q_counts_the_tokens_that_are_no_candidates():
     logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
     everything = brute_force(Sampling(temperature=1.0), logits)
-    token, q = choose(Sampling(temperature=1.0, seed=3), logits, 5, candidates=4)
+    token, q, *_ = choose(Sampling(temperature=1.0, seed=3), logits, 5, candidates=4)
     assert q == pytest.approx(everything[token], rel=1e-5)
-    token, q = choose(Sampling(temperature=0.7, seed=3), logits, 5, candidates=6)
+    token, q, *_ = choose(Sampling(temperature=0.7, seed=3), logits, 5, candidates=6)
     colder = brute_force(Sampling(temperature=0.7), logits)
     assert q == pytest.approx(colder[token], rel=0.1)  # the tail is estimated
-    token, q = choose(Sampling(temperature=0.7, seed=3, top_k=4), logits, 5, candidates=4)
+    token, q, *_ = choose(Sampling(temperature=0.7, seed=3, top_k=4), logits, 5, candidates=4)
     assert q == pytest.approx(brute_force(Sampling(temperature=0.7, top_k=4), logits)[token], rel=1e-5)
 
 
 def test_nothing_is_proposed_where_no_candidate_is_allowed():
     logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
     for temperature in (0.0, 1.0):
-        assert choose(Sampling(temperature=temperature, allowed_tokens=(10, 11)), logits, 0, candidates=4) is None
+        assert choose(Sampling(temperature=temperature, allowed_tokens=(10, 11)), logits, 0, candidates=4) is NO_CHOICE
         assert choose(Sampling(temperature=temperature, allowed_tokens=(3,)), logits, 0, candidates=4)[0] == 3
 
 

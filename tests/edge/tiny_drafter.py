@@ -1,8 +1,9 @@
-"""A drafter's graph of whole numbers whose every logit can be computed by hand, and its package.
+"""A drafter's graph of short numbers whose every logit can be computed by hand, and its package.
 
 The cache entry of token t at position i is the row `E[t] * (i % 5 + 1)`, and where it is steered by a code c the row
 `U c` besides; the logits after position i are `3 sin(S W)`, S being the sum of the entries 0..i. Sums of small whole
-numbers are exact, so equality is equality.
+numbers, and of 1024ths of them, are exact, so equality is equality; and hardly any two logits are the same, so that
+the last bit of a sine decides nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from outrider.proto.types import Sampling
 VOCAB, LAYERS, HEADS, HEAD_DIM, CANDIDATES, CONTEXT = 61, 2, 1, 3, 8, 700
 WIDTH = LAYERS * 2 * HEADS * HEAD_DIM
 TABLE = np.random.default_rng(1).integers(-3, 4, (VOCAB, WIDTH)).astype(np.float32)
-WEIGHT = np.random.default_rng(2).integers(-3, 4, (WIDTH, VOCAB)).astype(np.float32)
+WEIGHT = (np.random.default_rng(2).integers(-3072, 3073, (WIDTH, VOCAB)) / 1024).astype(np.float32)
 TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}}}'
 MLP, RANK, STEERING = 2 * HEADS * HEAD_DIM, 3, "steering."
 UP_FROM_CODE = np.random.default_rng(3).integers(-2, 3, (LAYERS, MLP, RANK)).astype(np.float32)

@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.proto import codec
 from outrider.proto.errors import Internal, OutriderError, Unavailable
@@ -286,11 +286,12 @@ class Simulation:
 
     def _give_reading(self, job: ReadJob) -> None:
         prefix = self._prefixes[job.drafter][: job.truncate_to] + job.tokens
-        assert job.drafter != self.edge.drafter, "whose turn it is drafts, and need not read"
+        assert job.drafter != self.edge.drafter or not self.emitted, "whose turn it is drafts, and need not read"
         assert job.drafter not in self.failed, "it is broken"
         assert prefix == tuple(self.edge.transcript[: len(prefix)]), "the drafter would read another text"
         try:
             foreseen = self._foresee(job.drafter, prefix, job.start, len(prefix))
+            foreseen = replace(foreseen, log_q=(-1.0 - job.drafter,) * job.score)
         except OutriderError as error:
             self._fail(job.drafter, error)
             return

@@ -246,3 +246,43 @@ def test_a_rule_that_learns_is_told_of_every_draft_that_met_the_text(right) -> N
     assert sum(hits for hits, _ in told) == statistics.hits
     assert sum(missed for _, missed in told) == statistics.compared - statistics.hits
     assert all(hits or missed for hits, missed in told)
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 2, 33, 70, 200])
+def test_everybody_reads_the_prompt_before_the_first_choice_and_its_end_is_scored(prompt_tokens) -> None:
+    heard = []
+
+    class Listening(Leader):
+        def read_prompt(self, log_q) -> None:
+            heard.append(list(log_q))
+            Leader.read_prompt(self, log_q)
+
+    oracle = hashing_oracle(11, eos_odds=0.0)
+    frame = open_frame(prompt=(3, 1) * (prompt_tokens // 2) + (2,) * (prompt_tokens % 2))
+    first, *rivals = pool(oracle, (0.5, 0.5, 0.5), 3)
+    leader = Listening(experts=FixedShare(arms=3))
+    simulation = Simulation(
+        frame, oracle, first, rivals=rivals, selector=leader, link=Link(delay_s=0.2), drafting_s=0.001
+    )
+    assert simulation.run() == own_text(oracle, frame, rules())
+    if prompt_tokens == 1:
+        assert heard == [], "nothing is said of the first token"
+    else:
+        assert heard[-1] == [-1.0, -2.0, -3.0], "as the simulation's drafters score"
+    assert simulation.edge.statistics.read >= 3 * prompt_tokens
+
+
+def test_who_knows_the_prompt_best_begins_and_who_says_nothing_of_it_is_not_blamed() -> None:
+    view = SelectionView(4, (0.1,) * 4, (0.0,) * 4, (0,) * 4)
+    leader = Leader(experts=FixedShare(arms=4, eta=2.0, share=0.0), subject=6.0, most_subject=3.0)
+    leader.read_prompt([-4.0, -3.7, -9.0, math.nan])
+    weights = leader.experts.log_weights
+    assert leader.choose(view) == 1
+    assert weights[1] - weights[0] == pytest.approx(6.0 * 0.3)
+    assert weights[1] - weights[2] == pytest.approx(3.0), "and no more"
+    assert weights[3] == weights[1]
+    leader.read_prompt([-3.0, -3.7, -9.0, math.nan])
+    assert leader.experts.log_weights[0] - leader.experts.log_weights[1] == pytest.approx(3.0), "told better, not twice"
+    silent = Leader(experts=FixedShare(arms=2))
+    silent.read_prompt([math.nan, math.nan])
+    assert silent.experts.log_weights[0] == silent.experts.log_weights[1]

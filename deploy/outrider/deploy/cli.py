@@ -86,7 +86,8 @@ def build_parser() -> Parser:
     _add_train(commands)
     _add_export(commands)
     _add_submit(commands)
-    add_command(commands, "models", "list the embedded targets and drafters", _in("models", "models"))
+    models = add_command(commands, "models", "list the embedded targets and drafters", _in("models", "models"))
+    models.add_argument("--memory", action="store_true", help="load every drafter, and show the memory that it takes")
     _add_drain(commands)
     _add_scale(commands)
     _add_status(commands)
@@ -145,6 +146,13 @@ def _add_edge(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--request-timeout", type=number(0), default=600.0, metavar="S", help="for a whole answer")
     parser.add_argument("--grace", type=number(0), default=10.0, metavar="S", help="for running answers to end on exit")
     add_drafting(parser)
+    parser.add_argument(
+        "--battery",
+        type=number(0, 1),
+        default=None,
+        metavar="X",
+        help="share that is left, for --window flexspec; not set: as this machine says, 1 on mains",
+    )
     add_tls(parser)
     add_connection(parser, "cloud-")
     add_tracing(parser)
@@ -218,10 +226,12 @@ def _add_verifier(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
-    train = commands.add_parser("train", help="train drafters for a target", description="Train drafters for a target.")
+    help_text = "train drafters for a target, or rules that say how far ahead to draft"
+    train = commands.add_parser("train", help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
     trained = train.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=Parser)
     _add_train_drafter(trained)
     _add_train_steer(trained)
+    _add_train_policy(trained)
 
 
 def _add_train_drafter(trained: argparse._SubParsersAction[Parser]) -> None:
@@ -258,6 +268,19 @@ def _add_train_steer(trained: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--oldest", type=at_least(1), default=8, metavar="N", help="most positions that a code may be old"
     )
+
+
+def _add_train_policy(trained: argparse._SubParsersAction[Parser]) -> None:
+    help_text = "train the length rules specdec++ and speckv on recorded traces"
+    parser = add_command(trained, "policy", help_text, _in("policy.command", "train_policy"), table="train_policy")
+    parser.add_argument("traces", type=Path, nargs="+", metavar="FILE", help="what `traces record` wrote")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON of weights, for --window")
+    parser.add_argument("--hidden", type=at_least(1), default=16, metavar="N", help="units of each network")
+    parser.add_argument("--steps", type=at_least(1), default=4000, metavar="N", help="of training, 256 rows each")
+    parser.add_argument(
+        "--held-out", type=number(0, 1), default=0.2, metavar="X", help="share of the prompts kept for judging"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of everything random")
 
 
 def _add_export(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -504,6 +527,9 @@ def _add_traces_record(subcommands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--temperature", type=number(0), default=0.0, metavar="T", help="0 is greedy")
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the noise; same seed, same text")
     parser.add_argument(
+        "--seeds", type=at_least(0), default=0, metavar="N", help="texts a prompt, by seeds 1 to N; 0: one, by --seed"
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         required=True,
@@ -527,7 +553,8 @@ def _add_traces_replay(subcommands: argparse._SubParsersAction[Parser]) -> None:
         type=comma_list(str),
         default="adaptive,4,8,16",
         metavar="LIST",
-        help="adaptive, N unverified tokens at most, or syncN: rounds of N drafts that wait for the verdict",
+        help="adaptive, N unverified tokens at most, syncN: rounds of N drafts that wait for the verdict, or a rule: "
+        "threshold[:X], specdec++[:X][@FILE], speckv[@FILE], flexspec[:X], aimd",
     )
     parser.add_argument(
         "--goal", choices=("latency", "efficiency"), default="latency", help="soonest tokens, or fewest target steps"
@@ -543,8 +570,25 @@ def _add_traces_replay(subcommands: argparse._SubParsersAction[Parser]) -> None:
         "--drafter", type=comma_list(str), default="", metavar="LIST", help="of the recorded ones; none named: all"
     )
     parser.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the jitter")
+    group = parser.add_argument_group("selectors (the recorded drafters are one pool then, and windows are left out)")
+    group.add_argument(
+        "--selector",
+        type=comma_list(str),
+        default="",
+        metavar="LIST",
+        help="static (each drafter alone), random, metasd-bd, metasd-be, exp3, thompson, halving, discounted, sliding, "
+        "hedge, leader, routing; none named: windows as above",
+    )
+    group.add_argument(
+        "--play",
+        choices=("rounds", "stream"),
+        default="rounds",
+        help="rounds: draft, wait for the verdict, begin again; stream: the session, with the first --window",
+    )
+    group.add_argument("--rounds", type=at_least(1), default=6, metavar="K", help="drafts of a round")
+    group.add_argument("--seeds", type=at_least(1), default=20, metavar="N", help="runs, by orders and draws of chance")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write all figures")
-    parser.add_argument("--plot", type=Path, default=None, metavar="DIR", help="draw them: three PNG files")
+    parser.add_argument("--plot", type=Path, default=None, metavar="DIR", help="draw them: PNG files")
 
 
 def _add_lease_options(parser: Parser) -> None:

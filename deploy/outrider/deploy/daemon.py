@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import signal
 
-from outrider.deploy.options import connection, serving_tls
+from outrider.deploy.options import connection, drafting, serving_tls
 from outrider.edge import Client, EdgeConfig
 from outrider.proto.errors import ConfigError
 
@@ -55,10 +55,9 @@ def edge_config(options: argparse.Namespace) -> EdgeConfig:
         chat_template=options.chat_template,
         model=options.model,
         cache=options.cache,
-        drafter=options.drafter,
         window=options.window,
-        threads=options.drafter_threads,
-        steering=options.steer,
+        battery=options.battery,
+        **drafting(options),
         trace_endpoint=options.trace_endpoint,
         trace_ratio=options.trace_ratio,
         **connection(options, "cloud-"),

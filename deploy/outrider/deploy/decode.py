@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.deploy.options import connection, grammar
+from outrider.deploy.options import connection, drafting, grammar
 from outrider.deploy.prompts import Prompt, read_prompts
 from outrider.deploy.show import LiveText, figures
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
@@ -63,10 +63,8 @@ async def _remote_client(options: argparse.Namespace) -> AsyncIterator[Client]:
 
 def _edge_config(options: argparse.Namespace, **where: Any) -> EdgeConfig:
     return EdgeConfig(
-        drafter=options.drafter,
         window=options.window,
-        threads=options.drafter_threads,
-        steering=options.steer,
+        **drafting(options),
         **where,
     )
 

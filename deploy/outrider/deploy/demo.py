@@ -12,6 +12,7 @@ from rich.table import Table
 
 from outrider.deploy.cluster import LocalCluster, local_cluster
 from outrider.deploy.decode import sampling_of
+from outrider.deploy.options import drafting
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
 from outrider.deploy.servers import verifier_config
 from outrider.deploy.show import LiveText, figures
@@ -75,16 +76,14 @@ async def _compare(cluster: LocalCluster, options: argparse.Namespace, console: 
     live = LiveText(console)
     tallies: dict[str, Tally] = {}
     sampling = sampling_of(options)
-    drafting = EdgeConfig(
+    speculating = EdgeConfig(
         coordinator=cluster.coordinator,
-        drafter=options.drafter,
         window=options.window,
-        threads=options.drafter_threads,
-        steering=options.steer,
+        **drafting(options),
         cache=options.cache,
     )
     streaming = EdgeConfig(coordinator=cluster.coordinator, drafter="none", cache=options.cache)
-    async with Client(drafting) as ours, Client(streaming) as cloud:
+    async with Client(speculating) as ours, Client(streaming) as cloud:
         await ours.complete("warming up", Sampling(max_tokens=16))
         await cloud.complete("warming up", Sampling(max_tokens=16))
         if not options.quiet:

@@ -9,7 +9,7 @@ import json
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.deploy.options import connection
+from outrider.deploy.options import connection, drafting
 from outrider.edge import EdgeConfig
 from outrider.edge.doctor import Examined, Outcome, examine
 from outrider.proto.release import release
@@ -39,10 +39,8 @@ def _config(options: argparse.Namespace) -> EdgeConfig:
         tokenizer=options.tokenizer,
         model=options.model,
         cache=options.cache,
-        drafter=options.drafter,
         window=options.window,
-        threads=options.drafter_threads,
-        steering=options.steer,
+        **drafting(options),
         **connection(options),
     )
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import configargparse
 
-from outrider.proto.errors import ConfigError
+from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.tls import ClientTls, ServerTls
 from outrider.proto.types import Grammar, GrammarKind, Patience
 
@@ -206,11 +206,33 @@ def add_target(parser: Parser) -> None:
 
 
 def add_drafting(parser: Parser) -> None:
-    """The drafter and its window."""
+    """The drafters and their window; `drafting` is what the options say of the former."""
     group = parser.add_argument_group("drafting")
-    group.add_argument("--drafter", default="auto", metavar="NAME", help="name, package folder, auto, ngram, or none")
     group.add_argument(
-        "--window", type=at_least(1), default=None, metavar="N", help="unverified tokens at most; not set: measured"
+        "--drafter",
+        default="auto",
+        metavar="LIST",
+        help="name, package folder, auto, ngram, or none; several with commas, or all that fit: one is selected "
+        "wherever drafts begin anew",
+    )
+    group.add_argument(
+        "--selector",
+        type=selector,
+        default="leader",
+        metavar="RULE",
+        help="that chooses among several: leader, static, random, metasd-bd, metasd-be, exp3, thompson, halving, "
+        "discounted, sliding, or hedge",
+    )
+    group.add_argument(
+        "--drafter-memory", type=number(0.1), default=256, metavar="MB", help="for several drafters; the rest waits"
+    )
+    group.add_argument(
+        "--window",
+        type=window,
+        default=None,
+        metavar="N|RULE",
+        help="unverified tokens at most, or a rule: survival, fixed:N, threshold[:X], specdec++[:X][@FILE], "
+        "speckv[@FILE], flexspec[:X], aimd, FILE of `outrider train policy`; not set: survival",
     )
     group.add_argument("--drafter-threads", type=at_least(1), default=1, metavar="N", help="of ONNX Runtime")
     group.add_argument(
@@ -219,6 +241,17 @@ def add_drafting(parser: Parser) -> None:
         default="auto",
         help="a steered drafter by the target's states: as often as pays on the downlink, every commit, or never",
     )
+
+
+def drafting(options: argparse.Namespace) -> dict[str, Any]:
+    """Fields of `EdgeConfig` about which drafters there are and how they run."""
+    return {
+        "drafter": options.drafter,
+        "selector": options.selector,
+        "drafter_memory_mb": options.drafter_memory,
+        "threads": options.drafter_threads,
+        "steering": options.steer,
+    }
 
 
 def add_listening(parser: Parser, default: str) -> None:
@@ -381,6 +414,30 @@ def patience(text: str) -> Patience:
         return Patience(float(milliseconds) / 1000, int(drafts or 1))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not MS or MS,DRAFTS: {error}") from None
+
+
+def window(text: str) -> int | str:
+    """`N`, or a length rule's name."""
+    from outrider.proto.policy.length import rule_by_name  # here, since it brings numpy along
+
+    try:
+        if text.lstrip("+-").isdecimal():
+            return at_least(1)(text)
+        rule_by_name(text)
+    except OutriderError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+    return text
+
+
+def selector(text: str) -> str:
+    """The name of a rule that selects among drafters."""
+    from outrider.proto.policy.selection import selector_named  # here, since it brings numpy along
+
+    try:
+        selector_named(text)
+    except OutriderError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+    return text
 
 
 def api_key(path: Path | None) -> str:

@@ -12,25 +12,31 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from outrider.edge.asking import asking_for, checked_sampling, checked_stop
+from outrider.edge.battery import Battery
 from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.conversation import Conversation
 from outrider.edge.decoding import Decoding, Journal, Subject
 from outrider.edge.drafters import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, steering_of
+from outrider.edge.drafters.pool import DrafterPool
+from outrider.edge.drafters.protocol import Drafter
 from outrider.edge.events import Completion, Event, Finished
+from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, told_hits
 from outrider.edge.link import Channels
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.routes import Route
+from outrider.edge.starting import OwnTexts, TextKind
 from outrider.edge.telling import collect, tell, within
 from outrider.edge.text import TextStream
 from outrider.edge.tracing import Tracing
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Experience
-from outrider.proto.session import Codes, EdgeSession
+from outrider.proto.policy.selection import StaticSelector, default_selector, selector_named
+from outrider.proto.session import Codes, EdgeSession, Selection
 from outrider.proto.types import LeaseRequest, Open, Sampling, SessionReport, SteeringWish
 
 REPORT_WITHIN_S = 1.0
@@ -43,14 +49,23 @@ class Client:
         config: where, and with what.
         route: instead of what the config says about where (tests, embedding).
         drafter: instead of the config's (tests, drafters of your own).
+        drafters: several instead of the config's, among which is selected.
     """
 
-    def __init__(self, config: EdgeConfig, *, route: Route | None = None, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        config: EdgeConfig,
+        *,
+        route: Route | None = None,
+        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] = (),
+    ) -> None:
         self.config = config
         self._coordinator: CoordinatorClient | None = None
         if config.coordinator:
             self._coordinator = CoordinatorClient(config.coordinator, config.open_timeout_s, config.security)
-        self._preparation = Preparation(config, self._coordinator, route, drafter)
+        given = (drafter, *drafters) if drafter is not None else drafters
+        self._preparation = Preparation(config, self._coordinator, route, given)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-drafter")
         self._ready: Ready | None = None
         self._preparing = asyncio.Lock()
@@ -59,6 +74,8 @@ class Client:
         self._tracing = Tracing.to(config.trace_endpoint, config.trace_ratio) if config.trace_endpoint else None
         # A drafter's confidence means one thing where the most likely token is taken and another where one is drawn.
         self._experience = {greedy: Experience() for greedy in (True, False)}
+        self._own_texts = OwnTexts()
+        self._battery = Battery(config.battery)
         self._codes: Codes | None = None  # what the drafter is steered by
         self._steering: SteeringWish | None = None
 
@@ -80,22 +97,24 @@ class Client:
             await asyncio.to_thread(self._tracing.close)
         if self._coordinator is not None:
             await self._coordinator.close()
+        if self._ready is not None and self._ready.drafters is not None:
+            self._ready.drafters.close()
         self._thread.shutdown(wait=False)
 
     @property
     def ready(self) -> Ready | None:
-        """What `prepare` found: route, model, tokenizer, drafter, chat template; None before it."""
+        """What `prepare` found: route, model, tokenizer, drafters, chat template; None before it."""
         return self._ready
 
     @property
     def drafter(self) -> Drafter | None:
-        """The drafter in use; None without one, or before `prepare`."""
+        """The first drafter in use; None without one, or before `prepare`."""
         return self._ready.drafter if self._ready else None
 
     @property
     def drafter_name(self) -> str:
-        """Of the drafter in use; `none` without one."""
-        return self._ready.drafter.name if self._ready and self._ready.drafter else "none"
+        """Of the drafter in use, or of all of them with commas; `none` without one."""
+        return ",".join(self._ready.drafters.names) if self._ready and self._ready.drafters else "none"
 
     async def prepare(self) -> None:
         """Find the target, fetch its tokenizer and a drafter; done by the first generation otherwise.
@@ -106,11 +125,11 @@ class Client:
         async with self._preparing:
             if self._ready is None:
                 ready = await self._preparation.run()
-                self._prepare_steering(ready.drafter)
+                self._prepare_steering(ready.drafters)
                 self._ready = ready
 
-    def _prepare_steering(self, drafter: Drafter | None) -> None:
-        shape = steering_of(drafter) if drafter is not None else None
+    def _prepare_steering(self, drafters: DrafterPool | None) -> None:
+        shape = drafters.steering if drafters is not None else None
         policy = self.config.steering_policy(shape.rank, shape.gain) if shape is not None else None
         if shape is not None and policy is not None:
             self._codes, self._steering = Codes(shape.rank, policy), SteeringWish(shape.projection)
@@ -286,7 +305,7 @@ class Client:
             session=uuid.uuid4().hex,
             patience=self.config.patience,
             drafting=ready.drafter is not None,
-            window=self.config.window or 0,
+            window=self.config.window if isinstance(self.config.window, int) else 0,
             max_drafts=self.config.max_drafts,
             logp=self.config.logprobs,
             steering=self._steering,
@@ -295,6 +314,7 @@ class Client:
     def begin(self, frame: Open, journal: Journal | None) -> Decoding:
         """The decoding of a new session; needs `prepare`."""
         ready = self._ready_now()
+        drafters, steered = self._loaded_drafters(ready)
         machine = EdgeSession(
             frame,
             self.config.window_policy,
@@ -302,19 +322,49 @@ class Client:
             self.experience(frame.sampling),
             send_q=self.config.send_q,
             codes=self._codes,
+            selection=self._selection(frame, drafters, steered) if drafters else None,
+            battery=self._battery.share,
         )
         machine.statistics.drafter_error = ready.drafter_error
-        rule = ProposalRule(frame.sampling, prompt_length=len(frame.prompt))
         return Decoding(
             machine,
-            ready.route,
+            ready.route.about(self._features(frame.prompt, machine.round_trip_s)),
             Subject(frame.session, ready.model, self.drafter_name),
             channels=self._channels,
             journal=self._traced(journal or Journal()),
-            drafter=ready.drafter.open(rule) if ready.drafter is not None else None,
+            drafters=drafters,
+            rule=ProposalRule(frame.sampling, prompt_length=len(frame.prompt)),
             thread=self._thread,
             open_timeout_s=self.config.open_timeout_s,
         )
+
+    @staticmethod
+    def _loaded_drafters(ready: Ready) -> tuple[tuple[Drafter, ...], int | None]:
+        """Those that can draft now, and which of them is steered; the others are loaded meanwhile, for later texts."""
+        pool = ready.drafters
+        if pool is None:
+            return (), None
+        pool.want(range(len(pool)))
+        loaded = {index: drafter for index in range(len(pool)) if (drafter := pool.loaded(index)) is not None}
+        return tuple(loaded.values()), list(loaded).index(pool.steered) if pool.steered in loaded else None
+
+    def _selection(self, frame: Open, drafters: Sequence[Drafter], steered: int | None) -> Selection:
+        """Among the drafters of a text that begins."""
+        names = tuple(drafter.name for drafter in drafters)
+        if len(drafters) == 1:
+            return Selection(StaticSelector(), names, steered=steered)
+        if self.config.selector == "leader":
+            features = self._features(frame.prompt, self.experience(frame.sampling).round_trip.base)
+            versions = [(drafter.name, drafter.version) for drafter in drafters]
+            fleet = self._ready_now().route.prior(features)
+            prior = self._own_texts.acceptances(self._kind(features, frame.sampling), versions, fleet)
+            return Selection(default_selector(len(drafters), prior), names, steered=steered)
+        make = selector_named(self.config.selector)
+        return Selection(make(len(drafters), np.random.default_rng()), names, steered=steered)
+
+    @staticmethod
+    def _kind(features: TextFeatures, sampling: Sampling) -> TextKind:
+        return TextKind(features.prompt_class, sampling.temperature == 0)
 
     def _traced(self, journal: Journal) -> Journal:
         return journal if self._tracing is None else self._tracing.journal(journal)
@@ -323,9 +373,20 @@ class Client:
         """What was measured in earlier texts of such sampling."""
         return self._experience[sampling.temperature == 0]
 
+    def _features(self, prompt: Sequence[int], round_trip_s: float) -> TextFeatures:
+        """What kind of text begins or has ended: for a coordinator, and for the choice among drafters."""
+        pool = self._ready_now().drafters
+        if self._coordinator is None and (pool is None or len(pool) == 1):
+            return TextFeatures()  # nobody asks
+        return TextFeatures.of(self.decode(prompt[-TOKENS_LOOKED_AT:]), round_trip_s)
+
     def report(self, session: str, machine: EdgeSession, seconds: float) -> None:
         """Hand the figures in beside the text, which must not wait for it."""
         ready, statistics = self._ready_now(), machine.statistics
+        features = self._features(machine.transcript[: machine.prompt_length], machine.round_trip_s)
+        self._own_texts.learn(self._kind(features, machine.sampling), statistics.of_drafters)
+        pool = ready.drafters
+        versions = dict(zip(pool.names, pool.versions, strict=True)) if pool is not None else {}
         handing_in = ready.route.report(
             SessionReport(
                 session=session,
@@ -344,6 +405,9 @@ class Client:
                 resumes=statistics.resumes,
                 round_trip_s=statistics.round_trip_s,
                 edge=self.config.edge or edge_of_this_process(),
+                drafter_hits=told_hits(statistics.of_drafters, versions),
+                prompt_class=features.prompt_class,
+                link_class=features.link_class,
             )
         )
         task = asyncio.create_task(handing_in)

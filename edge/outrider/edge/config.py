@@ -19,6 +19,8 @@ from outrider.proto.policy import (
     SurvivalWindow,
     WindowPolicy,
 )
+from outrider.proto.policy.length import rule_by_name
+from outrider.proto.policy.selection import selector_named
 from outrider.proto.session import RetryRules
 from outrider.proto.tls import ClientTls
 from outrider.proto.tracing import check_tracing
@@ -37,8 +39,14 @@ class EdgeConfig:
         tokenizer: the file `tokenizer.json` of the target, unless the drafter's package carries it.
         chat_template: the target's, as a `.jinja` file or its `tokenizer_config.json`; None: the coordinator's.
         model: the target's id; empty: whatever the coordinator has.
-        drafter: a name, a package folder, `ngram`, `none`, or `auto`: the first that fits, else `ngram`.
-        window: unverified tokens in flight at most; None: from what is measured.
+        drafter: a name, a package folder, `ngram`, `none`, or `auto`: the first that fits, else `ngram`. Several with
+            commas between them, or `all`: whatever fits, `ngram` included; then one is selected where a chain begins.
+        selector: by which, one of `outrider.proto.policy.selection.SELECTORS`.
+        drafter_memory_mb: that several drafters may take together, beside their sessions' caches; they are loaded on
+            demand, and those that were wanted least recently give way. One megabyte is 10^6 bytes.
+        window: unverified tokens in flight at most, or a length rule by name, as `rule_by_name` takes it; None: from
+            what is measured.
+        battery: share that is left, 0 to 1, for rules that price energy; None: as this machine says, 1 on mains.
         threads: of ONNX Runtime.
         cache: folder of downloaded drafters and tokenizers.
         patience: wish to the verifier; None: it decides.
@@ -66,7 +74,10 @@ class EdgeConfig:
     chat_template: Path | None = None
     model: str = ""
     drafter: str = "auto"
-    window: int | None = None
+    selector: str = "leader"
+    drafter_memory_mb: float = 256.0
+    window: int | str | None = None
+    battery: float | None = None
     threads: int = 1
     cache: Path = DEFAULT_ROOT
     patience: Patience | None = None
@@ -96,8 +107,17 @@ class EdgeConfig:
             raise ConfigError("must be named where there is no coordinator to ask", field="model")
         if not self.drafter:
             raise ConfigError("is empty; use `none` for no drafter", field="drafter")
-        if self.window is not None and self.window < 1:
+        if len(self.drafters) > 1:
+            check_drafters(self.drafters)
+        selector_named(self.selector)
+        if not self.drafter_memory_mb > 0:
+            raise ConfigError("must be above 0 megabytes", field="drafter_memory_mb")
+        if isinstance(self.window, str):
+            rule_by_name(self.window)
+        elif self.window is not None and self.window < 1:
             raise ConfigError("must be 1 or more; use --drafter none for no drafting", field="window")
+        if self.battery is not None and not 0 <= self.battery <= 1:
+            raise ConfigError("must be a share, 0 to 1", field="battery")
         if self.threads < 1:
             raise ConfigError("must be 1 or more", field="threads")
         if self.steering not in STEERING:
@@ -111,6 +131,11 @@ class EdgeConfig:
             self.security.check_coordinator(self.coordinator)
 
     @property
+    def drafters(self) -> tuple[str, ...]:
+        """The names in `drafter`."""
+        return tuple(name.strip() for name in self.drafter.split(","))
+
+    @property
     def security(self) -> Security:
         """TLS and the API key; raises `ConfigError` where they do not fit together."""
         tls = ClientTls.from_options(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
@@ -118,7 +143,9 @@ class EdgeConfig:
 
     @property
     def window_policy(self) -> WindowPolicy:
-        """How far ahead to draft."""
+        """How far ahead to draft; a new one each time, since some learn from their text."""
+        if isinstance(self.window, str):
+            return rule_by_name(self.window)
         return SurvivalWindow() if self.window is None else FixedWindow(self.window)
 
     def steering_policy(self, rank: int, gain: tuple[tuple[int, float], ...]) -> SteeringPolicy | None:
@@ -130,6 +157,18 @@ class EdgeConfig:
                 return FixedCodes()
             case _:
                 return PricedCodes(rank, gain)
+
+
+def check_drafters(names: tuple[str, ...]) -> None:
+    """Refuse a list of drafters that says nothing, or the same twice; ConfigError."""
+    if "" in names:
+        raise ConfigError("has an empty name between commas", field="drafter")
+    alone = next((name for name in names if name in ("auto", "all", "none")), None)
+    if alone is not None:
+        raise ConfigError(f"{alone!r} stands alone; leave it out, or leave all others out", field="drafter")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"names {twice!r} twice; give each drafter once", field="drafter")
 
 
 @functools.cache

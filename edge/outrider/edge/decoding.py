@@ -6,20 +6,34 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import DraftState, Proposal
+from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal
 from outrider.edge.link import Channels, Stream, relay_metadata
 from outrider.edge.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.logs import about
 from outrider.proto.policy import Experience
-from outrider.proto.session import Done, DraftJob, EdgeInstruction, EdgeSession, Emit, Reopen, Send
+from outrider.proto.session import (
+    NOTHING_FORESEEN,
+    Done,
+    DraftJob,
+    EdgeInstruction,
+    EdgeSession,
+    Emit,
+    Foreseen,
+    ReadJob,
+    Reopen,
+    Send,
+)
 from outrider.proto.types import CloudFrame, Commit, EdgeFrame, FinishReason, Goaway, Opened, Sampling
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +83,7 @@ class Journal:
 
 
 class Decoding:
-    """One text being decoded: a session machine with its stream, its drafter and the thread that drafts.
+    """One text being decoded: a session machine with its stream, its drafters and the thread that drafts.
 
     `run` is the whole of it. A conversation has `turn` after `turn`, with `begin_turn` between them, and `close`.
     """
@@ -82,7 +96,8 @@ class Decoding:
         *,
         channels: Channels,
         journal: Journal,
-        drafter: DraftState | None,
+        drafters: Sequence[Drafter],
+        rule: ProposalRule,
         thread: ThreadPoolExecutor,
         open_timeout_s: float,
     ) -> None:
@@ -92,7 +107,10 @@ class Decoding:
         self._journal = journal
         self._subject = subject
         self.session = subject.session
-        self._drafter = drafter
+        self._drafters = drafters  # as the machine's selection counts them
+        self._states: dict[int, DraftState] = {}  # of those that have had work, by the drafting thread
+        self._rule = rule
+        self._followed: dict[int, ProposalRule] = {}  # that each state was told
         self._thread = thread
         self._open_timeout_s = open_timeout_s
         self._stream: Stream | None = None
@@ -101,7 +119,6 @@ class Decoding:
         self._lost: list[str] = []
         self._wake = asyncio.Event()
         self._begun = asyncio.Event()
-        self._rule: ProposalRule | None = None  # that the drafter has not been told of
         self._tasks: list[asyncio.Task[None]] = []
         self._emitted: asyncio.Queue[Emit | Done] = asyncio.Queue()
 
@@ -156,10 +173,8 @@ class Decoding:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        drafter, self._drafter = self._drafter, None
-        if drafter is not None:
-            with contextlib.suppress(RuntimeError):  # the client is closed, and the thread with it
-                self._thread.submit(drafter.close)  # behind a job that may still run there
+        with contextlib.suppress(RuntimeError):  # the client is closed, and the thread with it
+            self._thread.submit(self._close_states)  # behind a job that may still run there
 
     def stop(self, finish: FinishReason) -> None:
         """End the text from this side; Done follows."""
@@ -180,45 +195,101 @@ class Decoding:
     # --- draft ---
 
     async def _draft(self) -> None:
-        drafter = self._drafter
-        if drafter is None:
-            return
-        while True:
+        while self._drafters:
             job = self.machine.next_job(block_tokens(self.machine.drafting_s))
             if job is None:
                 self._apply(self.machine.on_idle(time.monotonic()))
                 self._wake.clear()  # set by that itself; nothing else can have happened meanwhile
-                await self._wake.wait()
-                self._wake.clear()
+                reading = self.machine.next_reading()
+                if reading is None:
+                    await self._wake.wait()
+                    self._wake.clear()
+                else:
+                    await self._read(reading)
                 continue
             try:
-                work = partial(self._propose, drafter, job)
-                proposal, seconds = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+                proposal, foreseen, seconds = await self._in_thread(partial(self._propose, job))
             except Exception as error:  # a drafter may be anybody's code, and no text may fail for it
-                self._drafter_failed(error)
-                return
+                self._drafter_failed(error, job.drafter)
+                continue
             now = time.monotonic()
             self._journal.drafted(now - seconds, now, len(proposal.tokens))
-            self._apply(self.machine.on_drafted(job, proposal.tokens, proposal.q, seconds, now))
+            self._apply(
+                self.machine.on_drafted(
+                    job,
+                    proposal.tokens,
+                    proposal.q,
+                    seconds,
+                    now,
+                    entropy=proposal.entropy,
+                    certainty=proposal.certainty,
+                    foreseen=foreseen,
+                )
+            )
 
-    def _drafter_failed(self, error: Exception) -> None:
+    async def _read(self, job: ReadJob) -> None:
+        """An idle drafter reads along while there is nothing to draft."""
+        try:
+            foreseen, seconds = await self._in_thread(partial(self._foresee, job))
+        except Exception as error:
+            self._drafter_failed(error, job.drafter)
+            return
+        self._apply(self.machine.on_read(job, foreseen, seconds, time.monotonic()))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _drafter_failed(self, error: Exception, drafter: int) -> None:
         """Go on without. The message of a foreign error is not logged: it may hold the text."""
         extra = about(self.session, self.machine.verifier, error)
-        log.warning("the drafter %s failed; the text goes on without", self._subject.drafter, extra=extra)
+        log.warning("the drafter %s failed; the text goes on without", self._drafters[drafter].name, extra=extra)
         known = error if isinstance(error, OutriderError) else Internal(f"{type(error).__name__}: {error}")
-        self._apply(self.machine.on_drafter_failed(known))
+        self._apply(self.machine.on_drafter_failed(known, drafter))
 
-    def _propose(self, drafter: DraftState, job: DraftJob) -> tuple[Proposal, float]:
-        """In the drafting thread."""
+    # In the drafting thread:
+
+    def _state(self, drafter: int) -> DraftState:
+        state = self._states.get(drafter)
+        if state is None:
+            state = self._states[drafter] = self._drafters[drafter].open(self._rule)
+            self._followed[drafter] = self._rule
+        if self._followed[drafter] is not self._rule:
+            state.follow(self._rule)
+            self._followed[drafter] = self._rule
+        return state
+
+    def _propose(self, job: DraftJob) -> tuple[Proposal, Foreseen, float]:
         began = time.monotonic()
-        rule, self._rule = self._rule, None
-        if rule is not None:
-            drafter.follow(rule)
-        drafter.truncate(job.truncate_to)
+        state = self._state(job.drafter)
+        state.truncate(job.truncate_to)
         if job.steer is not None:
-            drafter.steer(job.steer.code, job.steer.since)
-        drafter.extend(job.extend_with)
-        return drafter.propose(job.count), time.monotonic() - began
+            state.steer(job.steer.code, job.steer.since)
+        foreseen = NOTHING_FORESEEN
+        if job.foresee:
+            end = job.skip + job.foresee
+            state.extend(job.extend_with[: job.skip])
+            foreseen = _foreseen(state.foresee(job.extend_with[job.skip : end]))
+            state.extend(job.extend_with[end:])
+        else:
+            state.extend(job.extend_with)
+        return state.propose(job.count), foreseen, time.monotonic() - began
+
+    def _foresee(self, job: ReadJob) -> tuple[Foreseen, float]:
+        began = time.monotonic()
+        state = self._state(job.drafter)
+        state.truncate(job.truncate_to)
+        state.extend(job.tokens[: job.skip])
+        foreseen, scored = NOTHING_FORESEEN, job.skip + job.score
+        if job.score:
+            foreseen = replace(foreseen, log_q=tuple(state.score(job.tokens[job.skip : scored]).tolist()))
+        if job.tokens[scored:]:
+            proposal = state.foresee(job.tokens[scored:])
+            foreseen = replace(foreseen, tokens=proposal.tokens, q=proposal.q)
+        return foreseen, time.monotonic() - began
+
+    def _close_states(self) -> None:
+        while self._states:
+            self._states.popitem()[1].close()
 
     # --- send, apply commits ---
 
@@ -292,3 +363,7 @@ class Decoding:
                 self._apply(self.machine.on_opened(frame, now))
             case Goaway():
                 self._apply(self.machine.on_goaway(frame, now))
+
+
+def _foreseen(proposal: Proposal) -> Foreseen:
+    return Foreseen(proposal.tokens, proposal.q)

@@ -1,4 +1,4 @@
-"""What a client finds out before its first text: the route, the tokenizer, the drafter."""
+"""What a client finds out before its first text: the route, the tokenizer, the drafters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.drafters import DrafterCache, DrafterPackage, NgramDrafter, embedded_packages
 from outrider.edge.drafters.packages import find_package, load_package
+from outrider.edge.drafters.pool import BROKEN, DrafterPool
 from outrider.edge.drafters.protocol import Drafter
+from outrider.edge.drafters.search import DrafterSearch
 from outrider.edge.routes import CoordinatorRoute, DirectRoute, Route
 from outrider.proto.errors import (
     ConfigError,
-    DataLoss,
-    DeadlineExceeded,
     ModelRefused,
     NotFound,
     OutriderError,
@@ -39,23 +39,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Where to decode, in which tokens, with which drafter; `drafter_error` says why there is none against the wish.
+    """Where to decode, in which tokens, with which drafters.
 
-    `chat_template` is the content of a template file, as `daemon.chat_template` reads it; empty: the target has none.
+    Attributes:
+        drafters: the first of them is loaded; None: there are none, and
+        drafter_error: says why, where that is against the wish.
+        chat_template: content of a template file, as `daemon.chat_template` reads it; empty: the target has none.
     """
 
     route: Route
     model: str
     tokenizer: Tokenizer
     tokenizer_sha256: str
-    drafter: Drafter | None
+    drafters: DrafterPool | None
     drafter_error: str = ""
     chat_template: str = ""
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The first of the drafters that are loaded."""
+        return self.drafters.first if self.drafters is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Drafting:
-    drafter: Drafter | None
+    drafters: DrafterPool | None
     package: DrafterPackage | None = None
     error: str = ""
 
@@ -67,7 +75,7 @@ class Preparation:
         config: of the edge.
         coordinator: where the config names one.
         route: instead of the config's.
-        drafter: instead of the config's.
+        drafters: instead of the config's; empty: the config's.
     """
 
     def __init__(
@@ -75,12 +83,12 @@ class Preparation:
         config: EdgeConfig,
         coordinator: CoordinatorClient | None,
         route: Route | None,
-        drafter: Drafter | None,
+        drafters: Sequence[Drafter],
     ) -> None:
         self._config = config
         self._coordinator = coordinator
         self._route = route
-        self._drafter = drafter
+        self._drafters = drafters
         self._cache = DrafterCache(config.cache)
 
     async def run(self) -> Ready:
@@ -111,7 +119,7 @@ class Preparation:
             self._config.model,
             Tokenizer.from_str(text),
             sha256,
-            drafting.drafter,
+            drafting.drafters,
             drafting.error,
             _read_chat_template(self._config.chat_template),
         )
@@ -125,7 +133,7 @@ class Preparation:
             raise TokenizerMismatch("is not the one of the target; leave it to the coordinator", field="tokenizer")
         route = self._route or CoordinatorRoute(coordinator, lease.model, sha256)
         template = await asyncio.to_thread(self._fetch_chat_template, lease)
-        return Ready(route, lease.model, Tokenizer.from_str(text), sha256, drafting.drafter, drafting.error, template)
+        return Ready(route, lease.model, Tokenizer.from_str(text), sha256, drafting.drafters, drafting.error, template)
 
     async def _first_lease(self, coordinator: CoordinatorClient) -> Lease:
         """A lease, waited for while the coordinator says that there will be one."""
@@ -158,20 +166,22 @@ class Preparation:
         return file_fetcher(self._config.coordinator, security=self._config.security)
 
     async def _load_drafter(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
-        """The drafter that is wished for.
+        """The drafters that are wished for.
 
-        One that cannot be had at present, or is broken, is no reason not to decode: the text goes on as plain cloud
-        streaming and its statistics say why. A name that nobody knows, or a wrong tokenizer, is a mistake.
+        One that cannot be had at present, or is broken, is no reason not to decode: others go on without it, and where
+        there is none the text goes on as plain cloud streaming and its statistics say why. A name that nobody knows,
+        or a wrong tokenizer, is a mistake.
         """
-        if self._drafter is not None:
-            return _Drafting(self._drafter)
+        if self._drafters:
+            return _Drafting(DrafterPool.of(*self._drafters))
         if self._config.drafter == "none":
             return _Drafting(None)
         if self._config.drafter == "ngram":
-            return _Drafting(NgramDrafter())
+            return _Drafting(DrafterPool.of(NgramDrafter()))
+        several = self._config.drafter == "all" or len(self._config.drafters) > 1
         try:
-            return await asyncio.to_thread(self._load_package, offers, tokenizer_sha256)
-        except (DataLoss, DeadlineExceeded, ModelRefused, Unavailable, OSError) as error:
+            return await asyncio.to_thread(self._pool if several else self._load_package, offers, tokenizer_sha256)
+        except BROKEN as error:
             log.warning("decoding without a drafter: %s", error)
             return _Drafting(None, error=str(error).splitlines()[0])
 
@@ -180,13 +190,35 @@ class Preparation:
 
         package = self._find_package(offers, tokenizer_sha256)
         if package is None:
-            return _Drafting(NgramDrafter())
+            return _Drafting(DrafterPool.of(NgramDrafter()))
         if tokenizer_sha256 and package.tokenizer_sha256 != tokenizer_sha256:
             raise TokenizerMismatch(
                 f"{package.name!r} was made for another tokenizer than the target's; try `auto` or `ngram`",
                 field="drafter",
             )
-        return _Drafting(OnnxDrafter(package, threads=self._config.threads), package)
+        return _Drafting(DrafterPool.of(OnnxDrafter(package, threads=self._config.threads)), package)
+
+    def _pool(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
+        """Several drafters, the first that can be is loaded, and the others begin to be."""
+        config = self._config
+        search = DrafterSearch(offers, self._cache, self._fetcher(), config.threads)
+        found = (
+            search.all(tokenizer_sha256) if config.drafter == "all" else search.named(config.drafters, tokenizer_sha256)
+        )
+        package = next((one.package for one in found if one.package is not None), None)
+        while True:
+            pool = DrafterPool([one.member for one in found], limit_bytes=config.drafter_memory_mb * 1e6)
+            try:
+                pool.load(0)
+            except BROKEN as error:
+                pool.close()
+                if len(found) == 1:
+                    raise
+                log.warning("going on without the drafter %s: %s", found[0].member.name, error)
+                del found[0]
+                continue
+            pool.want(range(len(pool)))
+            return _Drafting(pool, package)
 
     def _find_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> DrafterPackage | None:
         """The package that the config names; with `auto` the first that fits, None where none does."""

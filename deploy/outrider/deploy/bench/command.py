@@ -27,6 +27,7 @@ from outrider.deploy.bench.table import tables
 from outrider.deploy.bench.verifier import VerifierProcess
 from outrider.deploy.decode import sampling_of
 from outrider.deploy.link.process import LinkProcess
+from outrider.deploy.options import drafting
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
 from outrider.deploy.replay.costs import Costs
 from outrider.deploy.replay.optimum import best_in_hindsight, best_synchronous, synchronous
@@ -127,9 +128,7 @@ class Bench:
             verifier=address,
             model=options.target,
             tokenizer=verifier.tokenizer,
-            drafter="none" if mode == "cloud" else options.drafter,
-            threads=options.drafter_threads,
-            steering=options.steer,
+            **drafting(options) | ({"drafter": "none"} if mode == "cloud" else {}),
             window=length if mode == "sync" else options.window,
             patience=policy.patience if policy else None,
             logprobs=not options.no_logprobs,

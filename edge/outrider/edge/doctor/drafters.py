@@ -11,6 +11,7 @@ from outrider.edge.doctor.finding import Finding, failed, ok, skipped, warning
 from outrider.edge.doctor.remedies import failed_by
 from outrider.edge.doctor.visit import Visit
 from outrider.edge.drafters import NgramDrafter, ProposalRule
+from outrider.edge.drafters.pool import DrafterPool
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.errors import OutriderError
 from outrider.proto.types import Sampling
@@ -20,7 +21,7 @@ TOKENS = 16
 
 
 async def load(visit: Visit) -> Finding:
-    """As a client would: found, fetched, every file checked against its hash, tried once."""
+    """As a client would: found, fetched, every file checked against its hash, tried once; several one by one."""
     wanted = visit.config.drafter
     client = Client(replace(visit.config, tokenizer=visit.tokenizer))
     began = time.monotonic()
@@ -36,6 +37,9 @@ async def load(visit: Visit) -> Finding:
             f"{wanted!r} cannot be used, texts would go on without drafts: {ready.drafter_error}",
             "mend or `outrider export` the package again, delete the folder of --cache, or give --drafter ngram",
         )
+    pool = ready.drafters if ready is not None else None
+    if pool is not None and len(pool) > 1:
+        return await asyncio.to_thread(_load_all, pool)
     drafter = client.drafter
     if drafter is None:
         return skipped("--drafter none: plain cloud streaming")
@@ -49,6 +53,27 @@ async def load(visit: Visit) -> Finding:
         name=drafter.name,
         version=drafter.version,
         ready_s=seconds,
+    )
+
+
+def _load_all(pool: DrafterPool) -> Finding:
+    began = time.monotonic()
+    broken = {}
+    for index, name in enumerate(pool.names):
+        try:
+            pool.load(index)
+        except (OutriderError, OSError) as error:
+            broken[name] = str(error).splitlines()[0]
+    if broken:
+        return warning(
+            "the others draft without " + "; ".join(f"{name}: {reason}" for name, reason in broken.items()),
+            "mend them, `outrider export` them again, or leave them out of --drafter",
+        )
+    return ok(
+        f"{', '.join(pool.names)}: every file as promised, {sum(pool.bytes) / 1e6:.1f} MB in memory, "
+        f"ready after {1000 * (time.monotonic() - began):.0f} ms",
+        names=",".join(pool.names),
+        bytes=sum(pool.bytes),
     )
 
 

@@ -4,6 +4,9 @@ protocol    what a drafter is: `Drafter`, `DraftState`, `Proposal`
 proposals   from a drafter's logits to one token, with the noise that the verifier will use
 packages    drafters on disk: embedded or in a folder, checked against their manifest
 cache       what the coordinator serves, downloaded once
+search      which drafters a list of names stands for
+pool        several drafters, loaded on demand within a limit of memory
+memory      what this process holds
 onnx        an ONNX language model whose KV cache is one numpy buffer
 ngram       prompt lookup, no model at all
 fakes       drafters whose every token is known before
@@ -19,6 +22,7 @@ from outrider.edge.drafters.packages import (
     find_package,
     load_package,
 )
+from outrider.edge.drafters.pool import DrafterPool
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal
 
@@ -27,6 +31,7 @@ __all__ = [
     "Drafter",
     "DrafterCache",
     "DrafterPackage",
+    "DrafterPool",
     "NgramDrafter",
     "Proposal",
     "ProposalRule",

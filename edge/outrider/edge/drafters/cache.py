@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.edge.drafters.packages import MANIFEST, DrafterPackage, check_file, load_package
+from outrider.edge.drafters.packages import MANIFEST, DrafterPackage, check_file, load_package, read_manifest
 from outrider.proto.errors import DataLoss, InvalidArgument
 from outrider.proto.types import DrafterManifest, RemoteFile
 
@@ -38,25 +38,37 @@ class DrafterCache:
             DataLoss: what came is not what was promised.
             OutriderError: whatever `fetch` raises; the next call goes on where this one stopped.
         """
+        return _as_promised(load_package(self._fetched(manifest, manifest.files, fetch)), manifest)
+
+    def look(self, manifest: DrafterManifest, fetch: Fetch) -> DrafterPackage:
+        """As `ensure`, but fetch no more than `manifest.json`: what the drafter is, before its files are here."""
+        files = tuple(file for file in manifest.files if file.name == MANIFEST)
+        return _as_promised(read_manifest(self._fetched(manifest, files, fetch)), manifest)
+
+    def _fetched(self, manifest: DrafterManifest, files: tuple[RemoteFile, ...], fetch: Fetch) -> Path:
+        """The drafter's folder, where these `files` of it are."""
         names = [file.name for file in manifest.files]
         if MANIFEST not in names or len(set(names)) != len(names):
             raise InvalidArgument(f"must list {MANIFEST}, and no name twice", field="drafter.files")
         folder = self.root / "drafters" / manifest.name / manifest.version
         with _locked(folder):
-            for file in manifest.files:
+            for file in files:
                 _ensure_file(folder, file, fetch)
-        package = load_package(folder)
-        for field_name in ("name", "version", "tokenizer_sha256", "target"):
-            inside, promised = getattr(package, field_name), getattr(manifest, field_name)
-            if inside != promised:
-                raise DataLoss(f"{MANIFEST} says {inside!r} where the coordinator said {promised!r}", field=field_name)
-        return package
+        return folder
 
     def ensure_file(self, file: RemoteFile, fetch: Fetch) -> Path:
         """Return the path of that file, fetched unless it is here already."""
         folder = self.root / "files" / file.sha256
         with _locked(folder):
             return _ensure_file(folder, file, fetch)
+
+
+def _as_promised(package: DrafterPackage, manifest: DrafterManifest) -> DrafterPackage:
+    for field_name in ("name", "version", "tokenizer_sha256", "target"):
+        inside, promised = getattr(package, field_name), getattr(manifest, field_name)
+        if inside != promised:
+            raise DataLoss(f"{MANIFEST} says {inside!r} where the coordinator said {promised!r}", field=field_name)
+    return package
 
 
 @contextmanager

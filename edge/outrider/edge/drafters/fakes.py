@@ -122,16 +122,23 @@ class _FailingState:
         self._inner.extend(tokens)
 
     def propose(self, n: int) -> Proposal:
-        if self._left == 0 and n > 0:
-            raise Internal("the drafter was told to fail here")
+        if n > 0:
+            self._check_whole()
         proposal = self._inner.propose(min(n, self._left))
         self._left -= len(proposal)
         return proposal
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
+        self._check_whole()
+        return self._inner.score(tokens)
+
+    def foresee(self, tokens: Sequence[int]) -> Proposal:
+        self._check_whole()
+        return self._inner.foresee(tokens)
+
+    def _check_whole(self) -> None:
         if self._left == 0:
             raise Internal("the drafter was told to fail here")
-        return self._inner.score(tokens)
 
     def truncate(self, length: int) -> None:
         self._inner.truncate(length)

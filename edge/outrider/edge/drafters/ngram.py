@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from outrider.edge.drafters.prefix import TokenPrefix
-from outrider.edge.drafters.proposals import ProposalRule
+from outrider.edge.drafters.proposals import NO_CHOICE, Choice, ProposalRule
 from outrider.edge.drafters.protocol import Proposal, check_scorable, check_truncation
 from outrider.proto.errors import InvalidArgument
 
@@ -80,9 +80,8 @@ class NgramState(TokenPrefix):
 
     def propose(self, n: int) -> Proposal:
         """Up to n tokens, for as long as the last token has been seen before."""
-        tokens: list[int] = []
-        q: list[float] = []
-        while len(tokens) < n:
+        choices: list[Choice] = []
+        while len(choices) < n:
             believed = self._believed()
             if not believed:
                 break
@@ -94,12 +93,11 @@ class NgramState(TokenPrefix):
                 0.0,
                 np.array(self.tokens if self._rule.sampling.penalises else (), dtype=np.int64),
             )
-            if chosen is None:
+            if chosen is NO_CHOICE:
                 break
-            tokens.append(chosen[0])
-            q.append(chosen[1])
-            self.extend(chosen[:1])
-        return Proposal(tuple(tokens), tuple(q))
+            choices.append(chosen)
+            self.extend((chosen.token,))
+        return Proposal.of(choices)
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """Log q of each token [m] float32, appended; the module's q_n over the whole vocabulary."""

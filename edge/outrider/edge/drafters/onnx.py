@@ -38,13 +38,13 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as _onnxruntime_errors
 
 from outrider.edge.drafters.packages import DrafterPackage, SteeringShape
-from outrider.edge.drafters.proposals import ProposalRule
+from outrider.edge.drafters.proposals import NO_CHOICE, Choice, ProposalRule
 from outrider.edge.drafters.protocol import Proposal, check_scorable, check_truncation
 from outrider.proto.errors import Internal, InvalidArgument, ModelRefused, OutriderError, UnknownToken
 from outrider.proto.types import Sampling
 
 PREFILL_TOKENS = 64  # new tokens a run: small activations; within 4 % of the fastest size at 500 and 1,900 tokens
-SCORED_TOKENS = 16  # as above where a row of logits is wanted for each
+SCORED_TOKENS = 16  # as above where an answer is wanted for each
 FIRST_CAPACITY = 256
 
 _INPUTS = {
@@ -95,16 +95,17 @@ class OnnxDrafter:
         self.version = package.version
         self.steering = package.steering
         with _translated(ModelRefused, f"drafter {package.name}"):
-            self._session = _load(package.model_path, threads)
+            self.session = _load(package.model_path, threads)
             self._steering_session = _load(package.steering_path, 1) if package.steering else None
         self._check_graphs()
         self._try()
 
     def open(self, rule: ProposalRule) -> OnnxState:
         """Begin an empty prefix; its memory grows with its length."""
-        return OnnxState(self._session, self.package, rule, self._biases())
+        return OnnxState(self, rule)
 
-    def _biases(self) -> _Biases | None:
+    def biases(self) -> _Biases | None:
+        """New ones, for one session; None: it is not steered."""
         if self._steering_session is None or self.steering is None:
             return None
         return _Biases(self._steering_session, self.steering, self.package.cache.layers)
@@ -113,7 +114,7 @@ class OnnxDrafter:
         layers = self.package.cache.layers
         caches = {side: dict.fromkeys(_cache_names(side, layers), "tensor(float)") for side in ("past", "present")}
         biases = dict.fromkeys(_bias_names(layers), "tensor(float)") if self.steering else {}
-        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        inputs, outputs = self.session.get_inputs(), self.session.get_outputs()
         self._check("graph", inputs, _INPUTS | caches["past"] | biases)
         self._check("graph", outputs, _OUTPUTS | caches["present"])
         if self._steering_session is None or self.steering is None:
@@ -201,15 +202,11 @@ class OnnxState:
     the newest code's. `_unsettled`: the next position needs other biases than there are.
     """
 
-    def __init__(
-        self,
-        session: onnxruntime.InferenceSession,
-        package: DrafterPackage,
-        rule: ProposalRule,
-        biases: _Biases | None = None,
-    ) -> None:
+    def __init__(self, drafter: OnnxDrafter, rule: ProposalRule) -> None:
+        package, session = drafter.package, drafter.session
         self.length = 0
-        self._biases = biases
+        self._drafter = drafter  # which is in memory, and known to be, as long as this is
+        self._biases = drafter.biases()
         self._code: np.ndarray | None = None
         self._steered_since = 0
         self._unsettled = False
@@ -262,9 +259,8 @@ class OnnxState:
 
     def propose(self, n: int) -> Proposal:
         """Up to n tokens; fewer at the end of the context, or where the rule allows none of the candidates."""
-        tokens: list[int] = []
-        q: list[float] = []
-        while len(tokens) < n and 0 < self.length <= self._context_length:
+        choices: list[Choice] = []
+        while len(choices) < n and 0 < self.length <= self._context_length:
             self._compute_near(self.length - 1)
             self._run(self.length - self._computed, self._binding)
             chosen = self._choose(
@@ -274,13 +270,12 @@ class OnnxState:
                 float(self._log_normalizer[0]),
                 self._tokens[: self.length],
             )
-            if chosen is None:
+            if chosen is NO_CHOICE:
                 self._computed -= 1
                 break
-            tokens.append(chosen[0])
-            q.append(chosen[1])
-            self._append(chosen[0])
-        return Proposal(tuple(tokens), tuple(q))
+            choices.append(chosen)
+            self._append(chosen.token)
+        return Proposal.of(choices)
 
     def steer(self, code: np.ndarray | None, since: int) -> None:
         """Compute positions from `since` on with `code` [rank] float32, None: with none; those before it with none."""
@@ -298,18 +293,32 @@ class OnnxState:
         first = self.length
         self.extend(tokens)
         log_q = np.full(len(tokens), -np.log(self._vocab_size), dtype=np.float32)
-        # The row of position i answers for token i + 1, so rows first - 1 .. end - 2 are wanted.
-        end = min(self.length - 1, self._context_length)
-        if end < first:
-            return log_q
-        start = first - 1
-        while start < end:
-            self._compute_near(start)
-            border = self._steered_since if self._unsettled else end  # no run is on both sides of it
-            stop = min(start + SCORED_TOKENS, border, end)
-            log_q[start + 1 - first : stop + 1 - first] = self._log_q_after(start, stop)
-            start = stop
+        for start, stop in self._runs(first - 1):
+            logits = np.empty((stop - start, self._vocab_size), dtype=np.float32)
+            one = np.ones(1, dtype=np.int64)  # candidate, which nobody reads
+            log_normalizer = self._answer(start, stop, one, logits=logits)
+            scored = logits[np.arange(stop - start), self._tokens[start + 1 : stop + 1]]
+            log_q[start + 1 - first : stop + 1 - first] = scored - log_normalizer
         return log_q
+
+    def foresee(self, tokens: Sequence[int]) -> Proposal:
+        """What would have been proposed in place of each of `tokens` [m], appended; -1 beyond the context's end."""
+        check_scorable(self.length)
+        first = self.length
+        self.extend(tokens)
+        choices = [NO_CHOICE] * len(tokens)
+        for start, stop in self._runs(first - 1):
+            shape = (stop - start, int(self._candidate_count[0]))
+            candidates, logits = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)
+            log_normalizer = self._answer(
+                start, stop, self._candidate_count, candidate_tokens=candidates, candidate_logits=logits
+            )
+            for row, normalizer in enumerate(log_normalizer.tolist()):
+                position = start + 1 + row
+                choices[position - first] = self._choose(
+                    position, candidates[row], logits[row], normalizer, self._tokens[:position]
+                )
+        return Proposal.of(choices)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens. The cache stays where it is; rows past the end are written over."""
@@ -367,21 +376,36 @@ class OnnxState:
             raise Internal(f"running a drafter: {error}") from error
         self._computed = computed + n
 
-    def _log_q_after(self, start: int, stop: int) -> np.ndarray:
-        """Log q [stop - start] of the tokens that follow positions start .. stop - 1; these go into the cache."""
+    def _runs(self, start: int) -> Iterator[tuple[int, int]]:
+        """Positions (start, stop) to ask for in a run each, until all from `start` on but the prefix's last have been.
+
+        Each row answers for the token behind it. The caller carries each run out before it takes the next.
+        """
+        end = min(self.length - 1, self._context_length)
+        while start < end:
+            self._compute_near(start)
+            border = self._steered_since if self._unsettled else end  # no run is on both sides of it
+            stop = min(start + SCORED_TOKENS, border, end)
+            yield start, stop
+            start = stop
+
+    def _answer(self, start: int, stop: int, candidate_count: np.ndarray, **outputs: np.ndarray) -> np.ndarray:
+        """Put positions up to `stop` into the cache; `outputs` are filled for what follows start .. stop - 1.
+
+        Returns:
+            [stop - start] float32, the log normalizer of each.
+        """
         rows = np.arange(start, stop, dtype=np.int64) - self._computed
-        logits = np.empty((len(rows), self._vocab_size), dtype=np.float32)
         log_normalizer = np.empty(len(rows), dtype=np.float32)
-        one = np.ones(1, dtype=np.int64)  # candidate, which nobody reads
         binding = self._session.io_binding()
         self._bind_cache(binding)
         with _translated(Internal, "binding a drafter's buffers"):
             _bind_input(binding, "logit_rows", rows)
-            _bind_input(binding, "candidate_count", one)
-            _bind_output(binding, "logits", logits)
-            _bind_output(binding, "log_normalizer", log_normalizer)
+            _bind_input(binding, "candidate_count", candidate_count)
+            for name, array in {"log_normalizer": log_normalizer, **outputs}.items():
+                _bind_output(binding, name, array)
         self._run(stop - self._computed, binding)
-        return logits[np.arange(len(rows)), self._tokens[start + 1 : stop + 1]] - log_normalizer
+        return log_normalizer
 
     def _grow(self, length: int) -> None:
         """Make room for `length` tokens, by doubling; the cache never exceeds the context."""

@@ -43,6 +43,10 @@ class CacheShape:
     kv_heads: int
     head_dim: int
 
+    def bytes_of(self, positions: int) -> int:
+        """Of a session's cache with room for so many."""
+        return 4 * 2 * self.layers * self.kv_heads * self.head_dim * positions
+
 
 @dataclass(frozen=True, slots=True)
 class SteeringShape:
@@ -92,6 +96,11 @@ class DrafterPackage:
         return self.folder / STEERING_GRAPH
 
     @property
+    def graph_bytes(self) -> int:
+        """Of the graphs on disk."""
+        return sum(file.bytes for file in self.files if file.name in (MODEL, STEERING_GRAPH))
+
+    @property
     def tokenizer_path(self) -> Path:
         """The tokenizer that drafter and target share."""
         return self.folder / TOKENIZER
@@ -106,10 +115,7 @@ def load_package(folder: Path) -> DrafterPackage:
         ModelRefused: a format, kind or cache that this version does not know.
         DataLoss: a file is missing or is not what the manifest promises.
     """
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
-        raise NotFound(f"{folder} holds no {MANIFEST}, so it is no drafter package")
-    package = parse_manifest(manifest.read_text(encoding="utf-8", errors="replace"), folder)
+    package = read_manifest(folder)
     for file in package.files:
         check_file(folder / file.name, file)
     with package.tokenizer_path.open(encoding="utf-8") as lines:
@@ -117,6 +123,14 @@ def load_package(folder: Path) -> DrafterPackage:
     if found != package.tokenizer_sha256:
         raise DataLoss(f"{TOKENIZER} has the canonical hash {found}, the manifest promises {package.tokenizer_sha256}")
     return package
+
+
+def read_manifest(folder: Path) -> DrafterPackage:
+    """Read a folder's manifest and nothing else; errors as of `load_package`, but for those of files."""
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise NotFound(f"{folder} holds no {MANIFEST}, so it is no drafter package")
+    return parse_manifest(manifest.read_text(encoding="utf-8", errors="replace"), folder)
 
 
 def parse_manifest(text: str, folder: Path) -> DrafterPackage:
@@ -188,11 +202,16 @@ def embedded_packages() -> tuple[str, ...]:
 
 def find_package(name_or_path: str | Path) -> DrafterPackage:
     """Return the embedded drafter of that name, or else the package in that folder, checked as by `load_package`."""
+    return load_package(find_folder(name_or_path))
+
+
+def find_folder(name_or_path: str | Path) -> Path:
+    """Return where the embedded drafter of that name lies, or else that folder, if it holds a package."""
     if name_or_path in embedded_packages():
-        return load_package(FAMILY / name_or_path)
+        return FAMILY / name_or_path
     folder = Path(name_or_path).expanduser()
     if (folder / MANIFEST).is_file():
-        return load_package(folder)
+        return folder
     names = ", ".join(embedded_packages()) or "none"
     raise NotFound(f"no drafter {str(name_or_path)!r}: give a folder with a {MANIFEST}, or an embedded name ({names})")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import check_truncation
+from outrider.edge.drafters.protocol import DraftState, Proposal, check_truncation, foresee_one_by_one
 
 
 class TokenPrefix:
@@ -24,6 +24,10 @@ class TokenPrefix:
     def extend(self, tokens: Sequence[int]) -> None:
         """Append known tokens."""
         self.tokens.extend(int(token) for token in tokens)
+
+    def foresee(self: DraftState, tokens: Sequence[int]) -> Proposal:
+        """What would have been proposed in place of each of `tokens` [m], which are appended."""
+        return foresee_one_by_one(self, tokens)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""

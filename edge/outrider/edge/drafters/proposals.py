@@ -9,14 +9,40 @@ is enough: a proposal binds nobody.
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import numpy as np
 
-from outrider.proto.noise import gumbel_for_proposals
+from outrider.proto.noise import gumbel_for_proposals, random_bits, uniform
 from outrider.proto.types import Sampling
 
+GREEDY_CANDIDATES = 8  # the entropy of these correlates with that of all by 0.99; they cost a token 1 to 2 % more
+
 _LOG_LARGEST_VOCABULARY = 15.0
+
+
+class Choice(NamedTuple):
+    """A token to propose, and what the drafter's distribution says about it. The distribution is that of q.
+
+    Attributes:
+        token: -1: nothing may be proposed, and the rest is NaN.
+        q: its probability.
+        entropy: in nats, of the candidates and the others together. The others are taken for tokens as likely as the
+            last candidate, so it is a lower bound: with the embedded family 0.3 nats too low for 128 candidates at
+            temperature 1, and 1.1 for the few at temperature 0, in step with the truth (correlation above 0.99).
+        certainty: the softmax, over the candidates, of log q + G at the token, G being the shared noise: how far the
+            token is ahead of the others with the very noise that the target will use; q itself at temperature 0.
+    """
+
+    token: int
+    q: float
+    entropy: float
+    certainty: float
+
+
+NO_CHOICE = Choice(-1, math.nan, math.nan, math.nan)
 
 
 class ProposalRule:
@@ -39,13 +65,13 @@ class ProposalRule:
         self._plain = not (edits or (self._truncates and sampling.temperature))
 
     def candidates_wanted(self, useful: int) -> int:
-        """How many candidates to hand to `choose`: one where only the argmax can be proposed, else `useful`."""
-        return 1 if self._plain and self.sampling.temperature == 0 else useful
+        """How many candidates to hand to `choose`, `useful` at most: few where only the argmax can be proposed."""
+        return min(useful, GREEDY_CANDIDATES) if self._plain and self.sampling.temperature == 0 else useful
 
     def choose(
         self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, history: np.ndarray
-    ) -> tuple[int, float] | None:
-        """Return the token to propose at `position` and its probability q under the drafter.
+    ) -> Choice:
+        """Return the token to propose at `position`, with its probability q under the drafter.
 
         q counts the tokens that are no candidates too, so it is an honest confidence: exact at temperature 1, and
         by `_log_tail` elsewhere. At temperature 0, where every proposal is certain, q is the argmax's probability at
@@ -59,44 +85,63 @@ class ProposalRule:
             history: [position] integers, every token before `position`; read only where penalties are on.
 
         Returns:
-            Token and q; None where no candidate may be proposed.
+            `NO_CHOICE` where no candidate may be proposed.
         """
         if not self._plain:
             return self._choose_processed(position, tokens, logits, log_normalizer, history)
         temperature = self.sampling.temperature
         if temperature == 0:
-            return int(tokens[0]), min(1.0, math.exp(float(logits[0]) - log_normalizer))
-        noise = gumbel_for_proposals(self.sampling.seed, position, tokens)
-        if temperature == 1:  # the sum is float64, as the noise is
-            index = int((logits + noise).argmax())
-            return int(tokens[index]), min(1.0, math.exp(float(logits[index]) - log_normalizer))
-        log_q = logits.astype(np.float64) - log_normalizer  # at temperature 1
-        scaled = (log_q - log_q[0]) * self._inverse_temperature
-        weights = np.exp(scaled)
-        index = int((scaled + noise).argmax())
-        tail = math.exp(_log_tail(log_q, self._inverse_temperature) - log_q[0] * self._inverse_temperature)
-        return int(tokens[index]), min(1.0, float(weights[index] / (weights.sum() + tail)))
+            q = min(1.0, math.exp(float(logits[0]) - log_normalizer))
+            return Choice(int(tokens[0]), q, _entropy_of_few(logits, log_normalizer), q)
+        log_q = logits.astype(np.float64)
+        log_q -= log_normalizer
+        if temperature != 1:
+            log_tail = _log_tail(log_q, self._inverse_temperature) - log_q[0] * self._inverse_temperature
+            log_q = (log_q - log_q[0]) * self._inverse_temperature
+            log_q -= math.log(np.exp(log_q).sum() + math.exp(log_tail))
+        return self._draw(position, tokens, log_q)
+
+    def _draw(self, position: int, tokens: np.ndarray, log_q: np.ndarray) -> Choice:
+        """Choose among candidates of log_q [K] float64, where nothing is edited and so the first is not next to 0.
+
+        The argmax of log q + G is that of q e^G, and e^G = -1 / log u, which spares a logarithm and an exponential.
+        """
+        q = np.exp(log_q)
+        race = q / np.log(uniform(random_bits(self.sampling.seed, position, tokens)))  # negative: the least has won
+        index = int(race.argmin())
+        certainty = float(race[index]) / _sum(race)
+        return Choice(int(tokens[index]), min(1.0, float(q[index])), _entropy(q, log_q, log_q[-1]), certainty)
 
     def _choose_processed(
         self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, history: np.ndarray
-    ) -> tuple[int, float] | None:
+    ) -> Choice:
         logits = logits.astype(np.float64)
+        log_q = logits - log_normalizer  # at temperature 1, as the model has it
         processed = (self._edit(tokens, logits, history) - log_normalizer) * self._inverse_temperature
-        if not np.isfinite(processed).any():
-            return None
-        log_total = _log_sum_exp(processed)
-        if not len(self._allowed):  # else almost no other token may be drawn
-            log_total = float(np.logaddexp(log_total, _log_tail(logits - log_normalizer, self._inverse_temperature)))
+        if len(self._allowed):  # almost no other token may be drawn
+            allowed = np.isfinite(processed)
+            if not allowed.any():
+                return NO_CHOICE
+            tokens, processed = tokens[allowed], processed[allowed]
+            log_total = _log_sum_exp(processed)
+        else:
+            log_total = float(np.logaddexp(_log_sum_exp(processed), _log_tail(log_q, self._inverse_temperature)))
+        if self.sampling.temperature and self._truncates:
+            kept = self._keep(processed, log_total)
+            if 0 < self.sampling.top_k <= len(logits) or not kept.all():  # then whatever is no candidate is cut too
+                tokens, processed = tokens[kept], processed[kept]
+                log_total = _log_sum_exp(processed)
+        processed -= log_total
+        q = np.exp(processed)
+        entropy = _entropy(q, processed, log_q[-1] * self._inverse_temperature - log_total)
         if self.sampling.temperature == 0:
             index = int(processed.argmax())
-            return int(tokens[index]), min(1.0, math.exp(processed[index] - log_total))
-        if self._truncates:
-            kept = self._keep(processed, log_total)
-            if 0 < self.sampling.top_k <= len(tokens) or not kept.all():  # then whatever is no candidate is cut too
-                processed[~kept] = -np.inf
-                log_total = _log_sum_exp(processed)
-        index = int((processed + gumbel_for_proposals(self.sampling.seed, position, tokens)).argmax())
-        return int(tokens[index]), min(1.0, math.exp(processed[index] - log_total))
+            certainty = min(1.0, float(q[index]))
+        else:
+            noisy = processed + gumbel_for_proposals(self.sampling.seed, position, tokens)
+            index = int(noisy.argmax())
+            certainty = 1.0 / float(np.exp(noisy - noisy[index]).sum())
+        return Choice(int(tokens[index]), min(1.0, float(q[index])), entropy, certainty)
 
     def _edit(self, tokens: np.ndarray, logits: np.ndarray, history: np.ndarray) -> np.ndarray:
         """Apply allowed tokens, bias and penalties to logits [K] float64; what may not be drawn becomes -inf."""
@@ -130,6 +175,33 @@ class ProposalRule:
         mask = np.empty(len(order), dtype=bool)
         mask[order] = kept
         return mask
+
+
+def _entropy(q: np.ndarray, log_q: np.ndarray, log_other: float) -> float:
+    """Nats of candidates with `q` [K], where each of the other tokens that share the rest has `log_other`."""
+    rest = max(0.0, 1.0 - _sum(q))
+    return -float(q.dot(log_q)) - rest * float(log_other)
+
+
+def _sum(values: np.ndarray) -> float:
+    """Of [K] float64; as a product it takes a third of the time."""
+    return float(values.dot(_ones(len(values))))
+
+
+@functools.cache
+def _ones(count: int) -> np.ndarray:
+    return np.ones(count)
+
+
+def _entropy_of_few(logits: np.ndarray, log_normalizer: float) -> float:
+    """`_entropy` of a few candidates' logits [K], descending, at temperature 1; half the time that numpy takes."""
+    entropy, rest, log_q = 0.0, 1.0, 0.0
+    for logit in logits.tolist():
+        log_q = logit - log_normalizer
+        q = math.exp(log_q)
+        entropy -= q * log_q
+        rest -= q
+    return entropy - max(0.0, rest) * log_q
 
 
 def _log_sum_exp(values: np.ndarray) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,19 +10,33 @@ from typing import Protocol
 import numpy as np
 
 from outrider.edge.drafters.packages import SteeringShape
-from outrider.edge.drafters.proposals import ProposalRule
+from outrider.edge.drafters.proposals import NO_CHOICE, Choice, ProposalRule
 from outrider.proto.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens [n] that a drafter puts after a prefix, and the probability q [n] that it gave to each."""
+    """What a drafter puts after a prefix, as `ProposalRule.choose` has it.
+
+    Attributes:
+        tokens: [n].
+        q: [n] the probability that the drafter gave to each.
+        entropy: [n] in nats, of the distribution that each was taken from; empty: not known.
+        certainty: [n] how far each was ahead of the others, noise included; empty: not known.
+    """
 
     tokens: tuple[int, ...]
     q: tuple[float, ...]
+    entropy: tuple[float, ...] = ()
+    certainty: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @staticmethod
+    def of(choices: Sequence[Choice]) -> Proposal:
+        """The proposal of these tokens."""
+        return Proposal(*zip(*choices, strict=True)) if choices else Proposal((), ())
 
 
 class DraftState(Protocol):
@@ -44,6 +59,15 @@ class DraftState(Protocol):
         """Append `tokens` [m] and return log q of each given all before it: [m] float32, plain log-softmax, no noise.
 
         Needs a prefix of at least one token. Where a drafter can know nothing it answers the uniform distribution.
+        """
+        ...
+
+    def foresee(self, tokens: Sequence[int]) -> Proposal:
+        """What would have been proposed in place of each of `tokens` [m], given all before it; then they are appended.
+
+        As `propose(1)`, `truncate` and `extend` for each of them, but for the time. The proposal's tokens are [m], -1
+        where nothing would have been proposed; q, and what else is known, is NaN there. Needs a prefix of at least one
+        token.
         """
         ...
 
@@ -93,6 +117,26 @@ class Drafter(Protocol):
 def steering_of(drafter: Drafter) -> SteeringShape | None:
     """The codes that a drafter takes; one that was written before there were any takes none."""
     return getattr(drafter, "steering", None)
+
+
+def foresee_one_by_one(state: DraftState, tokens: Sequence[int]) -> Proposal:
+    """`DraftState.foresee` by its definition: for drafters that have nothing better."""
+    check_scorable(state.length)
+    choices = []
+    for token in tokens:
+        length = state.length
+        choices.append(_first(state.propose(1)))
+        state.truncate(length)
+        state.extend((token,))
+    return Proposal.of(choices)
+
+
+def _first(proposal: Proposal) -> Choice:
+    if not proposal.tokens:
+        return NO_CHOICE
+    unknown = (math.nan,)
+    entropy, certainty = proposal.entropy or unknown, proposal.certainty or unknown
+    return Choice(proposal.tokens[0], proposal.q[0], entropy[0], certainty[0])
 
 
 def check_truncation(length: int, current: int) -> None:

@@ -32,12 +32,13 @@ from outrider.proto.session.edge import (
     RetryRules,
     Send,
 )
-from outrider.proto.session.selection import ReadJob, Selection
+from outrider.proto.session.selection import PROMPT_TOKENS, ReadJob, Selection
 from outrider.proto.session.settle import settle
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 
 __all__ = [
     "NOTHING_FORESEEN",
+    "PROMPT_TOKENS",
     "Codes",
     "Done",
     "DraftJob",

@@ -128,10 +128,17 @@ class DraftJob:
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What a drafter would have proposed in place of committed tokens: [m], -1: nothing; and its q [m], NaN there."""
+    """What a drafter says of tokens that are there.
+
+    Attributes:
+        tokens: [m] that it would have proposed in place of committed ones; -1: nothing.
+        q: [m] its probability of each; NaN: not known.
+        log_q: [n] natural logs of what it gives to tokens of the prompt.
+    """
 
     tokens: tuple[int, ...] = ()
     q: tuple[float, ...] = ()
+    log_q: tuple[float, ...] = ()
 
 
 NOTHING_FORESEEN = Foreseen()
@@ -231,6 +238,7 @@ class EdgeSession:
         send_q: bool = False,
         codes: Codes | None = None,
         selection: Selection | None = None,
+        battery: float = 1.0,
     ) -> None:
         """Begin a text.
 
@@ -242,6 +250,7 @@ class EdgeSession:
             send_q: send the drafter's probabilities, which earn rewards in the commits.
             codes: that `frame.steering` wishes for; None: the drafter is not steered.
             selection: among several drafters; None: there is one.
+            battery: share that is left, for rules that price energy.
 
         Raises:
             InvalidArgument: one of `frame.steering` and `codes` is there without the other.
@@ -282,6 +291,7 @@ class EdgeSession:
         self._certainty: list[float] = []  # likewise
         self._selection = selection or Selection.of_one()
         self._selection.begin_text(self.prompt_length, 0)
+        self._battery = battery
         self._choice_due = True
         self._reading: ReadJob | None = None
         self._epoch = 0  # counts contradictions; a job of an older epoch proposes in vain
@@ -580,6 +590,11 @@ class EdgeSession:
         return len(self.transcript) - self.prompt_length
 
     @property
+    def sampling(self) -> Sampling:
+        """Of this turn."""
+        return self._open.sampling
+
+    @property
     def drafter(self) -> int:
         """Whose turn it is, where there are several."""
         return self._selection.current
@@ -641,6 +656,7 @@ class EdgeSession:
             entropy=tuple(self._entropy),
             certainty=tuple(self._certainty),
             temperature=self._open.sampling.temperature,
+            battery=self._battery,
         )
         return min(room, self._policy.more(view))
 
@@ -648,7 +664,7 @@ class EdgeSession:
         """The drafter's next piece of work, at most `most` tokens; None: wait for an event. One job runs at a time."""
         if self._job_running or self._reading is not None or not self._drafting:
             return None
-        if self._choice_due and not self._drafted:
+        if self._choice_due and self._connected and not self._drafted:
             self._choose()
         count = min(most, self.allowance())
         if count == 0:
@@ -787,6 +803,7 @@ class EdgeSession:
             return []
         self._experience.of(self._selection.names[job.drafter]).reading_s.add(seconds / len(job.tokens))
         self.statistics.read += len(job.tokens)
+        self._selection.note_prompt(job.drafter, foreseen.log_q)
         self._take_foreseen(job.drafter, job.start, foreseen)
         return self._flush(now)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,22 +10,27 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 
 READ_TOKENS = 32  # that an idle drafter reads at once: a commit that comes meanwhile has to wait for so long
+PROMPT_TOKENS = 64  # of a prompt's end, that tell whose subject it is before there is any text
 ROUND_DRAFTS = 8  # of a round, as selectors reckon with
 
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """What an idle drafter should do: truncate its prefix, read `tokens`, and foresee all but the first `skip`."""
+    """What a drafter should read while nobody drafts: it truncates its prefix and extends it with `tokens`.
+
+    Behind the first `skip` of them it scores `score` tokens, of the prompt's, and foresees the others, of the text's.
+    """
 
     drafter: int
     truncate_to: int
     tokens: tuple[int, ...]
     skip: int
+    score: int = 0
 
     @property
     def start(self) -> int:
         """Position of the first token that is foreseen."""
-        return self.truncate_to + self.skip
+        return self.truncate_to + self.skip + self.score
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +50,10 @@ class Selection:
     Attributes:
         names: of the drafters.
         current: whose turn it is.
-        steered: the one that steering codes are meant for.
+        steered: the one that steering codes are meant for; None: none of them.
     """
 
-    def __init__(self, selector: Selector, names: tuple[str, ...], *, steered: int = 0) -> None:
+    def __init__(self, selector: Selector, names: tuple[str, ...], *, steered: int | None = 0) -> None:
         """All of them still have to read the prompt.
 
         Raises:
@@ -56,7 +62,7 @@ class Selection:
         drafters = len(names)
         if not drafters or len(set(names)) < drafters:
             raise InvalidArgument("must be one or more drafters of different names", field="selection.names")
-        if not 0 <= steered < drafters:
+        if steered is not None and not 0 <= steered < drafters:
             raise InvalidArgument(f"must be below {drafters}, the number of drafters", field="selection.steered")
         self.names = names
         self.current = 0
@@ -64,6 +70,8 @@ class Selection:
         self._selector = selector
         self._prefix = [0] * drafters  # so much of each one's prefix is known to agree with the text
         self._first = 0  # position of the first token of text
+        self._scored = [(0.0, 0)] * drafters  # sum of log q of tokens of the prompt's end, and how many
+        self._prompt_news = False  # that the selector has not been told
         self._heard = [0] * drafters  # tokens of text of which it is known, or never will be, whether it hits
         self._news: list[list[bool | None]] = [[] for _ in range(drafters)]  # that the selector has not been told
         self._failed: set[int] = set()
@@ -91,6 +99,7 @@ class Selection:
     def begin_text(self, first: int, kept: int) -> None:
         """The text begins at position `first`; of all prefixes `kept` tokens at most are still right."""
         self._first = first
+        self._scored = [(0.0, 0)] * self.drafters
         self._prefix = [min(length, kept) for length in self._prefix]
         self._heard = [0] * self.drafters
         self._news = [[] for _ in self._prefix]
@@ -104,6 +113,12 @@ class Selection:
         if self.drafters > 1 and between >= 0:
             self._news[drafter] += [None] * between + [hit]
             self._heard[drafter] += between + 1
+
+    def note_prompt(self, drafter: int, log_q: Sequence[float]) -> None:
+        """It gave so much to tokens of the prompt's end, nats each."""
+        total, n = self._scored[drafter]
+        self._scored[drafter] = (total + sum(log_q), n + len(log_q))
+        self._prompt_news = self._prompt_news or bool(log_q)
 
     def first_unheard(self, drafter: int) -> int:
         """The first position of the text of which nothing is known of it."""
@@ -122,6 +137,9 @@ class Selection:
         if self.drafters == 1:
             return self.current
         self._view = self._look(arms, conditions, committed)
+        if self._prompt_news:
+            self._prompt_news = False
+            self._selector.read_prompt([total / n if n else math.nan for total, n in self._scored])
         chosen = self._selector.choose(self._view)
         if chosen in self._failed:
             chosen = next(drafter for drafter in range(self.drafters) if drafter not in self._failed)
@@ -176,15 +194,26 @@ class Selection:
 
     def next_reading(self, transcript: Sequence[int]) -> ReadJob | None:
         """What an idle drafter should read of the text while nobody drafts; None: nothing that is worth it."""
-        if self._view is None:
+        if self.drafters == 1 or not self._selector.reads_along:
             return None
+        if self._view is None:  # before the first choice: everybody reads the prompt
+            unread = (i for i, length in enumerate(self._prefix) if length < len(transcript) and i not in self._failed)
+            drafter = next(unread, None)
+            return None if drafter is None else self._reading_of(drafter, transcript)
         view = replace(self._view, behind=tuple(self._behind(len(transcript))))
         for drafter in self._selector.score(view, self.current):
             if drafter not in self._failed:
-                start = self._prefix[drafter]
-                end = min(len(transcript), start + READ_TOKENS)
-                self._prefix[drafter] = end
-                skip = min(end - start - 1, max(0, self.first_unheard(drafter) - start))
-                skip = max(skip, int(start == 0))  # foreseeing computes, and needs a token before
-                return ReadJob(drafter, start, tuple(transcript[start:end]), skip)
+                return self._reading_of(drafter, transcript)
         return None
+
+    def _reading_of(self, drafter: int, transcript: Sequence[int]) -> ReadJob:
+        start = self._prefix[drafter]
+        end = min(len(transcript), start + READ_TOKENS)
+        self._prefix[drafter] = end
+        # Scoring and foreseeing compute, and need a token before; to skip alone would leave all the work for later.
+        if start < self._first:
+            skip = max(1, min(self._first - PROMPT_TOKENS, end - 1), start) - start
+            score = max(0, min(end, self._first) - start - skip)
+        else:
+            skip, score = min(end - 1, max(start, self.first_unheard(drafter))) - start, 0
+        return ReadJob(drafter, start, tuple(transcript[start:end]), skip, score)

@@ -11,7 +11,7 @@ counterfactual  what an idle drafter would have committed, from its hits
 experts         weights of drafters with full information: each pays for every token what it would have cost
 fixed           one drafter always; any at random
 ucb             MetaSD-UCB, discounted UCB, sliding-window UCB
-exp3, thompson, halving, hedge, leader
+exp3, thompson, halving, hedge, leader, routing
                 one selector each
 default         the one that is best on hit traces
 names           all of them by the names that users give
@@ -34,6 +34,7 @@ from outrider.proto.policy.selection.leader import Leader
 from outrider.proto.policy.selection.names import SELECTORS, MakeSelector, selector_named
 from outrider.proto.policy.selection.objective import Alignment, Objective, Throughput
 from outrider.proto.policy.selection.rewards import BlockDivergence, BlockEfficiency, Reward
+from outrider.proto.policy.selection.routing import Routing
 from outrider.proto.policy.selection.thompson import Thompson
 from outrider.proto.policy.selection.ucb import DiscountedUcb, MetaSdUcb, SlidingUcb
 
@@ -54,6 +55,7 @@ __all__ = [
     "RandomSelector",
     "Reward",
     "RoundOutcome",
+    "Routing",
     "SelectionView",
     "Selector",
     "SequentialHalving",

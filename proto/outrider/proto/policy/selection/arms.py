@@ -177,6 +177,10 @@ class Selector(Protocol):
         """The arm of the round that begins."""
         ...
 
+    def read_prompt(self, log_q: Sequence[float]) -> None:
+        """[arms] nats a token that each gave to the end of the prompt; NaN: not known yet, and told later perhaps."""
+        del log_q
+
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
         """Idle arms to read with during this round's wait, the most wanted first; what does not fit is left.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from outrider.proto.errors import InvalidArgument
@@ -25,6 +27,10 @@ class Leader(Selector):
             more than one over a single token, and the news may be as old as that.
         prior: [arms] acceptance of each as the fleet has seen it; empty: not known, and the first arm begins.
         prior_tokens: of evidence that it counts for.
+        subject: nats of weight for every nat a token that a drafter gives to the prompt's end less than the best does:
+            whose subject the prompt is shows there before there is any text. A mixture of the drafters as models of the
+            prompt would have as many as it has tokens (Bayes); but to know a prompt is not yet to know the target.
+        most_subject: nats that a drafter loses by it at most.
     """
 
     reads_along: ClassVar[bool] = True
@@ -32,6 +38,9 @@ class Leader(Selector):
     stride: int = 4
     prior: tuple[float, ...] = ()
     prior_tokens: float = 12.0
+    subject: float = 6.0
+    most_subject: float = 3.0
+    blamed: list[float] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         if len(self.prior) not in (0, self.experts.arms):
@@ -49,6 +58,15 @@ class Leader(Selector):
             return leader
         price = self.experts.eta * view.switch_s[leader] / longest
         return leader if weights[leader] - weights[view.current] > price else view.current
+
+    def read_prompt(self, log_q: Sequence[float]) -> None:
+        """[arms] nats a token that each gave to the end of the prompt; NaN: not known, which is no reproach."""
+        best = max((value for value in log_q if not math.isnan(value)), default=0.0)
+        behind = [
+            0.0 if math.isnan(value) else min(self.most_subject, self.subject * (best - value)) for value in log_q
+        ]
+        before, self.blamed = self.blamed or [0.0] * self.experts.arms, behind
+        self.experts.pay([(now - then) / self.experts.eta for now, then in zip(behind, before, strict=True)])
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
         """Idle arms with `stride` unread tokens or more, those with most first."""

@@ -15,6 +15,7 @@ from outrider.proto.policy.selection.fixed import RandomSelector, StaticSelector
 from outrider.proto.policy.selection.halving import SequentialHalving
 from outrider.proto.policy.selection.hedge import Hedge
 from outrider.proto.policy.selection.rewards import BlockDivergence, BlockEfficiency
+from outrider.proto.policy.selection.routing import Routing
 from outrider.proto.policy.selection.thompson import Thompson
 from outrider.proto.policy.selection.ucb import DiscountedUcb, MetaSdUcb, SlidingUcb
 
@@ -34,6 +35,7 @@ SELECTORS: Mapping[str, MakeSelector] = {
     "discounted": lambda arms, _rng: DiscountedUcb(arms=arms),
     "sliding": lambda arms, _rng: SlidingUcb(arms=arms),
     "hedge": lambda arms, rng: Hedge(FixedShare(arms=arms), rng),
+    "routing": lambda arms, _rng: Routing(arms=arms),
 }
 
 

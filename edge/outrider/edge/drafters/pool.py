@@ -1,0 +1,312 @@
+"""Several drafters at one edge, loaded on demand within a limit of memory.
+
+A drafter is an index, as in the session's selection. Sessions say which ones they `want`; a thread loads these, and
+gives up the least recently wanted ones where they need the room. What is given up stays in memory for as long as a
+session's state holds on to it, and is counted until then, so the limit holds for what is really there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from outrider.edge.drafters.memory import give_back, own_bytes
+from outrider.edge.drafters.packages import SteeringShape
+from outrider.edge.drafters.protocol import Drafter, steering_of
+from outrider.proto.errors import (
+    ConfigError,
+    DataLoss,
+    DeadlineExceeded,
+    ModelRefused,
+    OutriderError,
+    Unavailable,
+)
+
+REST_S = 10.0  # for so long a drafter stays after it was wanted: loading again and again would be slower than any
+LOOK_AGAIN_S = 0.5  # after there was no room for what is wanted
+
+BROKEN = (DataLoss, DeadlineExceeded, ModelRefused, Unavailable, OSError)
+"""What is wrong with a drafter and not with the wish for it: the others go on without it."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A drafter that can be loaded.
+
+    Attributes:
+        name: as in its manifest.
+        version: likewise.
+        bytes: of its graphs on disk; 0: it takes no memory to speak of, and is never given up.
+        load: does it, in any thread; raises `OutriderError` or `OSError`.
+        steering: the codes that it takes; None: none.
+    """
+
+    name: str
+    version: str
+    bytes: int
+    load: Callable[[], Drafter]
+    steering: SteeringShape | None = None
+
+
+class DrafterPool:
+    """The drafters of one edge, 0 to `len(pool)` - 1, shared by its sessions. Every method is for any thread."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        limit_bytes: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            members: in the order of their indices.
+            limit_bytes: of memory that drafters hold together, without the caches of sessions.
+            clock: seconds.
+
+        Raises:
+            ConfigError: no member, or two of one name.
+        """
+        names = tuple(member.name for member in members)
+        if not names:
+            raise ConfigError("names none; use `none` for no drafter", field="drafter")
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"names {twice!r} twice; give each drafter once", field="drafter")
+        self._members = tuple(members)
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        self._bytes = [member.bytes for member in members]  # the most that was ever measured
+        self._errors = [self._too_large(member.name, member.bytes) for member in members]
+        self._loaded: dict[int, Drafter] = {}
+        self._given_up: dict[int, weakref.ref[Drafter]] = {}  # and perhaps still in the hands of a session
+        self._wanted: list[int] = []  # the most wanted first
+        self._wanted_at = [-math.inf] * len(members)
+        self._look_again_at = -math.inf
+        self._lock = threading.Lock()  # of all above; held for the time that it takes to drop a drafter, 1 ms
+        self._loading = threading.Lock()  # one at a time, so that what each takes can be measured
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-drafter-loader")
+        self._at_work = False
+        self._closed = False
+
+    @classmethod
+    def of(cls, *drafters: Drafter) -> DrafterPool:
+        """Drafters that are loaded already."""
+
+        def member(drafter: Drafter) -> Member:
+            return Member(drafter.name, drafter.version, 0, lambda: drafter, steering_of(drafter))
+
+        pool = cls([member(drafter) for drafter in drafters], limit_bytes=0)
+        pool._loaded = dict(enumerate(drafters))
+        return pool
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """[K] as in the manifests."""
+        return tuple(member.name for member in self._members)
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """[K] as in the manifests."""
+        return tuple(member.version for member in self._members)
+
+    @property
+    def bytes(self) -> tuple[int, ...]:
+        """[K] of memory: as measured after loading, and until then those of the graphs on disk."""
+        return tuple(self._bytes)
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """[K] why a drafter cannot be loaded, and will not be tried again; empty: nothing is known against it."""
+        return tuple(self._errors)
+
+    @property
+    def steered(self) -> int | None:
+        """The drafter that codes are asked for: of those that take any, the one with the smallest index."""
+        return next((index for index, member in enumerate(self._members) if member.steering is not None), None)
+
+    @property
+    def steering(self) -> SteeringShape | None:
+        """Of the steered one."""
+        return None if self.steered is None else self._members[self.steered].steering
+
+    @property
+    def first(self) -> Drafter | None:
+        """Of those that are loaded, the one with the smallest index."""
+        with self._lock:
+            return self._loaded[min(self._loaded)] if self._loaded else None
+
+    def loaded(self, index: int) -> Drafter | None:
+        """The drafter, if it is loaded. Never waits, and is no wish for it."""
+        return self._loaded.get(index)
+
+    def want(self, indices: Sequence[int]) -> None:
+        """Have these loaded, the most wanted first, as far as there is room; returns at once.
+
+        What is wanted again and again stays; what has not been for longest goes first, but not within `REST_S`.
+        """
+        with self._lock:
+            self._note(indices)
+            settled = all(index in self._loaded or self._errors[index] for index in indices)
+            if not (settled or self._closed or self._at_work or self._clock() < self._look_again_at):
+                self._at_work = True
+                self._thread.submit(self._work)
+
+    def load(self, index: int) -> Drafter:
+        """Have this one loaded now, in this thread, as the most wanted.
+
+        Raises:
+            OutriderError, OSError: it cannot be, and why.
+        """
+        with self._lock:
+            self._note((index,))
+        if not self._errors[index]:
+            self._load(index)
+        if self._errors[index]:
+            raise ModelRefused(self._errors[index])
+        drafter = self.loaded(index)
+        if drafter is None:
+            raise Unavailable("the pool of drafters is closed")
+        return drafter
+
+    def close(self) -> None:
+        """Give all up. A load that is in progress ends by itself, and comes to nothing."""
+        with self._lock:
+            self._closed = True
+            self._loaded = {}
+            self._given_up = {}
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # --- in the loader's thread ---
+
+    def _work(self) -> None:
+        while (index := self._next()) is not None:
+            try:
+                self._load(index)
+            except Exception as error:  # a drafter may be anybody's code, and the others go on without it
+                self._fail(index, error)
+
+    def _next(self) -> int | None:
+        """What to load next, once there is room for it; None: nothing, or not now."""
+        with self._lock:
+            had = len(self._loaded)
+            index = None if self._closed else self._most_wanted()
+            self._at_work = index is not None
+            self._look_again_at = self._clock() + LOOK_AGAIN_S
+            dropped = len(self._loaded) < had
+        if dropped:
+            give_back()
+        return index
+
+    def _most_wanted(self) -> int | None:
+        """Go through what is wanted, as long as it fits; take back or make room where one of them is not loaded."""
+        room, kept = self._limit_bytes, set[int]()
+        for index in self._wanted:
+            if self._errors[index] or self._bytes[index] > room:
+                continue
+            room -= self._bytes[index]
+            kept.add(index)
+            given_up = self._given_up.pop(index, None)
+            drafter = given_up() if given_up is not None else None
+            if drafter is not None:
+                self._loaded[index] = drafter
+            if index in self._loaded:
+                continue
+            return index if self._make_room(self._bytes[index], kept) else None
+        return None
+
+    def _make_room(self, needed: int, kept: set[int]) -> bool:
+        """Give up what is not to be kept, the least wanted first, until `needed` bytes are free; whether they are."""
+        rested = self._clock() - REST_S
+        lacking = self._in_memory() + needed - self._limit_bytes
+        leaving: list[int] = []
+        for index in self._by_need():
+            if lacking > 0 and index not in kept and self._bytes[index] and self._wanted_at[index] <= rested:
+                leaving.append(index)
+                lacking -= self._bytes[index]
+        if lacking > 0:
+            return False  # and nobody leaves in vain
+        for index in leaving:
+            self._give_up(index)
+        return self._in_memory() + needed <= self._limit_bytes
+
+    def _load(self, index: int) -> None:
+        member = self._members[index]
+        with self._loading:
+            if self.loaded(index) is not None:
+                return
+            before = own_bytes()
+            began = time.monotonic()
+            drafter = member.load()
+            after = own_bytes()
+            with self._lock:
+                if self._closed:
+                    return
+                if member.bytes and before is not None and after is not None:
+                    self._bytes[index] = max(self._bytes[index], after - before)
+                self._loaded[index] = drafter
+                del drafter
+                self._keep_to_limit(index)
+        seconds = time.monotonic() - began
+        log.info("drafter %s: %.1f MB, loaded in %.0f ms", member.name, self._bytes[index] / 1e6, seconds * 1000)
+
+    def _keep_to_limit(self, index: int) -> None:
+        """The drafter is larger than its file said: others go, or itself where it is the least wanted."""
+        self._errors[index] = self._too_large(self._members[index].name, self._bytes[index])
+        if self._errors[index]:
+            log.warning("going on without a drafter: %s", self._errors[index])
+            del self._loaded[index]
+            return
+        for candidate in self._by_need():
+            if self._in_memory() <= self._limit_bytes:
+                return
+            if self._bytes[candidate]:
+                self._give_up(candidate)
+
+    def _fail(self, index: int, error: Exception) -> None:
+        known = isinstance(error, OutriderError | OSError)
+        reason = str(error).splitlines()[0] if known and str(error) else type(error).__name__
+        log.warning("going on without the drafter %s: %s", self._members[index].name, reason)
+        with self._lock:
+            self._errors[index] = reason
+
+    # --- with the lock held ---
+
+    def _note(self, indices: Sequence[int]) -> None:
+        """These are wanted now, and more than any others."""
+        now = self._clock()
+        for index in indices:
+            self._wanted_at[index] = now
+        fresh = list(dict.fromkeys(indices))
+        if fresh != self._wanted[: len(fresh)]:
+            self._wanted = fresh + [index for index in self._wanted if index not in fresh]
+            self._look_again_at = -math.inf
+
+    def _too_large(self, name: str, size: int) -> str:
+        if size <= self._limit_bytes:
+            return ""
+        return f"{name} takes {size / 1e6:.1f} MB; raise --drafter-memory, which is {self._limit_bytes / 1e6:g}"
+
+    def _by_need(self) -> list[int]:
+        """Loaded drafters, the least wanted first."""
+        wanted = {index: place for place, index in enumerate(self._wanted)}
+        return sorted(self._loaded, key=lambda index: -wanted.get(index, len(wanted)))
+
+    def _give_up(self, index: int) -> None:
+        self._given_up[index] = weakref.ref(self._loaded.pop(index))
+
+    def _in_memory(self) -> int:
+        self._given_up = {index: given_up for index, given_up in self._given_up.items() if given_up() is not None}
+        return sum(self._bytes[index] for index in (*self._loaded, *self._given_up))

@@ -1,0 +1,77 @@
+"""Several drafters on the command line, and the memory that they take."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from outrider.deploy.cli import build_parser, main
+from outrider.deploy.daemon import edge_config
+from outrider.deploy.options import drafting
+from outrider.edge.config import EdgeConfig
+from outrider.edge.drafters import embedded_packages
+from outrider.proto.policy.selection import SELECTORS
+
+
+def test_one_drafter_alone_is_what_it_always_was():
+    said = drafting(build_parser().parse_args(["run", "hello"]))
+    unsaid = EdgeConfig(verifier="127.0.0.1:1", model="m")
+    assert said == {name: getattr(unsaid, name) for name in said}
+
+
+def test_a_list_of_drafters_its_rule_and_its_memory_reach_the_edge():
+    line = "edge --coordinator 127.0.0.1:1 --drafter general,ngram --selector exp3 --drafter-memory 64"
+    config = edge_config(build_parser().parse_args(line.split()))
+    assert config.drafters == ("general", "ngram")
+    assert (config.selector, config.drafter_memory_mb) == ("exp3", 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--selector", "best"], "'best' is none of leader, static"),
+        (["--drafter-memory", "0"], "0"),
+        (["--drafter-memory", "much"], "much"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, says, capfd):
+    with pytest.raises(SystemExit, match="2"):
+        build_parser().parse_args(["run", *arguments, "hello"])
+    said = capfd.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_wish_that_cannot_be_meant_is_one_line_too(capfd):
+    assert main(["generate", "--coordinator", "127.0.0.1:1", "--drafter", "general,,ngram", "hello"]) != 0
+    said = capfd.readouterr().err
+    assert "drafter: has an empty name between commas" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_the_help_names_every_selector():
+    shown = re.sub(r"\s+", " ", _subparser("run").format_help())
+    assert all(name in shown for name in SELECTORS)
+
+
+def test_every_command_that_drafts_takes_several():
+    for command in ("run", "edge", "demo", "bench", "doctor", "generate"):
+        shown = _subparser(command).format_help()
+        assert "--selector" in shown
+        assert "--drafter-memory" in shown
+
+
+def _subparser(command):
+    return build_parser()._subparsers._group_actions[0].choices[command]
+
+
+@pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")
+def test_models_shows_the_memory_of_every_drafter(capfd):
+    assert main(["models", "--memory"]) == 0
+    lines = [line.split("│")[1:-1] for line in capfd.readouterr().out.splitlines() if "│" in line]
+    rows = {cells[0].strip(): cells[1:] for cells in lines}
+    taken = [float(rows[name][0]) for name in embedded_packages()]
+    assert all(0 < megabytes < 500 for megabytes in taken)
+    assert float(rows["all"][0]) == pytest.approx(sum(taken), abs=0.1 * len(taken))
+    assert rows["general"][1].strip() == "0.8", "512 positions of 3 layers, 2 heads, 32 numbers, keys and values"
