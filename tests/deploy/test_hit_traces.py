@@ -27,6 +27,12 @@ FIELDS = {
     "hits": (True, False, True, True, False),
     "confidence": (0.5, math.nan, 1.0, 0.25, 0.0),
 }
+MEASURED = {
+    "entropy": (1.5, 0.25, math.nan, 0.0, 4.0),
+    "certainty": (0.5, math.nan, 1.0, 0.25, 0.0),
+    "agreement": (1.0, 0.5, 0.25, math.nan, 0.0),
+    "seed": 7,
+}
 
 
 def recorded(script, **changes) -> HitTrace:
@@ -52,7 +58,7 @@ def test_every_position_is_asked_after_the_targets_own_tokens() -> None:
         return 99
 
     assert not any(recorded(script).hits)
-    assert asked == [PROMPT + TEXT[:i] for i in range(len(TEXT))]
+    assert asked[-len(TEXT) :] == [PROMPT + TEXT[:i] for i in range(len(TEXT))]
 
 
 def test_a_drafter_that_says_nothing_is_silent_and_not_wrong() -> None:
@@ -68,14 +74,43 @@ def test_traces_come_back_from_a_file(tmp_path) -> None:
         HitTrace(**FIELDS),
         HitTrace(**FIELDS | {"id": "é\n", "ended": True, "silent": (False, True, False, False, True)}),
         recorded((*PROMPT, 20)),
+        recorded((*PROMPT, 20, 99), chances=lambda tokens: [token / 99 for token in tokens]),
+        HitTrace(**FIELDS | MEASURED),
     ]
     path = tmp_path / "traces.jsonl"
     save_traces(traces, path)
-    assert len(path.read_text().splitlines()) == 3
+    assert len(path.read_text().splitlines()) == 5
     assert "NaN" not in path.read_text()
     assert repr(load_traces(path)) == repr(traces)  # NaN is not equal to itself
     save_traces([], path)
     assert load_traces(path) == []
+
+
+def test_what_the_target_thinks_of_a_draft_is_asked_of_what_was_proposed_and_bounded_by_one() -> None:
+    asked = []
+
+    def chances(tokens):
+        asked.append(list(tokens))
+        return [0.07, 0.35, 0.9, 0.9, 0.0]
+
+    trace = recorded((*PROMPT, 20, 99, 22), chances=chances)
+    assert asked == [[20, 99, 22, 0, 0]]  # of silence any
+    assert trace.agreement[:3] == (0.1, 0.5, 1.0)
+    assert all(map(math.isnan, trace.agreement[3:]))
+    assert recorded((*PROMPT, 20)).agreement == ()
+
+
+def test_the_beginning_of_a_trace_keeps_what_belongs_to_it() -> None:
+    trace = HitTrace(**FIELDS | MEASURED).first(2)
+    assert (trace.tokens, trace.hits, trace.silent, trace.seed) == (TEXT[:2], (True, False), (), 7)
+    assert (trace.entropy, trace.agreement) == ((1.5, 0.25), (1.0, 0.5))
+
+
+def test_a_file_from_before_there_were_measures_can_be_loaded(tmp_path) -> None:
+    path = tmp_path / "traces.jsonl"
+    old = {name: value for name, value in FIELDS.items() if name != "confidence"}
+    path.write_text(json.dumps(old | {"confidence": [0.5, None, 1.0, 0.25, 0.0], "ended": False, "silent": []}) + "\n")
+    assert repr(load_traces(path)) == repr([HitTrace(**FIELDS)])
 
 
 def test_a_trace_without_confidence_can_be_loaded(tmp_path) -> None:
@@ -94,6 +129,11 @@ def test_a_trace_without_confidence_can_be_loaded(tmp_path) -> None:
         ("tokens", "abcde", "trace.tokens: .*list of token ids"),
         ("tokens", [20, 21, 22, 23, -1], "trace.tokens: .*list of token ids"),
         ("confidence", [0.5, 0.5, 0.5, 0.5, 1.5], "trace.confidence: .*probabilities or null"),
+        ("entropy", [0.5], "trace.entropy: .*one entry for each token"),
+        ("entropy", [0.5, 0.5, 0.5, 0.5, -1], "trace.entropy: .*nats or null"),
+        ("certainty", [0.5, 0.5, 0.5, 0.5, 1.5], "trace.certainty: .*probabilities or null"),
+        ("agreement", [0.5, 0.5, 0.5, 0.5, "1"], "trace.agreement: .*probabilities or null"),
+        ("seed", 0.5, "trace.seed: .*whole number"),
         ("silent", [True, False, False, False, False], "trace.silent: .*where the drafter hits"),
         ("prompt_tokens", 0, "trace.prompt_tokens: .*1 or more"),
         ("prompt_tokens", "3", "trace.prompt_tokens: .*whole number"),

@@ -166,6 +166,31 @@ def test_reading_along_never_takes_longer_than_the_wait() -> None:
     assert max(len(outcome.hits[1]) for outcome in stays.outcomes) == 1, "0.033 s hold one token of 0.02 s"
 
 
+def test_who_reads_along_is_told_of_the_prompt_and_pays_for_reading_it_what_the_wait_does_not_hide() -> None:
+    told: list[list[float]] = []
+
+    class Reader(StaticSelector):
+        reads_along = True
+
+        def read_prompt(self, log_q: Sequence[float]) -> None:
+            told.append(list(log_q))
+
+    first, second = (
+        replace(track.trace, prompt_log_q=log_q) for track, log_q in zip(HAND.tracks, (-2.5, -1.5), strict=True)
+    )
+    text = Text((Track(first), Track(second)))
+    costs = replace(PLAIN, prefill_row_s=0.0003)
+    alone = play(text, TWO, StaticSelector(0), link(20), costs, 2)
+    along = play(text, TWO, Reader(0), link(20), costs, 2)
+    assert told == [[-2.5, -1.5]]
+    waiting_s = 0.020 + 0.010 + 10 * 0.0003
+    both_s = 10 * (0.0005 + 0.01)
+    assert along.seconds - alone.seconds == pytest.approx(both_s - waiting_s - 10 * 0.0005)
+    assert play(text, TWO, Reader(0), link(200), costs, 2).seconds == pytest.approx(
+        play(text, TWO, StaticSelector(0), link(200), costs, 2).seconds
+    )
+
+
 def test_what_a_commit_tells_is_counted_as_the_target_judges() -> None:
     listening = Listening(np.random.default_rng(0))
     play(Text((track_of([1, 1, 0, 1, 1], [0.9, 0.8, 0.3, 0.7, 0.6]),)), TWO[:1], listening, link(20), PLAIN, 4)

@@ -24,6 +24,7 @@ from outrider.deploy.replay.traces import HitTrace, load_traces, save_traces
 from outrider.deploy.traces.costs import CostSheet, DrafterCosts, TargetCosts, costs_path, load_costs, save_costs
 from outrider.deploy.traces.drafter_probe import DrafterProbe
 from outrider.deploy.traces.grid import WARM_UP_TOKENS, Grid
+from outrider.deploy.traces.readers import PromptReaders
 from outrider.deploy.traces.record import Recorder
 from outrider.deploy.traces.recording import Recording, load_recording
 from outrider.deploy.traces.windows import policy_of
@@ -35,6 +36,7 @@ from outrider.proto.types import Goal, Sampling
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 WORDS = "w3 w9 w4 w3 w9 w4"
+PROMPTS = (("p", (3, 9)), ("q", (4, 5, 6)))
 SHEET = CostSheet(
     TargetCosts(0.010, 0.001, 0.0005), {"good": DrafterCosts(0.001, 0.0001), "bad": DrafterCosts(0.002, 0.0)}
 )
@@ -148,8 +150,79 @@ def test_hits_are_those_of_the_targets_own_texts(target, temperature) -> None:
         for text, prompt in zip(texts, tokens, strict=True)
         for name, drafter in drafters.items()
     ]
-    assert repr(traces) == repr(expected)  # NaN is not equal to itself
+    assert repr([replace(trace, agreement=()) for trace in traces]) == repr(expected)  # NaN is not equal to itself
     assert set(sheet.drafters) == {"seven", "mine"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_agreement_is_what_the_targets_own_model_gives_to_a_draft_over_what_its_drafter_does(
+    target, target_folder, temperature
+) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    sampling = replace(GREEDY, temperature=temperature, seed=3)
+    drafter = ScriptedDrafter(lambda prefix: None if len(prefix) % 4 == 0 else 7, q=0.05)
+    [trace], _ = Recorder(target, {"seven": drafter}, sampling).record([Prompt("p", WORDS)])
+    transcript = (3, 9, 4, 3, 9, 4, *trace.tokens)
+    with torch.inference_mode():
+        logits = LlamaForCausalLM.from_pretrained(target_folder)(torch.tensor([transcript])).logits[0, 5:-1]
+    p = torch.softmax(logits / (temperature or 1.0), dim=-1)[:, 7].tolist()
+    assert min(p) < 0.05 < max(p), "both sides of the minimum are met"
+    for i, (found, chance) in enumerate(zip(trace.agreement, p, strict=True)):
+        if (6 + i) % 4 == 0:
+            assert trace.silent[i]
+            assert math.isnan(found)
+        else:
+            assert found == pytest.approx(min(1.0, chance / 0.05), abs=1e-3)
+
+
+def test_texts_of_several_seeds_are_those_of_each_alone_though_their_prompt_is_read_once(target, monkeypatch) -> None:
+    words = Prompt("p", WORDS), Prompt("q", f"{WORDS} w5 w6")
+    sampling = replace(GREEDY, temperature=1.0)
+    alone = [
+        trace
+        for prompt in words
+        for seed in (3, 4, 5)
+        for trace in Recorder(target, {"n": NgramDrafter()}, replace(sampling, seed=seed)).record([prompt])[0]
+    ]
+    read = []
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda batch: read.extend(len(r.tokens) for r in batch) or forward(batch))
+    monkeypatch.setattr("outrider.deploy.traces.record.TargetProbe.costs", lambda *_: SHEET.target)
+    traces, _ = Recorder(target, {"n": NgramDrafter()}, sampling, (3, 4, 5)).record(words)
+    assert repr(traces) == repr(alone)
+    assert [(trace.id, trace.seed) for trace in traces] == [(p, s) for p in "pq" for s in (3, 4, 5)]
+    assert len({trace.tokens for trace in traces}) > 2
+    assert [rows for rows in read if rows > 1] == [6, 8]
+    assert target.pool.free_pages == target.pool.page_count
+
+
+def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed() -> None:
+    opened: list[str] = []
+    closed: list[str] = []
+
+    class Noted(ScriptedDrafter):
+        def open(self, rule):
+            state = super().open(rule)
+            opened.append(self.name)
+            state.close = lambda: closed.append(self.name)
+            return state
+
+    from outrider.deploy.compare.texts import Wish
+
+    wishes = [Wish(Prompt(p, p), tokens, replace(GREEDY, seed=s)) for p, tokens in PROMPTS for s in (1, 2)]
+    drafters = {name: Noted((5,) * 30, name=name) for name in ("a", "b")}
+    readers = PromptReaders(drafters, wishes)
+    for wish in wishes:
+        log_q, foreseen = readers.foresee(wish, (5, 6))["b"]
+        assert log_q == pytest.approx(math.log(0.1) if wish.prompt.id == "p" else math.log(0.9 * 0.1) / 2, abs=1e-4)
+        assert foreseen.tokens == (5, 5)
+    assert opened == closed == ["a", "b"] * 2
+    left = PromptReaders(drafters, wishes)
+    left.foresee(wishes[0], (5,))
+    left.close()
+    assert opened == closed
 
 
 def test_costs_are_of_this_target_and_these_drafters(target) -> None:
@@ -218,6 +291,7 @@ def test_the_command_writes_what_replay_reads(target_folder, prompt_file, tmp_pa
     assert [(t.domain, t.id) for t in recording.texts] == [("d0", "0"), ("d0", "2"), ("d1", "1"), ("d1", "3")]
     assert set(recording.costs.drafters) == {"ngram"}
     assert recording.costs.environment["seed"] == 4
+    assert all(len(trace.agreement) == len(trace.entropy) == len(trace.tokens) for trace in recording.texts)
     status, out, err = said(["replay", str(out_file), "--rtt", "10", "--window", "adaptive"], capfd)
     assert status == 0
     assert "ngram" in out
@@ -361,6 +435,7 @@ def test_costs_come_back_from_their_file(tmp_path) -> None:
         (["record", "--output", "t.jsonl", "--drafter", "=x"], 1, "drafter: '=x' has no name before the =; write"),
         (["record", "--output", "t.jsonl", "--prompts", "nowhere"], 1, "prompts: cannot read nowhere"),
         (["record", "--output", "t.jsonl", "--temperature", "hot"], 2, "--temperature: 'hot' is not a number"),
+        (["record", "--output", "t.jsonl", "--seeds", "3"], 1, "seeds: has no effect at temperature 0; set --temper"),
         (["replay"], 2, "FILE"),
         (["replay", "nowhere.jsonl"], 1, "traces: cannot read nowhere.jsonl"),
         (["replay", "T", "--drafter", "best"], 1, "drafter: 'best' was not recorded; name some of good, bad"),

@@ -8,6 +8,7 @@ traces    the recorded bits, and how they are kept
 record    making them with a drafter
 wire      one direction of the link
 replay    one text on one link
+selection several drafters and their selector in synchronous rounds
 costs     how long the parts of a real run take
 optimum   the best policy in hindsight
 """

@@ -9,7 +9,7 @@ import operator
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.cloud.config import ALONE_PREFILL_ROWS
 from outrider.deploy.replay.costs import Costs
@@ -203,6 +203,7 @@ class Replay:
     def run(self) -> Outcome:
         """The whole text."""
         self._send_up(self._edge.open_frame(b"", 0.0))
+        self._give_work()  # there is a prompt to read
         while not self._done:
             if not self._heap:
                 raise RuntimeError(f"nothing will ever happen again after {len(self._arrivals)} tokens")
@@ -319,13 +320,14 @@ class Replay:
         return Proposal(tuple(tokens), *zip(*signs, strict=True)) if tokens else Proposal((), ())
 
     def _foreseen(self, drafter: int, start: int, count: int) -> Foreseen:
-        """What it says in place of `count` committed tokens; of a prompt's, which nobody has recorded, nothing."""
+        """What it says in place of `count` committed tokens."""
         trace = self._drafters[drafter].trace
         tokens, q = [], []
-        for i in range(start - self._first, start - self._first + count):
-            said = 0 <= i < len(trace.tokens) and not trace.silent_at(i)
-            tokens.append(trace.tokens[i] + (not trace.hits[i]) if said else -1)
-            q.append(trace.confidence[i] if said else math.nan)
+        for position in range(start, start + count):
+            i = position - self._first
+            hit = not trace.silent_at(i) and trace.hits[i]
+            tokens.append(self._truth[position] if hit else self._truth[position] + 1)
+            q.append(trace.confidence[i])
         return Foreseen(tuple(tokens), tuple(q))
 
     def _was_read(self, job: ReadJob, seconds: float) -> None:
@@ -333,7 +335,10 @@ class Replay:
         if self._done:
             return
         self._right[job.drafter] = job.truncate_to + len(job.tokens)
-        foreseen = self._foreseen(job.drafter, job.start, len(job.tokens) - job.skip)
+        foreseen = self._foreseen(job.drafter, job.start, job.truncate_to + len(job.tokens) - job.start)
+        log_q = self._drafters[job.drafter].trace.prompt_log_q
+        if not math.isnan(log_q):
+            foreseen = replace(foreseen, log_q=(log_q,) * job.score)
         self._apply(self._edge.on_read(job, foreseen, seconds, self._now))
 
     # --- the verifier ---

@@ -1,7 +1,8 @@
 """Selectors on hit traces: who would have drafted, how fast it would have gone, and what the oracle would have given.
 
 Rounds are synchronous: the chosen drafter catches up and drafts, the target judges, the commit comes back. Idle
-drafters read committed text only while the edge waits for a verdict, so scoring them costs no time.
+drafters read committed text only while the edge waits for a verdict, so scoring them costs no time; the prompt they
+read while the target reads it, and what that wait is too short for counts.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from outrider.deploy.replay.costs import Costs
-from outrider.deploy.replay.traces import HitTrace
+from outrider.deploy.replay.traces import LISTS, HitTrace
 from outrider.deploy.replay.wire import ShapeAt
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
@@ -24,21 +25,23 @@ from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Se
 class Track:
     """A drafter's trace on a text.
 
-    Attributes:
-        trace: where it hits.
-        agreement: [n] min(1, p(x) / q(x)) of the token that it proposes at each position of the text; empty: not
-            recorded. Behind a draft that missed they stand for those of the drafter's own chain, which no trace has.
-
-    Raises:
-        ConfigError: lists of unequal length.
+    What its trace says of agreement and confidence behind a draft that missed stands for the drafter's own chain there,
+    which no trace has.
     """
 
     trace: HitTrace
-    agreement: tuple[float, ...] = ()
 
-    def __post_init__(self) -> None:
-        if len(self.agreement) not in (0, len(self.trace.tokens)):
-            raise ConfigError("must hold one entry for each token, or none", field="track.agreement")
+    @property
+    def agreement(self) -> tuple[float, ...]:
+        """[n] min(1, p(x) / q(x)) of the token that it proposes at each position of the text; empty: not recorded."""
+        return self.trace.agreement
+
+    def confidence(self, first: int, end: int) -> tuple[float, ...]:
+        """[end - first] its probability of what it proposes at these positions; 0 where that is nothing."""
+        said = self.trace.confidence[first:end]
+        if not self.trace.silent:
+            return said
+        return tuple(0.0 if silent else q for silent, q in zip(self.trace.silent[first:end], said, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +79,17 @@ class Text:
 
 
 def texts_of(traces: Mapping[str, Sequence[HitTrace]]) -> list[Text]:
-    """Traces of several drafters, put together by prompt; drafters in the order of the mapping.
+    """Traces of several drafters, put together by prompt and seed; drafters in the order of the mapping.
 
     Raises:
-        ConfigError: a drafter has no trace of a prompt that another has, or their texts differ.
+        ConfigError: a drafter has no trace of a text that another has, or their texts differ.
     """
-    by_id = [{trace.id: trace for trace in of_drafter} for of_drafter in traces.values()]
-    for name, mine in zip(traces, by_id, strict=True):
-        if mine.keys() != by_id[0].keys():
-            missing = sorted(mine.keys() ^ by_id[0].keys())[0]
+    by_key = [{(trace.domain, trace.id, trace.seed): trace for trace in own} for own in traces.values()]
+    for name, mine in zip(traces, by_key, strict=True):
+        if mine.keys() != by_key[0].keys():
+            _, missing, _ = sorted(mine.keys() ^ by_key[0].keys())[0]
             raise ConfigError(f"record every prompt with every drafter; {name} differs on {missing!r}", field="traces")
-    return [Text(tuple(Track(mine[id_]) for mine in by_id)) for id_ in (by_id[0] if by_id else ())]
+    return [Text(tuple(Track(mine[key]) for mine in by_key)) for key in (by_key[0] if by_key else ())]
 
 
 def joined(texts: Sequence[Text]) -> Text:
@@ -98,26 +101,19 @@ def joined(texts: Sequence[Text]) -> Text:
     if not texts or len({len(text.tracks) for text in texts}) > 1:
         raise ConfigError("must be one or more, with the same drafters", field="texts")
     return Text(
-        tuple(_joined_track(tracks) for tracks in zip(*(text.tracks for text in texts), strict=True)),
+        tuple(Track(_joined([track.trace for track in own])) for own in zip(*(t.tracks for t in texts), strict=True)),
         tuple(itertools.accumulate(text.tokens for text in texts[:-1])),
     )
 
 
-def _joined_track(tracks: Sequence[Track]) -> Track:
-    def chained(entries: Callable[[HitTrace], Sequence[Any]]) -> tuple[Any, ...]:
-        return tuple(itertools.chain.from_iterable(entries(track.trace) for track in tracks))
-
-    silent = any(track.trace.silent for track in tracks)
-    trace = replace(
-        tracks[0].trace,
-        tokens=chained(lambda trace: trace.tokens),
-        hits=chained(lambda trace: trace.hits),
-        confidence=chained(lambda trace: trace.confidence),
-        silent=chained(lambda trace: trace.silent or (False,) * len(trace.tokens)) if silent else (),
-        ended=False,
-    )
-    known = all(track.agreement for track in tracks)
-    return Track(trace, tuple(itertools.chain.from_iterable(track.agreement for track in tracks)) if known else ())
+def _joined(traces: Sequence[HitTrace]) -> HitTrace:
+    """A measure that one of them lacks is left out."""
+    silent = [trace.silent or (False,) * len(trace.tokens) for trace in traces]
+    lists = {name: [getattr(trace, name) for trace in traces] for name in LISTS}
+    if any(trace.silent for trace in traces):
+        lists["silent"] = silent
+    chained: dict[str, Any] = {name: tuple(itertools.chain(*own)) if all(own) else () for name, own in lists.items()}
+    return replace(traces[0], ended=False, **chained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +207,11 @@ class _Play:
         self._now = 0.0
         self._read = [-text.tracks[0].trace.prompt_tokens] * len(arms)  # nobody has read the prompt
         self._current: int | None = None
+        self._late_s = [0.0] * len(arms)  # of the first round, where it is this arm's, beside its own switch
 
     def run(self) -> SelectionRun:
+        if self._selector.reads_along:
+            self._read_prompt()
         rounds = []
         while self._at < self._end:
             rounds.append(self._round())
@@ -224,28 +223,34 @@ class _Play:
             [self._at - read for read in self._read],
             drafts=self._drafts,
             round_trip_s=self._shape_at(self._now).rtt_s + self._events_s,
-            step_s=self._costs.step_s,
+            step_s=self._costs.verify_s(self._drafts + 1) - self._costs.row_s * (self._drafts + 1),
             row_s=self._costs.row_s,
             current=self._current,
         )
         chosen = self._selector.choose(view)
         began = self._at
-        hits: list[tuple[bool, ...]] = [()] * len(self._arms)
-        hits[chosen] = self._caught_up(chosen, self._at)
+        hits: list[tuple[bool | None, ...]] = [()] * len(self._arms)
+        confidence: list[tuple[float, ...]] = [()] * len(self._arms)
+        hits[chosen], confidence[chosen] = self._caught_up(chosen, self._at)
         drafted, accepted = self._drafted(chosen)
         committed = min(accepted + 1, self._end - began)
         seconds = view.switch_s[chosen] + self._round_s(view, chosen, drafted)
+        if self._current is None:
+            seconds += self._late_s[chosen]
         self._at += committed
         self._read[chosen] = self._at
+        hits[chosen] += (True,) * accepted + (False,) * (committed - accepted)
+        judged = min(accepted + 1, drafted)
+        said = self._tracks[chosen].confidence(began, began + judged)
+        confidence[chosen] += said + (math.nan,) * (committed - judged)
         left_s = view.waiting_s
         for arm in self._selector.score(view, chosen):
             catch_up_s = self._arms[arm].catch_up_s
             tokens = min(began - self._read[arm], math.floor(left_s / catch_up_s) if catch_up_s else self._end)
-            hits[arm] = self._caught_up(arm, self._read[arm] + tokens)
+            hits[arm], confidence[arm] = self._caught_up(arm, self._read[arm] + tokens)
             left_s -= tokens * catch_up_s
         self._current = chosen
         self._now += seconds
-        judged = min(accepted + 1, drafted)
         # Of all drafts, as the paper has it: the mean over the judged ones alone is biased.
         agreement = self._tracks[chosen].agreement[began : began + drafted]
         self._selector.learn(
@@ -258,14 +263,24 @@ class _Play:
                 agreement=sum(agreement) / len(agreement) if agreement else math.nan,
                 seconds=seconds,
                 hits=tuple(hits),
+                confidence=tuple(confidence),
             )
         )
         return Round(began, chosen, committed, seconds)
 
+    def _read_prompt(self) -> None:
+        """All arms read it while the target does, which is time enough or not; never for less than one arm alone."""
+        prompt = self._tracks[0].trace.prompt_tokens
+        reading_s = [arm.catch_up_s * prompt for arm in self._arms]
+        waiting_s = self._shape_at(0.0).rtt_s + self._events_s + self._costs.prefill_s(prompt)
+        self._late_s = [max(own_s, sum(reading_s) - waiting_s) for own_s in reading_s]
+        self._read = [0] * len(self._arms)
+        self._selector.read_prompt([track.trace.prompt_log_q for track in self._tracks])
+
     def _round_s(self, view: SelectionView, arm: int, drafted: int) -> float:
         """Fewer drafts than planned, at the text's end or before a silent drafter, take less."""
-        unused = self._drafts - drafted
-        return view.round_s[arm] - unused * (self._arms[arm].drafting_s + self._costs.row_s)
+        unverified_s = self._costs.verify_s(self._drafts + 1) - self._costs.verify_s(drafted + 1)
+        return view.round_s[arm] - unverified_s - (self._drafts - drafted) * self._arms[arm].drafting_s
 
     def _drafted(self, arm: int) -> tuple[int, int]:
         """(drafts, accepted ones) from here on; behind the end nobody drafts."""
@@ -274,11 +289,11 @@ class _Play:
         drafted = sum(1 for _ in itertools.takewhile(lambda i: not trace.silent_at(i), reach))
         return drafted, sum(1 for _ in itertools.takewhile(lambda i: trace.hits[i], reach[:drafted]))
 
-    def _caught_up(self, arm: int, until: int) -> tuple[bool, ...]:
-        """The hits of `arm` on what it reads now."""
-        hits = self._tracks[arm].trace.hits[max(0, self._read[arm]) : max(0, until)]
+    def _caught_up(self, arm: int, until: int) -> tuple[tuple[bool, ...], tuple[float, ...]]:
+        """The hits and the confidence of `arm` on what it reads now."""
+        track, first, end = self._tracks[arm], max(0, self._read[arm]), max(0, until)
         self._read[arm] = max(self._read[arm], until)
-        return hits
+        return track.trace.hits[first:end], track.confidence(first, end)
 
 
 def best_single(
@@ -293,18 +308,31 @@ def best_single(
     return arm, runs[arm]
 
 
+class Timed(Protocol):
+    """What came of one text with one selector."""
+
+    def elapsed(self) -> Sequence[float]:
+        """[tokens] seconds that went into the text up to and with each token."""
+        ...
+
+
+RunT = TypeVar("RunT", bound=Timed)
+
+
 def oracle(text: Text, arms: Sequence[Arm], shape_at: ShapeAt, costs: Costs, drafts: int) -> SelectionRun:
-    """In hindsight: on each stretch between changes of domain the drafter that is the fastest there.
+    """`in_hindsight` of synchronous rounds."""
+    return in_hindsight(text, lambda selector: play(text, arms, selector, shape_at, costs, drafts))
+
+
+def in_hindsight(text: Text, run: Callable[[Selector], RunT]) -> RunT:
+    """On each stretch between changes of domain the drafter that is the fastest there; `run` plays the text.
 
     A bound that knew every single bit and took another drafter each round would be met by nobody.
     """
     ends = (*text.changes, text.tokens)
     order: tuple[int, ...] = ()
     for end in ends:
-        runs = [
-            (play(text, arms, _Ordered((*order, arm), ends), shape_at, costs, drafts), (*order, arm))
-            for arm in range(len(arms))
-        ]
+        runs = [(run(_Ordered((*order, arm), ends)), (*order, arm)) for arm in range(len(text.tracks))]
         best, order = min(runs, key=lambda entry: entry[0].elapsed()[end - 1])
     return best
 

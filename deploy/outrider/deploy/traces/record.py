@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 
 import torch
@@ -16,24 +17,29 @@ from tokenizers import Tokenizer
 
 from outrider.cloud.target import Target, load_target
 from outrider.deploy.bench.record import environment
-from outrider.deploy.compare.texts import Text, Writer
+from outrider.deploy.compare.texts import Text, Wish, Writer, Written
 from outrider.deploy.outputs import check_file
 from outrider.deploy.prompts import Prompt, choose_prompts
-from outrider.deploy.replay.record import record_trace
+from outrider.deploy.replay.record import trace_of
 from outrider.deploy.replay.traces import HitTrace, save_traces
-from outrider.deploy.traces.costs import CostSheet, costs_path, save_costs
+from outrider.deploy.traces.chances import TargetChances
+from outrider.deploy.traces.costs import CostSheet, DrafterCosts, costs_path, save_costs
 from outrider.deploy.traces.drafter_probe import DrafterProbe
 from outrider.deploy.traces.drafters import Packages, find_drafters, load_drafters
+from outrider.deploy.traces.readers import PromptReaders
 from outrider.deploy.traces.target_probe import TargetProbe
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Sampling
+
+PROBED_TEXTS = 24  # whose prompts the drafters are timed after
 
 
 def record(options: argparse.Namespace) -> int:
     """`outrider traces record`."""
     costs_file = costs_path(options.output, "output")
     sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=options.max_tokens)
+    seeds = _seeds(options)
     prompts = choose_prompts(options.prompts, options.per_domain)
     packages = find_drafters(options.drafter)
     check_file(options.output, "output")
@@ -41,7 +47,7 @@ def record(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     target = load_target(options.target, device=options.device, dtype=options.dtype)
-    recorder = Recorder(target, load_drafters(packages, target.tokenizer_sha256), sampling)
+    recorder = Recorder(target, load_drafters(packages, target.tokenizer_sha256), sampling, seeds)
     traces, sheet = recorder.record(prompts)
     sheet = replace(sheet, environment=_environment(options, packages, len(prompts)))
     try:
@@ -56,47 +62,90 @@ def record(options: argparse.Namespace) -> int:
 class Recorder:
     """The hits of `drafters`, by the names that the traces call them, in texts of `target`."""
 
-    def __init__(self, target: Target, drafters: Mapping[str, Drafter], sampling: Sampling) -> None:
+    def __init__(
+        self, target: Target, drafters: Mapping[str, Drafter], sampling: Sampling, seeds: Sequence[int] = ()
+    ) -> None:
+        """`seeds`: of a text each after every prompt; none: one text, by the seed of `sampling`."""
         self._target = target
         self._drafters = drafters
-        self._sampling = sampling
+        self._samplings = [replace(sampling, seed=seed) for seed in seeds or (sampling.seed,)]
         self._console = Console(stderr=True, highlight=False)
 
     def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
-        """One trace for every prompt and drafter, prompt by prompt, and what the machines took."""
-        texts = self._texts(prompts)
-        target_costs = TargetProbe(self._target, self._sampling).costs(texts)
+        """One trace for every prompt, seed and drafter, prompt by prompt, and what the machines took."""
+        texts, traces = self._traces(self._wishes(prompts))
+        target_costs = TargetProbe(self._target, self._samplings[0]).costs(texts)
         self._say(f"a step takes {target_costs.step_s * 1e3:.1f} ms + {target_costs.row_s * 1e3:.2f} ms a row")
-        probes = {name: DrafterProbe(drafter, self._sampling) for name, drafter in self._drafters.items()}
-        traces = []
-        silent = not self._console.is_terminal
-        for text in track(texts, "recording", console=self._console, transient=True, disable=silent):
-            for name, drafter in self._drafters.items():  # in turn: a slow moment meets them all
-                probes[name].after(text)
-                traces.append(replace(self._trace(text, drafter), drafter=name))
-        sheet = CostSheet(target_costs, {name: probe.costs() for name, probe in probes.items()})
+        sheet = CostSheet(target_costs, self._drafter_costs(texts))
         for name, costs in sheet.drafters.items():
             own = [trace for trace in traces if trace.drafter == name]
             hits = sum(sum(trace.hits) for trace in own) / sum(len(trace.hits) for trace in own)
             self._say(f"{name}: hits {hits:.1%} of all positions, {costs.drafting_s * 1e3:.2f} ms a token")
         return traces, sheet
 
-    def _texts(self, prompts: Sequence[Prompt]) -> list[Text]:
+    def _wishes(self, prompts: Sequence[Prompt]) -> list[Wish]:
+        """Prompt by prompt."""
         tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
         encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
-        self._say(f"the target writes {len(encoded)} texts")
-        began = time.monotonic()
-        texts = Writer(self._target, {}, oldest=0).write(encoded, self._sampling)
-        self._say(f"{sum(text.tokens for text in texts)} tokens in {time.monotonic() - began:.0f} s")
-        return texts
+        return [Wish(prompt, tokens, sampling) for prompt, tokens in encoded for sampling in self._samplings]
 
-    def _trace(self, text: Text, drafter: Drafter) -> HitTrace:
-        prompt, tokens = text.transcript[: text.prompt_length], text.transcript[text.prompt_length :]
+    def _traces(self, wishes: Sequence[Wish]) -> tuple[list[Text], list[HitTrace]]:
+        """The texts, and the traces on them, in the order of the wishes."""
+        self._say(f"the target writes {len(wishes)} texts")
+        began = time.monotonic()
+        written = track(
+            Writer(self._target, {}, oldest=0).stream(wishes),
+            "writing and recording",
+            total=len(wishes),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        with closing(PromptReaders(self._drafters, wishes)) as readers:
+            found = {each.wish: (each.text, self._on(each, readers)) for each in written}
+        texts = [found[wish][0] for wish in wishes]
+        tokens, seconds = sum(text.tokens for text in texts), time.monotonic() - began
+        self._say(f"{tokens} tokens, and what every drafter says, in {seconds:.0f} s: {tokens / seconds:.0f} a second")
+        return texts, [trace for wish in wishes for trace in found[wish][1]]
+
+    def _on(self, written: Written, readers: PromptReaders) -> list[HitTrace]:
+        """What each drafter would have said."""
+        text, wish, chances = written.text, written.wish, TargetChances(written)
+        tokens = text.transcript[text.prompt_length :]
         ended = tokens[-1] in self._target.eos_tokens
-        return record_trace(text.prompt, prompt, tokens, drafter, self._sampling, ended=ended)
+        foreseen = readers.foresee(wish, tokens)
+        found = {
+            name: trace_of(
+                text.prompt,
+                text.prompt_length,
+                tokens,
+                drafter,
+                wish.sampling,
+                foreseen[name][1],
+                prompt_log_q=foreseen[name][0],
+                chances=chances.of,
+                ended=ended,
+            )
+            for name, drafter in self._drafters.items()
+        }
+        return [replace(trace, drafter=name) for name, trace in found.items()]
+
+    def _drafter_costs(self, texts: Sequence[Text]) -> dict[str, DrafterCosts]:
+        """By trying each after some of the prompts."""
+        probes = {name: DrafterProbe(drafter, self._samplings[0]) for name, drafter in self._drafters.items()}
+        for text in texts[:: -(-len(texts) // PROBED_TEXTS)]:
+            for probe in probes.values():  # in turn: a slow moment meets them all
+                probe.after(text)
+        return {name: probe.costs() for name, probe in probes.items()}
 
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim")
+
+
+def _seeds(options: argparse.Namespace) -> range:
+    if options.seeds > 1 and options.temperature == 0:
+        raise ConfigError("has no effect at temperature 0; set --temperature, or leave it out", field="seeds")
+    return range(1, options.seeds + 1)
 
 
 def _environment(options: argparse.Namespace, packages: Packages, prompts: int) -> dict[str, object]:

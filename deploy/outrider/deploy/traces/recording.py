@@ -75,4 +75,4 @@ def load_recording(path: Path) -> Recording:
 
 
 def _text(trace: HitTrace) -> tuple[object, ...]:
-    return trace.domain, trace.id, trace.temperature, trace.prompt_tokens, trace.tokens
+    return trace.domain, trace.id, trace.seed, trace.temperature, trace.prompt_tokens, trace.tokens

@@ -1,4 +1,4 @@
-"""`outrider traces replay`: a recording over every link, with every window policy and drafter."""
+"""`outrider traces replay`: a recording over every link, with every window and drafter, or selectors of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from outrider.deploy.outputs import check_file, check_pictures
 from outrider.deploy.traces.figures import Replayed, save
 from outrider.deploy.traces.grid import Grid
 from outrider.deploy.traces.plots import draw
+from outrider.deploy.traces.pool_replay import replay_pool
 from outrider.deploy.traces.recording import load_recording
 from outrider.deploy.traces.table import tables
 from outrider.deploy.traces.windows import policy_of
@@ -27,9 +28,12 @@ from outrider.proto.types import Goal
 
 def replay(options: argparse.Namespace) -> int:
     """`outrider traces replay`."""
+    recording, links = load_recording(options.traces).only(options.drafter), _links(options)
+    if options.selector:
+        return replay_pool(options, recording, links)
     grid = Grid(
-        load_recording(options.traces).only(options.drafter),
-        _links(options),
+        recording,
+        links,
         _windows(options.window),
         Goal[options.goal.upper()],
         options.pace / 1e3,

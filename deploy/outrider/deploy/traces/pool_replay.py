@@ -1,0 +1,92 @@
+"""`outrider traces replay --selector`: the recorded drafters as one pool, and who drafts when."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+from rich.console import Console
+from rich.progress import Progress
+
+from outrider.deploy.bench.links import BenchLink
+from outrider.deploy.outputs import check_file, check_pictures
+from outrider.deploy.traces.pool import STATIC, Pool
+from outrider.deploy.traces.pool_figures import PoolReplayed, Row, save
+from outrider.deploy.traces.pool_plots import draw
+from outrider.deploy.traces.pool_table import tables
+from outrider.deploy.traces.recording import Recording
+from outrider.deploy.traces.stages import Rounds, Stage
+from outrider.deploy.traces.stream import Stream
+from outrider.deploy.traces.windows import policy_of
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy.selection import Arm, selector_named
+from outrider.proto.types import Goal
+
+ROUNDS, STREAM = "rounds", "stream"
+
+
+def replay_pool(options: argparse.Namespace, recording: Recording, links: Sequence[BenchLink]) -> int:
+    """`outrider traces replay` where it names selectors."""
+    stages = {ROUNDS: _rounds, STREAM: _stream}
+    pool = Pool(recording, links, _selectors(options.selector), stages[options.play](options, recording), options.seeds)
+    if options.json:
+        check_file(options.json, "json")
+    if options.plot:
+        check_pictures(options.plot, "plot")
+    replayed = PoolReplayed(
+        command=shlex.join(["outrider", *sys.argv[1:]]),
+        play=options.play,
+        drafts=options.rounds,
+        seeds=options.seeds,
+        pace_ms=options.pace,
+        drafters=tuple(recording.traces),
+        costs=asdict(recording.costs),
+        rows=_rows(pool),
+    )
+    Console(width=100, highlight=False).print(tables(replayed))
+    if options.json:
+        save(replayed, options.json)
+    if options.plot:
+        draw(replayed, options.plot)
+    return 0
+
+
+def _rounds(options: argparse.Namespace, recording: Recording) -> Callable[[BenchLink], Stage]:
+    costs = recording.costs.of(next(iter(recording.traces)), pace_s=options.pace / 1e3)
+    return lambda link: Rounds(arms_of(recording), link.shape_at, costs, options.rounds)
+
+
+def _stream(options: argparse.Namespace, recording: Recording) -> Callable[[BenchLink], Stage]:
+    costs = [recording.costs.of(name, pace_s=options.pace / 1e3) for name in recording.traces]
+    if not options.window:
+        raise ConfigError("names no policy; name adaptive, or some N", field="window")
+    name, goal = options.window[0], Goal[options.goal.upper()]
+    policy_of(name)
+    return lambda link: Stream(costs, link.shape_at, lambda: replace(policy_of(name), goal=goal), options.seed)
+
+
+def arms_of(recording: Recording) -> list[Arm]:
+    """The drafters, at what they were measured to cost."""
+    return [Arm(name, **asdict(recording.costs.drafters[name])) for name in recording.traces]
+
+
+def _rows(pool: Pool) -> tuple[Row, ...]:
+    console, began = Console(stderr=True, highlight=False), time.monotonic()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("replaying", total=len(pool))
+        rows = tuple(pool.rows(lambda: progress.advance(task)))
+    console.print(f"{len(pool)} runs of every selector in {time.monotonic() - began:.1f} s", style="dim")
+    return rows
+
+
+def _selectors(names: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        if name != STATIC:
+            selector_named(name)
+    if len(set(names)) != len(names):
+        raise ConfigError("names something twice; once is enough", field="selector")
+    return names
