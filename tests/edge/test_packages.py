@@ -8,7 +8,8 @@ import json
 import pytest
 
 from outrider.edge.drafters import DrafterCache, embedded_packages, find_package, load_package
-from outrider.edge.drafters.packages import SteeringShape, sha256_of
+from outrider.edge.drafters.packages import FOR_ANY_SUBJECT, SteeringShape, sha256_of
+from outrider.edge.preparation import _any_subject_first
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound, OutriderError, Unavailable
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, RemoteFile
@@ -312,3 +313,11 @@ def test_no_name_from_outside_leads_out_of_the_cache(tmp_path):
     for wrong in ({"name": "../x"}, {"version": "a/b"}, {"version": ".."}):
         with pytest.raises(OutriderError):
             remote(write_package(tmp_path / "served"), **wrong)
+
+
+def test_the_drafter_for_any_subject_comes_first_where_nobody_says_which() -> None:
+    names = embedded_packages()
+    assert names[0] == FOR_ANY_SUBJECT
+    assert list(names[1:]) == sorted(names[1:])
+    offers = tuple(DrafterManifest(name, "1" * 12, "a" * 64, "t", ()) for name in ("code", "general", "math"))
+    assert [offer.name for offer in _any_subject_first(offers)] == ["general", "code", "math"]

@@ -238,7 +238,7 @@ def _add_train_drafter(trained: argparse._SubParsersAction[Parser]) -> None:
     help_text = "distil a small drafter from a target"
     parser = add_command(trained, "drafter", help_text, _in("training", "train_drafter"), table="train")
     add_training(parser)
-    parser.add_argument("--start", type=Path, default=None, metavar="DIR", help="a drafter to go on from, not a new one")
+    parser.add_argument("--start", type=Path, default=None, metavar="DIR", help="go on from this drafter")
     parser.add_argument("--rate", type=number(0), default=1.0, metavar="X", help="factor of both learning rates")
     parser.add_argument("--hidden", type=at_least(8), default=192, metavar="N", help="width of the drafter")
     parser.add_argument("--layers", type=at_least(1), default=3, metavar="N", help="depth of the drafter")

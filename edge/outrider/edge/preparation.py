@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.drafters import DrafterCache, DrafterPackage, NgramDrafter, embedded_packages
-from outrider.edge.drafters.packages import find_package, load_package
+from outrider.edge.drafters.packages import FOR_ANY_SUBJECT, find_package, load_package
 from outrider.edge.drafters.pool import BROKEN, DrafterPool
 from outrider.edge.drafters.protocol import Drafter
 from outrider.edge.drafters.search import DrafterSearch
@@ -126,7 +126,7 @@ class Preparation:
 
     async def _leased(self, coordinator: CoordinatorClient) -> Ready:
         lease = await self._first_lease(coordinator)
-        drafting = await self._load_drafter(lease.drafters, lease.tokenizer_sha256)
+        drafting = await self._load_drafter(_any_subject_first(lease.drafters), lease.tokenizer_sha256)
         text = await asyncio.to_thread(self._fetch_tokenizer, lease)
         sha256 = tokenizer_hash(text)
         if sha256 != lease.tokenizer_sha256:
@@ -238,6 +238,11 @@ class Preparation:
                 log.warning("passing over drafter %s %s: %s", offer.name, offer.version, error)
         embedded = (find_package(name) for name in embedded_packages())
         return next((package for package in embedded if package.tokenizer_sha256 == tokenizer_sha256), None)
+
+
+def _any_subject_first(offers: tuple[DrafterManifest, ...]) -> tuple[DrafterManifest, ...]:
+    """As embedded ones are ordered, else as the coordinator has them."""
+    return tuple(sorted(offers, key=lambda offer: offer.name != FOR_ANY_SUBJECT))
 
 
 def _read(path: Path) -> str:

@@ -27,6 +27,7 @@ KINDS = ("onnx-lm",)
 CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
 
 FAMILY = Path(__file__).resolve().parent.parent / "family"
+FOR_ANY_SUBJECT = "general"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _VERSION = re.compile(r"[0-9a-f]{12}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -196,8 +197,9 @@ def sha256_of(path: Path) -> str:
 
 
 def embedded_packages() -> tuple[str, ...]:
-    """Return the names of the drafters that ship with the wheel."""
-    return tuple(sorted(manifest.parent.name for manifest in FAMILY.glob(f"*/{MANIFEST}")))
+    """Return the names of the drafters that ship with the wheel, the one for any subject first."""
+    names = (manifest.parent.name for manifest in FAMILY.glob(f"*/{MANIFEST}"))
+    return tuple(sorted(names, key=lambda name: (name != FOR_ANY_SUBJECT, name)))
 
 
 def find_package(name_or_path: str | Path) -> DrafterPackage:

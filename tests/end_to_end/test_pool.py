@@ -1,0 +1,87 @@
+"""Several drafters at one edge against a real verifier: the text is the target's, whoever drafts, fails or is away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.drafters import NgramDrafter, find_package
+from outrider.edge.drafters.fakes import FailingDrafter
+from outrider.edge.drafters.onnx import OnnxDrafter
+
+FAMILY = "general,swift,ngram"
+SELECTORS = ("leader", "metasd-be", "exp3")  # with and without reading along; the session's own tests have them all
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.usefixtures("all_drafts_pay")
+def test_selectors_leave_the_text_as_it_is_and_give_turns(serving, edge, prompts, temperature) -> None:
+    async def main() -> None:
+        asked = prompts(1)[:2]
+        sampling = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                alone = [(await client.complete(prompt.text, **sampling)).tokens for prompt in asked]
+            for name in SELECTORS:
+                async with edge(address, drafter=FAMILY, selector=name) as client:
+                    await all_loaded(client)
+                    texts = [await client.complete(prompt.text, **sampling) for prompt in asked]
+                assert [text.tokens for text in texts] == alone, name
+                for text in texts:
+                    turns = text.statistics.of_drafters
+                    assert sum(counts.committed for counts in turns.values()) == text.statistics.committed
+                    assert set(turns) <= set(FAMILY.split(","))
+                if name == "leader":
+                    assert all(len(text.statistics.of_drafters) == 3 for text in texts), "all of them read along"
+                    assert all(text.statistics.read > 0 for text in texts)
+
+    asyncio.run(main())
+
+
+def test_a_broken_drafter_leaves_its_turn_to_the_others_and_the_text_as_it_is(serving, edge, tokenizer_file) -> None:
+    async def main() -> None:
+        prompt, sampling = "def main(argv):\n", {"max_tokens": 48}
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                alone = (await client.complete(prompt, **sampling)).tokens
+            broken = FailingDrafter(3, OnnxDrafter(find_package("general"), threads=1))
+            config = EdgeConfig(verifier=address, model="reference", tokenizer=tokenizer_file)
+            async with Client(config, drafters=(broken, NgramDrafter())) as client:
+                text = await client.complete(prompt, **sampling)
+                assert text.tokens == alone
+                assert text.statistics.drafter_error, "and it is said"
+                assert text.statistics.of_drafters["ngram"].committed > 0
+                assert (await client.complete(prompt, **sampling)).tokens == alone
+
+    asyncio.run(main())
+
+
+def test_turns_of_a_conversation_keep_the_pool_and_the_text(serving, edge) -> None:
+    async def main() -> None:
+        async with serving() as address:
+            said = []
+            for drafter in ("none", FAMILY):
+                async with edge(address, drafter=drafter) as client:
+                    await all_loaded(client)
+                    async with client.conversation(max_tokens=20) as conversation:
+                        said.append(
+                            [(await conversation.complete(turn)).tokens for turn in ("def main(", "argv):\n", "# end")]
+                        )
+            assert said[0] == said[1]
+
+    asyncio.run(main())
+
+
+async def all_loaded(client: Client) -> None:
+    """Wait until the pool has loaded all its drafters."""
+    pool = client.ready.drafters if client.ready else None
+    if pool is None:
+        return
+    pool.want(range(len(pool)))
+    for _ in range(500):
+        if all(pool.loaded(index) is not None for index in range(len(pool))):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"not loaded: {pool.errors}")
