@@ -198,6 +198,25 @@ def test_texts_of_several_seeds_are_those_of_each_alone_though_their_prompt_is_r
     assert target.pool.free_pages == target.pool.page_count
 
 
+def test_so_many_texts_are_written_at_once_as_their_logits_have_room(target, monkeypatch) -> None:
+    from outrider.deploy.compare.texts import Wish
+
+    wishes = [Wish(Prompt(str(i), ""), (3, 9, i), replace(GREEDY, ignore_eos=True)) for i in range(2, 7)]
+    at_once: list[int] = []
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda batch: at_once.append(len(batch)) or forward(batch))
+    many = {each.wish: each for each in Writer(target, {}, oldest=0).stream(wishes)}
+    assert max(at_once) == 5
+    at_once.clear()
+    monkeypatch.setattr("outrider.deploy.compare.texts.LOGITS_BYTES", 2 * 12 * target.vocab_size * 4)
+    few = {each.wish: each for each in Writer(target, {}, oldest=0).stream(wishes)}
+    assert max(at_once) == 2
+    for wish in wishes:
+        assert few[wish].text.transcript == many[wish].text.transcript
+        assert many[wish].logits.shape == (12, target.vocab_size)
+        assert many[wish].logits.argmax(dim=-1).tolist() == list(many[wish].text.transcript[3:])
+
+
 def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed() -> None:
     opened: list[str] = []
     closed: list[str] = []

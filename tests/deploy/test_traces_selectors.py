@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from outrider.deploy.bench.links import BenchLink
 from outrider.deploy.bench.record import LinkRecord
@@ -25,6 +26,7 @@ from outrider.deploy.traces.pool import Pool
 from outrider.deploy.traces.pool_figures import DRAFTER, ORACLE, SELECTOR, PoolReplayed, Row
 from outrider.deploy.traces.pool_plots import draw
 from outrider.deploy.traces.pool_replay import arms_of
+from outrider.deploy.traces.progress import LINE_S, shown
 from outrider.deploy.traces.recording import Recording
 from outrider.deploy.traces.rows import passages, row_names, variants_of
 from outrider.deploy.traces.stages import Rounds
@@ -321,6 +323,7 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
         "speed from 64 tokens after a",
     ):
         assert words in out
+    assert out.count("best drafter alone") == 2
     assert out.count("*") >= 2 * 5  # the best of every row of both links
     record = json.loads((tmp_path / "r.json").read_text())
     assert (record["drafters"], record["drafts"], record["seeds"], record["pace_ms"]) == (list(DRAFTERS), 4, 2, 30)
@@ -356,9 +359,27 @@ def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
     status, out, err = said([str(path), *arguments, "--window", "8,4"], capfd)
     assert status == 0, err
     assert "1 runs in stream" in out
+    [oracle] = [line.split() for line in out.splitlines() if line.startswith("oracle  ") and "*" not in line][1:]
+    assert all(float(share) > 0.99 for share in oracle[1:4]), "in a domain it is one drafter"
     assert {line.split()[0] for line in out.splitlines() if "." in line} >= {"coder", "writer", "leader", "oracle"}
     status, _, err = said([str(path), *arguments, "--window", "wide"], capfd)
     assert (status, "'wide' is none of" in err) == (1, True)
+
+
+def test_a_log_gets_a_line_now_and_then_and_none_of_short_work(monkeypatch, capsys) -> None:
+    now = 0.0
+    monkeypatch.setattr("outrider.deploy.traces.progress.time.monotonic", lambda: now)
+    with shown(Console(stderr=True, force_terminal=False), "replaying", 8) as advance:
+        for _ in range(8):
+            now += 0.4 * LINE_S
+            advance()
+    assert capsys.readouterr().err.splitlines() == ["replaying: 3 of 8", "replaying: 6 of 8"]
+
+
+def test_on_a_terminal_there_is_a_bar(capsys) -> None:
+    with shown(Console(stderr=True, force_terminal=True), "replaying", 2) as advance:
+        advance()
+    assert "replaying" in capsys.readouterr().err
 
 
 def test_of_one_text_a_prompt_and_one_prompt_there_are_figures_without_intervals(tmp_path, capfd) -> None:

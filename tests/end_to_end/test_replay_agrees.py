@@ -69,10 +69,7 @@ def costs_seen(texts: list[Measured], steps: list[StepFigures]) -> Costs:
 
 def replayed(traces: list[HitTrace], costs: Costs, policy: Policy) -> list[Outcome]:
     """After the same warm-up as the real ones had."""
-    first = traces[0]
-    short = {name: getattr(first, name)[:WARM_UP] for name in ("tokens", "hits", "confidence", "silent")}
-    warm_up = replace(first, ended=False, **short)
-    return replay([warm_up, *traces], lambda _: LINK, costs, policy)[1:]
+    return replay([traces[0].first(WARM_UP), *traces], lambda _: LINK, costs, policy)[1:]
 
 
 def test_replayed_speed_and_steps_are_those_of_a_real_run(tmp_path) -> None:

@@ -335,6 +335,15 @@ def test_the_leader_reads_with_idle_arms_by_the_stride() -> None:
     assert leader.score(view_of(*[0.1] * 4, behind=(9, 3, 4, 5)), 0) == (3, 2)
 
 
+def test_the_leader_reads_less_often_with_arms_that_are_far_behind_in_weight() -> None:
+    leader = Leader(experts=FixedShare(arms=4, eta=1.0, share=0.0), stride=4, doubt=2.0)
+    leader.experts.pay([0.0, 2.0, 5.9, 100.0])
+    even = [0.1] * 4
+    assert leader.score(view_of(*even, behind=(0, 7, 15, 15)), 0) == ()
+    assert leader.score(view_of(*even, behind=(0, 8, 15, 15)), 0) == (1,)
+    assert leader.score(view_of(*even, behind=(0, 0, 16, 16)), 0) == (2, 3), "four strides at most"
+
+
 def test_a_prior_begins_with_the_fastest_that_it_knows_at_the_prices_of_the_day() -> None:
     view = view_of(0.1, 0.1, drafts=2)
     leader = Leader(experts=FixedShare(arms=2, eta=2.0, share=0.0), prior=(0.5, 0.9), prior_tokens=12)

@@ -17,6 +17,7 @@ windows        window policies by name
 grid           links, windows and drafters, each with each
 figures        what came of it, as JSON
 table          the same for a terminal
+progress       how far either command is
 plots          and as pictures
 
 Selectors, with all drafters as one pool

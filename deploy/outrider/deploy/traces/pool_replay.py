@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from rich.console import Console
-from rich.progress import Progress
 
 from outrider.deploy.bench.links import BenchLink
 from outrider.deploy.outputs import check_file, check_pictures
@@ -18,6 +17,7 @@ from outrider.deploy.traces.pool import STATIC, Pool
 from outrider.deploy.traces.pool_figures import PoolReplayed, Row, save
 from outrider.deploy.traces.pool_plots import draw
 from outrider.deploy.traces.pool_table import tables
+from outrider.deploy.traces.progress import shown
 from outrider.deploy.traces.recording import Recording
 from outrider.deploy.traces.stages import Rounds, Stage
 from outrider.deploy.traces.stream import Stream
@@ -76,9 +76,8 @@ def arms_of(recording: Recording) -> list[Arm]:
 
 def _rows(pool: Pool) -> tuple[Row, ...]:
     console, began = Console(stderr=True, highlight=False), time.monotonic()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("replaying", total=len(pool))
-        rows = tuple(pool.rows(lambda: progress.advance(task)))
+    with shown(console, "replaying", len(pool)) as advance:
+        rows = tuple(pool.rows(advance))
     console.print(f"{len(pool)} runs of every selector in {time.monotonic() - began:.1f} s", style="dim")
     return rows
 

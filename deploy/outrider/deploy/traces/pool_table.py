@@ -32,6 +32,8 @@ def tables(replayed: PoolReplayed) -> Group:
         blocks = [block for kind in KINDS if (block := _block(rows, kind))]
         parts += [_title(f"{link_name(link)}{pace}: {replayed.seeds} runs in {replayed.play}")]
         parts += [draw_blocks(headings, 1, blocks)]
+        if any(cell.kind == DRAFTER for cell in rows[0].cells):
+            parts += [_title("Speed over that of the row's best drafter alone"), _against_best(rows)]
     last = replayed.rows[-1].name or "all"
     return Group(*parts, Text(LEGEND.format(last=last, settled=SETTLED_TOKENS), style="dim"))
 
@@ -47,6 +49,16 @@ def _block(rows: Sequence[Row], kind: str) -> Block:
         settled = UNKNOWN if last.settled is None else f"{last.settled:.3f}"
         lines.append((column[1], *shown, f"{last.of_oracle:.3f}", f"{last.switches:.0f}", settled))
     return lines
+
+
+def _against_best(rows: Sequence[Row]) -> RenderableType:
+    best = [max(cell.speed_up for cell in row.cells if cell.kind == DRAFTER) for row in rows]
+    lines = [
+        (name, *(f"{row.of(kind, name).speed_up / most:.3f}" for row, most in zip(rows, best, strict=True)))
+        for kind, name in rows[0].columns
+        if kind != DRAFTER
+    ]
+    return draw_blocks(("", *(row.name or UNKNOWN for row in rows)), 1, [lines])
 
 
 def _cell(cell: Cell, is_best: bool) -> str:

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from tokenizers import Tokenizer
 
 from outrider.cloud.target import Target, load_target
@@ -26,6 +25,7 @@ from outrider.deploy.traces.chances import TargetChances
 from outrider.deploy.traces.costs import CostSheet, DrafterCosts, costs_path, save_costs
 from outrider.deploy.traces.drafter_probe import DrafterProbe
 from outrider.deploy.traces.drafters import Packages, find_drafters, load_drafters
+from outrider.deploy.traces.progress import shown
 from outrider.deploy.traces.readers import PromptReaders
 from outrider.deploy.traces.target_probe import TargetProbe
 from outrider.edge.drafters.protocol import Drafter
@@ -93,16 +93,14 @@ class Recorder:
         """The texts, and the traces on them, in the order of the wishes."""
         self._say(f"the target writes {len(wishes)} texts")
         began = time.monotonic()
-        written = track(
-            Writer(self._target, {}, oldest=0).stream(wishes),
-            "writing and recording",
-            total=len(wishes),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        with closing(PromptReaders(self._drafters, wishes)) as readers:
-            found = {each.wish: (each.text, self._on(each, readers)) for each in written}
+        found: dict[Wish, tuple[Text, list[HitTrace]]] = {}
+        with (
+            closing(PromptReaders(self._drafters, wishes)) as readers,
+            shown(self._console, "writing and recording", len(wishes)) as advance,
+        ):
+            for written in Writer(self._target, {}, oldest=0).stream(wishes):
+                found[written.wish] = written.text, self._on(written, readers)
+                advance()
         texts = [found[wish][0] for wish in wishes]
         tokens, seconds = sum(text.tokens for text in texts), time.monotonic() - began
         self._say(f"{tokens} tokens, and what every drafter says, in {seconds:.0f} s: {tokens / seconds:.0f} a second")

@@ -8,17 +8,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
-from rich.progress import track
 
 from outrider.deploy.bench.links import BenchLink, links_of
 from outrider.deploy.outputs import check_file, check_pictures
-from outrider.deploy.traces.figures import Replayed, save
+from outrider.deploy.traces.figures import Figure, Replayed, save
 from outrider.deploy.traces.grid import Grid
 from outrider.deploy.traces.plots import draw
 from outrider.deploy.traces.pool_replay import replay_pool
+from outrider.deploy.traces.progress import shown
 from outrider.deploy.traces.recording import load_recording
 from outrider.deploy.traces.table import tables
 from outrider.deploy.traces.windows import policy_of
@@ -59,20 +58,16 @@ def replay(options: argparse.Namespace) -> int:
     return 0
 
 
-def _figures(grid: Grid) -> tuple[Any, ...]:
+def _figures(grid: Grid) -> tuple[Figure, ...]:
     console, began = Console(stderr=True, highlight=False), time.monotonic()
-    shown = track(
-        grid.cells(),
-        "replaying",
-        total=len(grid),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    figures = tuple(figure for cell in shown for figure in cell)
+    figures: list[Figure] = []
+    with shown(console, "replaying", len(grid)) as advance:
+        for cell in grid.cells():
+            figures += cell
+            advance()
     texts, seconds = len(grid.recording.texts), time.monotonic() - began
     console.print(f"{len(grid)} replays of {texts} texts in {seconds:.1f} s", style="dim")
-    return figures
+    return tuple(figures)
 
 
 def _links(options: argparse.Namespace) -> list[BenchLink]:

@@ -33,11 +33,15 @@ class Stream:
     policy: Callable[[], Policy]
     seed: int = 0
     _known: dict[tuple[object, ...], list[Course]] = field(init=False, default_factory=dict)  # of one drafter, one run
+    _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by the tokens of a text
 
     def cloud_s(self, text: Text) -> float:
         """From the request to the last token, as the others."""
-        [outcome] = self._replayed([text], 0, replace(self.policy(), drafting=False))
-        return outcome.arrivals[-1]
+        tokens = text.tracks[0].trace.tokens
+        if tokens not in self._cloud_s:
+            [outcome] = self._replayed([text], 0, replace(self.policy(), drafting=False))
+            self._cloud_s[tokens] = outcome.arrivals[-1]
+        return self._cloud_s[tokens]
 
     def alone(self, texts: Sequence[Text], arm: int) -> list[Course]:
         """The texts with one drafter; edge and verifier keep what they have measured."""

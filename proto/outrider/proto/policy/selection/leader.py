@@ -25,6 +25,8 @@ class Leader(Selector):
         experts: and their weights.
         stride: an idle arm is read with once it has so many unread tokens: a pass over a few costs a drafter hardly
             more than one over a single token, and the news may be as old as that.
+        doubt: nats; for each that an arm is behind the best its stride grows by one, up to four: it will not overtake
+            within so few tokens, and reading takes energy.
         prior: [arms] acceptance of each as the fleet has seen it; empty: not known, and the first arm begins.
         prior_tokens: of evidence that it counts for.
         subject: nats of weight for every nat a token that a drafter gives to the prompt's end less than the best does:
@@ -37,6 +39,7 @@ class Leader(Selector):
     experts: FixedShare
     stride: int = 4
     prior: tuple[float, ...] = ()
+    doubt: float = 2.0
     prior_tokens: float = 12.0
     subject: float = 6.0
     most_subject: float = 3.0
@@ -69,8 +72,14 @@ class Leader(Selector):
         self.experts.pay([(now - then) / self.experts.eta for now, then in zip(behind, before, strict=True)])
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        """Idle arms with `stride` unread tokens or more, those with most first."""
-        due = [arm for arm in view.arms if arm != chosen and view.behind[arm] >= self.stride]
+        """Idle arms with `stride` unread tokens or more, and those far behind in weight less often; most unread first."""
+        weights = self.experts.log_weights
+        best = max(weights)
+        due = [
+            arm
+            for arm in view.arms
+            if arm != chosen and view.behind[arm] >= min(4.0, 1 + (best - weights[arm]) / self.doubt) * self.stride
+        ]
         return tuple(sorted(due, key=lambda arm: -view.behind[arm]))
 
     def learn(self, outcome: RoundOutcome) -> None:
