@@ -379,7 +379,9 @@ class Experience:
 
     def of(self, drafter: str) -> DrafterExperience:
         """Of the drafter of that name."""
-        return self.drafters.setdefault(drafter, DrafterExperience())
+        if drafter not in self.drafters:
+            self.drafters[drafter] = DrafterExperience()
+        return self.drafters[drafter]
 
     def time_open(self, seconds: float) -> None:
         """An Open was answered after so long; counts while nothing better is known."""

@@ -202,7 +202,9 @@ class EdgeStatistics:
 
     def of(self, drafter: str) -> DrafterCounts:
         """Counts of the drafter of that name."""
-        return self.of_drafters.setdefault(drafter, DrafterCounts())
+        if drafter not in self.of_drafters:
+            self.of_drafters[drafter] = DrafterCounts()
+        return self.of_drafters[drafter]
 
     @property
     def mean_code_age(self) -> float:
@@ -289,6 +291,7 @@ class EdgeSession:
         self._chain_sent = False  # whether the wire has heard of the chain
         self._entropy: list[float] = []  # likewise
         self._certainty: list[float] = []  # likewise
+        self._chances: list[float] = []  # of the first drafts in flight, as the calibration has them now
         self._selection = selection or Selection.of_one()
         self._selection.begin_text(self.prompt_length, 0)
         self._battery = battery
@@ -561,6 +564,7 @@ class EdgeSession:
         self.statistics.hits += hit
 
     def _learn_hit(self, drafter: int, position: int, confidence: float, hit: bool) -> None:
+        self._chances.clear()
         self._calibrations[drafter].add(confidence, hit)
         self._selection.note(drafter, position, hit)
         counts = self.statistics.of(self._selection.names[drafter])
@@ -570,7 +574,7 @@ class EdgeSession:
     def _forget_drafts(self) -> None:
         self._said_complete = False
         self._selection.agreed = min(self._selection.agreed, len(self.transcript))
-        for entries in (self._drafted, self._confidence, self._entropy, self._certainty):
+        for entries in (self._drafted, self._confidence, self._entropy, self._certainty, self._chances):
             entries.clear()
         self._sent = 0
         self._choice_due = True
@@ -630,7 +634,15 @@ class EdgeSession:
     @property
     def survival(self) -> float:
         """The chance that all drafts in flight agree with the target."""
-        return math.prod(map(self._calibration.chance, self._confidence))
+        return math.prod(self._chances_in_flight())
+
+    def _chances_in_flight(self) -> list[float]:
+        """Of each draft, given those before it; asked for many times between two changes."""
+        if len(self._chances) > len(self._confidence):
+            self._chances.clear()
+        new = self._confidence[len(self._chances) :]
+        self._chances += map(self._calibration.chance, new)
+        return self._chances
 
     def allowance(self) -> int:
         """How many more tokens may be drafted now."""
@@ -651,7 +663,7 @@ class EdgeSession:
             byte_s=self._experience.round_trip.slope,
             token_s=self._experience.pace.token_s,
             goal=self._goal,
-            chances=tuple(map(self._calibration.chance, self._confidence)),
+            chances=tuple(self._chances_in_flight()),
             confidence=tuple(self._confidence),
             entropy=tuple(self._entropy),
             certainty=tuple(self._certainty),
@@ -879,7 +891,7 @@ class EdgeSession:
 
     def _expected_of_unsent(self) -> float:
         """Tokens that the verifier will probably accept of those that it has not been sent."""
-        survival = list(itertools.accumulate(map(self._calibration.chance, self._confidence), operator.mul))
+        survival = list(itertools.accumulate(self._chances_in_flight(), operator.mul))
         return sum(survival[self._sent :])
 
     def _nothing_more(self, now: float) -> list[EdgeInstruction]:
