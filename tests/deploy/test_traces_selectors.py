@@ -20,6 +20,7 @@ from outrider.deploy.replay.costs import Costs
 from outrider.deploy.replay.replay import Policy, replay
 from outrider.deploy.replay.selection import play, texts_of
 from outrider.deploy.replay.traces import HitTrace, save_traces
+from outrider.deploy.traces.aligned import Aligned
 from outrider.deploy.traces.costs import CostSheet, DrafterCosts, TargetCosts, costs_path, save_costs
 from outrider.deploy.traces.grid import WARM_UP_TOKENS
 from outrider.deploy.traces.pool import Pool
@@ -33,7 +34,16 @@ from outrider.deploy.traces.stages import Rounds
 from outrider.deploy.traces.stream import Stream
 from outrider.deploy.traces.tally import BEFORE, SETTLED_TOKENS
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection import SELECTORS, MetaSdUcb, RandomSelector, RoundOutcome, StaticSelector
+from outrider.proto.policy.selection import (
+    SELECTORS,
+    FixedShare,
+    Hedge,
+    MetaSdUcb,
+    RandomSelector,
+    RoundOutcome,
+    SelectionView,
+    StaticSelector,
+)
 
 DOMAINS = ("code", "prose", "math")
 DRAFTERS = ("coder", "writer")
@@ -260,6 +270,20 @@ def test_on_the_stream_a_drafter_alone_is_its_replay_and_turns_are_told_apart() 
     assert changed.seconds <= stage.courses([text], StaticSelector(0))[0].seconds
 
 
+def test_between_texts_every_drafter_is_told_of_as_many_tokens() -> None:
+    view = SelectionView(4, (0.1, 0.1), (0.0, 0.0), (0, 0))
+    experts = FixedShare(arms=2)
+    aligned = Aligned(Hedge(experts, np.random.default_rng(0)), 2)
+    for _ in range(2):
+        assert aligned.begin_text() is aligned
+        aligned.learn(RoundOutcome(view, 0, 3, 3, 2, math.nan, 0.1, hits=((True, True, False), (True,))))
+        assert list(map(len, experts.unpaid)) == [2, 0]
+    aligned.begin_text()
+    assert list(map(len, experts.unpaid)) == [0, 0]
+    random = Aligned(RandomSelector(2, np.random.default_rng(0)), 2)
+    assert (random.reads_along, aligned.reads_along) == (False, True)
+
+
 def test_silence_and_confidence_reach_the_selectors() -> None:
     class Noting(StaticSelector):
         def score(self, view, chosen):
@@ -278,7 +302,7 @@ def test_silence_and_confidence_reach_the_selectors() -> None:
         text, arms_of(Recording({"coder": [trace], "writer": [mute]}, SHEET)), Noting(0), link_of().shape_at, Costs(), 3
     )
     assert [entry[0] for entry in heard] == [(0.9, 0.8), (0.7, 0.6)]
-    assert [entry[1] for entry in heard] == [(), (0.4, 0.0)]
+    assert repr([entry[1] for entry in heard]) == "[(), (0.4, 0.0, nan, nan)]", "nobody hears of the text's end"
     heard.clear()
     play(
         text, arms_of(Recording({"coder": [trace], "writer": [mute]}, SHEET)), Noting(0), link_of().shape_at, Costs(), 1

@@ -14,6 +14,7 @@ from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, ope
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import FixedWindow
 from outrider.proto.policy.selection import (
+    Arm,
     Exp3,
     FixedShare,
     Hedge,
@@ -26,6 +27,7 @@ from outrider.proto.policy.selection import (
     StaticSelector,
 )
 from outrider.proto.session import Selection
+from outrider.proto.session.selection import Conditions
 from outrider.proto.types import Sampling
 
 SELECTORS = {
@@ -286,3 +288,28 @@ def test_who_knows_the_prompt_best_begins_and_who_says_nothing_of_it_is_not_blam
     silent = Leader(experts=FixedShare(arms=2))
     silent.read_prompt([math.nan, math.nan])
     assert silent.experts.log_weights[0] == silent.experts.log_weights[1]
+
+
+def test_a_selector_that_is_kept_for_the_next_text_hears_of_the_same_token_from_all() -> None:
+    told: list[tuple[tuple[bool | None, ...], ...]] = []
+
+    class Listening(Leader):
+        def learn(self, outcome: RoundOutcome) -> None:
+            assert [len(hits) for hits in outcome.hits] == [len(q) for q in outcome.confidence]
+            told.append(outcome.hits)
+            Leader.learn(self, outcome)
+
+    leader = Listening(experts=FixedShare(arms=2))
+    selection = Selection(leader, ("a", "b"))
+    arms = [Arm("a", 0.001, 0.0), Arm("b", 0.001, 0.0)]
+    conditions = Conditions(0.01, 0.03, 0.001)
+    for _ in range(2):
+        selection.begin_text(5, 0)
+        selection.choose(arms, conditions, 5)
+        for position in range(5, 15):
+            selection.note(0, position, True, 0.5)
+        selection.note(1, 6, False, 0.25)
+    selection.begin_text(5, 0)
+    assert [sum(len(hits[arm]) for hits in told) for arm in (0, 1)] == [20, 20]
+    assert told[0][1] == (None, False, *[None] * 8)
+    assert not any(leader.experts.unpaid), "nothing is left over from a text"

@@ -249,6 +249,11 @@ class _Play:
             tokens = min(began - self._read[arm], math.floor(left_s / catch_up_s) if catch_up_s else self._end)
             hits[arm], confidence[arm] = self._caught_up(arm, self._read[arm] + tokens)
             left_s -= tokens * catch_up_s
+        if self._at == self._end:  # of the rest nobody will hear: a selector of many texts must not wait for it
+            for arm, read in enumerate(self._read):
+                unread = self._end - max(0, read)
+                hits[arm] += (None,) * unread
+                confidence[arm] += (math.nan,) * unread
         self._current = chosen
         self._now += seconds
         # Of all drafts, as the paper has it: the mean over the judged ones alone is biased.

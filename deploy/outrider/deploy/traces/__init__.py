@@ -25,6 +25,7 @@ pool_replay    the command's other half
 rows           which texts are met one after the other
 stages         where they are played, and synchronous rounds
 stream         the same on the session machine
+aligned        a selector for many of its sessions
 pool           rows, links and selectors, each with each
 tally          runs, added up
 pool_figures, pool_table, pool_plots

@@ -12,6 +12,7 @@ from outrider.deploy.replay.costs import Costs
 from outrider.deploy.replay.replay import Outcome, Policy, Rival
 from outrider.deploy.replay.selection import Text, in_hindsight
 from outrider.deploy.replay.wire import ShapeAt
+from outrider.deploy.traces.aligned import Aligned
 from outrider.deploy.traces.grid import WARM_UP_TOKENS
 from outrider.deploy.traces.stages import Course, in_seconds
 from outrider.proto.policy.selection import Selector
@@ -56,6 +57,7 @@ class Stream:
         first, *others = self.costs
         if not others:
             return self.alone(texts, 0)
+        aligned = Aligned(selector, len(self.costs))
         outcomes = machine.replay(
             [text.tracks[0].trace for text in texts],
             self.shape_at,
@@ -67,7 +69,7 @@ class Stream:
                 [Rival(track.trace, costs) for track, costs in zip(text.tracks[1:], others, strict=True)]
                 for text in texts
             ],
-            selector=lambda: selector,
+            selector=aligned.begin_text,
         )
         return [_course(outcome, outcome.turns) for outcome in outcomes]
 

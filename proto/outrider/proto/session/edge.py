@@ -291,6 +291,7 @@ class EdgeSession:
         self._chain_sent = False  # whether the wire has heard of the chain
         self._entropy: list[float] = []  # likewise
         self._certainty: list[float] = []  # likewise
+        self._allowance: int | None = None  # None: something has changed since it was worked out
         self._chances: list[float] = []  # of the first drafts in flight, as the calibration has them now
         self._selection = selection or Selection.of_one()
         self._selection.begin_text(self.prompt_length, 0)
@@ -333,6 +334,7 @@ class EdgeSession:
 
     def on_opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:
         """A verifier has taken the session. Drafts that it has not seen go again, as a new chain."""
+        self._allowance = None
         if self.done or self._connected:
             return []  # said before
         if self._opened_for != self._turns:
@@ -366,6 +368,7 @@ class EdgeSession:
 
     def on_disconnected(self, error: OutriderError, now: float) -> list[EdgeInstruction]:
         """The stream broke, or could not be opened."""
+        self._allowance = None
         self._connected = False
         if self.done:
             return []
@@ -387,6 +390,7 @@ class EdgeSession:
 
     def on_cancel(self, finish: FinishReason = FinishReason.CANCELLED) -> list[EdgeInstruction]:
         """The user wants no more, or has seen a stop string."""
+        self._allowance = None
         if self.done:
             return []
         sends: list[EdgeInstruction] = [Send(Cancel(finish.name.lower()))] if self._connected else []
@@ -421,6 +425,7 @@ class EdgeSession:
         Raises:
             InvalidArgument: with the field named; nothing has changed then.
         """
+        self._allowance = None
         if not self.done:
             raise InvalidArgument("still runs; finish or leave it before the next", field="turn")
         frame = replace(self._open, prompt=(*self.transcript[:start], *prompt), committed=(), sampling=sampling)
@@ -458,6 +463,7 @@ class EdgeSession:
 
     def on_commit(self, commit: Commit, now: float) -> list[EdgeInstruction]:
         """Append to the transcript what is new; follow or abandon the chain."""
+        self._allowance = None
         if self.done or commit.turn != self._turn:
             return []
         known = len(self.transcript) - commit.start
@@ -566,7 +572,7 @@ class EdgeSession:
     def _learn_hit(self, drafter: int, position: int, confidence: float, hit: bool) -> None:
         self._chances.clear()
         self._calibrations[drafter].add(confidence, hit)
-        self._selection.note(drafter, position, hit)
+        self._selection.note(drafter, position, hit, confidence)
         counts = self.statistics.of(self._selection.names[drafter])
         counts.compared += 1
         counts.hits += hit
@@ -645,7 +651,12 @@ class EdgeSession:
         return self._chances
 
     def allowance(self) -> int:
-        """How many more tokens may be drafted now."""
+        """How many more tokens may be drafted now; asked for several times between two events."""
+        if self._allowance is None:
+            self._allowance = self._work_out_allowance()
+        return self._allowance
+
+    def _work_out_allowance(self) -> int:
         if not (self._connected and self._drafting) or self.done or self._stalled:
             return 0
         in_flight = len(self._drafted)
@@ -678,6 +689,7 @@ class EdgeSession:
             return None
         if self._choice_due and self._connected and not self._drafted:
             self._choose()
+        self._allowance = None  # another text of this edge may have changed what is measured
         count = min(most, self.allowance())
         if count == 0:
             return None
@@ -767,6 +779,7 @@ class EdgeSession:
             certainty: [n] softmax of log probability and shared noise at each; empty: not known.
             foreseen: what it would have proposed in place of the tokens of the job that it was to foresee.
         """
+        self._allowance = None
         self._job_running = False
         if self.done:
             return []
@@ -810,6 +823,7 @@ class EdgeSession:
 
     def on_read(self, job: ReadJob, foreseen: Foreseen, seconds: float, now: float) -> list[EdgeInstruction]:
         """An idle drafter did `job` in `seconds`."""
+        self._allowance = None
         self._reading = None
         if self.done:
             return []
@@ -827,6 +841,7 @@ class EdgeSession:
 
     def on_idle(self, now: float) -> list[EdgeInstruction]:
         """The drafter has no job: send what is held, or say that there is nothing."""
+        self._allowance = None  # another text of this edge may have changed what is measured
         return [] if self._job_running or self.done or self.allowance() > 0 else self._flush(now)
 
     def on_drafter_failed(self, error: OutriderError, drafter: int | None = None) -> list[EdgeInstruction]:
@@ -834,6 +849,7 @@ class EdgeSession:
 
         `drafter`: which; None: the current one.
         """
+        self._allowance = None
         broken = self.drafter if drafter is None else drafter
         self._job_running = False
         self._reading = None
@@ -845,6 +861,7 @@ class EdgeSession:
 
     def _flush(self, now: float) -> list[EdgeInstruction]:
         """Send what is drafted when the chain is complete, or when more of it would come too late for a step."""
+        self._allowance = None
         unsent = tuple(self._drafted[self._sent : max(self._sent, self._credit)])  # it may have shrunk
         if not self._connected or not unsent:
             return self._nothing_more(now)

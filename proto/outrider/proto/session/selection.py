@@ -73,7 +73,9 @@ class Selection:
         self._scored = [(0.0, 0)] * drafters  # sum of log q of tokens of the prompt's end, and how many
         self._prompt_news = False  # that the selector has not been told
         self._heard = [0] * drafters  # tokens of text of which it is known, or never will be, whether it hits
-        self._news: list[list[bool | None]] = [[] for _ in range(drafters)]  # that the selector has not been told
+        self._news: list[list[bool | None]] = []  # that the selector has not been told
+        self._confidence: list[list[float]] = []  # in what each would have proposed there
+        self._forget_news()
         self._failed: set[int] = set()
         self._view: SelectionView | None = None
 
@@ -98,21 +100,37 @@ class Selection:
 
     def begin_text(self, first: int, kept: int) -> None:
         """The text begins at position `first`; of all prefixes `kept` tokens at most are still right."""
+        if self._view is not None:  # so that every drafter's next news are of the same token
+            for drafter in range(self.drafters):
+                self._pad(drafter, max(self._heard))
+            self.learn(committed=0, judged=0, accepted=0, agreement=math.nan, seconds=0.0)
         self._first = first
         self._scored = [(0.0, 0)] * self.drafters
         self._prefix = [min(length, kept) for length in self._prefix]
         self._heard = [0] * self.drafters
-        self._news = [[] for _ in self._prefix]
+        self._forget_news()
         self._view = None
+
+    def _forget_news(self) -> None:
+        self._news = [[] for _ in self.names]
+        self._confidence = [[] for _ in self.names]
 
     # --- hits ---
 
-    def note(self, drafter: int, position: int, hit: bool) -> None:
-        """It proposed, or would have, the committed token of that position, or another one."""
-        between = position - self._first - self._heard[drafter]
-        if self.drafters > 1 and between >= 0:
-            self._news[drafter] += [None] * between + [hit]
-            self._heard[drafter] += between + 1
+    def note(self, drafter: int, position: int, hit: bool, confidence: float) -> None:
+        """It proposed, or would have, the committed token of that position, or another one, with such a probability."""
+        if self.drafters > 1 and position >= self.first_unheard(drafter):
+            self._pad(drafter, position - self._first)
+            self._news[drafter].append(hit)
+            self._confidence[drafter].append(confidence)
+            self._heard[drafter] += 1
+
+    def _pad(self, drafter: int, tokens: int) -> None:
+        """Of what it has not said of the first `tokens` of the text nothing will be known."""
+        unknown = tokens - self._heard[drafter]
+        self._news[drafter] += [None] * unknown
+        self._confidence[drafter] += [math.nan] * unknown
+        self._heard[drafter] = tokens
 
     def note_prompt(self, drafter: int, log_q: Sequence[float]) -> None:
         """It gave so much to tokens of the prompt's end, nats each."""
@@ -151,10 +169,11 @@ class Selection:
         if self._view is None:
             return
         for drafter in self._failed:
-            self._news[drafter] += [None] * (max(self._heard) - self._heard[drafter])
-            self._heard[drafter] = max(self._heard)
-        hits = tuple(map(tuple, self._news))
-        self._news = [[] for _ in self._prefix]
+            self._pad(drafter, max(self._heard))
+        if self._selector.reads_along and not any(self._news):
+            return  # nothing that it would learn from
+        hits, confidence = tuple(map(tuple, self._news)), tuple(map(tuple, self._confidence))
+        self._forget_news()
         self._selector.learn(
             RoundOutcome(
                 view=self._view,
@@ -165,6 +184,7 @@ class Selection:
                 agreement=agreement,
                 seconds=seconds,
                 hits=hits,
+                confidence=confidence,
             )
         )
 

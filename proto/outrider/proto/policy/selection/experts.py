@@ -58,13 +58,22 @@ class FixedShare:
 
     def pay(self, losses: Sequence[float]) -> None:
         """[arms] each expert's loss of one token, or of several that nobody has written yet (a prior)."""
-        logs = [log - self.eta * loss for log, loss in zip(self.log_weights, losses, strict=True)]
-        top = max(logs)
-        total = sum(math.exp(log - top) for log in logs)
-        self.log_weights = [_log_mean(log - top - math.log(total), -math.log(self.arms), self.share) for log in logs]
+        logs = self.log_weights
+        if losses.count(losses[0]) < len(losses):  # else nobody gains on anybody
+            logs = [log - self.eta * loss for log, loss in zip(logs, losses, strict=True)]
+            top = max(logs)
+            total = top + math.log(sum(math.exp(log - top) for log in logs))
+            logs = [log - total for log in logs]
+        if self.share:
+            kept, dealt = 1 - self.share, self.share / self.arms
+            logs = [math.log(kept * math.exp(log) + dealt) for log in logs]
+        self.log_weights = logs
 
-    def _pay_awake(self, losses: Sequence[float | None]) -> None:
+    def _pay_awake(self, losses: list[float | None]) -> None:
         """[arms] losses of one token; None: asleep."""
+        if None not in losses:
+            self.pay(losses)  # type: ignore[arg-type]
+            return
         awake = [(log, loss) for log, loss in zip(self.log_weights, losses, strict=True) if loss is not None]
         if not awake:
             return
@@ -74,10 +83,3 @@ class FixedShare:
         after = sum(math.exp(log - top - self.eta * loss) for log, loss in awake)
         common = math.log(before / after) / self.eta
         self.pay([common if loss is None else loss for loss in losses])
-
-
-def _log_mean(log_a: float, log_b: float, share: float) -> float:
-    """log((1 - share) a + share b), finite also where a is too small for a float and the share is 0."""
-    if not share:
-        return log_a
-    return math.log((1 - share) * math.exp(log_a) + share * math.exp(log_b))

@@ -39,7 +39,7 @@ class Leader(Selector):
     experts: FixedShare
     stride: int = 4
     prior: tuple[float, ...] = ()
-    doubt: float = 2.0
+    doubt: float = 6.0
     prior_tokens: float = 12.0
     subject: float = 6.0
     most_subject: float = 3.0
@@ -72,7 +72,7 @@ class Leader(Selector):
         self.experts.pay([(now - then) / self.experts.eta for now, then in zip(behind, before, strict=True)])
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        """Idle arms with `stride` unread tokens or more, and those far behind in weight less often; most unread first."""
+        """Idle arms with `stride` unread tokens or more, those far behind in weight less often; most unread first."""
         weights = self.experts.log_weights
         best = max(weights)
         due = [
