@@ -221,7 +221,7 @@ def add_drafting(parser: Parser) -> None:
         default="leader",
         metavar="RULE",
         help="that chooses among several: leader, static, random, metasd-bd, metasd-be, exp3, thompson, halving, "
-        "discounted, sliding, or hedge",
+        "discounted, sliding, hedge, or routing",
     )
     group.add_argument(
         "--drafter-memory", type=number(0.1), default=256, metavar="MB", help="for several drafters; the rest waits"

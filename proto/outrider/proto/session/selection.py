@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 
-READ_TOKENS = 32  # that an idle drafter reads at once: a commit that comes meanwhile has to wait for so long
+READ_TOKENS = 16  # that an idle drafter reads at once: a commit that comes meanwhile has to wait for so long
 PROMPT_TOKENS = 64  # of a prompt's end, that tell whose subject it is before there is any text
 ROUND_DRAFTS = 8  # of a round, as selectors reckon with
 
