@@ -88,6 +88,7 @@ def edge(folder, address: str, drafter=None) -> Client:
     return Client(config, drafter=drafter)
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
 def test_both_ends_count_the_same_decoding_alike(folder) -> None:
     async def scenario(server, address):
         async with edge(folder, address) as plain:

@@ -12,15 +12,15 @@ from outrider.edge.drafters.fakes import FailingDrafter
 from outrider.edge.drafters.onnx import OnnxDrafter
 
 FAMILY = "general,swift,ngram"
-SELECTORS = ("leader", "metasd-be", "exp3")  # with and without reading along; the session's own tests have them all
+SELECTORS = ("leader", "exp3")  # with and without reading along; the session's own tests have them all
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.usefixtures("all_drafts_pay")
 def test_selectors_leave_the_text_as_it_is_and_give_turns(serving, edge, prompts, temperature) -> None:
     async def main() -> None:
-        asked = prompts(1)[:2]
-        sampling = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+        asked = prompts(1)[:1]
+        sampling = {"max_tokens": 32, "temperature": temperature, "seed": 3}
         async with serving() as address:
             async with edge(address, drafter="none") as client:
                 alone = [(await client.complete(prompt.text, **sampling)).tokens for prompt in asked]
