@@ -282,7 +282,7 @@ def corrupt_candidates(graph: Path) -> None:
         (corrupt_order, "float32"),
         (corrupt_sink, "float32"),
         (corrupt_candidates, "float32"),
-        (corrupt_order, "int8"),
+        pytest.param(corrupt_order, "int8", marks=pytest.mark.soak),
     ],
 )
 def test_a_graph_that_computes_something_else_is_refused_and_leaves_nothing(

@@ -516,6 +516,22 @@ def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
     assert (again.truncate_to, again.extend_with) == (3, (4, 6))
 
 
+def test_a_turn_of_another_temperature_goes_by_what_drafts_were_worth_there():
+    edge = edge_at_rest()
+    hopeless = Experience()
+    for _ in range(200):
+        hopeless.of("").calibration.add(0.9, False)
+    edge.on_turn(5, (6,), Sampling(max_tokens=40), 1.0, hopeless)
+    job = edge.next_job(4)
+    assert job is not None
+    edge.on_drafted(job, (1,), (0.9,), 0.01, 1.1)
+    assert edge.survival < 0.1, "and not by what drafts of such confidence were worth before"
+    same = edge_at_rest()
+    same.on_turn(5, (6,), Sampling(max_tokens=40), 1.0)
+    same.on_drafted(same.next_job(4), (1,), (0.9,), 0.01, 1.1)
+    assert same.survival > 0.5
+
+
 def test_statistics_are_a_turns_own():
     edge = edge_at_rest()
     first = edge.statistics

@@ -570,7 +570,8 @@ class EdgeSession:
         self.statistics.hits += hit
 
     def _learn_hit(self, drafter: int, position: int, confidence: float, hit: bool) -> None:
-        self._chances.clear()
+        if drafter == self.drafter:
+            self._chances.clear()  # they are worth something else from now on
         self._calibrations[drafter].add(confidence, hit)
         self._selection.note(drafter, position, hit, confidence)
         counts = self.statistics.of(self._selection.names[drafter])
