@@ -21,7 +21,19 @@ from outrider.proto.errors import (
     UnknownToken,
 )
 from outrider.proto.policy import Experience, FixedWindow, SurvivalWindow
-from outrider.proto.session import Done, EdgeInstruction, EdgeSession, Emit, Reopen, Send, Verified, VerifierSession
+from outrider.proto.policy.selection import FixedShare, Leader
+from outrider.proto.session import (
+    Done,
+    EdgeInstruction,
+    EdgeSession,
+    Emit,
+    Foreseen,
+    Reopen,
+    Selection,
+    Send,
+    Verified,
+    VerifierSession,
+)
 from outrider.proto.types import (
     Cancel,
     CloudFrame,
@@ -514,6 +526,36 @@ def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
     again = edge.next_job(4)
     assert again is not None
     assert (again.truncate_to, again.extend_with) == (3, (4, 6))
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_what_was_foreseen_of_the_last_turns_text_is_not_taken_for_this_ones(drafting):
+    leader = Leader(experts=FixedShare(arms=2))
+    edge = EdgeSession(open_frame(keep_s=9.0), FixedWindow(4), selection=Selection(leader, ("a", "b")))
+    edge.open_frame(b"", 0.0)
+    edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
+    edge.on_drafted(edge.next_job(4), (1, 1, 1, 1), (0.5,) * 4, 0.01, 0.1)
+    edge.on_commit(Commit(3, (4, 5, 6, 7), 0, 64), 0.2)
+    job = edge.next_job(4) if drafting else next(read for _ in range(9) if (read := readings(edge)).tokens[-1] == 7)
+    edge.on_commit(Commit(7, (2,), 0, 64, finish=FinishReason.EOS), 0.3)
+    edge.on_turn(3, (6,), Sampling(max_tokens=40), 0.4)
+    assert edge.next_job(4) is edge.next_reading() is None, "it still runs"
+    late = Foreseen((4, 5, 6, 7), (0.9,) * 4)
+    if drafting:
+        late = Foreseen((4, 5, 6, 7)[: job.foresee], (0.9,) * job.foresee)
+        edge.on_drafted(job, (1,), (0.5,), 0.01, 0.5, foreseen=late)
+    else:
+        edge.on_read(job, late, 0.01, 0.5)
+    assert not edge.statistics.of_drafters
+    assert edge.next_job(4).extend_with[-1] == 6
+
+
+def readings(edge):
+    """One reading of an idle drafter, whose predecessor, if any, has ended and told nothing."""
+    job = edge.next_reading()
+    if job.tokens[-1] != 7:
+        edge.on_read(job, Foreseen(), 0.01, 0.2)
+    return job
 
 
 def test_a_turn_of_another_temperature_goes_by_what_drafts_were_worth_there():

@@ -298,6 +298,7 @@ class EdgeSession:
         self._battery = battery
         self._choice_due = True
         self._reading: ReadJob | None = None
+        self._given_for = 0  # the turn, as of `_turns`, whose tokens the newest job is of
         self._epoch = 0  # counts contradictions; a job of an older epoch proposes in vain
         self._job_running = False
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
@@ -695,6 +696,7 @@ class EdgeSession:
         if count == 0:
             return None
         self._job_running = True
+        self._given_for = self._turns
         committed = len(self.transcript)
         agreed = self._selection.agreed
         behind = (*self.transcript[agreed:], *self._drafted[max(0, agreed - committed) :])
@@ -732,6 +734,7 @@ class EdgeSession:
         if self._job_running or self._reading is not None or self.done:
             return None
         self._reading = self._selection.next_reading(self.transcript)
+        self._given_for = self._turns
         return self._reading
 
     def _steer(self, position: int) -> Steer | None:
@@ -784,7 +787,8 @@ class EdgeSession:
         self._job_running = False
         if self.done:
             return []
-        self._take_foreseen(job.drafter, job.truncate_to + job.skip, foreseen)
+        if self._given_for == self._turns:
+            self._take_foreseen(job.drafter, job.truncate_to + job.skip, foreseen)
         if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):
             return self.on_drafter_failed(UnknownToken("the drafter proposes tokens that the target does not have"))
         if job.epoch != self._epoch:
@@ -826,7 +830,7 @@ class EdgeSession:
         """An idle drafter did `job` in `seconds`."""
         self._allowance = None
         self._reading = None
-        if self.done:
+        if self.done or self._given_for != self._turns:
             return []
         self._experience.of(self._selection.names[job.drafter]).reading_s.add(seconds / len(job.tokens))
         self.statistics.read += len(job.tokens)
