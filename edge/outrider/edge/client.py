@@ -315,20 +315,22 @@ class Client:
         """The decoding of a new session; needs `prepare`."""
         ready = self._ready_now()
         drafters, steered = self._loaded_drafters(ready)
+        experience = self.experience(frame.sampling)
+        features = self._features(frame.prompt, experience.round_trip.base)
         machine = EdgeSession(
             frame,
             self.config.window_policy,
             self.config.retry,
-            self.experience(frame.sampling),
+            experience,
             send_q=self.config.send_q,
             codes=self._codes,
-            selection=self._selection(frame, drafters, steered) if drafters else None,
+            selection=self._selection(frame.sampling, features, drafters, steered) if drafters else None,
             battery=self._battery.share,
         )
         machine.statistics.drafter_error = ready.drafter_error
         return Decoding(
             machine,
-            ready.route.about(self._features(frame.prompt, machine.round_trip_s)),
+            ready.route.about(features),
             Subject(frame.session, ready.model, self.drafter_name),
             channels=self._channels,
             journal=self._traced(journal or Journal()),
@@ -348,16 +350,17 @@ class Client:
         loaded = {index: drafter for index in range(len(pool)) if (drafter := pool.loaded(index)) is not None}
         return tuple(loaded.values()), list(loaded).index(pool.steered) if pool.steered in loaded else None
 
-    def _selection(self, frame: Open, drafters: Sequence[Drafter], steered: int | None) -> Selection:
+    def _selection(
+        self, sampling: Sampling, features: TextFeatures, drafters: Sequence[Drafter], steered: int | None
+    ) -> Selection:
         """Among the drafters of a text that begins."""
         names = tuple(drafter.name for drafter in drafters)
         if len(drafters) == 1:
             return Selection(StaticSelector(), names, steered=steered)
         if self.config.selector == "leader":
-            features = self._features(frame.prompt, self.experience(frame.sampling).round_trip.base)
             versions = [(drafter.name, drafter.version) for drafter in drafters]
             fleet = self._ready_now().route.prior(features)
-            prior = self._own_texts.acceptances(self._kind(features, frame.sampling), versions, fleet)
+            prior = self._own_texts.acceptances(self._kind(features, sampling), versions, fleet)
             return Selection(default_selector(len(drafters), prior), names, steered=steered)
         make = selector_named(self.config.selector)
         return Selection(make(len(drafters), np.random.default_rng()), names, steered=steered)
