@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -465,3 +465,9 @@ def lease_secret(path: Path | None) -> bytes:
         return path.expanduser().read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="lease-secret-file") from error
+
+
+def check_once(entries: Sequence[object], field: str) -> None:
+    """Refuse a list that names something twice."""
+    if len(set(entries)) != len(entries):
+        raise ConfigError("names something twice; once is enough", field=field)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from outrider.deploy.bench.record import LinkRecord
 from outrider.deploy.replay.optimum import tokens_per_second
 from outrider.deploy.replay.replay import Outcome
-from outrider.proto.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +119,3 @@ def figure_of(link: LinkRecord, outcomes: Sequence[Outcome], cloud: Sequence[Out
 def fastest(figures: Sequence[Figure]) -> Figure:
     """The one of most tokens a second; of several, the first."""
     return max(figures, key=lambda figure: figure.tokens_per_second)
-
-
-def save(replayed: Replayed, path: Path) -> None:
-    """Write the JSON file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        path.write_text(json.dumps(asdict(replayed), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", field="json") from error

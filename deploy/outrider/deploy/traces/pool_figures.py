@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.deploy.bench.record import LinkRecord
 from outrider.deploy.compare.record import Interval
-from outrider.proto.errors import ConfigError
 
 DRAFTER, SELECTOR, ORACLE = "drafter", "selector", "oracle"
 
@@ -125,15 +122,3 @@ class PoolReplayed:
     def over(self, link: LinkRecord) -> tuple[Row, ...]:
         """The rows of one link."""
         return tuple(row for row in self.rows if row.link == link)
-
-
-def save(replayed: PoolReplayed, path: Path) -> None:
-    """Write the JSON file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        path.write_text(json.dumps(asdict(replayed), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", field="json") from error

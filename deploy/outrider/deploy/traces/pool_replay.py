@@ -12,9 +12,10 @@ from dataclasses import asdict, replace
 from rich.console import Console
 
 from outrider.deploy.bench.links import BenchLink
-from outrider.deploy.outputs import check_file, check_pictures
+from outrider.deploy.options import check_once
+from outrider.deploy.outputs import hand_out
 from outrider.deploy.traces.pool import STATIC, Pool
-from outrider.deploy.traces.pool_figures import PoolReplayed, Row, save
+from outrider.deploy.traces.pool_figures import PoolReplayed, Row
 from outrider.deploy.traces.pool_plots import draw
 from outrider.deploy.traces.pool_table import tables
 from outrider.deploy.traces.progress import shown
@@ -33,25 +34,20 @@ def replay_pool(options: argparse.Namespace, recording: Recording, links: Sequen
     """`outrider traces replay` where it names selectors."""
     stages = {ROUNDS: _rounds, STREAM: _stream}
     pool = Pool(recording, links, _selectors(options.selector), stages[options.play](options, recording), options.seeds)
-    if options.json:
-        check_file(options.json, "json")
-    if options.plot:
-        check_pictures(options.plot, "plot")
-    replayed = PoolReplayed(
-        command=shlex.join(["outrider", *sys.argv[1:]]),
-        play=options.play,
-        drafts=options.rounds,
-        seeds=options.seeds,
-        pace_ms=options.pace,
-        drafters=tuple(recording.traces),
-        costs=asdict(recording.costs),
-        rows=_rows(pool),
-    )
-    Console(width=100, highlight=False).print(tables(replayed))
-    if options.json:
-        save(replayed, options.json)
-    if options.plot:
-        draw(replayed, options.plot)
+
+    def replayed() -> PoolReplayed:
+        return PoolReplayed(
+            command=shlex.join(["outrider", *sys.argv[1:]]),
+            play=options.play,
+            drafts=options.rounds,
+            seeds=options.seeds,
+            pace_ms=options.pace,
+            drafters=tuple(recording.traces),
+            costs=asdict(recording.costs),
+            rows=_rows(pool),
+        )
+
+    hand_out(options, replayed, tables, draw)
     return 0
 
 
@@ -86,6 +82,5 @@ def _selectors(names: Sequence[str]) -> Sequence[str]:
     for name in names:
         if name != STATIC:
             selector_named(name)
-    if len(set(names)) != len(names):
-        raise ConfigError("names something twice; once is enough", field="selector")
+    check_once(names, "selector")
     return names

@@ -12,8 +12,9 @@ from dataclasses import asdict
 from rich.console import Console
 
 from outrider.deploy.bench.links import BenchLink, links_of
-from outrider.deploy.outputs import check_file, check_pictures
-from outrider.deploy.traces.figures import Figure, Replayed, save
+from outrider.deploy.options import check_once
+from outrider.deploy.outputs import hand_out
+from outrider.deploy.traces.figures import Figure, Replayed
 from outrider.deploy.traces.grid import Grid
 from outrider.deploy.traces.plots import draw
 from outrider.deploy.traces.pool_replay import replay_pool
@@ -38,23 +39,18 @@ def replay(options: argparse.Namespace) -> int:
         options.pace / 1e3,
         options.seed,
     )
-    if options.json:
-        check_file(options.json, "json")
-    if options.plot:
-        check_pictures(options.plot, "plot")
-    replayed = Replayed(
-        command=shlex.join(["outrider", *sys.argv[1:]]),
-        goal=options.goal,
-        pace_ms=options.pace,
-        seed=options.seed,
-        costs=asdict(grid.recording.costs),
-        figures=_figures(grid),
-    )
-    Console(width=100, highlight=False).print(tables(replayed))
-    if options.json:
-        save(replayed, options.json)
-    if options.plot:
-        draw(replayed, options.plot)
+
+    def replayed() -> Replayed:
+        return Replayed(
+            command=shlex.join(["outrider", *sys.argv[1:]]),
+            goal=options.goal,
+            pace_ms=options.pace,
+            seed=options.seed,
+            costs=asdict(grid.recording.costs),
+            figures=_figures(grid),
+        )
+
+    hand_out(options, replayed, tables, draw)
     return 0
 
 
@@ -77,7 +73,7 @@ def _links(options: argparse.Namespace) -> list[BenchLink]:
     links = links_of(options)
     if not links:
         raise ConfigError("names no link, nor does --trace; name a round trip", field="rtt")
-    _check_once([link.record for link in links], "rtt")
+    check_once([link.record for link in links], "rtt")
     return links
 
 
@@ -86,10 +82,5 @@ def _windows(names: Sequence[str]) -> Sequence[str]:
         raise ConfigError("names no policy; name adaptive, or some N", field="window")
     for name in names:
         policy_of(name)
-    _check_once(names, "window")
+    check_once(names, "window")
     return names
-
-
-def _check_once(entries: Sequence[object], field: str) -> None:
-    if len(set(entries)) != len(entries):
-        raise ConfigError("names something twice; once is enough", field=field)
