@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -25,7 +27,7 @@ from transformers import (
 from outrider.cloud.training.acceptance import Row, measure_acceptance
 from outrider.cloud.training.blocks import BlockSampler, Source
 from outrider.cloud.training.corpus import join_documents, load_domain, split_held_out
-from outrider.cloud.training.drafter import build_drafter, start_embedding, train_drafter
+from outrider.cloud.training.drafter import build_drafter, read_drafter, start_embedding, train_drafter
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.muon import orthogonalised
 from outrider.cloud.training.schedule import CosineBudget, LinearBudget
@@ -182,6 +184,37 @@ def test_a_run_starts_from_no_drafter_of_other_tokens(config: DrafterTraining, t
     with pytest.raises(InvalidArgument, match="take one of this target") as refused:
         train_drafter(replace(config, start=tmp_path / "other"))
     assert refused.value.field == "start"
+
+
+def test_a_drafter_with_a_window_sees_so_many_tokens_and_its_own_is_one_of_them(
+    config: DrafterTraining, tmp_path: Path
+) -> None:
+    target = AutoModelForCausalLM.from_pretrained(config.target)
+    torch.manual_seed(0)
+    build_drafter(target, replace(config.shape, window=4), warm_start=True).save_pretrained(tmp_path)
+    drafter = read_drafter(tmp_path, target, field="start")
+    tokens = torch.randint(2, 258, (1, 20))
+    logits = drafter(input_ids=tokens).logits[0]
+    for behind, is_seen in ((0, True), (3, True), (4, False), (9, False)):
+        other = tokens.clone()
+        other[0, 15 - behind] = (tokens[0, 15 - behind] + 1) % 256 + 2
+        assert torch.equal(drafter(input_ids=other).logits[0, 15], logits[15]) is not is_seen
+
+
+def test_a_drafter_of_another_kind_is_not_trained_on(config: DrafterTraining, tmp_path: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(config.target)
+    other = GPT2Config(vocab_size=258, n_embd=8, n_layer=1, n_head=2, bos_token_id=BOS, eos_token_id=EOS)
+    GPT2LMHeadModel(other).save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgument, match="gpt2; drafters are trained as llama or mistral") as refused:
+        read_drafter(tmp_path, target, field="start")
+    assert refused.value.field == "start"
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_that_sees_nothing_is_refused(window: int) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        replace(SHAPE, window=window)
+    assert refused.value.field == "shape.window"
 
 
 def test_the_output_is_an_ordinary_model_folder_with_the_figures_of_its_training(config: DrafterTraining) -> None:

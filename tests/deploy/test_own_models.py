@@ -1,32 +1,60 @@
-"""The path of one's own models, by the commands that the README names: train, export, run."""
+"""The path of one's own models, by the commands that the README names: train, steer, export, run."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
+
 from outrider.deploy.cli import main
 
+FILES = {"manifest.json", "model.onnx", "tokenizer.json"}
+SMALL = ["--hidden", "32", "--layers", "1", "--mlp", "32"]
+SHORT = ["--steps", "3", "--self-text", "0", "--threads", "1"]
 
-def test_a_drafter_is_trained_exported_and_drafts(tmp_path, capfd) -> None:
-    corpus = tmp_path / "corpus.jsonl"
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    path = tmp_path / "corpus.jsonl"
     lines = [{"id": str(i), "text": f"def f{i}(x):\n    return x + {i}\n" * 30} for i in range(12)]
-    corpus.write_text("\n".join(json.dumps(line) for line in lines))
-    training = tmp_path / "training"
-    small = ["--hidden", "32", "--layers", "1", "--mlp", "32", "--self-text", "0", "--threads", "1"]
-    train = ["train", "drafter", "--corpus", str(corpus), "--output", str(training), "--steps", "3", *small]
-    assert main(train) == 0
-    out = capfd.readouterr().out
-    folder = next(line for line in out.splitlines() if line.startswith("next: outrider export ")).split()[3]
-    assert (Path(folder) / "model.safetensors").is_file()
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return str(path)
 
-    package = tmp_path / "package"
-    assert main(["export", folder, str(package), "--name", "mine"]) == 0
-    assert {path.name for path in package.iterdir()} == {"manifest.json", "model.onnx", "tokenizer.json"}
+
+def printed_folder(out: str) -> Path:
+    """Of the first drafter that a training's last lines offer for export."""
+    return Path(next(line for line in out.splitlines() if line.startswith("next: outrider export ")).split()[3])
+
+
+def tokens(drafter: str, *more: str, capfd: pytest.CaptureFixture[str]) -> list[int]:
+    assert main(["run", "def f(x):", "--json", "--max-tokens", "12", "--drafter", drafter, *more]) == 0
+    return json.loads(capfd.readouterr().out)["tokens"]
+
+
+def test_a_drafter_is_trained_exported_and_drafts(corpus: str, tmp_path: Path, capfd) -> None:
+    training, package = tmp_path / "training", tmp_path / "package"
+    assert main(["train", "drafter", "--corpus", corpus, "--output", str(training), *SMALL, *SHORT]) == 0
+    folder = printed_folder(capfd.readouterr().out)
+    assert (folder / "model.safetensors").is_file()
+    assert main(["export", str(folder), str(package), "--name", "mine"]) == 0
+    assert {path.name for path in package.iterdir()} == FILES
     assert "checked against torch" in capfd.readouterr().out
+    assert tokens(str(package), capfd=capfd) == tokens("none", capfd=capfd)
 
-    def tokens(drafter: str) -> list[int]:
-        assert main(["run", "def f(x):", "--json", "--max-tokens", "12", "--drafter", drafter]) == 0
-        return json.loads(capfd.readouterr().out)["tokens"]
 
-    assert tokens(str(package)) == tokens("none")
+def test_a_drafter_with_a_window_is_steered_exported_and_drafts(corpus: str, tmp_path: Path, capfd) -> None:
+    training, steered, package = tmp_path / "training", tmp_path / "steered", tmp_path / "package"
+    window = ["--window", "4"]
+    assert main(["train", "drafter", "--corpus", corpus, "--output", str(training), *window, *SMALL, *SHORT]) == 0
+    start = printed_folder(capfd.readouterr().out)
+    assert json.loads((start / "config.json").read_text())["sliding_window"] == 4
+    steer = ["--drafter", str(start), "--arms", "steered", "--rank", "8"]
+    assert main(["train", "steer", "--corpus", corpus, "--output", str(steered), *steer, *SHORT]) == 0
+    folder = printed_folder(capfd.readouterr().out)
+    assert json.loads((folder / "config.json").read_text())["sliding_window"] == 4
+    assert main(["export", str(folder), str(package), "--name", "mine"]) == 0
+    assert {path.name for path in package.iterdir()} == FILES | {"steering.onnx"}
+    assert "a verifier makes them with --steering" in capfd.readouterr().out
+    by_codes = tokens(str(package), "--steering", str(folder), "--steer", "on", capfd=capfd)
+    assert by_codes == tokens("none", capfd=capfd)

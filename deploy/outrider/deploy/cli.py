@@ -243,6 +243,7 @@ def _add_train_drafter(trained: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--hidden", type=at_least(8), default=192, metavar="N", help="width of the drafter")
     parser.add_argument("--layers", type=at_least(1), default=3, metavar="N", help="depth of the drafter")
     parser.add_argument("--mlp", type=at_least(8), default=512, metavar="N", help="width of its MLP")
+    parser.add_argument("--window", type=at_least(1), default=None, metavar="N", help="positions it sees; default all")
 
 
 def _add_train_steer(trained: argparse._SubParsersAction[Parser]) -> None:

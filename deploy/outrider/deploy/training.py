@@ -93,6 +93,7 @@ def _shape(options: argparse.Namespace) -> DrafterShape:
         heads=heads,
         kv_heads=1 if heads % 2 else 2,
         head_dim=HEAD_DIM,
+        window=options.window,
     )
 
 

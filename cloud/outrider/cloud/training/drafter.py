@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from outrider.cloud.training.acceptance import Acceptance, measure_acceptance
 from outrider.cloud.training.loss import forward_kl
@@ -19,6 +27,8 @@ from outrider.cloud.training.self_text import embedding_weight
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.texts import Texts
 from outrider.proto.errors import InvalidArgument
+
+SmallLlama = LlamaForCausalLM | MistralForCausalLM  # the same but for the latter's sliding window
 
 
 @dataclass(frozen=True)
@@ -74,48 +84,61 @@ def train_drafter(
     )
 
 
-def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: bool) -> LlamaForCausalLM:
+def matrices_and_others(drafter: SmallLlama) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Its layers' matrices, which Muon trains, and what it does not: the embedding, which is the head, and norms."""
+    matrices = [p for p in drafter.model.layers.parameters() if p.ndim == 2]
+    return matrices, [p for p in drafter.parameters() if not any(p is matrix for matrix in matrices)]
+
+
+def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: bool) -> SmallLlama:
     """A fresh drafter with the target's vocabulary and special tokens."""
     config = target.config
-    drafter = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=shape.hidden,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            intermediate_size=shape.mlp,
-            max_position_embeddings=shape.context,
-            tie_word_embeddings=True,
-            rms_norm_eps=1e-6,
-            bos_token_id=config.bos_token_id,
-            eos_token_id=config.eos_token_id,
-            pad_token_id=config.pad_token_id,
-        )
-    )
+    settings: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.mlp,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "pad_token_id": config.pad_token_id,
+    }
+    drafter: SmallLlama
+    if shape.window is None:
+        drafter = LlamaForCausalLM(LlamaConfig(**settings))
+    else:
+        drafter = MistralForCausalLM(MistralConfig(**settings, sliding_window=shape.window))
     if warm_start:
         embedding = embedding_weight(drafter)
         embedding.copy_(start_embedding(embedding_weight(target), embedding))
     return drafter.float()
 
 
-def read_drafter(folder: Path, target: PreTrainedModel, *, field: str) -> LlamaForCausalLM:
+def read_drafter(folder: Path, target: PreTrainedModel, *, field: str) -> SmallLlama:
     """A drafter that was trained before, in float32, ready to be trained on.
 
     Raises:
-        InvalidArgument: no Llama in safetensors is there, or it counts other tokens than the target.
+        InvalidArgument: no Llama or Mistral in safetensors is there, or it counts other tokens than the target.
     """
     try:
-        drafter: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
+        drafter = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{folder} holds no drafter in safetensors: {error}", field=field) from error
+    if not isinstance(drafter, SmallLlama):
+        kind = drafter.config.model_type
+        raise InvalidArgument(f"{folder} holds a {kind}; drafters are trained as llama or mistral", field=field)
     if drafter.config.vocab_size != target.config.vocab_size:
         counts = f"{drafter.config.vocab_size} tokens, the target {target.config.vocab_size}"
         raise InvalidArgument(f"the drafter in {folder} has {counts}; take one of this target", field=field)
-    return drafter.train()
+    drafter.train()
+    return drafter
 
 
 def start_embedding(embedding_by_target: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
@@ -143,10 +166,9 @@ class _DrafterRun(Run):
     """Distils one drafter."""
 
     def __init__(
-        self, config: DrafterTraining, target: PreTrainedModel, drafter: LlamaForCausalLM, texts: Texts, told: Reporter
+        self, config: DrafterTraining, target: PreTrainedModel, drafter: SmallLlama, texts: Texts, told: Reporter
     ) -> None:
-        matrices = [p for p in drafter.model.layers.parameters() if p.ndim == 2]
-        others = [p for p in drafter.parameters() if not any(p is matrix for matrix in matrices)]
+        matrices, others = matrices_and_others(drafter)
         budget = LinearBudget(config.steps, config.minutes, config.warm_up_steps, config.decay_fraction)
         super().__init__(
             config,

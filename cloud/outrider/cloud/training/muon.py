@@ -19,7 +19,7 @@ ITERATIONS = 5
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is replaced by the nearest semi-orthogonal matrix; for 2-D parameters only."""
 
-    def __init__(self, params: Iterable[torch.Tensor], lr: float, momentum: float = 0.95):
+    def __init__(self, params: Iterable[torch.Tensor] | Iterable[dict[str, Any]], lr: float, momentum: float = 0.95):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ def _require_positive(name: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """A small Llama: RoPE, grouped query heads, gated MLP, tied embeddings.
+    """A small Llama: RoPE, grouped query heads, gated MLP, tied embeddings; with a window, a small Mistral.
 
     Attributes:
         hidden: width of the residual stream.
@@ -28,6 +28,7 @@ class DrafterShape:
         head_dim: width of a head; even, for RoPE.
         mlp: width of the gated MLP.
         context: longest sequence, in tokens.
+        window: positions that a layer sees, the own one counted; None: all.
     """
 
     hidden: int = 192
@@ -37,10 +38,13 @@ class DrafterShape:
     head_dim: int = 32
     mlp: int = 512
     context: int = 2048
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "context"):
             _require_positive(f"shape.{name}", getattr(self, name))
+        if self.window is not None:
+            _require_positive("shape.window", self.window)
         if self.heads % self.kv_heads:
             raise InvalidArgument(
                 f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly", field="shape.kv_heads"
@@ -238,7 +242,8 @@ class SteerTraining(Training):
         layers: of the target whose input is tapped; empty: 3, L/2 and L - 3.
         oldest: the most positions that a code may be old.
         unsteered: share of the sequences that are left without codes, so that the drafter stays good without.
-        lr, steering_lr: peaks of AdamW, of the drafter's own weights and of projection and steering; cosine to zero.
+        matrix_lr, steering_lr: peaks of Muon, of the drafter's matrices and of those of projection and steering.
+        other_lr: peak of AdamW, of embedding, norms and whatever else is no matrix. All fall to zero on a cosine.
     """
 
     drafter: Path
@@ -248,8 +253,9 @@ class SteerTraining(Training):
     layers: tuple[int, ...] = ()
     oldest: int = 8
     unsteered: float = 0.1
-    lr: float = 2e-3
-    steering_lr: float = 5e-3
+    matrix_lr: float = 0.01
+    steering_lr: float = 0.02
+    other_lr: float = 2e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,7 +266,7 @@ class SteerTraining(Training):
             raise InvalidArgument(f"no such arm: {sorted(unknown)}; there are {', '.join(ARMS)}", field="arms")
         if not self.arms or len(set(self.arms)) < len(self.arms):
             raise InvalidArgument("name at least one arm, and none twice", field="arms")
-        for name in ("rank", "oldest", "lr", "steering_lr"):
+        for name in ("rank", "oldest", "matrix_lr", "steering_lr", "other_lr"):
             _require_positive(name, getattr(self, name))
         if not 0 <= self.unsteered < 1:
             raise InvalidArgument(f"{self.unsteered} is not in [0, 1)", field="unsteered")

@@ -1,8 +1,8 @@
 """Steering a drafter (SD²): the run from a distilled drafter to one that takes codes of the target's hidden states.
 
 "Steering Pretrained Drafters during Speculative Decoding" (AAAI 2026, arXiv 2511.09844): the frozen target's
-distributions on its own text are the teacher, forward KL the loss, AdamW on a cosine the optimizer; drafter and
-steering learn together, with codes that are up to `oldest` positions old.
+distributions on its own text are the teacher, forward KL the loss, on a cosine; drafter and steering learn
+together, with codes that are up to `oldest` positions old. Matrices are trained by Muon instead of the paper's AdamW.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, default_layers
 from outrider.cloud.training.acceptance import Acceptance, Row, Student, compare_students
-from outrider.cloud.training.drafter import read_drafter
+from outrider.cloud.training.drafter import matrices_and_others, read_drafter
 from outrider.cloud.training.loss import forward_kl
+from outrider.cloud.training.muon import Muon
 from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.run import Run, as_json, carry_out, mean_acceptance, mean_kl
 from outrider.cloud.training.schedule import CosineBudget
@@ -84,7 +85,7 @@ class _SteerRun(Run):
         self.arms = {name: _make_arm(config, target, ARMS[name]) for name in config.arms}
         self.taps = Taps(target, next(iter(self.arms.values())).projection.layers)
         budget = CosineBudget(config.steps, config.minutes, config.warm_up_steps)
-        optimizers = [_optimizer(config, ARMS[name], steered) for name, steered in self.arms.items()]
+        optimizers = [each for name, arm in self.arms.items() for each in _optimizers(config, ARMS[name], arm)]
         super().__init__(config, target, texts, told, budget, optimizers)
 
     @property
@@ -117,9 +118,8 @@ class _SteerRun(Run):
         return losses[0]
 
     def clip(self) -> None:
-        for optimizer in self.optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, self.config.clip)
+        for steered in self.arms.values():
+            torch.nn.utils.clip_grad_norm_(steered.parameters(), self.config.clip)
 
     def measure(self) -> dict[str, Acceptance]:
         """Every arm on the same held-out text, without codes and with codes of each age."""
@@ -205,11 +205,15 @@ def _make_arm(config: SteerTraining, target: PreTrainedModel, arm: Arm) -> Steer
     return SteeredDrafter(drafter, Projection(layers, text.hidden_size, config.rank, config.model), arm)
 
 
-def _optimizer(config: SteerTraining, arm: Arm, steered: SteeredDrafter) -> torch.optim.Optimizer:
-    own = [] if arm.frozen else [*steered.drafter.parameters()]
-    own = [p for p in own if not any(p is layer for layer in steered.steering.parameters())]
-    groups = [{"params": own, "lr": config.lr}] if own else []
+def _optimizers(config: SteerTraining, arm: Arm, steered: SteeredDrafter) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for the rest where the arm learns any of it."""
+    optimizers: list[torch.optim.Optimizer] = []
+    by_muon = []
+    if not arm.frozen:
+        matrices, others = matrices_and_others(steered.drafter)
+        by_muon.append({"params": matrices, "lr": config.matrix_lr})
+        optimizers.append(torch.optim.AdamW(others, lr=config.other_lr, betas=(0.9, 0.95), weight_decay=0.0))
     if arm.steered:
         learnt = [*steered.steering.parameters(), *steered.projection.parameters()]
-        groups.append({"params": learnt, "lr": config.steering_lr})
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+        by_muon.append({"params": learnt, "lr": config.steering_lr})
+    return [Muon(by_muon, lr=config.matrix_lr), *optimizers]

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaForCausalLM
 
 from outrider.cloud.export.steered import STEERING_FILE, adding, biases_by, up_projections
 from outrider.cloud.steering import Projection
+from outrider.cloud.training.drafter import SmallLlama
 from outrider.cloud.training.settings import Arm
 
 SURVIVAL = 0.6  # chance that a draft is right, about: a draft one position further is judged so much less often
@@ -24,7 +24,7 @@ class Steering(nn.Module):
     `place` "after" is the paper's ablation: U c is added to the MLP's result instead.
     """
 
-    def __init__(self, drafter: LlamaForCausalLM, rank: int, place: str) -> None:
+    def __init__(self, drafter: SmallLlama, rank: int, place: str) -> None:
         super().__init__()
         self.rank = rank
         self.file = STEERING_FILE if place == "inside" else f"{place}-{STEERING_FILE}"  # no drafter runs the latter
@@ -55,10 +55,15 @@ class Steering(nn.Module):
 class SteeredDrafter:
     """A drafter, its steering and the target's projection: what one arm trains."""
 
-    def __init__(self, drafter: LlamaForCausalLM, projection: Projection, arm: Arm) -> None:
+    def __init__(self, drafter: SmallLlama, projection: Projection, arm: Arm) -> None:
         self.drafter = drafter
         self.projection = projection.to(drafter.device)
         self.steering = Steering(drafter, projection.rank, arm.place).to(drafter.device)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that has one, each once."""
+        modules = (self.drafter, self.steering, self.projection)
+        return list(dict.fromkeys(p for module in modules for p in module.parameters()))
 
     def hidden(self, tokens: torch.Tensor, taps: torch.Tensor, sources: torch.Tensor | None) -> torch.Tensor:
         """After the last norm, float32 [rows, positions, hidden].
