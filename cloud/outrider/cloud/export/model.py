@@ -43,10 +43,23 @@ class RotationTable:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What has to be known of a model before it can be traced. `rotations` [layers]; None: no rotation."""
+    """What has to be known of a model before it can be traced.
+
+    Attributes:
+        shape: of its KV cache.
+        rotations: [layers]; None: no rotation.
+        windows: [layers], positions that a layer sees, the own one counted; None: all.
+    """
 
     shape: CacheShape
     rotations: tuple[RotationTable | None, ...]
+    windows: tuple[int | None, ...]
+
+    @property
+    def reach(self) -> int | None:
+        """Tokens that an answer depends on, the last one counted; None: all. Each layer sees a window further."""
+        seen = [window - 1 for window in self.windows if window is not None]
+        return sum(seen) + 1 if len(seen) == len(self.windows) else None
 
 
 @dataclass(frozen=True)
@@ -135,14 +148,15 @@ def look_at(model: PreTrainedModel) -> Anatomy:
             "it rotates a part of each head only; export a model that rotates whole heads", field="source_folder"
         )
     rotations = tuple(look.tables) or (None,) * len(look.shapes)
-    return Anatomy(CacheShape(len(look.shapes), kv_heads, head_dim), rotations)
+    return Anatomy(CacheShape(len(look.shapes), kv_heads, head_dim), rotations, tuple(look.windows))
 
 
 class _Look:
-    """Records the shape of every layer's keys and the angles of every position; attention sees nothing."""
+    """Records every layer's shape of keys and window, and the angles of every position; attention sees nothing."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
+        self.windows: list[int | None] = []
         self.tables: list[RotationTable] = []
 
     def attend(
@@ -150,9 +164,10 @@ class _Look:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,  # noqa: ARG002 - the protocol's
-        settings: AttentionSettings,  # noqa: ARG002
+        settings: AttentionSettings,
     ) -> torch.Tensor:
         self.shapes.append((key.shape[1], key.shape[3]))
+        self.windows.append(settings.window)
         return torch.zeros_like(query).transpose(1, 2)
 
     def rotate(

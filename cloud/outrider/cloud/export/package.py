@@ -95,6 +95,8 @@ def export_drafter(
         manifest = _manifest(model, anatomy.shape, unfinished, source_folder)
         manifest |= {"name": name, "target": target_id, "precision": precision, "candidates": candidates}
         manifest |= {"check": check}
+        if anatomy.reach is not None:
+            manifest["reach"] = anatomy.reach
         if steering is not None:
             _describe_steering(manifest, steering)
         (unfinished / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

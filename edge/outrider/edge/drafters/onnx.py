@@ -200,6 +200,9 @@ class OnnxState:
 
     A steered drafter's positions before `_steered_since` (the prompt) are computed with biases of zero, later ones with
     the newest code's. `_unsettled`: the next position needs other biases than there are.
+
+    Where answers depend on the last `_reach` tokens alone, those before them are left out: the cache is right from
+    `_first_computed` on, and what lies before it, never looked at, is zeros or old.
     """
 
     def __init__(self, drafter: OnnxDrafter, rule: ProposalRule) -> None:
@@ -210,7 +213,8 @@ class OnnxState:
         self._code: np.ndarray | None = None
         self._steered_since = 0
         self._unsettled = False
-        self._computed = 0
+        self._first_computed = self._computed = 0
+        self._reach = package.reach or package.context_length
         self._session = session
         self._vocab_size = package.vocab_size
         self._context_length = package.context_length
@@ -347,6 +351,10 @@ class OnnxState:
 
         What is left is to be computed with the same biases, and these are there.
         """
+        needed = max(0, position + 1 - self._reach)
+        if not self._first_computed <= needed <= self._computed:
+            self._first_computed = self._computed = needed
+            self._unsettled = self._unsettled or needed < self._steered_since
         if self._unsettled and self._biases is not None:
             self._settle(self._biases, position)
         while position + 1 - self._computed > PREFILL_TOKENS:
@@ -419,7 +427,7 @@ class OnnxState:
         layers, pair, one, kv_heads, had, head_dim = self._cache.shape
         rows = min(capacity, self._context_length)
         if rows != had:
-            cache = np.empty((layers, pair, one, kv_heads, rows, head_dim), dtype=np.float32)
+            cache = np.zeros((layers, pair, one, kv_heads, rows, head_dim), dtype=np.float32)
             cache[..., : self._computed, :] = self._cache[..., : self._computed, :]
             self._cache = cache
             if rows:

@@ -69,7 +69,10 @@ class SteeringShape:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPackage:
-    """A drafter whose files are what its manifest says."""
+    """A drafter whose files are what its manifest says.
+
+    `reach`: tokens that an answer depends on, the last one counted; None: all. The others are as the manifest has them.
+    """
 
     folder: Path
     name: str
@@ -85,6 +88,7 @@ class DrafterPackage:
     parameters: int
     cache: CacheShape
     steering: SteeringShape | None = None
+    reach: int | None = None
 
     @property
     def model_path(self) -> Path:
@@ -167,6 +171,7 @@ def parse_manifest(text: str, folder: Path) -> DrafterPackage:
         parameters=fields.count("parameters"),
         cache=CacheShape(cache.count("layers"), cache.count("kv_heads"), cache.count("head_dim")),
         steering=_steering(fields.inner("steering")) if fields.has("steering") else None,
+        reach=fields.count("reach") if fields.has("reach") else None,
     )
     if package.candidates > package.vocab_size:
         raise InvalidArgument("exceeds the vocabulary", field="manifest.candidates")
