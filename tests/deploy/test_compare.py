@@ -570,7 +570,19 @@ def test_the_command_compares_every_variant_and_writes_all_of_it(family, prompt_
     assert [d["rank"] for d in record["drafters"]] == [None, tiny_drafter.RANK]
     assert record["environment"]["target"] == str(family.target)
     assert record["drafts"] == 4
-    for said in ("T = 0, 4 drafts a round", "/ plain", "mean of domains", "By age of the codes", "float16"):
+    assert [step["rows"] for step in record["steps"]] == [1, 5, 9]
+    for step in record["steps"]:
+        assert step["projection"] == record["drafters"][1]["projection"]
+        assert step["plain_ms"] > 0
+        assert 0 < step["low"] <= step["ratio"] <= step["high"]
+    for said in (
+        "A verifier's step",
+        "T = 0, 4 drafts a round",
+        "/ plain",
+        "mean of domains",
+        "By age of the codes",
+        "float16",
+    ):
         assert said in out
     assert max(map(len, out.splitlines())) <= 100
     assert "12 texts" not in err
@@ -583,6 +595,7 @@ def test_without_codes_no_projection_is_needed(family, prompt_file, capsys) -> N
     assert main([*arguments, *small, "--precision", "none"]) == 0
     out, _ = capsys.readouterr()
     assert "over that of others" not in out  # there is no other
+    assert "A verifier's step" not in out
     assert main([*arguments, *small]) == 1
     _, err = capsys.readouterr()
     said = err.splitlines()[-1]

@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from outrider.cloud.projections import load_projections
 from outrider.cloud.steering import Projection
+from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Target, load_target
 from outrider.deploy.bench.record import Environment, environment
 from outrider.deploy.compare.codes import SentCodes
@@ -32,6 +33,7 @@ from outrider.deploy.compare.figures import Figures, Trial
 from outrider.deploy.compare.plot import check_plot, draw
 from outrider.deploy.compare.record import Comparison, DrafterRecord, save
 from outrider.deploy.compare.rounds import Rounds, synchronous_rounds
+from outrider.deploy.compare.steps import StepCost, step_costs
 from outrider.deploy.compare.table import tables
 from outrider.deploy.compare.texts import Text, Writer
 from outrider.deploy.prompts import Prompt, choose_prompts
@@ -80,7 +82,8 @@ class _Comparing:
             for contender in contenders
             for variant in variants_of(contender, options.precision, options.age)
         }
-        self._writer = Writer(target, self._projections(), oldest=max(options.age))
+        self._projections = self._wanted_projections()
+        self._writer = Writer(target, self._projections, oldest=max(options.age))
 
     def of(self, prompts: Sequence[Prompt]) -> Comparison:
         """The whole comparison."""
@@ -101,9 +104,15 @@ class _Comparing:
             ratios=tuple(ratio for each in found for ratio in each.ratios(last, others)),
             mean_ratios=tuple(ratio for each in found for ratio in each.mean_ratios(last, others)),
             texts=tuple(text for each in found for text in each.texts()),
+            steps=tuple(self._steps(max(trials[0].texts, key=lambda text: text.tokens))),
         )
 
-    def _projections(self) -> dict[str, Projection]:
+    def _steps(self, text: Text) -> Iterator[StepCost]:
+        codes = SteeringCodes(self._target, self._projections)
+        for projection in self._projections:
+            yield from step_costs(self._target, codes, projection, text)
+
+    def _wanted_projections(self) -> dict[str, Projection]:
         """Those whose codes are wanted, by id."""
         options = self._options
         found = load_projections(

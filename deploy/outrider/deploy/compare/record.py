@@ -9,6 +9,7 @@ from pathlib import Path
 
 from outrider.deploy.bench.record import Environment
 from outrider.deploy.compare.contenders import NO_CODES, Variant
+from outrider.deploy.compare.steps import StepCost
 from outrider.proto.errors import ConfigError
 
 
@@ -120,6 +121,7 @@ class Comparison:
         ratios: of the last drafter to the others; of all prompts together, and of each domain.
         mean_ratios: the mean of the domains' ratios, where there are several.
         texts: of which all this is made.
+        steps: of the target, what codes add to them; empty where none were wanted.
     """
 
     environment: Environment
@@ -130,6 +132,7 @@ class Comparison:
     ratios: tuple[Ratio, ...]
     mean_ratios: tuple[Ratio, ...]
     texts: tuple[TextRecord, ...]
+    steps: tuple[StepCost, ...] = ()
 
     @property
     def temperatures(self) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ LEGEND = (
     "interval, by resampling the prompts of each domain; accept: chance that a draft is right, given those before it; "
     "first, next: median processor time of a round's first draft, for which the code is applied, and of one after it, "
     "ms; age: positions by which codes are older than the freshest. Ratios are paired: both drafters have the same "
-    "texts in every resample"
+    "texts in every resample; with a code: steps that make one by those without, pair by pair"
 )
 
 
@@ -43,7 +43,7 @@ def tables(comparison: Comparison) -> Group:
 
 
 def grids(comparison: Comparison) -> list[Grid]:
-    """Temperature by temperature: figures by domain, ratios, and figures by age where there are several."""
+    """By temperature: figures by domain, ratios, and by age where there are several; then what a verifier pays."""
     found: list[Grid] = []
     for temperature in comparison.temperatures:
         condition = f"T = {temperature:g}, {comparison.drafts} drafts a round"
@@ -51,7 +51,7 @@ def grids(comparison: Comparison) -> list[Grid]:
         found += _ratios(comparison, temperature, condition)
         if len(ages_of(comparison.variants)) > 1:
             found.append(_by_age(comparison, temperature, condition))
-    return found
+    return [*found, _steps(comparison)] if comparison.steps else found
 
 
 def _figures(comparison: Comparison, temperature: float, condition: str) -> Grid:
@@ -75,6 +75,15 @@ def _by_age(comparison: Comparison, temperature: float, condition: str) -> Grid:
         own = sorted((v for v in by_variant if v.drafter == label), key=lambda v: v.age is not None)
         blocks.append(tuple(_figure_row(by_variant[variant]) for variant in own))
     return Grid(f"By age of the codes, all domains: {condition}", headings, 2, tuple(blocks))
+
+
+def _steps(comparison: Comparison) -> Grid:
+    headings = ("projection", "rows", "step, ms", "with a code", "quartiles")
+    rows = []
+    for step in comparison.steps:
+        quartiles = _interval(Interval(step.low, step.high))
+        rows.append((step.projection, str(step.rows), f"{step.plain_ms:.1f}", f"{step.ratio:.3f}", quartiles))
+    return Grid("A verifier's step, one session, by the rows that it computes", headings, 1, (tuple(rows),))
 
 
 def _figure_row(figure: Figure) -> tuple[str, ...]:
