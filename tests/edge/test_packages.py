@@ -134,6 +134,8 @@ def test_the_tokenizer_must_have_the_canonical_hash(tmp_path):
         ({"vocab_size": True}, InvalidArgument, "manifest.vocab_size"),
         ({"context_length": 0}, InvalidArgument, "manifest.context_length"),
         ({"candidates": 33}, InvalidArgument, "manifest.candidates"),
+        ({"reach": 0}, InvalidArgument, "manifest.reach"),
+        ({"reach": "4"}, InvalidArgument, "manifest.reach"),
         ({"cache": 3}, InvalidArgument, "manifest.cache"),
         ({"files": []}, InvalidArgument, "manifest.files"),
         ({"files": {}}, InvalidArgument, "manifest.files"),
