@@ -139,7 +139,7 @@ def told(drafter: OnnxDrafter, steps: list[tuple[str, int]]) -> list[object]:
     return said
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(steps=st.lists(STEPS, max_size=14))
 @example([("steer", 1), ("extend", 30), ("propose", 1), ("truncate", 29), ("score", 3)])  # back to the prompt's end
 def test_it_says_what_it_says_when_it_reads_everything(
