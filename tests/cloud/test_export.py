@@ -155,6 +155,7 @@ def test_the_manifest_describes_the_package(package: Path, llama: Path) -> None:
     assert (manifest["vocab_size"], manifest["context_length"]) == (258, 256)
     assert {key: manifest["cache"][key] for key in ("layers", "kv_heads", "head_dim")} == vars(SHAPE)
     assert manifest["training"] == {"steps": 3}
+    assert "reach" not in manifest  # its answers depend on all of a text
     assert manifest["check"]["agreement_beyond_ties"] == 1.0
     session = open_session(package / "model.onnx")
     assert [value.name for value in session.get_inputs()] == list(manifest["inputs"])
@@ -182,7 +183,8 @@ def test_a_tied_embedding_is_stored_once_and_the_file_names_no_source(package: P
 
 
 def test_a_sliding_window_is_kept_across_chunks(windowed: Path, tmp_path: Path) -> None:
-    export_drafter(windowed, tmp_path / "out", name="tiny", target_id="big", candidates=8)
+    manifest = export_drafter(windowed, tmp_path / "out", name="tiny", target_id="big", candidates=8)
+    assert manifest["reach"] == 6
     tokens = random_tokens(30)
     outputs = run_in_chunks(
         open_session(tmp_path / "out" / "model.onnx"), tokens, [3, 1, 1, 13, 12], ONE_LAYER_SHAPE, CANDIDATES

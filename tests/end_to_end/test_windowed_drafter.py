@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 from outrider.cloud.export import export_drafter
 from outrider.cloud.steering import Projection
@@ -39,7 +38,7 @@ SIZES = {
 RULE = ProposalRule(Sampling(temperature=1.0, seed=3))
 
 
-def exported(model: LlamaForCausalLM | MistralForCausalLM, folder: Path) -> Path:
+def exported(model: MistralForCausalLM, folder: Path) -> Path:
     """A steered drafter's package."""
     model.save_pretrained(folder / "source")
     Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(folder / "source" / "tokenizer.json"))
@@ -79,12 +78,8 @@ def computed(state: OnnxState, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_the_manifest_says_how_far_a_drafter_sees(windowed: OnnxDrafter, tmp_path: Path) -> None:
+def test_the_manifest_says_how_far_a_drafter_sees(windowed: OnnxDrafter) -> None:
     assert windowed.package.reach == REACH
-    torch.manual_seed(0)
-    package = exported(LlamaForCausalLM(LlamaConfig(**SIZES)), tmp_path)
-    assert "reach" not in json.loads((package / "manifest.json").read_text())
-    assert load_package(package).reach is None
 
 
 def test_of_a_long_prompt_only_the_end_is_read(windowed: OnnxDrafter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +134,7 @@ def told(drafter: OnnxDrafter, steps: list[tuple[str, int]]) -> list[object]:
     return said
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=150)
 @given(steps=st.lists(STEPS, max_size=14))
 @example([("steer", 1), ("extend", 30), ("propose", 1), ("truncate", 29), ("score", 3)])  # back to the prompt's end
 def test_it_says_what_it_says_when_it_reads_everything(
