@@ -135,11 +135,18 @@ def test_every_position_gets_the_code_of_its_source_and_none_where_there_is_none
     torch.testing.assert_close(codes[0, 1:], alone[[0, 0, 2]])
 
 
-def test_the_projection_starts_as_the_norm_of_the_sum_of_the_taps() -> None:
+def test_the_projection_starts_as_the_sum_of_the_normalised_taps() -> None:
     projection = Projection((0, 1, 2), 16, 4)
     low, middle, high = torch.randn(3, 7, 16)
-    expected = torch.nn.functional.layer_norm(low + middle + high, (16,)) @ projection.down.weight.T
-    torch.testing.assert_close(projection(torch.cat([low, middle, high], dim=-1)), expected)
+    total = sum(tap / tap.square().mean(-1, keepdim=True).sqrt() for tap in (low, middle, high))
+    torch.testing.assert_close(projection(torch.cat([low, middle, high], dim=-1)), total @ projection.down.weight.T)
+
+
+def test_no_tap_drowns_the_others_however_large_it_is() -> None:
+    projection = Projection((0, 1, 2), 16, 4)
+    low, middle, high = torch.randn(3, 7, 16)
+    scaled = torch.cat([low, 1000 * middle, 30 * high], dim=-1)
+    torch.testing.assert_close(projection(scaled), projection(torch.cat([low, middle, high], dim=-1)))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
@@ -255,7 +262,7 @@ def test_arms_learn_side_by_side_what_each_may_learn(config: SteerTraining, fold
         projection = Projection.load(result.folders[name] / PROJECTION_FILE)
         untrained = Projection(projection.layers, 32, 8)
         assert not torch.equal(projection.mix.weight, untrained.mix.weight)
-        assert not torch.equal(projection.norm.weight, untrained.norm.weight)
+        assert not torch.equal(projection.down.weight, untrained.down.weight)
     assert result.tokens_seen == 6 * 4 * 32
 
 
@@ -351,6 +358,8 @@ def test_tokens_a_round_are_those_of_the_geometric_series() -> None:
         ("unsteered", {"unsteered": 1.0}),
         ("layers", {"layers": (1, 1)}),
         ("steering_lr", {"steering_lr": float("nan")}),
+        ("matrix_lr", {"matrix_lr": 0.0}),
+        ("other_lr", {"other_lr": -1.0}),
     ],
 )
 def test_bad_settings_name_their_field(config: SteerTraining, field: str, bad: dict[str, Any]) -> None:

@@ -18,11 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn import functional
 
 from outrider.proto.errors import ModelRefused, NotFound
 
 PROJECTION_FILE = "projection.safetensors"
-FORMAT = "outrider-projection/1"
+FORMAT = "outrider-projection/2"
+EPSILON = 1e-6  # of a tap's mean square
 
 
 def default_layers(layers: int) -> tuple[int, ...]:
@@ -31,9 +33,11 @@ def default_layers(layers: int) -> tuple[int, ...]:
 
 
 class Projection(nn.Module):
-    """Taps to code: c = V LayerNorm(W x), x the tapped residual streams [taps * hidden] of one position.
+    """Taps to code: c = V W [l / |l|; m / |m|; h / |h|], the tapped residual streams of one position, |.| their RMS.
 
-    W begins as identities side by side, so that g starts as the normalised sum of the taps.
+    SD² (arXiv 2511.09844) has g = LayerNorm(W [l; m; h]), of which c = V g would travel. With the taps normalised
+    before W instead, what follows is one matrix V W [rank, taps * hidden] for a verifier, a fraction of W to read.
+    W begins as identities side by side, so that g starts as the sum of the normalised taps.
 
     Attributes:
         layers: whose input is tapped, ascending.
@@ -49,15 +53,14 @@ class Projection(nn.Module):
         self.rank = rank
         self.target = target
         self.mix = nn.Linear(len(self.layers) * hidden, hidden, bias=False)
-        self.norm = nn.LayerNorm(hidden)
         self.down = nn.Linear(hidden, rank, bias=False)
         with torch.no_grad():
             self.mix.weight.copy_(torch.eye(hidden).repeat(1, len(self.layers)))
-            self.down.weight.normal_(std=hidden**-0.5)  # codes of unit variance
+            self.down.weight.normal_(std=hidden**-0.5)
 
     def forward(self, taps: torch.Tensor) -> torch.Tensor:
         """Codes [..., rank] of `taps` [..., taps * hidden]; both float32."""
-        code: torch.Tensor = self.down(self.norm(self.mix(taps)))
+        code: torch.Tensor = self.down(self.mix(normalised(taps, len(self.layers))))
         return code
 
     def save(self, path: Path) -> str:
@@ -89,6 +92,12 @@ class Projection(nn.Module):
         except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ModelRefused(f"{path} is no {FORMAT}: {error}", field="steering") from error
         return projection.eval().requires_grad_(False)
+
+
+def normalised(taps: torch.Tensor, count: int) -> torch.Tensor:
+    """`taps` [..., count * hidden] with each of the `count` at a root mean square of one."""
+    each = taps.unflatten(-1, (count, -1))
+    return functional.rms_norm(each, each.shape[-1:], eps=EPSILON).flatten(-2)
 
 
 def projection_id(path: Path) -> str:
