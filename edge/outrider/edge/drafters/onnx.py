@@ -202,7 +202,8 @@ class OnnxState:
     the newest code's. `_unsettled`: the next position needs other biases than there are.
 
     Where answers depend on the last `_reach` tokens alone, those before them are left out: the cache is right from
-    `_first_computed` on, and what lies before it, never looked at, is zeros or old.
+    `_first_computed` on, and what lies before it, never looked at, is zeros or old. Where a prefix is cut so far that
+    it would be looked at, what is needed is computed anew, with the newest code.
     """
 
     def __init__(self, drafter: OnnxDrafter, rule: ProposalRule) -> None:
