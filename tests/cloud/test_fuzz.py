@@ -14,14 +14,8 @@ import torch
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.proto import codec
-from outrider.proto.errors import (
-    DETAIL_KEY,
-    FailedPrecondition,
-    InvalidArgument,
-    NotFound,
-    ResourceExhausted,
-    from_rpc_error,
-)
+from outrider.proto.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.types import Cancel, Commit, Draft, FinishReason, Goaway, Open, Opened, Patience, Report, Sampling
 
 torch.set_num_threads(1)

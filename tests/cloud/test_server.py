@@ -28,10 +28,10 @@ from outrider.proto.errors import (
     Unavailable,
     UnknownToken,
     UnsupportedProtocol,
-    from_rpc_error,
 )
 from outrider.proto.lease import LeaseClaim, sign_lease
 from outrider.proto.noise import gumbel
+from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.types import (
     PROTOCOL_VERSION,
     Cancel,

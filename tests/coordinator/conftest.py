@@ -15,7 +15,7 @@ from outrider.coordinator.cluster import Cluster
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.server import CoordinatorServer
 from outrider.proto import codec
-from outrider.proto.errors import from_rpc_error
+from outrider.proto.rpc_errors import from_rpc_error
 
 SECRET = b"0123456789abcdef"
 ENCODERS: dict[str, Callable[..., bytes]] = {

@@ -18,14 +18,9 @@ from outrider.edge.security import Security
 from outrider.proto import codec
 from outrider.proto.access import Key, Keys, secret_sha256
 from outrider.proto.address import is_local_peer
-from outrider.proto.errors import (
-    ConfigError,
-    PermissionDenied,
-    ResourceExhausted,
-    Unauthenticated,
-    from_rpc_error,
-)
+from outrider.proto.errors import ConfigError, PermissionDenied, ResourceExhausted, Unauthenticated
 from outrider.proto.lease import verify_lease
+from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.types import LeaseRequest, SessionReport
 
 SECRET = b"0123456789abcdef"

@@ -26,10 +26,9 @@ from outrider.proto.errors import (
     ResourceExhausted,
     Unauthenticated,
     Unavailable,
-    from_rpc_error,
-    to_status,
 )
 from outrider.proto.lease import LEASE_METADATA, LeaseClaim, sign_lease
+from outrider.proto.rpc_errors import from_rpc_error, to_status
 from outrider.proto.types import LeaseRequest, RelayStatus
 
 SECRET = b"0123456789abcdef"

@@ -11,7 +11,8 @@ import pytest
 
 from outrider.edge.link import Channels, Stream
 from outrider.proto import codec
-from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable, to_status
+from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable
+from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import Cancel, Commit, Opened
 

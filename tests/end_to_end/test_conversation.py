@@ -33,9 +33,9 @@ from outrider.proto.errors import (
     PromptTooLong,
     ResourceExhausted,
     UnknownToken,
-    from_rpc_error,
 )
 from outrider.proto.lease import LeaseClaim, sign_lease
+from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.session import RetryRules
 from outrider.proto.types import (
     Cancel,

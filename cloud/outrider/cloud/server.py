@@ -25,19 +25,12 @@ from outrider.proto import codec
 from outrider.proto.access import Bucket, Meters
 from outrider.proto.address import is_local_address
 from outrider.proto.channel import SERVER_OPTIONS
-from outrider.proto.errors import (
-    ConfigError,
-    InvalidArgument,
-    NotFound,
-    OutriderError,
-    ResourceExhausted,
-    Unavailable,
-    to_status,
-)
+from outrider.proto.errors import ConfigError, InvalidArgument, NotFound, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.figures_server import FiguresServer
 from outrider.proto.lease import LeaseClaim, verify_lease
 from outrider.proto.logs import about
 from outrider.proto.release import release
+from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import VerifierRules
 from outrider.proto.tls import bind, name_to_expect
 from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Grammar, Open, Opened, VerifierStatus

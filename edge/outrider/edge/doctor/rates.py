@@ -18,7 +18,7 @@ from outrider.edge.doctor.endpoint import Endpoint
 from outrider.edge.doctor.finding import Finding, failed, ok, warning
 from outrider.edge.doctor.visit import PATIENT_S, Visit
 from outrider.proto import codec
-from outrider.proto.errors import from_rpc_error
+from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.types import RemoteFile
 
 LOADS = (16 << 10, 128 << 10, 512 << 10)  # bytes up, each only if the one before was quick

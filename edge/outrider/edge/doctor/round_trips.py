@@ -10,7 +10,7 @@ import grpc.aio
 from outrider.edge.doctor.answers import ask_health
 from outrider.edge.doctor.endpoint import Endpoint
 from outrider.edge.doctor.finding import Finding, failed, ok, warning
-from outrider.proto.errors import from_rpc_error
+from outrider.proto.rpc_errors import from_rpc_error
 
 CALLS = 20
 MOST_S = 4.0  # in all
