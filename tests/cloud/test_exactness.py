@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud.sampling import Judged, Sampled, Sampler, processed_logits
+from outrider.cloud.sampling import Sampled, Sampler, VerificationInput, processed_logits
 from outrider.proto.noise import gumbel_for_proposals, row_key
-from outrider.proto.session import Verified, VerifierRules, VerifierSession, settle
+from outrider.proto.session import Verified, VerifierRules, VerifierSession, accept_drafts
 from outrider.proto.types import Draft, FinishReason, Open, Sampling
 
 torch.set_num_threads(1)
@@ -146,7 +146,7 @@ class Texts:
                 self._hand_over_drafts(sessions[i], adversaries[i](seeds[i], step, sessions[i].transcript), step)
                 s = sessions[i]
                 block = s.block()
-                judged.append(Judged(s.sampling, s.transcript, s.prompt_length, block, s.q_of(block)))
+                judged.append(VerificationInput(s.sampling, s.transcript, s.prompt_length, block, s.q_of(block)))
             rows = [logits_after((*j.transcript, *j.block[:k])) for j in judged for k in range(j.rows)]
             sampled = self.sampler.sample(torch.tensor(rows, dtype=torch.float32), judged)
             for i, j, result in zip(list(running), judged, sampled, strict=True):
@@ -299,7 +299,9 @@ def test_long_texts_do_not_depend_on_splits_messages_or_the_most_drafts_of_a_ste
 
 def test_sampling_one_session_alone_equals_sampling_it_among_others():
     sampler = Sampler(torch.device("cpu"))
-    judged = [Judged(replace(s, seed=7 + i), [*PROMPT], 3, (2, 1, 0)) for i, s in enumerate(SAMPLINGS.values())]
+    judged = [
+        VerificationInput(replace(s, seed=7 + i), [*PROMPT], 3, (2, 1, 0)) for i, s in enumerate(SAMPLINGS.values())
+    ]
     rows = [logits_after((*j.transcript, *j.block[:k])) for j in judged for k in range(j.rows)]
     logits = torch.tensor(rows, dtype=torch.float32)
     together = sampler.sample(logits, judged)
@@ -345,7 +347,7 @@ def product_law(length, p=p_after, ends=lambda token: False):
 
 
 def law_under_settle(strategy, sampling, eos):
-    """The law of texts if row j of each step is drawn from p after the transcript and block[:j], by `settle`."""
+    """The law of texts if row j of each step is drawn from p after the transcript and block[:j], by `accept_drafts`."""
     done = Counter()
     todo = [((), Fraction(1), 0)]
     while todo:
@@ -357,7 +359,9 @@ def law_under_settle(strategy, sampling, eos):
                 chance *= p_after(text + block[:j])[token]
             if not chance:
                 continue
-            tokens, accepted, finish = settle(block, draws, generated=len(text), sampling=sampling, eos_tokens=eos)
+            tokens, accepted, finish = accept_drafts(
+                block, draws, generated=len(text), sampling=sampling, eos_tokens=eos
+            )
             assert tokens[:accepted] == block[:accepted]
             if finish is None:
                 todo.append((text + tokens, chance, step + 1))

@@ -28,12 +28,12 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from outrider.cloud.grammar import Allowed, Grammars, Guide
-from outrider.cloud.sampling import Judged, Sampler, adjusted_logits, processed_logits
+from outrider.cloud.grammar import Allowed, GrammarMatcher, Grammars
+from outrider.cloud.sampling import Sampler, VerificationInput, adjusted_logits, processed_logits
 from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument
 from outrider.proto.noise import gumbel
-from outrider.proto.session import Verified, VerifierRules, VerifierSession, settle
+from outrider.proto.session import Verified, VerifierRules, VerifierSession, accept_drafts
 from outrider.proto.types import Draft, Grammar, GrammarKind, Open, Sampling
 from outrider.proto.v1 import decoding_pb2 as pb
 
@@ -84,10 +84,10 @@ def tiny_tokenizer() -> str:
 TINY = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}))
 
 
-def tiny_guide(kind: type[Guide] = Guide, committed: tuple[int, ...] = ()) -> Guide:
-    guide = kind(lambda: TINY._matcher(GRAMMAR), VOCAB, frozenset({EOS}), Inline())
-    guide.resume(list(committed))
-    return guide
+def tiny_matcher(kind: type[GrammarMatcher] = GrammarMatcher, committed: tuple[int, ...] = ()) -> GrammarMatcher:
+    matcher = kind(lambda: TINY._matcher(GRAMMAR), VOCAB, frozenset({EOS}), Inline())
+    matcher.resume(list(committed))
+    return matcher
 
 
 # === the law, computed independently ============================================================================
@@ -165,25 +165,27 @@ def product_law() -> dict[tuple[int, ...], Fraction]:
     return law
 
 
-def law_of_texts(strategy: Callable[[tuple[int, ...], int], tuple[int, ...]], kind: type[Guide] = Guide) -> Any:
-    """The law of texts where each row of a step is drawn from the target masked by what a guide says of it."""
+def law_of_texts(
+    strategy: Callable[[tuple[int, ...], int], tuple[int, ...]], kind: type[GrammarMatcher] = GrammarMatcher
+) -> Any:
+    """The law of texts where each row of a step is drawn from the target masked by what a matcher says of it."""
     sampling = Sampling(temperature=1, max_tokens=MOST)
-    guides = cache(lambda text: tiny_guide(kind, text))
+    matchers = cache(lambda text: tiny_matcher(kind, text))
     law: Counter[tuple[int, ...]] = Counter()
     todo = [((), Fraction(1), 0)]
     while todo:
         text, chance, step = todo.pop()
         drafts = strategy(text, step)[: MOST - len(text) - 1]
         for decoy in ((0,), (1, 0), (2,)):  # whatever is asked before must not matter
-            guides(text).ask(decoy, lambda: None).result()
-        answer = guides(text).ask(drafts, lambda: None).result()
+            matchers(text).ask(decoy, lambda: None).result()
+        answer = matchers(text).ask(drafts, lambda: None).result()
         rows = []
         for j in range(len(answer.block) + 1):
             weights = weights_after(text + answer.block[:j])
             rows.append(normalised({t: weights[t] for t in range(VOCAB) if answer.tokens[j, t]}))
         for draws in itertools.product(*rows):
             p = math.prod((row[t] for row, t in zip(rows, draws, strict=True)), start=chance)
-            tokens, _, finish = settle(
+            tokens, _, finish = accept_drafts(
                 answer.block, draws, generated=len(text), sampling=sampling, eos_tokens=frozenset({EOS})
             )
             if finish is None:
@@ -218,8 +220,8 @@ def plain_text(seed: int, sampling: Sampling) -> tuple[int, ...]:
     return text
 
 
-def decode(seed: int, sampling: Sampling, drafts: Any, guide: Guide, sampler: Sampler) -> tuple[int, ...]:
-    """A text by the session machine, the guide and the sampler, in the engine's order."""
+def decode(seed: int, sampling: Sampling, drafts: Any, matcher: GrammarMatcher, sampler: Sampler) -> tuple[int, ...]:
+    """A text by the session machine, the matcher and the sampler, in the engine's order."""
     rules = VerifierRules("v", "m", HASH, VOCAB, 64, frozenset({EOS}), max_drafts=8)
     sampling = replace(sampling, seed=seed, max_tokens=MOST, grammar=GRAMMAR)
     session = VerifierSession(Open("m", HASH, PROMPT, sampling, "s"), rules, 0.0)
@@ -227,14 +229,14 @@ def decode(seed: int, sampling: Sampling, drafts: Any, guide: Guide, sampler: Sa
         proposed = drafts(step, session.transcript)
         if proposed:
             session.on_draft(Draft(step, len(session.transcript), proposed), float(step))
-        answer = guide.ask(session.block(), lambda: None).result()
-        judged = Judged(session.sampling, session.transcript, len(PROMPT), answer.block, (), answer.tokens)
+        answer = matcher.ask(session.block(), lambda: None).result()
+        judged = VerificationInput(session.sampling, session.transcript, len(PROMPT), answer.block, (), answer.tokens)
         rows = [logits_after((*session.transcript, *answer.block[:j])) for j in range(judged.rows)]
         (sampled,) = sampler.sample(torch.tensor(rows, dtype=torch.float32), [judged])
         commit = session.on_verified(Verified(answer.block, sampled.tokens, sampled.logp), float(step))
         if commit.finish is not None:
             return tuple(session.transcript[len(PROMPT) :])
-        guide.advance(commit.tokens)
+        matcher.advance(commit.tokens)
     raise AssertionError
 
 
@@ -265,7 +267,7 @@ def right_but_for(place: int, seed: int, sampling: Sampling) -> Any:
 
 
 def follows_the_noise(
-    sampling: Sampling, kind: type[Guide] = Guide, sampler: Sampler | None = None, seeds: int = 3
+    sampling: Sampling, kind: type[GrammarMatcher] = GrammarMatcher, sampler: Sampler | None = None, seeds: int = 3
 ) -> bool:
     """Whether every seed has the plain computation's text, whatever is drafted; False also where decoding breaks."""
     sampler = sampler or Sampler(CPU)
@@ -274,7 +276,7 @@ def follows_the_noise(
         nearly = [right_but_for(place, seed, sampling) for place in range(MOST)]
         for drafts in [own_law, *nearly, *strategies(6)]:
             try:
-                got = decode(seed, sampling, drafts, tiny_guide(kind), sampler)
+                got = decode(seed, sampling, drafts, tiny_matcher(kind), sampler)
             except InvalidArgument:
                 return False
             if got != wanted:
@@ -290,7 +292,7 @@ def test_the_text_is_that_of_the_masked_law_and_the_noise_whatever_is_drafted(na
 # === negative controls ==========================================================================================
 
 
-class MaskOfTheCommittedText(Guide):
+class MaskOfTheCommittedText(GrammarMatcher):
     """Wrong: every row has the mask of the first, as if no draft came before it."""
 
     def _allowed(self, block):
@@ -298,7 +300,7 @@ class MaskOfTheCommittedText(Guide):
         return Allowed(right.block, np.repeat(right.tokens[:1], len(right.tokens), axis=0))
 
 
-class LetsForbiddenDraftsIn(Guide):
+class LetsForbiddenDraftsIn(GrammarMatcher):
     """Wrong: a draft that the grammar forbids is judged like any other, with a mask that has room for it."""
 
     def _allowed(self, block):
@@ -311,14 +313,14 @@ class LetsForbiddenDraftsIn(Guide):
         return Allowed(block[: at + 1], rows)
 
 
-class ForgetsToGoBack(Guide):
+class ForgetsToGoBack(GrammarMatcher):
     """Wrong: after a step the state is that of the drafts, whether they were accepted or not."""
 
     def _back_to_the_text(self):
         self._drafts = 0
 
 
-class GoesBackTooFar(Guide):
+class GoesBackTooFar(GrammarMatcher):
     """Wrong by one: the last committed token is undone too."""
 
     def _back_to_the_text(self):
@@ -352,12 +354,12 @@ class MaskAfterTheCuts(Sampler):
 
 @pytest.mark.parametrize("wrong", [MaskOfTheCommittedText, LetsForbiddenDraftsIn, ForgetsToGoBack, GoesBackTooFar])
 @pytest.mark.parametrize("name", ["greedy", "temperature 1"])
-def test_a_wrong_guide_does_not_give_the_same_text(wrong, name):
+def test_a_wrong_matcher_does_not_give_the_same_text(wrong, name):
     assert not follows_the_noise(SAMPLINGS[name], wrong, seeds=20)
 
 
 @pytest.mark.parametrize("wrong", [MaskOfTheCommittedText, LetsForbiddenDraftsIn, ForgetsToGoBack])
-def test_a_wrong_guide_does_not_have_the_law(wrong):
+def test_a_wrong_matcher_does_not_have_the_law(wrong):
     exact = product_law()
     blocks = [(0, 0), (0, 1, 0), (1, 0), (2, 0)]
 
@@ -415,10 +417,10 @@ def test_after_any_drafts_exactly_that_is_allowed_which_a_fresh_matcher_allows(r
     ends = 0
     for walk in range(6):
         rng, text = random.Random(f"{name} {walk}"), []
-        guide = real.begin(grammar).result()
+        matcher = real.begin(grammar).result()
         for _ in range(10):
             block = drafts_of_all_kinds(rng, real, grammar, text)
-            answer = guide.ask(block, lambda: None).result()
+            answer = matcher.ask(block, lambda: None).result()
             assert answer.block == block[: len(answer.block)]
             for j, row in enumerate(answer.tokens):
                 assert (row == mask_of_a_fresh_matcher(real, grammar, [*text, *block[:j]])).all()
@@ -430,7 +432,7 @@ def test_after_any_drafts_exactly_that_is_allowed_which_a_fresh_matcher_allows(r
             if own in REAL_EOS:
                 ends += 1
                 break
-            guide.advance((*answer.block[:followed], own))
+            matcher.advance((*answer.block[:followed], own))
             text += [*answer.block[:followed], own]
     assert ends or name in ("object", "schema"), "some walks come to an end"
 
@@ -456,15 +458,15 @@ def mask_allows(grammars: Grammars, grammar: Grammar, text: list[int]) -> bool:
 
 def test_a_resumed_text_is_allowed_what_the_uninterrupted_one_is(real):
     grammar, rng, text = REAL["schema"], random.Random(1), []
-    guide = real.begin(grammar).result()
+    matcher = real.begin(grammar).result()
     for _ in range(25):
-        here = guide.ask((), lambda: None).result().tokens
+        here = matcher.ask((), lambda: None).result().tokens
         assert (real.begin(grammar, text).result().ask((), lambda: None).result().tokens == here).all()
         may = [token for token in np.flatnonzero(here[0]).tolist() if token not in REAL_EOS]
         if not may:
             break
         text.append(rng.choice(may))
-        guide.advance((text[-1],))
+        matcher.advance((text[-1],))
     assert len(text) > 5
 
 
@@ -474,13 +476,13 @@ def test_tokens_that_the_tokenizer_does_not_have_are_never_allowed(real):
 
 
 def test_a_complete_grammar_leaves_only_the_end(real):
-    guide = real.begin(Grammar(GrammarKind.REGEX, "yes")).result()
+    matcher = real.begin(Grammar(GrammarKind.REGEX, "yes")).result()
     for _ in range(4):
-        row = guide.ask((), lambda: None).result().tokens[0]
+        row = matcher.ask((), lambda: None).result().tokens[0]
         may = set(np.flatnonzero(row).tolist())
         if may & REAL_EOS:
             break
-        guide.advance((max(may),))
+        matcher.advance((max(may),))
     assert may == set(REAL_EOS)
 
 
@@ -507,7 +509,7 @@ def test_short_lists_are_exact_where_all_likely_tokens_are_forbidden(kept):
         for row in range(3):
             chosen = unlikely[row, torch.randperm(unlikely.shape[1], generator=generator)[:kept]]
             allowed[row, chosen.numpy()] = True
-        session = Judged(replace(sampling, seed=i), [3, 7, 5], 2, (5, 9), (), allowed)
+        session = VerificationInput(replace(sampling, seed=i), [3, 7, 5], 2, (5, 9), (), allowed)
         (got,) = sampler.sample(logits, [session])
         scores = processed_logits(logits, session)
         for row in range(3):
@@ -524,7 +526,7 @@ def test_a_forbidden_token_has_no_chance_however_likely_and_a_single_allowed_one
     allowed = np.zeros((1, WIDE), bool)
     allowed[0, 900] = True
     for temperature in (0.0, 1.0, 50.0):
-        session = Judged(Sampling(temperature=temperature), [3], 1, (), (), allowed)
+        session = VerificationInput(Sampling(temperature=temperature), [3], 1, (), (), allowed)
         (got,) = Sampler(CPU).sample(logits, [session])
         assert (got.tokens, got.logp) == ((900,), (0.0,))
     assert int(torch.isfinite(adjusted_logits(logits, session)).sum()) == 1
@@ -570,13 +572,13 @@ def test_a_resume_with_text_that_the_grammar_forbids_is_refused(real):
 
 
 def test_a_grammar_that_becomes_too_dear_ends_with_an_error_not_with_a_text_cut_short(real):
-    guide = real.begin(Grammar(GrammarKind.REGEX, "abc(a{1000}){1000}")).result()
+    matcher = real.begin(Grammar(GrammarKind.REGEX, "abc(a{1000}){1000}")).result()
 
     def go_on():
         for _ in range(50):
-            may = np.flatnonzero(guide.ask((), lambda: None).result().tokens[0])
+            may = np.flatnonzero(matcher.ask((), lambda: None).result().tokens[0])
             assert not set(may.tolist()) & REAL_EOS, "the text is no word of the language yet"
-            guide.advance((int(may[0]),))
+            matcher.advance((int(may[0]),))
 
     with pytest.raises(InvalidArgument) as failed:
         go_on()
@@ -631,11 +633,11 @@ def test_only_so_many_compiled_grammars_are_kept():
     grammars.close()
 
 
-def test_a_guide_answers_in_another_thread_and_says_when():
+def test_a_matcher_answers_in_another_thread_and_says_when():
     grammars = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}))
-    guide = grammars.begin(GRAMMAR).result()
+    matcher = grammars.begin(GRAMMAR).result()
     answered = threading.Event()
-    assert guide.ask((0,), answered.set).result(timeout=60).block == (0,)
+    assert matcher.ask((0,), answered.set).result(timeout=60).block == (0,)
     assert answered.wait(60)
-    assert not guide.busy
+    assert not matcher.busy
     grammars.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud.sampling import Judged, Sampler, processed_logits
+from outrider.cloud.sampling import Sampler, VerificationInput, processed_logits
 from outrider.cloud.shortlist import Law, Shortlist
 from outrider.proto.noise import NoiseSieve, gumbel, row_key
 from outrider.proto.types import Sampling
@@ -73,7 +73,9 @@ ADJUSTED = [
 
 
 def judged(sampling, seed, rows=ROWS):
-    return Judged(replace(sampling, seed=seed), [3, 77, 5, 17 + seed % 90], 2, tuple(range(70, 70 + rows - 1)))
+    return VerificationInput(
+        replace(sampling, seed=seed), [3, 77, 5, 17 + seed % 90], 2, tuple(range(70, 70 + rows - 1))
+    )
 
 
 def plain(logits, session):

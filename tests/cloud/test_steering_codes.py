@@ -21,7 +21,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine, Outbox
 from outrider.cloud.folded_projection import FoldedProjection
 from outrider.cloud.projections import load_projections
-from outrider.cloud.sampling import Judged, Sampled
+from outrider.cloud.sampling import Sampled, VerificationInput
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_codes import newest_rows
@@ -168,7 +168,11 @@ def test_a_layer_that_the_target_lacks_cannot_be_tapped(models):
 def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed):
     block = (10, 11, 12, 13)
     said = (*block[:agreed], *(20 + j for j in range(K + 1 - agreed)))
-    judged = [Judged(TEXT, [1, 2], 1, ()), Judged(TEXT, [1, 2], 1, block), Judged(TEXT, [1, 2], 1, (7,))]
+    judged = [
+        VerificationInput(TEXT, [1, 2], 1, ()),
+        VerificationInput(TEXT, [1, 2], 1, block),
+        VerificationInput(TEXT, [1, 2], 1, (7,)),
+    ]
     sampled = [Sampled((9,), (0.0,), None), Sampled(said, (0.0,) * 5, None), Sampled((7, 8), (0.0,) * 2, None)]
     assert newest_rows(judged, sampled) == [0, 1 + agreed, 1 + (K + 1) + 1]
 

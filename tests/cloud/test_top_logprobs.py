@@ -16,7 +16,7 @@ from outrider.cloud import sampling as sampling_module
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine, Outbox
 from outrider.cloud.family_index import resolve_target
-from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.target import load_model, load_target
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
@@ -52,7 +52,7 @@ def top_of(logits: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, replace(GREEDY, allowed_tokens=(3, 9))])
 def test_they_are_of_the_models_own_distribution_whatever_processing_draws_the_token(vocab, sampling):
     logits = rows_of(vocab, 1)
-    (got,) = Sampler(CPU).sample(logits, [Judged(sampling, [1, 2], 1, (), logprobs=True, top_logprobs=TOP)])
+    (got,) = Sampler(CPU).sample(logits, [VerificationInput(sampling, [1, 2], 1, (), logprobs=True, top_logprobs=TOP)])
     expected = top_of(logits, TOP)[0]
     assert [token for token, _ in got.top_logprobs[0]] == [token for token, _ in expected]
     assert [logp for _, logp in got.top_logprobs[0]] == pytest.approx([logp for _, logp in expected], abs=1e-5)
@@ -64,7 +64,9 @@ def test_they_are_of_the_models_own_distribution_whatever_processing_draws_the_t
 
 def test_the_chosen_token_has_one_value_in_both_lists():
     logits = rows_of(5000, 20)
-    sessions = [Judged(replace(DRAWN, seed=i), [1], 1, (), logprobs=True, top_logprobs=20) for i in range(20)]
+    sessions = [
+        VerificationInput(replace(DRAWN, seed=i), [1], 1, (), logprobs=True, top_logprobs=20) for i in range(20)
+    ]
     found = 0
     for got in Sampler(CPU).sample(logits, sessions):
         of_chosen = dict(got.top_logprobs[0]).get(got.tokens[0])
@@ -76,7 +78,7 @@ def test_the_chosen_token_has_one_value_in_both_lists():
 def test_among_equals_the_lower_token_comes_first_and_no_more_than_asked_come():
     logits = torch.zeros(1, 3000)
     logits[0, [7, 2900]] = 1.0
-    (got,) = Sampler(CPU).sample(logits, [Judged(GREEDY, [1], 1, (), logprobs=True, top_logprobs=4)])
+    (got,) = Sampler(CPU).sample(logits, [VerificationInput(GREEDY, [1], 1, (), logprobs=True, top_logprobs=4)])
     assert [token for token, _ in got.top_logprobs[0]] == [7, 2900, 0, 1]
 
 
@@ -85,7 +87,7 @@ def test_there_is_one_list_for_each_draft_that_agrees_and_for_the_token_after_th
     best = logits.argmax(dim=-1).tolist()
     for agreed in range(5):
         block = (*best[:agreed], *[(token + 1) % 5000 for token in best[agreed:4]])
-        (got,) = Sampler(CPU).sample(logits, [Judged(GREEDY, [1], 1, block, logprobs=True, top_logprobs=2)])
+        (got,) = Sampler(CPU).sample(logits, [VerificationInput(GREEDY, [1], 1, block, logprobs=True, top_logprobs=2)])
         assert len(got.logprobs) == len(got.top_logprobs) == agreed + 1
         assert [[t for t, _ in row] for row in got.top_logprobs] == [
             [t for t, _ in row] for row in top_of(logits[: agreed + 1], 2)
@@ -97,7 +99,7 @@ def test_a_session_that_did_not_ask_costs_nothing(monkeypatch):
         raise AssertionError("computed for nobody")
 
     monkeypatch.setattr(sampling_module, "with_logprobs", must_not_run)
-    (got,) = Sampler(CPU).sample(rows_of(5000, 1), [Judged(GREEDY, [1], 1, ())])
+    (got,) = Sampler(CPU).sample(rows_of(5000, 1), [VerificationInput(GREEDY, [1], 1, ())])
     assert (got.logprobs, got.top_logprobs) == ((), ())
 
 
@@ -254,7 +256,7 @@ def test_what_cannot_be_asked_is_refused_by_name(asked):
 
 def test_the_order_of_the_likeliest_is_the_same_in_any_batch():
     logits = torch.round(rows_of(3000, 6, seed=4))  # ties everywhere
-    session = Judged(GREEDY, [1], 1, (), logprobs=True, top_logprobs=20)
+    session = VerificationInput(GREEDY, [1], 1, (), logprobs=True, top_logprobs=20)
     together = Sampler(CPU).sample(logits, [session] * 6)
     alone = [Sampler(CPU).sample(logits[i : i + 1], [session])[0] for i in range(6)]
     assert [got.top_logprobs for got in together] == [got.top_logprobs for got in alone]

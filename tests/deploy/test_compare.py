@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.cloud.projections import load_projections
-from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Rows, Target, load_target
@@ -350,7 +350,7 @@ def real_session(
 
     def step(verifier: VerifierSession, block: tuple[int, ...]) -> Verified:
         cache.truncate(min(cache.length, len(verifier.transcript) - 1))
-        judged = Judged(verifier.sampling, verifier.transcript, len(prompt), block)
+        judged = VerificationInput(verifier.sampling, verifier.transcript, len(prompt), block)
         rows = Rows(cache, (*verifier.transcript[cache.length :], *block), len(block) + 1)
         (sampled,) = sampler.sample(target.forward([rows]), [judged])
         (code,) = codes.of([verifier.wanted_code], [judged], [sampled])

@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from outrider.cloud.grammar import Grammars, Guide
+from outrider.cloud.grammar import GrammarMatcher, Grammars
 from outrider.deploy.options import grammar as grammar_option
 from outrider.edge import FinishReason, Grammar, GrammarKind, Sampling, Tokens
 from outrider.proto.errors import ConfigError, InvalidArgument
@@ -190,7 +190,7 @@ def test_the_command_line_names_a_grammar_by_a_file(tmp_path) -> None:
     assert missing.value.field == "grammar-file"
 
 
-class Withheld(Guide):
+class Withheld(GrammarMatcher):
     """A grammar that takes as long as the test wants to say what may come."""
 
     gate = threading.Event()
@@ -201,14 +201,14 @@ class Withheld(Guide):
 
 
 def test_a_grammar_that_takes_its_time_holds_up_its_own_session_only(serving, edge, monkeypatch) -> None:
-    right = Grammars._guide
+    right = Grammars._resumed
 
-    def slow(self: Grammars, *args: Any) -> Guide:
-        guide = right(self, *args)
-        guide.__class__ = Withheld
-        return guide
+    def slow(self: Grammars, *args: Any) -> GrammarMatcher:
+        matcher = right(self, *args)
+        matcher.__class__ = Withheld
+        return matcher
 
-    monkeypatch.setattr(Grammars, "_guide", slow)
+    monkeypatch.setattr(Grammars, "_resumed", slow)
 
     async def main() -> None:
         Withheld.gate.clear()

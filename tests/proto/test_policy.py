@@ -27,9 +27,9 @@ from outrider.proto.policy import (
     SurvivalWindow,
     TextCalibration,
     VerifierView,
+    batching_delay_s,
     best_block,
     due_to_flush,
-    linger_s,
     overtakes,
     plan_for,
 )
@@ -568,14 +568,14 @@ def test_a_step_lingers_as_long_as_makes_tokens_come_fastest(due, waiting, step_
         tokens = due + sum(p.tokens_then if p.wait_s <= wait_s else p.tokens_now for p in waiting)
         return tokens / (step_s + wait_s)
 
-    chosen, best = linger_s(due, waiting, step_s), brute_force_linger(due, waiting, step_s)
+    chosen, best = batching_delay_s(due, waiting, step_s), brute_force_linger(due, waiting, step_s)
     assert rate(chosen) == pytest.approx(rate(best))
 
 
 def test_a_step_does_not_linger_for_nothing():
-    assert linger_s(1.0, [], 0.03) == 0.0
-    assert linger_s(5.0, [Prospect(0.03, 1.0, 1.5)], 0.03) == 0.0
-    assert linger_s(1.0, [Prospect(0.002, 1.0, 4.0)], 0.03) == 0.002
+    assert batching_delay_s(1.0, [], 0.03) == 0.0
+    assert batching_delay_s(5.0, [Prospect(0.03, 1.0, 1.5)], 0.03) == 0.0
+    assert batching_delay_s(1.0, [Prospect(0.002, 1.0, 4.0)], 0.03) == 0.002
 
 
 # === experience =================================================================================================

@@ -33,7 +33,7 @@ from outrider.proto.session import (
     Send,
     Verified,
     VerifierSession,
-    settle,
+    accept_drafts,
 )
 from outrider.proto.types import (
     PROTOCOL_VERSION,
@@ -639,12 +639,12 @@ def test_cancelling_ends_the_text_with_an_empty_commit():
     ],
 )
 def test_eos_is_settled_before_stop_tokens_and_these_before_the_length(sampling, targets, wanted):
-    assert settle((1, 0), targets, generated=0, sampling=sampling, eos_tokens=frozenset({0})) == wanted
+    assert accept_drafts((1, 0), targets, generated=0, sampling=sampling, eos_tokens=frozenset({0})) == wanted
 
 
 def test_settling_needs_one_token_more_than_the_block():
     with pytest.raises(ValueError, match="one token more"):
-        settle((1,), (1,), generated=0, sampling=Sampling(), eos_tokens=frozenset())
+        accept_drafts((1,), (1,), generated=0, sampling=Sampling(), eos_tokens=frozenset())
 
 
 # === the edge's half ============================================================================================

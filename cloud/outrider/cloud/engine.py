@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from outrider.cloud.config import ALONE_PREFILL_ROWS, VerifierConfig
 from outrider.cloud.counts import EngineCounts
-from outrider.cloud.grammar import Guide
+from outrider.cloud.grammar import GrammarMatcher
 from outrider.cloud.kv_cache import SessionCache
-from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Rows, Target
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.logs import about
-from outrider.proto.policy import Smoothed, StepCost, linger_s
+from outrider.proto.policy import Smoothed, StepCost, batching_delay_s
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Cancel, CloudFrame, Continue, Draft, EdgeFrame, Goaway, Open, Report, Sampling
 
@@ -53,7 +53,7 @@ class _Seat:
     cache: SessionCache
     outbox: Outbox
     ready_since: float = field(default_factory=time.monotonic)
-    guide: Guide | None = None
+    guide: GrammarMatcher | None = None
 
     @property
     def busy(self) -> bool:
@@ -72,7 +72,7 @@ class _Turn:
 
     seat: _Seat
     rows: Rows
-    judged: Judged | None
+    judged: VerificationInput | None
 
     @property
     def only_decodes(self) -> bool:
@@ -140,11 +140,13 @@ class Engine:
         self._post(self._stop)
         self._thread.join()
 
-    def post_open(self, key: int, frame: Open, outbox: Outbox, guide: Guide | None = None) -> None:
+    def post_open(self, key: int, frame: Open, outbox: Outbox, guide: GrammarMatcher | None = None) -> None:
         """Admit a session as `key`, or put the reason why not into its outbox. `guide`: of its grammar, if any."""
         self._post(lambda: self._admit(key, frame, outbox, guide))
 
-    def post_frame(self, key: int, frame: EdgeFrame, taken: Callable[[], None], guide: Guide | None = None) -> None:
+    def post_frame(
+        self, key: int, frame: EdgeFrame, taken: Callable[[], None], guide: GrammarMatcher | None = None
+    ) -> None:
         """A later frame of session `key`; `taken` is called once it has been dealt with. `guide`: of a Continue."""
         arrived = time.monotonic()  # not when the engine gets to it: a step may be running
         self._post(lambda: self._take_frame(key, frame, arrived, taken, guide))
@@ -348,7 +350,7 @@ class Engine:
         if waiting:
             prospects = [seat.session.prospect(*self._line, now) for seat in waiting]
             tokens = sum(seat.session.prospect(*self._line, now).tokens_now for seat in due)
-            self._linger_until += linger_s(tokens, prospects, max(self._line[0], 1e-4))
+            self._linger_until += batching_delay_s(tokens, prospects, max(self._line[0], 1e-4))
         return self._linger_until > now + LEAST_LINGER_S
 
     def _block(self, seat: _Seat) -> tuple[int, ...]:
@@ -360,7 +362,7 @@ class Engine:
         if seat.guide is not None:
             answer = seat.guide.ask(block, self._wake).result()  # it has answered: `_with_masks`
             block, allowed = answer.block, answer.tokens
-        judged = Judged(
+        judged = VerificationInput(
             session.sampling,
             session.transcript,
             session.prompt_length,
@@ -411,7 +413,7 @@ class Engine:
                 wait = min(wait, max(due_at, self._linger_until) - now)
         return max(0.0, wait)
 
-    def _admit(self, key: int, frame: Open, outbox: Outbox, guide: Guide | None) -> None:
+    def _admit(self, key: int, frame: Open, outbox: Outbox, guide: GrammarMatcher | None) -> None:
         try:
             _check_guide(guide, frame.sampling)
             seat = self._seat(frame, outbox)
@@ -449,7 +451,7 @@ class Engine:
         return max(min(self.rules.max_drafts, self.rules.max_credit), self.rules.max_credit // crowd)
 
     def _take_frame(
-        self, key: int, frame: EdgeFrame, arrived: float, taken: Callable[[], None], guide: Guide | None
+        self, key: int, frame: EdgeFrame, arrived: float, taken: Callable[[], None], guide: GrammarMatcher | None
     ) -> None:
         taken()
         seat = self._seats.get(key)
@@ -539,7 +541,7 @@ class Engine:
             seat.outbox.put(Unavailable("the verifier has stopped; resume elsewhere", retry_after_s=0.1))
 
 
-def _check_guide(guide: Guide | None, sampling: Sampling) -> None:
+def _check_guide(guide: GrammarMatcher | None, sampling: Sampling) -> None:
     """Refuse a grammar that came without what enforces it: the text would ignore it."""
     if guide is None and sampling.grammar is not None:
         raise Internal("came without its guide", field="sampling.grammar")

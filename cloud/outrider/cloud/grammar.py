@@ -67,15 +67,15 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
 
-    def begin(self, grammar: Grammar, committed: Sequence[int] = ()) -> Future[Guide]:
-        """The guide of a text that has come as far as `committed`, made in another thread.
+    def begin(self, grammar: Grammar, committed: Sequence[int] = ()) -> Future[GrammarMatcher]:
+        """The matcher of a text that has come as far as `committed`, made in another thread.
 
         Raises, from the future:
             InvalidArgument: the grammar is wrong, too dear or allows nothing; `committed` does not follow it.
             FailedPrecondition: this target or this installation cannot serve grammars.
         """
         compiling, masking = self._threads()
-        return compiling.submit(self._guide, grammar, list(committed), masking)
+        return compiling.submit(self._resumed, grammar, list(committed), masking)
 
     def close(self) -> None:
         """Let the threads go when they have done what they are at."""
@@ -89,10 +89,10 @@ class Grammars:
                     self._pools = _pool("compile", COMPILING_THREADS), _pool("mask", MASKING_THREADS)
             return self._pools
 
-    def _guide(self, grammar: Grammar, committed: list[int], masking: Executor) -> Guide:
-        guide = Guide(lambda: self._matcher(grammar), self._vocab_size, self._eos_tokens, masking)
-        guide.resume(committed)
-        return guide
+    def _resumed(self, grammar: Grammar, committed: list[int], masking: Executor) -> GrammarMatcher:
+        matcher = GrammarMatcher(lambda: self._matcher(grammar), self._vocab_size, self._eos_tokens, masking)
+        matcher.resume(committed)
+        return matcher
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         """At the beginning of a text."""
@@ -150,7 +150,7 @@ class Grammars:
             raise FailedPrecondition(message, field=FIELD) from error
 
 
-class Guide:
+class GrammarMatcher:
     """The grammar of one text; its state is that of the committed text, whatever drafts were asked about."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """From the target's logits to its tokens: the processed distribution, then the coupled rule.
 
 Every row knows what came before it *including the drafts earlier in its own block*, so a penalty counts a draft that
-is judged in the same step exactly as if it had been committed before.
+is verified in the same step exactly as if it had been committed before.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from outrider.proto.types import Sampling, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class VerificationInput:
     """What the distribution of one session's rows depends on.
 
     Attributes:
         sampling: the session's.
         transcript: prompt and text before the step.
         prompt_length: tokens of it that are prompt.
-        block: [k] drafts judged; row j of k + 1 follows transcript + block[:j].
+        block: [k] drafts to verify; row j of k + 1 follows transcript + block[:j].
         q: [k] the drafter's probability of each draft, NaN where it was not sent.
         allowed: [k + 1, vocab] bool, the tokens that the grammar allows in each row; None: there is none.
         logprobs: whether the model's own log probabilities are wanted.
@@ -84,7 +84,7 @@ class Sampler:
         self._shortlist: Shortlist | None = None
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, sessions: list[Judged]) -> list[Sampled]:
+    def sample(self, logits: torch.Tensor, sessions: list[VerificationInput]) -> list[Sampled]:
         """The target's token in every row of `logits` [sum of rows, vocab] float32, row by row in order of `sessions`.
 
         Row j of a session stands at absolute position i = len(transcript) + j and takes
@@ -102,7 +102,9 @@ class Sampler:
                 sampled[i] = with_logprobs(sampled[i], logits[spans[i]], session)
         return [sampled[i] for i in range(len(sessions))]
 
-    def _by_shortlist(self, logits: torch.Tensor, sessions: list[Judged], spans: list[slice]) -> dict[int, Sampled]:
+    def _by_shortlist(
+        self, logits: torch.Tensor, sessions: list[VerificationInput], spans: list[slice]
+    ) -> dict[int, Sampled]:
         """Results by index of session, for those that short lists settle; sessions of one law are taken together."""
         vocab = logits.shape[1]
         if self._device.type != "cpu" or vocab < SMALLEST_VOCAB:
@@ -126,7 +128,7 @@ class Sampler:
             sampled |= _settled(self._shortlist, rows, law, {i: sessions[i] for i in members})
         return sampled
 
-    def _by_whole_rows(self, logits: torch.Tensor, sessions: list[Judged]) -> list[Sampled]:
+    def _by_whole_rows(self, logits: torch.Tensor, sessions: list[VerificationInput]) -> list[Sampled]:
         scores = torch.empty(logits.shape, dtype=torch.float64, device=self._device)
         first = 0
         for session in sessions:
@@ -140,7 +142,7 @@ class Sampler:
         logp_of_asked = logp.gather(1, asked[:, None])[:, 0]
         return _per_session(sessions, tokens.tolist(), logp_of_tokens.tolist(), logp_of_asked.tolist())
 
-    def _choose(self, scores: torch.Tensor, sessions: list[Judged]) -> torch.Tensor:
+    def _choose(self, scores: torch.Tensor, sessions: list[VerificationInput]) -> torch.Tensor:
         """[rows] int64."""
         noisy: list[int] = []
         seeds: list[int] = []
@@ -175,24 +177,26 @@ class Sampler:
         return best.indices
 
 
-def _settled(shortlist: Shortlist, logits: np.ndarray, law: Law, sessions: dict[int, Judged]) -> dict[int, Sampled]:
+def _settled(
+    shortlist: Shortlist, logits: np.ndarray, law: Law, sessions: dict[int, VerificationInput]
+) -> dict[int, Sampled]:
     """Results by index, of the sessions of one law all of whose rows of `logits` [sum of rows, vocab] are settled."""
-    judged = list(sessions.values())
-    keys = [row_key(j.sampling.seed, len(j.transcript) + row) for j in judged for row in range(j.rows)]
-    choice = shortlist.choose(logits, law, keys, np.array(_asked(judged)))
-    results = _per_session(judged, choice.tokens.tolist(), choice.logp.tolist(), choice.logp_of_asked.tolist())
-    starts = list(itertools.accumulate((j.rows for j in judged), initial=0))
+    inputs = list(sessions.values())
+    keys = [row_key(i.sampling.seed, len(i.transcript) + row) for i in inputs for row in range(i.rows)]
+    choice = shortlist.choose(logits, law, keys, np.array(_asked(inputs)))
+    results = _per_session(inputs, choice.tokens.tolist(), choice.logp.tolist(), choice.logp_of_asked.tolist())
+    starts = list(itertools.accumulate((i.rows for i in inputs), initial=0))
     settled = np.logical_and.reduceat(choice.certain, starts[:-1])
     return {i: result for i, result, certain in zip(sessions, results, settled, strict=True) if certain}
 
 
-def _asked(sessions: list[Judged]) -> list[int]:
-    """[sum of rows] the draft that is judged in each row; 0 in a session's last."""
+def _asked(sessions: list[VerificationInput]) -> list[int]:
+    """[sum of rows] the draft that is verified in each row; 0 in a session's last."""
     return [token for session in sessions for token in (*session.block, 0)]
 
 
 def _per_session(
-    sessions: list[Judged], tokens: list[int], logp_of_tokens: list[float], logp_of_asked: list[float]
+    sessions: list[VerificationInput], tokens: list[int], logp_of_tokens: list[float], logp_of_asked: list[float]
 ) -> list[Sampled]:
     sampled, first = [], 0
     for session in sessions:
@@ -203,13 +207,13 @@ def _per_session(
     return sampled
 
 
-def _reward(logp_of_drafts: list[float], session: Judged) -> float | None:
+def _reward(logp_of_drafts: list[float], session: VerificationInput) -> float | None:
     """Mean of min(1, p(x) / q(x)) over the block's drafts: the one-sample estimate of 1 - TV (MetaSD, section 3)."""
     ratios = [min(1.0, math.exp(logp) / q) for logp, q in zip(logp_of_drafts, session.q, strict=False) if q > 0]
     return sum(ratios) / len(ratios) if ratios else None
 
 
-def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: Judged) -> Sampled:
+def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: VerificationInput) -> Sampled:
     """The same with log probabilities of the model's own distribution, softmax(logits), in the rows that matter.
 
     That is what OpenAI's API and vLLM (`logprobs_mode=raw_logprobs`) call logprobs. It has a value for every token,
@@ -241,7 +245,7 @@ def _likeliest(logits: torch.Tensor, log_sums: torch.Tensor, count: int) -> tupl
     return tuple(tuple(sorted(of_row, key=lambda pair: -pair[1])[:count]) for of_row in pairs)
 
 
-def processed_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
+def processed_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
     """Unnormalised log probabilities [k + 1, vocab] float64 of the processed distribution; -inf where excluded.
 
     After `adjusted_logits` come, in this order, temperature, top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et
@@ -269,7 +273,7 @@ def processed_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
     return scores
 
 
-def adjusted_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
+def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
     """[k + 1, vocab] float64 logits after what looks at single tokens, of which only some sessions ask anything.
 
     In this order: grammar, allowed tokens, bias, repetition penalty (Keskar et al. 2019, section 4.1), presence and
@@ -290,7 +294,7 @@ def adjusted_logits(logits: torch.Tensor, session: Judged) -> torch.Tensor:
     return _penalise(scores, session) if sampling.penalises else scores
 
 
-def _penalise(scores: torch.Tensor, session: Judged) -> torch.Tensor:
+def _penalise(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
     """Only tokens that came before can change: `used` [n] of them, a few columns of `scores`, which are written to."""
     sampling, end = session.sampling, len(session.transcript)
     before = torch.tensor([*session.transcript, *session.block], dtype=torch.int64, device=scores.device)

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.counts import StreamCounts
 from outrider.cloud.engine import Engine, Outbox, StepFigures
-from outrider.cloud.grammar import Grammars, Guide
+from outrider.cloud.grammar import GrammarMatcher, Grammars
 from outrider.cloud.projections import load_projections
 from outrider.cloud.target import load_target
 from outrider.cloud.tracing import VerifierTracing
@@ -281,21 +281,21 @@ class VerifierServer:
         try:
             opening, claim = await asyncio.wait_for(self._read_open(requests, outbox), OPEN_WITHIN_S)
             grammar = opening.sampling.grammar
-            guide = await self._guide(grammar, opening.committed)
+            matcher = await self._grammar_matcher(grammar, opening.committed)
             if outbox.closed:
                 return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
-            self._engine.post_open(key, opening, outbox, guide)
+            self._engine.post_open(key, opening, outbox, matcher)
             if claim is not None:
                 lasts_s = max(0.0, claim.expires_at_s - time.time())
                 outbox.end_of_lease = loop.call_later(lasts_s, outbox.put, Goaway("the lease has expired"))
             async for data in requests:
                 await room.acquire()
                 frame = codec.decode_edge_frame(data, self._most_tokens)
-                guide = None
+                matcher = None
                 if isinstance(frame, Continue):
                     grammar = frame.sampling.grammar if frame.sampling is not None else grammar
-                    guide = await self._guide(grammar)
-                self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release), guide)
+                    matcher = await self._grammar_matcher(grammar)
+                self._engine.post_frame(key, frame, lambda: _call_in(loop, room.release), matcher)
             outbox.goes_on = False
             self._engine.post_half_close(key)
         except OutriderError as error:
@@ -303,7 +303,7 @@ class VerifierServer:
         except TimeoutError:
             outbox.put(InvalidArgument(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open"))
 
-    async def _guide(self, grammar: Grammar | None, committed: tuple[int, ...] = ()) -> Guide | None:
+    async def _grammar_matcher(self, grammar: Grammar | None, committed: tuple[int, ...] = ()) -> GrammarMatcher | None:
         """What the engine asks about a grammar, which is compiled elsewhere; refused before any compute."""
         if grammar is None:
             return None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from outrider.cloud.folded_projection import FoldedProjection
-from outrider.cloud.sampling import Judged, Sampled
+from outrider.cloud.sampling import Sampled, VerificationInput
 from outrider.cloud.steering import Projection
 from outrider.cloud.target import Target
 from outrider.proto.errors import InvalidArgument
@@ -35,13 +35,13 @@ class SteeringCodes:
             target.tap(sorted({layer for each in projections.values() for layer in each.layers}))
 
     def of(
-        self, wishes: Sequence[SteeringWish | None], judged: Sequence[Judged], sampled: Sequence[Sampled]
+        self, wishes: Sequence[SteeringWish | None], inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]
     ) -> list[Steering | None]:
         """[n] after a step, each session's code of its newest state that holds; None where none is wished for.
 
         Args:
             wishes: [n] by session.
-            judged: [n] what the step judged, in the order of its logits.
+            inputs: [n] what the step verified, in the order of its logits.
             sampled: [n] what came of it.
         """
         codes: list[Steering | None] = [None] * len(wishes)
@@ -51,7 +51,7 @@ class SteeringCodes:
                 asking[wish.projection].append((i, wish.precision))
         if not asking:
             return codes
-        rows = newest_rows(judged, sampled)
+        rows = newest_rows(inputs, sampled)
         for name, sessions in asking.items():
             project = self._projections[name]
             try:
@@ -64,15 +64,15 @@ class SteeringCodes:
         return codes
 
 
-def newest_rows(judged: Sequence[Judged], sampled: Sequence[Sampled]) -> list[int]:
+def newest_rows(inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]) -> list[int]:
     """[n] each session's row, among the step's logits, of the newest position that is still right after the step.
 
     A session's first row is its last committed token, at position p; row j after it is its draft at p + j. Where a
     drafts agree, a + 1 tokens are committed, the last of which has not been processed: the newest that has is p + a.
     """
-    firsts = itertools.accumulate((each.rows for each in judged), initial=0)
+    firsts = itertools.accumulate((each.rows for each in inputs), initial=0)
     return [
-        first + _agreed(each.block, result.tokens) for first, each, result in zip(firsts, judged, sampled, strict=False)
+        first + _agreed(each.block, result.tokens) for first, each, result in zip(firsts, inputs, sampled, strict=False)
     ]
 
 

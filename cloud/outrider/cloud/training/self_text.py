@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.cloud.kv_cache import SessionCache
-from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.target import Rows, Target
 from outrider.cloud.training.corpus import Documents, save_arrays
 from outrider.cloud.training.report import Reporter
@@ -232,7 +232,7 @@ def continue_rows(
         sampler, alive = Sampler(target.device), rows
         for _ in range(new_tokens):
             logits = target.forward([Rows(row.cache, (row.tokens[-1],), 1) for row in alive])
-            judged = [Judged(row.sampling, row.tokens, length, ()) for row in alive]
+            judged = [VerificationInput(row.sampling, row.tokens, length, ()) for row in alive]
             for row, sampled in zip(alive, sampler.sample(logits, judged), strict=True):
                 row.tokens.append(sampled.tokens[0])
             for row in alive:

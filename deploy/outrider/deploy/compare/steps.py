@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.cloud.kv_cache import SessionCache
-from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Rows, Target
 from outrider.deploy.compare.texts import Text
@@ -84,6 +84,6 @@ class _Measuring:
         self.cache.length = prompt - 1
         began = time.perf_counter()
         logits = self.target.forward([Rows(self.cache, (known[-1], *block), drafts + 1)])
-        judged = [Judged(Sampling(), known, prompt, block)]
+        judged = [VerificationInput(Sampling(), known, prompt, block)]
         self.codes.of([wish], judged, sampler.sample(logits, judged))
         return time.perf_counter() - began

@@ -12,7 +12,7 @@ import torch
 
 from outrider.cloud.folded_projection import FoldedProjection
 from outrider.cloud.kv_cache import SessionCache
-from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering import Projection
 from outrider.cloud.target import Rows, Target
 from outrider.deploy.compare.codes import Codes
@@ -212,7 +212,7 @@ class Writer:
         ends = list(itertools.accumulate(rows.wanted for rows in batch))
         self._take_codes(sheets, ends)
         judged = [
-            Judged(sheet.session.sampling, sheet.session.transcript, sheet.session.prompt_length, ())
+            VerificationInput(sheet.session.sampling, sheet.session.transcript, sheet.session.prompt_length, ())
             for sheet in sheets
         ]
         logits = logits[[end - 1 for end in ends]]

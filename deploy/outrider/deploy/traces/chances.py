@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.cloud.sampling import Judged, processed_logits
+from outrider.cloud.sampling import VerificationInput, processed_logits
 from outrider.deploy.compare.texts import Written
 
 
@@ -17,7 +17,7 @@ class TargetChances:
         """Process the logits of all places of the text."""
         text = written.text
         prompt, tokens = text.transcript[: text.prompt_length], text.transcript[text.prompt_length :]
-        judged = Judged(written.wish.sampling, list(prompt), len(prompt), tokens[:-1])
+        judged = VerificationInput(written.wish.sampling, list(prompt), len(prompt), tokens[:-1])
         with torch.inference_mode():
             self._scores = processed_logits(written.logits, judged)  # [n, vocab] float64
             self._log_totals = torch.logsumexp(self._scores, dim=-1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from outrider.cloud.kv_cache import SessionCache
-from outrider.cloud.sampling import Judged, Sampler
+from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.target import Rows, Target
 from outrider.deploy.compare.texts import Text
 from outrider.deploy.traces.costs import TargetCosts
@@ -53,19 +53,19 @@ class TargetProbe:
         transcript = [*prompt, text.transcript[text.prompt_length]]
         cache = pool.allocate(len(transcript) + max(drafts))
         try:
-            reading_s = self._step(cache, Judged(self._sampling, list(prompt), len(prompt), ()), prompt)
+            reading_s = self._step(cache, VerificationInput(self._sampling, list(prompt), len(prompt), ()), prompt)
             steps = []
             for _ in range(repeats):
                 for count in drafts:  # in turn: a slow moment meets them all
                     cache.truncate(len(prompt))
                     block = (transcript[-1],) * count
-                    judged = Judged(self._sampling, transcript, len(prompt), block)
+                    judged = VerificationInput(self._sampling, transcript, len(prompt), block)
                     steps.append((count + 1, self._step(cache, judged, (transcript[-1], *block))))
         finally:
             pool.release(cache)
         return reading_s, steps
 
-    def _step(self, cache: SessionCache, judged: Judged, rows: Sequence[int]) -> float:
+    def _step(self, cache: SessionCache, judged: VerificationInput, rows: Sequence[int]) -> float:
         """Seconds of one that puts `rows` into the cache, the last of which are judged."""
         began = time.perf_counter()
         logits = self._target.forward([Rows(cache, tuple(rows), len(judged.block) + 1)])

@@ -99,7 +99,7 @@ class Prospect:
     tokens_then: float
 
 
-def linger_s(due: float, prospects: Sequence[Prospect], step_s: float) -> float:
+def batching_delay_s(due: float, prospects: Sequence[Prospect], step_s: float) -> float:
     """How long a step that could begin should wait for sessions that will have drafts soon.
 
     All of them go into it, with drafts or without, so what counts is tokens a second of the step and the wait

@@ -8,15 +8,16 @@ transcript; it dies at the first draft that contradicts a committed token, and w
 chain whose next draft equals the target's own token lives on. Where the verifier keeps a session after its text, the
 edge begins another *turn* by naming the tokens that are new; both halves are then as after a fresh Open.
 
-settle    the one place where a judged block becomes text
-verifier  the cloud's half
-codes     the steering codes that an edge keeps
-selection which of several drafters drafts
-edge      the edge's half
+acceptance the one place where verified drafts become text
+verifier   the cloud's half
+codes      the steering codes that an edge keeps
+selection  which of several drafters drafts
+edge       the edge's half
 """
 
 from __future__ import annotations
 
+from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.codes import Codes, Steer
 from outrider.proto.session.edge import (
     NOTHING_FORESEEN,
@@ -33,7 +34,6 @@ from outrider.proto.session.edge import (
     Send,
 )
 from outrider.proto.session.selection import PROMPT_TOKENS, ReadJob, Selection
-from outrider.proto.session.settle import settle
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 
 __all__ = [
@@ -57,5 +57,5 @@ __all__ = [
     "Verified",
     "VerifierRules",
     "VerifierSession",
-    "settle",
+    "accept_drafts",
 ]

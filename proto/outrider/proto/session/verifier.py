@@ -24,7 +24,7 @@ from outrider.proto.policy import (
     overtakes,
     plan_for,
 )
-from outrider.proto.session.settle import settle
+from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.types import (
     PROTOCOL_VERSION,
     Commit,
@@ -389,7 +389,7 @@ class VerifierSession:
 
     def on_verified(self, verified: Verified, now: float) -> Commit:
         """Make text of a judged block: the only way in which a token gets into the transcript."""
-        tokens, accepted, self.finish = settle(
+        tokens, accepted, self.finish = accept_drafts(
             verified.block,
             verified.tokens_by_target,
             generated=self.generated,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.proto.types import FinishReason, Sampling
 
 
-def settle(
+def accept_drafts(
     block: tuple[int, ...],
     tokens_by_target: tuple[int, ...],
     *,
