@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from outrider.bench.benchmark.measure import Measured, measure_text
+from outrider.bench.benchmark.replayed import costs_of, traces_of
+from outrider.bench.benchmark.verifier import VerifierProcess
+from outrider.bench.replay.costs import Costs
+from outrider.bench.replay.optimum import tokens_per_second
+from outrider.bench.replay.replay import Outcome, Policy, replay
+from outrider.bench.replay.traces import HitTrace
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import StepFigures
-from outrider.deploy.bench.measure import Measured, measure_text
-from outrider.deploy.bench.replayed import costs_of, traces_of
-from outrider.deploy.bench.verifier import VerifierProcess
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import held_out
-from outrider.deploy.replay.costs import Costs
-from outrider.deploy.replay.optimum import tokens_per_second
-from outrider.deploy.replay.replay import Outcome, Policy, replay
-from outrider.deploy.replay.traces import HitTrace
 from outrider.edge import Client, EdgeConfig, Sampling
 
 pytestmark = pytest.mark.alone

@@ -57,12 +57,12 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _in(module: str, function: str) -> Callable[[argparse.Namespace], int]:
+def _in(module: str, function: str, *, room: str = "deploy") -> Callable[[argparse.Namespace], int]:
     """The command's function, imported when it runs: `outrider generate` must not load torch."""
 
     def run(options: argparse.Namespace) -> int:
         try:
-            return int(getattr(importlib.import_module(f"outrider.deploy.{module}"), function)(options))
+            return int(getattr(importlib.import_module(f"outrider.{room}.{module}"), function)(options))
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("outrider"):
                 raise
@@ -273,7 +273,9 @@ def _add_train_steer(trained: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_train_policy(trained: argparse._SubParsersAction[Parser]) -> None:
     help_text = "train the length rules specdec++ and speckv on recorded traces"
-    parser = add_command(trained, "policy", help_text, _in("policy.command", "train_policy"), table="train_policy")
+    parser = add_command(
+        trained, "policy", help_text, _in("length_training.command", "train_policy", room="bench"), table="train_policy"
+    )
     parser.add_argument("traces", type=Path, nargs="+", metavar="FILE", help="what `traces record` wrote")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON of weights, for --window")
     parser.add_argument("--hidden", type=at_least(1), default=16, metavar="N", help="units of each network")
@@ -435,7 +437,10 @@ def _add_link(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = add_command(
-        commands, "bench", "measure ways of decoding side by side over emulated links", _in("bench.command", "bench")
+        commands,
+        "bench",
+        "measure ways of decoding side by side over emulated links",
+        _in("benchmark.command", "bench", room="bench"),
     )
     add_links(parser, "2,30,120")
     parser.add_argument("--prompts", type=Path, default=None, metavar="FILE", help="others than the built-in ones")
@@ -473,7 +478,7 @@ def _add_compare(commands: argparse._SubParsersAction[Parser]) -> None:
         commands,
         "compare",
         "measure drafters' block efficiency side by side: tokens a target step in synchronous rounds",
-        _in("compare.command", "compare"),
+        _in("comparison.command", "compare", room="bench"),
     )
     parser.add_argument(
         "package", nargs="+", metavar="PACKAGE", help="of a drafter: an embedded name, FOLDER, or NAME=FOLDER"
@@ -514,7 +519,7 @@ def _add_traces_record(subcommands: argparse._SubParsersAction[Parser]) -> None:
         subcommands,
         "record",
         "write a target's own texts, and where drafters would have said the same",
-        _in("traces.record", "record"),
+        _in("traces.record", "record", room="bench"),
         table="traces_record",
     )
     add_writing(parser)
@@ -544,7 +549,7 @@ def _add_traces_replay(subcommands: argparse._SubParsersAction[Parser]) -> None:
         subcommands,
         "replay",
         "compute what recorded drafters give over any link with any window, on a virtual clock",
-        _in("traces.replay", "replay"),
+        _in("traces.replay", "replay", room="bench"),
         table="traces_replay",
     )
     parser.add_argument("traces", type=Path, metavar="FILE", help="what `traces record` wrote")

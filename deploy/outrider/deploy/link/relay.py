@@ -15,13 +15,13 @@ import logging
 import socket
 from dataclasses import dataclass, replace
 
-from outrider.coordinator.config import is_loopback, split_address
 from outrider.deploy.link.connection import Connection
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.sockets import abort, new_socket, resolve
 from outrider.deploy.link.traces import LinkTrace
 from outrider.deploy.link.way import Timer, Way
+from outrider.proto.address import is_loopback, split_address
 from outrider.proto.errors import ConfigError, Unavailable
 
 _log = logging.getLogger(__name__)

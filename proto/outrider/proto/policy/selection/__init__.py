@@ -16,7 +16,7 @@ exp3, thompson, halving, hedge, leader, routing
 default         the one that is best on hit traces
 names           all of them by the names that users give
 
-Nothing here knows of sessions, links or models. `outrider.deploy.replay.selection` plays selectors on hit traces and
+Nothing here knows of sessions, links or models. `outrider.bench.replay.selection` plays selectors on hit traces and
 judges them against the oracle in hindsight; an edge with several drafters fills the same view from what it measures.
 """
 

@@ -1,0 +1,287 @@
+"""The baselines that transformers itself gives: `generate`, and `generate(assistant_model=…)`, with no link at all.
+
+Each runs in a process of its own (`python -m outrider.bench.benchmark.library`), so that neither its threads nor its
+memory meet those of the benchmark. A request comes on the first line of its standard input, a prompt on each further
+one, and each is answered by a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from outrider.deploy.child import Child
+from outrider.proto.errors import ConfigError, Internal
+from outrider.proto.types import Sampling
+
+_END_WITHIN_S = 5.0
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryText:
+    """One text as transformers made it.
+
+    Attributes:
+        tokens: [n] new tokens, with the end token where there is one.
+        seconds: from the call of `generate` to its return.
+        arrivals_s: [n] when each token was handed to the streamer, from the call on.
+        steps: forward passes of the target, the prompt's included.
+        accepted: draft tokens in the text; 0 without an assistant.
+        questioned: drafts that the target judged, up to the first wrong one of each step.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: float
+    arrivals_s: tuple[float, ...]
+    steps: int
+    accepted: int
+    questioned: int
+
+    @property
+    def first_token_s(self) -> float:
+        """When the first token came."""
+        return self.arrivals_s[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the process is to be."""
+
+    target: str
+    assistant: str | None
+    temperature: float
+    max_tokens: int
+    seed: int
+    threads: int
+    dtype: str
+
+
+class LibraryProcess:
+    """`generate` of transformers in a process of its own, as an async context manager.
+
+    With an assistant it runs by the library's default schedule: 20 tokens a round, cut off where the drafter is less
+    than 40 % sure (transformers 5).
+
+    Args:
+        target_folder: of the target, with safetensors.
+        sampling: temperature, max_tokens and seed count; anything else must be off.
+        assistant_folder: of the drafter as transformers saves it; None: without.
+        threads: of torch; 0: torch's own choice.
+        dtype: of the weights, one of `DTYPES`.
+
+    Raises:
+        ConfigError: a folder or the sampling is not usable; the field says which.
+        Internal: on entering: the models do not load; the message says why.
+    """
+
+    def __init__(
+        self,
+        target_folder: Path,
+        sampling: Sampling,
+        *,
+        assistant_folder: Path | None = None,
+        threads: int,
+        dtype: str,
+    ) -> None:
+        self._request = _request(target_folder, assistant_folder, sampling, threads, dtype)
+        # OpenMP reads its variable when torch is loaded. No hub is asked: everything is in folders.
+        environment = {"HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        self._child = Child(__name__, "transformers", _END_WITHIN_S, environment)
+
+    async def __aenter__(self) -> Self:
+        await self._child.start(self._load)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._child.end()
+
+    async def _load(self) -> None:
+        await self._ask(asdict(self._request))
+
+    async def text(self, prompt: Sequence[int], max_tokens: int | None = None) -> LibraryText:
+        """What follows `prompt` [n], token ids; at most `max_tokens`, None: as the sampling says.
+
+        Raises:
+            ConfigError: the prompt holds no token.
+            Internal: the library failed.
+        """
+        if not prompt:
+            raise ConfigError("holds no token", field="prompt")
+        limit = self._request.max_tokens if max_tokens is None else max_tokens
+        text = await self._ask({"prompt": list(prompt), "max_tokens": limit})
+        return LibraryText(**text | {"tokens": tuple(text["tokens"]), "arrivals_s": tuple(text["arrivals_s"])})
+
+    async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._child.ask(question)
+        if "error" in answer:
+            raise Internal(f"transformers failed: {answer['error']}", field="library")
+        return answer
+
+
+def drafter_folder_of(folder: Path | None) -> Path:
+    """`folder`, if it holds a drafter as transformers saves it (what `outrider train drafter` writes).
+
+    Raises:
+        ConfigError: it is None or holds something else, such as an ONNX package.
+    """
+    if folder is None:
+        raise ConfigError(
+            "is missing; hf-assisted needs the drafter as a transformers folder, which `outrider train drafter` writes",
+            field="hf_drafter",
+        )
+    return _model_folder(folder, "hf_drafter")
+
+
+def _model_folder(folder: Path, field: str) -> Path:
+    folder = folder.expanduser()
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        found = "holds an ONNX package, which transformers cannot run" if (folder / "model.onnx").is_file() else None
+        found = found or ("holds no transformers model" if folder.is_dir() else "is no folder")
+        raise ConfigError(f"{folder} {found}; give one with config.json and *.safetensors", field=field)
+    return folder
+
+
+def _request(target: Path, assistant: Path | None, sampling: Sampling, threads: int, dtype: str) -> _Request:
+    plain = Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=sampling.seed)
+    if sampling != plain:
+        raise ConfigError(
+            "the baselines of transformers run with temperature, max_tokens and seed alone; leave the rest as it is",
+            field="sampling",
+        )
+    if dtype not in DTYPES:
+        raise ConfigError(f"{dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
+    return _Request(
+        target=str(_model_folder(target, "target")),
+        assistant=None if assistant is None else str(drafter_folder_of(assistant)),
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        threads=threads,
+        dtype=dtype,
+    )
+
+
+class _Watch:
+    """Counts the target's forward passes and their rows, and notes when tokens come: a forward hook and a streamer."""
+
+    def __init__(self) -> None:
+        self.began_s = time.perf_counter()
+        self.rows: list[int] = []  # [steps] positions in each forward pass
+        self.commits: list[int] = []  # [steps] tokens that each gave
+        self.arrivals_s: list[float] = []
+        self._prompt_seen = False
+
+    def forward(self, _model: Any, _arguments: Any, keywords: dict[str, Any], _output: Any) -> None:
+        """The hook."""
+        self.rows.append(int(keywords["input_ids"].shape[-1]))
+
+    def put(self, tokens: Any) -> None:
+        """The streamer's half that is called with the prompt first, and then with every commit."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        count = int(tokens.numel())
+        self.commits.append(count)
+        self.arrivals_s.extend([time.perf_counter() - self.began_s] * count)
+
+    def end(self) -> None:
+        """The streamer's other half."""
+
+    def judged(self, prompt_tokens: int) -> tuple[int, int]:
+        """Accepted drafts, and drafts judged up to the first wrong one of each step."""
+        accepted = questioned = 0
+        for step, (rows, commit) in enumerate(zip(self.rows, self.commits, strict=True)):
+            drafts = rows - (1 if step else prompt_tokens)
+            right = commit - 1
+            accepted += right
+            # The last step may end at the limit or the end token, before a draft was found wrong.
+            questioned += right + (right < drafts and step < len(self.rows) - 1)
+        return accepted, questioned
+
+
+def _models(request: _Request) -> tuple[Any, Any]:
+    """Target and assistant; None without one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if request.threads:
+        torch.set_num_threads(request.threads)
+    target, assistant = (
+        folder
+        and AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, request.dtype), use_safetensors=True, trust_remote_code=False
+        ).eval()
+        for folder in (request.target, request.assistant)
+    )
+    return target, assistant
+
+
+def _text(target: Any, assistant: Any, request: _Request, prompt: Sequence[int], max_tokens: int) -> LibraryText:
+    import torch
+
+    if request.temperature:
+        # A model's own generation_config may truncate or penalise; the target's plain distribution is compared.
+        how = {"do_sample": True, "temperature": request.temperature, "top_k": 0, "top_p": 1.0}
+    else:
+        how = {"do_sample": False}
+    torch.manual_seed(request.seed)
+    input_ids = torch.tensor([prompt])
+    watch = _Watch()
+    hook = target.register_forward_hook(watch.forward, with_kwargs=True)
+    try:
+        generated = target.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            assistant_model=assistant,
+            streamer=watch,
+            max_new_tokens=max_tokens,
+            repetition_penalty=1.0,
+            **how,
+        )
+    finally:
+        hook.remove()
+    seconds = time.perf_counter() - watch.began_s
+    accepted, questioned = watch.judged(len(prompt))
+    return LibraryText(
+        tokens=tuple(generated[0, len(prompt) :].tolist()),
+        seconds=seconds,
+        arrivals_s=tuple(watch.arrivals_s),
+        steps=len(watch.rows),
+        accepted=accepted,
+        questioned=questioned,
+    )
+
+
+def main() -> None:
+    """Answer line by line; whatever the libraries print goes to standard error."""
+    target = assistant = request = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            with redirect_stdout(sys.stderr):
+                if request is None:
+                    request = _Request(**question)
+                    target, assistant = _models(request)
+                    answer = {}
+                else:
+                    answer = asdict(_text(target, assistant, request, question["prompt"], question["max_tokens"]))
+        except Exception as error:  # the process's top: the asker must hear what went wrong
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

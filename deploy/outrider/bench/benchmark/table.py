@@ -1,0 +1,243 @@
+"""A benchmark as tables: every figure of every run, and the ratios that matter, one pair a condition.
+
+A *condition* is what must be equal for two runs to be compared: pace, temperature, sessions and domain. Within one, the
+runs differ in their mode and in the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from outrider.bench.benchmark.record import MODES, Benchmark, LinkRecord, Run
+
+UNKNOWN = "-"
+LEGEND = (
+    "tok/s: tokens a second, all sessions together; ratio: to cloud streaming over the same link; steps: of the "
+    "target, a token; accept: chance that a draft is right, given those before it; ttft: time to the first token, gap: "
+    "time between tokens, both ms; up B, down B: bytes a token; over: ms of a step beside forward pass, sampling and "
+    "waiting; same: texts identical to cloud streaming"
+)
+RATIO_LEGEND = "outrider's tokens a second over those of the others, on the same link; above 1, outrider is faster"
+LIBRARY_LEGEND = "hf-generate and hf-assisted are transformers' own, in one process, without any link"
+HEADINGS = (
+    "link", "mode", "tok/s", "ratio", "steps", "accept", "ttft", "gap p50", "gap p99", "up B", "down B", "over", "same"
+)  # fmt: skip
+_EXACT_MS = 100  # from here on, tenths of a millisecond are noise
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What runs that are compared have in common."""
+
+    pace_ms: float
+    temperature: float
+    sessions: int
+    domain: str
+
+    def __str__(self) -> str:
+        sessions = "1 session" if self.sessions == 1 else f"{self.sessions} sessions"
+        pace = f"target step at least {self.pace_ms:g} ms" if self.pace_ms else "target at its own speed"
+        return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, pace, self.domain) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table before it is drawn: headings [c], rows [r][c] and what is said below. `starts` begin a new link."""
+
+    title: str
+    condition: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    starts: tuple[int, ...]
+    caption: str
+
+
+def by_condition(benchmark: Benchmark) -> dict[Condition, tuple[Run, ...]]:
+    """The runs of each condition, in the order of the first of each; within one, by link, mode and sync length."""
+    found: dict[Condition, list[Run]] = {}
+    for run in benchmark.runs:
+        condition = Condition(run.pace_ms, run.temperature, run.sessions, run.domain)
+        found.setdefault(condition, []).append(run)
+    return {condition: tuple(sorted(runs, key=_order)) for condition, runs in found.items()}
+
+
+def by_link(runs: Sequence[Run]) -> dict[LinkRecord, tuple[Run, ...]]:
+    """The runs over each link, in the order given."""
+    found: dict[LinkRecord, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.link, []).append(run)
+    return {link: tuple(runs) for link, runs in found.items()}
+
+
+def fastest(runs: Sequence[Run], mode: str) -> Run | None:
+    """The fastest run of a mode, for sync that of the best length; None where no speed is known.
+
+    Where there are both, only measured runs count, and only those that were not told to save target steps.
+    """
+    known = [run for run in runs if run.mode == mode and run.tokens_per_second]
+    known = [run for run in known if not run.replayed] or known
+    known = [run for run in known if run.goal != "efficiency"] or known
+    return max(known, key=lambda run: run.tokens_per_second or 0.0, default=None)
+
+
+def link_name(link: LinkRecord) -> str:
+    """`30 ms`, and what else is not ideal: `30±5 ms 10/50 Mbit/s lte`, up before down."""
+    return " ".join(link_parts(link))
+
+
+def link_parts(link: LinkRecord) -> list[str]:
+    """The words of its name that belong together."""
+    jitter = f"±{link.jitter_ms:g}" if link.jitter_ms else ""
+    unlimited = link.up_mbit is None and link.down_mbit is None
+    up, down = (UNKNOWN if rate is None else f"{rate:g}" for rate in (link.up_mbit, link.down_mbit))
+    parts = (
+        f"{link.rtt_ms:g}{jitter} ms",
+        "" if unlimited else f"{up}/{down} Mbit/s",
+        link.trace or "",
+    )
+    return [part for part in parts if part]
+
+
+def _down_the_rows(link: LinkRecord, rows: int) -> list[str]:
+    """[rows] the link's name, a part a row: a table has more height to spare than width."""
+    parts = link_parts(link)
+    cells = [*parts[: rows - 1], " ".join(parts[rows - 1 :])]
+    return [*cells, *[""] * (rows - len(cells))]
+
+
+def mode_name(run: Run) -> str:
+    """The mode with its variant: `sync 4`, `outrider eff.`, and `*` where it was replayed."""
+    length = f" {run.sync_length}" if run.sync_length is not None else ""
+    goal = " eff." if run.goal == "efficiency" else ""
+    return run.mode + length + goal + ("*" if run.replayed else "")
+
+
+def figures(condition: Condition, runs: Sequence[Run]) -> Grid:
+    """One row a run."""
+    rows: list[tuple[str, ...]] = []
+    starts: list[int] = []
+    for link, over_link in by_link(runs).items():
+        starts.append(len(rows))
+        cloud, names = fastest(over_link, "cloud"), _down_the_rows(link, len(over_link))
+        for index, run in enumerate(over_link):
+            rows.append((names[index], *_row(run, cloud)))
+    caption = ". ".join(notes(condition, runs))
+    return Grid("Figures", str(condition), HEADINGS, tuple(rows), tuple(starts), caption)
+
+
+def ratios(condition: Condition, runs: Sequence[Run]) -> Grid | None:
+    """One row a link and run of Outrider; None where there is no such run."""
+    rows: list[tuple[str, ...]] = []
+    starts: list[int] = []
+    for link, over_link in by_link(runs).items():
+        ours = [run for run in over_link if run.mode == "outrider"]
+        sync = fastest(over_link, "sync")
+        against = (fastest(over_link, "cloud"), sync, fastest(over_link, "optimum"))
+        if ours:
+            starts.append(len(rows))
+        for index, run in enumerate(ours):
+            values = (_ratio(run, other) for other in against)
+            best = UNKNOWN if sync is None or sync.sync_length is None else str(sync.sync_length)
+            rows.append((link_name(link) if index == 0 else "", mode_name(run), *values, best))
+    if not rows:
+        return None
+    headings = ("link", "mode", "/ cloud", "/ best sync", "/ optimum", "best sync length")
+    return Grid("Ratios", str(condition), headings, tuple(rows), tuple(starts), "")
+
+
+def notes(condition: Condition, runs: Sequence[Run]) -> Iterator[str]:
+    """What must be said about the runs of a condition."""
+    if condition.pace_ms:
+        yield f"A paced target stands for a larger one: every step takes at least {condition.pace_ms:g} ms"
+    if any(run.replayed for run in runs):
+        yield "* is replayed: computed from recorded hits on a virtual clock. All else is measured"
+    elif runs:
+        yield "All figures are measured"
+    if any(run.mode.startswith("hf-") for run in runs):
+        yield LIBRARY_LEGEND
+
+
+def grids(benchmark: Benchmark) -> list[Grid]:
+    """All tables, those of one condition after the other."""
+    found: list[Grid] = []
+    for condition, runs in by_condition(benchmark).items():
+        found.append(figures(condition, runs))
+        if (grid := ratios(condition, runs)) is not None:
+            found.append(grid)
+    return found
+
+
+def tables(benchmark: Benchmark) -> Group:
+    """All tables for a terminal of 100 columns."""
+    return Group(*(_draw(grid) for grid in grids(benchmark)), Text(f"{LEGEND}. {RATIO_LEGEND}", style="dim"))
+
+
+def _draw(grid: Grid) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        title=Text(f"{grid.title}: {grid.condition}"),
+        caption=Text(grid.caption),
+        caption_justify="left",
+        title_justify="left",
+    )
+    for index, heading in enumerate(grid.headings):
+        # Only the link's name may wrap: it is the one that can be long.
+        table.add_column(Text(heading), justify="left" if index < 2 else "right", no_wrap=index > 0, overflow="fold")
+    for index, row in enumerate(grid.rows):
+        if index in grid.starts and index:
+            table.add_section()
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _order(run: Run) -> tuple[object, ...]:
+    link = run.link
+    rates = tuple(-1.0 if rate is None else -rate for rate in (link.up_mbit, link.down_mbit))
+    return (
+        (link.rtt_ms, link.jitter_ms, rates, link.trace or ""),
+        MODES.index(run.mode),
+        run.replayed,
+        run.goal == "efficiency",
+        run.sync_length or 0,
+    )
+
+
+def _row(run: Run, cloud: Run | None) -> tuple[str, ...]:
+    same = {True: "yes", False: "NO", None: UNKNOWN}[run.identical_to_cloud]
+    return (
+        mode_name(run),
+        _number(run.tokens_per_second, 1),
+        _ratio(run, cloud),
+        _number(run.steps_per_token, 3),
+        _number(run.acceptance, 3),
+        _milliseconds(run.ttft_ms_p50),
+        _milliseconds(run.token_gap_ms_p50),
+        _milliseconds(run.token_gap_ms_p99),
+        _number(run.uplink_bytes_per_token, 1),
+        _number(run.downlink_bytes_per_token, 1),
+        _number(run.overhead_ms_p50, 2),
+        same,
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return _number(value, 0 if value is not None and value >= _EXACT_MS else 1)
+
+
+def _ratio(run: Run, other: Run | None) -> str:
+    if other is None or run.tokens_per_second is None or not other.tokens_per_second:
+        return UNKNOWN
+    return f"{run.tokens_per_second / other.tokens_per_second:.2f}"

@@ -1,0 +1,85 @@
+"""A verifier in a process of its own, for the benchmark: `python -m outrider.bench.benchmark.verifier`.
+
+One JSON object comes on standard input ({"config": …, "tokenizer": FILE}); the address goes out on a line. Each
+further line asks for the figures of the steps since the last one. It ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import StepFigures
+from outrider.cloud.server import VerifierServer
+from outrider.deploy.child import Child, requests
+from outrider.proto.errors import ConfigError, OutriderError
+from outrider.proto.types import Goal
+
+_END_WITHIN_S = 10.0
+
+
+class VerifierProcess:
+    """An async context manager; `address` is where it serves, `tokenizer` the target's tokenizer file."""
+
+    def __init__(self, config: VerifierConfig, tokenizer: Path) -> None:
+        self.address = ""
+        self.tokenizer = tokenizer
+        self._config = config
+        self._child = Child(__name__, "the verifier", _END_WITHIN_S)
+
+    async def __aenter__(self) -> Self:
+        await self._child.start(self._serve)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._child.end()
+
+    async def _serve(self) -> None:
+        values = asdict(self._config) | {"goal": self._config.goal.name}
+        answer = await self._ask({"config": values, "tokenizer": str(self.tokenizer)})
+        self.address = answer["address"]
+
+    async def step_figures(self) -> list[StepFigures]:
+        """Of the steps since the last time that this was asked."""
+        return [StepFigures(*values) for values in (await self._ask({}))["steps"]]
+
+    async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._child.ask(question)
+        if "error" in answer:
+            raise ConfigError(answer["error"], field=answer["field"])
+        return answer
+
+
+async def _serve() -> None:
+    lines = await requests()
+    request = json.loads(await lines.readline())
+    try:
+        values = request["config"]
+        server = VerifierServer(VerifierConfig(**values | {"goal": Goal[values["goal"]]}))
+        _write(request["tokenizer"], server.tokenizer_json)
+        _say({"address": await server.start()})
+    except OutriderError as error:
+        _say({"error": error.message, "field": error.field})
+        return
+    while await lines.readline():
+        _say({"steps": [tuple(asdict(step).values()) for step in server.take_step_figures()]})
+    await server.stop()
+
+
+def _write(path: str, text: str) -> None:
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _say(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())

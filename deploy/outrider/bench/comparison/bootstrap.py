@@ -1,0 +1,43 @@
+"""Confidence intervals by resampling the prompts (Efron and Tibshirani 1993, chapters 8 and 13: percentiles)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.bench.comparison.record import Interval
+
+RESAMPLES = 2000
+PERCENT = 95.0
+
+
+class Bootstrap:
+    """Resamples of prompts, drawn within each domain: the same for every drafter, so what compares two is paired."""
+
+    def __init__(self, domains: Sequence[str], *, seed: int, resamples: int = RESAMPLES) -> None:
+        """`domains`: [n] of each prompt."""
+        rng = np.random.default_rng(seed)
+        self._domains = np.array(domains)
+        self._drawn = np.zeros((resamples, len(domains)))  # how often each prompt was
+        self._too_few = set[str]()
+        for domain in dict.fromkeys(domains):
+            columns = np.flatnonzero(self._domains == domain)
+            share = np.full(len(columns), 1 / len(columns))
+            self._drawn[:, columns] = rng.multinomial(len(columns), share, size=resamples)
+            if len(columns) < 2:
+                self._too_few.add(domain)
+
+    def sums(self, values: np.ndarray, domain: str | None = None) -> np.ndarray:
+        """[resamples] sums of `values` [n] over the prompts that were drawn of `domain`; None: of all."""
+        columns = np.ones(len(values), dtype=bool) if domain is None else self._domains == domain
+        sums: np.ndarray = self._drawn[:, columns] @ values[columns]
+        return sums
+
+    def interval(self, resampled: np.ndarray, domain: str | None = None) -> Interval | None:
+        """Between the percentiles of `resampled` [resamples]; None where a domain has but one prompt: no two differ."""
+        if self._too_few if domain is None else domain in self._too_few:
+            return None
+        rest = (100 - PERCENT) / 2
+        low, high = np.percentile(resampled, (rest, 100 - rest))
+        return Interval(float(low), float(high))

@@ -1,0 +1,116 @@
+"""From the rounds of many texts to figures, ratios and their confidence intervals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.bench.comparison.bootstrap import Bootstrap
+from outrider.bench.comparison.contenders import Variant
+from outrider.bench.comparison.record import Figure, Ratio, TextRecord
+from outrider.bench.comparison.rounds import Rounds
+from outrider.bench.comparison.texts import Text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """The texts [n] of one temperature, and the rounds [n] in which each variant got through them."""
+
+    temperature: float
+    texts: Sequence[Text]
+    rounds: Mapping[Variant, Sequence[Rounds]]
+
+
+class Figures:
+    """Of one trial. Figures are pooled: all tokens over all steps, so that a long text counts for more."""
+
+    def __init__(self, trial: Trial, *, seed: int) -> None:
+        """`seed`: of the resampling."""
+        self._trial = trial
+        self._domain_of = np.array([text.prompt.domain for text in trial.texts])
+        self._bootstrap = Bootstrap(self._domain_of.tolist(), seed=seed)
+        self._tokens = np.array([text.tokens for text in trial.texts])
+        self._steps = {variant: np.array([r.steps for r in rounds]) for variant, rounds in trial.rounds.items()}
+        self._domains = tuple(dict.fromkeys(self._domain_of.tolist()))
+
+    @property
+    def _scopes(self) -> tuple[str | None, ...]:
+        """Each domain where there are several, and all prompts together."""
+        return (*self._domains, None) if len(self._domains) > 1 else (None,)
+
+    def figures(self) -> list[Figure]:
+        """Of every variant, by domain."""
+        return [self._figure(domain, variant) for domain in self._scopes for variant in self._steps]
+
+    def ratios(self, variant: Variant, others: Sequence[Variant]) -> list[Ratio]:
+        """Of `variant` to each of `others`, by domain."""
+        return [self._ratio(domain, variant, other) for domain in self._scopes for other in others]
+
+    def mean_ratios(self, variant: Variant, others: Sequence[Variant]) -> list[Ratio]:
+        """The means of the domains' ratios; none where there is but one domain."""
+        return [self._mean_ratio(variant, other) for other in others] if len(self._domains) > 1 else []
+
+    def texts(self) -> list[TextRecord]:
+        """What all of it is made of."""
+        return [
+            TextRecord(
+                self._trial.temperature,
+                text.prompt.id,
+                text.prompt.domain,
+                text.prompt_length,
+                text.tokens,
+                tuple(int(steps[i]) for steps in self._steps.values()),
+            )
+            for i, text in enumerate(self._trial.texts)
+        ]
+
+    def _figure(self, domain: str | None, variant: Variant) -> Figure:
+        here = self._in(domain).tolist()
+        rounds = list(itertools.compress(self._trial.rounds[variant], here))
+        compared = sum(r.compared for r in rounds)
+        return Figure(
+            temperature=self._trial.temperature,
+            domain=domain,
+            variant=variant,
+            texts=len(rounds),
+            tokens=sum(r.tokens for r in rounds),
+            steps=sum(r.steps for r in rounds),
+            block_efficiency=self._efficiency(domain, variant),
+            interval=self._bootstrap.interval(self._resampled(domain, variant), domain),
+            acceptance=sum(r.accepted for r in rounds) / compared if compared else None,
+            first_ms=_median_ms([seconds for r in rounds for seconds in r.first_s]),
+            next_ms=_median_ms([seconds for r in rounds for seconds in r.next_s]),
+        )
+
+    def _ratio(self, domain: str | None, variant: Variant, other: Variant) -> Ratio:
+        ratio = self._efficiency(domain, variant) / self._efficiency(domain, other)
+        resampled = self._resampled(domain, variant) / self._resampled(domain, other)
+        interval = self._bootstrap.interval(resampled, domain)
+        return Ratio(self._trial.temperature, domain, variant, other, ratio, interval)
+
+    def _mean_ratio(self, variant: Variant, other: Variant) -> Ratio:
+        ratios = [self._efficiency(domain, variant) / self._efficiency(domain, other) for domain in self._domains]
+        resampled = [self._resampled(domain, variant) / self._resampled(domain, other) for domain in self._domains]
+        interval = self._bootstrap.interval(np.mean(resampled, axis=0))
+        return Ratio(self._trial.temperature, None, variant, other, float(np.mean(ratios)), interval)
+
+    def _in(self, domain: str | None) -> np.ndarray:
+        """[n] bool."""
+        return np.ones(len(self._domain_of), dtype=bool) if domain is None else self._domain_of == domain
+
+    def _efficiency(self, domain: str | None, variant: Variant) -> float:
+        here = self._in(domain)
+        return float(self._tokens[here].sum() / self._steps[variant][here].sum())
+
+    def _resampled(self, domain: str | None, variant: Variant) -> np.ndarray:
+        """[resamples] block efficiencies."""
+        tokens, steps = self._bootstrap.sums(self._tokens, domain), self._bootstrap.sums(self._steps[variant], domain)
+        efficiencies: np.ndarray = tokens / steps
+        return efficiencies
+
+
+def _median_ms(seconds: Sequence[float]) -> float | None:
+    return 1e3 * float(np.median(seconds)) if seconds else None

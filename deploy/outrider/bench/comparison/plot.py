@@ -1,0 +1,127 @@
+"""A comparison as one picture: block efficiency by domain, and by the age of the codes, a row a temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.benchmark.plots import DPI, FAINT, STYLE
+from outrider.bench.comparison.contenders import Variant, ages_of, in_front
+from outrider.bench.comparison.record import Comparison, Figure
+from outrider.bench.comparison.table import ALL
+from outrider.bench.outputs import check_drawing
+from outrider.proto.errors import ConfigError
+
+SUFFIXES = (".png", ".pdf", ".svg")
+# Okabe and Ito's, which stay apart for the colour-blind; in the order of the drafters.
+COLOURS = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#b8559b", "#b88600", "#56b4e9")
+HATCHES = {"int8": "", "float16": "///", "none": "..."}  # of steered drafters, where codes travel in several ways
+LINES = {"int8": "-", "float16": "--"}
+ROW_IN = 3.4
+
+
+def check_plot(path: Path) -> None:
+    """Refuse before the work what could not be drawn after it.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the suffix is none of `SUFFIXES`.
+    """
+    check_drawing("plot")
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"{path} does not end in {', '.join(SUFFIXES)}", field="plot")
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Draw it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure as Canvas
+
+    aged = len(ages_of(comparison.variants)) > 1
+    rows, columns = len(comparison.temperatures), 1 + aged
+    with mpl.rc_context(STYLE):  # a bare figure has the Agg canvas: no pyplot, no display, no global state
+        canvas = Canvas(figsize=(5.6 * columns, ROW_IN * rows + 0.5), layout="constrained")
+        panels = canvas.subplots(rows, columns, squeeze=False)
+        for temperature, beside in zip(comparison.temperatures, panels, strict=True):
+            _by_domain(beside[0], comparison, temperature)
+            if aged:
+                _by_age(beside[1], comparison, temperature)
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        canvas.legend(handles, labels, loc="outside upper left", ncols=4)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            canvas.savefig(path, dpi=DPI)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}", field="plot") from error
+
+
+def _by_domain(axes: Any, comparison: Comparison, temperature: float) -> None:
+    """Bars with the confidence interval of each."""
+    variants = in_front(comparison.variants)
+    width = 0.8 / len(variants)
+    for index, variant in enumerate(variants):
+        shown = [comparison.by_variant(temperature, domain)[variant] for domain in comparison.domains]
+        at = [place + (index - (len(variants) - 1) / 2) * width for place in range(len(shown))]
+        axes.bar(
+            at,
+            [figure.block_efficiency for figure in shown],
+            0.92 * width,
+            yerr=_errors(shown),
+            error_kw={"elinewidth": 1, "capsize": 2},
+            color=_colour(comparison, variant),
+            hatch=HATCHES[variant.codes] if comparison.name(variant) != variant.drafter else "",
+            edgecolor="white",
+            label=comparison.name(variant),
+        )
+    axes.set_xticks(range(len(comparison.domains)), [domain or ALL for domain in comparison.domains])
+    axes.grid(visible=False, axis="x")
+    axes.set_ylabel(f"tokens a target step, {comparison.drafts} drafts a round")
+    axes.set_title(f"T = {temperature:g}, by domain, with 95 % confidence intervals")
+
+
+def _by_age(axes: Any, comparison: Comparison, temperature: float) -> None:
+    """Lines over the age, of all prompts together, with their intervals; without codes the age does not matter."""
+    by_variant = comparison.by_variant(temperature, None)
+    for variant, figure in by_variant.items():
+        if variant.age is None:
+            style = {"color": _colour(comparison, variant), "linestyle": ":", "linewidth": 1.6}
+            axes.axhline(figure.block_efficiency, label=comparison.name(variant), **style)
+    for variant in (variant for variant in in_front(comparison.variants) if variant.age is not None):
+        own = [f for v, f in by_variant.items() if (v.drafter, v.codes) == (variant.drafter, variant.codes)]
+        line = sorted(own, key=lambda figure: figure.variant.age or 0)
+        ages, colour = [figure.variant.age or 0 for figure in line], _colour(comparison, variant)
+        efficiencies = [figure.block_efficiency for figure in line]
+        style = {"color": colour, "linestyle": LINES[variant.codes], "marker": "o", "zorder": 4}
+        axes.plot(ages, efficiencies, label=comparison.name(variant), **style)
+        if all(figure.interval for figure in line):
+            low = [figure.interval.low for figure in line if figure.interval]
+            high = [figure.interval.high for figure in line if figure.interval]
+            axes.fill_between(ages, low, high, color=colour, alpha=0.15, linewidth=0)
+    ages = sorted(ages_of(comparison.variants))
+    axes.set_xscale("symlog", base=2, linthresh=1)
+    axes.set_xticks(ages, [str(age) for age in ages])
+    axes.minorticks_off()
+    axes.grid(visible=True, color=FAINT)
+    axes.set_xlabel("positions by which the code is older than the freshest")
+    axes.set_title(f"T = {temperature:g}, by age of the code, all domains")
+    axes.legend(fontsize=8, handlelength=3)
+
+
+def _errors(figures: Sequence[Figure]) -> list[list[float]] | None:
+    """[2][bars], below and above; None where they are not known."""
+    below, above = list[float](), list[float]()
+    for figure in figures:
+        if figure.interval is None:
+            return None
+        below.append(max(0.0, figure.block_efficiency - figure.interval.low))
+        above.append(max(0.0, figure.interval.high - figure.block_efficiency))
+    return [below, above]
+
+
+def _colour(comparison: Comparison, variant: Variant) -> str:
+    labels = [drafter.label for drafter in comparison.drafters]
+    return COLOURS[labels.index(variant.drafter) % len(COLOURS)]

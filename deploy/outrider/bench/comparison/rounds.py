@@ -1,0 +1,93 @@
+"""One drafter's way through a text in synchronous rounds: what speculative decoding over a network does, without one.
+
+The target's text does not depend on what is drafted, since position i takes argmax log p_i + G(seed, i) with noise
+that both sides share, and a draft is accepted where it equals that token (DESIGN section 1). So the text is known
+beforehand, and a step of the target that judges `drafts` drafts commits those before the first that differs from the
+text, and the text's next token. What is left to find out is what the drafter proposes. The real one is asked, by the
+same calls and after the same tokens as by an edge that waits for every commit:
+
+    truncate to what is right, steer by the commit's code, extend by the target's token, propose
+
+Only what would follow a round's first wrong draft is left out, since it is truncated unseen. The steps counted are
+those of such a session, one for one, where the prompt is read in the step that judges the first drafts; a test holds
+the two against each other. (A verifier that reads the prompt while these are still on their way takes as many steps,
+or one more.)
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from outrider.bench.comparison.codes import SentCodes
+from outrider.bench.comparison.texts import Text
+from outrider.edge.drafters.proposals import ProposalRule
+from outrider.edge.drafters.protocol import Drafter
+from outrider.proto.types import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """What became of one text.
+
+    Attributes:
+        tokens: of the text.
+        steps: of the target that it took.
+        accepted: drafts that agreed with the text.
+        compared: drafts of which none before them in their round had missed; acceptance is accepted / compared.
+        first_s: processor time of each round's first draft, seconds, with all that it takes to be ready for it: the
+            target's token, and the code. Of every round but the text's first, which reads the prompt.
+        next_s: the same of the drafts after it.
+    """
+
+    tokens: int
+    steps: int
+    accepted: int
+    compared: int
+    first_s: tuple[float, ...] = ()
+    next_s: tuple[float, ...] = ()
+
+
+def synchronous_rounds(
+    drafter: Drafter, text: Text, sampling: Sampling, codes: SentCodes | None, *, drafts: int
+) -> Rounds:
+    """Take `drafter` through `text`.
+
+    Args:
+        drafter: that proposes.
+        text: which the target wrote with `sampling`.
+        sampling: its seed is that of the shared noise.
+        codes: that come with the commits; None: none do, and the drafter is never steered.
+        drafts: a round at most; fewer where the text may have no more tokens.
+    """
+    prompt, end = text.prompt_length, len(text.transcript)
+    right, known = 0, prompt  # tokens of the drafter's prefix that are the text's; tokens committed
+    steps = accepted = compared = 0
+    first_s, next_s = list[float](), list[float]()
+    state = drafter.open(ProposalRule(sampling, prompt_length=prompt))
+    try:
+        while known < end:
+            code = codes.after(known) if codes is not None else None
+            began = time.thread_time()  # the drafters compared compute in this thread alone
+            state.truncate(right)
+            if codes is not None and steps:
+                state.steer(code, prompt)
+            state.extend(text.transcript[right:known])
+            hits = judged = 0
+            for token in text.transcript[known : known + min(drafts, prompt + text.limit - known - 1)]:
+                proposed = state.propose(1).tokens
+                if steps and proposed:
+                    (next_s if judged else first_s).append(time.thread_time() - began)
+                judged += len(proposed)
+                if proposed != (token,):
+                    break
+                hits += 1
+                began = time.thread_time()
+            accepted += hits
+            compared += judged
+            steps += 1
+            right = known + hits
+            known = min(right + 1, end)
+    finally:
+        state.close()
+    return Rounds(text.tokens, steps, accepted, compared, tuple(first_s), tuple(next_s))

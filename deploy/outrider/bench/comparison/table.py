@@ -1,0 +1,130 @@
+"""A comparison as tables for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from outrider.bench.comparison.contenders import Variant, ages_of, in_front
+from outrider.bench.comparison.record import Comparison, Figure, Interval, Ratio
+from outrider.bench.tables import draw_blocks
+
+UNKNOWN = "-"
+ALL, MEAN = "all", "mean of domains"
+RATIOS_BESIDE = 4  # opponents in a table
+LEGEND = (
+    "efficiency: block efficiency, committed tokens a target step in synchronous rounds; 95 %: its confidence "
+    "interval, by resampling the prompts of each domain; accept: chance that a draft is right, given those before it; "
+    "first, next: median processor time of a round's first draft, for which the code is applied, and of one after it, "
+    "ms; age: positions by which codes are older than the freshest. Ratios are paired: both drafters have the same "
+    "texts in every resample; with a code: steps that make one by those without, pair by pair"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table before it is drawn: headings [c], how many of them are words, and blocks of rows [r][c]."""
+
+    title: str
+    headings: tuple[str, ...]
+    words: int
+    blocks: tuple[tuple[tuple[str, ...], ...], ...]
+
+
+def tables(comparison: Comparison) -> Group:
+    """All tables."""
+    drawn: list[RenderableType] = []
+    for grid in grids(comparison):
+        drawn += [Text(f"\n{grid.title}", style="italic"), draw_blocks(grid.headings, grid.words, grid.blocks)]
+    return Group(*drawn, Text(LEGEND, style="dim"))
+
+
+def grids(comparison: Comparison) -> list[Grid]:
+    """By temperature: figures by domain, ratios, and by age where there are several; then what a verifier pays."""
+    found: list[Grid] = []
+    for temperature in comparison.temperatures:
+        condition = f"T = {temperature:g}, {comparison.drafts} drafts a round"
+        found.append(_figures(comparison, temperature, condition))
+        found += _ratios(comparison, temperature, condition)
+        if len(ages_of(comparison.variants)) > 1:
+            found.append(_by_age(comparison, temperature, condition))
+    return [*found, _steps(comparison)] if comparison.steps else found
+
+
+def _figures(comparison: Comparison, temperature: float, condition: str) -> Grid:
+    headings = ("domain", "drafter", "codes", "age", "efficiency", "95 %", "accept", "tokens", "steps", "first", "next")
+    blocks = []
+    for domain in comparison.domains:
+        by_variant = comparison.by_variant(temperature, domain)
+        rows = [_figure_row(by_variant[variant]) for variant in in_front(comparison.variants)]
+        names = (domain or ALL, *[""] * (len(rows) - 1))
+        blocks.append(tuple((name, *row) for name, row in zip(names, rows, strict=True)))
+    return Grid(f"Block efficiency: {condition}", headings, 3, tuple(blocks))
+
+
+def _by_age(comparison: Comparison, temperature: float, condition: str) -> Grid:
+    """Of all prompts together; each steered drafter's variants are one block, what it does without codes its first."""
+    headings = ("drafter", "codes", "age", "efficiency", "95 %", "accept", "tokens", "steps", "first", "next")
+    by_variant = comparison.by_variant(temperature, None)
+    steered = [drafter.label for drafter in comparison.drafters if drafter.projection is not None]
+    blocks = []
+    for label in steered:
+        own = sorted((v for v in by_variant if v.drafter == label), key=lambda v: v.age is not None)
+        blocks.append(tuple(_figure_row(by_variant[variant]) for variant in own))
+    return Grid(f"By age of the codes, all domains: {condition}", headings, 2, tuple(blocks))
+
+
+def _steps(comparison: Comparison) -> Grid:
+    headings = ("projection", "rows", "step, ms", "with a code", "quartiles")
+    rows = []
+    for step in comparison.steps:
+        quartiles = _interval(Interval(step.low, step.high))
+        rows.append((step.projection, str(step.rows), f"{step.plain_ms:.1f}", f"{step.ratio:.3f}", quartiles))
+    return Grid("A verifier's step, one session, by the rows that it computes", headings, 1, (tuple(rows),))
+
+
+def _figure_row(figure: Figure) -> tuple[str, ...]:
+    return (
+        figure.variant.drafter,
+        figure.variant.codes,
+        UNKNOWN if figure.variant.age is None else str(figure.variant.age),
+        f"{figure.block_efficiency:.3f}",
+        _interval(figure.interval),
+        _number(figure.acceptance),
+        str(figure.tokens),
+        str(figure.steps),
+        _number(figure.first_ms),
+        _number(figure.next_ms),
+    )
+
+
+def _ratios(comparison: Comparison, temperature: float, condition: str) -> list[Grid]:
+    ratios = [ratio for ratio in comparison.ratios if ratio.temperature == temperature]
+    means = [ratio for ratio in comparison.mean_ratios if ratio.temperature == temperature]
+    others = list(dict.fromkeys(ratio.against for ratio in ratios))
+    found = []
+    for first in range(0, len(others), RATIOS_BESIDE):
+        beside = others[first : first + RATIOS_BESIDE]
+        rows = [(domain or ALL, _of(ratios, domain, beside)) for domain in comparison.domains]
+        if means:
+            rows.append((MEAN, _of(means, None, beside)))
+        title = f"Block efficiency of {comparison.name(ratios[0].variant)} over that of others: {condition}"
+        block = tuple((name, *cells) for name, cells in rows)
+        found.append(Grid(title, ("domain", *(f"/ {comparison.name(other)}" for other in beside)), 1, (block,)))
+    return found
+
+
+def _of(ratios: Sequence[Ratio], domain: str | None, others: Sequence[Variant]) -> list[str]:
+    by_other = {ratio.against: ratio for ratio in ratios if ratio.domain == domain}
+    return [f"{by_other[other].ratio:.3f} {_interval(by_other[other].interval)}" for other in others]
+
+
+def _interval(interval: Interval | None) -> str:
+    return UNKNOWN if interval is None else f"{interval.low:.2f}–{interval.high:.2f}"  # noqa: RUF001 - a range
+
+
+def _number(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.3f}"

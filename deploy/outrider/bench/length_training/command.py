@@ -1,0 +1,101 @@
+"""`outrider train policy`: recorded hits to the weights of the trained length rules."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from outrider.bench.length_training.fit import Fit
+from outrider.bench.length_training.judge import Verdict, judge
+from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
+from outrider.bench.length_training.table import tables
+from outrider.bench.outputs import check_file
+from outrider.bench.replay.traces import HitTrace, load_traces
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy.length import Trained, save_trained
+from outrider.proto.policy.length.features import BLOCK_INPUTS, DRAFT_INPUTS
+
+SAYINGS = frozenset((*DRAFT_INPUTS, *BLOCK_INPUTS)) - {"temperature", "depth", "known", "length"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTraining:
+    """How both networks are trained.
+
+    Attributes:
+        fit: of each.
+        held_out: share of the prompts that they are judged on and do not learn from.
+        most_rows: that each learns from; of more, so many are drawn.
+    """
+
+    fit: Fit
+    held_out: float = 0.2
+    most_rows: int = 400_000
+
+    def train(self, traces: Sequence[HitTrace]) -> tuple[Trained, Mapping[str, Verdict]]:
+        """Both networks, and how they do on the held-out prompts.
+
+        Raises:
+            ConfigError: there are too few traces.
+        """
+        learnt, unseen = self._split(traces)
+        networks, verdicts = {}, {}
+        for name, inputs, rows_of in (("head", DRAFT_INPUTS, draft_rows), ("block", BLOCK_INPUTS, block_rows)):
+            rng = np.random.default_rng(self.fit.seed)
+            rows: Rows = rows_of(learnt, rng).some(self.most_rows, rng)
+            networks[name] = self.fit.network(inputs, SAYINGS, rows)
+            verdicts[name] = judge(networks[name], rows, rows_of(unseen, rng).some(self.most_rows, rng))
+        made = {
+            "texts": len(traces),
+            "prompts": len({trace.id for trace in traces}),
+            "drafters": sorted({f"{trace.drafter} {trace.drafter_version}" for trace in traces}),
+            "temperatures": sorted({trace.temperature for trace in traces}),
+            "held_out": self.held_out,
+            **asdict(self.fit),
+            "losses": {name: round(verdict.loss, 4) for name, verdict in verdicts.items()},
+        }
+        return Trained(**networks, made=made), verdicts
+
+    def _split(self, traces: Sequence[HitTrace]) -> tuple[list[HitTrace], list[HitTrace]]:
+        """By prompt, so that no drafter and no seed gives away another's text."""
+        prompts = sorted({(trace.domain, trace.id) for trace in traces})
+        rng = np.random.default_rng(self.fit.seed)
+        held = {prompts[i] for i in rng.permutation(len(prompts))[: round(self.held_out * len(prompts))]}
+        if not held or len(held) == len(prompts):
+            raise ConfigError(
+                f"hold {len(prompts)} prompts, too few to keep {self.held_out:g} of them for judging; record more, or "
+                "set --held-out",
+                field="traces",
+            )
+        learnt = [trace for trace in traces if (trace.domain, trace.id) not in held]
+        return learnt, [trace for trace in traces if (trace.domain, trace.id) in held]
+
+
+def train_policy(options: argparse.Namespace) -> int:
+    """`outrider train policy`."""
+    check_file(options.output, "output")
+    traces = [trace for path in options.traces for trace in load_traces(path.expanduser())]
+    fit = Fit(hidden=options.hidden, steps=options.steps, seed=options.seed)
+    trained, verdicts = PolicyTraining(fit=fit, held_out=options.held_out).train(traces)
+    made = {"traces_sha256": _hash(options.traces), **trained.made}
+    try:
+        version = save_trained(Trained(trained.head, trained.block, made), options.output)
+    except OSError as error:
+        raise ConfigError(f"cannot write {options.output}: {error.strerror}", field="output") from error
+    Console(width=100, highlight=False).print(tables(verdicts))
+    print(f"{options.output}: weights {version}; use them with --window specdec++@{options.output}, and with speckv")
+    return 0
+
+
+def _hash(paths: Sequence[Path]) -> str:
+    """Of all files, in their order."""
+    whole = hashlib.sha256()
+    for path in paths:
+        whole.update(hashlib.sha256(path.expanduser().read_bytes()).digest())
+    return whole.hexdigest()

@@ -1,0 +1,107 @@
+"""A network to rows: cross-entropy by Adam (Kingma and Ba 2015), in numpy."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.bench.length_training.rows import Rows
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy.length import Network
+
+_FADES, _LEAST = (0.9, 0.999), 1e-8
+_SPREAD = 1e-9  # of an input that varies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How it is fitted.
+
+    Attributes:
+        hidden: units.
+        steps: of a batch each; the rows are gone through again and again.
+        rate: first learning rate; falls to 0 as half a cosine.
+        batch: rows in a step.
+        decay: of the weights in each step, times the rate.
+        forgotten: chance that an input that traces know is hidden in a row, and that all that a drafter says are: so it
+            is learnt what to do without.
+        seed: of everything random.
+    """
+
+    hidden: int = 16
+    steps: int = 4000
+    rate: float = 0.01
+    batch: int = 256
+    decay: float = 1e-3
+    forgotten: float = 0.1
+    seed: int = 0
+
+    def network(self, names: tuple[str, ...], sayings: frozenset[str], rows: Rows) -> Network:
+        """The network.
+
+        Args:
+            names: [f] of the inputs.
+            sayings: those among them that a drafter may leave unsaid.
+            rows: to learn from.
+
+        Raises:
+            ConfigError: there are no rows.
+        """
+        if not len(rows):
+            raise ConfigError("hold too few tokens to learn from; record more or longer texts", field="traces")
+        rng = np.random.default_rng(self.seed)
+        means, scales = _moments(rows.inputs)
+        blank = Network(names, means, scales, *_blank(2 * len(names), self.hidden, rng), 0.0)
+        hideable = np.array([name in sayings for name in names])
+        weights = [blank.hidden, blank.hidden_bias, blank.output, np.zeros(1)]
+        first, second = ([np.zeros_like(w) for w in weights] for _ in range(2))
+        for step, chosen in enumerate(self._batches(len(rows), rng), 1):
+            inputs = rows.inputs[chosen]
+            one, all_of_them = rng.random(inputs.shape), rng.random((len(inputs), 1))
+            forgotten = hideable & ((one < self.forgotten) | (all_of_them < self.forgotten))
+            z = blank.standardised(np.where(forgotten, np.nan, inputs))
+            rate = self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
+            for i, gradient in enumerate(_gradients(weights, z, rows.outcomes[chosen])):
+                first[i] += (1 - _FADES[0]) * (gradient - first[i])
+                second[i] += (1 - _FADES[1]) * (gradient**2 - second[i])
+                mean, square = (m / (1 - f**step) for m, f in zip((first[i], second[i]), _FADES, strict=True))
+                kept = 1 - rate * self.decay * (weights[i].ndim > 1)
+                weights[i] = kept * weights[i] - rate * mean / (np.sqrt(square) + _LEAST)
+        hidden, hidden_bias, output, output_bias = weights
+        return Network(names, means, scales, hidden, hidden_bias, output, float(output_bias[0]))
+
+    def _batches(self, rows: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        """Which rows each step sees: all of them in a new order, and then all again."""
+        orders = (rng.permutation(rows) for _ in itertools.count())
+        batches = (order[i : i + self.batch] for order in orders for i in range(0, rows, self.batch))
+        return itertools.islice(batches, self.steps)
+
+
+def _moments(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each column's known values; 0 where there are none, or all are the same."""
+    columns = [column[~np.isnan(column)] for column in inputs.T]
+    means = np.array([column.mean() if len(column) else 0.0 for column in columns])
+    scales = np.array([column.std() if len(column) else 0.0 for column in columns])
+    return means, np.where(scales > _SPREAD, scales, 0.0)
+
+
+def _blank(inputs: int, hidden: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return (
+        rng.normal(0, 1 / math.sqrt(inputs), (inputs, hidden)),
+        np.zeros(hidden),
+        rng.normal(0, 1 / math.sqrt(hidden), hidden),
+    )
+
+
+def _gradients(weights: list[np.ndarray], z: np.ndarray, outcomes: np.ndarray) -> list[np.ndarray]:
+    """Of the mean cross-entropy, for each of the weights."""
+    hidden, hidden_bias, output, output_bias = weights
+    units = np.tanh(z @ hidden + hidden_bias)
+    chances = 1 / (1 + np.exp(-(units @ output + output_bias)))
+    error = (chances - outcomes) / len(outcomes)
+    behind = np.outer(error, output) * (1 - units**2)
+    return [z.T @ behind, behind.sum(axis=0), units.T @ error, np.array([error.sum()])]

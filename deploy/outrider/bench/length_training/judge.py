@@ -1,0 +1,68 @@
+"""How well a network's chances hold on rows that it has not seen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.bench.length_training.rows import Rows
+from outrider.proto.policy.length import Network
+
+_BINS = 10
+_SURE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Rows of like chance: how many, the mean chance, the mean outcome."""
+
+    rows: int
+    chance: float
+    outcome: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one network; losses in nats a row.
+
+    Attributes:
+        rows: that were judged.
+        loss: cross-entropy of the network's chances.
+        loss_of_mean: of one chance for all, which is the mean outcome of the rows that were learnt from.
+        loss_of_outcomes: that no chance can go below; 0 where outcomes are yes or no.
+        bins: tenths of the rows, least chances first.
+    """
+
+    rows: int
+    loss: float
+    loss_of_mean: float
+    loss_of_outcomes: float
+    bins: tuple[Bin, ...]
+
+    @property
+    def calibration_error(self) -> float:
+        """Mean distance between chance and outcome over the bins (expected calibration error)."""
+        return sum(b.rows * abs(b.chance - b.outcome) for b in self.bins) / self.rows if self.rows else math.nan
+
+
+def judge(network: Network, learnt: Rows, unseen: Rows) -> Verdict:
+    """The network on `unseen`; `learnt`: what it was trained on."""
+    chances, outcomes = network.chances(unseen.inputs), unseen.outcomes
+    order = np.argsort(chances, kind="stable")
+    tenths = [tenth for tenth in np.array_split(order, _BINS) if len(tenth)]
+    return Verdict(
+        rows=len(unseen),
+        loss=_loss(chances, outcomes),
+        loss_of_mean=_loss(np.full(len(unseen), learnt.outcomes.mean()), outcomes),
+        loss_of_outcomes=_loss(outcomes, outcomes),
+        bins=tuple(Bin(len(t), float(chances[t].mean()), float(outcomes[t].mean())) for t in tenths),
+    )
+
+
+def _loss(chances: np.ndarray, outcomes: np.ndarray) -> float:
+    if not len(outcomes):
+        return math.nan
+    bounded = np.minimum(np.maximum(chances, _SURE), 1 - _SURE)
+    return float(-(outcomes * np.log(bounded) + (1 - outcomes) * np.log(1 - bounded)).mean())

@@ -1,0 +1,104 @@
+"""What is learnt: inputs and outcomes, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from outrider.bench.replay.traces import HitTrace
+from outrider.proto.policy.length.features import (
+    BLOCK_INPUTS,
+    DRAFT_INPUTS,
+    LENGTHS,
+    block_inputs,
+    draft_inputs,
+)
+
+DEEPEST = 16  # drafts before one, of which none is settled
+KNOWN = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # drafts of a block that are there when its length is chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """n of them.
+
+    Attributes:
+        inputs: [n, f], NaN where not known.
+        outcomes: [n] 0 to 1.
+    """
+
+    inputs: np.ndarray
+    outcomes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.outcomes)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self], width: int) -> Self:
+        """One after the other; `width`: f, where there are none."""
+        if not parts:
+            return cls(np.empty((0, width)), np.empty(0))
+        return cls(np.concatenate([p.inputs for p in parts]), np.concatenate([p.outcomes for p in parts]))
+
+    def some(self, most: int, rng: np.random.Generator) -> Self:
+        """At most so many of them, drawn without replacement."""
+        if len(self) <= most:
+            return self
+        drawn = rng.choice(len(self), most, replace=False)
+        return type(self)(self.inputs[drawn], self.outcomes[drawn])
+
+
+def draft_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
+    """One for every draft: whether it hits, given that those before it in its chain do.
+
+    A draft behind r hits in a row may have had any number up to r unsettled drafts before it, and which depends on the
+    link: its depth is drawn evenly, at most `DEEPEST`.
+    """
+    parts = []
+    for trace in traces:
+        hits = np.array(trace.hits)
+        depth = rng.integers(0, np.minimum(_hits_before(hits), DEEPEST) + 1)
+        inputs = draft_inputs(trace.confidence, trace.certainty, trace.entropy, trace.temperature, depth)
+        drafted = ~np.array(trace.silent, dtype=bool) if trace.silent else np.ones(len(hits), dtype=bool)
+        parts.append(Rows(inputs[drafted], hits[drafted].astype(float)))
+    return Rows.joined(parts, len(DRAFT_INPUTS))
+
+
+def block_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
+    """One for every position: the share that is accepted of a block of some length that begins there.
+
+    Length and the number of drafts that are there already are drawn. Their signals are those along the target's text:
+    what the drafter would say behind a miss nobody has recorded.
+    """
+    parts = []
+    for trace in traces:
+        n = len(trace.hits)
+        until_miss = _hits_from(np.array(trace.hits))
+        lengths, known = (rng.choice(of, n).tolist() for of in (LENGTHS, KNOWN))
+        inputs, outcomes = [], []
+        for start, length in enumerate(lengths):
+            if start + length > n:
+                continue  # the text ends in it
+            there = slice(start, start + min(length, known[start]))
+            said = trace.confidence[there], trace.entropy[there]
+            inputs.append(block_inputs(*said, trace.temperature, there.stop - start, [length]))
+            outcomes.append(min(length, until_miss[start]) / length)
+        if inputs:
+            parts.append(Rows(np.concatenate(inputs), np.array(outcomes)))
+    return Rows.joined(parts, len(BLOCK_INPUTS))
+
+
+def _hits_from(hits: np.ndarray) -> np.ndarray:
+    """[n] hits in a row from each position on."""
+    runs = np.zeros(len(hits) + 1, dtype=int)
+    for i in range(len(hits) - 1, -1, -1):
+        runs[i] = runs[i + 1] + 1 if hits[i] else 0
+    return runs[:-1]
+
+
+def _hits_before(hits: np.ndarray) -> np.ndarray:
+    """[n] hits in a row right before each position."""
+    return np.concatenate(([0], _hits_from(hits[::-1])[::-1][:-1]))

@@ -1,0 +1,95 @@
+"""The best policy in hindsight: what a run could have been, had its hits and its link been known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from outrider.bench.replay.costs import Costs
+from outrider.bench.replay.replay import Outcome, Policy, ShapeAt, replay
+from outrider.bench.replay.traces import HitTrace
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy import FixedWindow, SurvivalWindow, WindowPolicy
+from outrider.proto.types import Patience
+
+SYNCHRONOUS_LENGTHS = range(1, 17)
+_LEAST = (0.005, 0.015, 0.05, 0.15, 0.3)
+_WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_WAITS_S = (0.0, 0.003, 0.006, 0.012, 0.025, 0.05, 0.1, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """A policy, and what it gave."""
+
+    policy: Policy
+    outcomes: list[Outcome]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all texts, from the request to the last token."""
+        return tokens_per_second(self.outcomes)
+
+
+def tokens_per_second(outcomes: Sequence[Outcome]) -> float:
+    """Over all texts, from the request to the last token.
+
+    Raises:
+        ConfigError: there is no text.
+    """
+    if not outcomes:
+        raise ConfigError("are none; record some with a drafter first", field="traces")
+    return sum(len(o.arrivals) for o in outcomes) / sum(o.seconds for o in outcomes)
+
+
+def synchronous(length: int) -> Policy:
+    """Classical speculative decoding: draft so many, wait for the verdict, begin again (Leviathan et al. 2023)."""
+    return Policy(window=FixedWindow(length), patience=Patience(math.inf, length))
+
+
+def best_synchronous(
+    traces: Sequence[HitTrace], shape_at: ShapeAt, costs: Costs, *, warm_up_tokens: int = 0
+) -> tuple[int, Best]:
+    """The length that gives most tokens a second, and what it gives."""
+    tried = {
+        length: Best(
+            synchronous(length), replay(traces, shape_at, costs, synchronous(length), warm_up_tokens=warm_up_tokens)
+        )
+        for length in SYNCHRONOUS_LENGTHS
+    }
+    length = max(tried, key=lambda n: tried[n].tokens_per_second)
+    return length, tried[length]
+
+
+def best_in_hindsight(traces: Sequence[HitTrace], shape_at: ShapeAt, costs: Costs, *, warm_up_tokens: int = 0) -> Best:
+    """The best of all policies at hand for these texts on this link: every window with every patience.
+
+    First every window is tried with the planned patience and every patience with the default window, then the best
+    three of each with each other; synchronous speculation and cloud streaming are policies too.
+    """
+
+    def tried(policies: Iterable[Policy]) -> list[Best]:
+        results = [
+            Best(policy, replay(traces, shape_at, costs, policy, warm_up_tokens=warm_up_tokens)) for policy in policies
+        ]
+        return sorted(results, key=lambda best: -best.tokens_per_second)
+
+    windows: list[WindowPolicy] = [
+        *(SurvivalWindow(least=least) for least in _LEAST),
+        *(FixedWindow(n) for n in _WINDOWS),
+    ]
+    patiences: list[Patience | None] = [
+        None,
+        *(Patience(seconds, drafts) for seconds in _WAITS_S for drafts in (4, 16)),
+    ]
+    by_window = tried(Policy(window=window) for window in windows)
+    by_patience = tried(Policy(patience=patience) for patience in patiences)
+    together = tried(
+        Policy(window=one.policy.window, patience=other.policy.patience)
+        for one in by_window[:3]
+        for other in by_patience[:3]
+    )
+    _, in_rounds = best_synchronous(traces, shape_at, costs, warm_up_tokens=warm_up_tokens)
+    alone = tried([Policy(drafting=False)])
+    return max([*by_window, *by_patience, *together, in_rounds, *alone], key=lambda best: best.tokens_per_second)

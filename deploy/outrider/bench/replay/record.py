@@ -1,0 +1,111 @@
+"""Recording hit traces: a drafter foresees every token of a text that the target has written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from outrider.bench.replay.traces import HitTrace
+from outrider.deploy.prompts import Prompt
+from outrider.edge.drafters.proposals import ProposalRule
+from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal
+from outrider.proto.session import PROMPT_TOKENS
+from outrider.proto.types import Sampling
+
+# The target's processed probabilities [n] of the tokens [n] that a drafter proposes in place of those of a text.
+Chances = Callable[[Sequence[int]], Sequence[float]]
+
+
+def record_trace(
+    prompt: Prompt,
+    prompt_tokens: tuple[int, ...],
+    tokens: tuple[int, ...],
+    drafter: Drafter,
+    sampling: Sampling,
+    *,
+    chances: Chances | None = None,
+    ended: bool = False,
+) -> HitTrace:
+    """Ask `drafter` what it would have said in place of each token of the text: one batched pass.
+
+    Args:
+        prompt: whose text it is.
+        prompt_tokens: [p] the prompt.
+        tokens: [n] the text that the target wrote with `sampling`.
+        drafter: whose hits are wanted.
+        sampling: of the text; its seed is that of the noise that both sides share.
+        chances: what the target thinks of it; None: nobody knows, and the trace has no agreement.
+        ended: whether the text ended by itself.
+
+    Raises:
+        ConfigError: the text is empty.
+    """
+    state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt_tokens)))
+    try:
+        prompt_log_q = read_prompt(state, prompt_tokens)
+        foreseen = state.foresee(tokens)
+    finally:
+        state.close()
+    return trace_of(
+        prompt,
+        len(prompt_tokens),
+        tokens,
+        drafter,
+        sampling,
+        foreseen,
+        prompt_log_q=prompt_log_q,
+        chances=chances,
+        ended=ended,
+    )
+
+
+def read_prompt(state: DraftState, prompt_tokens: tuple[int, ...]) -> float:
+    """Let an empty state read the prompt [p]; what the drafter gives to its end, nats a token; NaN: it is one token."""
+    first = max(1, len(prompt_tokens) - PROMPT_TOKENS)
+    state.extend(prompt_tokens[:first])
+    end = prompt_tokens[first:]
+    return round(float(state.score(end).mean()), 4) if end else math.nan
+
+
+def trace_of(
+    prompt: Prompt,
+    prompt_length: int,
+    tokens: tuple[int, ...],
+    drafter: Drafter,
+    sampling: Sampling,
+    foreseen: Proposal,
+    *,
+    prompt_log_q: float = math.nan,
+    chances: Chances | None = None,
+    ended: bool = False,
+) -> HitTrace:
+    """What `drafter` has `foreseen` in place of `tokens` [n] as a trace; the rest is as for `record_trace`."""
+    silent = tuple(token < 0 for token in foreseen.tokens)
+    return HitTrace(
+        id=prompt.id,
+        domain=prompt.domain,
+        drafter=drafter.name,
+        drafter_version=drafter.version,
+        temperature=sampling.temperature,
+        prompt_tokens=prompt_length,
+        tokens=tokens,
+        hits=tuple(own == token for own, token in zip(foreseen.tokens, tokens, strict=True)),
+        confidence=_rounded(foreseen.q),
+        ended=ended,
+        silent=silent if any(silent) else (),
+        entropy=_rounded(foreseen.entropy),
+        certainty=_rounded(foreseen.certainty),
+        agreement=_rounded(_agreement(foreseen, chances)) if chances else (),
+        seed=sampling.seed,
+        prompt_log_q=prompt_log_q,
+    )
+
+
+def _agreement(foreseen: Proposal, chances: Chances) -> Iterable[float]:
+    """[n] min(1, p / q); NaN where nothing is proposed. The estimate of 1 - TV by one draft (`policy.selection`)."""
+    likely = chances([max(0, token) for token in foreseen.tokens])
+    return (min(1.0, p / q) if q > 0 else math.nan for p, q in zip(likely, foreseen.q, strict=True))
+
+
+def _rounded(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(round(value, 4) for value in values)

@@ -1,0 +1,469 @@
+"""One text of a hit trace over a link: the real session machine, a virtual clock, no model and no socket."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import operator
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from outrider.bench.replay.costs import Costs
+from outrider.bench.replay.traces import HitTrace
+from outrider.bench.replay.wire import DOWN, UP, ShapeAt, Wire
+from outrider.cloud.config import ALONE_PREFILL_ROWS
+from outrider.edge.decoding import block_tokens
+from outrider.edge.drafters.protocol import Proposal
+from outrider.edge.link import GRPC_PREFIX_BYTES
+from outrider.proto import codec
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy import Experience, StepCost, WindowPolicy
+from outrider.proto.policy.selection import Selector
+from outrider.proto.session import (
+    Done,
+    DraftJob,
+    EdgeInstruction,
+    EdgeSession,
+    EdgeStatistics,
+    Emit,
+    Foreseen,
+    ReadJob,
+    Selection,
+    Send,
+    Verified,
+    VerifierRules,
+    VerifierSession,
+)
+from outrider.proto.types import (
+    CloudFrame,
+    Commit,
+    Draft,
+    EdgeFrame,
+    Goal,
+    Open,
+    Opened,
+    Patience,
+    Report,
+    Sampling,
+)
+
+__all__ = ["Outcome", "Policy", "Replay", "Rival", "ShapeAt", "replay"]
+
+_HASH = "0" * 64
+_BEYOND = 64  # tokens that a text which ended by itself could have had more; no window looks further
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How both sides decide.
+
+    Attributes:
+        window: of the edge; None: the default policy.
+        patience: of the verifier; None: planned.
+        goal: of the deployment.
+        max_drafts: judged in a step at most.
+        drafting: False: cloud streaming.
+        logprobs: whether the edge asks for them; 4 bytes a token.
+    """
+
+    window: WindowPolicy | None = None
+    patience: Patience | None = None
+    goal: Goal = Goal.LATENCY
+    max_drafts: int = 16
+    drafting: bool = True
+    logprobs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of it.
+
+    Attributes:
+        seconds: from Open to Done.
+        first_token_s: until the first token reached the user.
+        statistics: of the edge.
+        arrivals: [n] seconds, when each token reached the user.
+        uplink_bytes, downlink_bytes: as the link carries them.
+        turns: [n] whose turn it was when the token came: 0, or 1 + the rival's index.
+    """
+
+    seconds: float
+    first_token_s: float
+    statistics: EdgeStatistics
+    arrivals: tuple[float, ...]
+    uplink_bytes: int
+    downlink_bytes: int
+    turns: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Another drafter of the pool: its trace of the same text, and what its tokens take."""
+
+    trace: HitTrace
+    costs: Costs
+
+
+@dataclass(slots=True)
+class _Verifier:
+    """The engine with one session.
+
+    Attributes:
+        session: None before Open.
+        behind: committed tokens that the KV cache lacks; 1 while decoding: the last one.
+        waiting: what came during a step, and when: the engine takes events between steps.
+        alarm: when it looks at the session next, if nothing comes.
+        ready_since: when it could have begun the next step.
+        cost: of steps that only decode, as it has measured them.
+        line: what the policies are told of that: base of a step and cost of a row, seconds.
+    """
+
+    cost: StepCost
+    line: tuple[float, float]
+    session: VerifierSession | None = None
+    behind: int = 0
+    busy: bool = False
+    waiting: deque[tuple[EdgeFrame, float]] = field(default_factory=deque)
+    alarm: float = math.inf
+    ready_since: float = 0.0
+
+
+class Replay:
+    """From Open to Done."""
+
+    def __init__(
+        self,
+        trace: HitTrace,
+        shape_at: ShapeAt,
+        costs: Costs,
+        policy: Policy,
+        *,
+        experience: Experience | None = None,
+        cost: StepCost | None = None,
+        seed: int = 0,
+        rivals: Sequence[Rival] = (),
+        selector: Selector | None = None,
+    ) -> None:
+        if any((r.trace.tokens, r.trace.prompt_tokens) != (trace.tokens, trace.prompt_tokens) for r in rivals):
+            raise ConfigError("must be on the text of the first drafter", field="rivals")
+        if bool(rivals) != (selector is not None):
+            raise ConfigError("comes with rivals, and these with it", field="selector")
+        self._trace = trace
+        self._drafters = (Rival(trace, costs), *rivals)
+        self._costs = costs
+        self._now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._first = trace.prompt_tokens
+        # What the prompt says matters to nobody here but for its bytes.
+        self._truth = (*itertools.islice(itertools.cycle(trace.tokens), self._first), *trace.tokens)
+        sampling = Sampling(
+            temperature=trace.temperature,
+            max_tokens=len(trace.tokens) + _BEYOND * trace.ended,
+            ignore_eos=not trace.ended,
+        )
+        frame = Open(
+            model="reference",
+            tokenizer_sha256=_HASH,
+            prompt=self._truth[: self._first],
+            sampling=sampling,
+            session="0" * 32,
+            drafting=policy.drafting,
+            logp=policy.logprobs,
+        )
+        names = tuple(drafter.trace.drafter for drafter in self._drafters)
+        selection = Selection(selector, names) if selector is not None else None
+        self._edge = EdgeSession(frame, policy.window, experience=experience, selection=selection)
+        self._rules = VerifierRules(
+            name="verifier",
+            model=frame.model,
+            tokenizer_sha256=_HASH,
+            vocab_size=max(self._truth) + 2,  # a miss is the right token plus one
+            context_length=self._first + sampling.max_tokens + _BEYOND,
+            eos_tokens=frozenset(trace.tokens[-1:]) if trace.ended else frozenset(),
+            max_drafts=policy.max_drafts,
+            patience=policy.patience,
+            goal=policy.goal,
+        )
+        self._drafting = policy.drafting
+        cost = cost or StepCost()
+        self._verifier = _Verifier(cost, cost.line(1))
+        rng = random.Random(seed)
+        self._up = Wire(operator.attrgetter("up"), shape_at, UP, rng)
+        self._down = Wire(operator.attrgetter("down"), shape_at, DOWN, rng)
+        self._drafter_busy = False
+        self._right = [0] * len(self._drafters)  # so much of each one's prefix is as the target has it
+        self._arrivals: list[float] = []
+        self._turns: list[int] = []
+        self._done = False
+
+    def run(self) -> Outcome:
+        """The whole text."""
+        self._send_up(self._edge.open_frame(b"", 0.0))
+        self._give_work()  # there is a prompt to read
+        while not self._done:
+            if not self._heap:
+                raise RuntimeError(f"nothing will ever happen again after {len(self._arrivals)} tokens")
+            self._now, _, event = heapq.heappop(self._heap)
+            event()
+        self._up.end()
+        self._down.end()
+        return Outcome(
+            self._now,
+            self._arrivals[0],
+            self._edge.statistics,
+            tuple(self._arrivals),
+            self._up.bytes,
+            self._down.bytes,
+            tuple(self._turns),
+        )
+
+    def _at(self, time: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (time, next(self._order), event))
+
+    # --- the link ---
+
+    def _send_up(self, frame: EdgeFrame) -> None:
+        size = len(codec.encode_edge_frame(frame))
+        self._edge.statistics.uplink_bytes += size + GRPC_PREFIX_BYTES
+        arrival = self._up.send(self._now, size) + self._costs.cloud_event_s
+        self._at(arrival, lambda: self._arrive_up(frame))
+
+    def _send_down(self, frame: CloudFrame) -> None:
+        size = len(codec.encode_cloud_frame(frame))
+        self._edge.statistics.downlink_bytes += size + GRPC_PREFIX_BYTES
+        arrival = self._down.send(self._now, size) + self._costs.edge_event_s
+        self._at(arrival, lambda: self._arrive_down(frame))
+
+    # --- the edge ---
+
+    def _apply(self, instructions: list[EdgeInstruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(frame):
+                    self._send_up(frame)
+                case Emit():
+                    self._arrivals.extend([self._now] * len(instruction.tokens))
+                    self._turns.extend([self._edge.drafter] * len(instruction.tokens))
+                case Done(_, error):
+                    if error is not None:
+                        raise error
+                    self._done = True
+        self._give_work()
+
+    def _arrive_down(self, frame: CloudFrame) -> None:
+        self._up.hear()
+        match frame:
+            case Opened():
+                self._apply(self._edge.on_opened(frame, self._now))
+            case Commit():
+                self._apply(self._edge.on_commit(frame, self._now))
+
+    def _give_work(self) -> None:
+        if not self._drafting or self._drafter_busy or self._done:
+            return
+        job = self._edge.next_job(block_tokens(self._edge.drafting_s))
+        if job is None:
+            reading = self._edge.next_reading()
+            if reading is not None:
+                self._drafter_busy = True
+                seconds = self._drafters[reading.drafter].costs.propose_s(len(reading.tokens) + 1, 0)
+                self._at(self._now + self._costs.job_s + seconds, lambda: self._was_read(reading, seconds))
+            return
+        self._drafter_busy = True
+        proposal = self._propose(job)
+        seconds = self._drafters[job.drafter].costs.propose_s(len(job.extend_with), len(proposal))
+
+        def drafted() -> None:
+            self._drafter_busy = False
+            foreseen = self._foreseen(job.drafter, job.truncate_to + job.skip, job.foresee)
+            instructions = self._edge.on_drafted(
+                job,
+                proposal.tokens,
+                proposal.q,
+                seconds,
+                self._now,
+                entropy=proposal.entropy,
+                certainty=proposal.certainty,
+                foreseen=foreseen,
+            )
+            self._apply(instructions)
+
+        self._at(self._now + self._costs.job_s + seconds, drafted)
+
+    def _propose(self, job: DraftJob) -> Proposal:
+        trace, end = self._drafters[job.drafter].trace, len(self._truth)
+        right = min(self._right[job.drafter], job.truncate_to)
+        if right == job.truncate_to:
+            known = self._truth[right : job.start]
+            agreed = (mine == own for mine, own in zip(job.extend_with, known, strict=False))
+            right += sum(itertools.takewhile(bool, agreed))
+        tokens: list[int] = []
+        signs: list[tuple[float, float, float]] = []
+        for position in range(job.start, job.start + job.count):
+            i = position - self._first
+            if position >= end:  # the text is over, and nobody has recorded what the drafter says then
+                tokens.append(self._truth[-1] + 1)
+                signs.append((math.nan,) * 3)
+                continue
+            if trace.silent_at(i):
+                break
+            hit = right == position and trace.hits[i]
+            right += hit
+            tokens.append(self._truth[position] + (not hit))
+            unknown = (math.nan,) * len(trace.tokens)
+            signs.append((trace.confidence[i], (trace.entropy or unknown)[i], (trace.certainty or unknown)[i]))
+        self._right[job.drafter] = right
+        return Proposal(tuple(tokens), *zip(*signs, strict=True)) if tokens else Proposal((), ())
+
+    def _foreseen(self, drafter: int, start: int, count: int) -> Foreseen:
+        """What it says in place of `count` committed tokens."""
+        trace = self._drafters[drafter].trace
+        tokens, q = [], []
+        for position in range(start, start + count):
+            i = position - self._first
+            hit = not trace.silent_at(i) and trace.hits[i]
+            tokens.append(self._truth[position] if hit else self._truth[position] + 1)
+            q.append(trace.confidence[i])
+        return Foreseen(tuple(tokens), tuple(q))
+
+    def _was_read(self, job: ReadJob, seconds: float) -> None:
+        self._drafter_busy = False
+        if self._done:
+            return
+        self._right[job.drafter] = job.truncate_to + len(job.tokens)
+        foreseen = self._foreseen(job.drafter, job.start, job.truncate_to + len(job.tokens) - job.start)
+        log_q = self._drafters[job.drafter].trace.prompt_log_q
+        if not math.isnan(log_q):
+            foreseen = replace(foreseen, log_q=(log_q,) * job.score)
+        self._apply(self._edge.on_read(job, foreseen, seconds, self._now))
+
+    # --- the verifier ---
+
+    def _arrive_up(self, frame: EdgeFrame) -> None:
+        self._down.hear()
+        self._verifier.waiting.append((frame, self._now))
+        if not self._verifier.busy:
+            self._run_engine()
+
+    def _run_engine(self) -> None:
+        """The engine between two steps: take what has come, then begin a step if one is due."""
+        verifier = self._verifier
+        while verifier.waiting:
+            self._take(*verifier.waiting.popleft())
+        session = verifier.session
+        if session is None or session.finish is not None:
+            return
+        if verifier.behind > 1:
+            self._begin_step(session)
+            return
+        due = session.ready_at(*verifier.line)
+        if due <= self._now:
+            self._begin_step(session)
+        elif due < verifier.alarm:
+            verifier.alarm = due
+            self._at(due, self._on_alarm)
+
+    def _take(self, frame: EdgeFrame, arrived: float) -> None:
+        verifier = self._verifier
+        match frame:
+            case Open():
+                verifier.session = VerifierSession(frame, self._rules, self._now)
+                verifier.behind = len(frame.prompt)
+                verifier.ready_since = self._now
+                self._send_down(verifier.session.opened())
+            case Draft() if verifier.session is not None:
+                verifier.session.on_draft(frame, arrived)
+            case Report() if verifier.session is not None:
+                verifier.session.on_report(frame)
+
+    def _on_alarm(self) -> None:
+        self._verifier.alarm = math.inf
+        if not self._verifier.busy:
+            self._run_engine()
+
+    def _begin_step(self, session: VerifierSession) -> None:
+        verifier = self._verifier
+        verifier.busy = True
+        began = self._now
+        if verifier.behind > ALONE_PREFILL_ROWS:
+            self._at(began + self._costs.prefill_s(ALONE_PREFILL_ROWS), self._read)
+            return
+        block = session.block(*verifier.line)
+        rows = verifier.behind + len(block)
+        seconds = self._costs.verify_s(rows) if verifier.behind == 1 else self._costs.prefill_s(rows)
+        self._at(began + seconds, lambda: self._judged(session, block, rows, began))
+
+    def _read(self) -> None:
+        """A part of a long prompt is in the KV cache."""
+        self._verifier.behind -= ALONE_PREFILL_ROWS
+        self._at(self._now + self._costs.commit_s, self._free)
+
+    def _judged(self, session: VerifierSession, block: tuple[int, ...], rows: int, began: float) -> None:
+        verifier, seconds = self._verifier, self._now - began
+        if verifier.behind == 1:
+            verifier.cost.add(rows, seconds)
+            verifier.line = verifier.cost.line(1)
+        at = len(session.transcript)
+        tokens = self._truth[at : at + len(block) + 1]
+        tokens += (0,) * (len(block) + 1 - len(tokens))  # behind the end, where nothing is settled
+        logp = (-1.0,) * len(tokens)
+        verified = Verified(block, tokens, logp, began - verifier.ready_since, seconds)
+        session.credit = self._rules.max_credit  # as the engine does; the session lowers it where drafts do not pay
+        commit = session.on_verified(verified, self._now)
+        verifier.behind = 1
+        verifier.ready_since = self._now
+        self._at(self._now + self._costs.commit_s, lambda: self._send_down(commit))
+        self._at(self._now + self._costs.commit_s, self._free)
+
+    def _free(self) -> None:
+        self._verifier.busy = False
+        self._run_engine()
+
+
+def replay(
+    traces: Sequence[HitTrace],
+    shape_at: ShapeAt,
+    costs: Costs,
+    policy: Policy,
+    *,
+    warm_up_tokens: int = 0,
+    seed: int = 0,
+    rivals: Sequence[Sequence[Rival]] = (),
+    selector: Callable[[], Selector] | None = None,
+) -> list[Outcome]:
+    """Replay texts one after the other, by one edge on one verifier, which keep what they have measured.
+
+    Args:
+        traces: what the target says and where the drafter hits.
+        shape_at: the link; its clock starts anew with each text.
+        costs: of the machines.
+        policy: of both sides.
+        warm_up_tokens: of the first text, decoded beforehand and not counted, as benchmarks do.
+        seed: of the jitter.
+        rivals: [texts] the other drafters of each text, always in the same order; empty: there are none.
+        selector: makes the one that chooses among them, for each text anew; None: nothing is chosen.
+    """
+    experience, cost = Experience(), StepCost()
+
+    def one(trace: HitTrace, others: Sequence[Rival]) -> Outcome:
+        return Replay(
+            trace,
+            shape_at,
+            costs,
+            policy,
+            experience=experience,
+            cost=cost,
+            seed=seed,
+            rivals=others,
+            selector=selector() if selector is not None else None,
+        ).run()
+
+    all_rivals = rivals or [()] * len(traces)
+    if warm_up_tokens and traces:
+        few = [Rival(rival.trace.first(warm_up_tokens), rival.costs) for rival in all_rivals[0]]
+        one(traces[0].first(warm_up_tokens), few)
+    return [one(trace, others) for trace, others in zip(traces, all_rivals, strict=True)]

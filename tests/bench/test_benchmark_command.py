@@ -1,0 +1,177 @@
+"""`outrider bench` from its options to its record and report, on the reference target at a small size."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from outrider.bench.benchmark.record import Benchmark, load
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import StepFigures
+from outrider.cloud.server import VerifierServer
+from outrider.deploy.cli import main
+
+TOKENS = 16
+SMALL = ("--pace", "5", "--max-tokens", str(TOKENS), "--target-threads", "1")
+MEASURED = ["cloud", "sync", "outrider"]
+REPLAYED = ["optimum", "cloud", "outrider"]
+
+
+class NearVerifier:
+    """A `VerifierProcess` without its process, which takes seconds to start; one test with the real one is enough."""
+
+    def __init__(self, config: VerifierConfig, tokenizer: Path) -> None:
+        self.address = ""
+        self.tokenizer = tokenizer
+        self._server = VerifierServer(config)
+
+    async def __aenter__(self) -> Self:
+        self.tokenizer.write_text(self._server.tokenizer_json, encoding="utf-8")
+        self.address = await self._server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._server.stop(0)
+
+    async def step_figures(self) -> list[StepFigures]:
+        """Of the steps since the last time that this was asked."""
+        return list(self._server.take_step_figures())
+
+
+@pytest.fixture
+def _near_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.bench.benchmark.command.VerifierProcess", NearVerifier)
+
+
+@pytest.fixture(scope="module")
+def prompt(tmp_path_factory) -> str:
+    """A file of one prompt."""
+    path = tmp_path_factory.mktemp("prompts") / "one.jsonl"
+    path.write_text(json.dumps({"id": "one", "prompt": "def main():\n    "}) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(prompt, tmp_path_factory) -> Path:
+    """What one benchmark has written: `record.json` and `report`."""
+    path = tmp_path_factory.mktemp("bench")
+    modes = ("--modes", "cloud,sync,outrider,optimum", "--rtt", "0,20", "--prompts", prompt)
+    written = ("--json", str(path / "record.json"), "--report", str(path / "report"))
+    assert main(["bench", *SMALL, *modes, *written]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def benchmark(folder) -> Benchmark:
+    """Its record."""
+    return load(folder / "record.json")
+
+
+def test_every_mode_is_measured_on_every_link_and_the_replays_stand_beside_them(benchmark) -> None:
+    by_link: dict[float, list[tuple[str, bool]]] = {}
+    for run in benchmark.runs:
+        by_link.setdefault(run.link.rtt_ms, []).append((run.mode, run.replayed))
+    expected = [(mode, False) for mode in MEASURED] + [(mode, True) for mode in REPLAYED]
+    assert by_link == {0.0: expected, 20.0: expected}
+    assert {(run.pace_ms, run.sessions, run.temperature, run.domain) for run in benchmark.runs} == {(5.0, 1, 0.0, "")}
+
+
+def test_the_texts_are_those_of_cloud_streaming(benchmark) -> None:
+    assert {run.identical_to_cloud for run in benchmark.runs if not run.replayed} == {True}
+    assert {run.identical_to_cloud for run in benchmark.runs if run.replayed} == {None}
+
+
+def test_figures_are_there_and_positive(benchmark) -> None:
+    names = ("tokens_per_second", "seconds", "steps_per_token", "ttft_ms_p50", "token_gap_ms_p99")
+    for run in benchmark.runs:
+        assert run.tokens == TOKENS
+        for name in names:
+            assert (getattr(run, name) or 0) > 0, f"{run.mode} {run.link.rtt_ms}: {name}"
+        if run.replayed:
+            continue
+        assert len(run.session_tokens_per_second or ()) == 1
+        assert (run.forward_ms_p50 or 0) > 0
+        assert (run.acceptance is None) == (run.mode == "cloud")
+        assert (run.sync_length is not None) == (run.mode == "sync")
+        assert (run.goal == "latency") == (run.mode == "outrider")
+        assert {span.lane for span in run.timeline or ()} >= {"verify", "down"}
+        assert run.arrivals_s is None  # of links that change alone
+
+
+def test_bytes_are_counted_where_there_is_a_link(benchmark) -> None:
+    for run in benchmark.runs:
+        counted = run.replayed or run.link.rtt_ms > 0
+        assert [(up or 0) > 0 for up in (run.uplink_bytes_per_token, run.downlink_bytes_per_token)] == [counted] * 2
+
+
+def test_the_rates_of_a_link_are_recorded_and_no_link_has_none(benchmark) -> None:
+    assert {(run.link.rtt_ms, run.link.up_mbit, run.link.down_mbit) for run in benchmark.runs} == {
+        (0.0, None, None),
+        (20.0, 20.0, 100.0),
+    }
+
+
+def test_the_report_has_its_page_its_pictures_and_the_same_record(folder, benchmark) -> None:
+    names = sorted(path.name for path in (folder / "report").iterdir())
+    pictures = [f"condition-1-{kind}.png" for kind in ("bytes", "gaps", "speed", "timeline")]
+    assert names == sorted(["benchmark.json", "index.html", *pictures])
+    assert load(folder / "report" / "benchmark.json") == benchmark
+    page = (folder / "report" / "index.html").read_text(encoding="utf-8")
+    assert all(name in page for name in pictures)
+
+
+@pytest.mark.usefixtures("_near_verifier")
+def test_sessions_on_unlike_links_at_once_are_one_run_a_mode(prompt, tmp_path) -> None:
+    record = tmp_path / "mixed.json"
+    mixed = ("--mixed", "--sessions", "3", "--rtt", "0,20", "--modes", "cloud,outrider", "--prompts", prompt)
+    assert main(["bench", *SMALL, *mixed, "--json", str(record)]) == 0
+    runs = load(record).runs
+    assert [run.mode for run in runs] == ["cloud", "outrider"]
+    for run in runs:
+        assert run.sessions == 3
+        assert run.tokens == 3 * TOKENS
+        assert len(run.session_tokens_per_second or ()) == 3
+        assert all(rate > 0 for rate in run.session_tokens_per_second or ())
+        assert run.identical_to_cloud
+        assert run.arrivals_s is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--up", "1,2", "--rtt", "5"], 1, "up: has 2 entries where --rtt has 1"),
+        (["--modes", "cloud,magic"], 2, "--modes: 'magic' is none of cloud, sync,"),
+        (["--trace", "nowhere"], 1, "trace: there is no file nowhere"),
+        (["--pace", "-1"], 2, "--pace: -1 is not in 0..inf"),
+        (["--rtt", "fast"], 2, "--rtt: 'fast' is not a number"),
+        (["--prompts", "nowhere.jsonl"], 1, "prompts: cannot read"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_one_clear_line(arguments, status, says, capfd) -> None:
+    check_mistake(arguments, status, says, capfd)
+
+
+@pytest.mark.usefixtures("_near_verifier")
+def test_the_library_cannot_use_a_drafter_that_is_no_model(prompt, capfd) -> None:
+    arguments = ["--modes", "hf-assisted", "--rtt", "0", "--drafter", "ngram", "--prompts", prompt]
+    check_mistake([*arguments, "--max-tokens", "4"], 1, "hf-drafter: is missing", capfd)
+
+
+def check_mistake(arguments: list[str], status: int, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        got = main(["bench", *arguments])
+    except SystemExit as ended:
+        got = int(ended.code or 0)
+    out, err = capfd.readouterr()
+    assert got == status
+    mistakes = [line for line in err.splitlines() if line.startswith("outrider bench: ")]
+    assert len(mistakes) == 1
+    assert says in mistakes[0]
+    assert out == ""

@@ -1,0 +1,34 @@
+"""From what was seen of texts to a run's figures."""
+
+from __future__ import annotations
+
+from outrider.bench.benchmark.figures import run_of
+from outrider.bench.benchmark.measure import Diary, Measured
+from outrider.bench.benchmark.record import LinkRecord
+from outrider.deploy.prompts import Prompt
+from outrider.proto.session import EdgeStatistics
+
+TRACED = LinkRecord(105.0, trace="step")
+
+
+def text(began: float, tokens: int, per_token_s: float) -> Measured:
+    arrivals = tuple(began + (n + 1) * per_token_s for n in range(tokens))
+    return Measured(Prompt("1", "x"), tuple(range(tokens)), began, arrivals, EdgeStatistics(), Diary())
+
+
+def test_on_a_link_that_changes_the_longest_text_says_when_its_tokens_came() -> None:
+    run = run_of("cloud", TRACED, [text(10, 2, 0.5), text(20, 3, 0.25), text(30, 3, 9.0)], None)
+    assert run.arrivals_s == (0.25, 0.5, 0.75)
+
+
+def test_elsewhere_nobody_says() -> None:
+    assert run_of("cloud", LinkRecord(30.0), [text(10, 2, 0.5)], None).arrivals_s is None
+    together = [text(10, 2, 0.5), text(10, 3, 0.5)]  # the later ones do not meet the trace from its beginning
+    assert run_of("cloud", TRACED, together, None, sessions=2).arrivals_s is None
+
+
+def test_texts_one_after_the_other_take_the_sum_of_their_times_and_those_at_once_the_longest() -> None:
+    texts = [text(10, 2, 0.5), text(100, 4, 0.5)]
+    assert run_of("cloud", LinkRecord(30.0), texts, None).seconds == 3.0
+    at_once = [text(10, 2, 0.5), text(10.5, 4, 0.5)]
+    assert run_of("cloud", LinkRecord(30.0), at_once, None, sessions=2).seconds == 2.5

@@ -1,0 +1,189 @@
+"""The baselines by transformers itself: what they generate and count, in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.bench.benchmark import library
+from outrider.bench.benchmark.library import LibraryProcess, LibraryText, drafter_folder_of
+from outrider.proto.errors import ConfigError, Internal
+from outrider.proto.types import Sampling
+
+PROMPTS = ((5, 9, 11), (40, 3, 3, 70, 8))
+TOKENS = 24
+
+
+def save_llama(folder: Path, seed: int, layers: int) -> Path:
+    """A tiny random Llama as transformers saves it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)  # so that texts do not loop at once
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("target"), seed=7, layers=3)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("drafter"), seed=8, layers=1)
+
+
+def here(target: Path, assistant: Path | None = None, **sampling: float) -> list[LibraryText]:
+    """The texts, without the price of a process."""
+    how = Sampling(**{"max_tokens": TOKENS} | sampling)
+    request = library._request(target, assistant, how, 1, "float32")
+    models = library._models(request)
+    return [library._text(*models, request, prompt, TOKENS) for prompt in PROMPTS]
+
+
+def greedy(folder: Path, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """The plain definition: one whole forward pass a token."""
+    from transformers import AutoModelForCausalLM
+
+    model, tokens = AutoModelForCausalLM.from_pretrained(folder), list(prompt)
+    with torch.inference_mode():
+        for _ in range(TOKENS):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def by_process(target: Path, assistant: Path | None, prompts: tuple[tuple[int, ...], ...]) -> list[LibraryText]:
+    async def ask() -> list[LibraryText]:
+        async with LibraryProcess(
+            target, Sampling(max_tokens=TOKENS), assistant_folder=assistant, threads=1, dtype="float32"
+        ) as process:
+            return [await process.text(prompt) for prompt in prompts]
+
+    return asyncio.run(ask())
+
+
+def test_in_a_process_of_its_own_an_assistant_saves_steps_and_changes_no_token(target) -> None:
+    texts = by_process(target, target, PROMPTS)
+    assert [text.tokens for text in texts] == [greedy(target, prompt) for prompt in PROMPTS]
+    for text in texts:
+        assert text.steps < TOKENS
+        assert text.accepted == text.questioned == TOKENS - text.steps  # the drafter is the target itself
+        assert len(text.arrivals_s) == TOKENS
+        assert 0 < text.first_token_s <= text.arrivals_s[-1] <= text.seconds
+
+
+def test_what_the_library_says_of_its_failure_is_told(target, tmp_path) -> None:
+    (tmp_path / "config.json").write_text((target / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(Internal, match=r"library: transformers failed: .*header"):
+        by_process(tmp_path, None, PROMPTS)
+
+
+def test_a_prompt_without_tokens_is_refused(target) -> None:
+    process = LibraryProcess(target, Sampling(), threads=1, dtype="float32")
+    with pytest.raises(ConfigError, match="prompt: holds no token"):
+        asyncio.run(process.text(()))
+
+
+def test_generate_takes_one_step_a_token(target) -> None:
+    texts = here(target)
+    assert [text.tokens for text in texts] == [greedy(target, prompt) for prompt in PROMPTS]
+    for text in texts:
+        assert text.steps == len(text.arrivals_s) == TOKENS
+        assert list(text.arrivals_s) == sorted(text.arrivals_s)
+        assert text.accepted == text.questioned == 0
+
+
+def test_a_drafter_that_knows_nothing_changes_no_token(target, drafter) -> None:
+    texts = here(target, drafter)
+    assert [text.tokens for text in texts] == [text.tokens for text in here(target)]
+    assert sum(text.accepted for text in texts) < sum(text.questioned for text in texts)
+    for text in texts:
+        assert text.accepted == TOKENS - text.steps
+
+
+def test_sampling_is_of_the_plain_distribution_and_goes_by_the_seed(target, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    AutoModelForCausalLM.from_pretrained(target).save_pretrained(tmp_path)
+    GenerationConfig(do_sample=True, top_k=1, pad_token_id=0).save_pretrained(tmp_path)  # would make it greedy
+    first, again, other = ([text.tokens for text in here(tmp_path, temperature=1.0, seed=seed)] for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert first != [text.tokens for text in here(target)]
+
+
+def test_the_end_token_of_the_generation_config_ends_a_text(target, tmp_path) -> None:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    whole = here(target)[0].tokens
+    AutoModelForCausalLM.from_pretrained(target).save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=whole[5], pad_token_id=0).save_pretrained(tmp_path)
+    for texts in (here(tmp_path), here(tmp_path, tmp_path)):
+        assert texts[0].tokens == whole[: whole.index(whole[5]) + 1]
+        assert len(texts[0].arrivals_s) == len(texts[0].tokens)
+
+
+def test_drafts_are_judged_up_to_the_first_wrong_one_of_a_step() -> None:
+    watch = library._Watch()
+    # A prompt of 3 with 4 drafts, of which 2 are right; 4 drafts, all right; 4 drafts, and the text ends after one.
+    watch.rows, watch.commits = [7, 5, 5], [3, 5, 2]
+    assert watch.judged(3) == (2 + 4 + 1, 3 + 4 + 1)
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        (None, "hf_drafter: is missing; hf-assisted needs the drafter as a transformers folder"),
+        ("none", "is no folder; give one with config.json"),
+        ("empty", "holds no transformers model"),
+        ("package", "holds an ONNX package, which transformers cannot run"),
+    ],
+)
+def test_what_is_no_drafter_for_transformers_is_refused(tmp_path, folder, message) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "model.onnx").write_bytes(b"")
+    with pytest.raises(ConfigError) as raised:
+        drafter_folder_of(folder and tmp_path / folder)
+    assert raised.value.field == "hf_drafter"
+    assert message in str(raised.value)
+
+
+def test_a_drafter_folder_is_found(drafter) -> None:
+    assert drafter_folder_of(drafter) == drafter
+
+
+@pytest.mark.parametrize(
+    ("sampling", "dtype", "field"), [(Sampling(top_k=5), "float32", "sampling"), (Sampling(), "float99", "dtype")]
+)
+def test_what_the_library_would_not_do_alike_is_refused(target, sampling, dtype, field) -> None:
+    with pytest.raises(ConfigError) as raised:
+        LibraryProcess(target, sampling, threads=1, dtype=dtype)
+    assert raised.value.field == field
+
+
+def test_a_request_survives_its_json(target) -> None:
+    request = library._request(target, None, Sampling(temperature=0.5, seed=3), 1, "float32")
+    assert library._Request(**asdict(request)) == request

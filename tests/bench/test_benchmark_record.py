@@ -1,0 +1,173 @@
+"""The benchmark's record: JSON both ways, and one clear line for every field that is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+
+from outrider.bench.benchmark import record
+from outrider.bench.benchmark.record import (
+    Benchmark,
+    LinkRecord,
+    Run,
+    Span,
+    environment,
+    from_json,
+    load,
+    save,
+    to_json,
+)
+from outrider.proto.errors import ConfigError, InvalidArgument
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Benchmark:
+    found = environment(
+        command="outrider bench --rtt 30",
+        target="reference",
+        dtype="float32",
+        drafter="general",
+        drafter_version="1",
+        target_threads=1,
+        drafter_threads=None,
+        prompts=4,
+        max_tokens=48,
+        seed=7,
+    )
+    full = Run(
+        mode="outrider",
+        link=LinkRecord(30.0, 5.0, None, 2.5, "lte"),
+        goal="latency",
+        tokens=192,
+        seconds=3.5,
+        tokens_per_second=54.9,
+        identical_to_cloud=True,
+        token_gaps_ms=tuple(float(n) for n in range(101)),
+        session_tokens_per_second=(54.0, 55.8),
+        timeline=(Span("draft", 0.0, 0.002), Span("up", 0.002, 0.017)),
+    )
+    return Benchmark(found, (full, Run("optimum", LinkRecord(30.0), replayed=True, sync_length=None)))
+
+
+def test_what_is_saved_is_loaded(benchmark, tmp_path) -> None:
+    save(benchmark, tmp_path / "new" / "benchmark.json")
+    assert load(tmp_path / "new" / "benchmark.json") == benchmark
+
+
+def test_the_json_has_the_agreed_shape_and_null_for_what_is_unknown(benchmark) -> None:
+    parsed = json.loads(to_json(benchmark))
+    assert set(parsed) == {"environment", "runs"}
+    run, replayed = parsed["runs"]
+    assert run["link"] == {"rtt_ms": 30.0, "up_mbit": 5.0, "down_mbit": None, "jitter_ms": 2.5, "trace": "lte"}
+    assert run["timeline"][0] == {"lane": "draft", "start_s": 0.0, "end_s": 0.002}
+    assert len(run["token_gaps_ms"]) == 101
+    agreed = (
+        "mode link pace_ms temperature sessions tokens seconds tokens_per_second steps_per_token acceptance "
+        "ttft_ms_p50 token_gap_ms_p50 token_gap_ms_p99 uplink_bytes_per_token downlink_bytes_per_token "
+        "identical_to_cloud goal sync_length window_mean code_age_mean domain token_gaps_ms session_tokens_per_second "
+        "timeline replayed forward_ms_p50 sample_ms_p50 overhead_ms_p50 arrivals_s"
+    )
+    assert set(run) == set(agreed.split())
+    unknown = {"tokens", "seconds", "tokens_per_second", "acceptance", "identical_to_cloud", "timeline", "goal"}
+    assert {name for name in unknown if replayed[name] is not None} == set()
+
+
+def test_the_environment_says_what_ran_and_on_what(benchmark) -> None:
+    found = benchmark.environment
+    assert datetime.fromisoformat(found.date).utcoffset() is not None
+    assert found.python == ".".join(str(part) for part in sys.version_info[:3])
+    assert found.cores is not None
+    assert found.cores >= 1
+    assert set(found.packages) == {"outrider", "torch", "transformers", "onnxruntime", "grpcio", "ray"}
+    assert all(found.packages.values())
+    assert found.drafter_threads is None
+
+
+def test_a_package_or_a_git_that_is_not_there_is_unknown(monkeypatch) -> None:
+    assert record._version("outrider-no-such-package") is None
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert record._revision() is None
+
+
+def test_the_checkout_of_somebody_else_is_not_our_revision(tmp_path, monkeypatch) -> None:
+    subprocess.run(("git", "init", "-q", tmp_path), check=True)
+    (tmp_path / "record.py").write_text("")
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
+    assert record._revision() is None
+
+
+def changed(benchmark: Benchmark, path: str, value: object) -> str:
+    """The JSON text with one value in it changed; `...` removes it."""
+    parsed = json.loads(to_json(benchmark))
+    *parents, last = path.split("/")
+    place = parsed
+    for step in parents:
+        place = place[int(step) if step.isdigit() else step]
+    if value is ...:
+        del place[last]
+    else:
+        place[int(last) if last.isdigit() else last] = value
+    return json.dumps(parsed)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("runs/0/mode", "magic", "runs[0].mode: 'magic' is none of cloud, sync,"),
+        ("runs/0/mode", ..., "runs[0].mode: is missing"),
+        ("runs/1/link/rtt_ms", "30", 'runs[1].link.rtt_ms: must be a number, not "30"'),
+        ("runs/1/link/rtt_ms", -1, "runs[1].link.rtt_ms: -1.0 is not a figure of 0 or more"),
+        ("runs/1/link", [], "runs[1].link: must be an object, not []"),
+        ("runs/0/sessions", 1.5, "runs[0].sessions: must be a whole number, not 1.5"),
+        ("runs/0/replayed", 0, "runs[0].replayed: must be true or false, not 0"),
+        ("runs/0/goal", "speed", "runs[0].goal: 'speed' is none of latency, efficiency"),
+        ("runs/0/speed", 1, "runs[0].speed: is unknown"),
+        ("runs/0/token_gaps_ms", [1, 2], "runs[0].token_gaps_ms: holds 2 quantiles, not 101"),
+        ("runs/0/token_gaps_ms/3", 99.0, "runs[0].token_gaps_ms: quantiles must not fall"),
+        ("runs/0/arrivals_s", [0.2, 0.1], "runs[0].arrivals_s: times must not fall"),
+        (
+            "runs/0/session_tokens_per_second/1",
+            None,
+            "runs[0].session_tokens_per_second[1]: must be a number, not null",
+        ),
+        ("runs/0/timeline/1/lane", "sleep", "runs[0].timeline[1].lane: 'sleep' is none of draft,"),
+        ("runs/0/timeline/1/end_s", 0.0, "runs[0].timeline[1].end_s: 0.0 is before start_s 0.002"),
+        ("runs/0/tokens_per_second", float("nan"), "runs[0].tokens_per_second: nan is not a figure"),
+        ("environment/seed", ..., "environment.seed: is missing"),
+        ("environment/packages/torch", 2, "environment.packages.torch: must be a string, not 2"),
+        ("runs", {}, "runs: must be a list, not {}"),
+    ],
+)
+def test_a_wrong_field_is_named(benchmark, path, value, message) -> None:
+    with pytest.raises(ConfigError) as raised:
+        from_json(changed(benchmark, path, value))
+    assert str(raised.value).startswith(message)
+
+
+def test_a_field_with_a_default_may_be_missing(benchmark) -> None:
+    text = changed(benchmark, "runs/0/window_mean", ...)
+    assert from_json(text) == benchmark
+
+
+def test_what_is_no_record_is_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="benchmark: is not JSON"):
+        from_json("{")
+    with pytest.raises(ConfigError, match="benchmark: must be an object"):
+        from_json("[]")
+    with pytest.raises(ConfigError, match="benchmark: cannot read"):
+        load(tmp_path / "none.json")
+
+
+def test_a_file_that_cannot_be_written_is_named(benchmark, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="benchmark: cannot write"):
+        save(benchmark, tmp_path)
+
+
+def test_a_wrong_figure_is_refused_before_it_is_written(benchmark) -> None:
+    with pytest.raises(InvalidArgument, match="seconds: inf is not a figure"):
+        replace(benchmark.runs[0], seconds=float("inf"))

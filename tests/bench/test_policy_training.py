@@ -1,0 +1,293 @@
+"""`outrider train policy`: what is learnt from traces, how it is judged, and what it is not misled by."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.bench.length_training.command import SAYINGS, PolicyTraining
+from outrider.bench.length_training.fit import Fit
+from outrider.bench.length_training.judge import judge
+from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
+from outrider.bench.replay.traces import HitTrace, save_traces
+from outrider.bench.traces.windows import NotedWindow, policy_of
+from outrider.deploy.cli import build_parser, main
+from outrider.edge import EdgeConfig
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy import FixedWindow, SurvivalWindow
+from outrider.proto.policy.length import AimdWindow, SpecDecWindow, ThresholdWindow, load_trained
+from outrider.proto.policy.length.features import BLOCK_INPUTS, DRAFT_INPUTS, LENGTHS, block_inputs, draft_inputs
+
+NAN = math.nan
+
+
+def trace_of(hits, confidence=(), **fields) -> HitTrace:
+    n = len(hits)
+    usual = {"id": "a", "domain": "code", "drafter": "d", "drafter_version": "1", "temperature": 0.0}
+    texts = {"prompt_tokens": 3, "tokens": (5,) * n, "hits": tuple(map(bool, hits))}
+    return HitTrace(**(usual | texts | {"confidence": tuple(confidence) or (NAN,) * n} | fields))
+
+
+def chance_of(confidence, certainty, temperature):
+    """That was planted: at T = 0 confidence tells, at T = 1 certainty does."""
+    return 0.15 + 0.8 * (confidence if temperature == 0 else certainty)
+
+
+def planted(prompts: int = 60, tokens: int = 100, seed: int = 0, says: bool = True) -> list[HitTrace]:
+    rng, traces = np.random.default_rng(seed), []
+    for number in range(prompts):
+        temperature = float(number % 2)
+        confidence, certainty = rng.random(tokens), rng.random(tokens)
+        hits = rng.random(tokens) < chance_of(confidence, certainty, temperature)
+        said = {"certainty": tuple(certainty), "entropy": tuple(rng.random(tokens))} if says else {}
+        traces.append(trace_of(hits, confidence, id=str(number), temperature=temperature, **said))
+    return traces
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return PolicyTraining(fit=Fit(seed=1, steps=1500)).train(planted())
+
+
+# === rows =======================================================================================================
+
+
+def test_a_draft_row_holds_what_the_drafter_said_and_whether_it_hit() -> None:
+    said = {"certainty": (0.6, 0.7, 0.8), "entropy": (1.0, 2.0, 3.0), "temperature": 0.5}
+    rows = draft_rows([trace_of([1, 0, 1], (0.2, 0.3, 0.4), **said)], np.random.default_rng(0))
+    wanted = draft_inputs((0.2, 0.3, 0.4), (0.6, 0.7, 0.8), (1.0, 2.0, 3.0), 0.5, (0, 0, 0))
+    assert rows.outcomes.tolist() == [1, 0, 1]
+    assert rows.inputs[:, :4] == pytest.approx(wanted[:, :4])
+
+
+def test_a_draft_is_behind_any_number_of_the_hits_right_before_it() -> None:
+    hits = [1, 1, 0, 1, 1, 1, 1]
+    depths = [
+        np.expm1(draft_rows([trace_of(hits)], np.random.default_rng(seed)).inputs[:, 4]).round().astype(int)
+        for seed in range(200)
+    ]
+    assert np.max(depths, axis=0).tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert np.min(depths, axis=0).tolist() == [0] * 7
+    assert np.mean([d[6] for d in depths]) == pytest.approx(1.5, abs=0.3), "evenly"
+
+
+def test_where_a_drafter_was_silent_there_is_no_draft_to_learn_from() -> None:
+    rows = draft_rows([trace_of([1, 0, 1], silent=(False, True, False))], np.random.default_rng(0))
+    assert rows.outcomes.tolist() == [1, 1]
+
+
+def test_a_block_row_holds_the_share_of_the_block_up_to_the_first_miss_and_the_signals_of_its_first_drafts() -> None:
+    rng = np.random.default_rng(3)
+    hits = rng.random(120) < 0.7
+    confidence, entropy = rng.random(120), rng.random(120)
+    rows = block_rows([trace_of(hits, confidence, entropy=tuple(entropy))], np.random.default_rng(0))
+    assert 60 < len(rows) < 120, "a block that the text ends in has no outcome"
+    found = 0
+    for inputs, outcome in zip(rows.inputs, rows.outcomes, strict=True):
+        length, known = (round(value) for value in (np.exp(inputs[6]), np.expm1(inputs[5])))
+        assert length in LENGTHS
+        assert known <= length
+        for start in range(120 - length + 1):  # where it began is not said
+            there = slice(start, start + known)
+            wanted = block_inputs(tuple(confidence[there]), tuple(entropy[there]), 0.0, known, [length])
+            run = next((i for i in range(length) if not hits[start + i]), length)
+            if np.allclose(wanted[0], inputs, equal_nan=True) and outcome == pytest.approx(run / length):
+                found += 1
+                break
+    assert found == len(rows)
+
+
+# === what is learnt =============================================================================================
+
+
+def test_a_planted_dependency_is_learnt_and_the_chances_are_calibrated(trained) -> None:
+    (weights, verdicts), unseen = trained, planted(prompts=40, seed=9)
+    rows = draft_rows(unseen, np.random.default_rng(0))
+    truth = np.concatenate([chance_of(np.array(t.confidence), np.array(t.certainty), t.temperature) for t in unseen])
+    verdict = judge(weights.head, rows, rows)
+    least = -(truth * np.log(truth) + (1 - truth) * np.log(1 - truth)).mean()
+    assert verdict.loss_of_mean > 1.1 * least
+    assert verdict.loss < 1.03 * least
+    assert verdict.calibration_error < 0.03
+    assert np.abs(weights.head.chances(rows.inputs) - truth).mean() < 0.06
+    assert verdicts["head"].loss < verdicts["head"].loss_of_mean
+    assert verdicts["head"].rows == 12 * 100, "a fifth of the prompts"
+
+
+def test_a_head_without_what_it_learnt_from_gives_the_mean_of_what_it_knows(trained) -> None:
+    head = trained[0].head
+    silent = head.chances(draft_inputs((), (), (), 1.0, (0,)))
+    assert silent == pytest.approx([0.55], abs=0.07)
+    alone = head.chances(draft_inputs((0.1, 0.9), (), (), 0.0, (0, 0)))
+    assert alone == pytest.approx(chance_of(np.array([0.1, 0.9]), 0.0, 0.0), abs=0.1)
+
+
+def test_the_share_of_a_block_falls_with_its_length_and_rises_with_what_is_known_of_it(trained) -> None:
+    weights, verdicts = trained
+    shares = weights.block.chances(block_inputs((), (), 0.0, 0, [1, 2, 4, 8, 16])).tolist()
+    expected = [sum(0.55**k for k in range(1, n + 1)) / n for n in (1, 2, 4, 8, 16)]
+    assert shares == pytest.approx(expected, abs=0.08)
+    unsure, sure = (weights.block.chances(block_inputs((q, q), (), 0.0, 2, [4]))[0] for q in (0.1, 0.9))
+    assert unsure + 0.3 < sure
+    block = verdicts["block"]
+    assert block.loss_of_outcomes < block.loss < block.loss_of_mean
+    assert block.calibration_error < 0.05
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
+    def weights(seed: int) -> bytes:
+        training = PolicyTraining(fit=Fit(steps=20, seed=seed))
+        networks = training.train(planted(prompts=10, tokens=50))[0]
+        return b"".join(network.hidden.tobytes() for network in (networks.head, networks.block))
+
+    assert weights(1) == weights(1) != weights(2)
+
+
+def test_what_no_trace_knows_or_varies_is_not_guessed_from() -> None:
+    """Older recordings lack entropy and certainty, and one at T = 0 alone says nothing of other temperatures."""
+    greedy = [trace for trace in planted(says=False) if trace.temperature == 0]
+    trained, _ = PolicyTraining(fit=Fit(steps=200)).train(greedy)
+    same = [
+        draft_inputs((0.5,), certainty, entropy, temperature, (0,))
+        for certainty, entropy, temperature in (((), (), 0.0), ((0.99,), (4.0,), 0.0), ((), (), 1.5))
+    ]
+    chances = [trained.head.chances(inputs)[0] for inputs in same]
+    assert chances == pytest.approx([chances[0]] * 3)
+    shares = [trained.block.chances(block_inputs((0.5,), e, 0.0, 1, [4]))[0] for e in ((), (4.0,))]
+    assert shares[0] == pytest.approx(shares[1])
+
+
+def test_a_prompt_is_either_learnt_from_or_judged_on_whoever_drafts_and_whatever_the_seed() -> None:
+    traces = [replace(t, drafter=d, seed=s) for t in planted(prompts=10, tokens=5) for d in "ab" for s in (1, 2)]
+    learnt, unseen = PolicyTraining(fit=Fit(), held_out=0.3)._split(traces)
+    assert (len(learnt), len(unseen)) == (28, 12)
+    assert not {t.id for t in learnt} & {t.id for t in unseen}
+
+
+def test_of_more_rows_than_allowed_so_many_are_drawn() -> None:
+    rows = Rows(np.arange(100.0)[:, None], np.arange(100.0))
+    some = rows.some(30, np.random.default_rng(0))
+    assert len(some) == len(set(some.outcomes)) == 30
+    assert (some.inputs[:, 0] == some.outcomes).all()
+    assert rows.some(100, np.random.default_rng(0)) is rows
+
+
+def test_gradients_are_those_of_the_cross_entropy() -> None:
+    from outrider.bench.length_training.fit import _gradients
+
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=shape) for shape in ((4, 3), (3,), (3,), (1,))]
+    z, outcomes = rng.normal(size=(7, 4)), rng.random(7)
+
+    def loss() -> float:
+        chances = 1 / (1 + np.exp(-(np.tanh(z @ weights[0] + weights[1]) @ weights[2] + weights[3])))
+        return float(-(outcomes * np.log(chances) + (1 - outcomes) * np.log(1 - chances)).mean())
+
+    for weight, gradient in zip(weights, _gradients(weights, z, outcomes), strict=True):
+        for at in np.ndindex(weight.shape):
+            weight[at] += 1e-5
+            above = loss()
+            weight[at] -= 2e-5
+            below = loss()
+            weight[at] += 1e-5
+            assert gradient[at] == pytest.approx((above - below) / 2e-5, abs=1e-7)
+
+
+def test_only_what_a_drafter_says_is_ever_hidden_in_training() -> None:
+    assert set(DRAFT_INPUTS) - SAYINGS == {"temperature", "depth"}
+    assert set(BLOCK_INPUTS) - SAYINGS == {"temperature", "known", "length"}
+
+
+# === the command ================================================================================================
+
+
+def test_the_command_writes_weights_that_rules_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seed in (("one", 0), ("two", 5)):
+        save_traces([replace(t, id=name + t.id) for t in planted(prompts=8, tokens=40, seed=seed)], tmp_path / name)
+    output = tmp_path / "made" / "weights.json"
+    files = [str(tmp_path / "one"), str(tmp_path / "two")]
+    assert main(["train", "policy", *files, "--output", str(output), "--steps", "20", "--hidden", "4"]) == 0
+    said = capsys.readouterr().out
+    for word in ("head", "block", "one chance", "outcome", "--window specdec++@"):
+        assert word in said
+    made = json.loads(output.read_text())["made"]
+    assert (made["prompts"], made["hidden"], made["temperatures"]) == (16, 4, [0.0, 1.0])
+    assert len(made["traces_sha256"]) == 64
+    assert output.stat().st_size < 20_000
+    head = load_trained(output).head
+    assert policy_of(f"specdec++:0.4@{output}").window.head.chances(np.zeros((1, 5))) == head.chances(np.zeros((1, 5)))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "says"),
+    [
+        (1, [], "traces: hold 1 prompts, too few"),
+        (4, ["--held-out", "0"], "set --held-out"),
+        (0, [], "traces: hold 0 prompts"),
+        (5, ["--output", "/proc/none/weights.json"], "output: cannot write"),
+    ],
+)
+def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Path, capsys, prompts, options, says) -> None:
+    save_traces(planted(prompts=prompts, tokens=10), tmp_path / "traces.jsonl")
+    command = ["train", "policy", str(tmp_path / "traces.jsonl"), "--output", str(tmp_path / "w.json"), *options]
+    assert main(command) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_texts_too_short_for_a_block_are_refused() -> None:
+    with pytest.raises(ConfigError, match="too few tokens"):
+        Fit().network(BLOCK_INPUTS, SAYINGS, block_rows([], np.random.default_rng(0)))
+
+
+# === rules as options ===========================================================================================
+
+
+def test_every_command_takes_a_number_or_a_rule_for_its_window(capsys: pytest.CaptureFixture[str]) -> None:
+    def window(text: str):
+        return build_parser().parse_args(["edge", "--coordinator", "a:1", "--window", text]).window
+
+    assert [window(text) for text in ("8", "specdec++:0.3", "aimd")] == [8, "specdec++:0.3", "aimd"]
+    for wrong, says in (("0", "below 1"), ("fast", "is none of"), ("threshold:2", "0 to 1"), ("speckv@/no", "read")):
+        with pytest.raises(SystemExit):
+            window(wrong)
+        assert says in capsys.readouterr().err
+
+
+def test_an_edge_gets_a_rule_of_its_own_for_each_text() -> None:
+    def policy(window: int | str | None):
+        return EdgeConfig(coordinator="127.0.0.1:1", window=window).window_policy
+
+    assert policy(None) == SurvivalWindow()
+    assert policy(3) == policy("fixed:3") == FixedWindow(3)
+    assert policy("threshold:0.2") == ThresholdWindow(0.2)
+    config = EdgeConfig(coordinator="127.0.0.1:1", window="aimd")
+    assert config.window_policy is not config.window_policy
+    with pytest.raises(ConfigError, match="is none of") as caught:
+        policy("quick")
+    assert caught.value.field == "window"
+
+
+@pytest.mark.parametrize("battery", [-0.1, 1.5, NAN])
+def test_a_battery_is_a_share(battery: float) -> None:
+    with pytest.raises(ConfigError, match="0 to 1") as caught:
+        EdgeConfig(coordinator="127.0.0.1:1", battery=battery)
+    assert caught.value.field == "battery"
+
+
+def test_a_grid_takes_rules_by_name_and_tells_those_that_learn() -> None:
+    assert policy_of("specdec++:0.3").window == SpecDecWindow(0.3)
+    assert policy_of("fixed:4").window == policy_of("4").window
+    for wrong in ("fixed", "quick", "threshold:x"):
+        with pytest.raises(ConfigError) as caught:
+            policy_of(wrong)
+        assert caught.value.field == "window"
+    noted = NotedWindow(AimdWindow(start=8))
+    noted.settled(0, True)
+    assert noted.inner.tokens < 8
+    NotedWindow(FixedWindow(3)).settled(1, True)

@@ -1,0 +1,440 @@
+"""`outrider traces replay --selector`: which texts are met, what each choice gives, and what is shown of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from outrider.bench.benchmark.links import BenchLink
+from outrider.bench.benchmark.record import LinkRecord
+from outrider.bench.replay.costs import Costs
+from outrider.bench.replay.replay import Policy, replay
+from outrider.bench.replay.selection import play, texts_of
+from outrider.bench.replay.traces import HitTrace, save_traces
+from outrider.bench.traces.aligned import Aligned
+from outrider.bench.traces.costs import CostSheet, DrafterCosts, TargetCosts, costs_path, save_costs
+from outrider.bench.traces.grid import WARM_UP_TOKENS
+from outrider.bench.traces.pool import Pool
+from outrider.bench.traces.pool_figures import DRAFTER, ORACLE, SELECTOR, PoolReplayed, Row
+from outrider.bench.traces.pool_plots import draw
+from outrider.bench.traces.pool_replay import arms_of
+from outrider.bench.traces.progress import LINE_S, shown
+from outrider.bench.traces.recording import Recording
+from outrider.bench.traces.rows import passages, row_names, variants_of
+from outrider.bench.traces.stages import Rounds
+from outrider.bench.traces.stream import Stream
+from outrider.bench.traces.tally import BEFORE, SETTLED_TOKENS
+from outrider.deploy.cli import main
+from outrider.deploy.link.shape import LinkShape
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy.selection import (
+    SELECTORS,
+    FixedShare,
+    Hedge,
+    MetaSdUcb,
+    RandomSelector,
+    RoundOutcome,
+    SelectionView,
+    StaticSelector,
+)
+
+DOMAINS = ("code", "prose", "math")
+DRAFTERS = ("coder", "writer")
+HITS = {("coder", "code"): 0.9, ("writer", "prose"): 0.9}  # elsewhere less
+SHEET = CostSheet(TargetCosts(0.010, 0.001, 0.0005), {name: DrafterCosts(0.001, 0.0001) for name in DRAFTERS})
+DRAFTS = 4
+
+
+def recording_of(prompts: int = 3, seeds: int = 2, tokens: int = 90) -> Recording:
+    """Of two drafters, each of them good in one domain, and neither in the third."""
+    rng = np.random.default_rng(0)
+    traces: dict[str, list[HitTrace]] = {name: [] for name in DRAFTERS}
+    for domain, prompt, seed in itertools.product(DOMAINS, range(prompts), range(1, 1 + seeds)):
+        text = tuple(rng.integers(3, 999, tokens).tolist())
+        for name in DRAFTERS:
+            hits = tuple(bool(hit) for hit in rng.random(tokens) < HITS.get((name, domain), 0.4))
+            fields = {"confidence": (0.5,) * tokens, "agreement": (0.5,) * tokens, "seed": seed}
+            traces[name].append(HitTrace(f"p{prompt}", domain, name, "1", 1.0, 20, text, hits, **fields))
+    return Recording(traces, SHEET)
+
+
+def link_of(rtt_ms: float = 20) -> BenchLink:
+    return BenchLink(LinkShape.of(rtt_ms=rtt_ms), None, LinkRecord(rtt_ms))
+
+
+def stage_of(recording: Recording, link: BenchLink) -> Rounds:
+    return Rounds(arms_of(recording), link.shape_at, recording.costs.of("coder"), DRAFTS)
+
+
+def pool_of(recording: Recording, selectors: str = "static,random,leader", seeds: int = 4) -> Pool:
+    return Pool(recording, [link_of()], selectors.split(","), lambda link: stage_of(recording, link), seeds)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Row]:
+    return {row.name: row for row in pool_of(recording_of()).rows(lambda: None)}
+
+
+def written(recording: Recording, folder: Path) -> Path:
+    path = folder / "t.jsonl"
+    save_traces([trace for own in recording.traces.values() for trace in own], path)
+    save_costs(recording.costs, costs_path(path, "output"))
+    return path
+
+
+def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    try:
+        status = main(["traces", "replay", *arguments])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    out, err = capfd.readouterr()
+    return status, out, err
+
+
+# --- which texts ---
+
+
+def test_a_run_meets_every_prompt_of_its_row_once_in_an_order_by_chance_and_seeds_take_turns() -> None:
+    variants = variants_of(texts_of(recording_of().traces))
+    assert row_names(variants) == (*DOMAINS, "mix", "midway")
+    runs = [passages("mix", variants, seed) for seed in range(4)]
+    for seed, run in enumerate(runs):
+        assert {p.prompt for p in run} == {(d, f"p{i}") for d in DOMAINS for i in range(3)}
+        assert len(run) == 9
+        assert {p.text.tracks[0].trace.seed for p in run} == {1 + seed % 2}
+    assert runs[0][0].text == passages("mix", variants, 0)[0].text
+    assert len({tuple(p.prompt for p in run) for run in runs}) == 4
+    assert {p.domains for p in passages("code", variants, 0)} == {("code",)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_midway_every_text_begins_one_passage_and_ends_one_of_another_domain(seed) -> None:
+    variants = variants_of(texts_of(recording_of().traces))
+    alone = {p.prompt: p.text for p in passages("mix", variants, seed)}
+    run = passages("midway", variants, seed)
+    beginnings, endings = [], []
+    for passage in run:
+        before, after = passage.domains
+        assert passage.prompt[0] == before != after
+        assert passage.text.changes == (90,)
+        tokens = passage.text.tracks[1].trace.tokens
+        beginnings.append(tokens[:90])
+        endings.append(tokens[90:])
+        assert tokens[90:] in {text.tracks[0].trace.tokens for (domain, _), text in alone.items() if domain == after}
+    everything = sorted(text.tracks[0].trace.tokens for text in alone.values())
+    assert sorted(beginnings) == sorted(endings) == everything
+
+
+def test_of_one_domain_there_is_no_mix() -> None:
+    recording = recording_of()
+    code = Recording({name: [t for t in own if t.domain == "code"] for name, own in recording.traces.items()}, SHEET)
+    assert row_names(variants_of(texts_of(code.traces))) == ("code",)
+    [row] = pool_of(code, seeds=1).rows(lambda: None)
+    assert row.changes == ()
+    assert row.of(ORACLE, ORACLE).settled is None
+
+
+def test_prompts_of_the_same_name_in_two_domains_are_two() -> None:
+    assert len(variants_of(texts_of(recording_of().traces))) == 9
+
+
+def test_a_domain_with_the_name_of_a_row_is_refused() -> None:
+    own = {name: [replace(t, domain="mix") for t in traces] for name, traces in recording_of(1, 1).traces.items()}
+    with pytest.raises(ConfigError, match=r"traces: has a domain 'mix', which is the name of a row; rename it"):
+        pool_of(Recording(own, SHEET))
+
+
+# --- what they give ---
+
+
+def test_cloud_streaming_takes_the_link_once_and_a_step_a_token() -> None:
+    recording = recording_of(1, 1)
+    [text, *_] = texts_of(recording.traces)
+    costs = Costs(step_s=0.01, row_s=0.002, commit_s=0.0005, cloud_event_s=0.001, edge_event_s=0.002)
+    stage = Rounds(arms_of(recording), link_of(50).shape_at, costs, DRAFTS)
+    assert stage.cloud_s(text) == pytest.approx(0.05 + 0.003 + 90 * 0.0125)
+    paced = Rounds(arms_of(recording), link_of(50).shape_at, replace(costs, pace_s=0.1), DRAFTS)
+    assert paced.cloud_s(text) == pytest.approx(0.05 + 0.003 + 90 * 0.1005)
+
+
+def test_a_pace_holds_for_short_rounds_too() -> None:
+    recording = recording_of(1, 1)
+    [text, *_] = texts_of(recording.traces)
+    costs = recording.costs.of("coder", pace_s=0.5)
+    runs = play(text, arms_of(recording), StaticSelector(0), link_of(0).shape_at, costs, DRAFTS).rounds
+    assert min(entry.seconds for entry in runs) > 0.5
+    assert runs[-1].seconds < 0.52
+
+
+def test_a_cell_is_cloud_streaming_over_what_its_drafter_takes_on_the_same_texts(rows) -> None:
+    recording = recording_of()
+    stage = stage_of(recording, link_of())
+    for arm, drafter in enumerate(DRAFTERS):
+        seconds = cloud_s = 0.0
+        for text in texts_of(recording.traces):
+            if text.tracks[0].trace.domain == "code":
+                seconds += play(text, stage.arms, StaticSelector(arm), stage.shape_at, stage.costs, DRAFTS).seconds
+                cloud_s += stage.cloud_s(text)
+        cell = rows["code"].of(DRAFTER, drafter)
+        assert cell.speed_up == pytest.approx(cloud_s / seconds)
+        assert cell.seconds == pytest.approx(2 * seconds)  # four runs, two texts of each prompt
+        assert cell.tokens == 4 * 3 * 90
+        assert cell.interval.low < cell.speed_up < cell.interval.high
+        assert cell.shares == tuple(float(i == arm) for i in range(2))
+        assert cell.switches == 0
+
+
+def test_nobody_is_ahead_of_the_oracle_by_more_than_a_round(rows) -> None:
+    for row in rows.values():
+        oracle = row.of(ORACLE, ORACLE)
+        assert oracle.of_oracle == pytest.approx(1.0)
+        assert set(oracle.regret_s) == {0.0}
+        for cell in row.cells:
+            assert cell.of_oracle == pytest.approx(oracle.seconds / cell.seconds)
+            assert sum(cell.shares) == pytest.approx(1.0)
+            assert cell.regret_s[-1] == pytest.approx((cell.seconds - oracle.seconds) / 4)
+            if cell.kind == DRAFTER:
+                assert cell.of_oracle < 1.0 + 1e-9
+    assert rows["code"].of(ORACLE, ORACLE).seconds == pytest.approx(rows["code"].of(DRAFTER, "coder").seconds)
+
+
+def test_the_leader_is_near_the_best_drafter_everywhere_and_above_each_where_domains_change(rows) -> None:
+    for domain in ("code", "prose"):
+        best = max(rows[domain].of(DRAFTER, drafter).speed_up for drafter in DRAFTERS)
+        assert rows[domain].of(SELECTOR, "leader").speed_up > 0.9 * best
+    for row in (rows["mix"], rows["midway"]):
+        best = max(row.of(DRAFTER, drafter).speed_up for drafter in DRAFTERS)
+        assert row.of(SELECTOR, "leader").speed_up > best
+        assert row.of(SELECTOR, "leader").speed_up > row.of(SELECTOR, "random").speed_up
+
+
+def test_choices_and_what_is_settled_are_counted_from_the_change_on(rows) -> None:
+    changes = {(change.name, change.domain): np.array(change.shares) for change in rows["midway"].changes}
+    assert {domain for name, domain in changes if name == "oracle"} == set(DOMAINS)
+    coder = changes["oracle", "code"][:, DRAFTERS.index("coder")]
+    assert coder[BEFORE + 6 : BEFORE + 90].min() == 1.0, "behind the round that was on its way"
+    assert coder[:BEFORE].max() < 1.0
+    assert {shares.shape[0] for shares in changes.values()} == {128}
+    assert changes["leader", "code"].sum(axis=1)[: BEFORE + 90] == pytest.approx(1.0)
+    assert not changes["leader", "code"][BEFORE + 90 :].any(), "there the texts have ended"
+    assert SETTLED_TOKENS < 90
+    settled = {cell.name: cell.settled for cell in rows["midway"].cells}
+    assert settled["oracle"] == 1.0
+    assert settled["leader"] > 0.9 > settled["random"]
+    assert rows["mix"].of(SELECTOR, "leader").settled is None
+
+
+def test_a_selector_keeps_what_it_has_learned_within_a_run_and_nothing_between_runs(monkeypatch) -> None:
+    made: list[MetaSdUcb] = []
+
+    def make(arms, rng):
+        made.append(MetaSdUcb(arms=arms))
+        return made[-1]
+
+    monkeypatch.setitem(SELECTORS, "mine", make)
+    list(pool_of(recording_of(), "mine", seeds=2).rows(lambda: None))
+    assert len(made) == 2 * 5
+    assert len({round(sum(selector.pulls)) for selector in made[:2]}) == 2
+    # All tokens of a run: nine texts of 90, some of 180 midway, at most five a round.
+    assert min(sum(selector.pulls) for selector in made[8:]) > 9 * 180 / 5
+
+
+def test_on_the_stream_a_drafter_alone_is_its_replay_and_turns_are_told_apart() -> None:
+    recording = recording_of(2, 1)
+    texts = texts_of(recording.traces)
+    costs = [recording.costs.of(name, pace_s=0.03) for name in DRAFTERS]
+    shape_at = link_of(60).shape_at
+    stage = Stream(costs, shape_at, Policy)
+    outcomes = replay(
+        [text.tracks[1].trace for text in texts], shape_at, costs[1], Policy(), warm_up_tokens=WARM_UP_TOKENS
+    )
+    for course, outcome in zip(stage.alone(texts, 1), outcomes, strict=True):
+        assert course.at_s.tolist() == list(outcome.arrivals)
+        assert set(course.choices.tolist()) == {1}
+    assert 90 * 0.03 < stage.cloud_s(texts[0]) < 90 * 0.04 + 0.1
+    mixed = stage.courses(texts, RandomSelector(2, np.random.default_rng(0)))
+    assert {int(arm) for course in mixed for arm in course.choices} == {0, 1}
+    assert [len(course.choices) for course in mixed] == [90] * 6
+    best = stage.best(texts)
+    for one, alone in zip(best, zip(*(stage.alone(texts, arm) for arm in (0, 1)), strict=True), strict=True):
+        assert one.seconds == min(course.seconds for course in alone)
+    [text] = [passage.text for passage in passages("midway", variants_of(texts), 0) if passage.domains[0] == "code"][:1]
+    [changed] = stage.best([text])
+    assert changed.seconds <= stage.courses([text], StaticSelector(0))[0].seconds
+
+
+def test_between_texts_every_drafter_is_told_of_as_many_tokens() -> None:
+    view = SelectionView(4, (0.1, 0.1), (0.0, 0.0), (0, 0))
+    experts = FixedShare(arms=2)
+    aligned = Aligned(Hedge(experts, np.random.default_rng(0)), 2)
+    for _ in range(2):
+        assert aligned.begin_text() is aligned
+        aligned.learn(RoundOutcome(view, 0, 3, 3, 2, math.nan, 0.1, hits=((True, True, False), (True,))))
+        assert list(map(len, experts.unpaid)) == [2, 0]
+    aligned.begin_text()
+    assert list(map(len, experts.unpaid)) == [0, 0]
+    random = Aligned(RandomSelector(2, np.random.default_rng(0)), 2)
+    assert (random.reads_along, aligned.reads_along) == (False, True)
+
+
+def test_silence_and_confidence_reach_the_selectors() -> None:
+    class Noting(StaticSelector):
+        def score(self, view, chosen):
+            return tuple(arm for arm in view.arms if arm != chosen)
+
+        def learn(self, outcome: RoundOutcome) -> None:
+            heard.append(outcome.confidence)
+
+    heard: list[tuple[tuple[float, ...], ...]] = []
+    trace = HitTrace("p", "d", "a", "1", 1.0, 1, (5, 6, 7, 8), (True, False, True, True), (0.9, 0.8, 0.7, 0.6))
+    mute = replace(
+        trace, hits=(False,) * 4, silent=(False, True, False, True), confidence=(0.4, math.nan, 0.3, math.nan)
+    )
+    [text] = texts_of({"a": [trace], "b": [mute]})
+    play(
+        text, arms_of(Recording({"coder": [trace], "writer": [mute]}, SHEET)), Noting(0), link_of().shape_at, Costs(), 3
+    )
+    assert [entry[0] for entry in heard] == [(0.9, 0.8), (0.7, 0.6)]
+    assert repr([entry[1] for entry in heard]) == "[(), (0.4, 0.0, nan, nan)]", "nobody hears of the text's end"
+    heard.clear()
+    play(
+        text, arms_of(Recording({"coder": [trace], "writer": [mute]}, SHEET)), Noting(0), link_of().shape_at, Costs(), 1
+    )
+    assert repr([entry[0] for entry in heard]) == "[(0.9, nan), (0.7, nan)]", (
+        "the token behind a full round is nobody's"
+    )
+
+
+# --- the command ---
+
+
+def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> None:
+    path = written(recording_of(), tmp_path)
+    outputs = ["--json", str(tmp_path / "r.json")]
+    names = "static,random,metasd-bd"
+    arguments = [
+        str(path),
+        "--rtt",
+        "5,60",
+        "--drafter",
+        "coder,writer",
+        "--selector",
+        names,
+        "--seeds",
+        "2",
+        "--rounds",
+        "4",
+        "--pace",
+        "30",
+    ]
+    status, out, err = said([*arguments, *outputs], capfd)
+    assert status == 0, err
+    assert max(map(len, out.splitlines())) <= 100
+    for words in (
+        "2 runs in rounds",
+        "at least 30 ms",
+        "midway",
+        "5 ms 20/100 Mbit/s",
+        "coder",
+        "metasd-bd",
+        "speed from 64 tokens after a",
+    ):
+        assert words in out
+    assert out.count("best drafter alone") == 2
+    assert out.count("*") >= 2 * 5  # the best of every row of both links
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert (record["drafters"], record["drafts"], record["seeds"], record["pace_ms"]) == (list(DRAFTERS), 4, 2, 30)
+    assert [(row["link"]["rtt_ms"], row["name"]) for row in record["rows"]] == [
+        (rtt, name) for rtt in (5, 60) for name in (*DOMAINS, "mix", "midway")
+    ]
+    for row in record["rows"]:
+        columns = [(cell["kind"], cell["name"]) for cell in row["cells"]]
+        selectors = [("selector", name) for name in names.split(",")[1:]]
+        assert columns == [("drafter", "coder"), ("drafter", "writer"), *selectors, ("oracle", "oracle")]
+        assert all(len(cell["regret_s"]) == len(row["positions"]) for cell in row["cells"])
+        assert row["positions"][0] == 1
+        assert row["positions"] == sorted(set(row["positions"]))
+    assert "20 runs of every selector" in err
+
+
+def test_the_pictures_are_of_every_link(rows, tmp_path) -> None:
+    code, midway = rows["code"], rows["midway"]
+    few = replace(midway, changes=tuple(change for change in midway.changes if change.domain == "code"))
+    shown = (code, few, replace(code, link=LinkRecord(60.0, trace="lte-motion")))
+    draw(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown), tmp_path)
+    names = {f"{picture}-{link}.png" for picture in ("speedup", "regret") for link in ("20ms", "lte-motion")}
+    names |= {"choices-20ms.png"}  # on the other link nothing changes
+    assert {file.name for file in tmp_path.iterdir()} == names
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    with pytest.raises(ConfigError, match="plot: cannot write"):
+        draw(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown[-1:]), Path("/proc"))
+
+
+def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
+    path = written(recording_of(1, 1, 40), tmp_path)
+    arguments = ["--rtt", "60", "--pace", "30", "--selector", "static,leader", "--play", "stream", "--seeds", "1"]
+    status, out, err = said([str(path), *arguments, "--window", "8,4"], capfd)
+    assert status == 0, err
+    assert "1 runs in stream" in out
+    [oracle] = [line.split() for line in out.splitlines() if line.startswith("oracle  ") and "*" not in line][1:]
+    assert all(float(share) > 0.99 for share in oracle[1:4]), "in a domain it is one drafter"
+    assert {line.split()[0] for line in out.splitlines() if "." in line} >= {"coder", "writer", "leader", "oracle"}
+    status, _, err = said([str(path), *arguments, "--window", "wide"], capfd)
+    assert (status, "'wide' is none of" in err) == (1, True)
+
+
+def test_a_log_gets_a_line_now_and_then_and_none_of_short_work(monkeypatch, capsys) -> None:
+    now = 0.0
+    monkeypatch.setattr("outrider.bench.traces.progress.time.monotonic", lambda: now)
+    with shown(Console(stderr=True, force_terminal=False), "replaying", 8) as advance:
+        for _ in range(8):
+            now += 0.4 * LINE_S
+            advance()
+    assert capsys.readouterr().err.splitlines() == ["replaying: 3 of 8", "replaying: 6 of 8"]
+
+
+def test_on_a_terminal_there_is_a_bar(capsys) -> None:
+    with shown(Console(stderr=True, force_terminal=True), "replaying", 2) as advance:
+        advance()
+    assert "replaying" in capsys.readouterr().err
+
+
+def test_of_one_text_a_prompt_and_one_prompt_there_are_figures_without_intervals(tmp_path, capfd) -> None:
+    recording = recording_of(1, 1)
+    path = written(Recording({n: own[:1] for n, own in recording.traces.items()}, SHEET), tmp_path)
+    arguments = ["--rtt", "5", "--selector", "leader", "--seeds", "1", "--plot", str(tmp_path / "p")]
+    status, out, err = said([str(path), *arguments], capfd)
+    assert status == 0, err
+    line = next(line for line in out.splitlines() if line.startswith("leader"))
+    assert "*" in line
+    assert "±" not in line
+    assert sorted(file.name for file in (tmp_path / "p").iterdir()) == ["regret-5ms.png", "speedup-5ms.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--selector", "best"], 1, "selector: 'best' is none of leader, static"),
+        (["--selector", "leader,leader"], 1, "selector: names something twice; once is enough"),
+        (["--selector", "leader", "--seeds", "0"], 2, "--seeds: 0 is below 1"),
+        (["--selector", "leader", "--rounds", "0"], 2, "--rounds: 0 is below 1"),
+        (["--selector", "leader", "--play", "chess"], 2, "--play"),
+        (["--selector", "leader", "--drafter", "poet"], 1, "drafter: 'poet' was not recorded"),
+        (["--selector", "leader", "--json", "/proc/r.json"], 1, "json: cannot write /proc/r.json"),
+        (["--selector", "leader", "--plot", "/proc/r"], 1, "plot: cannot make /proc/r"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_one_clear_line(arguments, status, says, tmp_path, capfd) -> None:
+    got, out, err = said([str(written(recording_of(1, 1), tmp_path)), *arguments], capfd)
+    assert got == status
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert out == ""
