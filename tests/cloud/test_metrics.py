@@ -20,7 +20,7 @@ from outrider.edge import Client, EdgeConfig
 from outrider.edge.drafters.fakes import ScriptedDrafter
 from outrider.edge.metrics import EdgeMetrics
 from outrider.proto.errors import ConfigError
-from outrider.proto.logs import JsonLines
+from outrider.proto.plumbing.logs import JsonLines
 from outrider.proto.types import Commit, FinishReason, Timing
 
 VOCAB = 61

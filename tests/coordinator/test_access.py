@@ -16,10 +16,10 @@ from outrider.coordinator.fakes import ScriptedCluster, ready, write_package
 from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.security import Security
 from outrider.proto import codec
-from outrider.proto.access import Key, Keys, secret_sha256
 from outrider.proto.address import is_local_peer
 from outrider.proto.errors import ConfigError, PermissionDenied, ResourceExhausted, Unauthenticated
 from outrider.proto.lease import verify_lease
+from outrider.proto.plumbing.access import Key, Keys, secret_sha256
 from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.types import LeaseRequest, SessionReport
 

@@ -28,8 +28,8 @@ from outrider.edge.features import PromptClass, TextFeatures
 from outrider.edge.routes import CoordinatorRoute
 from outrider.edge.security import Security
 from outrider.proto import codec
-from outrider.proto.access import Key, secret_sha256
 from outrider.proto.errors import InvalidArgument, NotFound, Unauthenticated
+from outrider.proto.plumbing.access import Key, secret_sha256
 from outrider.proto.types import (
     MOST_DRAFTERS_TOLD,
     DrafterHits,

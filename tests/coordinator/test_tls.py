@@ -24,8 +24,8 @@ from outrider.edge.routes import CoordinatorRoute
 from outrider.edge.security import Security
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, Unavailable
+from outrider.proto.plumbing.tls import ClientTls, ServerTls, bind
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.tls import ClientTls, ServerTls, bind
 from outrider.proto.types import Cancel, LeaseRequest, Opened
 
 SECRET = b"0123456789abcdef"

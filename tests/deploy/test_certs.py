@@ -13,9 +13,16 @@ from outrider.deploy.certs import Issued, issue
 from outrider.deploy.cli import build_parser, main
 from outrider.deploy.options import connection, security, serving_tls
 from outrider.edge import EdgeConfig
-from outrider.proto.access import Keys, secret_sha256
 from outrider.proto.errors import ConfigError
-from outrider.proto.tls import PUBLIC, ClientCredentials, ClientTls, ServerTls, name_to_expect, server_credentials
+from outrider.proto.plumbing.access import Keys, secret_sha256
+from outrider.proto.plumbing.tls import (
+    PUBLIC,
+    ClientCredentials,
+    ClientTls,
+    ServerTls,
+    name_to_expect,
+    server_credentials,
+)
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.deploy.metrics_table import figures_by_part, table
 from outrider.proto.figures import Figure
-from outrider.proto.logs import JsonLines
+from outrider.proto.plumbing.logs import JsonLines
 
 GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
 SELECTOR = re.compile(r"([a-zA-Z_][a-zA-Z0-9_:]*)\s*(\{[^}]*\})?\s*(\[[^\]]*\])?(\s*\()?")

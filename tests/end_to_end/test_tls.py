@@ -22,9 +22,9 @@ from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.deploy.certs import Issued, issue
 from outrider.edge import Client, EdgeConfig
-from outrider.proto.access import Key, secret_sha256
 from outrider.proto.errors import ConfigError, OutriderError, Unauthenticated
-from outrider.proto.tls import ClientTls, ServerTls
+from outrider.proto.plumbing.access import Key, secret_sha256
+from outrider.proto.plumbing.tls import ClientTls, ServerTls
 
 SECRET = b"a secret of the two of them"
 API_KEY = "otr_alices-own-secret"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.proto import access
-from outrider.proto.access import SECRET_PREFIX, Bucket, Key, Keys, Limits, new_secret, secret_sha256
 from outrider.proto.errors import ConfigError, ResourceExhausted, Unauthenticated
+from outrider.proto.plumbing import access
+from outrider.proto.plumbing.access import SECRET_PREFIX, Bucket, Key, Keys, Limits, new_secret, secret_sha256
 
 
 def key(name="alice", secret="the secret", **limits):

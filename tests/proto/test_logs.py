@@ -9,7 +9,7 @@ from datetime import datetime
 import pytest
 
 from outrider.proto.errors import ConfigError, Unavailable
-from outrider.proto.logs import JsonLines, TextLines, about, configure
+from outrider.proto.plumbing.logs import JsonLines, TextLines, about, configure
 
 
 def record(message: str, *args: object, extra: dict[str, str] | None = None, exc_info=None) -> logging.LogRecord:

@@ -16,7 +16,7 @@ import pytest
 
 from outrider.deploy.certs import Issued, issue
 from outrider.proto.errors import ConfigError
-from outrider.proto.tls import (
+from outrider.proto.plumbing.tls import (
     PUBLIC,
     ClientCredentials,
     ClientTls,

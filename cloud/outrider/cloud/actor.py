@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.proto.errors import ConfigError
-from outrider.proto.logs import configure
+from outrider.proto.plumbing.logs import configure
 
 if TYPE_CHECKING:
     from outrider.cloud.config import VerifierConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError
 from outrider.proto.figures_server import check_metrics_listen
-from outrider.proto.tls import ServerTls
+from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.tracing import check_tracing
 from outrider.proto.types import Goal, Patience
 

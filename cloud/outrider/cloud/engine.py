@@ -19,7 +19,7 @@ from outrider.cloud.steering import Projection
 from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Rows, Target
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
-from outrider.proto.logs import about
+from outrider.proto.plumbing.logs import about
 from outrider.proto.policy import Smoothed, StepCost, batching_delay_s
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Cancel, CloudFrame, Continue, Draft, EdgeFrame, Goaway, Open, Report, Sampling

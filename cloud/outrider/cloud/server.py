@@ -22,17 +22,17 @@ from outrider.cloud.projections import load_projections
 from outrider.cloud.target import load_target
 from outrider.cloud.tracing import VerifierTracing
 from outrider.proto import codec
-from outrider.proto.access import Bucket, Meters
 from outrider.proto.address import is_local_address
 from outrider.proto.channel import SERVER_OPTIONS
 from outrider.proto.errors import ConfigError, InvalidArgument, NotFound, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.figures_server import FiguresServer
 from outrider.proto.lease import LeaseClaim, verify_lease
-from outrider.proto.logs import about
+from outrider.proto.plumbing.access import Bucket, Meters
+from outrider.proto.plumbing.logs import about
+from outrider.proto.plumbing.tls import bind, name_to_expect
 from outrider.proto.release import release
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import VerifierRules
-from outrider.proto.tls import bind, name_to_expect
 from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Grammar, Open, Opened, VerifierStatus
 
 OPEN_WITHIN_S = 10.0

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from outrider.proto.access import Key, Keys, Limits, Ticket
 from outrider.proto.address import is_local_peer
 from outrider.proto.errors import PermissionDenied, Unauthenticated
+from outrider.proto.plumbing.access import Key, Keys, Limits, Ticket
 from outrider.proto.types import SessionReport
 
 AUTHORIZATION = "authorization"

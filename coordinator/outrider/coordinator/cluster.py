@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from outrider.coordinator.config import StaticVerifier
 from outrider.proto.errors import InvalidArgument, NotFound
-from outrider.proto.tls import ClientCredentials, ClientTls, explain, open_channel
+from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import VerifierStatus
 

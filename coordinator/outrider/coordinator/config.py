@@ -13,7 +13,7 @@ from outrider.proto.channel import MOST_MESSAGE_BYTES
 from outrider.proto.errors import ConfigError
 from outrider.proto.figures_server import check_metrics_listen
 from outrider.proto.lease import MIN_SECRET_BYTES
-from outrider.proto.tls import ClientTls, ServerTls
+from outrider.proto.plumbing.tls import ClientTls, ServerTls
 
 MIB = 1 << 20
 
@@ -59,7 +59,7 @@ class CoordinatorConfig:
             tokens, API keys and, where it relays, prompts and texts.
         tls: certificate and key, and whose certificates clients must show; None: plain text.
         verifier_tls: how to speak to verifiers that speak TLS; None: they do not, or are never spoken to.
-        api_keys: file of the keys that callers must have (`outrider.proto.access`); None: none is asked for.
+        api_keys: file of the keys that callers must have (`outrider.proto.plumbing.access`); None: none is asked for.
         remote_drain: without API keys, let other machines drain verifiers too.
         relay: pass decoding streams on to the verifiers, for edges that cannot reach them.
         relay_streams: so many at once, at most.

@@ -22,9 +22,9 @@ from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.lease import LEASE_METADATA, read_lease
+from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, to_status
 from outrider.proto.tally import Tally
-from outrider.proto.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.types import RelayStatus
 from outrider.proto.uplink import ENDED, send_bytes
 

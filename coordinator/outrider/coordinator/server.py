@@ -25,8 +25,8 @@ from outrider.proto.address import join_address, split_address
 from outrider.proto.channel import MOST_MESSAGE_BYTES, SERVER_OPTIONS
 from outrider.proto.errors import ConfigError, Internal, OutriderError, ResourceExhausted
 from outrider.proto.figures_server import FiguresServer
+from outrider.proto.plumbing.tls import bind
 from outrider.proto.rpc_errors import to_status
-from outrider.proto.tls import bind
 from outrider.proto.types import ClusterStatus, DrafterManifest
 
 if TYPE_CHECKING:

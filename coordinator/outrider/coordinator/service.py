@@ -19,7 +19,6 @@ from outrider.coordinator.counts import CoordinatorCounts
 from outrider.coordinator.placement import place
 from outrider.coordinator.relay import RelayCounts
 from outrider.coordinator.statistics import FleetStatistics
-from outrider.proto.access import Keys
 from outrider.proto.errors import (
     InvalidArgument,
     NotFound,
@@ -29,7 +28,8 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.lease import LeaseClaim, sign_lease
-from outrider.proto.logs import about
+from outrider.proto.plumbing.access import Keys
+from outrider.proto.plumbing.logs import about
 from outrider.proto.release import release
 from outrider.proto.types import (
     PROTOCOL_VERSION,

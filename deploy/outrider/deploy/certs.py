@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.proto.access import Key, Keys, new_secret, secret_sha256
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.access import Key, Keys, new_secret, secret_sha256
 
 if TYPE_CHECKING:
     from cryptography import x509

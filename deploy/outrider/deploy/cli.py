@@ -36,7 +36,7 @@ from outrider.deploy.options import (
 )
 from outrider.deploy.termination import STATUS, Terminated, sigterm_unwinds
 from outrider.proto.errors import ConfigError, OutriderError
-from outrider.proto.logs import FORMATS, LEVELS, configure
+from outrider.proto.plumbing.logs import FORMATS, LEVELS, configure
 
 
 def main(argv: list[str] | None = None) -> int:

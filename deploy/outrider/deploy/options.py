@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import configargparse
 
 from outrider.proto.errors import ConfigError, OutriderError
-from outrider.proto.tls import ClientTls, ServerTls
+from outrider.proto.plumbing.tls import ClientTls, ServerTls
 from outrider.proto.types import Grammar, GrammarKind, Patience
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from outrider.deploy.cluster import embedded_drafters, local_cluster
 from outrider.deploy.options import lease_secret, metrics, serving_tls
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError
-from outrider.proto.tls import ClientTls
+from outrider.proto.plumbing.tls import ClientTls
 from outrider.proto.types import Goal
 
 logger = logging.getLogger(__name__)

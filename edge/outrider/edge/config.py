@@ -11,6 +11,7 @@ from pathlib import Path
 from outrider.edge.drafters.cache import DEFAULT_ROOT
 from outrider.edge.security import Security
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.tls import ClientTls
 from outrider.proto.policy import (
     FixedCodes,
     FixedWindow,
@@ -22,7 +23,6 @@ from outrider.proto.policy import (
 from outrider.proto.policy.length import rule_by_name
 from outrider.proto.policy.selection import selector_named
 from outrider.proto.session import RetryRules
-from outrider.proto.tls import ClientTls
 from outrider.proto.tracing import check_tracing
 from outrider.proto.types import Patience
 

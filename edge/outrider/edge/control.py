@@ -13,8 +13,8 @@ from outrider.edge.security import Security
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import DeadlineExceeded, Unavailable
+from outrider.proto.plumbing.tls import ClientCredentials, explain, open_blocking_channel, open_channel
 from outrider.proto.rpc_errors import from_rpc_error
-from outrider.proto.tls import ClientCredentials, explain, open_blocking_channel, open_channel
 from outrider.proto.types import (
     ClusterStatus,
     DrafterManifest,

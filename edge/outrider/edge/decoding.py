@@ -17,7 +17,7 @@ from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal
 from outrider.edge.link import Channels, Stream, relay_metadata
 from outrider.edge.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
-from outrider.proto.logs import about
+from outrider.proto.plumbing.logs import about
 from outrider.proto.policy import Experience
 from outrider.proto.session import (
     NOTHING_FORESEEN,

@@ -14,9 +14,9 @@ from outrider.proto import codec
 from outrider.proto.channel import CONNECTION_WINDOW_BYTES, DECODING_OPTIONS, DECODING_WINDOW_BYTES
 from outrider.proto.errors import OutriderError, Unavailable
 from outrider.proto.lease import LEASE_METADATA
+from outrider.proto.plumbing.tls import ClientCredentials, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.tls import ClientCredentials, explain, open_channel
 from outrider.proto.types import CloudFrame, EdgeFrame, Lease
 from outrider.proto.uplink import ENDED, send_bytes
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError
-from outrider.proto.tls import ClientTls
+from outrider.proto.plumbing.tls import ClientTls
 
 _KEY = re.compile(r"[!-~]{1,512}")
 

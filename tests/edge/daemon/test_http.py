@@ -11,7 +11,6 @@ import pytest
 
 from outrider.edge.daemon.config import DaemonConfig
 from outrider.edge.daemon.server import Daemon
-from outrider.proto.access import Key, new_secret, secret_sha256
 from outrider.proto.errors import (
     ConfigError,
     DataLoss,
@@ -24,6 +23,7 @@ from outrider.proto.errors import (
     Unavailable,
     UnknownToken,
 )
+from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 
 
 def test_models_health_version_metrics_and_the_page_answer(start) -> None:

@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 from outrider.edge.daemon.config import DaemonConfig
 from outrider.edge.daemon.tls import LiveTls
 from outrider.proto.errors import ConfigError
-from outrider.proto.tls import ServerTls
+from outrider.proto.plumbing.tls import ServerTls
 
 
 def certify(folder: Path, name: str, serial: int) -> tuple[Path, Path]:

@@ -20,8 +20,8 @@ from outrider.edge.doctor.visit import Visit
 from outrider.edge.security import Security
 from outrider.proto import errors
 from outrider.proto.lease import LeaseClaim, sign_lease
+from outrider.proto.plumbing.tls import ClientTls
 from outrider.proto.release import release
-from outrider.proto.tls import ClientTls
 from outrider.proto.types import Lease
 
 

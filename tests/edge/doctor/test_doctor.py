@@ -12,9 +12,9 @@ import pytest
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.doctor import Examined, Outcome, examine, round_trips, visit
 from outrider.edge.drafters.packages import FAMILY
-from outrider.proto.access import Key, new_secret, secret_sha256
+from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
+from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.release import release
-from outrider.proto.tls import ServerTls
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ from outrider.edge.daemon.texts import Item, merged
 from outrider.edge.daemon.wanted import Text, Wanted, wanted_chat, wanted_completion
 from outrider.edge.events import Event, Finished, Tokens
 from outrider.edge.metrics import EdgeMetrics
-from outrider.proto.access import Key, Limits, Ticket
 from outrider.proto.errors import OutriderError
-from outrider.proto.logs import about
+from outrider.proto.plumbing.access import Key, Limits, Ticket
+from outrider.proto.plumbing.logs import about
 from outrider.proto.release import release
 
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outrider.proto.address import is_loopback, split_address
 from outrider.proto.errors import ConfigError
-from outrider.proto.tls import ServerTls
+from outrider.proto.plumbing.tls import ServerTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.edge.daemon.errors import DEFECT, ApiError
 from outrider.edge.daemon.figures import HttpFigures
-from outrider.proto.access import Key, Keys
 from outrider.proto.address import is_loopback
 from outrider.proto.errors import Unauthenticated
-from outrider.proto.logs import about
+from outrider.proto.plumbing.access import Key, Keys
+from outrider.proto.plumbing.logs import about
 
 REQUEST_ID = "X-Request-Id"
 API = "/v1/"

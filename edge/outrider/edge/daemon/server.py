@@ -22,9 +22,9 @@ from outrider.edge.daemon.gate import Gate
 from outrider.edge.daemon.guard import Doors
 from outrider.edge.daemon.tls import LiveTls
 from outrider.edge.metrics import EdgeMetrics
-from outrider.proto.access import Keys
 from outrider.proto.address import join_address
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.access import Keys
 
 BACKLOG = 1024
 IDLE_S = 75  # that a connection is kept open for another request

@@ -7,7 +7,7 @@ import logging
 import ssl
 
 from outrider.proto.errors import ConfigError
-from outrider.proto.tls import ServerTls
+from outrider.proto.plumbing.tls import ServerTls
 
 LOOK_EVERY_S = 2.0
 

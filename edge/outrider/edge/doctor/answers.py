@@ -14,8 +14,8 @@ from outrider.edge.doctor.finding import Finding, failed, ok
 from outrider.edge.doctor.remedies import failed_by
 from outrider.edge.doctor.visit import PATIENT_S
 from outrider.proto.errors import OutriderError
+from outrider.proto.plumbing.tls import explain
 from outrider.proto.rpc_errors import from_rpc_error
-from outrider.proto.tls import explain
 
 
 async def answer(at: Endpoint) -> Finding:

@@ -14,7 +14,7 @@ from outrider.edge.doctor.remedies import failed_by
 from outrider.edge.doctor.visit import PATIENT_S
 from outrider.proto.address import is_loopback
 from outrider.proto.errors import OutriderError
-from outrider.proto.tls import PUBLIC, ClientCredentials, ClientTls, certificate_names
+from outrider.proto.plumbing.tls import PUBLIC, ClientCredentials, ClientTls, certificate_names
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -11,7 +11,7 @@ import grpc.aio
 from outrider.edge.security import Security
 from outrider.proto.address import split_address
 from outrider.proto.channel import CLIENT_OPTIONS
-from outrider.proto.tls import ClientCredentials, open_channel
+from outrider.proto.plumbing.tls import ClientCredentials, open_channel
 
 
 @dataclass(frozen=True, slots=True)

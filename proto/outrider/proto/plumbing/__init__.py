@@ -1,0 +1,6 @@
+"""What every server needs beside the contract.
+
+access  API keys of tenants, and their limits
+logs    log lines for people and for machines
+tls     certificates, and channels and ports that use them
+"""
