@@ -109,3 +109,12 @@ def test_embedded_drafters_and_target_share_one_tokenizer() -> None:
     of_target = tokenizer_hash((target_folder("reference") / "tokenizer.json").read_text(encoding="utf-8"))
     for name in embedded_packages():
         assert find_package(name).tokenizer_sha256 == of_target
+
+
+def test_importing_the_session_loads_neither_grpc_nor_protobuf_nor_any_rule_that_learns() -> None:
+    program = "import sys, outrider.proto.session; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "outrider.proto.session.verifier" in loaded
+    assert not {"grpc", "google.protobuf", "cryptography", "prometheus_client"} & set(loaded)
+    ours = {name for name in loaded if name.startswith("outrider.")}
+    assert not {name for name in ours if ".policies" in name or ".plumbing" in name or name.startswith("outrider.edge")}

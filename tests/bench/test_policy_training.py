@@ -18,10 +18,10 @@ from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.traces.windows import NotedWindow, policy_of
 from outrider.deploy.cli import build_parser, main
 from outrider.edge import EdgeConfig
+from outrider.edge.policies.length import AimdWindow, SpecDecWindow, ThresholdWindow, load_trained
+from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, LENGTHS, block_inputs, draft_inputs
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow
-from outrider.proto.policy.length import AimdWindow, SpecDecWindow, ThresholdWindow, load_trained
-from outrider.proto.policy.length.features import BLOCK_INPUTS, DRAFT_INPUTS, LENGTHS, block_inputs, draft_inputs
 
 NAN = math.nan
 

@@ -25,10 +25,11 @@ from outrider.bench.replay.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import find_trace
+from outrider.edge.policies.selection import default_selector
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow
-from outrider.proto.policy.selection import StaticSelector, default_selector
+from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.types import Draft, Goal, Patience
 
 FREE = Costs(

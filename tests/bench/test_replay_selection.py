@@ -13,10 +13,8 @@ from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.selection import Text, Track, best_single, joined, oracle, play, texts_of
 from outrider.bench.replay.traces import HitTrace
 from outrider.deploy.link.shape import LinkShape
-from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection import (
+from outrider.edge.policies.selection import (
     Alignment,
-    Arm,
     BlockEfficiency,
     DiscountedUcb,
     Exp3,
@@ -24,15 +22,13 @@ from outrider.proto.policy.selection import (
     Hedge,
     MetaSdUcb,
     RandomSelector,
-    RoundOutcome,
-    SelectionView,
-    Selector,
     SequentialHalving,
     SlidingUcb,
-    StaticSelector,
     Thompson,
     default_selector,
 )
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 
 PLAIN = Costs(step_s=0.010, row_s=0.001, job_s=0.0, edge_event_s=0.0, cloud_event_s=0.0, commit_s=0.0)
 DRAFTS = 6

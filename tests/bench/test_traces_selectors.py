@@ -33,17 +33,9 @@ from outrider.bench.traces.stream import Stream
 from outrider.bench.traces.tally import BEFORE, SETTLED_TOKENS
 from outrider.deploy.cli import main
 from outrider.deploy.link.shape import LinkShape
+from outrider.edge.policies.selection import SELECTORS, FixedShare, Hedge, MetaSdUcb, RandomSelector
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection import (
-    SELECTORS,
-    FixedShare,
-    Hedge,
-    MetaSdUcb,
-    RandomSelector,
-    RoundOutcome,
-    SelectionView,
-    StaticSelector,
-)
+from outrider.proto.policy.selection import RoundOutcome, SelectionView, StaticSelector
 
 DOMAINS = ("code", "prose", "math")
 DRAFTERS = ("coder", "writer")

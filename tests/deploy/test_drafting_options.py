@@ -11,7 +11,7 @@ from outrider.deploy.daemon import edge_config
 from outrider.deploy.options import drafting
 from outrider.edge.config import EdgeConfig
 from outrider.edge.drafters import embedded_packages
-from outrider.proto.policy.selection import SELECTORS
+from outrider.edge.policies.selection import SELECTORS
 
 
 def test_one_drafter_alone_is_what_it_always_was():

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
+from outrider.edge.policies.selection import FixedShare, Leader
 from outrider.proto import codec
 from outrider.proto.errors import (
     InvalidArgument,
@@ -21,7 +22,6 @@ from outrider.proto.errors import (
     UnknownToken,
 )
 from outrider.proto.policy import Experience, FixedWindow, SurvivalWindow
-from outrider.proto.policy.selection import FixedShare, Leader
 from outrider.proto.session import (
     Done,
     EdgeInstruction,

@@ -13,18 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
-from outrider.proto.errors import ConfigError, InvalidArgument
-from outrider.proto.policy import EdgeView
-from outrider.proto.policy.length import (
+from outrider.edge.policies.length import (
     RULES,
     AimdWindow,
-    FixedWindow,
     FlexSpecWindow,
-    LearningRule,
     Network,
     SpecDecWindow,
     SpecKvWindow,
-    SurvivalWindow,
     ThresholdWindow,
     Trained,
     load_trained,
@@ -32,8 +27,10 @@ from outrider.proto.policy.length import (
     save_trained,
     shipped,
 )
-from outrider.proto.policy.length.features import BLOCK_INPUTS, DRAFT_INPUTS, block_inputs, draft_inputs
-from outrider.proto.policy.length.rounds import draft_s, expected_in_flight, waiting_s
+from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, block_inputs, draft_inputs
+from outrider.edge.policies.length.rounds import draft_s, expected_in_flight, waiting_s
+from outrider.proto.errors import ConfigError, InvalidArgument
+from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow
 from outrider.proto.types import Goal, Sampling
 
 NAN = math.nan

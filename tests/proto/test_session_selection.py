@@ -11,21 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
+from outrider.edge.policies.selection import Exp3, FixedShare, Hedge, Leader, MetaSdUcb, RandomSelector
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import FixedWindow
-from outrider.proto.policy.selection import (
-    Arm,
-    Exp3,
-    FixedShare,
-    Hedge,
-    Leader,
-    MetaSdUcb,
-    RandomSelector,
-    RoundOutcome,
-    SelectionView,
-    Selector,
-    StaticSelector,
-)
+from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.session.selection import Conditions
 from outrider.proto.types import Sampling

@@ -418,7 +418,7 @@ def patience(text: str) -> Patience:
 
 def window(text: str) -> int | str:
     """`N`, or a length rule's name."""
-    from outrider.proto.policy.length import rule_by_name  # here, since it brings numpy along
+    from outrider.edge.policies.length import rule_by_name  # here, since it brings numpy along
 
     try:
         if text.lstrip("+-").isdecimal():
@@ -431,7 +431,7 @@ def window(text: str) -> int | str:
 
 def selector(text: str) -> str:
     """The name of a rule that selects among drafters."""
-    from outrider.proto.policy.selection import selector_named  # here, since it brings numpy along
+    from outrider.edge.policies.selection import selector_named  # here, since it brings numpy along
 
     try:
         selector_named(text)

@@ -27,6 +27,7 @@ from outrider.edge.drafters.protocol import Drafter
 from outrider.edge.events import Completion, Event, Finished
 from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, told_hits
 from outrider.edge.link import Channels
+from outrider.edge.policies.selection import default_selector, selector_named
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.routes import Route
 from outrider.edge.starting import OwnTexts, TextKind
@@ -35,7 +36,7 @@ from outrider.edge.text import TextStream
 from outrider.edge.tracing import Tracing
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Experience
-from outrider.proto.policy.selection import StaticSelector, default_selector, selector_named
+from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.session import Codes, EdgeSession, Selection
 from outrider.proto.types import LeaseRequest, Open, Sampling, SessionReport, SteeringWish
 

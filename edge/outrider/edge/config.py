@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outrider.edge.drafters.cache import DEFAULT_ROOT
+from outrider.edge.policies.length import rule_by_name
+from outrider.edge.policies.selection import selector_named
 from outrider.edge.security import Security
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ClientTls
@@ -20,8 +22,6 @@ from outrider.proto.policy import (
     SurvivalWindow,
     WindowPolicy,
 )
-from outrider.proto.policy.length import rule_by_name
-from outrider.proto.policy.selection import selector_named
 from outrider.proto.session import RetryRules
 from outrider.proto.tracing import check_tracing
 from outrider.proto.types import Patience
@@ -41,7 +41,7 @@ class EdgeConfig:
         model: the target's id; empty: whatever the coordinator has.
         drafter: a name, a package folder, `ngram`, `none`, or `auto`: the first that fits, else `ngram`. Several with
             commas between them, or `all`: whatever fits, `ngram` included; then one is selected where a chain begins.
-        selector: by which, one of `outrider.proto.policy.selection.SELECTORS`.
+        selector: by which, one of `outrider.edge.policies.selection.SELECTORS`.
         drafter_memory_mb: that several drafters may take together, beside their sessions' caches; they are loaded on
             demand, and those that were wanted least recently give way. One megabyte is 10^6 bytes.
         window: unverified tokens in flight at most, or a length rule by name, as `rule_by_name` takes it; None: from

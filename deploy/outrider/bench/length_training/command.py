@@ -17,9 +17,9 @@ from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
 from outrider.bench.length_training.table import tables
 from outrider.bench.outputs import check_file
 from outrider.bench.replay.traces import HitTrace, load_traces
+from outrider.edge.policies.length import Trained, save_trained
+from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.length import Trained, save_trained
-from outrider.proto.policy.length.features import BLOCK_INPUTS, DRAFT_INPUTS
 
 SAYINGS = frozenset((*DRAFT_INPUTS, *BLOCK_INPUTS)) - {"temperature", "depth", "known", "length"}
 

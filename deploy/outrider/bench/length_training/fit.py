@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.bench.length_training.rows import Rows
+from outrider.edge.policies.length import Network
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.length import Network
 
 _FADES, _LEAST = (0.9, 0.999), 1e-8
 _SPREAD = 1e-9  # of an input that varies

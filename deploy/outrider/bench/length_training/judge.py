@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.bench.length_training.rows import Rows
-from outrider.proto.policy.length import Network
+from outrider.edge.policies.length import Network
 
 _BINS = 10
 _SURE = 1e-6

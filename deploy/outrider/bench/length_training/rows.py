@@ -9,13 +9,7 @@ from typing import Self
 import numpy as np
 
 from outrider.bench.replay.traces import HitTrace
-from outrider.proto.policy.length.features import (
-    BLOCK_INPUTS,
-    DRAFT_INPUTS,
-    LENGTHS,
-    block_inputs,
-    draft_inputs,
-)
+from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, LENGTHS, block_inputs, draft_inputs
 
 DEEPEST = 16  # drafts before one, of which none is settled
 KNOWN = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # drafts of a block that are there when its length is chosen

@@ -102,7 +102,7 @@ def trace_of(
 
 
 def _agreement(foreseen: Proposal, chances: Chances) -> Iterable[float]:
-    """[n] min(1, p / q); NaN where nothing is proposed. The estimate of 1 - TV by one draft (`policy.selection`)."""
+    """[n] min(1, p / q), an estimate of 1 - TV by one draft (`policies.selection.rewards`); NaN: nothing proposed."""
     likely = chances([max(0, token) for token in foreseen.tokens])
     return (min(1.0, p / q) if q > 0 else math.nan for p, q in zip(likely, foreseen.q, strict=True))
 

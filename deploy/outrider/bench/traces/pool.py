@@ -15,8 +15,8 @@ from outrider.bench.traces.recording import Recording
 from outrider.bench.traces.rows import MIDWAY, MIX, Passage, passages, row_names, variants_of
 from outrider.bench.traces.stages import Course, Stage
 from outrider.bench.traces.tally import Tally
+from outrider.edge.policies.selection import selector_named
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection import selector_named
 
 STATIC = "static"  # stands for every drafter alone
 NOTED = 60  # positions of a regret curve, at equal distances and once more at equal ratios

@@ -23,8 +23,9 @@ from outrider.bench.traces.stages import Rounds, Stage
 from outrider.bench.traces.stream import Stream
 from outrider.bench.traces.windows import policy_of
 from outrider.deploy.options import check_once
+from outrider.edge.policies.selection import selector_named
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection import Arm, selector_named
+from outrider.proto.policy.selection import Arm
 from outrider.proto.types import Goal
 
 ROUNDS, STREAM = "rounds", "stream"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.replay import Policy
+from outrider.edge.policies.length import RULES, rule_by_name
+from outrider.edge.policies.length.names import USAGE
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import EdgeView, FixedWindow, SurvivalWindow, WindowPolicy
-from outrider.proto.policy.length import RULES, LearningRule, rule_by_name
-from outrider.proto.policy.length.names import USAGE
+from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
 
 ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
 

@@ -5,8 +5,9 @@ window    how far ahead the edge drafts
 flush     when the edge sends what it has drafted
 steering  which steering codes the edge asks for
 patience  how many drafts a step judges, and how long the verifier waits for them
-length    other rules of how far ahead to draft, by name
 selection which of several drafters drafts
+
+`outrider.edge.policies` has other rules of how far ahead to draft, and selectors that learn.
 """
 
 from __future__ import annotations

@@ -8,15 +8,16 @@ import math
 import numpy as np
 import pytest
 
-from outrider.proto.noise import gumbel
-from outrider.proto.policy.selection import BlockDivergence, BlockEfficiency, RoundOutcome, SelectionView
-from outrider.proto.policy.selection.rewards import (
+from outrider.edge.policies.selection import BlockDivergence, BlockEfficiency
+from outrider.edge.policies.selection.rewards import (
     block_divergence,
     committed_agreement,
     coupled_acceptance,
     draft_agreement,
     signal_strength,
 )
+from outrider.proto.noise import gumbel
+from outrider.proto.policy.selection import RoundOutcome, SelectionView
 
 VOCAB, DRAFTS = 3, 2
 VIEW = SelectionView(DRAFTS, (0.1,), (0.0,), (0,))

@@ -1,4 +1,9 @@
-"""Drafters as arms: what they cost, what a choice is made on, and what a round gave."""
+"""Which drafter drafts the next round: the protocol of selectors, and the one that never switches.
+
+A selector is asked at the beginning of a round (`choose`), says which idle drafters are worth reading along (`score`),
+and learns from each round's outcome (`learn`). The objective is committed tokens a second, E[N]/E[T] (renewal reward),
+with each drafter's speed, its switch and the link in T. `outrider.edge.policies.selection` has selectors that learn.
+"""
 
 from __future__ import annotations
 
@@ -194,15 +199,16 @@ class Selector(Protocol):
         ...
 
 
-def require_arms(arms: int) -> None:
-    """A selector is made for at least one arm."""
-    if arms < 1:
-        raise InvalidArgument("must be 1 or more drafters", field="selector.arms")
+@dataclass(slots=True)
+class StaticSelector(Selector):
+    """Always the same drafter."""
 
+    arm: int = 0
 
-def best_arm(values: Sequence[float], current: int | None) -> int:
-    """The arm of the highest value; of equal ones the current arm, which costs no switch, else the first."""
-    best = max(values)
-    if current is not None and values[current] == best:
-        return current
-    return values.index(best)
+    def choose(self, view: SelectionView) -> int:
+        """The arm of the round that begins."""
+        del view
+        return self.arm
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        """Nothing to learn."""

@@ -1,4 +1,4 @@
-"""Follow the leader: the drafter with the greatest weight, once its lead is worth the switch."""
+"""Selectors over weighted experts: follow the leader, which is the default, and Hedge."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
+
+from outrider.edge.policies.selection.base import least_read_first
+from outrider.edge.policies.selection.experts import FixedShare
+from outrider.edge.policies.selection.rewards import BlockDivergence
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.selection.arms import RoundOutcome, SelectionView, Selector
-from outrider.proto.policy.selection.experts import FixedShare
-from outrider.proto.policy.selection.rewards import BlockDivergence
+from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,3 +99,41 @@ class Leader(Selector):
             ]
         )
         self.prior = ()
+
+
+@dataclass(slots=True)
+class Hedge(Selector):
+    """Freund and Schapire 1997, figure 2: p_i = w_i / sum w, with full information from all that read along.
+
+    Drawing guards against a text that is written to mislead a selector; `Leader` spares what it costs.
+    """
+
+    reads_along: ClassVar[bool] = True
+    experts: FixedShare
+    rng: np.random.Generator
+
+    def choose(self, view: SelectionView) -> int:
+        """The arm of the round that begins."""
+        del view
+        chances = np.exp(self.experts.log_weights)
+        return int(self.rng.choice(self.experts.arms, p=chances / chances.sum()))
+
+    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
+        """All idle arms, the least read first."""
+        return least_read_first(view, chosen)
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        """What the round gave."""
+        self.experts.learn(outcome)
+
+
+def default_selector(arms: int, prior: tuple[float, ...] = ()) -> Selector:
+    """`Leader`: on synthetic hit traces the fastest of all here on a mix of domains and where one changes midway.
+
+    Where nothing ever changes MetaSD-UCB ends up ahead of it: staying ready for a change has a small price.
+
+    Args:
+        arms: how many drafters.
+        prior: [arms] acceptance of each as the fleet has seen it; empty: not known.
+    """
+    return Leader(experts=FixedShare(arms=arms), prior=prior)

@@ -8,11 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.proto.errors import ConfigError, InvalidArgument
-from outrider.proto.policy.selection import (
+from outrider.edge.policies.selection import (
     SELECTORS,
     Alignment,
-    Arm,
     BlockDivergence,
     BlockEfficiency,
     DiscountedUcb,
@@ -22,17 +20,16 @@ from outrider.proto.policy.selection import (
     Leader,
     MetaSdUcb,
     RandomSelector,
-    RoundOutcome,
-    SelectionView,
     SequentialHalving,
     SlidingUcb,
-    StaticSelector,
     Thompson,
     Throughput,
     Walk,
     default_selector,
     selector_named,
 )
+from outrider.proto.errors import ConfigError, InvalidArgument
+from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, StaticSelector
 
 
 def view_of(*round_s: float, switch_s: tuple[float, ...] = (), drafts: int = 4, **fields) -> SelectionView:

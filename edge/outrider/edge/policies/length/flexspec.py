@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from outrider.edge.policies.length.rounds import draft_s, expected_in_flight, waiting_s
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.length.rounds import draft_s, expected_in_flight, waiting_s
 from outrider.proto.policy.measures import ACCEPTANCE_PRIOR
 from outrider.proto.policy.window import FIRST_WINDOW, TOKEN_BYTES, EdgeView
 

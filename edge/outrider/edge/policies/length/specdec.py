@@ -6,10 +6,10 @@ import functools
 import math
 from dataclasses import dataclass, field
 
+from outrider.edge.policies.length.features import draft_inputs
+from outrider.edge.policies.length.network import Network
+from outrider.edge.policies.length.trained import shipped
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.length.features import draft_inputs
-from outrider.proto.policy.length.network import Network
-from outrider.proto.policy.length.trained import shipped
 from outrider.proto.policy.window import EdgeView
 
 

@@ -7,8 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from outrider.edge.policies.selection.base import best_arm, least_read_first, require_arms
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.selection.arms import RoundOutcome, SelectionView, Selector, best_arm, require_arms
+from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector
 
 LEAST = 1e-3  # a probability counts as that at least, so that one surprise or one silence does not outweigh all else
 
@@ -45,8 +46,7 @@ class Routing(Selector):
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
         """All idle arms, the least read first."""
-        idle = [arm for arm in view.arms if arm != chosen and view.behind[arm]]
-        return tuple(sorted(idle, key=lambda arm: -view.behind[arm]))
+        return least_read_first(view, chosen)
 
     def learn(self, outcome: RoundOutcome) -> None:
         """What the round gave."""

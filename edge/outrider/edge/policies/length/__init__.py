@@ -16,26 +16,22 @@ names      rules by name, as options give them
 
 from __future__ import annotations
 
-from outrider.proto.policy.length.aimd import AimdWindow
-from outrider.proto.policy.length.flexspec import FlexSpecWindow
-from outrider.proto.policy.length.names import RULES, rule_by_name
-from outrider.proto.policy.length.network import Network
-from outrider.proto.policy.length.specdec import SpecDecWindow
-from outrider.proto.policy.length.speckv import SpecKvWindow
-from outrider.proto.policy.length.threshold import ThresholdWindow
-from outrider.proto.policy.length.trained import Trained, load_trained, save_trained, shipped
-from outrider.proto.policy.window import FixedWindow, LearningRule, SurvivalWindow
+from outrider.edge.policies.length.aimd import AimdWindow
+from outrider.edge.policies.length.flexspec import FlexSpecWindow
+from outrider.edge.policies.length.names import RULES, rule_by_name
+from outrider.edge.policies.length.network import Network
+from outrider.edge.policies.length.specdec import SpecDecWindow
+from outrider.edge.policies.length.speckv import SpecKvWindow
+from outrider.edge.policies.length.threshold import ThresholdWindow
+from outrider.edge.policies.length.trained import Trained, load_trained, save_trained, shipped
 
 __all__ = [
     "RULES",
     "AimdWindow",
-    "FixedWindow",
     "FlexSpecWindow",
-    "LearningRule",
     "Network",
     "SpecDecWindow",
     "SpecKvWindow",
-    "SurvivalWindow",
     "ThresholdWindow",
     "Trained",
     "load_trained",

@@ -6,18 +6,21 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from outrider.edge.policies.selection.bandits import (
+    DiscountedUcb,
+    Exp3,
+    MetaSdUcb,
+    SequentialHalving,
+    SlidingUcb,
+    Thompson,
+)
+from outrider.edge.policies.selection.base import RandomSelector
+from outrider.edge.policies.selection.experts import FixedShare
+from outrider.edge.policies.selection.leader import Hedge, default_selector
+from outrider.edge.policies.selection.rewards import BlockDivergence, BlockEfficiency
+from outrider.edge.policies.selection.routing import Routing
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection.arms import Selector
-from outrider.proto.policy.selection.default import default_selector
-from outrider.proto.policy.selection.exp3 import Exp3
-from outrider.proto.policy.selection.experts import FixedShare
-from outrider.proto.policy.selection.fixed import RandomSelector, StaticSelector
-from outrider.proto.policy.selection.halving import SequentialHalving
-from outrider.proto.policy.selection.hedge import Hedge
-from outrider.proto.policy.selection.rewards import BlockDivergence, BlockEfficiency
-from outrider.proto.policy.selection.routing import Routing
-from outrider.proto.policy.selection.thompson import Thompson
-from outrider.proto.policy.selection.ucb import DiscountedUcb, MetaSdUcb, SlidingUcb
+from outrider.proto.policy.selection import Selector, StaticSelector
 
 HALVING_ROUNDS = 60  # over which Sequential Halving spreads its trials
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS
+from outrider.edge.policies.length.network import Network
 from outrider.proto.errors import ConfigError, InvalidArgument
-from outrider.proto.policy.length.features import BLOCK_INPUTS, DRAFT_INPUTS
-from outrider.proto.policy.length.network import Network
 
 FORMAT = "outrider-window-weights/1"
 _SHIPPED = Path(__file__).parent / "weights" / "embedded.json"

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.edge.policies.length.aimd import AimdWindow
+from outrider.edge.policies.length.flexspec import FlexSpecWindow
+from outrider.edge.policies.length.specdec import SpecDecWindow
+from outrider.edge.policies.length.speckv import SpecKvWindow
+from outrider.edge.policies.length.threshold import ThresholdWindow
+from outrider.edge.policies.length.trained import load_trained
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.length.aimd import AimdWindow
-from outrider.proto.policy.length.flexspec import FlexSpecWindow
-from outrider.proto.policy.length.specdec import SpecDecWindow
-from outrider.proto.policy.length.speckv import SpecKvWindow
-from outrider.proto.policy.length.threshold import ThresholdWindow
-from outrider.proto.policy.length.trained import load_trained
 from outrider.proto.policy.window import FixedWindow, SurvivalWindow, WindowPolicy
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
+from outrider.edge.policies.length.features import LENGTHS, block_inputs
+from outrider.edge.policies.length.network import Network
+from outrider.edge.policies.length.rounds import draft_s, waiting_s
+from outrider.edge.policies.length.trained import shipped
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.length.features import LENGTHS, block_inputs
-from outrider.proto.policy.length.network import Network
-from outrider.proto.policy.length.rounds import draft_s, waiting_s
-from outrider.proto.policy.length.trained import shipped
 from outrider.proto.policy.window import FIRST_WINDOW, EdgeView
 
 

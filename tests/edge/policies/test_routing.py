@@ -6,9 +6,10 @@ import math
 
 import pytest
 
+from outrider.edge.policies.selection import Routing
+from outrider.edge.policies.selection.routing import LEAST
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.selection import RoundOutcome, Routing, SelectionView
-from outrider.proto.policy.selection.routing import LEAST
+from outrider.proto.policy.selection import RoundOutcome, SelectionView
 
 UNKNOWN = math.nan
 
