@@ -1,209 +1,251 @@
-"""Jobs on a Ray cluster, without one: what is sent, what comes back and is checked, how a log is followed."""
+"""Jobs on a Ray cluster, without one: what is sent, what reaches the output place, how a log is followed."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import io
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
-import zipfile
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import fsspec
 import pytest
+from rich.console import Console
 
 from outrider.deploy.cli import build_parser, main
-from outrider.deploy.submit import artefacts
-from outrider.deploy.submit.artefacts import MANIFEST, Manifest, PackedFile, pack
-from outrider.deploy.submit.command import entrypoint, written_by
-from outrider.deploy.submit.fetch import fetch_file, read_manifest
-from outrider.deploy.submit.follow import PROGRESS_LINE, PlainScreen, follow
-from outrider.deploy.submit.inputs import find_inputs, renamed, write_zip
-from outrider.deploy.submit.job_server import Job
-from outrider.deploy.submit.packer import Packer
-from outrider.deploy.submit.wheel import find_wheel
-from outrider.proto.errors import ConfigError, DataLoss, NotFound, Unavailable
+from outrider.deploy.submit import command, entry
+from outrider.deploy.submit.command import send
+from outrider.deploy.submit.jobs import PROGRESS_LINE, follow
+from outrider.deploy.submit.place import Mirror, Place, absolute
+from outrider.deploy.submit.upload import find_inputs, find_wheel, link_inputs
+from outrider.proto.errors import ConfigError
 
 WHEEL = "outrider-0.1.0-py3-none-any.whl"
 
 
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of 10 bytes."""
-    monkeypatch.setattr(artefacts, "PART_BYTES", 10)
-    monkeypatch.setattr("outrider.deploy.submit.fetch.PART_BYTES", 10)
-    monkeypatch.setattr("outrider.deploy.submit.fetch.RETRY_S", 0.0)
+# --- the output place ---
 
 
-class Logs:
-    """The folder of logs as the job server hands it out; `spoil` changes what is read."""
+@pytest.fixture(params=["path", "url"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A folder of this machine, and a store that is none."""
+    if request.param == "path":
+        return Place(str(tmp_path / "shared" / "out"))
+    return Place(f"memory://bucket-{tmp_path.name}/out")
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.reads: list[str] = []
-        self.spoil: Callable[[bytes], bytes] = lambda data: data
 
-    def __call__(self, path: str) -> bytes:
-        self.reads.append(path)
-        if not (self.folder / path).is_file():
-            raise NotFound(f"{path} is not found")
-        return self.spoil((self.folder / path).read_bytes())
+def contents(place: Place) -> dict[str, bytes]:
+    """All files of a place."""
+    files, root = fsspec.core.url_to_fs(place.url)
+    return {path.removeprefix(f"{root}/"): files.cat_file(path) for path in files.find(root)}
 
 
 @pytest.fixture
-def packed(tmp_path: Path, small_parts: None) -> tuple[Logs, Manifest]:
-    """A job `j` that wrote `run/a` of 35 bytes and `run/below/b`, which is empty."""
+def work(tmp_path: Path) -> Path:
+    """The folder of a job that was given `input.txt`."""
     work = tmp_path / "work"
+    work.mkdir()
+    (work / "input.txt").write_text("given")
+    return work
+
+
+def test_the_place_gets_what_the_command_wrote_and_none_of_its_inputs(place: Place, work: Path) -> None:
+    mirror = Mirror(work, place)
     (work / "run" / "below").mkdir(parents=True)
     (work / "run" / "a").write_bytes(bytes(range(35)))
-    (work / "run" / "below" / "b").touch()
-    manifest = pack(work, ["run", "run/a", "nothing"], tmp_path / "logs" / artefacts.FOLDER / "j")
-    return Logs(tmp_path / "logs"), manifest
+    (work / "run" / "below" / "empty").touch()
+    mirror.sync()
+    assert contents(place) == {"run/a": bytes(range(35)), "run/below/empty": b""}
+    assert mirror.summary == f"2 files, 0.0 MB, in {place.url}\n"
 
 
-def nothing(_: int) -> None:
-    pass
-
-
-def test_what_was_packed_comes_back_as_it_was(packed: tuple[Logs, Manifest], tmp_path: Path) -> None:
-    logs, manifest = packed
-    assert read_manifest(logs, "j") == manifest
-    assert (manifest.missing, manifest.size) == (("nothing",), 35)
-    got: list[int] = []
-    for file in manifest.files:
-        fetch_file(logs, "j", file, tmp_path / "out", got.append)
-    assert (tmp_path / "out/run/a").read_bytes() == bytes(range(35))
-    assert (tmp_path / "out/run/below/b").read_bytes() == b""
-    assert sum(got) == 35
-
-
-def test_an_interrupted_fetch_goes_on_where_it_was(packed: tuple[Logs, Manifest], tmp_path: Path) -> None:
-    logs, manifest = packed
-    file = next(file for file in manifest.files if file.path == "run/a")
-
-    def break_off(_: bytes) -> bytes:
-        if len(logs.reads) == 3:
-            raise KeyboardInterrupt
-        return (logs.folder / logs.reads[-1]).read_bytes()
-
-    logs.spoil = break_off
-    with pytest.raises(KeyboardInterrupt):
-        fetch_file(logs, "j", file, tmp_path / "out", nothing)
-    assert not (tmp_path / "out/run/a").exists()
-    logs.spoil = lambda data: data
-    logs.reads.clear()
-    got: list[int] = []
-    fetch_file(logs, "j", file, tmp_path / "out", got.append)
-    assert (tmp_path / "out/run/a").read_bytes() == bytes(range(35))
-    assert len(logs.reads) == 2, "two of four parts were here"
-    assert got == [20, 10, 5]
-    logs.reads.clear()
-    fetch_file(logs, "j", file, tmp_path / "out", nothing)
-    assert logs.reads == [], "what is whole is not fetched again"
-
-
-def test_a_part_with_another_hash_is_asked_for_again_and_then_refused(
-    packed: tuple[Logs, Manifest], tmp_path: Path
+def test_a_round_copies_what_changed_alone_and_deletes_what_the_command_deleted(
+    place: Place, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logs, manifest = packed
-    file = next(file for file in manifest.files if file.path == "run/a")
-    spoilt = iter([True])
-    logs.spoil = lambda data: b"other" if next(spoilt, False) else data
-    fetch_file(logs, "j", file, tmp_path / "once", nothing)
-    logs.spoil = lambda _: b"other"
-    with pytest.raises(DataLoss):
-        fetch_file(logs, "j", file, tmp_path / "always", nothing)
-    assert not (tmp_path / "always/run/a").exists()
+    mirror = Mirror(work, place)
+    (work / "step-1").mkdir()
+    for name in ("step-1/model", "log"):
+        (work / name).write_text("first")
+    mirror.sync()
+    copied: list[str] = []
+    put = Place.put
+    monkeypatch.setattr(Place, "put", lambda self, source, name: (copied.append(name), put(self, source, name)))
+    os.replace(work / "step-1", work / "step-2")
+    (work / "log").write_text("other")
+    os.utime(work / "log", ns=(1, time.time_ns() + 10**9))
+    mirror.sync()
+    assert sorted(copied) == ["log", "step-2/model"]
+    assert contents(place) == {"step-2/model": b"first", "log": b"other"}
+    assert not Path(place.url, "step-1").exists()
+    copied.clear()
+    mirror.sync()
+    assert copied == []
 
 
-def test_a_file_that_is_there_and_differs_is_not_overwritten(packed: tuple[Logs, Manifest], tmp_path: Path) -> None:
-    logs, manifest = packed
-    (tmp_path / "out/run").mkdir(parents=True)
-    (tmp_path / "out/run/a").write_text("mine")
-    with pytest.raises(ConfigError, match="differs"):
-        fetch_file(logs, "j", manifest.files[0], tmp_path / "out", nothing)
-    assert (tmp_path / "out/run/a").read_text() == "mine"
+def test_an_input_that_the_command_deletes_takes_nothing_from_the_place(place: Place, work: Path) -> None:
+    (work / "old").write_text("of another job")
+    Mirror(work.parent / "nothing", place)._place.put(work / "old", "input.txt")
+    mirror = Mirror(work, place)
+    (work / "input.txt").unlink()
+    mirror.sync()
+    assert contents(place) == {"input.txt": b"of another job"}
 
 
-@pytest.mark.parametrize("path", ["../a", "/etc/passwd", "", "a\\b", "a/../../b"])
-def test_a_manifest_cannot_name_a_place_outside_the_output_folder(path: str) -> None:
-    with pytest.raises(DataLoss):
-        Manifest.from_json(json.dumps({"files": [{"path": path, "bytes": 0, "parts": []}], "missing": []}).encode())
+def test_the_oldest_file_goes_first(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    monkeypatch.setattr(Place, "put", lambda _self, _source, name: copied.append(name))
+    mirror = Mirror(work, Place(str(tmp_path / "out")))
+    for age, name in ((10, "z-weights"), (5, "a-last"), (7, "m-between")):
+        (work / name).touch()
+        os.utime(work / name, (time.time() - age, time.time() - age))
+    mirror.sync()
+    assert copied == ["z-weights", "m-between", "a-last"]
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"files": [{}], "missing": []}'])
-def test_a_manifest_that_is_cut_off_is_an_error_of_its_own(text: bytes) -> None:
-    with pytest.raises(DataLoss):
-        Manifest.from_json(text)
-    with pytest.raises(DataLoss):
-        PackedFile("a", 1, ())
+def test_a_later_job_begins_with_what_an_earlier_one_left(place: Place, work: Path) -> None:
+    first = Mirror(work, place)
+    (work / "run").mkdir()
+    (work / "run" / "checkpoint").write_text("1")
+    (work / "other").write_text("not asked for")
+    first.sync()
+    again = work.with_name("again")
+    again.mkdir()
+    second = Mirror(again, place)
+    second.fetch(["run", "never-written"])
+    assert [path.name for path in again.rglob("*") if path.is_file()] == ["checkpoint"]
+    (again / "run" / "checkpoint").unlink()
+    (again / "run" / "newer").write_text("2")
+    second.sync()
+    assert contents(place) == {"run/newer": b"2", "other": b"not asked for"}
 
 
-def test_a_job_that_packed_nothing_says_so_after_a_while(tmp_path: Path) -> None:
-    with pytest.raises(NotFound):
-        read_manifest(Logs(tmp_path), "j", within_s=0)
+def test_the_mark_tells_a_shared_folder_from_one_of_the_same_name(place: Place, tmp_path: Path) -> None:
+    place.leave_mark("j")
+    with pytest.raises(ConfigError, match="that all nodes share") as refusal:
+        place.take_mark("k")
+    assert refusal.value.field == "output"
+    place.take_mark("j")
+    assert contents(place) == {}
+
+
+def test_a_place_that_cannot_be_written_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for url, why in [
+        (str(tmp_path / "file" / "out"), "cannot be written"),
+        ("nonsense://bucket/out", "cannot be reached: Protocol not known"),
+        ("/proc/out", "cannot be written"),
+    ]:
+        with pytest.raises(ConfigError, match=why) as refusal:
+            Place(url).leave_mark("j")
+        assert refusal.value.field == "output"
+        assert url in refusal.value.message
+
+
+def test_a_store_whose_driver_is_missing_is_told_by_the_name_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = sys.modules["fsspec.registry"].known_implementations
+    monkeypatch.setitem(known, "s4", {"class": "s4fs.S4", "err": "Install s4fs"})
+    with pytest.raises(ConfigError, match="needs a package: Install s4fs"):
+        Place("s4://bucket/out")
 
 
 # --- in the job ---
 
 
-@pytest.mark.parametrize(("command", "status"), [(["models"], 0), (["fly"], 2)])
-def test_a_job_ends_as_its_command_and_has_packed_what_it_wrote(
-    tmp_path: Path, command: list[str], status: int
-) -> None:
-    logs, given = tmp_path / "session" / "logs", tmp_path / "given"
-    logs.mkdir(parents=True)
-    given.mkdir()
-    (given / "text.txt").write_text("content")
-    words = entrypoint(["text.txt"], ["text.txt", "none"], command).split()
-    with (logs / "job-driver-j1.log").open("w") as log:
-        done = subprocess.run([sys.executable, *words[1:]], cwd=given, stdout=log, check=False, timeout=100)
+@pytest.mark.parametrize(("words", "status"), [(["models"], 0), (["fly"], 2)])
+def test_a_job_ends_as_its_command_does(tmp_path: Path, words: list[str], status: int) -> None:
+    call = [sys.executable, "-m", "outrider.deploy.submit.entry", "--output", str(tmp_path / "out"), "--", *words]
+    done = subprocess.run(call, cwd=tmp_path, env=os.environ | {"TMPDIR": str(tmp_path)}, check=False, timeout=100)
     assert done.returncode == status
-    manifest = Manifest.from_json((logs / artefacts.FOLDER / "j1" / MANIFEST).read_bytes())
-    assert [file.path for file in manifest.files] == ["text.txt"]
-    assert manifest.missing == ("none",)
-    assert not list((tmp_path / "session" / "outrider-jobs").iterdir()), "the job's folder is cleared"
-    assert "packed 1 files" in (logs / "job-driver-j1.log").read_text()
+    assert list(tmp_path.iterdir()) == [], "nothing was written, and the job's folder is cleared"
 
 
-def test_outside_a_job_the_entry_refuses(tmp_path: Path) -> None:
-    call = [sys.executable, "-m", "outrider.deploy.submit.entry", "--", "models"]
-    done = subprocess.run(call, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=100)
-    assert done.returncode == 2
-    assert "jobs of Ray" in done.stderr
+def job(
+    folder: Path, program: str, *words: str, monkeypatch: pytest.MonkeyPatch, every_s: float = 30.0
+) -> tuple[int, Path]:
+    """Run the entry with a Python program in the command's place; its status, and the output place."""
+    place = folder / "out"
+    executable = folder / "python"
+    executable.write_text(f'#!/bin/sh\nexec {sys.executable} -c "$OUTRIDER_TEST_PROGRAM"\n')
+    executable.chmod(0o755)
+    (folder / "temporary").mkdir()
+    monkeypatch.setenv("OUTRIDER_TEST_PROGRAM", program)
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "temporary"))
+    monkeypatch.setattr("sys.executable", str(executable))
+    monkeypatch.setattr(entry, "SYNC_EVERY_S", every_s)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    return entry.main(["--output", str(place), *words, "--", "models"]), place
 
 
-def test_a_job_that_is_killed_is_packed_as_far_as_it_came(tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    work.mkdir()
-    (work / "checkpoint").write_text("so far")
-    program = (
-        "import sys, os, signal; from pathlib import Path; from outrider.deploy.submit.packer import Packer;"
-        f"Packer(Path({str(work)!r}), Path({str(tmp_path / 'packed')!r}), ['checkpoint']);"
-        "os.killpg(0, signal.SIGKILL)"
+def test_what_a_failed_command_wrote_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import sys; open('part', 'w').write('so far'); sys.exit(3)"
+    status, place = job(tmp_path, program, "--probe", "j", monkeypatch=monkeypatch)
+    assert (status, (place / "part").read_text()) == (3, "so far")
+    assert [path.name for path in place.iterdir()] == ["part"]
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_what_a_command_writes_is_in_the_place_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = f"""
+import pathlib, time
+pathlib.Path('early').write_text('here')
+while not pathlib.Path({str(tmp_path / "out" / "early")!r}).exists():
+    time.sleep(0.01)
+"""
+    status, place = job(tmp_path, program, monkeypatch=monkeypatch, every_s=0.05)
+    assert (status, (place / "early").read_text()) == (0, "here")
+
+
+def test_a_job_on_a_node_that_does_not_share_the_folder_ends_before_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, place = job(tmp_path, "open('/dev/null/never')", "--mark", "j", monkeypatch=monkeypatch)
+    assert status == 2
+    assert not place.exists()
+    error = capfd.readouterr().err
+    assert error.startswith("outrider submit: output: ")
+    assert "name a folder that all nodes share" in error
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_files_that_cannot_be_brought_to_the_place_stay_and_their_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").touch()
+    status, _ = job(tmp_path, "open('drafter', 'w').write('hours')", monkeypatch=monkeypatch)
+    assert status == 1
+    kept = re.search(r"what is missing there is in (\S+) on ", capfd.readouterr().err)
+    assert kept is not None
+    assert Path(kept[1], "drafter").read_text() == "hours"
+
+
+def test_a_command_that_is_stopped_is_waited_for_and_what_it_then_writes_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "go.py").write_text(
+        "import sys\nfrom outrider.deploy.submit import entry\n"
+        "sys.executable = sys.argv[1]\nsys.exit(entry.main(['--output', sys.argv[2], '--', 'models']))\n"
     )
-    process = subprocess.run([sys.executable, "-c", program], start_new_session=True, check=False, timeout=100)
-    assert process.returncode == -9
-    manifest = read_manifest(lambda _: _read(tmp_path / "packed" / MANIFEST), "j", within_s=60)
-    assert [file.path for file in manifest.files] == ["checkpoint"]
-
-
-def _read(path: Path) -> bytes:
-    if not path.exists():
-        raise NotFound("not yet")
-    return path.read_bytes()
-
-
-def test_the_packer_works_when_all_that_hold_its_pipe_are_gone(tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    work.mkdir()
-    packer = Packer(work, tmp_path / "packed", ["late"])
-    (work / "late").write_text("written after it began")
-    packer.finish()
-    assert [file.path for file in Manifest.from_json((tmp_path / "packed" / MANIFEST).read_bytes()).files] == ["late"]
+    command = tmp_path / "command"
+    command.write_text(
+        f"#!{sys.executable}\nimport pathlib, signal, sys, time\n"
+        "def stop(*_):\n    time.sleep(0.3)\n    pathlib.Path('checkpoint').write_text('last'); sys.exit(7)\n"
+        "signal.signal(signal.SIGTERM, stop)\nprint('ready', flush=True)\nsignal.pause()\n"
+    )
+    command.chmod(0o755)
+    call = [sys.executable, str(tmp_path / "go.py"), str(command), str(tmp_path / "out")]
+    with subprocess.Popen(call, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 7
+    assert (tmp_path / "out" / "checkpoint").read_text() == "last"
 
 
 # --- what is sent ---
@@ -216,16 +258,13 @@ def test_inputs_keep_their_place_below_this_folder_and_their_last_name_otherwise
     (here / "data" / "a.txt").write_text("a")
     (elsewhere / "more" / "b.txt").write_text("b")
     outside = str(elsewhere / "more")
-    inputs = find_inputs(["data/a.txt", outside], here)
-    assert [given.name for given in inputs] == ["data/a.txt", "more"]
-    command = ["train", "--corpus", "data/a.txt", outside]
-    assert renamed(command, inputs) == ["train", "--corpus", "data/a.txt", "more"]
-    write_zip(inputs, tmp_path / "1.zip")
-    os.utime(here / "data" / "a.txt", (1, 1))
-    write_zip(inputs, tmp_path / "2.zip")
-    assert (tmp_path / "1.zip").read_bytes() == (tmp_path / "2.zip").read_bytes(), "one upload for the same content"
-    with zipfile.ZipFile(tmp_path / "1.zip") as archive:
-        assert {name: archive.read(name) for name in archive.namelist()} == {"data/a.txt": b"a", "more/b.txt": b"b"}
+    inputs = find_inputs(["data/a.txt", outside, "data"], here)
+    assert inputs == {"data/a.txt": "data/a.txt", outside: "more", "data": "data"}
+    into = tmp_path / "into"
+    into.mkdir()
+    link_inputs(inputs, here, into)
+    assert (into / "data" / "a.txt").read_text() == "a"
+    assert (into / "more" / "b.txt").read_text() == "b"
 
 
 def test_two_inputs_of_one_name_or_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
@@ -254,51 +293,155 @@ def test_the_name_of_a_wheel_tells_its_content(tmp_path: Path) -> None:
         assert refusal.value.field == "wheel"
 
 
-def test_what_comes_back_is_by_default_what_the_command_writes() -> None:
-    train = ["train", "drafter", "--corpus", "c", "--output", "run", "--steps", "1"]
-    assert written_by(train) == ["run"]
-    assert written_by(["bench", "--report", "r", "--json", "b.json"]) == ["r", "b.json"]
-    assert written_by(["run", "x", "--json"]) == []
-    assert written_by(["bench", "--report", "/elsewhere"]) == []
+class Server:
+    """What a job server is asked for: Ray's client as far as `send` uses it, with the folder that Ray would pack."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.job: dict[str, Any] = {}
+        self.packed: dict[str, bytes] = {}
+
+    def submit_job(self, **job: Any) -> None:
+        if self.error:
+            raise self.error
+        self.job = job
+        if folder := job["runtime_env"].get("working_dir"):
+            for path in Path(folder).rglob("*"):
+                if path.is_file():
+                    self.packed[path.relative_to(folder).as_posix()] = path.read_bytes()
+
+
+def sent(*arguments: str, server: Server | None = None) -> Server:
+    """Send a job as the command line would."""
+    server = server or Server()
+    options = build_parser().parse_args(["submit", *arguments])
+    send(server, *command._checked_command(options.arguments), options)
+    return server
+
+
+TRAIN = ["--", "train", "drafter", "--output", "run", "--steps", "1", "--corpus"]
+
+
+def test_a_job_has_its_inputs_and_its_output_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "c.txt").write_text("text")
+    monkeypatch.chdir(tmp_path / "here")
+    arguments = ["--wheel", "none", "--name", "j", "--env", "A=1"]
+    server = sent(*arguments, "--input", "../c.txt", *TRAIN, "../c.txt")
+    place = tmp_path / "here" / "j"
+    assert server.job["entrypoint"] == (
+        f"python -m outrider.deploy.submit.entry --output {place} --inputs --mark j --resume run "
+        "-- train drafter --output run --steps 1 --corpus c.txt"
+    )
+    assert server.packed == {"c.txt": b"text"}
+    assert server.job["runtime_env"]["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "120", "A": "1"}
+    assert server.job["metadata"] == {"outrider_output": str(place)}
+    Place(str(place)).take_mark("j")
+
+    assert sent(*arguments, "--", "models").job["entrypoint"].endswith(f"--output {place} -- models"), "writes nothing"
+    assert sent(*arguments, "--", "models").job["metadata"] == {}
+    assert sent(*arguments, "--output", "o", "--", "models").job["metadata"] == {
+        "outrider_output": str(tmp_path / "here" / "o")
+    }
+
+
+def test_the_options_that_name_outputs_are_known(tmp_path: Path) -> None:
+    for words, written in [
+        (["train", "drafter", "--corpus", "c", "--output", "run", "--steps", "1"], ["run"]),
+        (["bench", "--report", "r", "--json", "b.json"], ["r", "b.json"]),
+        (["export", "run", "package", "--name", "mine"], ["package"]),
+        (["run", "x", "--json"], []),
+        (["bench", "--report", "/elsewhere"], []),
+    ]:
+        assert command._checked_command(["--", *words]) == (words, written)
+
+
+def test_a_place_that_only_nodes_can_write_is_left_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    options = ["--wheel", "none", "--name", "j", "--output"]
+    for there in (str(tmp_path / "file" / "out"), "nonsense://bucket/out"):
+        entrypoint = sent(*options, there, "--", "models").job["entrypoint"]
+        assert f"--output {there} --probe j --" in entrypoint
+        assert "the job tries it from its node" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match="cannot be written"):
+        sent(*options, "file/out", "--", "models")
+
+
+def test_what_ray_refuses_names_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for error, field in [
+        (RuntimeError("Job with submission_id j already exists"), "name"),
+        (ValueError("Package size (600.00MiB) exceeds the maximum size of 512.00MiB."), "input"),
+    ]:
+        with pytest.raises(ConfigError) as refusal:
+            sent("--wheel", "none", "--", "models", server=Server(error))
+        assert refusal.value.field == field
 
 
 def test_the_options_of_the_command_are_its_own() -> None:
     options = build_parser().parse_args(["submit", "--output", "here", "--", "train", "drafter", "--output", "there"])
-    assert options.output == Path("here")
+    assert options.output == "here"
     assert options.arguments[-2:] == ["--output", "there"]
+
+
+def test_a_url_is_a_place_as_it_is_and_a_path_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute("s3://bucket/run") == "s3://bucket/run"
+    assert absolute("run") == str(tmp_path / "run")
+    assert absolute("~/run") == str(Path.home() / "run")
 
 
 # --- following ---
 
 
 class ScriptedServer:
-    """A job server whose streams break where the script says; then the job has ended."""
+    """Ray's client for a job whose streams break where the script says; then the job has ended."""
 
     def __init__(self, *streams: str) -> None:
         self.streams = list(streams)
-        self.whole = streams[-1]
 
-    async def log(self, _: str) -> AsyncIterator[str]:
+    def get_address(self) -> str:
+        return "http://scripted"
+
+    async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
         text = self.streams.pop(0)
         for at in range(0, len(text), 7):
             yield text[at : at + 7]
         if self.streams:
-            raise Unavailable("broken")
+            raise RuntimeError("broken")
 
-    def job(self, job_id: str) -> Job:
-        return Job(job_id, "RUNNING" if self.streams else "SUCCEEDED", "", 0, "n", {})
+    def get_job_info(self, _: str) -> SimpleNamespace:
+        return SimpleNamespace(status=SimpleNamespace(is_terminal=lambda: not self.streams))
 
 
-def test_each_line_is_shown_once_however_often_the_stream_breaks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RETRY_S", "END_POLL_S"):
-        monkeypatch.setattr(f"outrider.deploy.submit.follow.{name}", 0.0)
-    whole = "first line\nsecond line\nthird line\nwithout an end"
+        monkeypatch.setattr(f"outrider.deploy.submit.jobs.{name}", 0.0)
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_each_line_is_shown_once_however_often_the_stream_breaks() -> None:
+    whole = "first line\nsecond [line]\nthird 50% line " + 300 * "x" + "\nwithout an end"
     server = ScriptedServer(whole[:15], whole[:4], whole[:30], whole)
-    job = asyncio.run(follow(server, "j", PlainScreen()))  # type: ignore[arg-type]
-    assert capsys.readouterr().out == whole + "\n"
-    assert job.ended
+    shown = Console(file=io.StringIO(), width=80)
+    job = asyncio.run(follow(server, "j", shown))
+    assert shown.file.getvalue() == whole + "\n"  # type: ignore[attr-defined]
+    assert job.status.is_terminal()
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_on_a_terminal_a_line_of_progress_moves_a_bar() -> None:
+    shown = Console(file=io.StringIO(), force_terminal=True, width=120)
+    asyncio.run(follow(ScriptedServer("before\ntraining 12.5% step 3 loss 2.5\nafter\n"), "j-1", shown))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.file.getvalue())  # type: ignore[attr-defined]
+    assert "before\n" in text
+    assert "after\n" in text
+    assert "step 3" not in text
+    assert re.search(r"j-1 training .* 12%|j-1 training .* 13%", text)
 
 
 def test_a_line_of_progress_moves_the_bar_and_no_other_does() -> None:

@@ -1,4 +1,4 @@
-"""Commands as jobs of a Ray cluster with its job server: sent with a wheel, followed, fetched, stopped, joined."""
+"""Commands as jobs of a Ray cluster with its job server: sent with a wheel, followed, stopped, resumed, joined."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
             time.sleep(0.1)
 
 
-def test_a_drafter_is_trained_by_the_wheel_of_this_checkout_and_comes_back(head: RayHead, tmp_path: Path) -> None:
+def test_a_drafter_is_trained_by_the_wheel_of_this_checkout_into_the_output_place(
+    head: RayHead, tmp_path: Path
+) -> None:
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"id": str(i), "text": f"Sentence number {i} of many. " * 40}) + "\n" for i in range(12))
     )
@@ -100,28 +102,42 @@ def test_a_drafter_is_trained_by_the_wheel_of_this_checkout_and_comes_back(head:
     done = head.outrider("--input", "texts.jsonl", "--name", "train", "--", *train, "--steps", "2", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished after 2 steps" in done.stdout
+    assert f"output: {tmp_path / 'train'}" in done.stdout
     assert json.loads((tmp_path / "train/run/training.json").read_text())["steps"] == 2
     assert (tmp_path / "train/run/model.safetensors").stat().st_size > 100_000
+    assert not (tmp_path / "train/texts.jsonl").exists(), "an input is no output"
 
-    # The same text again: the environment is there already, and a stop keeps what was learnt.
-    arguments = ["--input", "texts.jsonl", "--wheel", "none", "--name", "stopped", "--no-wait"]
-    sent = head.outrider(*arguments, "--", *train, "--minutes", "30", folder=tmp_path)
+    # The same text again: the environment is there already, and a stop keeps what was learnt, for a job to resume.
+    place = f"file://{tmp_path}/kept"
+    arguments = ["--input", "texts.jsonl", "--wheel", "none", "--output", place]
+    sent = head.outrider("--name", "stopped", "--no-wait", *arguments, "--", *train, "--minutes", "30", folder=tmp_path)
     assert "--follow stopped" in sent.stdout, sent.stderr
-    head.wait_for_log("stopped", "training")
+    head.wait_for_log("stopped", "% step ")
     assert "asked to stop" in head.outrider("--stop", "stopped", folder=tmp_path).stdout
-    followed = head.outrider("--follow", "stopped", "--output", "kept", folder=tmp_path)
+    followed = head.outrider("--follow", "stopped", folder=tmp_path)
     assert followed.returncode == 143, followed.stdout + followed.stderr
     assert "stopped" in followed.stderr
-    assert list((tmp_path / "kept/run/cache").iterdir()), "what it had written by then"
+    (checkpoint,) = (tmp_path / "kept/run/checkpoints").glob("step-*")
+    step = int(checkpoint.name.removeprefix("step-"))
+    again = [*arguments, "--name", "again", "--no-wait", "--", *train, "--minutes", "30", "--resume"]
+    assert head.outrider(*again, folder=tmp_path).returncode == 0
+    head.wait_for_log("again", f"resumed after step {step}")
+    head.outrider("--stop", "again", folder=tmp_path)
 
 
 def test_a_job_that_fails_ends_the_command_as_it_ended_itself(head: RayHead, tmp_path: Path) -> None:
     command = ["generate", "hi", "--coordinator", "nowhere"]
-    failed = head.outrider("--wheel", "none", "--fetch", "x", "--", *command, folder=tmp_path)
+    failed = head.outrider("--wheel", "none", "--", *command, folder=tmp_path)
     assert failed.returncode == 1
     assert "is not host:port" in failed.stdout
     assert "failed with exit status 1" in failed.stderr
-    assert "wrote no x" in failed.stderr
+
+
+def test_a_place_that_the_node_cannot_write_ends_the_job_before_its_command(head: RayHead, tmp_path: Path) -> None:
+    failed = head.outrider("--wheel", "none", "--output", "/proc/here", "--", "models", folder=tmp_path)
+    assert failed.returncode == 2
+    assert "outrider submit: output: /proc/here cannot be written" in failed.stdout
+    assert "failed with exit status 2" in failed.stderr
 
 
 def test_a_cluster_in_a_job_joins_the_one_that_runs_it(head: RayHead, tmp_path: Path) -> None:

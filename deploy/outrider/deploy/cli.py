@@ -308,7 +308,7 @@ def _add_submit(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = add_command(
         commands,
         "submit",
-        "run a command as a job on a Ray cluster, follow it, and get what it wrote",
+        "run a command as a job on a Ray cluster and follow it; what it writes goes to an output place",
         _in("submit.command", "submit"),
     )
     parser.add_argument("--address", default=_job_server(), metavar="URL", help="of the cluster's job server")
@@ -317,13 +317,11 @@ def _add_submit(commands: argparse._SubParsersAction[Parser]) -> None:
         "--input", action="append", default=[], metavar="FILE", help="file or folder that the command reads; repeatable"
     )
     parser.add_argument(
-        "--fetch",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="what to bring back, relative; repeatable; not set: what the command's options name as its output",
+        "--output",
+        default="",
+        metavar="PLACE",
+        help="for what it writes: a folder that the nodes share, or a URL such as s3://BUCKET/FOLDER; not set: ./ID",
     )
-    parser.add_argument("--output", type=Path, default=None, metavar="DIR", help="to bring it to; not set: ./ID")
     parser.add_argument("--no-wait", action="store_true", help="do not follow the job")
     parser.add_argument("--cpus", type=number(0), default=None, metavar="N", help="that Ray reserves for the command")
     parser.add_argument("--gpus", type=number(0), default=None, metavar="N", help="that Ray reserves for the command")
@@ -335,7 +333,7 @@ def _add_submit(commands: argparse._SubParsersAction[Parser]) -> None:
         help="the wheel alone, where the cluster has its dependencies; or with them, from a package index",
     )
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the command; repeatable")
-    parser.add_argument("--follow", default="", metavar="ID", help="a job that runs, or has ended: show it and fetch")
+    parser.add_argument("--follow", default="", metavar="ID", help="a job that runs, or has ended: show its log")
     parser.add_argument("--stop", default="", metavar="ID", help="ask a job to stop")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="and its options")
 

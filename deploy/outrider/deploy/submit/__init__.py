@@ -1,6 +1,5 @@
-"""`outrider submit`: a command of the command line as a job on a Ray cluster, over its job server alone.
+"""`outrider submit`: a command of the command line as a job on a Ray cluster.
 
-The wheel and the named inputs go up as packages of the job's runtime environment; `entry` runs the command in a
-folder of the job's own and packs what it was told to fetch beside the job's log; what is packed comes back through
-the log files that the job server hands out. No shared file system, no open port but that of the job server.
+The wheel and the inputs go up with the job's runtime environment. What the command writes goes to an output place that
+the nodes can write: a shared folder, or a URL of fsspec such as `s3://bucket/run`.
 """

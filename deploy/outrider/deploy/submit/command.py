@@ -1,10 +1,9 @@
-"""`outrider submit`: send a command to a Ray cluster, follow it, and get what it wrote."""
+"""`outrider submit`: send a command to a Ray cluster and follow it; what it writes goes to the output place."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
 import sys
 import tempfile
@@ -15,163 +14,143 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.deploy.submit.fetch import fetch_file, read_manifest
-from outrider.deploy.submit.follow import downloads, follow, screen_for
-from outrider.deploy.submit.inputs import find_inputs, renamed, write_zip
-from outrider.deploy.submit.job_server import Job, JobServer
-from outrider.deploy.submit.wheel import find_wheel
-from outrider.proto.errors import ConfigError, OutriderError
+from outrider.deploy.submit.jobs import connect, follow, job_of, ray_errors
+from outrider.deploy.submit.place import Place, absolute
+from outrider.deploy.submit.upload import find_inputs, find_wheel, link_inputs
+from outrider.proto.errors import ConfigError
 
-FETCH_KEY = "outrider_fetch"  # of the job's metadata: whoever follows it later knows what to get
+OUTPUT_KEY = "outrider_output"  # of the job's metadata: whoever follows it later learns where its files are
+# Ray kills a job that it stops after 3 s, too few for a checkpoint and its copying; its supervisor reads this.
+STOP_WAIT = {"RAY_JOB_STOP_WAIT_TIME_S": "120"}
 DETACHED, STOPPED = 130, 143
 # Options of commands that name what they write.
-WRITING = ("output", "report", "json")
+WRITING = ("output", "report", "json", "plot")
 UNPACKED = "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"
 
 
 def submit(options: argparse.Namespace) -> int:
-    """`outrider submit`."""
-    _check_one_purpose(options)
+    """Run `outrider submit` and return its exit status."""
+    if sum(map(bool, (options.follow, options.stop, options.arguments))) != 1:
+        raise ConfigError("give a command after --, or --follow ID, or --stop ID", field="arguments")
+    if options.arguments:
+        arguments, written = _checked_command(options.arguments)
+    client = connect(options.address)
     if options.stop:
-        ended = not JobServer(options.address).stop(options.stop)
-        print(f"{options.stop} {'had ended' if ended else 'is asked to stop'}")
+        job_of(client, options.stop)
+        with ray_errors(options.address, "stop the job"):
+            was_running = client.stop_job(options.stop)
+        print(f"{options.stop} {'is asked to stop' if was_running else 'had ended'}")
         return 0
     if options.follow:
-        server = JobServer(options.address)
-        server.job(options.follow)
-        return _see_through(server, options.follow, options)
-    arguments = _checked_command(options.arguments)
-    server = JobServer(options.address)
-    job_id = send(server, arguments, options)
-    print(f"job {job_id} on {server.address}", flush=True)
+        job_of(client, options.follow)
+        return _see_through(client, options.follow, options.address)
+    job_id = send(client, arguments, written, options)
+    print(f"job {job_id} on {options.address}", flush=True)
     if options.no_wait:
-        print(_how_to_go_on(server, job_id, options), flush=True)
+        print(_how_to_go_on(options.address, job_id), flush=True)
         return 0
-    return _see_through(server, job_id, options)
+    return _see_through(client, job_id, options.address)
 
 
-def send(server: JobServer, arguments: list[str], options: argparse.Namespace) -> str:
-    """Upload wheel and inputs and start the job; its id."""
+def send(client: Any, arguments: list[str], written: list[str], options: argparse.Namespace) -> str:
+    """Upload wheel and inputs, start the job and return its id.
+
+    Args:
+        client: Ray's `JobSubmissionClient`.
+        arguments: the command to run.
+        written: names below the job's folder that the command says it writes.
+        options: of `outrider submit`.
+    """
     here = Path.cwd()
     inputs = find_inputs(options.input, here)
-    fetched = [_relative(path) for path in options.fetch] or written_by(arguments)
     job_id = options.name or f"outrider-{arguments[0]}-{uuid.uuid4().hex[:8]}"
+    place = absolute(options.output or job_id)
+    words = ["python", "-m", "outrider.deploy.submit.entry", "--output", place]
+    environment: dict[str, Any] = {"env_vars": STOP_WAIT | dict(map(_variable, options.env))}
     with tempfile.TemporaryDirectory(prefix="outrider-submit-") as temporary:
         folder = Path(temporary)
-        wheel = None if options.wheel == "none" else find_wheel(options.wheel, folder)
-        unpacked = [*inputs, *(find_inputs([str(wheel)], folder) if wheel and options.install == "pip" else ())]
-        environment: dict[str, Any] = {"env_vars": dict(map(_variable, options.env))}
-        if unpacked:
-            write_zip(unpacked, folder / "inputs.zip")
-            environment["working_dir"] = str(folder / "inputs.zip")
-        if wheel and options.install == "pip":
-            environment["pip"] = [f"{UNPACKED}/{wheel.name}[all]"]
-        elif wheel:
-            environment["py_modules"] = [str(wheel)]
-        return server.submit(
-            entrypoint([given.name for given in inputs], fetched, renamed(arguments, inputs)),
-            submission_id=job_id,
-            runtime_env=environment,
-            metadata={FETCH_KEY: json.dumps(fetched)},
-            entrypoint_num_cpus=options.cpus,
-            entrypoint_num_gpus=options.gpus,
-        )
+        unpacked = folder / "unpacked"
+        unpacked.mkdir()
+        link_inputs(inputs, here, unpacked)
+        if options.wheel != "none":
+            by_pip = options.install == "pip"
+            wheel = find_wheel(options.wheel, unpacked if by_pip else folder)
+            environment |= {"pip": [f"{UNPACKED}/{wheel.name}[all]"]} if by_pip else {"py_modules": [str(wheel)]}
+        if any(unpacked.iterdir()):
+            environment["working_dir"] = str(unpacked)
+            words += ["--inputs"]
+        if options.output or written:
+            words += ["--mark" if _leave_mark(place, job_id, options.output) else "--probe", job_id]
+            words += [word for name in written for word in ("--resume", name)]
+        taken = ConfigError(f"there is a job {job_id!r} already", field="name")
+        large = ConfigError("is more than Ray takes; put it on a shared store", field="input")
+        with ray_errors(options.address, "take the job", {"already exists": taken, "exceeds the maximum": large}):
+            client.submit_job(
+                entrypoint=shlex.join([*words, "--", *(inputs.get(word, word) for word in arguments)]),
+                submission_id=job_id,
+                runtime_env=environment,
+                metadata={OUTPUT_KEY: place} if options.output or written else {},
+                entrypoint_num_cpus=options.cpus,
+                entrypoint_num_gpus=options.gpus,
+            )
+    return job_id
 
 
-def entrypoint(inputs: Sequence[str], fetched: Sequence[str], arguments: Sequence[str]) -> str:
-    """The shell command of a job."""
-    words = ["python", "-m", "outrider.deploy.submit.entry"]
-    words += [word for name in inputs for word in ("--input", name)]
-    words += [word for path in fetched for word in ("--fetch", path)]
-    return shlex.join([*words, "--", *arguments])
+def _leave_mark(place: str, job_id: str, named: str) -> bool:
+    """Mark the place for the job to recognise, and return whether that was possible from here.
 
-
-def written_by(arguments: Sequence[str]) -> list[str]:
-    """What a command says that it writes, as far as that lies in the job's own folder."""
-    parsed = _parsed(arguments)
-    named = [getattr(parsed, name, None) for name in WRITING]
-    return [path.as_posix() for path in named if isinstance(path, Path) and not path.is_absolute()]
-
-
-def fetch(server: JobServer, job: Job, output: Path, console: Console) -> int:
-    """Get what the job was told to hand back; how many of the wanted paths it did not write."""
-    wanted = json.loads(job.metadata.get(FETCH_KEY, "[]"))
-    if not wanted:
-        return 0
-
-    def read(path: str) -> bytes:
-        return server.read(job.node, path)
-
+    A relative path means a folder of this machine. A path from the root, or a URL, may be one that only nodes reach.
+    """
     try:
-        manifest = read_manifest(read, job.id)
-    except OutriderError as error:
-        _complain(f"nothing of job {job.id} can be fetched: {error.message}")
-        return len(wanted)
-    with downloads(console) as progress:
-        task = progress.add_task("", total=manifest.size)
-        for file in manifest.files:
-            fetch_file(read, job.id, file, output, lambda size: progress.advance(task, size))
-    if manifest.files:
-        print(f"{len(manifest.files)} files, {manifest.size / 1e6:.1f} MB, in {output}", flush=True)
-    for path in manifest.missing:
-        _complain(f"job {job.id} wrote no {path}")
-    return len(manifest.missing)
+        Place(place).leave_mark(job_id)
+    except ConfigError as error:
+        if "://" not in named and not Path(named).is_absolute():
+            raise
+        _complain(f"{error.message} from here; the job tries it from its node")
+        return False
+    return True
 
 
-def _see_through(server: JobServer, job_id: str, options: argparse.Namespace) -> int:
-    """Follow, fetch, and end as the job ended."""
-    console = Console()
+def _see_through(client: Any, job_id: str, address: str) -> int:
+    """Follow a job, say where its files are, and end as it ended."""
     try:
-        job = asyncio.run(follow(server, job_id, screen_for(console, job_id)))
+        job = asyncio.run(follow(client, job_id, Console()))
     except KeyboardInterrupt:
-        print(f"\n{job_id} goes on. {_how_to_go_on(server, job_id, options)}", flush=True)
+        print(f"\n{job_id} goes on. {_how_to_go_on(address, job_id)}", flush=True)
         return DETACHED
-    missing = fetch(server, job, options.output or Path(job_id), console)
-    if job.state == "SUCCEEDED":
-        return 1 if missing else 0
-    if job.state == "STOPPED":
+    if place := (job.metadata or {}).get(OUTPUT_KEY):
+        print(f"output: {place}", flush=True)
+    if job.status.value == "SUCCEEDED":
+        return 0
+    if job.status.value == "STOPPED":
         _complain(f"job {job_id} was stopped")
         return STOPPED
-    if job.exit_status:
+    if job.driver_exit_code:
         # Its log, which says why, has just been shown.
-        _complain(f"job {job_id} failed with exit status {job.exit_status}")
-        return job.exit_status
-    _complain(f"job {job_id} did not run: {job.message.strip()}")
+        _complain(f"job {job_id} failed with exit status {job.driver_exit_code}")
+        return int(job.driver_exit_code)
+    _complain(f"job {job_id} did not run: {(job.message or '').strip()}")
     return 1
 
 
-def _how_to_go_on(server: JobServer, job_id: str, options: argparse.Namespace) -> str:
-    base = f"outrider submit --address {server.address}"
-    output = f" --output {shlex.quote(str(options.output))}" if options.output else ""
-    return f"Follow it: {base} --follow {job_id}{output}\nStop it: {base} --stop {job_id}"
+def _how_to_go_on(address: str, job_id: str) -> str:
+    base = f"outrider submit --address {address}"
+    return f"Follow it: {base} --follow {job_id}\nStop it: {base} --stop {job_id}"
 
 
-def _check_one_purpose(options: argparse.Namespace) -> None:
-    given = [name for name in ("follow", "stop") if getattr(options, name)]
-    if len(given) + bool(options.arguments) != 1:
-        raise ConfigError("give a command after --, or --follow ID, or --stop ID", field="arguments")
+def _checked_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the command without its `--`, and what it says that it writes in the job's folder.
 
+    A mistake in the command ends here, before anything is uploaded.
+    """
+    from outrider.deploy.cli import build_parser
 
-def _checked_command(words: Sequence[str]) -> list[str]:
-    """The command without its `--`; a mistake in it ends here, before anything is uploaded."""
     arguments = list(words[1:] if words[:1] == ["--"] else words)
     if not arguments or arguments[0] == "submit":
         raise ConfigError("must be another command of outrider, such as `-- train drafter …`", field="arguments")
-    _parsed(arguments)
-    return arguments
-
-
-def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    from outrider.deploy.cli import build_parser
-
-    return build_parser().parse_args(list(arguments))
-
-
-def _relative(text: str) -> str:
-    path = Path(text)
-    if path.is_absolute() or ".." in path.parts:
-        raise ConfigError(f"{text!r} must be relative: a job runs in a folder of its own", field="fetch")
-    return path.as_posix()
+    parsed = build_parser().parse_args(arguments)
+    named = [getattr(parsed, name, None) for name in WRITING]
+    return arguments, [path.as_posix() for path in named if isinstance(path, Path) and not path.is_absolute()]
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -1,83 +1,87 @@
-"""What a submitted job runs on the cluster: the command in a folder of its own, then the packing of its artefacts."""
+"""What a submitted job runs on its node: the command in a folder of its own, whose files go to the output place."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
-from outrider.deploy.submit.artefacts import FOLDER
-from outrider.deploy.submit.packer import Packer
+from outrider.deploy.submit.place import Mirror, Place
+from outrider.proto.errors import ConfigError
 
-JOB_LOG = "job-driver-"
-JOBS = "outrider-jobs"  # in the session's folder
+SYNC_EVERY_S = 30.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; the command's exit status, as a shell would give it."""
+    """Run the command and return its exit status, as a shell would give it."""
     parser = argparse.ArgumentParser(prog="python -m outrider.deploy.submit.entry", description=__doc__)
-    parser.add_argument("--input", action="append", default=[], metavar="PATH", help="given to it; repeatable")
-    parser.add_argument("--fetch", action="append", default=[], metavar="PATH", help="to hand back; repeatable")
+    parser.add_argument("--inputs", action="store_true", help="the current folder holds the job's inputs")
+    parser.add_argument("--output", required=True, metavar="PLACE", help="absolute path or URL")
+    parser.add_argument("--mark", default="", metavar="ID", help="left in the output place by the submitter")
+    parser.add_argument("--probe", default="", metavar="ID", help="to leave and take here, where it could not be left")
+    parser.add_argument("--resume", action="append", default=[], metavar="NAME", help="taken from the output place")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="of `outrider`")
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    log = job_log(Path("/proc/self/fd/1"))
-    if log is None:
-        print("outrider: this runs in jobs of Ray's job server only; see outrider submit --help", file=sys.stderr)
-        return 2
-    work = log.parent.parent / JOBS / log.stem.removeprefix(JOB_LOG)
-    give(options.input, Path.cwd(), work)
-    return run(command, options.fetch, work=work, artefacts=log.parent / FOLDER / work.name)
-
-
-def job_log(standard_output: Path) -> Path | None:
-    """The log of this job, which is its standard output; None where that is something else.
-
-    The folder of that file is the one whose files the job server hands out. No call of Ray names it to a process
-    that has not joined the cluster, and joining takes seconds.
-    """
+    work = Path(tempfile.mkdtemp(prefix="outrider-job-"))
     try:
-        log = Path(os.readlink(standard_output))
-    except OSError:
-        return None
-    return log if log.name.startswith(JOB_LOG) and log.suffix == ".log" else None
+        if options.inputs:  # jobs with the same inputs share the folder that Ray unpacks them to, so copy them
+            shutil.copytree(Path.cwd(), work, dirs_exist_ok=True)
+        place = Place(options.output)
+        if options.probe:
+            place.leave_mark(options.probe)
+        if mark := options.probe or options.mark:
+            place.take_mark(mark)
+        mirror = Mirror(work, place)
+        mirror.fetch(options.resume)
+    except ConfigError as error:
+        shutil.rmtree(work)
+        _complain(error.message)
+        return 2
+    return run(command, work, mirror)
 
 
-def give(inputs: list[str], folder: Path, work: Path) -> None:
-    """Make the job's own folder, with copies: jobs with the same inputs share the folder that Ray unpacks them to."""
-    work.mkdir(parents=True)
-    for name in inputs:
-        (work / name).parent.mkdir(parents=True, exist_ok=True)
-        if (folder / name).is_dir():
-            shutil.copytree(folder / name, work / name)
-        else:
-            shutil.copyfile(folder / name, work / name)
+def run(command: list[str], work: Path, mirror: Mirror) -> int:
+    """Run the command and return its exit status, or 1 where only its files cannot be brought to the place.
 
-
-def run(command: list[str], wanted: list[str], *, work: Path, artefacts: Path) -> int:
-    """Run `outrider COMMAND` in `work`, and have packed what is wanted of it, also of one that fails or is stopped."""
-    packer = Packer(work, artefacts, wanted)
-    status = _run_command(command, work, packer.alive)
-    packer.finish()
+    They are brought there while it runs and at its end, also if it fails or is stopped.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "outrider.deploy.cli", *command], cwd=work)  # noqa: S603
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray signals the command as well
+        signal.signal(number, lambda *_: None)
+    ended = False
+    while not ended:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SYNC_EVERY_S)
+        ended = process.poll() is not None
+        failure = _sync(mirror)
+    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    if failure:
+        _complain(f"what is missing there is in {work} on {socket.gethostname()}")
+        return status or 1
+    print(mirror.summary, end="", flush=True)
+    shutil.rmtree(work)
     return status
 
 
-def _run_command(command: list[str], work: Path, alive: int) -> int:
-    call = [sys.executable, "-m", "outrider.deploy.cli", *command]
-    process = subprocess.Popen(call, cwd=work, pass_fds=(alive,))  # noqa: S603 - the job's
+def _sync(mirror: Mirror) -> bool:
+    """Return whether it failed: while the command runs, that is no reason to end it."""
+    try:
+        mirror.sync()
+    except ConfigError as error:
+        _complain(error.message)
+        return True
+    return False
 
-    def pass_on(number: int, _: FrameType | None) -> None:
-        process.send_signal(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
-    status = process.wait()
-    return status if status >= 0 else 128 - status
+def _complain(text: str) -> None:
+    print(f"outrider submit: output: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
