@@ -72,6 +72,6 @@ def all_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tokenizer_file() -> Path:
     """`tokenizer.json` of the embedded target."""
-    from outrider.cloud.family_index import target_folder
+    from outrider.cloud.family_index import target_folder, tokenizer_file
 
-    return target_folder("reference") / "tokenizer.json"
+    return tokenizer_file(target_folder("reference"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 import subprocess
 import sys
@@ -26,6 +27,10 @@ FORBIDDEN = {
     "deploy": set(),
     "deploy/outrider/bench": {"ray"},
 }
+
+
+MAX_TRACKED_BYTES = 60 << 20
+SMALL_BYTES = 4096
 
 
 def imports(path: Path) -> set[str]:
@@ -100,13 +105,13 @@ def test_the_readme_names_every_command(root) -> None:
 
 
 def test_embedded_drafters_and_target_share_one_tokenizer() -> None:
-    from outrider.cloud.family_index import embedded_targets, target_folder
+    from outrider.cloud.family_index import embedded_targets, target_folder, tokenizer_file
     from outrider.edge.drafters import embedded_packages, find_package
     from outrider.proto.tokenizer import tokenizer_hash
 
     assert "reference" in embedded_targets()
     assert "general" in embedded_packages()
-    of_target = tokenizer_hash((target_folder("reference") / "tokenizer.json").read_text(encoding="utf-8"))
+    of_target = tokenizer_hash(tokenizer_file(target_folder("reference")).read_text(encoding="utf-8"))
     for name in embedded_packages():
         assert find_package(name).tokenizer_sha256 == of_target
 
@@ -118,3 +123,33 @@ def test_importing_the_session_loads_neither_grpc_nor_protobuf_nor_any_rule_that
     assert not {"grpc", "google.protobuf", "cryptography", "prometheus_client"} & set(loaded)
     ours = {name for name in loaded if name.startswith("outrider.")}
     assert not {name for name in ours if ".policies" in name or ".plumbing" in name or name.startswith("outrider.edge")}
+
+
+@pytest.fixture(scope="module")
+def tracked(root) -> list[Path]:
+    """The files that a clone brings."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True).stdout
+    return [root / name for name in names.split("\0") if name and (root / name).is_file()]
+
+
+def test_a_clone_stays_small(tracked) -> None:
+    largest = sorted(((path.stat().st_size, path) for path in tracked), reverse=True)
+    total = sum(size for size, _ in largest)
+    assert total < MAX_TRACKED_BYTES, "\n".join(f"{size:>10} {path}" for size, path in largest[:20])
+
+
+def test_no_content_of_size_is_tracked_twice(tracked) -> None:
+    first_of: dict[str, Path] = {}
+    for path in tracked:
+        if path.stat().st_size > SMALL_BYTES:
+            first = first_of.setdefault(hashlib.sha256(path.read_bytes()).hexdigest(), path)
+            assert first == path, f"{path} and {first} are the same"
+
+
+def test_no_embedded_graph_holds_a_large_weight_twice(root) -> None:
+    import onnx
+
+    for path in root.glob("edge/outrider/edge/family/*/*.onnx"):
+        weights = [tensor.raw_data for tensor in onnx.load(path).graph.initializer]
+        large = [weight for weight in weights if len(weight) > 1 << 18]
+        assert len(set(large)) == len(large), path

@@ -17,6 +17,7 @@ from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.fakes import TOKENIZER_JSON, TOKENIZER_SHA256, write_package
 from outrider.coordinator.package import load_package
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument, NotFound, OutriderError
+from outrider.proto.tokenizer import tokenizer_hash
 
 
 def scanned(folder: Path) -> Catalogue:
@@ -41,6 +42,25 @@ def test_every_listed_file_is_served_by_its_hash_and_from_any_offset(tmp_path: P
         assert (hashlib.sha256(content).hexdigest(), len(content)) == (file.sha256, file.bytes)
         with catalogue.open(file.sha256, 3) as reader:
             assert reader.read() == content[3:]
+
+
+def test_a_package_whose_tokenizer_ships_with_outrider_is_served_whole(tmp_path: Path, tokenizer_file: Path) -> None:
+    shipped = tokenizer_file.read_bytes()
+    sha256 = tokenizer_hash(shipped.decode())
+    folder = write_package(tmp_path / "d", files={"tokenizer.json": shipped}, tokenizer_sha256=sha256)
+    (folder / "tokenizer.json").unlink()
+    catalogue = scanned(tmp_path)
+    (file,) = (file for file in catalogue.manifests[0].files if file.name == "tokenizer.json")
+    with catalogue.open(file.sha256, 0) as reader:
+        assert reader.read() == shipped
+
+
+def test_a_package_without_a_tokenizer_that_does_not_ship_is_refused(tmp_path: Path) -> None:
+    folder = write_package(tmp_path / "d", files={"tokenizer.json": TOKENIZER_JSON.encode()})
+    (folder / "tokenizer.json").unlink()
+    catalogue = scanned(tmp_path)
+    assert not catalogue.manifests
+    assert "tokenizer.json" in str(catalogue.refused[folder])
 
 
 @pytest.mark.parametrize("depth", ["", "d", "d/1"])

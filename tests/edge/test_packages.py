@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 
 import pytest
 
@@ -11,7 +12,7 @@ from outrider.edge.drafters import DrafterCache, embedded_packages, find_package
 from outrider.edge.drafters.packages import FOR_ANY_SUBJECT, SteeringShape, sha256_of
 from outrider.edge.preparation import _any_subject_first
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound, OutriderError, Unavailable
-from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.tokenizer import shipped_tokenizer, tokenizer_hash
 from outrider.proto.types import DrafterManifest, RemoteFile
 
 TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}}, "padding": null}'
@@ -227,6 +228,26 @@ def test_packages_are_found_by_path_and_the_names_there_are_are_listed(tmp_path)
         assert name in str(raised.value)
     with pytest.raises(NotFound):
         load_package(tmp_path)
+
+
+@pytest.mark.parametrize("name", embedded_packages())
+def test_an_embedded_package_uses_the_shipped_tokenizer(name):
+    package = find_package(name)
+    assert not (package.folder / "tokenizer.json").exists()
+    assert package.tokenizer_path == shipped_tokenizer(package.tokenizer_sha256)
+    assert "tokenizer.json" in {file.name for file in package.files}
+
+
+def test_a_packages_own_tokenizer_goes_before_the_shipped_one(tmp_path):
+    embedded = find_package("general")
+    folder = tmp_path / "copy"
+    shutil.copytree(embedded.folder, folder)
+    own = folder / "tokenizer.json"
+    shutil.copy(embedded.tokenizer_path, own)
+    assert load_package(folder).tokenizer_path == own
+    own.write_text("{}")
+    with pytest.raises(DataLoss, match=r"tokenizer\.json"):
+        load_package(folder)
 
 
 def test_a_drafter_is_fetched_once(tmp_path):

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from outrider.cloud.family_index import target_folder
+from outrider.cloud.family_index import target_folder, tokenizer_file
 from outrider.edge.text import TextStream
 
-TOKENIZER = Tokenizer.from_file(str(target_folder("reference") / "tokenizer.json"))
+TOKENIZER = Tokenizer.from_file(str(tokenizer_file(target_folder("reference"))))
 
 
 def stream(tokens: list[int], stop: tuple[str, ...] = ()) -> tuple[str, TextStream]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import target_folder
+from outrider.cloud.family_index import target_folder, tokenizer_file
 from outrider.cloud.server import VerifierServer
 from outrider.deploy.prompts import DOMAINS, HELD_OUT, Prompt, read_prompts
 from outrider.edge import Client, EdgeConfig
@@ -21,7 +21,7 @@ from outrider.edge.routes import DirectRoute
 
 sys.path.append(str(Path(__file__).parent))  # makes the helper modules of this folder importable
 
-TOKENIZER = target_folder("reference") / "tokenizer.json"
+TOKENIZER = tokenizer_file(target_folder("reference"))
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from outrider.cloud.family_index import target_folder
+from outrider.cloud.family_index import load_tokenizer, target_folder
 from outrider.deploy.prompts import DOMAINS
 
 TOKENS = 64
@@ -19,7 +19,7 @@ TOKENS = 64
 @pytest.fixture(scope="module")
 def library() -> tuple[Any, Any]:
     folder: Path = target_folder("reference")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), load_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from openai import APIError, AsyncOpenAI, OpenAI
 
 from outrider.cloud.chat_template import chat_template_json
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.family_index import target_folder
 from outrider.cloud.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
@@ -54,7 +55,7 @@ async def setting(tokenizer_file: Path, drafter: Any = None, **config: Any) -> A
         verifier=await verifier.start(),
         model=MODEL,
         tokenizer=tokenizer_file,
-        chat_template=tokenizer_file.parent / "chat_template.jinja",
+        chat_template=target_folder("reference") / "chat_template.jinja",
     )
     client = Client(edge, drafter=drafter)
     daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0.1, **config), client)

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.wheel, pytest.mark.timeout(500)]
 
 SECRET = b"a secret of the two of them"
 MOST_MEGABYTES = 250
+MAX_WHEEL_BYTES = 55_000_000
 
 EDGE_PROGRAM = r"""
 import importlib.util, re, sys
@@ -32,12 +33,16 @@ print(status, int(peak_kb) // 1024, *absent)
 
 
 @pytest.fixture(scope="module")
-def edge_python(tmp_path_factory, root) -> Path:
+def edge_python(tmp_path_factory, root, request) -> Path:
     """The interpreter of a fresh environment in which only the wheel with [edge] is installed."""
     folder = tmp_path_factory.mktemp("edge")
     run = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(root)]
     subprocess.run(run, check=True, capture_output=True)
     (wheel,) = folder.glob("outrider-*.whl")
+    size = wheel.stat().st_size
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(f"\n{wheel.name}: {size / 1e6:.1f} MB")
+    assert size < MAX_WHEEL_BYTES
     subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
     python = folder / "venv" / "bin" / "python"
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", f"{wheel}[edge]"], check=True)

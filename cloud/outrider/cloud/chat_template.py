@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.family_index import resolve_target
+from outrider.cloud.family_index import load_tokenizer, resolve_target
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,7 @@ def _of_folder(folder: Path) -> Mapping[str, Any]:
 
 
 def _of_hub(name: str) -> Mapping[str, Any]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    tokenizer = load_tokenizer(name)
     return {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
 
 

@@ -7,14 +7,13 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, Span
-from outrider.cloud.family_index import embedded_targets, resolve_target
+from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.linear import exchange_linears
 from outrider.cloud.tapped_rows import TappedRows
@@ -229,13 +228,10 @@ def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
 
 def _tokenizer_json(source: str, target: str) -> str:
     """The text of the fast tokenizer's file; where a repository has none, transformers converts what there is."""
-    local = Path(source) / "tokenizer.json"
-    if local.is_file():
-        return local.read_text(encoding="utf-8")
-    from transformers import AutoTokenizer
-
+    if (file := tokenizer_file(source)) is not None:
+        return file.read_text(encoding="utf-8")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = load_tokenizer(source)
     except (OSError, ValueError) as error:
         raise NotFound(f"cannot load the tokenizer of {target!r}: {_first_line(error)}", field="target") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument
+from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
 from outrider.proto.types import DRAFTER_FORMAT, DrafterManifest, RemoteFile
 
 MANIFEST = "manifest.json"
@@ -119,7 +120,7 @@ def load_package(folder: Path) -> Package:
         raise ConfigError("tokenizer_sha256 must be 64 hexadecimal digits", field=where)
     contents = {itself.sha256: StoredContent(manifest_path, manifest_stamp)}
     for file in listed:
-        contents[file.sha256] = _checked(folder, file)
+        contents[file.sha256] = _checked(_path_of(file, folder, manifest), file, folder)
     return Package(manifest, contents)
 
 
@@ -158,8 +159,16 @@ def _listed_files(parsed: Any) -> tuple[RemoteFile, ...]:
     return tuple(listed)
 
 
-def _checked(folder: Path, file: RemoteFile) -> StoredContent:
-    path, where = folder / file.name, f"{folder.name}/{file.name}"
+def _path_of(file: RemoteFile, folder: Path, manifest: DrafterManifest) -> Path:
+    """Return where the file lies: in the folder, but for a tokenizer that ships with Outrider."""
+    own = folder / file.name
+    if file.name == TOKENIZER_FILE and not own.exists():
+        return shipped_tokenizer(manifest.tokenizer_sha256) or own
+    return own
+
+
+def _checked(path: Path, file: RemoteFile, folder: Path) -> StoredContent:
+    where = f"{folder.name}/{file.name}"
     try:
         # Before opening: a pipe or a device would block or never end.
         if not stat.S_ISREG(path.stat().st_mode):

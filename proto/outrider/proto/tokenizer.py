@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from pathlib import Path
 
 # What decides how text becomes ids and back. Padding, truncation and the file's layout do not.
 DECIDING_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
+TOKENIZER_FILE = "tokenizer.json"
+_SHIPPED = Path(__file__).parent / "tokenizers"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def tokenizer_hash(tokenizer_json: str) -> str:
@@ -24,3 +29,12 @@ def tokenizer_hash(tokenizer_json: str) -> str:
     deciding = {part: parsed.get(part) for part in DECIDING_PARTS}
     canonical = json.dumps(deciding, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def shipped_tokenizer(tokenizer_sha256: str) -> Path | None:
+    """Return the tokenizer file that ships with Outrider under this hash; None: no such file ships.
+
+    The embedded target and its drafters share it, so it lies here once instead of in the folder of each.
+    """
+    file = _SHIPPED / f"{tokenizer_sha256}.json"
+    return file if _SHA256.fullmatch(tokenizer_sha256) and file.is_file() else None

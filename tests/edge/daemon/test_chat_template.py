@@ -45,12 +45,11 @@ def test_it_renders_as_transformers_does() -> None:
     assert ChatTemplate(CHATML, {"bos_token": "<s>"}).render(TURNS) == expected
 
 
-def test_the_embedded_targets_template_is_its_tokenizers(tokenizer_file) -> None:
-    from transformers import AutoTokenizer
-
+def test_the_embedded_targets_template_is_its_tokenizers() -> None:
     from outrider.cloud.chat_template import chat_template_json
+    from outrider.cloud.family_index import load_tokenizer, resolve_target
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_file.parent)
+    tokenizer = load_tokenizer(resolve_target("reference"))
     expected = tokenizer.apply_chat_template(TURNS, tokenize=False, add_generation_prompt=True)
     template = ChatTemplate.from_text(chat_template_json("reference"))
     assert template is not None

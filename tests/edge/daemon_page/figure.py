@@ -14,7 +14,7 @@ from pathlib import Path
 from playwright.async_api import async_playwright
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import target_folder
+from outrider.cloud.family_index import target_folder, tokenizer_file
 from outrider.cloud.server import VerifierServer
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
@@ -37,7 +37,7 @@ async def picture(file: Path, prompt: str, scheme: str, width: int) -> None:
             verifier=link.address,
             model="reference",
             drafter="general",
-            tokenizer=target / "tokenizer.json",
+            tokenizer=tokenizer_file(target),
             chat_template=target / "chat_template.jinja",
         )
         daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0), Client(edge))

@@ -24,7 +24,7 @@ class Real:
 @pytest.fixture(scope="module")
 def real() -> Iterator[Real]:
     from outrider.cloud.config import VerifierConfig
-    from outrider.cloud.family_index import target_folder
+    from outrider.cloud.family_index import target_folder, tokenizer_file
     from outrider.cloud.server import VerifierServer
     from outrider.edge import Client, EdgeConfig
     from outrider.edge.daemon.config import DaemonConfig
@@ -41,7 +41,7 @@ def real() -> Iterator[Real]:
             verifier=await verifier.start(),
             model="reference",
             drafter="general",
-            tokenizer=target / "tokenizer.json",
+            tokenizer=tokenizer_file(target),
             chat_template=target / "chat_template.jinja",
         )
         daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0), Client(edge))

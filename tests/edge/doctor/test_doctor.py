@@ -11,7 +11,7 @@ import pytest
 
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.doctor import Examined, Outcome, examine, round_trips, visit
-from outrider.edge.drafters.packages import FAMILY
+from outrider.edge.drafters.packages import FAMILY, find_package
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.release import release
@@ -86,7 +86,7 @@ def test_an_unknown_model_is_told_at_the_lease(cloud, config) -> None:
 
 def test_a_wrong_tokenizer_is_told_by_hash_or_by_the_verifier(cloud, config, tmp_path) -> None:
     wrong = tmp_path / "tokenizer.json"
-    changed = json.loads((FAMILY / "general" / "tokenizer.json").read_text(encoding="utf-8"))
+    changed = json.loads(find_package("general").tokenizer_path.read_text(encoding="utf-8"))
     changed["normalizer"] = {"type": "Lowercase"}
     wrong.write_text(json.dumps(changed))
     examined = asyncio.run(examine(config(coordinator=cloud.coordinator, tokenizer=wrong)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MODEL_FILE, TOKENIZER_FILE, MANIFEST_FILE = "model.onnx", "tokenizer.json", "manifest.json"
+MODEL_FILE, MANIFEST_FILE = "model.onnx", "manifest.json"
 STEERING_GRAPH_FILE = "steering.onnx"
 CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
 CACHE_DIMENSIONS = [1, "kv_heads", "c", "head_dim"]

@@ -26,7 +26,6 @@ from outrider.cloud.export.contract import (
     MODEL_FILE,
     OUTPUTS,
     STEERING_GRAPH_FILE,
-    TOKENIZER_FILE,
     described,
     described_biases,
 )
@@ -36,7 +35,7 @@ from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, DrafterSteering, check_fit, steering_of
 from outrider.cloud.export.steering_graph import write_steering_graph
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
 from outrider.proto.types import DRAFTER_FORMAT
 
 PRECISIONS = ("float32", "int8")

@@ -38,7 +38,7 @@ def quantise(graph: Path) -> None:
             quantised[name] = QuantisedMatrix.of(columns_first)
             node = quantised[name].product(name, node)
         nodes.append(node)
-    nodes = [_quantised_lookup(node, quantised) for node in nodes]
+    nodes = [each for node in nodes for each in _quantised_lookup(node, quantised)]
     for name, stored in quantised.items():
         model.graph.initializer.extend(stored.initializers(name))
     del model.graph.node[:]
@@ -72,12 +72,12 @@ class QuantisedMatrix:
         return QuantisedMatrix(levels.astype(np.uint8), scales.astype(np.float32), columns)
 
     def initializers(self, name: str) -> list[onnx.TensorProto]:
-        """All forms that nodes may ask for; those that none does are dropped."""
-        rows = self.levels.reshape(len(self.levels), -1)
+        """Return all that nodes may ask for; what none does is dropped."""
+        shape = np.array([len(self.levels), self.columns], dtype=np.int64)
         return [
             onnx.numpy_helper.from_array(self.levels, f"{name}.levels"),
             onnx.numpy_helper.from_array(self.scales, f"{name}.scales"),
-            onnx.numpy_helper.from_array(rows, f"{name}.rows"),
+            onnx.numpy_helper.from_array(shape, f"{name}.shape"),
         ]
 
     def product(self, name: str, node: onnx.NodeProto) -> onnx.NodeProto:
@@ -95,16 +95,22 @@ class QuantisedMatrix:
         )
 
 
-def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix]) -> onnx.NodeProto:
-    """A lookup of rows of a quantised matrix reads the quantised rows; any other node stays."""
+def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix]) -> list[onnx.NodeProto]:
+    """Return what stands in for a lookup of rows of a quantised matrix; any other node stays.
+
+    It reads the levels of the product in another shape, so that the file holds them once. ONNX Runtime folds the
+    reshape when it loads the graph.
+    """
     if node.op_type != "Gather" or node.input[0] not in quantised:
-        return node
-    matrix = quantised[node.input[0]]
+        return [node]
+    name = node.input[0]
+    matrix = quantised[name]
     if matrix.columns % BLOCK or any(attribute.name == "axis" and attribute.i for attribute in node.attribute):
-        return node
-    return onnx.helper.make_node(
+        return [node]
+    rows = onnx.helper.make_node("Reshape", [f"{name}.levels", f"{name}.shape"], [f"{name}.rows"])
+    lookup = onnx.helper.make_node(
         "GatherBlockQuantized",
-        [f"{node.input[0]}.rows", node.input[1], f"{node.input[0]}.scales"],
+        [f"{name}.rows", node.input[1], f"{name}.scales"],
         list(node.output),
         domain=CONTRIB,
         bits=8,
@@ -112,6 +118,7 @@ def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix
         gather_axis=0,
         quantize_axis=1,
     )
+    return [rows, lookup]
 
 
 def _is_matrix(tensor: onnx.TensorProto | None) -> bool:

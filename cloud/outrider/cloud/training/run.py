@@ -20,8 +20,9 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
+from outrider.cloud.family_index import load_tokenizer
 from outrider.cloud.training.acceptance import Acceptance
 from outrider.cloud.training.blocks import BlockSampler
 from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
@@ -215,7 +216,7 @@ class Run(ABC):
         return save_checkpoint(self.config.output / "checkpoints", self._write_models, self.optimizers, progress)
 
     def _write_models(self, folder: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(self.config.target, trust_remote_code=False)
+        tokenizer = load_tokenizer(self.config.target)
         for name, model in self.models.items():
             model.save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from outrider.cloud.family_index import load_tokenizer
 from outrider.cloud.training.acceptance import Row
 from outrider.cloud.training.blocks import Source
 from outrider.cloud.training.corpus import Documents, load_domain, split_held_out
@@ -46,7 +47,7 @@ class Texts:
 
 def gather_texts(config: Training, target: PreTrainedModel, told: Reporter) -> Texts:
     """Tokenise the corpus, let the target write its own text, and set some of both aside."""
-    tokenizer = AutoTokenizer.from_pretrained(config.target, trust_remote_code=False)
+    tokenizer = load_tokenizer(config.target)
     if not tokenizer.is_fast:
         raise InvalidArgument("its tokenizer has no tokenizer.json", field="target")
     bos, eos = _frame(tokenizer, target)

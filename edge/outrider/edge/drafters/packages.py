@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound
-from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer, tokenizer_hash
 from outrider.proto.types import DRAFTER_FORMAT, RemoteFile
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
-TOKENIZER = "tokenizer.json"
 STEERING_GRAPH = "steering.onnx"
 KINDS = ("onnx-lm",)
 CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
@@ -107,8 +106,9 @@ class DrafterPackage:
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer that drafter and target share."""
-        return self.folder / TOKENIZER
+        """The tokenizer that drafter and target share: the package's own, or the shipped one with its hash."""
+        own = self.folder / TOKENIZER_FILE
+        return own if own.exists() else shipped_tokenizer(self.tokenizer_sha256) or own
 
 
 def load_package(folder: Path) -> DrafterPackage:
@@ -122,11 +122,13 @@ def load_package(folder: Path) -> DrafterPackage:
     """
     package = read_manifest(folder)
     for file in package.files:
-        check_file(folder / file.name, file)
+        check_file(package.tokenizer_path if file.name == TOKENIZER_FILE else folder / file.name, file)
     with package.tokenizer_path.open(encoding="utf-8") as lines:
         found = tokenizer_hash(lines.read())
     if found != package.tokenizer_sha256:
-        raise DataLoss(f"{TOKENIZER} has the canonical hash {found}, the manifest promises {package.tokenizer_sha256}")
+        raise DataLoss(
+            f"{TOKENIZER_FILE} has the canonical hash {found}, the manifest promises {package.tokenizer_sha256}"
+        )
     return package
 
 
@@ -232,7 +234,7 @@ def _files(files: _Fields) -> tuple[RemoteFile, ...]:
             promised.append(RemoteFile(name, entry.matching("sha256", _SHA256), entry.count("bytes")))
         except InvalidArgument as error:
             raise InvalidArgument(error.message, field=f"manifest.files.{name}") from error
-    for needed in (MODEL, TOKENIZER):
+    for needed in (MODEL, TOKENIZER_FILE):
         if needed not in names:
             raise InvalidArgument(f"does not list {needed}", field="manifest.files")
     return tuple(promised)
