@@ -1,0 +1,225 @@
+"""One rich example of every message, with all its fields set, and one with as few as it may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from outrider.proto import codec
+from outrider.proto import types as t
+
+HASH = "0123456789abcdef" * 4
+FILE = t.RemoteFile("tokenizer.json", HASH, 1 << 40)
+MANIFESTS = (
+    t.DrafterManifest("swift", "7", HASH, "reference", (FILE, t.RemoteFile("model.onnx", "ab" * 32, 3))),
+    t.DrafterManifest("plain", "1", "", "", ()),
+)
+PRIORS = (t.DrafterPrior("swift", "7", 0.75, 120.5), t.DrafterPrior("plain", "", 0.0, 0.0))
+HITS = (t.DrafterHits("swift", "7", 90, 128), t.DrafterHits("plain", "1", 0, 8))
+REPORT = t.SessionReport(
+    session="s-1",
+    model="reference",
+    verifier="v0",
+    drafter="swift",
+    drafter_version="7",
+    committed_tokens=128,
+    accepted_tokens=90,
+    drafted_tokens=140,
+    judged_tokens=131,
+    steps=38,
+    seconds=1.25,
+    uplink_bytes=777,
+    downlink_bytes=1 << 33,
+    resumes=2,
+    round_trip_s=0.0125,
+    edge="pi",
+    drafter_hits=HITS,
+    prompt_class=3,
+    link_class=2,
+)
+SAMPLING = t.Sampling(
+    temperature=0.7,
+    seed=(1 << 64) - 1,
+    top_k=40,
+    top_p=0.95,
+    min_p=0.05,
+    repetition_penalty=1.1,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    logit_bias=((5, -1.5), (300, 2.0)),
+    allowed_tokens=(1, 200, 70000),
+    max_tokens=99,
+    stop_tokens=(2, 300),
+    ignore_eos=True,
+)
+WISH = t.SteeringWish("0123456789ab", t.SteeringPrecision.FLOAT16, 4)
+
+
+class Example(NamedTuple):
+    """A message, and how it travels."""
+
+    message: Any
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+
+
+def _edge(frame: t.EdgeFrame) -> Example:
+    return Example(frame, codec.encode_edge_frame, codec.decode_edge_frame)
+
+
+def _cloud(frame: t.CloudFrame) -> Example:
+    return Example(frame, codec.encode_cloud_frame, codec.decode_cloud_frame)
+
+
+EXAMPLES = {
+    "open": _edge(
+        t.Open(
+            model="reference",
+            tokenizer_sha256=HASH,
+            prompt=(1, 128, 70000, t.MAX_TOKEN_ID),
+            sampling=SAMPLING,
+            session="s-1_A",
+            committed=(9, 300),
+            lease=b"\x00lease\xff",
+            patience=t.Patience(0.25, 3),
+            drafting=True,
+            window=32,
+            max_drafts=12,
+            logp=True,
+            protocol_version=2,
+            logprobs=True,
+            top_logprobs=5,
+            keep_s=30.0,
+            steering=WISH,
+        )
+    ),
+    "open with a grammar": _edge(
+        t.Open("m", HASH, (1,), t.Sampling(grammar=t.Grammar(t.GrammarKind.JSON_SCHEMA, '{"type": "object"}')), "s")
+    ),
+    "open, least": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", drafting=False, logp=False)),
+    "continue": _edge(t.Continue(start=300, prompt=(4, 5, 600), sampling=SAMPLING, chain=7)),
+    "continue, least": _edge(t.Continue(0, ())),
+    "draft": _edge(
+        t.Draft(
+            chain=3,
+            start=1000,
+            tokens=(7, 200, 70000),
+            parents=(-1, 0, 0),
+            q=(0.5, 0.25, 1.0),
+            drafter="swift",
+            drafter_version="7",
+            complete=True,
+        )
+    ),
+    "draft, least": _edge(t.Draft(0, 0, (1,))),
+    "report": _edge(t.Report(True, 0.0015, 0.02, 0.75, WISH)),
+    "report, least": _edge(t.Report(False)),
+    "cancel": _edge(t.Cancel("enough")),
+    "cancel, least": _edge(t.Cancel()),
+    "opened": _cloud(
+        t.Opened(
+            committed=2,
+            credit=64,
+            max_tokens=99,
+            verifier="v0",
+            context_length=4096,
+            batch_invariant=True,
+            vocab_size=32000,
+            goal=t.Goal.EFFICIENCY,
+            max_drafts=16,
+            planned=True,
+            keep_s=30.0,
+            release="0.1.0+abc",
+            steered=True,
+        )
+    ),
+    "opened, least": _cloud(t.Opened(0, 0, 0, "", 0, vocab_size=0, max_drafts=0, planned=False)),
+    "commit": _cloud(
+        t.Commit(
+            start=1000,
+            tokens=(7, 200, 70000),
+            accepted=2,
+            credit=61,
+            logp=(-0.5, -0.25, -2.0),
+            reward=0.875,
+            steering=t.Steering(0.5, b"\x01\x02\xff\x80", t.SteeringPrecision.INT8),
+            timing=t.Timing(5, 0.001, 0.002, 0.03),
+            finish=t.FinishReason.STOP_TOKEN,
+            chain=3,
+            judged=4,
+            turn=1,
+            logprobs=(-0.75, -0.125, -4.0),
+            top_logprobs=(((7, -0.75), (8, -1.5)), ((200, -0.125), (3, -3.0)), ((1, -0.5), (70000, -4.0))),
+        )
+    ),
+    "commit, least": _cloud(t.Commit(0, (1,), 0, 0)),
+    "commit of the end alone": _cloud(t.Commit(5, (), 0, 0, finish=t.FinishReason.LENGTH)),
+    "goaway": _cloud(t.Goaway("draining", 1.5)),
+    "lease request": Example(
+        t.LeaseRequest("reference", "s-1", HASH, ("v1", "v2"), 2, True, 3, 2),
+        codec.encode_lease_request,
+        codec.decode_lease_request,
+    ),
+    "lease request, least": Example(
+        t.LeaseRequest("", "", protocol_version=0), codec.encode_lease_request, codec.decode_lease_request
+    ),
+    "lease": Example(
+        t.Lease(
+            token=b"\x00token\xff",
+            verifier="v0",
+            address="10.0.0.1:50051",
+            expires_in_s=60.0,
+            model="reference",
+            tokenizer_sha256=HASH,
+            tokenizer=FILE,
+            drafters=MANIFESTS,
+            prior=t.DraftingPrior(0.7, 0.03, PRIORS),
+            chat_template=t.RemoteFile("chat_template.jinja", "cd" * 32, 99),
+            tls=True,
+            tls_name="verifier.example",
+            relayed=True,
+            release="0.1.0",
+        ),
+        codec.encode_lease,
+        codec.decode_lease,
+    ),
+    "lease, least": Example(t.Lease(b"", "", "", 0.0, "", ""), codec.encode_lease, codec.decode_lease),
+    "drafters": Example(MANIFESTS, codec.encode_drafters, codec.decode_drafters),
+    "drafter query": Example(HASH, codec.encode_drafter_query, codec.decode_drafter_query),
+    "fetch": Example((HASH, 1 << 20), lambda wanted: codec.encode_fetch(*wanted), codec.decode_fetch),
+    "chunk": Example(b"\x00\x01chunk", codec.encode_chunk, codec.decode_chunk),
+    "session report": Example(REPORT, codec.encode_report, codec.decode_report),
+    "session report, least": Example(t.SessionReport("", "", ""), codec.encode_report, codec.decode_report),
+    "status": Example(
+        t.ClusterStatus(
+            verifiers=(
+                t.VerifierStatus(
+                    name="v0",
+                    address="10.0.0.1:50051",
+                    model="reference",
+                    state="ready",
+                    sessions=3,
+                    step_s=0.03,
+                    restarts=1,
+                    kv_pages_free=200,
+                    release="0.1.0",
+                    max_sessions=8,
+                    kv_pages=256,
+                ),
+                t.VerifierStatus("v1", "", "reference", "down"),
+            ),
+            drafters=MANIFESTS,
+            leases_granted=17,
+            recent=(REPORT, t.SessionReport("s-2", "m", "v1")),
+            relay=t.RelayStatus(2, 30, 4, 1, 1000, 1 << 34, 0.0001, 0.002),
+            edges=(t.EdgeStatus("pi", REPORT, 2.5, 40),),
+            acceptance=(t.ClassAcceptance("reference", 3, 2, PRIORS[0]),),
+        ),
+        codec.encode_status,
+        codec.decode_status,
+    ),
+    "status, least": Example(t.ClusterStatus((), (), 0, ()), codec.encode_status, codec.decode_status),
+    "drain": Example("v0", codec.encode_drain, codec.decode_drain),
+    "drained": Example(5, codec.encode_drained, codec.decode_drained),
+    "nothing": Example(None, codec.encode_nothing, codec.decode_nothing),
+}
