@@ -61,12 +61,14 @@ def test_a_part_imports_only_what_it_may(root, part) -> None:
 
 def test_only_the_codec_and_the_rpc_errors_know_the_generated_code(root) -> None:
     users = {
-        path.name
+        path.relative_to(root).as_posix()
         for part in PARTS
         for path in (root / part).rglob("*.py")
         if "v1" not in path.parts and any(name.startswith("outrider.proto.v1") for name in imports(path))
     }
-    assert users == {"codec.py", "rpc_errors.py"}
+    contract = "proto/outrider/proto"
+    codec = {f"{contract}/codec/{name}.py" for name in ("control", "decoding", "sampling")}
+    assert users == {*codec, f"{contract}/rpc_errors.py"}
 
 
 def test_ray_is_in_one_file_of_the_coordinator(root) -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from outrider.proto import codec
 from outrider.proto import types as t
+from outrider.proto.codec.control import FILE
+from outrider.proto.codec.fields import Table, many
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.v1 import decoding_pb2 as pb
 
@@ -541,3 +543,8 @@ def test_a_file_name_that_leaves_its_folder_is_refused(name):
     with pytest.raises(InvalidArgument) as caught:
         codec.decode_lease(wire.SerializeToString())
     assert caught.value.field == "file.name"
+
+
+def test_a_table_refuses_a_maker_of_a_field_that_the_dataclass_lacks():
+    with pytest.raises(TypeError, match="has no fields, file"):
+        Table(t.DrafterManifest, pb.DrafterManifest, fields=many(FILE), file=many(FILE))

@@ -1,0 +1,77 @@
+"""Domain types to protobuf bytes and back. Nothing else converts; nothing else needs to.
+
+Bytes from a stranger either become a checked domain object or raise `InvalidArgument` that names the field.
+
+decoding  frames of the decoding stream
+sampling  how a text is sampled
+control   messages of the control plane
+fields    tables that copy dataclasses and messages
+"""
+
+from __future__ import annotations
+
+from outrider.proto.codec.control import (
+    CONTROL_SERVICE,
+    decode_chunk,
+    decode_drafter_query,
+    decode_drafters,
+    decode_drain,
+    decode_drained,
+    decode_fetch,
+    decode_lease,
+    decode_lease_request,
+    decode_nothing,
+    decode_report,
+    decode_status,
+    encode_chunk,
+    encode_drafter_query,
+    encode_drafters,
+    encode_drain,
+    encode_drained,
+    encode_fetch,
+    encode_lease,
+    encode_lease_request,
+    encode_nothing,
+    encode_report,
+    encode_status,
+)
+from outrider.proto.codec.decoding import (
+    DECODE_METHOD,
+    DECODING_SERVICE,
+    decode_cloud_frame,
+    decode_edge_frame,
+    encode_cloud_frame,
+    encode_edge_frame,
+)
+
+__all__ = [
+    "CONTROL_SERVICE",
+    "DECODE_METHOD",
+    "DECODING_SERVICE",
+    "decode_chunk",
+    "decode_cloud_frame",
+    "decode_drafter_query",
+    "decode_drafters",
+    "decode_drain",
+    "decode_drained",
+    "decode_edge_frame",
+    "decode_fetch",
+    "decode_lease",
+    "decode_lease_request",
+    "decode_nothing",
+    "decode_report",
+    "decode_status",
+    "encode_chunk",
+    "encode_cloud_frame",
+    "encode_drafter_query",
+    "encode_drafters",
+    "encode_drain",
+    "encode_drained",
+    "encode_edge_frame",
+    "encode_fetch",
+    "encode_lease",
+    "encode_lease_request",
+    "encode_nothing",
+    "encode_report",
+    "encode_status",
+]

@@ -1,0 +1,203 @@
+"""Frames of the decoding stream on the wire. `Draft` and `Commit` are copied by hand, for every token passes there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from outrider.proto import types as t
+from outrider.proto.codec.fields import Table, enumeration, microseconds, one, optional, parse, to_enum, to_microseconds
+from outrider.proto.codec.sampling import SAMPLING
+from outrider.proto.errors import InvalidArgument, PromptTooLong
+from outrider.proto.v1 import decoding_pb2 as pb
+
+DECODE_METHOD = "/outrider.proto.v1.Decoding/Decode"
+DECODING_SERVICE = "outrider.proto.v1.Decoding"
+
+WISH = Table(t.SteeringWish, pb.SteeringWish, precision=enumeration(t.SteeringPrecision, "steering.precision"))
+OPEN = Table(
+    t.Open,
+    pb.Open,
+    sampling=one(SAMPLING, missing="open.sampling"),
+    patience=optional(Table(t.Patience, pb.Patience)),
+    steering=optional(WISH),
+)
+CONTINUE = Table(t.Continue, pb.Continue, sampling=optional(SAMPLING))
+REPORT = Table(t.Report, pb.Report, drafting_s=microseconds, round_trip_s=microseconds, steering=optional(WISH))
+CANCEL = Table(t.Cancel, pb.Cancel)
+OPENED = Table(t.Opened, pb.Opened, goal=enumeration(t.Goal, "opened.goal"))
+GOAWAY = Table(t.Goaway, pb.Goaway)
+
+
+def _draft_to_wire(draft: t.Draft) -> pb.Draft:
+    return pb.Draft(
+        chain=draft.chain,
+        start=draft.start,
+        tokens=draft.tokens,
+        parents=draft.parents,
+        q=np.asarray(draft.q, dtype="<f2").tobytes(),
+        drafter=draft.drafter,
+        drafter_version=draft.drafter_version,
+        complete=draft.complete,
+    )
+
+
+def _draft_from_wire(wire: pb.Draft) -> t.Draft:
+    if len(wire.q) % 2:
+        raise InvalidArgument("must be 2 bytes a token", field="draft.q")
+    return t.Draft(
+        chain=wire.chain,
+        start=wire.start,
+        tokens=tuple(wire.tokens),
+        parents=tuple(wire.parents),
+        q=tuple(np.frombuffer(wire.q, dtype="<f2").astype(float).tolist()),
+        drafter=wire.drafter,
+        drafter_version=wire.drafter_version,
+        complete=wire.complete,
+    )
+
+
+def _commit_to_wire(commit: t.Commit) -> pb.Commit:
+    wire = pb.Commit(
+        start=commit.start,
+        tokens=commit.tokens,
+        accepted=commit.accepted,
+        logp=commit.logp,
+        reward=commit.reward,
+        credit=commit.credit,
+        timing=pb.Timing(
+            echo=commit.timing.echo,
+            hold_us=to_microseconds(commit.timing.hold_s),
+            queue_us=to_microseconds(commit.timing.queue_s),
+            verify_us=to_microseconds(commit.timing.verify_s),
+        ),
+        finish=pb.FinishReason.Name(commit.finish.value if commit.finish else 0),
+        chain=commit.chain,
+        judged=commit.judged,
+        turn=commit.turn,
+        logprobs=commit.logprobs,
+        top_tokens=[token for top in commit.top_logprobs for token, _ in top],
+        top_logp=[logp for top in commit.top_logprobs for _, logp in top],
+    )
+    if commit.steering is not None:
+        s = commit.steering
+        precision = pb.Steering.Precision.Name(s.precision.value)
+        wire.steering.CopyFrom(pb.Steering(scale=s.scale, values=s.values, precision=precision))
+    return wire
+
+
+def _commit_from_wire(wire: pb.Commit) -> t.Commit:
+    return t.Commit(
+        start=wire.start,
+        tokens=tuple(wire.tokens),
+        accepted=wire.accepted,
+        logp=tuple(wire.logp),
+        reward=wire.reward if wire.HasField("reward") else None,
+        steering=_steering_from_wire(wire.steering) if wire.HasField("steering") else None,
+        credit=wire.credit,
+        timing=t.Timing(
+            wire.timing.echo, wire.timing.hold_us / 1e6, wire.timing.queue_us / 1e6, wire.timing.verify_us / 1e6
+        ),
+        finish=to_enum(t.FinishReason, wire.finish, "commit.finish") if wire.finish else None,
+        chain=wire.chain,
+        judged=wire.judged,
+        turn=wire.turn,
+        logprobs=tuple(wire.logprobs),
+        top_logprobs=_top_logprobs_from_wire(wire),
+    )
+
+
+def _top_logprobs_from_wire(wire: pb.Commit) -> tuple[t.TopLogprobs, ...]:
+    if not wire.top_tokens and not wire.top_logp:
+        return ()
+    each, odd = divmod(len(wire.top_tokens), max(1, len(wire.tokens)))
+    if odd or each == 0 or len(wire.top_logp) != len(wire.top_tokens):
+        raise InvalidArgument("must hold equally many tokens and numbers for each token", field="commit.top_logprobs")
+    pairs = list(zip(wire.top_tokens, wire.top_logp, strict=True))
+    return tuple(tuple(pairs[first : first + each]) for first in range(0, len(pairs), each))
+
+
+def _steering_from_wire(wire: pb.Steering) -> t.Steering:
+    return t.Steering(wire.scale, wire.values, to_enum(t.SteeringPrecision, wire.precision, "steering.precision"))
+
+
+_EDGE_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    t.Open: ("open", OPEN.to_wire, OPEN.from_wire),
+    t.Continue: ("continuation", CONTINUE.to_wire, CONTINUE.from_wire),
+    t.Draft: ("draft", _draft_to_wire, _draft_from_wire),
+    t.Report: ("report", REPORT.to_wire, REPORT.from_wire),
+    t.Cancel: ("cancel", CANCEL.to_wire, CANCEL.from_wire),
+}
+_CLOUD_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    t.Opened: ("opened", OPENED.to_wire, OPENED.from_wire),
+    t.Commit: ("commit", _commit_to_wire, _commit_from_wire),
+    t.Goaway: ("goaway", GOAWAY.to_wire, GOAWAY.from_wire),
+}
+_FROM_EDGE = {name: from_wire for name, _, from_wire in _EDGE_BODIES.values()}
+_FROM_CLOUD = {name: from_wire for name, _, from_wire in _CLOUD_BODIES.values()}
+
+
+def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
+    """Return one `EdgeFrame` message."""
+    name, to_wire, _ = _EDGE_BODIES[type(frame)]
+    return pb.EdgeFrame(**{name: to_wire(frame)}).SerializeToString()
+
+
+def decode_edge_frame(data: bytes, most_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeFrame:
+    """Return the frame in `data`.
+
+    Args:
+        data: one message.
+        most_tokens: bound of any list in it, looked at before a list is built, so that a stranger's message cannot
+            hold a server up.
+
+    Raises:
+        InvalidArgument: with the field named.
+    """
+    wire = parse(pb.EdgeFrame, data)
+    _check_lengths(wire, most_tokens)
+    return _from_body(wire, _FROM_EDGE)
+
+
+def encode_cloud_frame(frame: t.CloudFrame) -> bytes:
+    """Return one `CloudFrame` message."""
+    name, to_wire, _ = _CLOUD_BODIES[type(frame)]
+    return pb.CloudFrame(**{name: to_wire(frame)}).SerializeToString()
+
+
+def decode_cloud_frame(data: bytes) -> t.CloudFrame:
+    """Return the frame in `data`.
+
+    Raises:
+        InvalidArgument: with the field named.
+    """
+    return _from_body(parse(pb.CloudFrame, data), _FROM_CLOUD)
+
+
+def _from_body(wire: Any, bodies: dict[str, Callable[[Any], Any]]) -> Any:
+    name = wire.WhichOneof("body")
+    if name is None:
+        raise InvalidArgument(f"holds none of {', '.join(bodies)}", field="frame.body")
+    return bodies[name](getattr(wire, name))
+
+
+def _check_lengths(wire: pb.EdgeFrame, most_tokens: int) -> None:
+    sampling = wire.continuation.sampling if wire.HasField("continuation") else wire.open.sampling
+    lists = {
+        "open.prompt": wire.open.prompt,
+        "open.committed": wire.open.committed,
+        "sampling.bias_tokens": sampling.bias_tokens,
+        "sampling.bias_values": sampling.bias_values,
+        "sampling.allowed_tokens": sampling.allowed_tokens,
+        "sampling.stop_tokens": sampling.stop_tokens,
+        "continuation.prompt": wire.continuation.prompt,
+        "draft.tokens": wire.draft.tokens,
+        "draft.parents": wire.draft.parents,
+        "draft.q": wire.draft.q,
+    }
+    for field, values in lists.items():
+        if len(values) > 2 * most_tokens:  # twice: q has two bytes a token
+            error = PromptTooLong if field.endswith(".prompt") else InvalidArgument
+            raise error(f"holds {len(values)} entries; {most_tokens} is the most that can make sense", field=field)

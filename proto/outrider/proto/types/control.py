@@ -1,0 +1,227 @@
+"""Messages of the control plane: leases, drafter packages, reports and the status of a cluster."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from outrider.proto.types.checks import NAME, SHA256, require
+from outrider.proto.types.decoding import PROTOCOL_VERSION
+
+DRAFTER_FORMAT = "outrider-drafter/2"  # of the packages that are exported, served and loaded
+PROMPT_CLASSES, LINK_CLASSES = 16, 6  # each with 0 among them: not said
+MOST_DRAFTERS_TOLD = 16  # in a report or a prior
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file that the coordinator serves, known by the hash of its content."""
+
+    name: str
+    sha256: str
+    bytes: int
+
+    def __post_init__(self) -> None:
+        plain = bool(self.name) and "/" not in self.name and "\\" not in self.name and not self.name.startswith(".")
+        require(plain, "file.name", f"{self.name!r} is not a plain file name")
+        require(bool(SHA256.fullmatch(self.sha256)), "file.sha256", "must be 64 hexadecimal digits")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterManifest:
+    """A drafter package: its identity and its files, `manifest.json` among them."""
+
+    name: str
+    version: str
+    tokenizer_sha256: str
+    target: str
+    files: tuple[RemoteFile, ...]
+
+    def __post_init__(self) -> None:
+        require(bool(NAME.fullmatch(self.name)), "drafter.name", "must be 1 to 64 of A-Z a-z 0-9 - _")
+        require(bool(NAME.fullmatch(self.version)), "drafter.version", "must be 1 to 64 of A-Z a-z 0-9 - _")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """An edge asks where to decode."""
+
+    model: str
+    session: str
+    tokenizer_sha256: str = ""
+    avoid: tuple[str, ...] = ()
+    protocol_version: int = PROTOCOL_VERSION
+    inquiry: bool = False  # only to know what a lease says: no token, and no session counted
+    prompt_class: int = 0  # what kind of text the prompt is; 0: not said
+    link_class: int = 0  # what kind of round trip; 0: not said
+
+    def __post_init__(self) -> None:
+        _require_classes(self.prompt_class, self.link_class, "lease_request")
+
+
+def _require_classes(prompt_class: int, link_class: int, of: str) -> None:
+    for name, value, count in (
+        ("prompt_class", prompt_class, PROMPT_CLASSES),
+        ("link_class", link_class, LINK_CLASSES),
+    ):
+        require(0 <= value < count, f"{of}.{name}", f"must be below {count}; 0 says nothing")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPrior:
+    """How often a drafter hits over the texts of many edges, and how many tokens that rests on, faded with age."""
+
+    drafter: str
+    drafter_version: str
+    acceptance: float
+    trials: float
+
+    def __post_init__(self) -> None:
+        require(0 <= self.acceptance <= 1, "prior.acceptance", "must be between 0 and 1")
+        require(0 <= self.trials < math.inf, "prior.trials", "must be a finite number, 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftingPrior:
+    """What the fleet knows before a session's first commit; 0: not known. `drafters`: of each that it knows."""
+
+    acceptance: float = 0.0
+    step_s: float = 0.0
+    drafters: tuple[DrafterPrior, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(len(self.drafters) <= MOST_DRAFTERS_TOLD, "prior.drafters", f"holds more than {MOST_DRAFTERS_TOLD}")
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Permission to decode on one verifier for a while.
+
+    With `relayed` the coordinator passes the stream on: `address` is empty and means its own, the token goes into the
+    call's metadata too. `tls_name` is what the certificate at `address` is checked for; empty: its host.
+    """
+
+    token: bytes = field(repr=False)
+    verifier: str
+    address: str
+    expires_in_s: float
+    model: str
+    tokenizer_sha256: str
+    tokenizer: RemoteFile | None = None
+    drafters: tuple[DrafterManifest, ...] = ()
+    prior: DraftingPrior = field(default_factory=DraftingPrior)
+    chat_template: RemoteFile | None = None
+    tls: bool = False
+    tls_name: str = ""
+    relayed: bool = False
+    release: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterHits:
+    """What one drafter proposed in one text, or would have: tokens `compared` with the target's, and the `hits`."""
+
+    drafter: str
+    drafter_version: str
+    hits: int
+    compared: int
+
+    def __post_init__(self) -> None:
+        require(0 <= self.hits <= self.compared, "report.drafter_hits", "must not have more hits than compared")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReport:
+    """The figures of a finished session; no prompt and no text.
+
+    `drafter_hits` and the two classes go into the fleet's sums, and a coordinator keeps them nowhere else.
+    """
+
+    session: str
+    model: str
+    verifier: str
+    drafter: str = ""
+    drafter_version: str = ""
+    committed_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_tokens: int = 0
+    judged_tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    uplink_bytes: int = 0
+    downlink_bytes: int = 0
+    resumes: int = 0
+    round_trip_s: float = 0.0
+    edge: str = ""
+    drafter_hits: tuple[DrafterHits, ...] = ()
+    prompt_class: int = 0
+    link_class: int = 0
+
+    def __post_init__(self) -> None:
+        told = len(self.drafter_hits)
+        require(told <= MOST_DRAFTERS_TOLD, "report.drafter_hits", f"holds more than {MOST_DRAFTERS_TOLD}")
+        _require_classes(self.prompt_class, self.link_class, "report")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassAcceptance:
+    """How often a drafter hits in texts of one kind, over links of one kind."""
+
+    model: str
+    prompt_class: int
+    link_class: int
+    of: DrafterPrior
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierStatus:
+    """One verifier as the coordinator sees it; state is `ready`, `draining` or `down`."""
+
+    name: str
+    address: str
+    model: str
+    state: str
+    sessions: int = 0
+    step_s: float = 0.0
+    restarts: int = 0
+    kv_pages_free: int = 0
+    release: str = ""
+    max_sessions: int = 0
+    kv_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeStatus:
+    """One edge: its newest report, how long ago that came, and how many have come."""
+
+    edge: str
+    last: SessionReport
+    age_s: float
+    sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStatus:
+    """What the coordinator has forwarded since it started; times are upper bounds of the quantiles, 0 without any."""
+
+    streams: int = 0
+    streams_total: int = 0
+    refused: int = 0
+    broken: int = 0
+    uplink_bytes: int = 0
+    downlink_bytes: int = 0
+    forward_p50_s: float = 0.0
+    forward_p99_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """The coordinator's whole view; `relay` is None where it relays nothing."""
+
+    verifiers: tuple[VerifierStatus, ...]
+    drafters: tuple[DrafterManifest, ...]
+    leases_granted: int
+    recent: tuple[SessionReport, ...]
+    relay: RelayStatus | None = None
+    edges: tuple[EdgeStatus, ...] = ()
+    acceptance: tuple[ClassAcceptance, ...] = ()

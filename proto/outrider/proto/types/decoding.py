@@ -1,0 +1,289 @@
+"""Frames of the decoding stream, and what they hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+
+from outrider.proto.types.checks import MAX_TOKEN_ID, NAME, SHA256, require, require_tokens
+from outrider.proto.types.sampling import Sampling
+
+PROTOCOL_VERSION = 2
+MOST_TOP_LOGPROBS = 20
+_PROJECTION = re.compile(r"[0-9a-f]{12}")
+
+
+class FinishReason(Enum):
+    """Why a text ended. `STOP_STRING` is settled at the edge, where the text is."""
+
+    EOS = 1
+    STOP_TOKEN = 2
+    LENGTH = 3
+    CANCELLED = 4
+    STOP_STRING = 5
+
+
+class Goal(Enum):
+    """What a deployment wants of speculation: tokens soonest, or the fewest target steps at a bounded cost in time."""
+
+    LATENCY = 1
+    EFFICIENCY = 2
+
+
+class Provenance(Enum):
+    """Where a committed token was first thought of. Either way it is the target's token."""
+
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long (seconds from the last commit, may be infinite) and for how many drafts the verifier waits."""
+
+    seconds: float
+    drafts: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.seconds >= 0, "patience.seconds", "must be 0 or more")
+        require(self.drafts >= 1, "patience.drafts", "must be 1 or more")
+
+
+class SteeringPrecision(Enum):
+    """How the numbers of a steering code travel."""
+
+    FLOAT16 = 1
+    INT8 = 2
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes a number."""
+        return 2 if self is SteeringPrecision.FLOAT16 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class SteeringWish:
+    """Which steering codes an edge wants in commits.
+
+    Attributes:
+        projection: 12 hexadecimal digits: what the drafter's manifest names, and the code is made by.
+        precision: of its numbers.
+        every: with every so many commits; 0: none for now.
+    """
+
+    projection: str
+    precision: SteeringPrecision = SteeringPrecision.INT8
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        require(bool(_PROJECTION.fullmatch(self.projection)), "steering.projection", "must be 12 hexadecimal digits")
+        require(isinstance(self.precision, SteeringPrecision), "steering.precision", "is no SteeringPrecision")
+        require(0 <= self.every < 1 << 32, "steering.every", "must be in 0..2^32-1; 0 means none for now")
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Everything that decides a text, so that any verifier can begin it or take it over; `steering` decides nothing."""
+
+    model: str
+    tokenizer_sha256: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    session: str
+    committed: tuple[int, ...] = ()
+    lease: bytes = field(default=b"", repr=False)
+    patience: Patience | None = None
+    drafting: bool = True
+    window: int = 0
+    max_drafts: int = 0
+    logp: bool = True
+    protocol_version: int = PROTOCOL_VERSION
+    logprobs: bool = False
+    top_logprobs: int = 0
+    keep_s: float = 0.0
+    steering: SteeringWish | None = None
+
+    def __post_init__(self) -> None:
+        require(0 <= self.top_logprobs <= MOST_TOP_LOGPROBS, "open.top_logprobs", f"must be in 0..{MOST_TOP_LOGPROBS}")
+        require(self.logprobs or not self.top_logprobs, "open.top_logprobs", "needs logprobs; set both")
+        require(bool(NAME.fullmatch(self.session)), "open.session", "must be 1 to 64 of A-Z a-z 0-9 - _")
+        require(bool(self.model), "open.model", "is empty; name the target")
+        require(bool(SHA256.fullmatch(self.tokenizer_sha256)), "open.tokenizer_sha256", "must be 64 hexadecimal digits")
+        require(len(self.prompt) > 0, "open.prompt", "is empty; give at least one token, such as BOS")
+        require(self.keep_s >= 0, "open.keep_s", "must be 0 seconds or more")
+        require_tokens(self.prompt, "open.prompt")
+        require_tokens(self.committed, "open.committed")
+        require(
+            len(self.committed) < self.sampling.max_tokens or not self.committed,
+            "open.committed",
+            "already holds sampling.max_tokens tokens; there is nothing left to generate",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Another turn on a kept session: `prompt` [n] stands from `start` on, and the text follows it.
+
+    `sampling` None: that of the last turn. Drafts of chains below `chain` belong to earlier turns.
+    """
+
+    start: int
+    prompt: tuple[int, ...]
+    sampling: Sampling | None = None
+    chain: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.start >= 0, "continuation.start", "must be 0 or more")
+        require(self.chain >= 0, "continuation.chain", "must be 0 or more")
+        require_tokens(self.prompt, "continuation.prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens proposed from `start` on, as part of `chain`."""
+
+    chain: int
+    start: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    q: tuple[float, ...] = ()
+    drafter: str = ""
+    drafter_version: str = ""
+    complete: bool = False
+
+    def __post_init__(self) -> None:
+        require_tokens(self.tokens, "draft.tokens")
+        require(self.chain >= 0, "draft.chain", "must be 0 or more")
+        require(self.start >= 0, "draft.start", "must be 0 or more")
+        require(bool(self.tokens) or self.complete, "draft.tokens", "is empty and the chain is not complete")
+        require(len(self.q) in (0, len(self.tokens)), "draft.q", "must hold one number for each token, or none")
+        require(all(0 <= value <= 1 for value in self.q), "draft.q", "must be probabilities")
+        require(len(self.parents) in (0, len(self.tokens)), "draft.parents", "must hold one for each token, or none")
+        require(
+            all(-1 <= parent < child for child, parent in enumerate(self.parents)),
+            "draft.parents",
+            "must point to an earlier token of the message, or be -1",
+        )
+
+    def first_path(self) -> tuple[int, ...]:
+        """The tokens of the tree's first branch, in order: what a verifier without tree attention judges."""
+        if not self.parents:
+            return self.tokens
+        length = next((i for i, parent in enumerate(self.parents) if parent != i - 1), len(self.tokens))
+        return self.tokens[:length]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the edge knows and the verifier's patience needs, and a changed wish for codes; None: as before."""
+
+    drafting: bool
+    drafting_s: float = 0.0
+    round_trip_s: float = 0.0
+    acceptance: float = 0.0
+    steering: SteeringWish | None = None
+
+    def __post_init__(self) -> None:
+        require(0 <= self.acceptance <= 1, "report.acceptance", "must be a probability")
+        for name in ("drafting_s", "round_trip_s"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value >= 0, f"report.{name}", "must be a finite number, 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The edge wants no more of this text."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The verifier has taken the session."""
+
+    committed: int
+    credit: int
+    max_tokens: int
+    verifier: str
+    context_length: int
+    batch_invariant: bool = False
+    vocab_size: int = MAX_TOKEN_ID + 1
+    goal: Goal = Goal.LATENCY
+    max_drafts: int = 16
+    planned: bool = True
+    keep_s: float = 0.0
+    release: str = ""
+    steered: bool = False  # it has the projection that is wished for, and sends its codes
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time of one commit went, seconds; `echo` Draft messages of its stream had come before it was sent."""
+
+    echo: int = 0
+    hold_s: float = 0.0
+    queue_s: float = 0.0
+    verify_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """A code [rank] = scale * values of the target's hidden state, as it travels; `outrider.proto.steering` reads it.
+
+    In a commit it is of position `start + len(tokens) - 2`, the newest that the verifier has processed and that holds.
+    """
+
+    scale: float
+    values: bytes = field(repr=False)
+    precision: SteeringPrecision
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.precision, SteeringPrecision), "steering.precision", "is no SteeringPrecision")
+        require(math.isfinite(self.scale) and self.scale > 0, "steering.scale", "must be a finite number above 0")
+        each = self.precision.number_bytes
+        require(len(self.values) % each == 0, "steering.values", f"must be {each} bytes a number")
+
+
+TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens of one position with log p, likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens that are now part of the text, for ever. The first `accepted` of them were drafts."""
+
+    start: int
+    tokens: tuple[int, ...]
+    accepted: int
+    credit: int
+    logp: tuple[float, ...] = ()
+    reward: float | None = None
+    steering: Steering | None = None
+    timing: Timing = field(default_factory=Timing)
+    finish: FinishReason | None = None
+    chain: int = 0
+    judged: int = 0
+    turn: int = 0
+    logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("logprobs", "top_logprobs"):
+            count = len(getattr(self, name))
+            require(count in (0, len(self.tokens)), f"commit.{name}", "must hold one for each token, or none")
+        require(bool(self.tokens) or self.finish is not None, "commit.tokens", "is empty and the text goes on")
+        require(0 <= self.accepted <= len(self.tokens), "commit.accepted", "exceeds the tokens")
+        require(len(self.logp) in (0, len(self.tokens)), "commit.logp", "must hold one for each token, or none")
+
+
+@dataclass(frozen=True, slots=True)
+class Goaway:
+    """The verifier ends the stream; the text goes on elsewhere."""
+
+    reason: str
+    retry_after_s: float = 0.0
+
+
+EdgeFrame = Open | Continue | Draft | Report | Cancel
+CloudFrame = Opened | Commit | Goaway

@@ -1,0 +1,99 @@
+"""How the target's distribution is processed, and what a text may be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from outrider.proto.types.checks import require, require_tokens
+
+MOST_STOP_TOKENS = 256  # they are looked through at every token
+MOST_GRAMMAR_BYTES = 1 << 16
+
+
+class GrammarKind(Enum):
+    """How a grammar is written."""
+
+    JSON_OBJECT = 1
+    JSON_SCHEMA = 2
+    REGEX = 3
+    LARK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What texts may be: every token keeps the text one that the grammar can complete, and EOS comes when it is.
+
+    The text is a JSON schema, a regular expression, or a grammar in the Lark dialect of llguidance; empty for
+    `JSON_OBJECT`, which is any JSON object. The verifier compiles it and says what is wrong with it.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.kind, GrammarKind), "sampling.grammar", f"{self.kind!r} is not a kind of grammar")
+        if self.kind is GrammarKind.JSON_OBJECT:
+            require(not self.text, "sampling.grammar", "any JSON object has no text; use JSON_SCHEMA for a schema")
+        else:
+            require(bool(self.text.strip()), "sampling.grammar", f"is empty; a {self.kind.name} needs its text")
+        size = len(self.text.encode(errors="replace"))
+        message = f"has {size} bytes, more than {MOST_GRAMMAR_BYTES}; make it smaller"
+        require(size <= MOST_GRAMMAR_BYTES, "sampling.grammar", message)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the target's distribution is processed.
+
+    In this order: grammar, allowed tokens, bias, repetition, presence and frequency penalty, temperature, top-k,
+    top-p, min-p. At temperature 0 the argmax before temperature is taken.
+    """
+
+    temperature: float = 0.0
+    seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_tokens: tuple[int, ...] = ()
+    max_tokens: int = 128
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            require(math.isfinite(getattr(self, name)), f"sampling.{name}", "must be a finite number")
+        require(self.temperature >= 0, "sampling.temperature", f"{self.temperature} is below 0; 0 means greedy")
+        require(0 <= self.seed < 1 << 64, "sampling.seed", "must be in 0..2^64-1")
+        require(self.top_k >= 0, "sampling.top_k", "must be 0 (off) or more")
+        require(0 < self.top_p <= 1, "sampling.top_p", f"{self.top_p} is not in (0, 1]; 1 means off")
+        require(0 <= self.min_p <= 1, "sampling.min_p", f"{self.min_p} is not in [0, 1]; 0 means off")
+        require(self.repetition_penalty > 0, "sampling.repetition_penalty", "must be above 0; 1 means off")
+        require(self.max_tokens >= 1, "sampling.max_tokens", "must be 1 or more")
+        bias_tokens = tuple(token for token, _ in self.logit_bias)
+        require(
+            len(self.stop_tokens) <= MOST_STOP_TOKENS, "sampling.stop_tokens", f"holds more than {MOST_STOP_TOKENS}"
+        )
+        require(len(set(bias_tokens)) == len(bias_tokens), "sampling.bias_tokens", "a token stands twice")
+        require(all(math.isfinite(b) for _, b in self.logit_bias), "sampling.bias_values", "must be finite numbers")
+        require(
+            len(set(self.allowed_tokens)) == len(self.allowed_tokens), "sampling.allowed_tokens", "a token stands twice"
+        )
+        require_tokens(bias_tokens, "sampling.bias_tokens")
+        require_tokens(self.allowed_tokens, "sampling.allowed_tokens")
+        require_tokens(self.stop_tokens, "sampling.stop_tokens")
+        if self.grammar is not None:
+            require(not self.ignore_eos, "sampling.ignore_eos", "cannot go with a grammar, whose texts end with EOS")
+            message = "cannot go with a grammar, which says by itself what is allowed"
+            require(not self.allowed_tokens, "sampling.allowed_tokens", message)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the distribution depends on which tokens came before, beyond the target's own view of them."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
