@@ -29,8 +29,8 @@ def shell_command(readme: str, beginning: str) -> list[str]:
     return shlex.split(found[0].replace("\\\n", " ").removesuffix("&"))
 
 
-def openai_example(readme: str) -> str:
-    return next(block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "import OpenAI" in block)
+def openai_example(page: str) -> str:
+    return next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "import OpenAI" in block)
 
 
 def said(events: str) -> str:
@@ -44,7 +44,10 @@ def test_from_nothing_to_a_streamed_chat_within_three_minutes_and_nothing_is_lef
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator, daemon = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    readme = (root / "README.md").read_text().replace(COORDINATOR, coordinator).replace(DAEMON, daemon)
+    readme, python = (
+        (root / page).read_text(encoding="utf-8").replace(COORDINATOR, coordinator).replace(DAEMON, daemon)
+        for page in ("README.md", "docs/python.md")
+    )
     monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path))  # as empty as a new machine's
     monkeypatch.setitem(os.environ, "OUTRIDER_EDGE_LISTEN", daemon)
     up = Command(*shell_command(readme, "outrider up")[1:], log=tmp_path / "up.log")
@@ -59,8 +62,8 @@ def test_from_nothing_to_a_streamed_chat_within_three_minutes_and_nothing_is_lef
         if shutil.which(curl[0]):
             talked = subprocess.run(curl, capture_output=True, text=True, check=True, timeout=WITHIN_S)
             assert said(talked.stdout)
-        python = [sys.executable, "-c", openai_example(readme)]
-        talked = subprocess.run(python, capture_output=True, text=True, check=False, timeout=WITHIN_S)
+        program = [sys.executable, "-c", openai_example(python)]
+        talked = subprocess.run(program, capture_output=True, text=True, check=False, timeout=WITHIN_S)
         seconds = time.monotonic() - began
         assert talked.returncode == 0, talked.stderr
         assert len(talked.stdout.split()) > 3

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from dockerfile_stages import DOCKERFILE, IMAGES, exec_form, setting, stages
 from manifest_commands import RAY_HEAD_PORTS, RAY_WORKER_PORTS, Reading, ports_of, read_command, unknown_names
-from manifest_documents import KUBERNETES, ROOT, Document, written
+from manifest_documents import ROOT, Document, written
 from manifest_pods import Pod, environment, pods, selects
 
 PLAIN_USER = 10001
@@ -178,8 +178,8 @@ def selectors(documents: list[Document]) -> Iterator[str]:
 
 
 def documented_secrets() -> dict[str, set[str]]:
-    """Names and keys that the README has people create."""
-    text = (KUBERNETES / "README.md").read_text(encoding="utf-8")
+    """Names and keys that docs/kubernetes.md has people create."""
+    text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     return {
         name: {option.partition("=")[2].partition("=")[0] for option in shlex.split(options)}
         for name, options in CREATED.findall(text)

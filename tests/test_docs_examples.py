@@ -1,4 +1,4 @@
-"""Every Python example of the README runs as it stands there, against a real cluster, but for the addresses."""
+"""Every Python example of README and docs runs as it stands there, against a real cluster, but for the addresses."""
 
 from __future__ import annotations
 
@@ -101,8 +101,9 @@ def examples(root: Path) -> dict[str, str]:
     """The Python blocks by the heading that they stand under."""
     found: dict[str, str] = {}
     heading = ""
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    for title, block in re.findall(r"^#+ ([^\n]+)$|^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL):
+    pages = (root / "README.md", *sorted((root / "docs").glob("*.md")))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    for title, block in re.findall(r"^#+ ([^\n]+)$|^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         heading = title or heading
         if block:
             assert heading not in found, f"two examples under {heading!r}: the second has no check"
@@ -147,7 +148,7 @@ def goes_on(printed: str) -> None:
 
 
 USES: dict[str, Callable[[str], None]] = {
-    "A drafter on this machine": draws_and_counts,
+    "From Python": draws_and_counts,
     "Through the edge daemon": tells_a_story,
     "Without async": ends_by_length,
     "Cancellation": is_cancelled_everywhere,
@@ -156,12 +157,12 @@ USES: dict[str, Callable[[str], None]] = {
 }
 
 
-def test_the_readme_has_an_example_of_every_use_and_every_example_is_checked(root) -> None:
+def test_there_is_an_example_of_every_use_and_every_example_is_checked(root) -> None:
     assert set(examples(root)) == set(USES)
 
 
 @pytest.mark.parametrize("use", USES)
-def test_an_example_of_the_readme_does_what_it_says(root, cluster, use, monkeypatch, tmp_path) -> None:
+def test_an_example_does_what_it_says(root, cluster, use, monkeypatch, tmp_path) -> None:
     from outrider.edge import EdgeConfig
 
     code = examples(root)[use]
@@ -173,6 +174,6 @@ def test_an_example_of_the_readme_does_what_it_says(root, cluster, use, monkeypa
         print(*values, **{**options, "file": printed})
 
     here = code.replace(COORDINATOR, cluster.coordinator).replace(DAEMON, cluster.daemon)
-    exec(compile(here, f"README.md, {use}", "exec"), {"__name__": "__main__", "print": to_paper})
+    exec(compile(here, f"example: {use}", "exec"), {"__name__": "__main__", "print": to_paper})
     USES[use](printed.getvalue().strip())
     assert cluster.is_at_rest(), "the example leaves a session behind"

@@ -1,0 +1,118 @@
+"""What README and docs promise: links lead somewhere, commands parse, files exist, and the README stays short."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+DOCS = ("architecture", "exactness", "benchmarks", "steering", "selection", "python", "operations", "kubernetes")
+DOCS += ("models",)
+MAX_README_LINES = 200
+MAX_FOLLOWED_FILES = 16
+OUTSIDE = ("http://", "https://")
+PLACEHOLDERS = {"N": "2", "HOST:PORT": "127.0.0.1:50050", "http://HEAD:8265": "http://127.0.0.1:8265"}
+
+
+def pages(root: Path) -> list[Path]:
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(page: Path) -> list[str]:
+    """Commands of Outrider in the page's blocks and inline code; an ellipsis is what a reader fills in."""
+    text = page.read_text(encoding="utf-8")
+    blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    lines = re.findall(r"^(?:\.venv/bin/)?(outrider .*)$", blocks, re.MULTILINE)
+    inline = [" ".join(code.split()) for code in re.findall(r"`(outrider [^`]+)`", without_code(text))]
+    inline += [f"outrider bench {code}" for code in re.findall(r"`(--rtt [^`]+)`", without_code(text))]
+    return [command for command in (*lines, *inline) if "…" not in command.replace('"…"', "")]
+
+
+def arguments(command: str) -> list[str]:
+    words = shlex.split(command, comments=True)[1:]
+    ends = [i for i, word in enumerate(words) if word in ("&", "|", ">")]
+    return [PLACEHOLDERS.get(word, word) for word in words[: min(ends, default=len(words))]]
+
+
+def test_every_page_of_the_documentation_is_there_and_the_readme_names_it(root) -> None:
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert {page.stem for page in (root / "docs").glob("*.md")} == set(DOCS)
+    assert [name for name in DOCS if f"(docs/{name}.md)" not in readme] == []
+
+
+def test_the_readme_is_short(root) -> None:
+    assert len((root / "README.md").read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+def test_links_lead_to_files_and_headings_that_exist(root) -> None:
+    broken = []
+    found = 0
+    for page in pages(root):
+        for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
+            if link.startswith(OUTSIDE):
+                continue
+            found += 1
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{page.name}: {link}")
+    assert found > 20
+    assert broken == []
+
+
+def test_files_that_the_pages_name_exist(root) -> None:
+    missing = []
+    for page in pages(root):
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"`((?:proto|edge|cloud|coordinator|deploy|docs|tests)/[\w/.-]+)`", text)
+        missing += [f"{page.name}: {name}" for name in named if not (root / name).exists()]
+    assert missing == []
+
+
+def test_a_token_passes_through_few_files_and_both_halves(root) -> None:
+    section = (root / "README.md").read_text(encoding="utf-8").split("## Follow one token")[1].split("\n## ")[0]
+    named = set(re.findall(r"`((?:proto|edge|cloud|coordinator)/[\w/.-]+\.\w+)`", section))
+    assert len(named) <= MAX_FOLLOWED_FILES
+    assert {"proto/outrider/proto/session/verifier.py", "cloud/outrider/cloud/engine.py"} <= named
+
+
+def test_commands_of_the_pages_parse(root, monkeypatch, capsys) -> None:
+    """A command that is only named, without arguments, is asked for its help."""
+    from outrider.deploy.cli import build_parser
+
+    monkeypatch.chdir(root)
+    wrong = []
+    seen = 0
+    for page in pages(root):
+        for command in commands(page):
+            if not (given := arguments(command)):
+                continue
+            seen += 1
+            try:
+                build_parser().parse_args(given if any(word.startswith("-") for word in given) else [*given, "--help"])
+            except SystemExit as end:
+                if not end.code:
+                    continue
+                wrong.append(f"{page.name}: {command}: {capsys.readouterr().err.strip().splitlines()[-1]}")
+    assert seen > 40
+    assert wrong == []
+
+
+@pytest.mark.parametrize("wrong", ["outrider bench --no-such-option", "outrider nothing"])
+def test_a_command_that_does_not_parse_is_noticed(wrong) -> None:
+    from outrider.deploy.cli import build_parser
+
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(arguments(wrong))
