@@ -578,6 +578,18 @@ def test_all_begins_with_what_the_coordinator_offers_and_leaves_out_what_does_no
     assert [one.member.name for one in offered.search.all("0" * 64)] == ["ngram"]
 
 
+def test_a_folder_here_does_not_hide_a_drafter_of_its_name(offered, tmp_path, monkeypatch):
+    for name in ("far", "general"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert [one.member.name for one in offered.search.all(tokenizer_hash(WORD_TOKENIZER))] == [
+        "far",
+        "further",
+        "ngram",
+    ]
+    assert [one.member.name for one in offered.search.named(("far",), "")] == ["far"]
+
+
 def test_an_offer_that_is_not_what_its_manifest_says_is_left_out(offered, caplog):
     lies = (replace(offered.offers[0], target="another"), offered.offers[1])
     search = DrafterSearch(lies, DrafterCache(offered.cache), offered.fetch, 1)

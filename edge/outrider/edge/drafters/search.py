@@ -104,7 +104,8 @@ class DrafterSearch:
     def _find(self, name: str) -> Found:
         if name == NGRAM:
             return Found(Member(NGRAM, NgramDrafter.version, 0, NgramDrafter))
-        if "/" in name or Path(name).is_dir():
+        known = name in self._offers or name in embedded_packages()
+        if "/" in name or (not known and Path(name).is_dir()):
             return self._local(Path(name).expanduser())
         offer = self._offers.get(name)
         return self._local(find_folder(name)) if offer is None else self._offered(offer)
