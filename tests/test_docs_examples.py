@@ -55,7 +55,9 @@ class Cluster:
         template = chat_template_json("reference")
         fixed = StaticVerifier("verifier", address, "reference", tokenizer_json, chat_template_json=template)
         coordinator = CoordinatorServer(
-            CoordinatorConfig(SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(embedded_drafters(),))
+            CoordinatorConfig(
+                lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(embedded_drafters(),)
+            )
         )
         self.coordinator = await coordinator.start()
         self._stack.push_async_callback(coordinator.stop)

@@ -275,7 +275,7 @@ def test_an_edge_gets_a_rule_of_its_own_for_each_text() -> None:
 
 @pytest.mark.parametrize("battery", [-0.1, 1.5, NAN])
 def test_a_battery_is_a_share(battery: float) -> None:
-    with pytest.raises(ConfigError, match="0 to 1") as caught:
+    with pytest.raises(ConfigError, match="is not") as caught:
         EdgeConfig(coordinator="127.0.0.1:1", battery=battery)
     assert caught.value.field == "battery"
 

@@ -400,7 +400,7 @@ def test_the_standard_health_service_answers(serve: Serve) -> None:
 
 def test_a_port_that_is_taken_is_a_config_error(serve: Serve) -> None:
     async def scenario(call: Any) -> None:
-        second = CoordinatorServer(CoordinatorConfig(SECRET, listen=call.address), ScriptedCluster())
+        second = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen=call.address), ScriptedCluster())
         with pytest.raises(ConfigError, match="cannot be bound"):
             await second.start()
         await second.stop(0)
@@ -433,10 +433,10 @@ def test_a_static_verifier_is_ready_while_its_health_service_says_so_and_its_ret
 ) -> None:
     async def scenario(call: Any) -> None:
         # Another coordinator stands in for the verifier: all that counts here is its health service.
-        stand_in = CoordinatorServer(CoordinatorConfig(SECRET, listen="127.0.0.1:0"), ScriptedCluster())
+        stand_in = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0"), ScriptedCluster())
         address = await stand_in.start()
         verifier = StaticVerifier("v", address, "tiny", TOKENIZER_JSON)
-        config = CoordinatorConfig(SECRET, listen="127.0.0.1:0", poll_s=0.1, verifiers=(verifier,))
+        config = CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", poll_s=0.1, verifiers=(verifier,))
         server = CoordinatorServer(config)
         await server.start()
         service = server.service
@@ -449,7 +449,7 @@ def test_a_static_verifier_is_ready_while_its_health_service_says_so_and_its_ret
         await call.until(lambda: service.verifiers[0].state is VerifierState.DOWN)
         with pytest.raises(Unavailable):
             await service.open_lease(ask())
-        again = CoordinatorServer(CoordinatorConfig(SECRET, listen=address), ScriptedCluster())
+        again = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen=address), ScriptedCluster())
         await again.start()
         await call.until(lambda: service.verifiers[0].state is VerifierState.READY)
         assert service.verifiers[0].restarts == 1

@@ -147,20 +147,9 @@ def test_a_bad_certificate_keeps_the_coordinator_from_starting(serve: Serve, iss
 
 
 def test_with_a_certificate_it_may_listen_anywhere_and_without_the_refusal_names_the_remedies(issued: Issued) -> None:
-    CoordinatorConfig(SECRET, listen="0.0.0.0:1", tls=serving(issued))
+    CoordinatorConfig(lease_secret=SECRET, listen="0.0.0.0:1", tls=serving(issued))
     with pytest.raises(ConfigError, match=r"outrider certs.*insecure_listen.*127\.0\.0\.1"):
-        CoordinatorConfig(SECRET, listen="0.0.0.0:1")
-
-
-def test_a_table_of_files_becomes_a_config_and_a_wrong_one_is_named() -> None:
-    table = {"lease_secret": SECRET, "tls": {"cert": "c", "key": "k"}, "verifier_tls": {"ca": "a"}, "api_keys": "x"}
-    config = CoordinatorConfig.from_mapping(table)
-    assert (config.tls, config.verifier_tls) == (ServerTls(Path("c"), Path("k")), ClientTls(Path("a")))
-    assert config.api_keys == Path("x")
-    for wrong, field in (({"certificate": "c"}, "tls.certificate"), ({"cert": "c"}, "tls"), ("c", "tls")):
-        with pytest.raises(ConfigError) as refusal:
-            CoordinatorConfig.from_mapping(table | {"tls": wrong})
-        assert refusal.value.field == field
+        CoordinatorConfig(lease_secret=SECRET, listen="0.0.0.0:1")
 
 
 @pytest.mark.parametrize("secured_port", [True, False])
@@ -225,7 +214,7 @@ def test_a_fixed_verifier_that_cannot_be_spoken_to_is_down_and_the_log_says_why_
 
 def test_a_fixed_verifier_that_speaks_tls_needs_the_file_of_its_authority() -> None:
     with pytest.raises(ConfigError) as refusal:
-        CoordinatorConfig(SECRET, verifiers=(fixed("127.0.0.1:1"),))
+        CoordinatorConfig(lease_secret=SECRET, verifiers=(fixed("127.0.0.1:1"),))
     assert refusal.value.field == "verifier_tls"
 
 

@@ -613,7 +613,7 @@ def test_an_offer_that_is_not_what_its_manifest_says_is_left_out(offered, caplog
         ({"drafter": "none,a"}, "drafter: 'none' stands alone"),
         ({"drafter": "a,b, a"}, "drafter: names 'a' twice"),
         ({"selector": "best"}, "selector: 'best' is none of leader"),
-        ({"drafter_memory_mb": 0}, "drafter_memory_mb: must be above 0"),
+        ({"drafter_memory_mb": 0}, "drafter_memory_mb: 0 is not above 0"),
     ],
 )
 def test_a_wish_that_cannot_be_meant_is_refused(wrong, why):

@@ -18,7 +18,7 @@ from outrider.edge.decoding import Journal, Subject
 from outrider.edge.tracing import MOST_COMMITS, Tracing
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.session import Done, EdgeSession
-from outrider.proto.tracing import TRACEPARENT, check_tracing
+from outrider.proto.tracing import TRACEPARENT
 from outrider.proto.types import Commit, Draft, FinishReason, Opened, Timing
 
 sys.path.append(str(Path(__file__).parent.parent / "proto"))
@@ -248,7 +248,7 @@ def test_a_verifier_ignores_what_is_no_trace() -> None:
 )
 def test_wrong_options_are_named(endpoint, ratio, field) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_tracing(endpoint, ratio)
+        EdgeConfig(coordinator="127.0.0.1:1", trace_endpoint=endpoint, trace_ratio=ratio)
     assert caught.value.field == field
 
 

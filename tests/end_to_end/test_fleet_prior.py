@@ -44,7 +44,9 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
     async def main() -> None:
         verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
         fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_json)
-        coordinator = CoordinatorServer(CoordinatorConfig(SECRET, listen="127.0.0.1:0", verifiers=(fixed,)))
+        coordinator = CoordinatorServer(
+            CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,))
+        )
         config = EdgeConfig(
             coordinator=await coordinator.start(),
             cache=tmp_path,

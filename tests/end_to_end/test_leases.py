@@ -23,7 +23,8 @@ PROMPT = "def main(argv):\n"
 def coordinator_config(address: str, tokenizer: Path, **config: Any) -> CoordinatorConfig:
     fixed = StaticVerifier("verifier", address, "reference", tokenizer.read_text())
     return CoordinatorConfig(
-        SECRET, **{"listen": "127.0.0.1:0", "verifiers": (fixed,), "drafters": (embedded_drafters(),), **config}
+        lease_secret=SECRET,
+        **{"listen": "127.0.0.1:0", "verifiers": (fixed,), "drafters": (embedded_drafters(),), **config},
     )
 
 

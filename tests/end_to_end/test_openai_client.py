@@ -367,7 +367,9 @@ def test_the_chat_template_comes_with_the_lease(tokenizer_file, tmp_path) -> Non
         fixed = StaticVerifier(
             "verifier", await verifier.start(), MODEL, tokenizer_file.read_text(), chat_template_json=template
         )
-        coordinator = CoordinatorServer(CoordinatorConfig(secret, listen="127.0.0.1:0", verifiers=(fixed,)))
+        coordinator = CoordinatorServer(
+            CoordinatorConfig(lease_secret=secret, listen="127.0.0.1:0", verifiers=(fixed,))
+        )
         edge = EdgeConfig(coordinator=await coordinator.start(), cache=tmp_path, drafter="none")
         daemon = Daemon(DaemonConfig(listen="127.0.0.1:0"), Client(edge))
         url = await daemon.start()

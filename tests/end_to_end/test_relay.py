@@ -45,7 +45,9 @@ async def fleet(tokenizer_json: str, *names: str, **options: Any) -> AsyncIterat
             verifiers[name] = VerifierServer(VerifierConfig(threads=1, name=name), lease_secret=SECRET)
             stack.push_async_callback(verifiers[name].stop, 0)
             fixed.append(StaticVerifier(name, await verifiers[name].start(), "reference", tokenizer_json))
-        config = CoordinatorConfig(SECRET, listen="127.0.0.1:0", verifiers=tuple(fixed), poll_s=0.2, **options)
+        config = CoordinatorConfig(
+            lease_secret=SECRET, listen="127.0.0.1:0", verifiers=tuple(fixed), poll_s=0.2, **options
+        )
         coordinator = CoordinatorServer(config)
         stack.push_async_callback(coordinator.stop, 0)
         yield Fleet(config, coordinator, await coordinator.start(), verifiers)

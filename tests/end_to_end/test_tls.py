@@ -78,7 +78,7 @@ async def fleet(issued: Issued, verifier: VerifierActor, **options: Any) -> Asyn
     )
     towards = ClientTls(issued.ca, issued.server_cert, issued.server_key)
     config = CoordinatorConfig(
-        SECRET, listen="127.0.0.1:0", verifiers=(fixed,), tls=tls, verifier_tls=towards, **options
+        lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), tls=tls, verifier_tls=towards, **options
     )
     coordinator = CoordinatorServer(config)
     try:

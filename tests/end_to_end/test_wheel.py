@@ -53,7 +53,9 @@ def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(edge_pytho
     async def main() -> None:
         verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
         fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_file.read_text())
-        config = CoordinatorConfig(SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(embedded_drafters(),))
+        config = CoordinatorConfig(
+            lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), drafters=(embedded_drafters(),)
+        )
         coordinator = CoordinatorServer(config)
         address = await coordinator.start()
         arguments = ["generate", "--coordinator", address, "--cache", str(tmp_path / "cache"), "--json"]

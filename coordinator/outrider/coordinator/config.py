@@ -1,174 +1,89 @@
-"""The coordinator's one frozen configuration, checked when built."""
+"""The settings of one coordinator."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
-from outrider.proto.address import is_loopback, split_address
+from outrider.proto.address import split_address
 from outrider.proto.channel import MOST_MESSAGE_BYTES
 from outrider.proto.errors import ConfigError
-from outrider.proto.figures_server import check_metrics_listen
 from outrider.proto.lease import MIN_SECRET_BYTES
-from outrider.proto.plumbing.tls import ClientTls, ServerTls
+from outrider.proto.plumbing.serving import GrpcServerSettings
+from outrider.proto.plumbing.settings import REQUIRED, Settings, above, at_least, no_empty_text, option
+from outrider.proto.plumbing.tls import ClientTls
 
 MIB = 1 << 20
-
-
-def _require(holds: bool, field_name: str, message: str) -> None:
-    if not holds:
-        raise ConfigError(message, field=field_name)
+ACCESS = "access"
 
 
 @dataclass(frozen=True, slots=True)
-class StaticVerifier:
+class StaticVerifier(Settings):
     """A verifier at a fixed address, for fleets without Ray.
 
-    `tokenizer_json` is the text of the target's `tokenizer.json`: without Ray there is nobody to ask for it.
-    `chat_template_json` is its chat template, or the text of its `tokenizer_config.json`; empty: it has none.
-    `tls`: it speaks TLS; its certificate has the name `tls_name`, empty: the host of `address`.
+    Without Ray there is nobody to ask for the target's texts: `tokenizer_json` is that of its `tokenizer.json`.
     """
 
-    name: str
-    address: str
-    model: str
-    tokenizer_json: str
-    max_sessions: int = 64
-    chat_template_json: str = ""
-    tls: bool = False
-    tls_name: str = ""
+    name: str = option(REQUIRED, "name that leases are bound to", check=no_empty_text)
+    address: str = option(REQUIRED, "where it serves", metavar="HOST:PORT", check=no_empty_text)
+    model: str = option(REQUIRED, "id of its target", check=no_empty_text)
+    tokenizer_json: str = option(REQUIRED, "text of the target's tokenizer.json", check=no_empty_text)
+    max_sessions: int = option(64, "texts that it decodes at once", check=at_least(1))
+    chat_template_json: str = option("", "chat template, or text of its tokenizer_config.json; empty: it has none")
+    tls: bool = option(False, "it speaks TLS")
+    tls_name: str = option("", "name that its certificate has; empty: the host of its address")
 
-    def __post_init__(self) -> None:
-        for name in ("name", "address", "model", "tokenizer_json"):
-            _require(bool(getattr(self, name)), f"verifiers.{name}", "is empty")
-        split_address(self.address, "verifiers.address")
-        _require(self.max_sessions >= 1, "verifiers.max_sessions", "must be 1 or more")
+    def check_together(self) -> None:
+        """Refuse an address without a port."""
+        split_address(self.address, "address")
 
 
-@dataclass(frozen=True, slots=True)
-class CoordinatorConfig:
-    """How one coordinator runs. Raises `ConfigError` that names the option.
+def _long_enough(secret: bytes) -> None:
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(f"needs {MIN_SECRET_BYTES} bytes or more")
 
-    Attributes:
-        lease_secret: shared with every verifier, at least 16 bytes; never printed.
-        listen: host:port; port 0 takes a free one.
-        insecure_listen: allows a plain-text port beyond this machine. Whoever can see the network then sees lease
-            tokens, API keys and, where it relays, prompts and texts.
-        tls: certificate and key, and whose certificates clients must show; None: plain text.
-        verifier_tls: how to speak to verifiers that speak TLS; None: they do not, or are never spoken to.
-        api_keys: file of the keys that callers must have (`outrider.proto.plumbing.access`); None: none is asked for.
-        remote_drain: without API keys, let other machines drain verifiers too.
-        relay: pass decoding streams on to the verifiers, for edges that cannot reach them.
-        relay_streams: so many at once, at most.
-        lease_seconds: how long a lease lasts; a verifier sends a stream that outlives its own for a new one.
-        drafters: folders of drafter packages, up to two levels deep.
-        poll_s: between two looks at the verifiers and the drafter folders.
-        ray_address: of the Ray cluster whose verifiers to place on (`auto`: the one on this machine); empty: no Ray.
-        verifiers: fixed ones, instead of Ray.
-        drain_grace_s: how long a drained verifier lets its sessions move.
-        state: file in which the fleet's statistics survive a restart; None: they do not.
-        max_request_bytes: largest message taken from an edge.
-        max_reply_bytes: largest message sent to one; an edge takes no more than the default.
-        metrics_listen: host:port of figures for Prometheus, in plain text; empty: none.
-        insecure_metrics: let that be an address that is not loopback.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig(GrpcServerSettings):
+    """How one coordinator places sessions and serves drafters.
+
+    `verifier_tls` is how to speak to verifiers that speak TLS (None: they do not, or are never spoken to), and
+    `verifiers` are fixed ones, instead of Ray.
     """
 
-    lease_secret: bytes
     listen: str = "127.0.0.1:50050"
-    insecure_listen: bool = False
-    tls: ServerTls | None = None
+    lease_secret: bytes = option(REQUIRED, "shared with every verifier", check=_long_enough, shown=False)
     verifier_tls: ClientTls | None = None
-    api_keys: Path | None = None
-    remote_drain: bool = False
-    relay: bool = False
-    relay_streams: int = 256
-    lease_seconds: float = 600.0
-    drafters: tuple[Path, ...] = ()
-    poll_s: float = 1.0
-    ray_address: str = ""
+    api_keys: Path | None = option(
+        None, "keys that callers must have (outrider key); not set: none is asked for", group=ACCESS
+    )
+    remote_drain: bool = option(False, "without API keys, let other machines drain verifiers", group=ACCESS)
+    relay: bool = option(False, "pass decoding streams on, for edges that cannot reach the verifiers", group=ACCESS)
+    relay_streams: int = option(256, "streams relayed at once", group=ACCESS, check=at_least(1))
+    lease_seconds: float = option(600.0, "how long a lease lasts", metavar="S", check=above(0))
+    drafters: tuple[Path, ...] = option((), "folder of more drafter packages, up to two levels deep", metavar="DIR")
+    poll_s: float = option(1.0, "time between looks at verifiers and drafter folders", check=above(0))
+    ray_address: str = option(
+        "", "Ray cluster whose verifiers to place on; auto: the one on this machine; empty: no Ray", metavar="ADDRESS"
+    )
     verifiers: tuple[StaticVerifier, ...] = ()
-    drain_grace_s: float = 10.0
-    state: Path | None = None
-    max_request_bytes: int = 1 * MIB
-    max_reply_bytes: int = MOST_MESSAGE_BYTES
-    metrics_listen: str = ""
-    insecure_metrics: bool = False
+    drain_grace_s: float = option(10.0, "time for the sessions of a drained verifier to move", check=at_least(0))
+    state: Path | None = option(None, "keeps the fleet's statistics over a restart; not set: they are forgotten")
+    max_request_bytes: int = option(1 * MIB, "largest message taken from an edge", check=at_least(64 << 10))
+    # One chunk of a drafter file is 256 KiB; a smaller limit would make every download fail late.
+    max_reply_bytes: int = option(
+        MOST_MESSAGE_BYTES, "largest message sent to an edge, which takes no more than the default", check=at_least(MIB)
+    )
 
-    def __post_init__(self) -> None:
-        _require(len(self.lease_secret) >= MIN_SECRET_BYTES, "lease_secret", f"needs {MIN_SECRET_BYTES} bytes or more")
-        for name in ("lease_seconds", "poll_s"):
-            value = getattr(self, name)
-            _require(math.isfinite(value) and value > 0, name, "must be a finite number of seconds above 0")
-        _require(math.isfinite(self.drain_grace_s) and self.drain_grace_s >= 0, "drain_grace_s", "must be 0 or more")
-        _require(self.max_request_bytes >= 64 << 10, "max_request_bytes", f"must be {64 << 10} or more")
-        # One chunk of a drafter file is 256 KiB; a smaller limit would make every download fail late.
-        _require(self.max_reply_bytes >= 1 * MIB, "max_reply_bytes", f"must be {MIB} or more")
-        _require(not (self.ray_address and self.verifiers), "verifiers", "cannot stand beside ray_address")
-        check_metrics_listen(self.metrics_listen, insecure=self.insecure_metrics)
+    def check_together(self) -> None:
+        """Refuse what does not go together."""
+        GrpcServerSettings.check_together(self)
+        if self.ray_address and self.verifiers:
+            raise ConfigError("cannot stand beside ray_address", field="verifiers")
         names = [verifier.name for verifier in self.verifiers]
-        _require(len(set(names)) == len(names), "verifiers.name", "stands twice")
-        _require(self.relay_streams >= 1, "relay_streams", "must be 1 or more")
-        _require(
-            self.verifier_tls is not None or not any(verifier.tls for verifier in self.verifiers),
-            "verifier_tls",
-            "must be given where a fixed verifier speaks TLS; name the file of its authority",
-        )
-        host, _ = split_address(self.listen, "listen")
-        _require(
-            self.insecure_listen or self.tls is not None or is_loopback(host),
-            "listen",
-            f"{self.listen!r} is reachable from other machines in plain text; give a certificate "
-            "(`outrider certs` makes one), set insecure_listen = true if the network is trusted, "
-            "or listen on 127.0.0.1",
-        )
-
-    def __repr__(self) -> str:
-        shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "lease_secret")
-        return f"CoordinatorConfig(lease_secret=<hidden>, {', '.join(shown)})"
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Build it from a parsed TOML or JSON table; an unknown or missing key is a `ConfigError`."""
-        _check_keys(cls, mapping, "")
-        values = dict(mapping)
-        if isinstance(values["lease_secret"], str):
-            values["lease_secret"] = values["lease_secret"].encode()
-        if "drafters" in values:
-            values["drafters"] = tuple(Path(folder) for folder in values["drafters"])
-        for name in ("state", "api_keys"):
-            if values.get(name) is not None:
-                values[name] = Path(values[name])
-        for name, kind in (("tls", ServerTls), ("verifier_tls", ClientTls)):
-            if values.get(name) is not None:
-                values[name] = _tls(kind, values[name], name)
-        for table in values.get("verifiers", ()):
-            _check_keys(StaticVerifier, table, "verifiers.")
-        values["verifiers"] = tuple(StaticVerifier(**table) for table in values.get("verifiers", ()))
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ConfigError(f"a value has the wrong type: {error}") from error
-
-
-def _tls(kind: type[ServerTls] | type[ClientTls], table: Mapping[str, Any], name: str) -> ServerTls | ClientTls:
-    _require(isinstance(table, Mapping), name, "must be a table of files")
-    known = [f.name for f in fields(kind)]
-    for key in table:
-        _require(key in known, f"{name}.{key}", f"is not an option; there are {', '.join(known)}")
-    try:
-        values: dict[str, Any] = {key: value if key == "server_name" else Path(value) for key, value in table.items()}
-        return kind(**values)
-    except TypeError as error:
-        raise ConfigError(f"a file is missing: {error}", field=name) from error
-
-
-def _check_keys(kind: type, mapping: Mapping[str, Any], prefix: str) -> None:
-    known = {f.name: f for f in fields(kind)}
-    for key in mapping:
-        _require(key in known, f"{prefix}{key}", f"is not an option; there are {', '.join(sorted(known))}")
-    needed = ("lease_secret",) if kind is CoordinatorConfig else ("name", "address", "model", "tokenizer_json")
-    for key in needed:
-        _require(key in mapping, f"{prefix}{key}", "is missing")
+        if len(set(names)) < len(names):
+            raise ConfigError("stands twice", field="verifiers.name")
+        if self.verifier_tls is None and any(verifier.tls for verifier in self.verifiers):
+            raise ConfigError(
+                "must be given where a fixed verifier speaks TLS; name the file of its authority", field="verifier_tls"
+            )

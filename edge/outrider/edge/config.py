@@ -1,4 +1,4 @@
-"""What an edge is told when it starts; checked here, fixed afterwards."""
+"""The settings of one edge."""
 
 from __future__ import annotations
 
@@ -7,97 +7,140 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from outrider.edge.drafters.cache import DEFAULT_ROOT
-from outrider.edge.policies.length import rule_by_name
-from outrider.edge.policies.selection import selector_named
 from outrider.edge.security import Security
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.settings import Settings, above, at_least, between, option
 from outrider.proto.plumbing.tls import ClientTls
-from outrider.proto.policy import (
-    FixedCodes,
-    FixedWindow,
-    PricedCodes,
-    SteeringPolicy,
-    SurvivalWindow,
-    WindowPolicy,
-)
-from outrider.proto.session import RetryRules
-from outrider.proto.tracing import check_tracing
-from outrider.proto.types import Patience
+from outrider.proto.tracing import trace_endpoint_option
 
-STEERING = ("auto", "on", "off")
+if TYPE_CHECKING:
+    from outrider.proto.policy import SteeringPolicy, WindowPolicy
+    from outrider.proto.session import RetryRules
+    from outrider.proto.types import Patience
+
+DEFAULT_CACHE = Path("~/.cache/outrider")
+ADDRESS = "HOST:PORT"
+DRAFTING, CONNECTION = "drafting", "connection"
+
+
+# What needs numpy is imported where a value is checked: declaring an option must cost nothing.
+
+
+def _check_selector(name: str) -> None:
+    from outrider.edge.policies.selection import selector_named
+
+    selector_named(name)
+
+
+def _number_or_name(text: str) -> int | str:
+    return int(text) if text.lstrip("+-").isdecimal() else text
+
+
+def _check_window(window: int | str) -> None:
+    from outrider.edge.policies.length import rule_by_name
+
+    if isinstance(window, str):
+        rule_by_name(window)
+    elif not window >= 1:
+        raise ValueError(f"{window} is below 1; use --drafter none for no drafting")
+
+
+def _check_edge(name: str) -> None:
+    if not re.fullmatch(r"[\w.-]{0,64}", name, re.ASCII):
+        raise ValueError("must be at most 64 of A-Z a-z 0-9 . - _")
+
+
+def _retry_rules() -> RetryRules:
+    from outrider.proto.session import RetryRules
+
+    return RetryRules()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeConfig:
-    """Frozen and validated.
+class EdgeConfig(Settings):
+    """Where one edge decodes, and what it drafts with.
 
-    Attributes:
-        coordinator: host:port to ask for leases; or
-        verifier: host:port to decode on without a coordinator, and then
-        tokenizer: the file `tokenizer.json` of the target, unless the drafter's package carries it.
-        chat_template: the target's, as a `.jinja` file or its `tokenizer_config.json`; None: the coordinator's.
-        model: the target's id; empty: whatever the coordinator has.
-        drafter: a name, a package folder, `ngram`, `none`, or `auto`: the first that fits, else `ngram`. Several with
-            commas between them, or `all`: whatever fits, `ngram` included; then one is selected where a chain begins.
-        selector: by which, one of `outrider.edge.policies.selection.SELECTORS`.
-        drafter_memory_mb: that several drafters may take together, beside their sessions' caches; they are loaded on
-            demand, and those that were wanted least recently give way. One megabyte is 10^6 bytes.
-        window: unverified tokens in flight at most, or a length rule by name, as `rule_by_name` takes it; None: from
-            what is measured.
-        battery: share that is left, 0 to 1, for rules that price energy; None: as this machine says, 1 on mains.
-        threads: of ONNX Runtime.
-        cache: folder of downloaded drafters and tokenizers.
-        patience: wish to the verifier; None: it decides.
-        max_drafts: judged in one step at most; 0: the verifier's limit.
-        logprobs: ask for the log probability of every token (4 bytes each on the downlink).
-        send_q: send the drafter's probability of each token (2 bytes), which earns rewards in the commits.
-        steering: of a steered drafter by codes in the commits: `auto`: as many and as precise as pay on the downlink,
-            `on`: one in every commit, `off`: none.
-        open_timeout_s: to get a lease, and for a verifier to answer.
-        retry: how long lost streams are reopened.
-        tls_ca: file of the authorities to trust, or `public` for those that gRPC brings; None: plain text.
-        tls_cert: file of the edge's own certificate, for servers that ask for one, with
-        tls_key: the file of its private key.
-        tls_server_name: that the coordinator's certificate must have (or that of `verifier`); empty: the host.
-        edge: under which reports of sessions go, such as a host's name; empty: a random one of this process.
-        api_key: secret for the coordinator; empty: none. Never printed.
-        plaintext: allow key, prompts and texts to cross a network unencrypted.
-        trace_endpoint: of an OpenTelemetry collector (OTLP over gRPC), as http://HOST:PORT or https:; empty: no spans.
-        trace_ratio: share of the sessions that are traced, 0 to 1.
+    `patience` is a wish to the verifier (None: it decides), `retry` how long lost streams are reopened, and `api_key`
+    the secret for the coordinator.
     """
 
-    coordinator: str = ""
-    verifier: str = ""
-    tokenizer: Path | None = None
-    chat_template: Path | None = None
-    model: str = ""
-    drafter: str = "auto"
-    selector: str = "leader"
-    drafter_memory_mb: float = 256.0
-    window: int | str | None = None
-    battery: float | None = None
-    threads: int = 1
-    cache: Path = DEFAULT_ROOT
+    coordinator: str = option("", "coordinator to ask for a verifier; or", metavar=ADDRESS)
+    verifier: str = option("", "a fixed verifier, without a coordinator", metavar=ADDRESS)
+    model: str = option("", "target; empty: whatever the coordinator has", metavar="NAME")
+    tokenizer: Path | None = option(
+        None, "the target's tokenizer.json; with --verifier, unless the drafter's package has it"
+    )
+    chat_template: Path | None = option(
+        None, "the target's chat template, or tokenizer_config.json; not set: the coordinator's"
+    )
+    cache: Path = option(DEFAULT_CACHE, "downloaded drafters and tokenizers", metavar="DIR")
+    drafter: str = option(
+        "auto",
+        "name, package folder, auto, ngram, or none; several with commas, or all that fit: one is selected wherever a "
+        "chain of drafts begins",
+        metavar="LIST",
+        group=DRAFTING,
+    )
+    selector: str = option(
+        "leader",
+        "rule that chooses among several: leader, static, random, metasd-bd, metasd-be, exp3, thompson, halving, "
+        "discounted, sliding, hedge, or routing",
+        metavar="RULE",
+        group=DRAFTING,
+        check=_check_selector,
+    )
+    drafter_memory_mb: float = option(
+        256.0,
+        "memory for several drafters, in 10^6 bytes; those used least recently are unloaded",
+        group=DRAFTING,
+        check=above(0),
+    )
+    window: int | str | None = option(
+        None,
+        "unverified tokens at most, or a rule: survival, fixed:N, threshold[:X], specdec++[:X][@FILE], speckv[@FILE], "
+        "flexspec[:X], aimd, FILE of `outrider train policy`; not set: survival",
+        metavar="N|RULE",
+        group=DRAFTING,
+        parse=_number_or_name,
+        check=_check_window,
+    )
+    battery: float | None = option(
+        None,
+        "charge that is left, 0 to 1, for --window flexspec; not set: as this machine says, 1 on mains",
+        check=between(0, 1),
+    )
+    threads: int = option(1, "threads of ONNX Runtime", flag="drafter-threads", group=DRAFTING, check=at_least(1))
+    steering: str = option(
+        "auto",
+        "steer the drafter by the target's states: as often as pays on the downlink, with every commit, or never",
+        flag="steer",
+        group=DRAFTING,
+        choices=("auto", "on", "off"),
+    )
     patience: Patience | None = None
-    max_drafts: int = 0
-    logprobs: bool = True
-    send_q: bool = False
-    steering: str = "auto"
-    open_timeout_s: float = 30.0
-    retry: RetryRules = field(default_factory=RetryRules)
-    tls_ca: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    tls_server_name: str = ""
-    edge: str = ""
+    max_drafts: int = option(0, "drafts verified in one step; 0: the verifier's limit", check=at_least(0))
+    logprobs: bool = option(True, "ask for the log probability of every token, 4 bytes each on the downlink")
+    send_q: bool = option(False, "send the drafter's probability of each token, 2 bytes, to earn rewards in commits")
+    open_timeout_s: float = option(30.0, "time to get a lease, and for a verifier to answer", check=above(0))
+    retry: RetryRules = field(default_factory=_retry_rules)
+    tls_ca: Path | None = option(
+        None, "speak TLS and trust this authority; `public`: those that everybody trusts", group=CONNECTION
+    )
+    tls_cert: Path | None = option(None, "own certificate, for servers that ask for one", group=CONNECTION)
+    tls_key: Path | None = option(None, "private key of that certificate", group=CONNECTION)
+    tls_server_name: str = option(
+        "", "name that the server's certificate must have; empty: the host", metavar="NAME", group=CONNECTION
+    )
     api_key: str = field(default="", repr=False)
-    plaintext: bool = False
-    trace_endpoint: str = ""
-    trace_ratio: float = 1.0
+    plaintext: bool = option(False, "allow key and text to cross a network unencrypted", group=CONNECTION)
+    edge: str = option("", "name in reports of sessions; empty: a random one of this process", check=_check_edge)
+    trace_endpoint: str = trace_endpoint_option()
+    trace_ratio: float = option(1.0, "share of the sessions that are traced", check=between(0, 1))
 
-    def __post_init__(self) -> None:
+    def check_together(self) -> None:
+        """Refuse what does not go together."""
         if bool(self.coordinator) == bool(self.verifier):
             raise ConfigError("give either a coordinator or a verifier, as host:port", field="coordinator")
         for name in ("coordinator", "verifier"):
@@ -109,24 +152,6 @@ class EdgeConfig:
             raise ConfigError("is empty; use `none` for no drafter", field="drafter")
         if len(self.drafters) > 1:
             check_drafters(self.drafters)
-        selector_named(self.selector)
-        if not self.drafter_memory_mb > 0:
-            raise ConfigError("must be above 0 megabytes", field="drafter_memory_mb")
-        if isinstance(self.window, str):
-            rule_by_name(self.window)
-        elif self.window is not None and self.window < 1:
-            raise ConfigError("must be 1 or more; use --drafter none for no drafting", field="window")
-        if self.battery is not None and not 0 <= self.battery <= 1:
-            raise ConfigError("must be a share, 0 to 1", field="battery")
-        if self.threads < 1:
-            raise ConfigError("must be 1 or more", field="threads")
-        if self.steering not in STEERING:
-            raise ConfigError(f"{self.steering!r} is none of {', '.join(STEERING)}", field="steering")
-        if not re.fullmatch(r"[\w.-]{0,64}", self.edge, re.ASCII):
-            raise ConfigError("must be at most 64 of A-Z a-z 0-9 . - _", field="edge")
-        if self.open_timeout_s <= 0:
-            raise ConfigError("must be above 0 seconds", field="open_timeout_s")
-        check_tracing(self.trace_endpoint, self.trace_ratio)
         if self.coordinator:
             self.security.check_coordinator(self.coordinator)
 
@@ -144,12 +169,17 @@ class EdgeConfig:
     @property
     def window_policy(self) -> WindowPolicy:
         """How far ahead to draft; a new one each time, since some learn from their text."""
+        from outrider.edge.policies.length import rule_by_name
+        from outrider.proto.policy import FixedWindow, SurvivalWindow
+
         if isinstance(self.window, str):
             return rule_by_name(self.window)
         return SurvivalWindow() if self.window is None else FixedWindow(self.window)
 
     def steering_policy(self, rank: int, gain: tuple[tuple[int, float], ...]) -> SteeringPolicy | None:
         """Which codes of `rank` numbers to ask for, where the drafter has that `gain` by their age; None: none ever."""
+        from outrider.proto.policy import FixedCodes, PricedCodes
+
         match self.steering:
             case "off":
                 return None
@@ -173,5 +203,5 @@ def check_drafters(names: tuple[str, ...]) -> None:
 
 @functools.cache
 def edge_of_this_process() -> str:
-    """A random name, the same as long as this process lives: operators can tell edges apart, and not who they are."""
+    """Return a random name of this process: operators can tell edges apart, and not who they are."""
     return secrets.token_hex(4)

@@ -12,7 +12,7 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from outrider.proto.address import is_loopback, join_address, split_address
+from outrider.proto.address import join_address, split_address
 from outrider.proto.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,19 +22,6 @@ if TYPE_CHECKING:
 
 FIELD = "metrics_listen"
 SLOWEST_S = 10.0
-
-
-def check_metrics_listen(listen: str, *, insecure: bool) -> None:
-    """Raise `ConfigError` unless `listen` is empty (off), or host:port on loopback or anywhere that is allowed."""
-    if not listen:
-        return
-    host, _ = split_address(listen, FIELD)
-    if not (insecure or is_loopback(host)):
-        raise ConfigError(
-            f"{listen!r} is reachable from other machines, in plain text and without login; "
-            "listen on 127.0.0.1, or set insecure_metrics to accept that",
-            field=FIELD,
-        )
 
 
 class FiguresServer:

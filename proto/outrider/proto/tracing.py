@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.settings import option
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -13,12 +14,14 @@ TRACEPARENT = "traceparent"  # W3C Trace Context, as gRPC metadata of a decoding
 MOST_WAITING = 1 << 15  # spans of one process that wait for their export
 
 
-def check_tracing(endpoint: str, ratio: float) -> None:
-    """Raise `ConfigError` unless both can be used; an empty endpoint is off."""
-    if not 0 <= ratio <= 1:
-        raise ConfigError(f"{ratio} is not in 0..1", field="trace_ratio")
-    if endpoint and not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"{endpoint!r} is not http://HOST:PORT or https://HOST:PORT", field="trace_endpoint")
+def trace_endpoint_option() -> Any:
+    """Declare where a process sends its spans."""
+    return option(
+        "",
+        "OpenTelemetry collector (OTLP over gRPC), http://HOST:4317; empty: no spans",
+        metavar="URL",
+        check=_check_endpoint,
+    )
 
 
 def tracer_provider(service: str, endpoint: str, ratio: float = 1.0) -> TracerProvider:
@@ -45,3 +48,8 @@ def tracer_provider(service: str, endpoint: str, ratio: float = 1.0) -> TracerPr
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
     provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=MOST_WAITING))
     return provider
+
+
+def _check_endpoint(endpoint: str) -> None:
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ValueError(f"{endpoint!r} is not http://HOST:PORT or https://HOST:PORT")

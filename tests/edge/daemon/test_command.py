@@ -30,7 +30,7 @@ def test_it_says_where_it_listens_serves_without_a_cloud_and_ends_with_0_on_sigt
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--coordinator", "a:1", "--listen", "0.0.0.0:8080"], "listen: '0.0.0.0:8080' is reachable"),
+        (["--coordinator", "a:1", "--listen", "0.0.0.0:8080"], "listen: '0.0.0.0:8080' is not a loopback address"),
         (["--coordinator", "a:1", "--verifier", "b:1"], "coordinator: give either"),
         (["--coordinator", "a:1", "--tls-cert", "x"], "tls-key"),
         (["--coordinator", "127.0.0.1:1", "--api-keys", "/nonexistent"], "api-keys: cannot read"),

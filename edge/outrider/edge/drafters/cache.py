@@ -21,13 +21,11 @@ from outrider.proto.types import DrafterManifest, RemoteFile
 Fetch = Callable[[RemoteFile, int], Iterator[bytes]]
 """Called with a file and the bytes to skip; yields the rest of its content piece by piece."""
 
-DEFAULT_ROOT = Path("~/.cache/outrider")
-
 
 class DrafterCache:
     """The downloads of one machine. Several processes may share a root."""
 
-    def __init__(self, root: Path = DEFAULT_ROOT) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root.expanduser()
 
     def ensure(self, manifest: DrafterManifest, fetch: Fetch) -> DrafterPackage:

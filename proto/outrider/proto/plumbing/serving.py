@@ -1,0 +1,59 @@
+"""What every server's settings share: where it listens, under which certificate, and where its metrics are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.proto.address import is_loopback, split_address
+from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.settings import Settings, option
+from outrider.proto.plumbing.tls import ServerTls
+
+ADDRESS = "HOST:PORT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListeningSettings(Settings):
+    """Where a server listens; `tls` is its certificate and key, None for plain text."""
+
+    listen: str = option("127.0.0.1:0", "address to listen on; port 0 takes a free one", metavar=ADDRESS)
+    insecure_listen: bool = option(
+        False, "allow an address beyond loopback without TLS; whoever sees the network can then read all"
+    )
+    tls: ServerTls | None = None
+
+    def check_together(self) -> None:
+        """Refuse to serve plain text beyond this machine unless that is wanted."""
+        host, _ = split_address(self.listen, "listen")
+        if not (self.insecure_listen or self.tls is not None or is_loopback(host)):
+            raise ConfigError(
+                f"{self.listen!r} is not a loopback address, and other machines would reach it in plain text; give a "
+                "certificate (--tls-cert and --tls-key; `outrider certs` makes them), set insecure_listen where the "
+                "network is trusted, or listen on 127.0.0.1",
+                field="listen",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcServerSettings(ListeningSettings):
+    """The same for a server without HTTP, whose metrics have a port of their own."""
+
+    metrics_listen: str = option(
+        "", "serve /metrics for Prometheus there, in plain text; empty: nowhere", metavar=ADDRESS, group="metrics"
+    )
+    insecure_metrics: bool = option(
+        False, "allow that beyond loopback: metrics in plain text, without login", group="metrics"
+    )
+
+    def check_together(self) -> None:
+        """Refuse to serve metrics beyond this machine unless that is wanted."""
+        ListeningSettings.check_together(self)
+        if not self.metrics_listen:
+            return
+        host, _ = split_address(self.metrics_listen, "metrics_listen")
+        if not (self.insecure_metrics or is_loopback(host)):
+            raise ConfigError(
+                f"{self.metrics_listen!r} is reachable from other machines, in plain text and without login; "
+                "listen on 127.0.0.1, or set insecure_metrics to accept that",
+                field="metrics_listen",
+            )
