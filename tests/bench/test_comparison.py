@@ -44,10 +44,13 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedCodes, FixedWindow
 from outrider.proto.session import Codes as EdgeCodes
 from outrider.proto.session import (
-    EdgeInstruction,
+    Drafted,
+    DraftJob,
+    EdgeEvent,
     EdgeSession,
     EdgeStatistics,
     Send,
+    StreamReady,
     Verified,
     VerifierRules,
     VerifierSession,
@@ -194,25 +197,25 @@ def by_session_machine(
 ) -> EdgeSession:
     """A whole text between an edge and a verifier that wait for each other; the edge when it is done."""
     verifier = VerifierSession(frame, rules, 0.0)
-    edge = EdgeSession(frame, FixedWindow(frame.window), codes=codes)
+    edge = EdgeSession(frame, FixedWindow(frame.window), codes=codes, job_tokens=lambda _: 3)
 
-    def deliver(instructions: list[EdgeInstruction]) -> None:
-        for instruction in instructions:
-            if isinstance(instruction, Send) and isinstance(instruction.frame, Draft):
-                verifier.on_draft(instruction.frame, 0.0)
+    def tell(event: EdgeEvent) -> None:
+        for instruction in edge.handle(event, 0.0):
+            match instruction:
+                case Send(Draft() as frame):
+                    verifier.on_draft(frame, 0.0)
+                case DraftJob() as job:
+                    state.truncate(job.truncate_to)
+                    if job.steer is not None:
+                        state.steer(job.steer.code, job.steer.since)
+                    state.extend(job.extend_with)
+                    proposal = state.propose(job.count)
+                    tell(Drafted(job, proposal.tokens, proposal.q, 0.001))
 
-    edge.open_frame(b"", 0.0)
-    deliver(edge.on_opened(verifier.opened(), 0.0))
+    tell(StreamReady(b""))
+    tell(verifier.opened())
     while verifier.finish is None:
-        while (job := edge.next_job(3)) is not None:
-            state.truncate(job.truncate_to)
-            if job.steer is not None:
-                state.steer(job.steer.code, job.steer.since)
-            state.extend(job.extend_with)
-            proposal = state.propose(job.count)
-            deliver(edge.on_drafted(job, proposal.tokens, proposal.q, 0.001, 0.0))
-        deliver(edge.on_idle(0.0))
-        deliver(edge.on_commit(verifier.on_verified(step(verifier, verifier.block()), 0.0), 0.0))
+        tell(verifier.on_verified(step(verifier, verifier.block()), 0.0))
     state.close()
     return edge
 

@@ -15,7 +15,7 @@ from outrider.edge.decoding import Journal, Subject
 from outrider.edge.metrics import FIGURES, MOST_SERIES, PHASE, EdgeMetrics
 from outrider.proto import codec
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
-from outrider.proto.session import Done, EdgeSession, Send
+from outrider.proto.session import Cancelled, Done, DrafterFailed, EdgeSession, Send, TurnBegun
 from outrider.proto.types import Commit, Draft, FinishReason, Opened, Sampling, Timing
 
 sys.path.append(str(Path(__file__).parent.parent / "proto"))
@@ -183,7 +183,7 @@ def test_losses_sheds_and_fallbacks_are_told_apart() -> None:
     journal.lost(ResourceExhausted("full", retry_after_s=1), 1.0)
     journal.lost(Unavailable("gone"), 2.0)
     machine_of(metrics, drafter="none", error="cannot be read")
-    machine.on_drafter_failed(Internal("broken"))
+    machine.handle(DrafterFailed(Internal("broken"), 0), 0.0)
     assert value(metrics, "outrider:edge_sheds_total", **WHOSE) == 1
     assert value(metrics, "outrider:edge_stream_losses_total", **WHOSE, error="ResourceExhausted") == 1
     assert value(metrics, "outrider:edge_stream_losses_total", **WHOSE, error="Unavailable") == 1
@@ -241,7 +241,8 @@ def test_the_turns_of_a_conversation_are_texts_and_the_time_between_them_counts_
             journal.received(commit(3 + step, accepted=0, judged=0, verify_s=0.03), turn_at + 0.03 * step)
         machine.statistics.committed += 3
         journal.ended(Done(FinishReason.EOS), turn_at + 1)
-        machine.statistics = type(machine.statistics)()
+        machine.handle(Cancelled(), turn_at + 1)
+        machine.handle(TurnBegun(len(machine.transcript), (), machine.sampling), turn_at + 1)
         journal.began(Subject("s", "m", "d"), machine, turn_at + 500)
     assert value(metrics, "outrider:edge_decoding_seconds_total", **WHOSE) == pytest.approx(4 * 0.03)
     assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="eos") == 2

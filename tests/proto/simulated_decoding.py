@@ -18,16 +18,24 @@ from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.policy import Experience, WindowPolicy
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import (
+    Cancelled,
+    CatchUpJob,
+    CaughtUp,
+    Disconnected,
     Done,
+    Drafted,
+    DrafterFailed,
     DraftJob,
+    EdgeEvent,
     EdgeInstruction,
     EdgeSession,
     Emit,
-    Foreseen,
-    ReadJob,
     Reopen,
     Selection,
     Send,
+    Started,
+    StreamReady,
+    TeacherForced,
     Verified,
     VerifierRules,
     VerifierSession,
@@ -166,14 +174,21 @@ class Simulation:
         cancel_at: float = math.inf,
         fickle_credit: bool = False,
         queues_while_busy: bool = True,
-        experience: Experience | None = None,
+        measurements: Experience | None = None,
         send_q: bool = False,
         rivals: Sequence[Drafter] = (),
         selector: Selector | None = None,
     ) -> None:
         self.now = 0.0
         selection = Selection(selector, tuple("abcdef"[: 1 + len(rivals)])) if selector is not None else None
-        self.edge = EdgeSession(frame, window, experience=experience, send_q=send_q, selection=selection)
+        self.edge = EdgeSession(
+            frame if drafter is not None else replace(frame, drafting=False),
+            window,
+            measurements=measurements,
+            send_q=send_q,
+            selection=selection,
+            job_tokens=lambda _: most_per_job,
+        )
         self.emitted: list[int] = []
         self.draft_frames = 0
         self.done: Done | None = None
@@ -185,7 +200,7 @@ class Simulation:
         self._link = link or Link()
         self._rng = random.Random(seed)
         self._step_s, self._row_s = step_s, row_s
-        self._drafting_s, self._most_per_job = drafting_s, most_per_job
+        self._drafting_s = drafting_s
         self._fickle_credit = fickle_credit
         self._queues_while_busy = queues_while_busy
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -196,11 +211,11 @@ class Simulation:
         self.failed: list[int] = []
         self._reopening = False
         if cancel_at < math.inf:
-            self._at(cancel_at, lambda: self._apply(self.edge.on_cancel()))
+            self._at(cancel_at, lambda: self._handle(Cancelled()))
 
     def run(self, limit_s: float = 10_000.0) -> tuple[int, ...]:
         """The emitted text."""
-        self._reopen()
+        self._begin_text()
         for _ in range(MOST_EVENTS):
             if self.done is not None:
                 break
@@ -208,16 +223,23 @@ class Simulation:
             self.now, _, event = heapq.heappop(self._heap)
             assert self.now < limit_s, "no end in sight"
             event()
-            self._give_drafter_work()
             assert self.emitted == self.edge.transcript[self.edge.prompt_length :], "emitted is not the transcript"
         assert self.done is not None, "too many events"
-        assert not self.edge.on_commit(Commit(self.edge.prompt_length, (7,), 0, 1), self.now), "speaks after Done"
+        late = Commit(self.edge.prompt_length, (7,), 0, 1)
+        assert not self.edge.handle(late, self.now), "speaks after Done"
         return tuple(self.emitted)
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (time, next(self._counter), event))
 
     # --- the edge's shell ---
+
+    def _begin_text(self) -> None:
+        self._handle(Started())
+        self._reopen()
+
+    def _handle(self, event: EdgeEvent) -> None:
+        self._apply(self.edge.handle(event, self.now))
 
     def _apply(self, instructions: list[EdgeInstruction]) -> None:
         for instruction in instructions:
@@ -238,6 +260,10 @@ class Simulation:
                     assert self.done is None, "Done twice"
                     self.done = instruction
                     self._stream.open = False
+                case DraftJob():
+                    self._draft(instruction)
+                case CatchUpJob():
+                    self._catch_up(instruction)
 
     def _reopen(self) -> None:
         self._reopening = False
@@ -246,7 +272,7 @@ class Simulation:
         self._stream = Stream(up_until=self.now, down_until=self.now)
         self.streams += 1
         stream, link = self._stream, self._link
-        self._send_up(stream, self.edge.open_frame(b"lease", self.now))
+        self._handle(StreamReady(b"lease"))
         if link.breaks_every_s:
             self._at(self.now + self._rng.expovariate(1 / link.breaks_every_s), lambda: self._break(stream))
         if link.goaway_every_s:
@@ -256,65 +282,53 @@ class Simulation:
     def _break(self, stream: Stream) -> None:
         if stream.open and stream is self._stream:
             stream.open = False
-            self._apply(self.edge.on_disconnected(Unavailable("the link broke"), self.now))
+            self._handle(Disconnected(Unavailable("the link broke")))
 
-    def _give_drafter_work(self) -> None:
-        if not self._drafters or self.done is not None:
-            return
-        job = self.edge.next_job(self._most_per_job)
-        if job is None:
-            reading = self.edge.next_reading()
-            if reading is not None:
-                self._give_reading(reading)
-            return
+    def _draft(self, job: DraftJob) -> None:
         prefix = self._prefixes[job.drafter][: job.truncate_to] + job.extend_with
         assert len(prefix) == job.start
-        wanted = tuple(self.edge.transcript) + tuple(self.edge._drafted)
+        wanted = tuple(self.edge.transcript) + self.edge.drafts
         assert prefix == wanted, "the drafter would continue another text"
-        foreseen_from = job.truncate_to + job.skip
-        if job.foresee:
-            assert foreseen_from + job.foresee <= len(self.edge.transcript), "only committed tokens are foreseen"
+        forced_from = job.truncate_to + job.skip
+        if job.teacher_forced:
+            assert forced_from + job.teacher_forced <= len(self.edge.transcript), "only committed tokens are forced"
         try:
-            foreseen = self._foresee(job.drafter, prefix, foreseen_from, foreseen_from + job.foresee)
+            forced = self._teacher_force(job.drafter, prefix, forced_from, forced_from + job.teacher_forced)
             tokens, q = self._drafters[job.drafter](prefix, job.count)
         except OutriderError as error:
             self._fail(job.drafter, error)
             return
         self._prefixes[job.drafter] = prefix + tokens
         seconds = self._drafting_s * max(1, len(tokens)) * self._rng.uniform(0.5, 2)
-        self._at(self.now + seconds, lambda: self._drafted(job, tokens, q, foreseen, seconds))
+        drafted = Drafted(job, tokens, q, seconds, teacher_forced=forced)
+        self._at(self.now + seconds, lambda: self._handle(drafted))
 
-    def _give_reading(self, job: ReadJob) -> None:
+    def _catch_up(self, job: CatchUpJob) -> None:
         prefix = self._prefixes[job.drafter][: job.truncate_to] + job.tokens
         assert job.drafter != self.edge.drafter or not self.emitted, "whose turn it is drafts, and need not read"
         assert job.drafter not in self.failed, "it is broken"
         assert prefix == tuple(self.edge.transcript[: len(prefix)]), "the drafter would read another text"
         try:
-            foreseen = self._foresee(job.drafter, prefix, job.start, len(prefix))
-            foreseen = replace(foreseen, log_q=(-1.0 - job.drafter,) * job.score)
+            forced = self._teacher_force(job.drafter, prefix, job.start, len(prefix))
+            forced = replace(forced, log_q=(-1.0 - job.drafter,) * job.score)
         except OutriderError as error:
             self._fail(job.drafter, error)
             return
         self._prefixes[job.drafter] = prefix
-        self._at(self.now + self._drafting_s, lambda: self._apply(self.edge.on_read(job, foreseen, 0.001, self.now)))
+        self._at(self.now + self._drafting_s, lambda: self._handle(CaughtUp(job, forced, 0.001)))
 
-    def _foresee(self, drafter: int, prefix: tuple[int, ...], start: int, end: int) -> Foreseen:
+    def _teacher_force(self, drafter: int, prefix: tuple[int, ...], start: int, end: int) -> TeacherForced:
         said = [self._drafters[drafter](prefix[:position], 1) for position in range(start, end)]
-        return Foreseen(
+        return TeacherForced(
             tuple(tokens[0] if tokens else -1 for tokens, _ in said), tuple(q[0] if q else math.nan for _, q in said)
         )
 
     def _fail(self, drafter: int, error: OutriderError) -> None:
         def fail() -> None:
             self.failed.append(drafter)
-            self._apply(self.edge.on_drafter_failed(error, drafter))
+            self._handle(DrafterFailed(error, drafter))
 
         self._at(self.now + self._drafting_s, fail)
-
-    def _drafted(
-        self, job: DraftJob, tokens: tuple[int, ...], q: tuple[float, ...], foreseen: Foreseen, seconds: float
-    ) -> None:
-        self._apply(self.edge.on_drafted(job, tokens, q, seconds, self.now, foreseen=foreseen))
 
     # --- the link ---
 
@@ -347,14 +361,14 @@ class Simulation:
         match codec.decode_cloud_frame(data):
             case Opened() as opened:
                 self._granted = opened.credit
-                self._apply(self.edge.on_opened(opened, self.now))
+                self._handle(opened)
             case Commit() as commit:
                 if commit.start + len(commit.tokens) > len(self.edge.transcript):
                     self._granted = commit.credit
-                self._apply(self.edge.on_commit(commit, self.now))
+                self._handle(commit)
             case Goaway() as goaway:
                 stream.open = False
-                self._apply(self.edge.on_goaway(goaway, self.now))
+                self._handle(goaway)
 
     # --- the verifier's shell ---
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
+from hand_driven import HandDrivenEdge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
@@ -23,14 +24,15 @@ from outrider.proto.errors import (
 )
 from outrider.proto.policy import Experience, FixedWindow, SurvivalWindow
 from outrider.proto.session import (
+    Cancelled,
     Done,
     EdgeInstruction,
-    EdgeSession,
     Emit,
-    Foreseen,
     Reopen,
     Selection,
     Send,
+    TeacherForced,
+    TurnBegun,
     Verified,
     VerifierSession,
 )
@@ -81,7 +83,7 @@ class Talk(Simulation):
         self._opening_credit = 0
 
     def run_turns(self) -> None:
-        self._reopen()
+        self._begin_text()
         for number, turn in enumerate(self._turns):
             if number:
                 self._begin(turn)
@@ -103,11 +105,11 @@ class Talk(Simulation):
         start = prompt_length + round(turn.kept * (len(self.edge.transcript) - prompt_length))
         self.emitted.clear()
         self.done = None
-        self._apply(self.edge.on_turn(start, turn.prompt, turn.sampling, self.now))
+        self._handle(TurnBegun(start, turn.prompt, turn.sampling))
 
     def _leave(self, number: int) -> None:
         if self._number == number:
-            self._apply(self.edge.on_cancel())
+            self._handle(Cancelled())
 
     def _check(self, turn: Turn) -> None:
         assert self.done is not None
@@ -129,7 +131,6 @@ class Talk(Simulation):
     def _next_event(self) -> None:
         self.now, _, event = heapq.heappop(self._heap)
         event()
-        self._give_drafter_work()
         assert self.emitted == self.edge.transcript[self.edge.prompt_length :], "emitted is not the transcript"
 
     def _apply(self, instructions: list[EdgeInstruction]) -> None:
@@ -157,7 +158,7 @@ class Talk(Simulation):
             self._opening_credit = frame.credit
         granted = self._granted
         super()._arrive_down(stream, data)
-        if isinstance(frame, Commit) and frame.turn != self.edge._turn:
+        if isinstance(frame, Commit) and frame.turn != self.edge.turn:
             self._granted = granted  # of an earlier turn, and ignored
 
     def _take(self, stream, frame: EdgeFrame, arrived: float) -> None:
@@ -236,22 +237,13 @@ def test_what_the_drafter_read_in_earlier_turns_is_not_read_again():
     oracle = hashing_oracle(1, eos_odds=0)
     read: list[int] = []
     talk = Talk(said, oracle, drafter_of(oracle, 1, 1.0), verifier=rules())
-    giving = talk._give_drafter_work
+    drafting = talk._draft
 
-    def counting() -> None:
-        before = talk.edge.next_job
+    def counting(job) -> None:
+        read.append(len(job.extend_with))
+        drafting(job)
 
-        def counted(most: int):
-            job = before(most)
-            if job is not None:
-                read.append(len(job.extend_with))
-            return job
-
-        talk.edge.next_job = counted
-        giving()
-        talk.edge.next_job = before
-
-    talk._give_drafter_work = counting
+    talk._draft = counting
     talk.run_turns()
     assert sum(read) < len(talk.edge.transcript) + 20
     assert talk.edge.statistics.accepted > 6
@@ -393,9 +385,9 @@ def test_what_was_measured_and_the_credit_of_opening_go_on_into_the_next_turn():
 # === the edge's half ============================================================================================
 
 
-def edge_at_rest(keep_s: float = 9.0, **changes) -> EdgeSession:
+def edge_at_rest(keep_s: float = 9.0, **changes) -> HandDrivenEdge:
     """A session whose first turn is done: 3 1 2, 4 5."""
-    edge = EdgeSession(open_frame(**{"sampling": Sampling(max_tokens=2), "keep_s": 9.0} | changes), FixedWindow(4))
+    edge = HandDrivenEdge(open_frame(**{"sampling": Sampling(max_tokens=2), "keep_s": 9.0} | changes), FixedWindow(4))
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 2, "v", 512, vocab_size=8, keep_s=keep_s), 0.1)
     instructions = edge.on_commit(Commit(3, (4, 5), 0, 64, finish=FinishReason.LENGTH), 0.2)
@@ -460,7 +452,7 @@ def test_commits_of_a_turn_that_was_left_are_ignored():
 
 
 def test_a_stream_that_was_opened_for_a_turn_that_was_left_is_opened_anew():
-    edge = EdgeSession(open_frame(keep_s=9.0))
+    edge = HandDrivenEdge(open_frame(keep_s=9.0))
     edge.open_frame(b"", 0.0)
     edge.on_cancel()
     assert isinstance(edge.on_turn(3, (6,), Sampling(), 0.1)[0], Reopen)
@@ -515,7 +507,7 @@ def test_the_drafter_goes_on_from_what_it_has_read():
 
 
 def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
-    edge = EdgeSession(open_frame(keep_s=9.0), FixedWindow(4), experience=Experience())
+    edge = HandDrivenEdge(open_frame(keep_s=9.0), FixedWindow(4), measurements=Experience())
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
     job = edge.next_job(4)
@@ -531,7 +523,7 @@ def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
 @pytest.mark.parametrize("drafting", [False, True])
 def test_what_was_foreseen_of_the_last_turns_text_is_not_taken_for_this_ones(drafting):
     leader = Leader(experts=FixedShare(arms=2))
-    edge = EdgeSession(open_frame(keep_s=9.0), FixedWindow(4), selection=Selection(leader, ("a", "b")))
+    edge = HandDrivenEdge(open_frame(keep_s=9.0), FixedWindow(4), selection=Selection(leader, ("a", "b")))
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
     edge.on_drafted(edge.next_job(4), (1, 1, 1, 1), (0.5,) * 4, 0.01, 0.1)
@@ -539,22 +531,22 @@ def test_what_was_foreseen_of_the_last_turns_text_is_not_taken_for_this_ones(dra
     job = edge.next_job(4) if drafting else next(read for _ in range(9) if (read := readings(edge)).tokens[-1] == 7)
     edge.on_commit(Commit(7, (2,), 0, 64, finish=FinishReason.EOS), 0.3)
     edge.on_turn(3, (6,), Sampling(max_tokens=40), 0.4)
-    assert edge.next_job(4) is edge.next_reading() is None, "it still runs"
-    late = Foreseen((4, 5, 6, 7), (0.9,) * 4)
+    assert edge.next_job(4) is edge.next_catch_up() is None, "it still runs"
+    late = TeacherForced((4, 5, 6, 7), (0.9,) * 4)
     if drafting:
-        late = Foreseen((4, 5, 6, 7)[: job.foresee], (0.9,) * job.foresee)
-        edge.on_drafted(job, (1,), (0.5,), 0.01, 0.5, foreseen=late)
+        late = TeacherForced((4, 5, 6, 7)[: job.teacher_forced], (0.9,) * job.teacher_forced)
+        edge.on_drafted(job, (1,), (0.5,), 0.01, 0.5, teacher_forced=late)
     else:
-        edge.on_read(job, late, 0.01, 0.5)
+        edge.on_caught_up(job, late, 0.01, 0.5)
     assert not edge.statistics.of_drafters
     assert edge.next_job(4).extend_with[-1] == 6
 
 
 def readings(edge):
     """One reading of an idle drafter, whose predecessor, if any, has ended and told nothing."""
-    job = edge.next_reading()
+    job = edge.next_catch_up()
     if job.tokens[-1] != 7:
-        edge.on_read(job, Foreseen(), 0.01, 0.2)
+        edge.on_caught_up(job, TeacherForced(), 0.01, 0.2)
     return job
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hand_driven import HandDrivenEdge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
@@ -73,7 +74,7 @@ class SteeredSimulation(Simulation):
     def __init__(self, frame, oracle, drafter, *, codes, policy, **options):
         super().__init__(frame, oracle, drafter, verifier=VERIFIER, **options)
         self._frame = replace(frame, steering=WISH)
-        self.edge = Watched(self._frame, FixedWindow(16), codes=Codes(RANK, policy))
+        self.edge = Watched(self._frame, FixedWindow(16), codes=Codes(RANK, policy), job_tokens=lambda _: 8)
         self.edge.codes_tell = codes != "noise"
         self.wishes = []
         self._codes_are = codes
@@ -114,18 +115,18 @@ class Watched(EdgeSession):
         self.drafter_has = None
         self.ages = []
 
-    def on_commit(self, commit, now):
+    def handle(self, event, now, measurements=None):
         before = self.statistics.codes - self.statistics.bad_codes
-        instructions = super().on_commit(commit, now)
+        instructions = super().handle(event, now, measurements)
         if self.statistics.codes - self.statistics.bad_codes > before:
-            self.newest = commit.start + len(commit.tokens) - 2
+            self.newest = event.start + len(event.tokens) - 2
             assert self.newest == len(self.transcript) - 2, "of the newest position that the verifier has processed"
+        for instruction in instructions:
+            if isinstance(instruction, DraftJob):
+                self._check(instruction)
         return instructions
 
-    def next_job(self, most):
-        job = super().next_job(most)
-        if job is None:
-            return None
+    def _check(self, job):
         if job.steer is not None:
             assert job.steer.since == self.prompt_length
             self.drafter_has = job.steer.code
@@ -137,7 +138,6 @@ class Watched(EdgeSession):
             self.ages.append(job.start - 1 - self.newest)
             assert self.drafter_has is not None
             assert not self.codes_tell or round(float(self.drafter_has[0])) == self.newest
-        return job
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -195,12 +195,12 @@ def test_the_simulation_sends_codes_and_steers_by_them():
 # === rule by rule ===============================================================================================
 
 
-def steered_edge(policy=None, window=8, experience=None, opened=True, **changes):
+def steered_edge(policy=None, window=8, measurements=None, opened=True, **changes):
     """A session that is steered, opened with the verifier's consent."""
-    edge = EdgeSession(
+    edge = HandDrivenEdge(
         open_frame(steering=WISH, **changes),
         FixedWindow(window),
-        experience=experience,
+        measurements=measurements,
         codes=Codes(RANK, policy or FixedCodes(HALVES)),
     )
     edge.open_frame(b"", 0.0)
@@ -215,7 +215,7 @@ def consent(**changes):
 
 def commit(edge, tokens, code=None, **changes):
     start = changes.pop("start", len(edge.transcript))
-    return edge.on_commit(Commit(start, tokens, 0, 32, steering=code, turn=edge._turn, **changes), 1.0)
+    return edge.on_commit(Commit(start, tokens, 0, 32, steering=code, turn=edge.turn, **changes), 1.0)
 
 
 def draft(edge, most=4):
@@ -230,7 +230,7 @@ def reports(instructions):
 
 
 def test_a_session_opens_with_the_policys_wish_and_believes_the_verifier_about_codes():
-    edge = EdgeSession(open_frame(steering=WISH), codes=Codes(RANK, FixedCodes(CodeRate(HALVES.precision, 4))))
+    edge = HandDrivenEdge(open_frame(steering=WISH), codes=Codes(RANK, FixedCodes(CodeRate(HALVES.precision, 4))))
     wish = SteeringWish(WISH.projection, SteeringPrecision.FLOAT16, 4)
     assert edge.open_frame(b"", 0.0).steering == wish
     assert not edge.statistics.steered
@@ -239,7 +239,7 @@ def test_a_session_opens_with_the_policys_wish_and_believes_the_verifier_about_c
 
 
 def test_a_session_without_codes_is_as_ever():
-    edge = EdgeSession(open_frame())
+    edge = HandDrivenEdge(open_frame())
     assert edge.open_frame(b"", 0.0).steering is None
     edge.on_opened(consent(steered=True), 0.1)
     assert not edge.statistics.steered
@@ -250,9 +250,9 @@ def test_a_session_without_codes_is_as_ever():
 
 def test_a_wish_and_what_reads_its_codes_come_together():
     with pytest.raises(InvalidArgument, match=r"open\.steering"):
-        EdgeSession(open_frame(steering=WISH))
+        HandDrivenEdge(open_frame(steering=WISH))
     with pytest.raises(InvalidArgument, match=r"open\.steering"):
-        EdgeSession(open_frame(), codes=Codes(RANK, FixedCodes()))
+        HandDrivenEdge(open_frame(), codes=Codes(RANK, FixedCodes()))
 
 
 def test_where_the_verifier_has_no_such_projection_the_text_goes_on_unsteered_and_nothing_is_wished():
@@ -446,7 +446,7 @@ def test_a_drafter_that_broke_wishes_for_no_codes_any_more():
 
 def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
     policy, experience = FixedChoice(CodeRate()), Experience()
-    edge = steered_edge(policy, experience=experience)
+    edge = steered_edge(policy, measurements=experience)
     byte_s, now, rng = 1e-4, 1.0, random.Random(2)
     for index in range(60):
         job = edge.next_job(3)
@@ -455,7 +455,7 @@ def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
         code = code_of(len(edge.transcript), SteeringPrecision.INT8) if index % 2 else None
         size = 6 * len(tokens) + (RANK + 12 if code else 0)  # two bytes a token and four its log probability
         now += 0.03 + byte_s * size
-        held_s = now - edge._sent_at[-1][0] - 0.03 - byte_s * size
+        held_s = now - edge._meter._sent_at[-1][0] - 0.03 - byte_s * size
         answer = Commit(
             len(edge.transcript),
             tokens,
@@ -482,7 +482,7 @@ def test_a_job_without_steering_compares_as_before():
 
 def test_a_new_streams_first_round_trip_is_not_compared_with_the_old_ones():
     experience = Experience()
-    edge = steered_edge(experience=experience)
+    edge = steered_edge(measurements=experience)
 
     def answered(at):
         draft(edge, 1)

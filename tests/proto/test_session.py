@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from hand_driven import HandDrivenEdge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_decoding import HASH, Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
@@ -26,7 +27,6 @@ from outrider.proto.errors import (
 from outrider.proto.policy import Experience, FixedWindow, SurvivalWindow
 from outrider.proto.session import (
     Done,
-    EdgeSession,
     Emit,
     Reopen,
     RetryRules,
@@ -223,16 +223,16 @@ def test_on_a_long_link_a_message_goes_for_every_step_and_not_for_every_token(de
 
 def test_holding_drafts_back_costs_little_time(monkeypatch):
     held = [timed({"right": 0.9}, link=Link(delay_s=delay_s)).now for delay_s in (0.005, 0.02, 0.05)]
-    monkeypatch.setattr("outrider.proto.session.edge.due_to_flush", lambda *_, **__: True)
+    monkeypatch.setattr("outrider.proto.session.sending.due_to_flush", lambda *_, **__: True)
     at_once = [timed({"right": 0.9}, link=Link(delay_s=delay_s)).now for delay_s in (0.005, 0.02, 0.05)]
     assert sum(held) < 1.2 * sum(at_once)
 
 
 def test_a_text_begins_with_what_the_last_one_has_measured():
     experience = Experience()
-    first = timed({"right": 0.0, "confidence": "false"}, experience=experience)
+    first = timed({"right": 0.0, "confidence": "false"}, measurements=experience)
     alone = timed({"right": 0.0, "confidence": "false"})
-    second = timed({"right": 0.0, "confidence": "false"}, experience=experience)
+    second = timed({"right": 0.0, "confidence": "false"}, measurements=experience)
     assert first.edge.statistics.drafted == alone.edge.statistics.drafted
     assert second.edge.statistics.drafted < first.edge.statistics.drafted, "it knows that drafts are worth nothing"
 
@@ -651,9 +651,9 @@ def test_settling_needs_one_token_more_than_the_block():
 
 
 def edge_session(window=None, credit=16, max_tokens=40, now=0.0, **changes):
-    edge = EdgeSession(open_frame(**changes), window or FixedWindow(8))
+    edge = HandDrivenEdge(open_frame(**changes), window or FixedWindow(8))
     edge.open_frame(b"", now)
-    edge.on_opened(Opened(edge.generated, credit, max_tokens, "v", 512, planned=False), now)
+    edge.on_opened(Opened(len(changes.get("committed", ())), credit, max_tokens, "v", 512, planned=False), now)
     return edge
 
 
@@ -717,7 +717,7 @@ def test_a_job_contradicted_by_a_commit_sends_nothing_of_it():
 
 def measured_edge(*, round_trip_s=0.1, step_s=0.03, window=64, planned=False, **options):
     """An edge that knows the link and the step, and has just heard of a commit, at 0.1 s."""
-    edge = EdgeSession(open_frame(), FixedWindow(window), **options)
+    edge = HandDrivenEdge(open_frame(), FixedWindow(window), **options)
     edge.open_frame(b"", -round_trip_s)
     edge.on_opened(Opened(0, 64, 40, "v", 512, planned=planned), 0.0)
     edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=step_s)), 0.1)
@@ -737,7 +737,7 @@ def unsure_draft(edge, *tokens, now):
 
 
 def test_the_rest_of_a_chain_that_will_hardly_be_read_waits_for_the_next_commit_where_the_verifier_plans():
-    edge = measured_edge(planned=True, experience=hopeless())
+    edge = measured_edge(planned=True, measurements=hopeless())
     assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, (1, 2))]
     assert unsure_draft(edge, 4, 5, now=0.1495) == [], "not worth a message"
     edge.on_commit(Commit(4, (1, 2), 2, 64, timing=Timing(verify_s=0.03)), 0.15)
@@ -745,7 +745,7 @@ def test_the_rest_of_a_chain_that_will_hardly_be_read_waits_for_the_next_commit_
 
 
 def test_the_rest_of_a_chain_goes_in_time_where_the_verifier_may_wait_for_it_for_ever():
-    edge = measured_edge(planned=False, experience=hopeless())
+    edge = measured_edge(planned=False, measurements=hopeless())
     assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, (1, 2))]
     assert sent(unsure_draft(edge, 4, 5, now=0.1495)) == [Draft(0, 6, (4, 5))]
 
@@ -771,7 +771,7 @@ def test_drafts_are_held_until_a_step_is_about_to_begin_and_go_in_one_message():
 
 
 def test_a_whole_block_is_not_held():
-    edge = EdgeSession(open_frame(), FixedWindow(32))
+    edge = HandDrivenEdge(open_frame(), FixedWindow(32))
     edge.open_frame(b"", -0.1)
     edge.on_opened(Opened(0, 64, 40, "v", 512, max_drafts=3), 0.0)
     edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
@@ -839,7 +839,7 @@ def test_the_echo_and_the_hold_give_the_round_trip_of_that_message(echo, measure
     draft(edge, 2, now=0.3)
     before = edge.statistics.round_trip_s
     edge.on_commit(Commit(3, (1, 2), 2, 16, timing=Timing(echo, hold_s=0.05)), 0.45)
-    link = edge._experience.round_trip
+    link = edge.measurements.round_trip
     assert link.weight == 1.0, "what an Open measured gives way to the first draft message"
     assert edge.statistics.round_trip_s >= before
     if measured is not None:
@@ -853,7 +853,7 @@ def test_the_ordinals_begin_anew_with_each_stream():
     edge.open_frame(b"", 2.0)
     edge.on_opened(Opened(0, 16, 40, "v", 512), 2.0)  # the draft goes again, at once
     edge.on_commit(Commit(3, (1,), 1, 16, timing=Timing(1, hold_s=0.05)), 2.3)
-    assert edge._experience.round_trip.y == pytest.approx(0.25)
+    assert edge.measurements.round_trip.y == pytest.approx(0.25)
 
 
 def test_a_draft_that_meets_a_committed_token_counts_however_it_met_it():
@@ -873,7 +873,7 @@ def test_the_edge_drafts_further_behind_a_draft_that_it_may_trust():
         for _ in range(200):
             experience.of("").calibration.add(0.95, True)
             experience.of("").calibration.add(0.05, False)
-        edge = EdgeSession(open_frame(), SurvivalWindow(), experience=experience)
+        edge = HandDrivenEdge(open_frame(), SurvivalWindow(), measurements=experience)
         edge.open_frame(b"", -0.1)
         edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)
         edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
@@ -961,7 +961,7 @@ def test_a_commit_of_the_lost_stream_that_comes_while_reopening_does_no_harm():
 
 
 def test_a_verifier_that_took_over_another_text_is_an_error():
-    edge = EdgeSession(open_frame(committed=(1, 2)))
+    edge = HandDrivenEdge(open_frame(committed=(1, 2)))
     edge.open_frame(b"", 0.0)
     (done,) = edge.on_opened(Opened(1, 16, 40, "v", 512), 0.1)
     assert done.error.field == "opened.committed"
@@ -1008,7 +1008,7 @@ def test_complete_is_said_when_the_drafter_has_nothing_to_say():
 
 
 def test_complete_is_said_when_the_window_is_full_or_shut():
-    edge = EdgeSession(open_frame(), FixedWindow(0))
+    edge = HandDrivenEdge(open_frame(), FixedWindow(0))
     edge.open_frame(b"", 0.0)
     opened = Opened(0, 16, 40, "v", 512, planned=False)
     assert sent(edge.on_opened(opened, 0.0)) == [Draft(0, 3, (), complete=True)]
@@ -1046,14 +1046,14 @@ def test_a_reopened_verifier_with_less_credit_gets_a_fresh_chain():
 
 def test_probabilities_are_sent_only_where_asked_for():
     assert sent(draft(edge_session(), 1)[1])[0].q == ()
-    edge = EdgeSession(open_frame(), FixedWindow(4), send_q=True)
+    edge = HandDrivenEdge(open_frame(), FixedWindow(4), send_q=True)
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 16, 40, "v", 512), 0.0)
     assert sent(draft(edge, 1, 2)[1])[0].q == (0.5, 0.5)
 
 
 def test_backoff_doubles_to_its_limit_and_is_forgotten_after_a_commit():
-    edge = EdgeSession(open_frame(), retry=RetryRules(0.1, 0.3, 100.0))
+    edge = HandDrivenEdge(open_frame(), retry=RetryRules(0.1, 0.3, 100.0))
     waits = [edge.on_disconnected(Unavailable("no"), float(n))[0].after_s for n in range(4)]
     assert waits == [0.1, 0.2, 0.3, 0.3]
     assert edge.on_disconnected(Unavailable("no", retry_after_s=7.0), 5.0)[0].after_s == 7.0
@@ -1064,14 +1064,14 @@ def test_backoff_doubles_to_its_limit_and_is_forgotten_after_a_commit():
 
 
 def test_an_edge_that_never_gives_up_can_retry_for_days():
-    edge = EdgeSession(open_frame(), retry=RetryRules(0.05, 2.0, math.inf))
+    edge = HandDrivenEdge(open_frame(), retry=RetryRules(0.05, 2.0, math.inf))
     for n in range(3000):
         (reopen,) = edge.on_disconnected(Unavailable("no"), 2.0 * n)
     assert reopen.after_s == 2.0
 
 
 def test_an_edge_that_is_asked_to_wait_for_longer_than_it_retries_says_so_at_once():
-    edge = EdgeSession(open_frame(), retry=RetryRules(give_up_s=60.0))
+    edge = HandDrivenEdge(open_frame(), retry=RetryRules(give_up_s=60.0))
     edge.open_frame(b"", 0.0)
     patient = edge.on_disconnected(ResourceExhausted("full", retry_after_s=59.0), 1.0)
     assert [instruction.after_s for instruction in patient] == [59.0]
@@ -1081,7 +1081,7 @@ def test_an_edge_that_is_asked_to_wait_for_longer_than_it_retries_says_so_at_onc
 
 
 def test_the_edge_gives_up_after_the_time_that_it_was_given():
-    edge = EdgeSession(open_frame(), retry=RetryRules(give_up_s=60.0))
+    edge = HandDrivenEdge(open_frame(), retry=RetryRules(give_up_s=60.0))
     edge.on_disconnected(Unavailable("no"), 10.0)
     assert isinstance(edge.on_disconnected(Unavailable("no"), 70.0)[0], Reopen)
     (done,) = edge.on_disconnected(Unavailable("no"), 70.1)
@@ -1103,7 +1103,7 @@ def test_the_edge_gives_up_after_the_time_that_it_was_given():
     ],
 )
 def test_only_errors_that_another_stream_can_heal_are_retried(error, heals):
-    (instruction,) = EdgeSession(open_frame()).on_disconnected(error, 0.0)
+    (instruction,) = HandDrivenEdge(open_frame()).on_disconnected(error, 0.0)
     assert isinstance(instruction, Reopen) is heals
     assert heals or instruction.error is error
 
@@ -1135,12 +1135,12 @@ def test_the_verifier_is_told_what_acceptance_the_edge_has_seen():
     edge = edge_session()
     draft(edge, 1)
     (report,) = sent(edge.on_commit(Commit(3, (5,), 0, 16), 0.1), Report)
-    assert report.acceptance == edge._experience.of("").calibration.acceptance.rate
+    assert report.acceptance == edge.measurements.of("").calibration.acceptance.rate
 
 
 @pytest.mark.parametrize("token", [8, -1])
 def test_a_drafter_that_proposes_what_the_target_does_not_have_is_given_up(token):
-    edge = EdgeSession(open_frame(), FixedWindow(8))
+    edge = HandDrivenEdge(open_frame(), FixedWindow(8))
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 16, 40, "v", 512, vocab_size=8), 0.0)
     _, out = draft(edge, 1, token)
@@ -1173,16 +1173,16 @@ def test_held_drafts_beyond_a_credit_that_has_shrunk_are_not_sent():
 
 
 def test_held_drafts_go_though_another_text_of_the_client_has_changed_the_window_meanwhile():
-    experience = Experience()
-    edge = EdgeSession(open_frame(), SurvivalWindow(), experience=experience)
+    edge = HandDrivenEdge(open_frame(), SurvivalWindow())
     edge.open_frame(b"", -0.1)
     edge.on_opened(Opened(0, 64, 40, "v", 512, planned=False), 0.0)
     edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
     assert draft(edge, 1, 2, now=0.101)[1] == []
+    experience = edge.measurements.copy()
     for _ in range(300):  # before this text asks for its next job, another learns that drafts are worth nothing
         experience.of("").calibration.add(0.5, False)
         experience.of("").drafting_s.add(0.5)
-    assert edge.next_job(8) is None
+    assert edge.next_job(8, experience) is None
     assert sent(edge.on_idle(0.102)) == [Draft(0, 4, (1, 2), complete=True)], "or a patient verifier waits for ever"
     assert sent(edge.on_idle(0.103)) == [], "once is enough"
 

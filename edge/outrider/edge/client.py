@@ -35,9 +35,8 @@ from outrider.edge.telling import collect, tell, within
 from outrider.edge.text import TextStream
 from outrider.edge.tracing import Tracing
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import Experience
 from outrider.proto.policy.selection import StaticSelector
-from outrider.proto.session import Codes, EdgeSession, Selection
+from outrider.proto.session import Codes, EdgeSession, Selection, SharedMeasurements
 from outrider.proto.types import LeaseRequest, Open, Sampling, SessionReport, SteeringWish
 
 REPORT_WITHIN_S = 1.0
@@ -74,7 +73,7 @@ class Client:
         self._channels = Channels(config.security)
         self._tracing = Tracing.to(config.trace_endpoint, config.trace_ratio) if config.trace_endpoint else None
         # A drafter's confidence means one thing where the most likely token is taken and another where one is drawn.
-        self._experience = {greedy: Experience() for greedy in (True, False)}
+        self._measured = {greedy: SharedMeasurements() for greedy in (True, False)}
         self._own_texts = OwnTexts()
         self._battery = Battery(config.battery)
         self._codes: Codes | None = None  # what the drafter is steered by
@@ -316,13 +315,13 @@ class Client:
         """The decoding of a new session; needs `prepare`."""
         ready = self._ready_now()
         drafters, steered = self._loaded_drafters(ready)
-        experience = self.experience(frame.sampling)
-        features = self._features(frame.prompt, experience.round_trip.base)
+        measured = self.measured(frame.sampling)
+        features = self._features(frame.prompt, measured.newest.round_trip.base)
         machine = EdgeSession(
             frame,
             self.config.window_policy,
             self.config.retry,
-            experience,
+            measured.snapshot(),
             send_q=self.config.send_q,
             codes=self._codes,
             selection=self._selection(frame.sampling, features, drafters, steered) if drafters else None,
@@ -339,6 +338,7 @@ class Client:
             rule=ProposalRule(frame.sampling, prompt_length=len(frame.prompt)),
             thread=self._thread,
             open_timeout_s=self.config.open_timeout_s,
+            measured=measured,
         )
 
     @staticmethod
@@ -373,9 +373,9 @@ class Client:
     def _traced(self, journal: Journal) -> Journal:
         return journal if self._tracing is None else self._tracing.journal(journal)
 
-    def experience(self, sampling: Sampling) -> Experience:
-        """What was measured in earlier texts of such sampling."""
-        return self._experience[sampling.temperature == 0]
+    def measured(self, sampling: Sampling) -> SharedMeasurements:
+        """Return the measurements of texts of such sampling."""
+        return self._measured[sampling.temperature == 0]
 
     def _features(self, prompt: Sequence[int], round_trip_s: float) -> TextFeatures:
         """What kind of text begins or has ended: for a coordinator, and for the choice among drafters."""

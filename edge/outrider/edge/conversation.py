@@ -193,5 +193,5 @@ class Conversation:
                 frame = replace(frame, session=f"{self._request_id[:47]}-{frame.session[:16]}")
             self._decoding = self._client.begin(replace(frame, keep_s=self._keep_s), self._journal)
         else:
-            self._decoding.begin_turn(start, prompt, sampling, self._client.experience(sampling))
+            self._decoding.begin_turn(start, prompt, sampling, self._client.measured(sampling))
         return self._decoding

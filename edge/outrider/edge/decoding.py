@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal
@@ -18,31 +17,30 @@ from outrider.edge.link import Channels, Stream, relay_metadata
 from outrider.edge.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
-from outrider.proto.policy import Experience
 from outrider.proto.session import (
-    NOTHING_FORESEEN,
+    Cancelled,
+    CatchUpJob,
+    CaughtUp,
+    Disconnected,
     Done,
+    Drafted,
+    DrafterFailed,
     DraftJob,
+    EdgeEvent,
     EdgeInstruction,
     EdgeSession,
     Emit,
-    Foreseen,
-    ReadJob,
     Reopen,
     Send,
+    SharedMeasurements,
+    Started,
+    StreamReady,
+    TeacherForced,
+    TurnBegun,
 )
-from outrider.proto.types import CloudFrame, Commit, EdgeFrame, FinishReason, Goaway, Opened, Sampling
-
-T = TypeVar("T")
+from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Sampling
 
 log = logging.getLogger(__name__)
-
-BLOCK_S = 0.004  # drafting time between looks at what the verifier has said
-
-
-def block_tokens(drafting_s: float) -> int:
-    """Tokens a drafting job, where one takes `drafting_s` seconds; 0: not known yet."""
-    return max(1, min(8, int(BLOCK_S / max(1e-4, drafting_s))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +98,10 @@ class Decoding:
         rule: ProposalRule,
         thread: ThreadPoolExecutor,
         open_timeout_s: float,
+        measured: SharedMeasurements,
     ) -> None:
         self.machine = machine
+        self._measured = measured
         self._route = route
         self._channels = channels
         self._journal = journal
@@ -117,7 +117,7 @@ class Decoding:
         self._address = ""
         self._reopen: Reopen | None = None
         self._lost: list[str] = []
-        self._wake = asyncio.Event()
+        self._jobs: asyncio.Queue[DraftJob | CatchUpJob] = asyncio.Queue()
         self._begun = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._emitted: asyncio.Queue[Emit | Done] = asyncio.Queue()
@@ -133,7 +133,8 @@ class Decoding:
     async def _items(self, leave: Callable[[], Awaitable[None]]) -> AsyncGenerator[Emit | Done]:
         self._journal.began(self._subject, self.machine, time.monotonic())
         if not self._tasks:
-            self._tasks = [asyncio.create_task(self._converse()), asyncio.create_task(self._draft())]
+            self._handle(Started())
+            self._tasks = [asyncio.create_task(self._converse()), asyncio.create_task(self._run_jobs())]
         done: Done | None = None
         try:
             while done is None:
@@ -148,17 +149,23 @@ class Decoding:
                 self._journal.ended(done, at)
 
     async def _cancel(self) -> None:
-        self._apply(self.machine.on_cancel())
+        self._handle(Cancelled())
 
-    def begin_turn(
-        self, start: int, prompt: tuple[int, ...], sampling: Sampling, experience: Experience | None = None
-    ) -> None:
+    def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling, measured: SharedMeasurements) -> None:
         """Go on with `prompt` after the first `start` tokens of the transcript; what was emitted before is forgotten.
 
+        Args:
+            start: tokens that are kept.
+            prompt: [n] tokens that are new.
+            sampling: parameters of the turn.
+            measured: measurements of texts of such sampling.
+
         Raises:
-            InvalidArgument: as `EdgeSession.on_turn`.
+            InvalidArgument: the turn cannot begin so; nothing has changed then.
         """
-        instructions = self.machine.on_turn(start, prompt, sampling, time.monotonic(), experience)
+        another = measured.snapshot() if measured is not self._measured else None
+        instructions = self._react(TurnBegun(start, prompt, sampling, another), measured)
+        self._measured = measured
         self._emitted = asyncio.Queue()
         self._rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length)
         if self._stream is not None:
@@ -178,7 +185,7 @@ class Decoding:
 
     def stop(self, finish: FinishReason) -> None:
         """End the text from this side; Done follows."""
-        self._apply(self.machine.on_cancel(finish))
+        self._handle(Cancelled(finish))
 
     async def _next_emitted(self, tasks: list[asyncio.Task[None]]) -> Emit | Done:
         """The next item; a defect in one of the tasks is raised here instead of waiting for ever."""
@@ -194,57 +201,29 @@ class Decoding:
 
     # --- draft ---
 
-    async def _draft(self) -> None:
-        while self._drafters:
-            job = self.machine.next_job(block_tokens(self.machine.drafting_s))
-            if job is None:
-                self._apply(self.machine.on_idle(time.monotonic()))
-                self._wake.clear()  # set by that itself; nothing else can have happened meanwhile
-                reading = self.machine.next_reading()
-                if reading is None:
-                    await self._wake.wait()
-                    self._wake.clear()
-                else:
-                    await self._read(reading)
-                continue
+    async def _run_jobs(self) -> None:
+        """Do what the machine has for the drafters, one job after the other."""
+        loop = asyncio.get_running_loop()
+        while True:
+            job = await self._jobs.get()
+            done: Drafted | CaughtUp
+            work = partial(self._propose, job) if isinstance(job, DraftJob) else partial(self._catch_up, job)
             try:
-                proposal, foreseen, seconds = await self._in_thread(partial(self._propose, job))
+                done = await loop.run_in_executor(self._thread, work)
             except Exception as error:  # a drafter may be anybody's code, and no text may fail for it
                 self._drafter_failed(error, job.drafter)
                 continue
-            now = time.monotonic()
-            self._journal.drafted(now - seconds, now, len(proposal.tokens))
-            self._apply(
-                self.machine.on_drafted(
-                    job,
-                    proposal.tokens,
-                    proposal.q,
-                    seconds,
-                    now,
-                    entropy=proposal.entropy,
-                    certainty=proposal.certainty,
-                    foreseen=foreseen,
-                )
-            )
-
-    async def _read(self, job: ReadJob) -> None:
-        """An idle drafter reads along while there is nothing to draft."""
-        try:
-            foreseen, seconds = await self._in_thread(partial(self._foresee, job))
-        except Exception as error:
-            self._drafter_failed(error, job.drafter)
-            return
-        self._apply(self.machine.on_read(job, foreseen, seconds, time.monotonic()))
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            if isinstance(done, Drafted):
+                now = time.monotonic()
+                self._journal.drafted(now - done.seconds, now, len(done.tokens))
+            self._handle(done)
 
     def _drafter_failed(self, error: Exception, drafter: int) -> None:
         """Go on without. The message of a foreign error is not logged: it may hold the text."""
         extra = about(self.session, self.machine.verifier, error)
         log.warning("the drafter %s failed; the text goes on without", self._drafters[drafter].name, extra=extra)
         known = error if isinstance(error, OutriderError) else Internal(f"{type(error).__name__}: {error}")
-        self._apply(self.machine.on_drafter_failed(known, drafter))
+        self._handle(DrafterFailed(known, drafter))
 
     # In the drafting thread:
 
@@ -258,40 +237,51 @@ class Decoding:
             self._followed[drafter] = self._rule
         return state
 
-    def _propose(self, job: DraftJob) -> tuple[Proposal, Foreseen, float]:
+    def _propose(self, job: DraftJob) -> Drafted:
         began = time.monotonic()
         state = self._state(job.drafter)
         state.truncate(job.truncate_to)
         if job.steer is not None:
             state.steer(job.steer.code, job.steer.since)
-        foreseen = NOTHING_FORESEEN
-        if job.foresee:
-            end = job.skip + job.foresee
+        forced = TeacherForced()
+        if job.teacher_forced:
+            end = job.skip + job.teacher_forced
             state.extend(job.extend_with[: job.skip])
-            foreseen = _foreseen(state.foresee(job.extend_with[job.skip : end]))
+            forced = _teacher_forced(state.foresee(job.extend_with[job.skip : end]))
             state.extend(job.extend_with[end:])
         else:
             state.extend(job.extend_with)
-        return state.propose(job.count), foreseen, time.monotonic() - began
+        proposal = state.propose(job.count)
+        seconds = time.monotonic() - began
+        return Drafted(job, proposal.tokens, proposal.q, seconds, proposal.entropy, proposal.certainty, forced)
 
-    def _foresee(self, job: ReadJob) -> tuple[Foreseen, float]:
+    def _catch_up(self, job: CatchUpJob) -> CaughtUp:
         began = time.monotonic()
         state = self._state(job.drafter)
         state.truncate(job.truncate_to)
         state.extend(job.tokens[: job.skip])
-        foreseen, scored = NOTHING_FORESEEN, job.skip + job.score
+        forced, scored, log_q = TeacherForced(), job.skip + job.score, ()
         if job.score:
-            foreseen = replace(foreseen, log_q=tuple(state.score(job.tokens[job.skip : scored]).tolist()))
+            log_q = tuple(state.score(job.tokens[job.skip : scored]).tolist())
         if job.tokens[scored:]:
-            proposal = state.foresee(job.tokens[scored:])
-            foreseen = replace(foreseen, tokens=proposal.tokens, q=proposal.q)
-        return foreseen, time.monotonic() - began
+            forced = _teacher_forced(state.foresee(job.tokens[scored:]))
+        return CaughtUp(job, replace(forced, log_q=log_q), time.monotonic() - began)
 
     def _close_states(self) -> None:
         while self._states:
             self._states.popitem()[1].close()
 
     # --- send, apply commits ---
+
+    def _handle(self, event: EdgeEvent) -> None:
+        self._apply(self._react(event, self._measured))
+
+    def _react(self, event: EdgeEvent, measured: SharedMeasurements) -> list[EdgeInstruction]:
+        """Hand the machine an event, with what other texts have measured, and pass on what it measures."""
+        machine = self.machine
+        instructions = machine.handle(event, time.monotonic(), measured.newer_than(machine.measurements))
+        measured.newest = machine.measurements
+        return instructions
 
     def _apply(self, instructions: list[EdgeInstruction]) -> None:
         for instruction in instructions:
@@ -302,9 +292,10 @@ class Decoding:
                         self._journal.sent(frame, time.monotonic())
                 case Emit() | Done():
                     self._emitted.put_nowait(instruction)
+                case DraftJob() | CatchUpJob():
+                    self._jobs.put_nowait(instruction)
                 case Reopen():
                     self._reopen = instruction
-        self._wake.set()
 
     async def _converse(self) -> None:
         """Streams, one after the other, for as long as there is a text to finish or a session that is kept."""
@@ -318,7 +309,7 @@ class Decoding:
             except OutriderError as error:
                 self._journal.lost(error, time.monotonic())
                 log.info("the stream is lost: %s", error, extra=about(self.session, self.machine.verifier, error))
-                self._apply(self.machine.on_disconnected(error, time.monotonic()))
+                self._handle(Disconnected(error))
             await self._close_stream()
             if self._reopen is not None:
                 await asyncio.sleep(self._reopen.after_s)
@@ -329,17 +320,15 @@ class Decoding:
         metadata: tuple[tuple[str, str | bytes], ...] = (*self._journal.metadata, *relay_metadata(lease))
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
-        opening = self.machine.open_frame(lease.token, time.monotonic())
-        stream.send(opening)
-        self._journal.sent(opening, time.monotonic())
+        self._handle(StreamReady(lease.token))
         frames = stream.frames()
         broken = True
         try:
             async with asyncio.timeout(self._open_timeout_s):
-                self._handle(await anext(frames))
+                self._receive(await anext(frames))
             self._lost.clear()
             while self.machine.connected and self._reopen is None:
-                self._handle(await anext(frames))
+                self._receive(await anext(frames))
             broken = not self.machine.done
         except TimeoutError as error:
             raise Unavailable(f"{lease.address} did not answer within {self._open_timeout_s:g} s") from error
@@ -353,17 +342,10 @@ class Decoding:
         if stream is not None:
             await self._channels.close_stream(self._address, stream)
 
-    def _handle(self, frame: CloudFrame) -> None:
-        now = time.monotonic()
-        self._journal.received(frame, now)
-        match frame:
-            case Commit():
-                self._apply(self.machine.on_commit(frame, now))
-            case Opened():
-                self._apply(self.machine.on_opened(frame, now))
-            case Goaway():
-                self._apply(self.machine.on_goaway(frame, now))
+    def _receive(self, frame: CloudFrame) -> None:
+        self._journal.received(frame, time.monotonic())
+        self._handle(frame)
 
 
-def _foreseen(proposal: Proposal) -> Foreseen:
-    return Foreseen(proposal.tokens, proposal.q)
+def _teacher_forced(proposal: Proposal) -> TeacherForced:
+    return TeacherForced(proposal.tokens, proposal.q)

@@ -15,7 +15,6 @@ from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.replay.wire import DOWN, UP, ShapeAt, Wire
 from outrider.cloud.config import ALONE_PREFILL_ROWS
-from outrider.edge.decoding import block_tokens
 from outrider.edge.drafters.protocol import Proposal
 from outrider.edge.link import GRPC_PREFIX_BYTES
 from outrider.proto import codec
@@ -23,28 +22,30 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Experience, StepCost, WindowPolicy
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import (
+    CatchUpJob,
+    CaughtUp,
     Done,
+    Drafted,
     DraftJob,
-    EdgeInstruction,
+    EdgeEvent,
     EdgeSession,
     EdgeStatistics,
     Emit,
-    Foreseen,
-    ReadJob,
     Selection,
     Send,
+    Started,
+    StreamReady,
+    TeacherForced,
     Verified,
     VerifierRules,
     VerifierSession,
 )
 from outrider.proto.types import (
     CloudFrame,
-    Commit,
     Draft,
     EdgeFrame,
     Goal,
     Open,
-    Opened,
     Patience,
     Report,
     Sampling,
@@ -141,7 +142,7 @@ class Replay:
         costs: Costs,
         policy: Policy,
         *,
-        experience: Experience | None = None,
+        measurements: Experience | None = None,
         cost: StepCost | None = None,
         seed: int = 0,
         rivals: Sequence[Rival] = (),
@@ -176,7 +177,7 @@ class Replay:
         )
         names = tuple(drafter.trace.drafter for drafter in self._drafters)
         selection = Selection(selector, names) if selector is not None else None
-        self._edge = EdgeSession(frame, policy.window, experience=experience, selection=selection)
+        self._edge = EdgeSession(frame, policy.window, measurements=measurements, selection=selection)
         self._rules = VerifierRules(
             name="verifier",
             model=frame.model,
@@ -188,13 +189,11 @@ class Replay:
             patience=policy.patience,
             goal=policy.goal,
         )
-        self._drafting = policy.drafting
         cost = cost or StepCost()
         self._verifier = _Verifier(cost, cost.line(1))
         rng = random.Random(seed)
         self._up = Wire(operator.attrgetter("up"), shape_at, UP, rng)
         self._down = Wire(operator.attrgetter("down"), shape_at, DOWN, rng)
-        self._drafter_busy = False
         self._right = [0] * len(self._drafters)  # so much of each one's prefix is as the target has it
         self._arrivals: list[float] = []
         self._turns: list[int] = []
@@ -202,8 +201,8 @@ class Replay:
 
     def run(self) -> Outcome:
         """The whole text."""
-        self._send_up(self._edge.open_frame(b"", 0.0))
-        self._give_work()  # there is a prompt to read
+        self._tell_edge(Started())
+        self._tell_edge(StreamReady(b""))
         while not self._done:
             if not self._heap:
                 raise RuntimeError(f"nothing will ever happen again after {len(self._arrivals)} tokens")
@@ -240,59 +239,45 @@ class Replay:
 
     # --- the edge ---
 
-    def _apply(self, instructions: list[EdgeInstruction]) -> None:
-        for instruction in instructions:
+    def _tell_edge(self, event: EdgeEvent) -> None:
+        active = self._edge.drafter  # the next one may be chosen with the same event
+        for instruction in self._edge.handle(event, self._now):
             match instruction:
                 case Send(frame):
                     self._send_up(frame)
                 case Emit():
                     self._arrivals.extend([self._now] * len(instruction.tokens))
-                    self._turns.extend([self._edge.drafter] * len(instruction.tokens))
+                    self._turns.extend([active] * len(instruction.tokens))
+                case DraftJob():
+                    self._draft(instruction)
+                case CatchUpJob():
+                    self._catch_up(instruction)
                 case Done(_, error):
                     if error is not None:
                         raise error
                     self._done = True
-        self._give_work()
 
     def _arrive_down(self, frame: CloudFrame) -> None:
         self._up.hear()
-        match frame:
-            case Opened():
-                self._apply(self._edge.on_opened(frame, self._now))
-            case Commit():
-                self._apply(self._edge.on_commit(frame, self._now))
+        self._tell_edge(frame)
 
-    def _give_work(self) -> None:
-        if not self._drafting or self._drafter_busy or self._done:
-            return
-        job = self._edge.next_job(block_tokens(self._edge.drafting_s))
-        if job is None:
-            reading = self._edge.next_reading()
-            if reading is not None:
-                self._drafter_busy = True
-                seconds = self._drafters[reading.drafter].costs.propose_s(len(reading.tokens) + 1, 0)
-                self._at(self._now + self._costs.job_s + seconds, lambda: self._was_read(reading, seconds))
-            return
-        self._drafter_busy = True
+    def _draft(self, job: DraftJob) -> None:
         proposal = self._propose(job)
         seconds = self._drafters[job.drafter].costs.propose_s(len(job.extend_with), len(proposal))
+        forced = self._teacher_force(job.drafter, job.truncate_to + job.skip, job.teacher_forced)
+        drafted = Drafted(job, proposal.tokens, proposal.q, seconds, proposal.entropy, proposal.certainty, forced)
+        self._at(self._now + self._costs.job_s + seconds, lambda: self._tell_edge(drafted))
 
-        def drafted() -> None:
-            self._drafter_busy = False
-            foreseen = self._foreseen(job.drafter, job.truncate_to + job.skip, job.foresee)
-            instructions = self._edge.on_drafted(
-                job,
-                proposal.tokens,
-                proposal.q,
-                seconds,
-                self._now,
-                entropy=proposal.entropy,
-                certainty=proposal.certainty,
-                foreseen=foreseen,
-            )
-            self._apply(instructions)
-
-        self._at(self._now + self._costs.job_s + seconds, drafted)
+    def _catch_up(self, job: CatchUpJob) -> None:
+        end = job.truncate_to + len(job.tokens)
+        self._right[job.drafter] = end
+        seconds = self._drafters[job.drafter].costs.propose_s(len(job.tokens) + 1, 0)
+        forced = self._teacher_force(job.drafter, job.start, end - job.start)
+        log_q = self._drafters[job.drafter].trace.prompt_log_q
+        if not math.isnan(log_q):
+            forced = replace(forced, log_q=(log_q,) * job.score)
+        caught_up = CaughtUp(job, forced, seconds)
+        self._at(self._now + self._costs.job_s + seconds, lambda: self._tell_edge(caught_up))
 
     def _propose(self, job: DraftJob) -> Proposal:
         trace, end = self._drafters[job.drafter].trace, len(self._truth)
@@ -319,8 +304,8 @@ class Replay:
         self._right[job.drafter] = right
         return Proposal(tuple(tokens), *zip(*signs, strict=True)) if tokens else Proposal((), ())
 
-    def _foreseen(self, drafter: int, start: int, count: int) -> Foreseen:
-        """What it says in place of `count` committed tokens."""
+    def _teacher_force(self, drafter: int, start: int, count: int) -> TeacherForced:
+        """Return what it says in place of `count` committed tokens."""
         trace = self._drafters[drafter].trace
         tokens, q = [], []
         for position in range(start, start + count):
@@ -328,18 +313,7 @@ class Replay:
             hit = not trace.silent_at(i) and trace.hits[i]
             tokens.append(self._truth[position] if hit else self._truth[position] + 1)
             q.append(trace.confidence[i])
-        return Foreseen(tuple(tokens), tuple(q))
-
-    def _was_read(self, job: ReadJob, seconds: float) -> None:
-        self._drafter_busy = False
-        if self._done:
-            return
-        self._right[job.drafter] = job.truncate_to + len(job.tokens)
-        foreseen = self._foreseen(job.drafter, job.start, job.truncate_to + len(job.tokens) - job.start)
-        log_q = self._drafters[job.drafter].trace.prompt_log_q
-        if not math.isnan(log_q):
-            foreseen = replace(foreseen, log_q=(log_q,) * job.score)
-        self._apply(self._edge.on_read(job, foreseen, seconds, self._now))
+        return TeacherForced(tuple(tokens), tuple(q))
 
     # --- the verifier ---
 
@@ -447,7 +421,7 @@ def replay(
         rivals: [texts] the other drafters of each text, always in the same order; empty: there are none.
         selector: makes the one that chooses among them, for each text anew; None: nothing is chosen.
     """
-    experience, cost = Experience(), StepCost()
+    measurements, cost = Experience(), StepCost()
 
     def one(trace: HitTrace, others: Sequence[Rival]) -> Outcome:
         return Replay(
@@ -455,7 +429,7 @@ def replay(
             shape_at,
             costs,
             policy,
-            experience=experience,
+            measurements=measurements,
             cost=cost,
             seed=seed,
             rivals=others,

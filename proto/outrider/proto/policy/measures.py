@@ -351,6 +351,12 @@ class DrafterExperience:
     drafting_s: Smoothed = field(default_factory=Smoothed)
     reading_s: Smoothed = field(default_factory=Smoothed)
 
+    def copy(self) -> DrafterExperience:
+        """Return measurements that go on by themselves from these."""
+        bins = [list(counts) for counts in self.calibration.bins]
+        calibration = Calibration(replace(self.calibration.acceptance), bins)
+        return DrafterExperience(calibration, replace(self.drafting_s), replace(self.reading_s))
+
 
 @dataclass(slots=True)
 class Experience:
@@ -382,6 +388,18 @@ class Experience:
         if drafter not in self.drafters:
             self.drafters[drafter] = DrafterExperience()
         return self.drafters[drafter]
+
+    def copy(self) -> Experience:
+        """Return measurements that go on by themselves from these."""
+        return replace(
+            self,
+            drafters={name: drafter.copy() for name, drafter in self.drafters.items()},
+            round_trip=replace(self.round_trip),
+            step=replace(self.step),
+            pace=replace(self.pace),
+            downlink=Downlink(replace(self.downlink.many), replace(self.downlink.few)),
+            lead=replace(self.lead),
+        )
 
     def time_open(self, seconds: float) -> None:
         """An Open was answered after so long; counts while nothing better is known."""

@@ -8,54 +8,84 @@ transcript; it dies at the first draft that contradicts a committed token, and w
 chain whose next draft equals the target's own token lives on. Where the verifier keeps a session after its text, the
 edge begins another *turn* by naming the tokens that are new; both halves are then as after a fresh Open.
 
-acceptance the one place where verified drafts become text
-verifier   the cloud's half
-codes      the steering codes that an edge keeps
-selection  which of several drafters drafts
-edge       the edge's half
+acceptance    the one place where verified drafts become text
+verifier      the cloud's half
+edge          the edge's half: `EdgeSession.handle(event, now) -> instructions`
+events        what goes into it, beside the verifier's frames
+instructions  what comes out of it, drafting jobs included
+text          its transcript and counts
+chain         its unverified drafts, and what of them was sent
+stream        its streams: opened, lost, retried, kept between turns
+drafting      its drafters' jobs, and what became of their drafts
+sending       when drafts are sent
+measuring     what the text adds to its edge's measurements
+codes         the steering codes that it keeps
+selection     which of several drafters drafts
 """
 
 from __future__ import annotations
 
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.codes import Codes, Steer
-from outrider.proto.session.edge import (
-    NOTHING_FORESEEN,
+from outrider.proto.session.drafting import job_tokens
+from outrider.proto.session.edge import EdgeSession
+from outrider.proto.session.events import (
+    Cancelled,
+    CaughtUp,
+    Disconnected,
+    Drafted,
+    DrafterFailed,
+    EdgeEvent,
+    Started,
+    StreamReady,
+    TurnBegun,
+)
+from outrider.proto.session.instructions import (
+    CatchUpJob,
     Done,
-    DrafterCounts,
     DraftJob,
     EdgeInstruction,
-    EdgeSession,
-    EdgeStatistics,
     Emit,
-    Foreseen,
     Reopen,
-    RetryRules,
     Send,
+    TeacherForced,
 )
-from outrider.proto.session.selection import PROMPT_TOKENS, ReadJob, Selection
+from outrider.proto.session.measuring import SharedMeasurements
+from outrider.proto.session.selection import PROMPT_TOKENS, Selection
+from outrider.proto.session.stream import RetryRules
+from outrider.proto.session.text import DrafterCounts, EdgeStatistics
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
 
 __all__ = [
-    "NOTHING_FORESEEN",
     "PROMPT_TOKENS",
+    "Cancelled",
+    "CatchUpJob",
+    "CaughtUp",
     "Codes",
+    "Disconnected",
     "Done",
     "DraftJob",
+    "Drafted",
     "DrafterCounts",
+    "DrafterFailed",
+    "EdgeEvent",
     "EdgeInstruction",
     "EdgeSession",
     "EdgeStatistics",
     "Emit",
-    "Foreseen",
-    "ReadJob",
     "Reopen",
     "RetryRules",
     "Selection",
     "Send",
+    "SharedMeasurements",
+    "Started",
     "Steer",
+    "StreamReady",
+    "TeacherForced",
+    "TurnBegun",
     "Verified",
     "VerifierRules",
     "VerifierSession",
     "accept_drafts",
+    "job_tokens",
 ]

@@ -8,29 +8,11 @@ from dataclasses import dataclass, replace
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.session.instructions import CatchUpJob
 
 READ_TOKENS = 16  # that an idle drafter reads at once: a commit that comes meanwhile has to wait for so long
 PROMPT_TOKENS = 64  # of a prompt's end, that tell whose subject it is before there is any text
 ROUND_DRAFTS = 8  # of a round, as selectors reckon with
-
-
-@dataclass(frozen=True, slots=True)
-class ReadJob:
-    """What a drafter should read while nobody drafts: it truncates its prefix and extends it with `tokens`.
-
-    Behind the first `skip` of them it scores `score` tokens, of the prompt's, and foresees the others, of the text's.
-    """
-
-    drafter: int
-    truncate_to: int
-    tokens: tuple[int, ...]
-    skip: int
-    score: int = 0
-
-    @property
-    def start(self) -> int:
-        """Position of the first token that is foreseen."""
-        return self.truncate_to + self.skip + self.score
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +63,7 @@ class Selection:
 
     @classmethod
     def of_one(cls, name: str = "") -> Selection:
-        """A drafter without rivals: nothing is selected, and nobody reads along."""
+        """Return the selection of a drafter without rivals: nothing is selected, and nobody catches up."""
         return cls(StaticSelector(), (name,))
 
     @property
@@ -142,8 +124,8 @@ class Selection:
         """The first position of the text of which nothing is known of it."""
         return self._first + self._heard[drafter]
 
-    def foreseeable(self, committed: int) -> int:
-        """From which position on the current drafter should foresee what it has to read of `committed` tokens."""
+    def forced_from(self, committed: int) -> int:
+        """Return the position from which on the active drafter is teacher-forced up to the `committed` tokens."""
         if not self._selector.reads_along:
             return committed
         return max(self.agreed, self.first_unheard(self.current), committed - READ_TOKENS)
@@ -210,30 +192,30 @@ class Selection:
     def _behind(self, committed: int) -> list[int]:
         return [max(0, committed - length) for length in self._prefix]
 
-    # --- reading along ---
+    # --- catching up ---
 
-    def next_reading(self, transcript: Sequence[int]) -> ReadJob | None:
-        """What an idle drafter should read of the text while nobody drafts; None: nothing that is worth it."""
+    def next_catch_up(self, transcript: Sequence[int]) -> CatchUpJob | None:
+        """Return what an idle drafter should read of the text while nobody drafts; None: nothing that is worth it."""
         if self.drafters == 1 or not self._selector.reads_along:
             return None
         if self._view is None:  # before the first choice: everybody reads the prompt
             unread = (i for i, length in enumerate(self._prefix) if length < len(transcript) and i not in self._failed)
             drafter = next(unread, None)
-            return None if drafter is None else self._reading_of(drafter, transcript)
+            return None if drafter is None else self._catch_up_of(drafter, transcript)
         view = replace(self._view, behind=tuple(self._behind(len(transcript))))
         for drafter in self._selector.score(view, self.current):
             if drafter not in self._failed:
-                return self._reading_of(drafter, transcript)
+                return self._catch_up_of(drafter, transcript)
         return None
 
-    def _reading_of(self, drafter: int, transcript: Sequence[int]) -> ReadJob:
+    def _catch_up_of(self, drafter: int, transcript: Sequence[int]) -> CatchUpJob:
         start = self._prefix[drafter]
         end = min(len(transcript), start + READ_TOKENS)
         self._prefix[drafter] = end
-        # Scoring and foreseeing compute, and need a token before; to skip alone would leave all the work for later.
+        # Scoring and teacher forcing compute, and need a token before; only to skip would leave all work for later.
         if start < self._first:
             skip = max(1, min(self._first - PROMPT_TOKENS, end - 1), start) - start
             score = max(0, min(end, self._first) - start - skip)
         else:
             skip, score = min(end - 1, max(start, self.first_unheard(drafter))) - start, 0
-        return ReadJob(drafter, start, tuple(transcript[start:end]), skip, score)
+        return CatchUpJob(drafter, start, tuple(transcript[start:end]), skip, score)

@@ -1,0 +1,85 @@
+"""The chain of unverified drafts that follows the transcript, and how much of it has been sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from outrider.proto.types import Draft
+
+
+class DraftToken(NamedTuple):
+    """A draft and the drafter's signs of its worth; NaN: not known.
+
+    Attributes:
+        id: token.
+        confidence: the drafter's probability of it.
+        entropy: entropy of the drafter's distribution there, nats.
+        perturbed: softmax of log probability and shared noise.
+    """
+
+    id: int
+    confidence: float
+    entropy: float
+    perturbed: float
+
+
+class Chain:
+    """Drafts that no commit has met yet; they live while the target's tokens agree with them.
+
+    Attributes:
+        drafts: the drafts, oldest first; the first one's position is the transcript's length.
+        sent: drafts at the front that are on the wire.
+        epoch: chains abandoned so far; a job of an older epoch proposes in vain.
+        said_complete: whether the verifier knows, since the last commit, that no more drafts come.
+    """
+
+    def __init__(self) -> None:
+        self.drafts: list[DraftToken] = []
+        self.sent = 0
+        self.epoch = 0
+        self.number = 0  # on the wire
+        self.said_complete = False
+        self._on_wire = False  # whether the wire has heard of this number
+
+    def __len__(self) -> int:
+        return len(self.drafts)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Ids of the drafts."""
+        return tuple(draft.id for draft in self.drafts)
+
+    def extend(self, drafts: Iterable[DraftToken]) -> None:
+        """Put further drafts behind those in flight."""
+        self.drafts.extend(drafts)
+
+    def advance(self) -> None:
+        """Drop the first draft, which the target has agreed with."""
+        del self.drafts[0]
+        self.sent = max(0, self.sent - 1)
+
+    def abandon(self) -> None:
+        """Forget all drafts and begin another chain."""
+        self.drafts.clear()
+        self.epoch += 1
+        self.resend()
+
+    def resend(self) -> None:
+        """Send the drafts again, as a chain of another number."""
+        self.sent = 0
+        self.said_complete = False
+        if self._on_wire:
+            self.number += 1
+            self._on_wire = False
+
+    def unsent(self, credit: int) -> list[DraftToken]:
+        """Return the drafts that may be sent, when `credit` of all in flight are allowed."""
+        return self.drafts[self.sent : max(self.sent, credit)]
+
+    def send(self, start: int, tokens: tuple[int, ...], q: tuple[float, ...], *, complete: bool) -> Draft:
+        """Return the message that sends the next `tokens`, the first of which has position `start`."""
+        self.sent += len(tokens)
+        self.said_complete = complete
+        self._on_wire = True
+        return Draft(self.number, start, tokens, q=q, complete=complete)

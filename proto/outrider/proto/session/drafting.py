@@ -1,0 +1,323 @@
+"""What the drafters of one text do: who is active, how far ahead they draft, and what became of their drafts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable
+
+from outrider.proto.errors import OutriderError, UnknownToken
+from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
+from outrider.proto.session.chain import Chain, DraftToken
+from outrider.proto.session.codes import CodeKeeper, Steer
+from outrider.proto.session.events import CaughtUp, Drafted
+from outrider.proto.session.instructions import CatchUpJob, DraftJob, TeacherForced
+from outrider.proto.session.measuring import Meter
+from outrider.proto.session.selection import Selection
+from outrider.proto.session.stream import EdgeStream
+from outrider.proto.session.text import EdgeText
+from outrider.proto.types import Commit
+
+CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
+JOB_S = 0.004  # drafting time between looks at what the verifier has said
+MAX_JOB_TOKENS = 8
+
+
+def job_tokens(drafting_s: float) -> int:
+    """Return the most tokens of a drafting job where each takes `drafting_s` seconds; 0: not known yet."""
+    return max(1, min(MAX_JOB_TOKENS, int(JOB_S / max(1e-4, drafting_s))))
+
+
+class Drafting:
+    """Issues jobs to drafters, one at a time, and compares their proposals with the text.
+
+    Attributes:
+        enabled: whether there is a drafter that works.
+        running: job that no event has answered yet.
+        last_job_s: duration of the newest job, in seconds.
+    """
+
+    def __init__(
+        self,
+        text: EdgeText,
+        chain: Chain,
+        stream: EdgeStream,
+        meter: Meter,
+        selection: Selection,
+        *,
+        window: WindowPolicy,
+        codes: CodeKeeper | None,
+        battery: float,
+        job_tokens: Callable[[float], int],
+    ) -> None:
+        self.enabled = text.frame.drafting
+        self.running: DraftJob | CatchUpJob | None = None
+        self.last_job_s = 0.0
+        self._text = text
+        self._chain = chain
+        self._stream = stream
+        self._meter = meter
+        self._selection = selection
+        self._window = window
+        self._learner = window if isinstance(window, LearningRule) else None
+        self._codes = codes
+        self._battery = battery
+        self._job_tokens = job_tokens
+        self._choice_due = True
+        self._stalled = False  # the drafter had nothing to say; ask again after the next commit
+        self._issued_in = 0  # turn of the text that the newest job is of
+        selection.begin_text(text.prompt_length, 0)
+
+    @property
+    def active(self) -> int:
+        """Index of the active drafter."""
+        return self._selection.current
+
+    @property
+    def job_runs(self) -> bool:
+        """Whether a drafting job runs."""
+        return isinstance(self.running, DraftJob)
+
+    @property
+    def survival(self) -> float:
+        """Chance that all drafts in flight agree with the target."""
+        return math.prod(self._chances())
+
+    def expected_unsent(self) -> float:
+        """Return the tokens that the verifier will probably accept of those that it has not been sent."""
+        survival = itertools.accumulate(self._chances(), operator.mul)
+        return sum(itertools.islice(survival, self._chain.sent, None))
+
+    def _chances(self) -> list[float]:
+        return self._meter.chances(self._chain, self.active)
+
+    def allowance(self) -> int:
+        """Return how many more tokens may be drafted now."""
+        text, stream, in_flight = self._text, self._stream, len(self._chain)
+        if not (stream.connected and self.enabled) or text.done or self._stalled:
+            return 0
+        room = min(stream.credit, stream.max_tokens - text.generated - 1) - in_flight
+        if room <= 0:
+            return 0
+        meter = self._meter
+        measured, mine, chances = meter.measurements, meter.drafter(self.active), self._chances()
+        _, confidence, entropy, perturbed = zip(*self._chain.drafts, strict=True) if in_flight else ((),) * 4
+        view = EdgeView(
+            in_flight=in_flight,
+            survival=math.prod(chances),
+            acceptance=mine.calibration.acceptance.rate,
+            drafting_s=mine.drafting_s.value,
+            step_s=measured.step.base,
+            row_s=measured.step.slope,
+            round_trip_s=meter.round_trip_s,
+            byte_s=measured.round_trip.slope,
+            token_s=measured.pace.token_s,
+            goal=stream.terms.goal,
+            chances=tuple(chances),
+            confidence=confidence,
+            entropy=entropy,
+            certainty=perturbed,
+            temperature=text.frame.sampling.temperature,
+            battery=self._battery,
+        )
+        return min(room, self._window.more(view))
+
+    # --- jobs ---
+
+    def draft(self) -> DraftJob | None:
+        """Issue a drafting job; None: enough is drafted, or nothing can be."""
+        limit = self._job_tokens(self._meter.drafter(self.active).drafting_s.value)
+        if self._choice_due and self.enabled and self._stream.connected and not self._chain:
+            self._choose()
+        count = min(limit, self.allowance())
+        return self._draft(count) if count else None
+
+    def _choose(self) -> None:
+        """Choose the active drafter, now that a chain begins."""
+        self._choice_due = False
+        before, meter = self.active, self._meter
+        self._selection.choose(meter.arms(before), meter.conditions(), len(self._text.tokens))
+        self._text.statistics.switches += self.active != before
+
+    def _draft(self, count: int) -> DraftJob:
+        """Issue a job of at most `count` tokens after the drafts in flight."""
+        selection, drafts = self._selection, self._chain.tokens
+        committed, agreed = len(self._text.tokens), selection.agreed
+        after = (*self._text.tokens[agreed:], *drafts[max(0, agreed - committed) :])
+        forced = max(0, committed - selection.forced_from(committed))
+        prefix_length = committed + len(drafts)
+        job = DraftJob(
+            truncate_to=agreed,
+            extend_with=after,
+            count=count,
+            epoch=self._chain.epoch,
+            steer=self._steer(prefix_length - 1),
+            drafter=self.active,
+            skip=committed - forced - agreed if forced else 0,
+            teacher_forced=forced,
+        )
+        selection.agreed = prefix_length
+        self.running, self._issued_in = job, self._text.turns
+        return job
+
+    def catch_up(self) -> CatchUpJob | None:
+        """Issue a job to an idle drafter; None: there is nothing worth reading."""
+        if self._text.done:
+            return None
+        job = self.running = self._selection.next_catch_up(self._text.tokens)
+        self._issued_in = self._text.turns
+        return job
+
+    def _steer(self, position: int) -> Steer | None:
+        """Return what to steer a job by whose first token follows `position`; None: as before."""
+        if self._codes is None or self.active != self._selection.steered:
+            return None
+        self._meter.measurements.lead.add(position + 2 - len(self._text.tokens))
+        age = self._codes.age(position)
+        if age is not None:
+            self._text.statistics.steered_jobs += 1
+            self._text.statistics.code_age += age
+        return self._codes.steer(self._text.prompt_length)
+
+    # --- their results ---
+
+    def take(self, done: Drafted) -> None:
+        """Put the proposals that continue the text on the chain.
+
+        Raises:
+            UnknownToken: the target does not have one of them.
+        """
+        job, tokens, text, selection = done.job, done.tokens, self._text, self._selection
+        self.running = None
+        if text.done:
+            return
+        if self._issued_in == text.turns:
+            self._compare_forced(job.drafter, job.truncate_to + job.skip, done.teacher_forced)
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._stream.terms.vocab_size):
+            raise UnknownToken("the drafter proposes tokens that the target does not have")
+        if job.epoch != self._chain.epoch:
+            selection.agreed = min(selection.agreed, job.start)
+            return
+        text.statistics.drafted += len(tokens)
+        if not tokens:
+            self._stalled = self._choice_due = True
+        elif len(job.extend_with) <= CATCH_UP:
+            self._meter.drafter(self.active).drafting_s.add(done.seconds / len(tokens))
+            self.last_job_s = done.seconds
+        unknown = (math.nan,) * len(tokens)
+        signs = (sign if len(sign) == len(tokens) else unknown for sign in (done.q, done.entropy, done.perturbed))
+        drafts = list(map(DraftToken, tokens, *signs))
+        overtaken = max(0, min(len(tokens), len(text.tokens) - job.start))
+        if not self._meet(drafts[:overtaken], job.start):
+            return
+        room = max(0, self._stream.credit - len(self._chain))  # the credit may have shrunk meanwhile
+        self._chain.extend(drafts[overtaken : overtaken + room])
+        if drafts[overtaken:]:
+            selection.agreed = max(selection.agreed, len(text.tokens) + len(self._chain))
+
+    def _meet(self, drafts: list[DraftToken], start: int) -> bool:
+        """Compare drafts with the tokens that were committed meanwhile, from `start` on; return whether all agree."""
+        if not drafts:
+            return True
+        committed = self._text.tokens[start : start + len(drafts)]
+        hits = next((i for i, draft in enumerate(drafts) if draft.id != committed[i]), len(drafts))
+        agree = hits == len(drafts)
+        for i, draft in enumerate(drafts[: hits + 1]):
+            self._compare(start + i, draft.confidence, i < hits)
+        self._settle(hits, missed=not agree)
+        self._selection.agreed = start + hits
+        self._choice_due = self._choice_due or not agree
+        return agree
+
+    def take_reading(self, done: CaughtUp) -> bool:
+        """Learn from what an idle drafter has read; return whether it is of this turn."""
+        self.running = None
+        text, job = self._text, done.job
+        if text.done or self._issued_in != text.turns:
+            return False
+        self._meter.drafter(job.drafter).reading_s.add(done.seconds / len(job.tokens))
+        text.statistics.read += len(job.tokens)
+        self._selection.note_prompt(job.drafter, done.teacher_forced.log_q)
+        self._compare_forced(job.drafter, job.start, done.teacher_forced)
+        return True
+
+    def fail(self, error: OutriderError, drafter: int) -> None:
+        """Go on without a drafter that is broken."""
+        self.running = None
+        self._text.statistics.drafter_error = str(error)
+        self.enabled = self._selection.fail(drafter) and self.enabled
+        if drafter == self.active:
+            self.abandon()
+
+    # --- the text goes on ---
+
+    def begin_turn(self, kept: int) -> None:
+        """Begin with another prompt, of which the drafters may know the first `kept` tokens."""
+        self._stalled = False
+        self.abandon()
+        self._selection.begin_text(self._text.prompt_length, kept)
+
+    def abandon(self) -> None:
+        """Forget all drafts in flight."""
+        self._selection.agreed = min(self._selection.agreed, len(self._text.tokens))
+        self._choice_due = True
+        self._chain.abandon()
+
+    def commit(self, commit: Commit, known: int, seconds: float) -> None:
+        """Append the commit's tokens after the first `known`, which came after `seconds`, to text and chain."""
+        text, chain = self._text, self._chain
+        tokens = commit.tokens[known:]
+        hits, missed = 0, False
+        for token in tokens:
+            position = len(text.tokens)
+            text.tokens.append(token)
+            if not chain:
+                continue  # a running job may be proposing this position, and is compared when it is done
+            draft = chain.drafts[0]
+            hit = draft.id == token
+            self._compare(position, draft.confidence, hit)
+            hits, missed = hits + hit, not hit
+            if hit:
+                chain.advance()
+            else:
+                self.abandon()
+                self._selection.agreed = min(self._selection.agreed, position)
+        self._settle(hits, missed=missed)
+        text.statistics.of(self._selection.names[self.active]).committed += len(tokens)
+        self._selection.learn(
+            committed=len(tokens),
+            judged=commit.judged,
+            accepted=max(0, min(commit.accepted, len(commit.tokens)) - known),
+            agreement=math.nan if commit.reward is None else commit.reward,
+            seconds=seconds,
+        )
+
+    def resume(self) -> None:
+        """Ask a drafter that had nothing to say again."""
+        self._stalled = False
+
+    # --- comparing ---
+
+    def _settle(self, hits: int, *, missed: bool) -> None:
+        if self._learner is not None and (hits or missed):
+            self._learner.settled(hits, missed)
+
+    def _compare(self, position: int, confidence: float, hit: bool) -> None:
+        """Take in that the active drafter's draft of that position met the committed token."""
+        self._learn_hit(self.active, position, confidence, hit)
+        self._text.statistics.compared += 1
+        self._text.statistics.hits += hit
+
+    def _compare_forced(self, drafter: int, start: int, forced: TeacherForced) -> None:
+        """Compare teacher-forced proposals from position `start` on with the committed tokens there."""
+        for i, (token, q) in enumerate(zip(forced.tokens, forced.q, strict=True)):
+            if start + i >= self._selection.first_unheard(drafter):
+                self._learn_hit(drafter, start + i, q, token == self._text.tokens[start + i])
+
+    def _learn_hit(self, drafter: int, position: int, confidence: float, hit: bool) -> None:
+        self._meter.compare(drafter, confidence, hit)
+        self._selection.note(drafter, position, hit, confidence)
+        counts = self._text.statistics.of(self._selection.names[drafter])
+        counts.compared += 1
+        counts.hits += hit

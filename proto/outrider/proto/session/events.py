@@ -1,0 +1,98 @@
+"""What happens to an edge's machine; a frame that comes from the verifier is an event as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.proto.errors import OutriderError
+from outrider.proto.policy import Experience
+from outrider.proto.session.instructions import NOTHING_FORCED, CatchUpJob, DraftJob, TeacherForced
+from outrider.proto.types import CloudFrame, FinishReason, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The text begins, before there is a stream; idle drafters may catch up with its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReady:
+    """A stream to the verifier that `lease` names is there, and an Open is to be the first to go over it."""
+
+    lease: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The stream broke, or could not be opened."""
+
+    error: OutriderError
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The user wants no more, or has seen a stop string."""
+
+    finish: FinishReason = FinishReason.CANCELLED
+
+
+@dataclass(frozen=True, slots=True)
+class TurnBegun:
+    """Another turn begins after the last is done: `prompt` [n] follows the first `start` tokens of the transcript.
+
+    Attributes:
+        start: 0 to the transcript's length; what follows is dropped.
+        prompt: [n] the tokens that are new.
+        sampling: parameters of this turn.
+        measurements: from earlier texts of such sampling, if it is of another kind than the last turn's.
+    """
+
+    start: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    measurements: Experience | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A drafter has done `job`.
+
+    Attributes:
+        job: as it was issued.
+        tokens: [n] proposals, at most `job.count`.
+        q: [n] the drafter's probability of each; empty: not known.
+        seconds: duration of the job.
+        entropy: [n] entropy of its distribution at each, nats; empty: not known.
+        perturbed: [n] softmax of log probability and shared noise at each; empty: not known.
+        teacher_forced: its proposals in place of the job's teacher-forced tokens.
+    """
+
+    job: DraftJob
+    tokens: tuple[int, ...]
+    q: tuple[float, ...]
+    seconds: float
+    entropy: tuple[float, ...] = ()
+    perturbed: tuple[float, ...] = ()
+    teacher_forced: TeacherForced = NOTHING_FORCED
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """An idle drafter has done `job` in `seconds`."""
+
+    job: CatchUpJob
+    teacher_forced: TeacherForced
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFailed:
+    """The drafter of index `drafter` is broken."""
+
+    error: OutriderError
+    drafter: int
+
+
+EdgeEvent = (
+    CloudFrame | Started | StreamReady | Disconnected | Cancelled | TurnBegun | Drafted | CaughtUp | DrafterFailed
+)

@@ -1,0 +1,84 @@
+"""When an edge sends its drafts: in one message just in time for a step, or as soon as no more come."""
+
+from __future__ import annotations
+
+import math
+
+from outrider.proto.policy import due_to_flush, worth_a_message
+from outrider.proto.session.chain import Chain, DraftToken
+from outrider.proto.session.drafting import Drafting
+from outrider.proto.session.instructions import EdgeInstruction, Send
+from outrider.proto.session.measuring import Meter
+from outrider.proto.session.stream import EdgeStream
+from outrider.proto.session.text import EdgeText
+from outrider.proto.types import Goal
+
+
+class Sender:
+    """Puts the chain of one text on the wire."""
+
+    def __init__(
+        self, text: EdgeText, chain: Chain, stream: EdgeStream, meter: Meter, drafting: Drafting, *, send_q: bool
+    ) -> None:
+        self._text = text
+        self._chain = chain
+        self._stream = stream
+        self._meter = meter
+        self._drafting = drafting
+        self._send_q = send_q
+
+    def flush(self, now: float, allowance: int) -> list[EdgeInstruction]:
+        """Send what is drafted when the chain is complete, or when more of it would come too late for a step."""
+        chain, stream, drafting = self._chain, self._stream, self._drafting
+        unsent = chain.unsent(stream.credit)  # it may have shrunk
+        if not stream.connected:
+            return []
+        if not unsent:
+            return self._say_complete(now, allowance)
+        if chain.sent and not self._must_tell() and not self._worth_a_message():
+            return []  # the verifier has the chain up to here; the rest goes with what the next commit brings
+        whole_block = len(chain) >= stream.terms.max_drafts > chain.sent
+        if allowance and not whole_block and not self._due(now):
+            return []
+        return [self._send(unsent, now, complete=not allowance and not drafting.job_runs)]
+
+    def _say_complete(self, now: float, allowance: int) -> list[EdgeInstruction]:
+        """Tell a waiting verifier that it waits in vain, where that is so."""
+        drafting = self._drafting
+        if not drafting.enabled or drafting.job_runs or allowance:
+            return []
+        if self._chain.said_complete or not self._must_tell():
+            return []
+        return [self._send([], now, complete=True)]
+
+    def _must_tell(self) -> bool:
+        """Whether the verifier may wait for long; one that plans has drafts in flight, or runs ahead on a long link."""
+        stream = self._stream
+        if not stream.credit:
+            return False  # it has said that it wants no drafts
+        if not stream.terms.planned or stream.terms.goal is Goal.EFFICIENCY:
+            return True
+        return not self._chain.sent and self._meter.round_trip_s < self._meter.measurements.step.mean
+
+    def _worth_a_message(self) -> bool:
+        measured = self._meter.measurements
+        expected = self._drafting.expected_unsent()
+        return worth_a_message(expected, step_s=measured.step.mean, byte_s=measured.round_trip.slope)
+
+    def _due(self, now: float) -> bool:
+        meter = self._meter
+        return due_to_flush(
+            now,
+            commit_at=meter.commit_at,
+            round_trip_s=meter.round_trip_s,
+            step_s=meter.measurements.step.mean,
+            next_s=self._drafting.last_job_s,
+        )
+
+    def _send(self, drafts: list[DraftToken], now: float, *, complete: bool) -> Send:
+        confidence = tuple(draft.confidence for draft in drafts)
+        q = confidence if self._send_q and not any(map(math.isnan, confidence)) else ()
+        start = len(self._text.tokens) + self._chain.sent
+        self._meter.send_draft(len(drafts), now)
+        self._text.statistics.messages += 1
+        return Send(self._chain.send(start, tuple(draft.id for draft in drafts), q, complete=complete))

@@ -1,0 +1,146 @@
+"""The streams of one text on its edge: opened, accepted, lost and retried, kept between turns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from outrider.proto.errors import InvalidArgument, LeaseExpired, OutriderError, ResourceExhausted, Unavailable
+from outrider.proto.session.instructions import Reopen
+from outrider.proto.session.text import EdgeText
+from outrider.proto.types import MAX_TOKEN_ID, Commit, Continue, Open, Opened, Report, Sampling, SteeringWish
+
+
+@dataclass(frozen=True, slots=True)
+class RetryRules:
+    """How long and how often a lost stream is reopened.
+
+    Attributes:
+        first_s: seconds before the first retry; each further one waits twice as long.
+        most_s: most seconds between two.
+        give_up_s: seconds after which the text fails.
+    """
+
+    first_s: float = 0.05
+    most_s: float = 2.0
+    give_up_s: float = 60.0
+
+
+class EdgeStream:
+    """The stream of one text, with the terms that its verifier has set.
+
+    Attributes:
+        connected: whether a verifier has the session, running or kept.
+        terms: newest answer to an Open.
+        credit: unverified drafts that the verifier allows now.
+        max_tokens: tokens of text that it allows in this turn.
+        turn: number of Continues that have gone over this stream.
+        opened_at: when the newest Open was sent.
+        reported: newest report, or else what the Open said.
+    """
+
+    def __init__(self, text: EdgeText, retry: RetryRules) -> None:
+        frame = text.frame
+        self.connected = False
+        self.terms = Opened(0, 0, frame.sampling.max_tokens, "", MAX_TOKEN_ID, max_drafts=frame.max_drafts)
+        self.credit = 0
+        self.max_tokens = frame.sampling.max_tokens
+        self.turn = 0
+        self.opened_at = 0.0
+        self.reported = Report(frame.drafting)
+        self._text = text
+        self._retry = retry
+        self._opened_for = 0  # turns of the text when the newest Open was sent
+        self._opened_with = 0  # tokens of text that it held
+        self._retries = 0  # since a verifier has answered
+        self._failing_since = math.inf
+
+    def open(self, lease: bytes, now: float, *, drafting: bool, steering: SteeringWish | None) -> Open:
+        """Return the Open of a new stream, fresh or resumed."""
+        text = self._text
+        self.opened_at = now
+        self._opened_for, self._opened_with = text.turns, text.generated
+        self.turn = 0
+        self.reported = Report(drafting)
+        committed = tuple(text.tokens[text.prompt_length :])
+        return replace(text.frame, lease=lease, committed=committed, drafting=drafting, steering=steering)
+
+    def accept(self, opened: Opened) -> Reopen | None:
+        """Take the verifier's terms; a Reopen where it has a turn that was left meanwhile.
+
+        Raises:
+            InvalidArgument: it took over another text.
+        """
+        if self._opened_for != self._text.turns:
+            return Reopen(0.0, Unavailable("opened for a turn that was left"))
+        if opened.committed != self._opened_with:
+            raise InvalidArgument("the verifier took over another text", field="opened.committed")
+        self.connected = True
+        self.terms = opened
+        self.credit = opened.credit
+        self.max_tokens = opened.max_tokens
+        return None
+
+    def lose(self, error: OutriderError, now: float) -> Reopen | None:
+        """Return when to open another stream; None where another cannot help, or not for too long."""
+        if not _may_heal(error):
+            return None
+        retry = self._retry
+        self._failing_since = min(self._failing_since, now)
+        backoff_s = min(retry.most_s, retry.first_s * 2.0 ** min(self._retries, 64))
+        if max(now - self._failing_since, error.retry_after_s) > retry.give_up_s:
+            return None
+        self._retries += 1
+        self._text.statistics.resumes += 1
+        return Reopen(max(error.retry_after_s, backoff_s), error)
+
+    def forget_retries(self) -> None:
+        """Begin to count failures afresh, for the verifier has answered or another turn begins."""
+        self._retries = 0
+        self._failing_since = math.inf
+
+    def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling | None, chain: int) -> Continue:
+        """Return what continues a kept session; `sampling`: None: as before."""
+        self.turn += 1
+        self.credit = self.terms.credit
+        return Continue(start, prompt, sampling, chain)
+
+    def end_turn(self, error: OutriderError | None) -> None:
+        """Keep the session where its verifier does."""
+        self.connected = self.connected and self.terms.keep_s > 0 and error is None
+
+    def follow(self, commit: Commit) -> int:
+        """Return how many of the commit's tokens the transcript has already.
+
+        Raises:
+            Unavailable: a commit before it is missing.
+            InvalidArgument: it contradicts the transcript.
+        """
+        text = self._text
+        known = len(text.tokens) - commit.start
+        if known < 0:
+            raise Unavailable("a commit was lost; resuming")
+        mine = text.tokens[commit.start : commit.start + len(commit.tokens)]
+        if commit.start < text.prompt_length or commit.tokens[:known] != tuple(mine):
+            raise InvalidArgument("contradicts the transcript", field="commit.tokens")
+        return known
+
+    def changed(self, report: Report) -> bool:
+        """Whether the report differs by a quarter from what the verifier knows; it is taken as sent then."""
+        old = self.reported
+        same = (
+            report.steering is None
+            and report.drafting == old.drafting
+            and math.isclose(report.drafting_s, old.drafting_s, rel_tol=0.25)
+            and math.isclose(report.round_trip_s, old.round_trip_s, rel_tol=0.25, abs_tol=1e-3)
+        )
+        if not same:
+            self.reported = report
+        return not same
+
+
+def _may_heal(error: OutriderError) -> bool:
+    """Whether another lease and another stream can help."""
+    if isinstance(error, ResourceExhausted):
+        return error.retry_after_s > 0
+    return isinstance(error, Unavailable | LeaseExpired)

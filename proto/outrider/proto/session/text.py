@@ -1,0 +1,138 @@
+"""One text as its edge sees it: the transcript, which turn it is in, and what has been counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from outrider.proto.errors import InvalidArgument, OutriderError
+from outrider.proto.session.instructions import Done
+from outrider.proto.types import FinishReason, Open, Sampling
+
+
+@dataclass(slots=True)
+class DrafterCounts:
+    """Tokens of one drafter in one text.
+
+    Attributes:
+        committed: tokens committed while it was active.
+        hits: committed tokens that it proposed, or would have proposed.
+        compared: committed tokens of which that is known.
+    """
+
+    committed: int = 0
+    hits: int = 0
+    compared: int = 0
+
+
+@dataclass(slots=True)
+class EdgeStatistics:
+    """Counts of one text, in tokens, seconds and bytes; the link fills the bytes in.
+
+    Attributes:
+        committed: tokens of text.
+        accepted: drafts among them.
+        drafted: tokens that drafters proposed.
+        judged: drafts that the verifier's steps looked at.
+        hits: drafts that agreed with the committed token of their position.
+        compared: drafts that met one, none before them in their chain having missed; acceptance is hits / compared.
+        steps: commits.
+        messages: Draft messages.
+        resumes: streams opened after the first.
+        round_trip_s: smoothed round-trip time of a small message.
+        drafter_error: what the newest broken drafter said.
+        steered: whether the verifier sends the codes that the drafter takes.
+        codes: codes received, unreadable ones included.
+        code_bytes: their bytes on the downlink, without framing.
+        bad_codes: codes dropped because they could not be read.
+        steered_jobs: drafting jobs steered by a code.
+        code_age: sum over these of the positions from the code's own to the one that the first draft follows.
+        of_drafters: by name, of each that was active or caught up.
+        switches: changes of the active drafter.
+        read: tokens that idle drafters caught up with.
+    """
+
+    committed: int = 0
+    accepted: int = 0
+    drafted: int = 0
+    judged: int = 0
+    hits: int = 0
+    compared: int = 0
+    steps: int = 0
+    messages: int = 0
+    resumes: int = 0
+    uplink_bytes: int = 0
+    downlink_bytes: int = 0
+    round_trip_s: float = 0.0
+    drafter_error: str = ""
+    steered: bool = False
+    codes: int = 0
+    code_bytes: int = 0
+    bad_codes: int = 0
+    steered_jobs: int = 0
+    code_age: int = 0
+    of_drafters: dict[str, DrafterCounts] = field(default_factory=dict)
+    switches: int = 0
+    read: int = 0
+
+    def of(self, drafter: str) -> DrafterCounts:
+        """Return the counts of the drafter of that name."""
+        if drafter not in self.of_drafters:
+            self.of_drafters[drafter] = DrafterCounts()
+        return self.of_drafters[drafter]
+
+    @property
+    def mean_code_age(self) -> float:
+        """Mean age of the code of a steered job, in positions; 0 where no job was steered."""
+        return self.code_age / self.steered_jobs if self.steered_jobs else 0.0
+
+
+class EdgeText:
+    """The transcript and its counts.
+
+    Attributes:
+        frame: Open of the present turn, as a fresh session would begin with it.
+        tokens: prompt and committed tokens.
+        prompt_length: tokens of the prompt.
+        statistics: counts of the present turn.
+        turns: turns begun after the first.
+        done: whether the present turn has ended.
+        finish: why it ended; None: it runs, or failed.
+    """
+
+    def __init__(self, frame: Open) -> None:
+        self.frame = frame
+        self.tokens: list[int] = [*frame.prompt, *frame.committed]
+        self.prompt_length = len(frame.prompt)
+        self.statistics = EdgeStatistics()
+        self.turns = 0
+        self.done = False
+        self.finish: FinishReason | None = None
+
+    @property
+    def generated(self) -> int:
+        """Tokens of text so far."""
+        return len(self.tokens) - self.prompt_length
+
+    def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling) -> None:
+        """Continue with `prompt` after the first `start` tokens.
+
+        Raises:
+            InvalidArgument: with the field named; nothing has changed then.
+        """
+        if not self.done:
+            raise InvalidArgument("still runs; finish or leave it before the next", field="turn")
+        self.frame = replace(self.frame, prompt=(*self.tokens[:start], *prompt), committed=(), sampling=sampling)
+        self.tokens = list(self.frame.prompt)
+        self.prompt_length = len(self.tokens)
+        self.statistics = EdgeStatistics(
+            round_trip_s=self.statistics.round_trip_s,
+            drafter_error=self.statistics.drafter_error,
+            steered=self.statistics.steered,
+        )
+        self.turns += 1
+        self.done, self.finish = False, None
+
+    def end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> Done:
+        """End the turn."""
+        self.done, self.finish = True, finish
+        return Done(finish, error)

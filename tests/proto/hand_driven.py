@@ -1,0 +1,103 @@
+"""An edge's machine driven by hand: one event at a time, and a job only where the test asks for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.proto.errors import OutriderError
+from outrider.proto.policy import Experience
+from outrider.proto.session import (
+    Cancelled,
+    CatchUpJob,
+    CaughtUp,
+    Disconnected,
+    Drafted,
+    DrafterFailed,
+    DraftJob,
+    EdgeInstruction,
+    EdgeSession,
+    Send,
+    StreamReady,
+    TeacherForced,
+    TurnBegun,
+)
+from outrider.proto.types import Commit, FinishReason, Goaway, Open, Opened, Sampling
+
+
+class HandDrivenEdge(EdgeSession):
+    """A machine that gives out no work by itself: `next_job`, `on_idle` and `next_catch_up` ask for it."""
+
+    def _give_work(self, now: float) -> list[EdgeInstruction]:
+        return []
+
+    def next_job(self, most: int, measurements: Experience | None = None) -> DraftJob | None:
+        """The drafting job that is due, of at most `most` tokens; None where none is."""
+        if measurements is not None:
+            self._meter.adopt(measurements)
+        self._drafting._job_tokens = lambda _: most
+        return None if self._drafting.running is not None else self._drafting.draft()
+
+    def on_idle(self, now: float) -> list[Send]:
+        """What goes where there is nothing to draft."""
+        return [] if self._drafting.job_runs or self.done or self.allowance() > 0 else self._flush(now)
+
+    def next_catch_up(self) -> CatchUpJob | None:
+        return None if self._drafting.running is not None else self._drafting.catch_up()
+
+    def allowance(self) -> int:
+        return self._drafting.allowance()
+
+    @property
+    def survival(self) -> float:
+        return self._drafting.survival
+
+    # --- events ---
+
+    def open_frame(self, lease: bytes, now: float) -> Open:
+        (instruction,) = self.handle(StreamReady(lease), now)
+        assert isinstance(instruction, Send)
+        assert isinstance(instruction.frame, Open)
+        return instruction.frame
+
+    def on_opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:
+        return self.handle(opened, now)
+
+    def on_commit(self, commit: Commit, now: float) -> list[EdgeInstruction]:
+        return self.handle(commit, now)
+
+    def on_goaway(self, goaway: Goaway, now: float) -> list[EdgeInstruction]:
+        return self.handle(goaway, now)
+
+    def on_disconnected(self, error: OutriderError, now: float) -> list[EdgeInstruction]:
+        return self.handle(Disconnected(error), now)
+
+    def on_cancel(self, finish: FinishReason = FinishReason.CANCELLED) -> list[EdgeInstruction]:
+        return self.handle(Cancelled(finish), 0.0)
+
+    def on_turn(
+        self,
+        start: int,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        now: float,
+        measurements: Experience | None = None,
+    ) -> list[EdgeInstruction]:
+        return self.handle(TurnBegun(start, prompt, sampling, measurements), now)
+
+    def on_drafted(
+        self,
+        job: DraftJob | None,
+        tokens: tuple[int, ...],
+        q: tuple[float, ...],
+        seconds: float,
+        now: float,
+        **signs: Any,
+    ) -> list[EdgeInstruction]:
+        assert job is not None
+        return self.handle(Drafted(job, tokens, q, seconds, **signs), now)
+
+    def on_caught_up(self, job: CatchUpJob, forced: TeacherForced, seconds: float, now: float) -> list[EdgeInstruction]:
+        return self.handle(CaughtUp(job, forced, seconds), now)
+
+    def on_drafter_failed(self, error: OutriderError) -> list[EdgeInstruction]:
+        return self.handle(DrafterFailed(error, self.drafter), 0.0)

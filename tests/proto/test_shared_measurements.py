@@ -1,0 +1,129 @@
+"""What texts of one edge measure goes from one to the other as snapshots, and none changes what another goes by."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import asdict
+
+from hand_driven import HandDrivenEdge
+from simulated_decoding import Simulation, drafter_of, hashing_oracle, open_frame
+
+from outrider.proto.policy import Experience, FixedWindow, SurvivalWindow
+from outrider.proto.session import DraftJob, EdgeSession, Selection, SharedMeasurements, StreamReady
+from outrider.proto.session.events import Drafted, EdgeEvent
+from outrider.proto.types import Commit, Opened, Sampling, Timing
+
+
+def measured_text() -> Experience:
+    """Measurements of a whole text."""
+    oracle, frame = hashing_oracle(3, eos_odds=0), open_frame(sampling=Sampling(max_tokens=60))
+    simulation = Simulation(frame, oracle, drafter_of(oracle, 3, 0.7, confidence="telling"))
+    simulation.run()
+    return simulation.edge.measurements
+
+
+def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
+    original = measured_text()
+    original.downlink.add(100, 0.01)
+    original.lead.add(3)
+    before, copied = asdict(original), original.copy()
+    assert asdict(copied) == before
+    copied.round_trip.add(40, 0.5)
+    copied.step.add(3, 0.5)
+    copied.pace.add(9.0, 1)
+    copied.downlink.add(7, 0.5)
+    copied.lead.add(50)
+    for name in list(copied.drafters):
+        copied.of(name).calibration.add(0.5, False)
+        copied.of(name).drafting_s.add(9.0)
+        copied.of(name).reading_s.add(9.0)
+    copied.of("another")
+    assert asdict(original) == before
+    changed = asdict(copied)
+    assert not [name for name in before if changed[name] == before[name] and name not in ("timed", "strangers")]
+
+
+def events(edge: EdgeSession, seed: int) -> list[tuple[EdgeEvent, float]]:
+    """Commits of a text, three tokens each."""
+    rng = random.Random(seed)
+    start = len(edge.transcript)
+    return [
+        (
+            Commit(start + 3 * i, (5, 6, 7), 0, 32, judged=2, timing=Timing(verify_s=rng.uniform(0.02, 0.05))),
+            1.0 + 0.1 * i + rng.uniform(0, 0.05),
+        )
+        for i in range(10)
+    ]
+
+
+def opened_edge(measurements: Experience | None) -> EdgeSession:
+    edge = EdgeSession(open_frame(), FixedWindow(0), measurements=measurements)
+    edge.handle(StreamReady(b""), 0.0)
+    edge.handle(Opened(0, 32, 200, "v", 512), 0.1)
+    return edge
+
+
+def test_texts_that_take_turns_measure_as_if_they_wrote_into_one_book() -> None:
+    book = Experience()
+    one_book = [opened_edge(book) for _ in range(2)]
+    shared = SharedMeasurements()
+    by_snapshots = []
+    for _ in range(2):
+        edge = opened_edge(shared.snapshot())
+        shared.newest = edge.measurements
+        by_snapshots.append(edge)
+    queues = [events(edge, seed) for seed, edge in enumerate(one_book)]
+    rng = random.Random(1)
+    while any(queues):
+        which = rng.choice([i for i, queue in enumerate(queues) if queue])
+        event, now = queues[which].pop(0)
+        one_book[which].handle(event, now)
+        edge = by_snapshots[which]
+        edge.handle(event, now, shared.newer_than(edge.measurements))
+        shared.newest = edge.measurements
+    assert asdict(shared.newest) == asdict(book)
+    assert shared.newest.step.weight > 15, "both have measured"
+    assert by_snapshots[0].measurements is not by_snapshots[1].measurements
+
+
+def test_a_text_alone_is_given_no_copies() -> None:
+    shared = SharedMeasurements()
+    edge = EdgeSession(open_frame(), measurements=shared.snapshot())
+    shared.newest = edge.measurements
+    assert shared.newer_than(edge.measurements) is None
+    edge.handle(StreamReady(b""), 0.0)
+    assert edge.measurements is shared.newest
+
+
+def test_a_snapshot_changes_how_far_the_next_job_goes_and_what_drafts_in_flight_are_worth() -> None:
+    edge = HandDrivenEdge(open_frame(), SurvivalWindow(), selection=Selection.of_one("a"))
+    edge.open_frame(b"", -0.1)
+    edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)
+    edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
+    edge.on_drafted(edge.next_job(2), (1, 2), (0.9, 0.9), 0.002, 0.102)
+    before, allowed = edge.survival, edge.allowance()
+    snapshot = edge.measurements.copy()
+    for _ in range(300):
+        snapshot.of("a").calibration.add(0.9, False)
+    assert edge.survival == before, "a copy is nobody else's"
+    assert edge.next_job(8, snapshot) is None
+    assert edge.survival < 0.5 * before
+    assert edge.allowance() < allowed
+
+
+def test_what_this_text_has_shown_outlives_a_snapshot() -> None:
+    edge = EdgeSession(open_frame(), FixedWindow(1), job_tokens=lambda _: 1)
+    edge.handle(StreamReady(b""), 0.0)
+    instructions = edge.handle(Opened(0, 32, 200, "v", 512), 0.1)
+    for position in range(3, 43):  # what it is sure of is wrong in this text
+        (job,) = [instruction for instruction in instructions if isinstance(instruction, DraftJob)]
+        edge.handle(Drafted(job, (1,), (0.99,), 0.001), 0.2)
+        instructions = edge.handle(Commit(position, (2,), 0, 32), 0.3)
+    (job,) = [instruction for instruction in instructions if isinstance(instruction, DraftJob)]
+    rosy = Experience()
+    for _ in range(300):
+        rosy.of("").calibration.add(0.99, True)
+    edge.handle(Drafted(job, (1,), (0.99,), 0.001), 0.4, rosy)
+    assert edge._drafting.survival < 0.3
+    assert math.isclose(rosy.of("").calibration.chance(0.99), 0.995)
