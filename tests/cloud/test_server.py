@@ -57,6 +57,7 @@ PROMPT = (5,)  # one token, so that the verifier's patience holds from the first
 START = len(PROMPT)
 FOREVER = Patience(math.inf, 1000)
 EXPECTED_TOKENS = 20
+SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 
 
 @pytest.fixture(scope="module")
@@ -528,8 +529,24 @@ def test_a_client_that_does_not_read_is_dropped_and_others_go_on(folder, expecte
         error = await lazy.error()
         assert isinstance(error, Unavailable), "one that comes back is told to resume"
 
-    small_window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-    run(folder, scenario, stall_s=0.4, options=small_window)
+    run(folder, scenario, stall_s=0.4, options=SMALL_WINDOW)
+
+
+def test_a_client_that_goes_while_a_commit_waits_for_room_leaves_no_traceback(folder, expected, caplog):
+    async def scenario(bench):
+        stream = bench.stream()
+        await stream.send(bench.open(sampling=Sampling(max_tokens=2000, ignore_eos=True), session="unread"))
+        await bench.until(lambda: bench.server.status().sessions == 1)
+        pauses = 0
+        while pauses < 5:  # the verifier waits until some of its commits are read
+            await asyncio.sleep(0.1)
+            pauses = 0 if bench.server.take_step_figures() else pauses + 1
+        stream.call.cancel()
+        time.sleep(0.05)  # noqa: ASYNC251 - gRPC hears of the failed write and of the client's end meanwhile
+        assert await bench.text() == (expected, FinishReason.LENGTH)
+
+    run(folder, scenario, options=SMALL_WINDOW)
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 def test_a_flood_of_chains_neither_grows_nor_stops_anything(folder, expected):

@@ -194,6 +194,25 @@ def test_a_file_comes_in_bounded_chunks_whole_or_from_an_offset_and_has_its_hash
     serve(scenario, ScriptedCluster(), drafters=(drafters,))
 
 
+def test_a_client_that_goes_while_a_chunk_waits_for_room_leaves_no_traceback(
+    serve: Serve, drafters: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_package(drafters / "a", files={"model.onnx": bytes(8 << 20)})
+
+    async def scenario(call: Any) -> None:
+        (manifest,) = await call("ListDrafters", "")
+        sha256 = next(file.sha256 for file in manifest.files if file.name == "model.onnx")
+        fetching = call.channel.unary_stream(f"/{codec.CONTROL_SERVICE}/FetchFile")(codec.encode_fetch(sha256, 0))
+        await fetching.read()
+        await asyncio.sleep(0.3)  # long enough to fill all buffers
+        fetching.cancel()
+        time.sleep(0.05)  # noqa: ASYNC251 - gRPC hears of the failed write and of the client's end meanwhile
+        await call("Status", None)
+
+    serve(scenario, ScriptedCluster(), drafters=(drafters,))
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
 @pytest.mark.parametrize(
     ("sha256", "offset", "kind", "field"),
     [

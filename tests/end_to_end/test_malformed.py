@@ -23,9 +23,9 @@ from malformed_http import COMPLETIONS, bad_framing, refused_requests, request
 from tiny_target import Question, questions, save_tiny_target
 
 from outrider.proto import codec
+from outrider.proto.streams import ENDED, send_bytes
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import Draft, LeaseRequest, Open, Sampling, SessionReport
-from outrider.proto.uplink import ENDED, send_bytes
 
 pytestmark = pytest.mark.soak
 

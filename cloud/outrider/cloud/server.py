@@ -7,7 +7,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -33,6 +33,7 @@ from outrider.proto.plumbing.tls import bind, name_to_expect
 from outrider.proto.release import release
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import VerifierRules
+from outrider.proto.streams import write_answers
 from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Grammar, Open, Opened, VerifierStatus
 
 OPEN_WITHIN_S = 10.0
@@ -146,7 +147,8 @@ class VerifierServer:
         self._server = grpc.aio.server(
             options=SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions + SPARE_CALLS
         )
-        handler = grpc.stream_stream_rpc_method_handler(self._decode)  # bytes in, bytes out: the codec checks them
+        # Bytes in, bytes out: the codec checks them.
+        handler = grpc.stream_stream_rpc_method_handler(write_answers(self._decode))
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, {"Decode": handler}),)
         )
@@ -234,7 +236,7 @@ class VerifierServer:
 
     # --- one stream ---
 
-    async def _decode(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def _decode(self, requests: AsyncIterator[bytes], context: Any) -> AsyncGenerator[bytes, None]:
         key = next(self._keys)
         trace = self._tracing.parent(context.invocation_metadata()) if self._tracing is not None else None
         outbox = StreamOutbox(asyncio.get_running_loop())

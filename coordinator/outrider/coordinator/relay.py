@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +24,9 @@ from outrider.proto.errors import Internal, InvalidArgument, OutriderError, Reso
 from outrider.proto.lease import LEASE_METADATA, read_lease
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, to_status
+from outrider.proto.streams import CLIENT_GONE, ENDED, send_bytes
 from outrider.proto.tally import Tally
 from outrider.proto.types import RelayStatus
-from outrider.proto.uplink import ENDED, send_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ BROKEN = (
 )
 # Not the verifier's business: what is between edge and coordinator, and what gRPC sets itself.
 _KEPT_BACK = {"authorization", LEASE_METADATA, "user-agent", "te", "content-type"}
+_UNREAD_ENDING = (grpc.StatusCode.OK, "", ())
 _VERIFIER_OPTIONS = [
     *CLIENT_OPTIONS,
     ("grpc.http2.bdp_probe", 0),
@@ -172,7 +173,8 @@ class Relay:
             self._counts.streams -= 1
         code, details, trailing = ending
         if code is not grpc.StatusCode.OK:
-            await context.abort(code, details, trailing)
+            with suppress(CLIENT_GONE):
+                await context.abort(code, details, trailing)
         context.set_trailing_metadata(trailing)
 
     def _route(self, metadata: Iterable[tuple[str, str | bytes]]) -> VerifierInfo:
@@ -203,8 +205,9 @@ class Relay:
             call = method(timeout=context.time_remaining(), metadata=metadata)
             uplink = asyncio.create_task(self._uplink(context, call))
             try:
-                await self._downlink(call, context)
-                return await self._ending(verifier, connection, call)
+                if await self._downlink(call, context):
+                    return await self._ending(verifier, connection, call)
+                return _UNREAD_ENDING
             finally:
                 uplink.cancel()
                 call.cancel()
@@ -223,14 +226,19 @@ class Relay:
         except grpc.aio.UsageError:
             return  # the edge is gone; that cancels the whole call
 
-    async def _downlink(self, call: Any, context: Any) -> None:
+    async def _downlink(self, call: Any, context: Any) -> bool:
+        """Pass on what the verifier sends, to its end; return whether the edge is still there then."""
         try:
             while (data := await call.read()) is not grpc.aio.EOF:
                 began = time.perf_counter()
-                await context.write(data)
+                try:
+                    await context.write(data)
+                except CLIENT_GONE:
+                    return False
                 self._counts.down(len(data), time.perf_counter() - began)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # of the read alone; the stream's own status tells more
+            pass  # of the read alone; the stream's own status tells more
+        return True
 
     async def _ending(
         self, verifier: VerifierInfo, connection: _Connection, call: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,7 @@ from outrider.proto.errors import ConfigError, Internal, OutriderError, Resource
 from outrider.proto.figures_server import FiguresServer
 from outrider.proto.plumbing.tls import bind
 from outrider.proto.rpc_errors import to_status
+from outrider.proto.streams import write_answers
 from outrider.proto.types import ClusterStatus, DrafterManifest
 
 if TYPE_CHECKING:
@@ -246,7 +247,7 @@ class _Door:
         act: Callable[[Request, Caller], AsyncIterator[Reply]],
         encode: Callable[[Reply], bytes],
     ) -> grpc.RpcMethodHandler:
-        async def handle(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+        async def answers(data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes, None]:
             try:
                 caller = self._admit(data, context)
                 async with aclosing(_generator(act(decode(data), caller))) as items:
@@ -258,7 +259,7 @@ class _Door:
                 self._counts.refuse_call(failure)
             await context.abort(*to_status(failure))
 
-        return grpc.unary_stream_rpc_method_handler(handle)
+        return grpc.unary_stream_rpc_method_handler(write_answers(answers))
 
     def _admit(self, data: bytes, context: Any) -> Caller:
         caller = self._admission.identify(context.invocation_metadata() or (), context.peer())

@@ -17,8 +17,8 @@ from outrider.proto.lease import LEASE_METADATA
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.session import EdgeStatistics
+from outrider.proto.streams import ENDED, send_bytes
 from outrider.proto.types import CloudFrame, EdgeFrame, Lease
-from outrider.proto.uplink import ENDED, send_bytes
 
 GRPC_PREFIX_BYTES = 5  # flag and length before every message
 LAST_WORDS_S = 0.2

@@ -1,0 +1,55 @@
+"""Writing on both ends of a gRPC stream that may break or end at any moment (grpcio 1.85).
+
+Client: where the server has ended the stream, gRPC's own `write` makes the call's status its own (`Internal error from
+Core`). The messages that came before the end, the last commit among them, can then not be read, nor can the server's
+status; and since the call counts as done, cancelling it frees nothing: its memory stays for ever. `send_bytes` avoids
+that.
+
+Server: a write that waits for room fails when the client goes away. gRPC hears of the failed write and of the client's
+end in either order, and logs a traceback where the write comes first. `write_answers` ends such a call quietly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+
+# The stream has ended; the reading side meets the same end and tells why.
+ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.InternalError)
+# On a server: the client is gone, and nobody reads what could not be sent.
+CLIENT_GONE = grpc.aio.InternalError
+
+
+async def send_bytes(call: Any, data: bytes) -> None:
+    """Put `data` on the stream of `call`, which was made without serializers; wait until gRPC has room for it.
+
+    Raises:
+        grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.InternalError: one of `ENDED`.
+    """
+    await call.wait_for_connection()
+    await call._cython_call.send_serialized_message(data)
+
+
+def write_answers(
+    answers: Callable[[Any, Any], AsyncGenerator[bytes, None]],
+) -> Callable[[Any, Any], Awaitable[None]]:
+    """Make the handler of a streaming method from a generator of its answers.
+
+    The generator, called with the request (or the iterator of requests) and the context, is closed as soon as the
+    client is gone or the call is cancelled.
+    """
+
+    async def handle(request: Any, context: Any) -> None:
+        async with aclosing(answers(request, context)) as stream:
+            try:
+                async for data in stream:
+                    await context.write(data)
+            except CLIENT_GONE:
+                return
+
+    return handle
