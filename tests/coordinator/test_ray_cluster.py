@@ -37,6 +37,7 @@ def fake_actor() -> type:
             self._config = config
             self._pid = os.getpid()
             self._state = "ready"
+            self._acknowledged = False
 
         async def info(self) -> dict[str, Any]:
             return {
@@ -58,6 +59,12 @@ def fake_actor() -> type:
         async def drain(self, grace_s: float) -> int:
             self._state = "draining"
             return 3
+
+        async def acknowledge_drain(self) -> None:
+            self._acknowledged = True
+
+        async def acknowledged(self) -> bool:
+            return self._acknowledged
 
     return FakeVerifier
 
@@ -177,6 +184,20 @@ def test_a_drain_reaches_the_actor_which_is_then_forgotten_when_it_ends(start: C
         ray.kill(handle, no_restart=True)
         while await cluster.refresh():  # noqa: ASYNC110 - the loop is what polls
             await asyncio.sleep(0.05)
+
+    run(scenario)
+
+
+def test_an_actor_that_drains_hears_that_the_cluster_knows_of_it(start: Callable[[str], Any]) -> None:
+    handle = start("a")
+
+    async def scenario() -> None:
+        cluster = RayCluster()
+        await until(cluster, is_ready)
+        assert not await handle.acknowledged.remote()
+        await handle.drain.remote(0.0)
+        while not await handle.acknowledged.remote():
+            await cluster.refresh()
 
     run(scenario)
 

@@ -109,6 +109,25 @@ def test_one_that_vanishes_while_draining_was_taken_away_on_purpose_and_is_forgo
         assert roster.to_respawn(0.0) == ()
 
 
+def test_an_answer_from_before_the_drain_does_not_make_its_end_a_loss() -> None:
+    roster = Roster()
+    roster.observe(["a"], says("a"))
+    roster.drained("a")
+    roster.observe(["a"], says("a", state="ready"))
+    assert roster.leaving == ("a",)
+    roster.observe([], {})
+    assert roster.to_respawn(0.0) == ()
+
+
+def test_a_verifier_that_was_restarted_no_longer_drains() -> None:
+    roster = Roster()
+    roster.observe(["a"], says("a", state="draining"))
+    roster.observe(["a"], says("a", incarnation="second"))
+    assert roster.leaving == ()
+    roster.observe([], {})
+    assert roster.to_respawn(0.0) == ("a",)
+
+
 def test_a_drained_verifier_is_draining_before_it_says_so() -> None:
     roster = Roster()
     roster.observe(["a"], says("a"))

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 NAMESPACE = "outrider"
 ACTOR_PREFIX = "outrider-verifier-"
 CONCURRENT_CALLS = 8
-# A coordinator that has seen a verifier draining takes its end for wanted; without one nobody asks.
-SEEN_LEAVING_WITHIN_S = 5.0
+# A coordinator that knows of a drain takes the verifier's end for wanted. It looks every second, but waits for other
+# verifiers too, and its first answer may be from before the drain. Without a coordinator nobody acknowledges.
+ACKNOWLEDGED_WITHIN_S = 30.0
 
 Result = TypeVar("Result")
 
@@ -59,7 +60,7 @@ class VerifierActor:
         self._config = config
         self._lease_secret = lease_secret
         self._ray_options = dict(ray_options or {})
-        self._said_leaving = threading.Event()
+        self._acknowledged = threading.Event()
         self._stopped = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-verifier", daemon=True)
@@ -76,10 +77,7 @@ class VerifierActor:
 
     def info(self) -> dict[str, Any]:
         """Return what the coordinator places by. `incarnation` is another one after every restart."""
-        info = self._submit(self._info()).result()
-        if info["state"] == "draining":
-            self._said_leaving.set()
-        return info
+        return self._submit(self._info()).result()
 
     def recipe(self) -> tuple[VerifierConfig, bytes, dict[str, Any]]:
         """Return what another one like this is started with: its config, the lease secret, options of Ray."""
@@ -99,10 +97,17 @@ class VerifierActor:
         """Take no more sessions, ask those that run to move within `grace_s` seconds; how many there were."""
         return self._submit(self._server.drain(grace_s)).result()
 
+    def acknowledge_drain(self) -> None:
+        """Take note that a coordinator knows of the drain and will not replace this verifier."""
+        self._acknowledged.set()
+
     def leave(self, grace_s: float) -> int:
-        """Drain, and wait for a coordinator to see it, so that the actor can be killed; the sessions that stayed."""
+        """Drain, wait for a coordinator to acknowledge it, and return how many sessions stayed.
+
+        The actor can be killed then. That an answer said so is not enough: it may arrive after the actor's end.
+        """
         self.drain(grace_s)
-        self._said_leaving.wait(SEEN_LEAVING_WITHIN_S)
+        self._acknowledged.wait(ACKNOWLEDGED_WITHIN_S)
         return int(self._submit(self._info()).result()["sessions"])
 
     def stop(self) -> None:

@@ -133,6 +133,8 @@ class RayCluster:
     def _poll(self) -> tuple[VerifierInfo, ...]:
         listed = verifier_names(self._namespace)
         self._roster.observe(listed, self._reports(listed))
+        for name in self._roster.leaving:
+            self._acknowledge_drain(name)
         if self._respawn is not None:
             for name in self._roster.to_respawn(time.monotonic()):
                 self._replace(name, self._respawn)
@@ -154,6 +156,13 @@ class RayCluster:
         except (NotFound, *_RAY_FAILURES) as error:
             logger.debug("verifier %s cannot be asked: %s", name, error)
             return None
+
+    def _acknowledge_drain(self, name: str) -> None:
+        """Tell a verifier that its end will be taken for wanted; nobody waits for it."""
+        try:
+            self._actor(name).acknowledge_drain.remote()
+        except (NotFound, AttributeError, *_RAY_FAILURES) as error:  # gone meanwhile, or of an earlier release
+            logger.debug("the drain of verifier %s cannot be acknowledged: %s", name, error)
 
     def _answer(self, name: str, ref: ray.ObjectRef) -> Mapping[str, Any] | None:
         try:

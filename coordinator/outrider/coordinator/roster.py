@@ -20,7 +20,7 @@ LONGEST_BACKOFF_S = 60.0
 class _Member:
     info: VerifierInfo
     incarnation: str = ""
-    leaving: bool = False  # it was draining when it last answered
+    leaving: bool = False  # this incarnation drains
     lost: bool = False  # Ray has given it up
     respawns: int = 0
     respawn_at_s: float = 0.0
@@ -36,6 +36,11 @@ class Roster:
     def infos(self) -> tuple[VerifierInfo, ...]:
         """Everybody, by name."""
         return tuple(self._members[name].info for name in sorted(self._members))
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """Those that drain, by name: their end is wanted."""
+        return tuple(name for name, member in sorted(self._members.items()) if member.leaving)
 
     def observe(self, listed: Collection[str], reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Take in one poll.
@@ -94,7 +99,8 @@ def _with_report(name: str, member: _Member | None, report: Mapping[str, Any] | 
     restarted = before.incarnation not in ("", incarnation)
     if restarted:
         logger.warning("verifier %s was restarted and is at %s", name, said.address)
-    leaving = said.state is VerifierState.DRAINING
+    # A drain is never taken back: an answer that says otherwise is from before it.
+    leaving = said.state is VerifierState.DRAINING or (before.leaving and not restarted)
     return _Member(replace(said, restarts=before.info.restarts + restarted), incarnation, leaving)
 
 
