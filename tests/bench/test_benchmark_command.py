@@ -9,7 +9,8 @@ from typing import Self
 
 import pytest
 
-from outrider.bench.benchmark.record import Benchmark, load
+from outrider.bench.benchmark.record import Benchmark
+from outrider.bench.record import load
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import StepFigures
 from outrider.cloud.server import VerifierServer
@@ -70,7 +71,7 @@ def folder(prompt, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def benchmark(folder) -> Benchmark:
     """Its record."""
-    return load(folder / "record.json")
+    return load(Benchmark, folder / "record.json", "json")
 
 
 def test_every_mode_is_measured_on_every_link_and_the_replays_stand_beside_them(benchmark) -> None:
@@ -121,7 +122,7 @@ def test_the_report_has_its_page_its_pictures_and_the_same_record(folder, benchm
     names = sorted(path.name for path in (folder / "report").iterdir())
     pictures = [f"condition-1-{kind}.png" for kind in ("bytes", "gaps", "speed", "timeline")]
     assert names == sorted(["benchmark.json", "index.html", *pictures])
-    assert load(folder / "report" / "benchmark.json") == benchmark
+    assert load(Benchmark, folder / "report" / "benchmark.json", "report") == benchmark
     page = (folder / "report" / "index.html").read_text(encoding="utf-8")
     assert all(name in page for name in pictures)
 
@@ -131,7 +132,7 @@ def test_sessions_on_unlike_links_at_once_are_one_run_a_mode(prompt, tmp_path) -
     record = tmp_path / "mixed.json"
     mixed = ("--mixed", "--sessions", "3", "--rtt", "0,20", "--modes", "cloud,outrider", "--prompts", prompt)
     assert main(["bench", *SMALL, *mixed, "--json", str(record)]) == 0
-    runs = load(record).runs
+    runs = load(Benchmark, record, "json").runs
     assert [run.mode for run in runs] == ["cloud", "outrider"]
     for run in runs:
         assert run.sessions == 3

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from outrider.bench.benchmark.figures import run_of
 from outrider.bench.benchmark.measure import Diary, Measured
-from outrider.bench.benchmark.record import LinkRecord
+from outrider.bench.benchmark.runs import run_of
+from outrider.bench.links import LinkRecord
 from outrider.deploy.prompts import Prompt
 from outrider.proto.session import EdgeStatistics
 

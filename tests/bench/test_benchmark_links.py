@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from outrider.bench.benchmark.links import links_of
+from outrider.bench.links import links_of
 from outrider.proto.errors import ConfigError
 
 

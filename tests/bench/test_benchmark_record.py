@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,35 +10,23 @@ from dataclasses import replace
 from datetime import datetime
 
 import pytest
+from pydantic import ValidationError
 
-from outrider.bench.benchmark import record
-from outrider.bench.benchmark.record import (
-    Benchmark,
-    LinkRecord,
-    Run,
-    Span,
-    environment,
-    from_json,
-    load,
-    save,
-    to_json,
-)
-from outrider.proto.errors import ConfigError, InvalidArgument
+from outrider.bench import environment as environments
+from outrider.bench.benchmark.record import Benchmark, Run, Span
+from outrider.bench.comparison.record import Comparison
+from outrider.bench.environment import environment
+from outrider.bench.links import LinkRecord
+from outrider.bench.record import from_json, load, save, to_json
+from outrider.bench.traces.pool_results import PoolReplayed
+from outrider.proto.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Benchmark:
+    options = argparse.Namespace(target="reference", dtype="float32", max_tokens=48, seed=7)
     found = environment(
-        command="outrider bench --rtt 30",
-        target="reference",
-        dtype="float32",
-        drafter="general",
-        drafter_version="1",
-        target_threads=1,
-        drafter_threads=None,
-        prompts=4,
-        max_tokens=48,
-        seed=7,
+        options, drafter="general", drafter_version="1", target_threads=1, drafter_threads=None, prompts=4
     )
     full = Run(
         mode="outrider",
@@ -56,7 +45,7 @@ def benchmark() -> Benchmark:
 
 def test_what_is_saved_is_loaded(benchmark, tmp_path) -> None:
     save(benchmark, tmp_path / "new" / "benchmark.json")
-    assert load(tmp_path / "new" / "benchmark.json") == benchmark
+    assert load(Benchmark, tmp_path / "new" / "benchmark.json", "benchmark") == benchmark
 
 
 def test_the_json_has_the_agreed_shape_and_null_for_what_is_unknown(benchmark) -> None:
@@ -89,16 +78,16 @@ def test_the_environment_says_what_ran_and_on_what(benchmark) -> None:
 
 
 def test_a_package_or_a_git_that_is_not_there_is_unknown(monkeypatch) -> None:
-    assert record._version("outrider-no-such-package") is None
+    assert environments._version("outrider-no-such-package") is None
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert record._revision() is None
+    assert environments._revision() is None
 
 
 def test_the_checkout_of_somebody_else_is_not_our_revision(tmp_path, monkeypatch) -> None:
     subprocess.run(("git", "init", "-q", tmp_path), check=True)
-    (tmp_path / "record.py").write_text("")
-    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
-    assert record._revision() is None
+    (tmp_path / "environment.py").write_text("")
+    monkeypatch.setattr(environments, "__file__", str(tmp_path / "environment.py"))
+    assert environments._revision() is None
 
 
 def changed(benchmark: Benchmark, path: str, value: object) -> str:
@@ -121,7 +110,7 @@ def changed(benchmark: Benchmark, path: str, value: object) -> str:
         ("runs/0/mode", "magic", "runs[0].mode: 'magic' is none of cloud, sync,"),
         ("runs/0/mode", ..., "runs[0].mode: is missing"),
         ("runs/1/link/rtt_ms", "30", 'runs[1].link.rtt_ms: must be a number, not "30"'),
-        ("runs/1/link/rtt_ms", -1, "runs[1].link.rtt_ms: -1.0 is not a figure of 0 or more"),
+        ("runs/1/link/rtt_ms", -1, "runs[1].link.rtt_ms: must be 0 or more, not -1"),
         ("runs/1/link", [], "runs[1].link: must be an object, not []"),
         ("runs/0/sessions", 1.5, "runs[0].sessions: must be a whole number, not 1.5"),
         ("runs/0/replayed", 0, "runs[0].replayed: must be true or false, not 0"),
@@ -137,7 +126,7 @@ def changed(benchmark: Benchmark, path: str, value: object) -> str:
         ),
         ("runs/0/timeline/1/lane", "sleep", "runs[0].timeline[1].lane: 'sleep' is none of draft,"),
         ("runs/0/timeline/1/end_s", 0.0, "runs[0].timeline[1].end_s: 0.0 is before start_s 0.002"),
-        ("runs/0/tokens_per_second", float("nan"), "runs[0].tokens_per_second: nan is not a figure"),
+        ("runs/0/tokens_per_second", float("nan"), "runs[0].tokens_per_second: must be a finite number, not NaN"),
         ("environment/seed", ..., "environment.seed: is missing"),
         ("environment/packages/torch", 2, "environment.packages.torch: must be a string, not 2"),
         ("runs", {}, "runs: must be a list, not {}"),
@@ -145,29 +134,54 @@ def changed(benchmark: Benchmark, path: str, value: object) -> str:
 )
 def test_a_wrong_field_is_named(benchmark, path, value, message) -> None:
     with pytest.raises(ConfigError) as raised:
-        from_json(changed(benchmark, path, value))
+        from_json(Benchmark, changed(benchmark, path, value), "benchmark")
     assert str(raised.value).startswith(message)
 
 
 def test_a_field_with_a_default_may_be_missing(benchmark) -> None:
     text = changed(benchmark, "runs/0/window_mean", ...)
-    assert from_json(text) == benchmark
+    assert from_json(Benchmark, text, "benchmark") == benchmark
 
 
 def test_what_is_no_record_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="benchmark: is not JSON"):
-        from_json("{")
+        from_json(Benchmark, "{", "benchmark")
     with pytest.raises(ConfigError, match="benchmark: must be an object"):
-        from_json("[]")
+        from_json(Benchmark, "[]", "benchmark")
     with pytest.raises(ConfigError, match="benchmark: cannot read"):
-        load(tmp_path / "none.json")
+        load(Benchmark, tmp_path / "none.json", "benchmark")
 
 
 def test_a_file_that_cannot_be_written_is_named(benchmark, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="benchmark: cannot write"):
+    with pytest.raises(ConfigError, match="json: cannot write"):
         save(benchmark, tmp_path)
 
 
 def test_a_wrong_figure_is_refused_before_it_is_written(benchmark) -> None:
-    with pytest.raises(InvalidArgument, match="seconds: inf is not a figure"):
+    with pytest.raises(ValidationError, match=r"seconds\n.*should be a finite number"):
         replace(benchmark.runs[0], seconds=float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("benchmark", Benchmark),
+        ("compare", Comparison),
+        ("compare_unwindowed", Comparison),
+        ("selection", PoolReplayed),
+    ],
+)
+def test_the_committed_records_load_and_are_written_as_they_are(root, name, kind) -> None:
+    path = root / "docs" / "figures" / f"{name}.json"
+    found = load(kind, path, "record")
+    committed, written = (json.loads(text) for text in (path.read_text(encoding="utf-8"), to_json(found)))
+    assert contains(written, committed)
+
+
+def contains(whole: object, part: object) -> bool:
+    """Whether `whole` is `part`, and at most fields that a record did not have yet."""
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return all(name in whole and contains(whole[name], value) for name, value in part.items())
+    if isinstance(part, list) and isinstance(whole, list):
+        return len(whole) == len(part) and all(map(contains, whole, part))
+    return whole == part

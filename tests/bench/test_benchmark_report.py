@@ -6,15 +6,20 @@ import io
 import re
 import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from outrider.bench.benchmark.plots import _spread, draw, speed_over_time
-from outrider.bench.benchmark.record import Benchmark, Environment, LinkRecord, Run, Span, load
+from outrider.bench.benchmark.record import Benchmark, Run, Span
 from outrider.bench.benchmark.report import write_report
-from outrider.bench.benchmark.table import LEGEND, by_condition, fastest, figures, link_name, ratios, tables
+from outrider.bench.benchmark.table import LEGEND, by_condition, fastest, ratios, results, tables
+from outrider.bench.environment import Environment
+from outrider.bench.links import LinkRecord, link_name
+from outrider.bench.record import load
+from outrider.bench.table import Grid
 from outrider.proto.errors import ConfigError
 
 STEP_MS, DRAFT_MS = 30.0, 2.0
@@ -135,6 +140,10 @@ def synthetic() -> Benchmark:
     return Benchmark(ENVIRONMENT, (*runs, *paced))
 
 
+def rows_of(grid: Grid) -> list[Sequence[str]]:
+    return [row for block in grid.blocks for row in block]
+
+
 def printed(benchmark: Benchmark) -> str:
     output = io.StringIO()
     Console(file=output, width=100).print(tables(benchmark))
@@ -143,20 +152,20 @@ def printed(benchmark: Benchmark) -> str:
 
 def test_a_table_has_one_row_a_run_in_order_of_round_trip_time(synthetic) -> None:
     condition, runs = next(iter(by_condition(synthetic).items()))
-    grid = figures(condition, runs)
-    assert len(grid.rows) == len(runs) == 38
-    links = [row[0] for row in grid.rows if row[0]]
+    rows = rows_of(results(condition, runs))
+    assert len(rows) == len(runs) == 38
+    links = [row[0] for row in rows if row[0]]
     assert links == ["0 ms", "2 ms", "30 ms", "60 ms", "60±10 ms", "1/10 Mbit/s", "lte-drive", "120 ms", "200 ms"]
-    modes = [row[1] for row in grid.rows[2:8]]
+    modes = [row[1] for row in rows[2:8]]
     assert modes == ["cloud", "sync 4", "sync 8", "outrider", "outrider eff.", "optimum*"]
-    assert [row[3] for row in grid.rows[:2]] == ["-", "-"]  # no cloud streaming at 0 ms to compare with
+    assert [row[3] for row in rows[:2]] == ["-", "-"]  # no cloud streaming at 0 ms to compare with
 
 
 def test_ratios_are_to_cloud_the_best_sync_and_the_optimum_of_the_same_link(synthetic) -> None:
-    condition, runs = next(iter(by_condition(synthetic).items()))
-    grid = ratios(condition, runs)
+    runs = next(iter(by_condition(synthetic).values()))
+    grid = ratios(runs)
     assert grid is not None
-    at_30 = next(row for row in grid.rows if row[0] == "30 ms")
+    at_30 = next(row for row in rows_of(grid) if row[0] == "30 ms")
     ours, sync, optimum = 11 + 0.08 * 30, 11 + 0.22 * 30, 10 + 0.07 * 30
     assert at_30 == ("30 ms", "outrider", f"{30 / ours:.2f}", f"{sync / ours:.2f}", f"{optimum / ours:.2f}", "8")
 
@@ -195,7 +204,7 @@ def test_a_report_is_a_page_with_its_pictures_and_its_figures(synthetic, tmp_pat
     kinds = {1: ("bytes", "gaps", "speed", "timeline"), 2: ("bytes", "speed")}
     assert pictures == [f"condition-{number}-{kind}.png" for number in kinds for kind in kinds[number]]
     assert sorted(re.findall(r'src="([^"]+)"', text)) == pictures
-    assert load(page.parent / "benchmark.json") == synthetic
+    assert load(Benchmark, page.parent / "benchmark.json", "benchmark") == synthetic
     assert text.count("<table>") == 4
     assert "outrider bench --synthetic &lt;not a real run&gt;" in text
     assert "$" not in text

@@ -16,12 +16,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.bench.comparison.codes import Codes, SentCodes
-from outrider.bench.comparison.contenders import Variant, in_front
-from outrider.bench.comparison.figures import Figures, Trial
-from outrider.bench.comparison.record import Interval
-from outrider.bench.comparison.rounds import Rounds, synchronous_rounds
-from outrider.bench.comparison.texts import Text, Writer
+from outrider.bench.comparison.record import Variant, in_front
+from outrider.bench.comparison.rounds import Rounds, SentVectors, synchronous_rounds
+from outrider.bench.comparison.summary import Summary, Trial
 from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.replay import replay
@@ -31,9 +28,10 @@ from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Rows, Target, load_target
+from outrider.cloud.text_writer import SteeringVectors, TextRequest, TextWriter, WrittenText
 from outrider.deploy.cli import main
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.prompts import Prompt, choose_prompts
+from outrider.deploy.prompts import choose_prompts
 from outrider.edge.drafters import find_package
 from outrider.edge.drafters.fakes import ScriptedDrafter
 from outrider.edge.drafters.onnx import OnnxDrafter
@@ -69,10 +67,10 @@ HASH = "ab" * 32
 # --- rounds of drafters whose every draft is known ---
 
 
-def text_of(tokens: int, *, limit: int | None = None, codes: Codes | None = None) -> Text:
+def text_of(tokens: int, *, limit: int | None = None, codes: SteeringVectors | None = None) -> WrittenText:
     transcript = (*PROMPT, *range(200, 200 + tokens))
     made = {"p": codes} if codes is not None else {}
-    return Text(Prompt("t", "text", "code"), transcript, len(PROMPT), limit or tokens, made)
+    return WrittenText(TextRequest(PROMPT, GREEDY, "t", "code"), transcript, limit or tokens, made)
 
 
 class Obedient:
@@ -80,7 +78,7 @@ class Obedient:
 
     name, version, steering = "obedient", "1", None
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: WrittenText) -> None:
         self.text = text
         self.steered: list[tuple[int, float | None]] = []  # after so many tokens a round began with this code
         self.drafted: list[int] = []  # in each round
@@ -117,10 +115,10 @@ class _ObedientState(TokenPrefix):
         return Proposal((token,), (0.5,))
 
 
-def sent(numbers: np.ndarray, *, first: int = 0, age: int = 0) -> SentCodes:
+def sent(numbers: np.ndarray, *, first: int = 0, age: int = 0) -> SentVectors:
     """float16, which holds small whole numbers exactly."""
     rows = np.asarray(numbers, dtype=np.float32)[:, None]
-    return SentCodes(Codes(first, rows), SteeringPrecision.FLOAT16, age)
+    return SentVectors(SteeringVectors(first, rows), SteeringPrecision.FLOAT16, age)
 
 
 def test_a_drafter_that_a_code_makes_right_three_times_commits_four_tokens_a_step() -> None:
@@ -177,14 +175,14 @@ def test_what_follows_a_wrong_draft_is_not_drafted_at_all() -> None:
 
 def test_codes_are_rounded_as_they_travel() -> None:
     code = np.array([1.0, -0.4037, 0.0011, 0.25], dtype=np.float32)
-    codes = Codes(3, code[None])
-    got = {precision: SentCodes(codes, precision, 0).after(5) for precision in SteeringPrecision}
+    codes = SteeringVectors(3, code[None])
+    got = {precision: SentVectors(codes, precision, 0).after(5) for precision in SteeringPrecision}
     assert all(row is not None for row in got.values())
     np.testing.assert_allclose(got[SteeringPrecision.INT8], code, atol=0.5 / 127)
     assert not np.array_equal(got[SteeringPrecision.INT8], code)
     np.testing.assert_allclose(got[SteeringPrecision.FLOAT16], code, rtol=2**-11)
-    assert SentCodes(codes, SteeringPrecision.INT8, 0).after(4) is None
-    assert SentCodes(codes, SteeringPrecision.INT8, 0).after(6) is None
+    assert SentVectors(codes, SteeringPrecision.INT8, 0).after(4) is None
+    assert SentVectors(codes, SteeringPrecision.INT8, 0).after(6) is None
 
 
 # --- against both halves of real sessions ---
@@ -321,10 +319,10 @@ def target(family: Family) -> Target:
     return load_target(str(family.target), kv_tokens=1024)
 
 
-def prompts(count: int) -> list[tuple[Prompt, tuple[int, ...]]]:
+def requests(count: int, sampling: Sampling) -> list[TextRequest]:
     rng = random.Random(4)
-    tokens = [tuple(rng.randrange(2, tiny_drafter.VOCAB) for _ in range(rng.randint(1, 24))) for _ in range(count)]
-    return [(Prompt(str(i), "", f"d{i % 2}"), prompt) for i, prompt in enumerate(tokens)]
+    prompts = [tuple(rng.randrange(2, tiny_drafter.VOCAB) for _ in range(rng.randint(1, 24))) for _ in range(count)]
+    return [TextRequest(prompt, sampling, str(i), f"d{i % 2}") for i, prompt in enumerate(prompts)]
 
 
 def real_session(
@@ -377,14 +375,14 @@ def test_texts_and_rounds_are_those_of_real_sessions_of_the_same_target_and_draf
         projections = load_projections([str(family.projection)], target, name="big", model="big")
     likely = ((1, 4.0), *((token, 9.0) for token in range(2, 6)))  # or two that know nothing of each other hardly agree
     sampling = Sampling(temperature=temperature, seed=5, max_tokens=30, logit_bias=likely)
-    texts = Writer(target, projections, oldest=0).write(prompts(5), sampling)
+    texts = TextWriter(target, projections).write(requests(5, sampling))
     hits = 0
-    for text, (_, prompt) in zip(texts, prompts(5), strict=True):
-        edge = real_session(target, drafter, prompt, sampling, projections)
+    for text in texts:
+        edge = real_session(target, drafter, text.request.prompt, sampling, projections)
         assert text.transcript == tuple(edge.transcript)
         codes = None
         if projections:
-            codes = SentCodes(text.codes[drafter.package.steering.projection], SteeringPrecision.INT8, 0)
+            codes = SentVectors(text.vectors[drafter.package.steering.projection], SteeringPrecision.INT8, 0)
             assert edge.statistics.codes == edge.statistics.steps - 1  # none with the last
         rounds = synchronous_rounds(drafter, text, sampling, codes, drafts=8)
         assert_same(rounds, edge.statistics)
@@ -395,13 +393,14 @@ def test_texts_and_rounds_are_those_of_real_sessions_of_the_same_target_and_draf
 
 def test_codes_are_the_projections_of_the_hidden_states_of_the_models_own_forward(family, target) -> None:
     ((name, projection),) = load_projections([str(family.projection)], target, name="big", model="big").items()
-    texts = Writer(target, {name: projection}, oldest=3).write(prompts(5), Sampling(temperature=1.0, max_tokens=12))
+    sampled = Sampling(temperature=1.0, max_tokens=12)
+    texts = TextWriter(target, {name: projection}, oldest=3).write(requests(5, sampled))
     model = LlamaForCausalLM.from_pretrained(family.target)
     for text in texts:
         with torch.inference_mode():
             states = model(torch.tensor([text.transcript]), output_hidden_states=True).hidden_states
             wanted = projection(torch.cat([states[layer][0] for layer in (0, 1)], dim=-1)).numpy()
-        codes, end = text.codes[name], len(text.transcript) - 1
+        codes, end = text.vectors[name], len(text.transcript) - 1
         assert codes.first == max(0, text.prompt_length - 4)  # no older one can be asked for
         assert codes.at(end) is None  # the last token is never processed
         np.testing.assert_allclose(codes.rows, wanted[codes.first : end], atol=1e-4)
@@ -409,18 +408,18 @@ def test_codes_are_the_projections_of_the_hidden_states_of_the_models_own_forwar
 
 def test_prompts_wait_for_kv_pages_and_the_texts_are_the_same(family, target) -> None:
     sampling = Sampling(temperature=1.0, seed=3, max_tokens=30)
-    texts = Writer(target, {}, oldest=0).write(prompts(12), sampling)
+    texts = TextWriter(target).write(requests(12, sampling))
     narrow = load_target(str(family.target), kv_tokens=192)
-    again = Writer(narrow, {}, oldest=0).write(prompts(12), sampling)
-    assert [text.prompt.id for text in again] == [str(i) for i in range(12)]
+    again = TextWriter(narrow).write(requests(12, sampling))
+    assert [text.request.id for text in again] == [str(i) for i in range(12)]
     assert [text.transcript for text in again] == [text.transcript for text in texts]
-    assert {text.tokens for text in texts} != {30}  # some end by themselves
+    assert {len(text) for text in texts} != {30}  # some end by themselves
     assert narrow.pool.free_pages == narrow.pool.page_count
 
 
 def test_a_prompt_that_the_target_cannot_read_is_named(target) -> None:
     with pytest.raises(ConfigError, match=r"'far' of 'docs' has 300 tokens; the target holds 192") as refused:
-        Writer(target, {}, oldest=0).write([(Prompt("far", "", "docs"), (3,) * 300)], GREEDY)
+        TextWriter(target).write([TextRequest((3,) * 300, GREEDY, "far", "docs")])
     assert refused.value.field == "prompts"
 
 
@@ -430,7 +429,7 @@ def test_a_prompt_that_the_target_cannot_read_is_named(target) -> None:
 def trial_of(by_variant: dict[Variant, list[tuple[int, int]]], domains: str) -> Trial:
     """Of (tokens, steps) of each text."""
     texts = [
-        Text(Prompt(str(i), "", domain), (1, *range(tokens)), 1, tokens)
+        WrittenText(TextRequest((1,), GREEDY, str(i), domain), (1, *range(tokens)), tokens)
         for i, (domain, (tokens, _)) in enumerate(zip(domains, next(iter(by_variant.values())), strict=True))
     ]
     rounds = {
@@ -445,7 +444,7 @@ SLOW, FAST = Variant("slow"), Variant("fast", "int8", 0)
 
 def test_block_efficiency_is_all_tokens_over_all_steps() -> None:
     trial = trial_of({SLOW: [(10, 10), (30, 10), (20, 4)], FAST: [(10, 5), (30, 5), (20, 4)]}, "aab")
-    found = {(f.domain, f.variant): f for f in Figures(trial, seed=0).figures()}
+    found = {(f.domain, f.variant): f for f in Summary(trial, seed=0).results()}
     assert set(found) == {(domain, variant) for domain in ("a", "b", None) for variant in (SLOW, FAST)}
     assert found["a", SLOW].block_efficiency == 40 / 20
     assert found["b", SLOW].block_efficiency == 20 / 4
@@ -461,25 +460,25 @@ def test_ratios_are_paired_so_a_constant_one_has_no_width() -> None:
     rng = random.Random(1)
     counts = [(2 * rng.randint(20, 90), 2 * rng.randint(5, 20)) for _ in range(40)]
     trial = trial_of({SLOW: counts, FAST: [(tokens, steps // 2) for tokens, steps in counts]}, "ab" * 20)
-    figures = Figures(trial, seed=0)
+    figures = Summary(trial, seed=0)
     for ratio in [*figures.ratios(FAST, [SLOW]), *figures.mean_ratios(FAST, [SLOW])]:
         assert ratio.ratio == pytest.approx(2.0)
-        assert ratio.interval == Interval(pytest.approx(2.0), pytest.approx(2.0))
-    for figure in figures.figures():
+        assert (ratio.interval.low, ratio.interval.high) == pytest.approx((2.0, 2.0))
+    for figure in figures.results():
         assert figure.interval.low < figure.block_efficiency < figure.interval.high
 
 
 def test_the_mean_of_the_domains_ratios_counts_each_domain_once() -> None:
     slow = [(60, 60)] * 30 + [(60, 30)] * 2
     fast = [(60, 30)] * 30 + [(60, 30)] * 2
-    figures = Figures(trial_of({SLOW: slow, FAST: fast}, "a" * 30 + "b" * 2), seed=0)
+    figures = Summary(trial_of({SLOW: slow, FAST: fast}, "a" * 30 + "b" * 2), seed=0)
     by_domain = {ratio.domain: ratio.ratio for ratio in figures.ratios(FAST, [SLOW])}
     assert by_domain == {"a": 2.0, "b": 1.0, None: pytest.approx((60 * 30 + 30 * 2) / (32 * 30))}
     (mean,) = figures.mean_ratios(FAST, [SLOW])
     assert mean.ratio == 1.5
-    alone = Figures(trial_of({SLOW: slow, FAST: fast}, "a" * 32), seed=0)
+    alone = Summary(trial_of({SLOW: slow, FAST: fast}, "a" * 32), seed=0)
     assert alone.mean_ratios(FAST, [SLOW]) == []
-    assert [figure.domain for figure in alone.figures()] == [None, None]
+    assert [figure.domain for figure in alone.results()] == [None, None]
 
 
 def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -487,7 +486,7 @@ def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
     inside = 0
     for trial in range(60):
         steps = rng.geometric(0.1, 40) + 4
-        found = Figures(trial_of({SLOW: [(60, int(count)) for count in steps]}, "a" * 40), seed=trial).figures()[0]
+        found = Summary(trial_of({SLOW: [(60, int(count)) for count in steps]}, "a" * 40), seed=trial).results()[0]
         inside += found.interval.low < 60 / (1 / 0.1 + 4) < found.interval.high
     assert 51 <= inside <= 60  # 95 % of them, less a little for so few prompts
 

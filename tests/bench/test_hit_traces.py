@@ -124,15 +124,15 @@ def test_a_trace_without_confidence_can_be_loaded(tmp_path) -> None:
     ("field", "value", "message"),
     [
         ("hits", [True], "trace.hits: .*one entry for each token"),
-        ("hits", [1, 0, 1, 1, 0], "trace.hits: .*list of true or false"),
+        ("hits", [1, 0, 1, 1, 0], r"trace.hits\[0\]: .*must be true or false, not 1"),
         ("tokens", [], "trace.tokens: .*is empty"),
-        ("tokens", "abcde", "trace.tokens: .*list of token ids"),
-        ("tokens", [20, 21, 22, 23, -1], "trace.tokens: .*list of token ids"),
-        ("confidence", [0.5, 0.5, 0.5, 0.5, 1.5], "trace.confidence: .*probabilities or null"),
+        ("tokens", "abcde", "trace.tokens: .*must be a list"),
+        ("tokens", [20, 21, 22, 23, -1], r"trace.tokens\[4\]: .*must be 0 or more, not -1"),
+        ("confidence", [0.5, 0.5, 0.5, 0.5, 1.5], r"trace.confidence\[4\]: .*must be a probability or null, not 1.5"),
         ("entropy", [0.5], "trace.entropy: .*one entry for each token"),
-        ("entropy", [0.5, 0.5, 0.5, 0.5, -1], "trace.entropy: .*nats or null"),
-        ("certainty", [0.5, 0.5, 0.5, 0.5, 1.5], "trace.certainty: .*probabilities or null"),
-        ("agreement", [0.5, 0.5, 0.5, 0.5, "1"], "trace.agreement: .*probabilities or null"),
+        ("entropy", [0.5, 0.5, 0.5, 0.5, -1], r"trace.entropy\[4\]: .*must be nats or null, not -1"),
+        ("certainty", [0.5, 0.5, 0.5, 0.5, 1.5], r"trace.certainty\[4\]: .*must be a probability or null, not 1.5"),
+        ("agreement", [0.5, 0.5, 0.5, 0.5, "1"], r'trace.agreement\[4\]: .*must be a number, not "1"'),
         ("seed", 0.5, "trace.seed: .*whole number"),
         ("silent", [True, False, False, False, False], "trace.silent: .*where the drafter hits"),
         ("prompt_tokens", 0, "trace.prompt_tokens: .*1 or more"),
@@ -140,7 +140,7 @@ def test_a_trace_without_confidence_can_be_loaded(tmp_path) -> None:
         ("temperature", -1, "trace.temperature: .*0 or more"),
         ("id", 3, "trace.id: .*a string"),
         ("ended", 1, "trace.ended: .*true or false"),
-        ("colour", "red", "trace.colour: .*is not a field"),
+        ("colour", "red", "trace.colour: .*is unknown; remove it"),
     ],
 )
 def test_a_wrong_line_is_named_with_its_field(tmp_path, field, value, message) -> None:
@@ -158,7 +158,7 @@ def test_a_wrong_line_is_named_with_its_field(tmp_path, field, value, message) -
     ("line", "message"),
     [
         ("{", "not JSON"),
-        ("[1]", "not a JSON object"),
+        ("[1]", "traces: .*must be an object"),
         (json.dumps({"id": "p"}), "trace.domain: .*is missing"),
     ],
 )

@@ -15,7 +15,7 @@ from outrider.bench.length_training.fit import Fit
 from outrider.bench.length_training.judge import judge
 from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
 from outrider.bench.replay.traces import HitTrace, save_traces
-from outrider.bench.traces.windows import NotedWindow, policy_of
+from outrider.bench.traces.sweep import NotedWindow, policy_of
 from outrider.deploy.cli import build_parser, main
 from outrider.edge import EdgeConfig
 from outrider.edge.policies.length import AimdWindow, SpecDecWindow, ThresholdWindow, load_trained

@@ -9,22 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.benchmark.links import BenchLink
-from outrider.bench.benchmark.record import LinkRecord
-from outrider.bench.comparison.texts import Writer
+from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
-from outrider.bench.replay.record import record_trace
+from outrider.bench.replay.record import PromptReaders, record_trace
 from outrider.bench.replay.replay import Policy
 from outrider.bench.replay.replay import replay as replay_texts
 from outrider.bench.replay.traces import HitTrace, load_traces, save_traces
-from outrider.bench.traces.costs import CostSheet, DrafterCosts, TargetCosts, costs_path, load_costs, save_costs
-from outrider.bench.traces.drafter_probe import DrafterProbe
-from outrider.bench.traces.grid import WARM_UP_TOKENS, Grid
-from outrider.bench.traces.readers import PromptReaders
+from outrider.bench.traces.probes import DrafterProbe
 from outrider.bench.traces.record import Recorder
-from outrider.bench.traces.recording import Recording, load_recording
-from outrider.bench.traces.windows import policy_of
+from outrider.bench.traces.recording import (
+    CostSheet,
+    DrafterCosts,
+    Recording,
+    TargetCosts,
+    costs_path,
+    load_costs,
+    load_recording,
+    save_costs,
+)
+from outrider.bench.traces.sweep import WARM_UP_TOKENS, Sweep, policy_of
+from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.cli import main
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import Prompt
@@ -134,11 +139,12 @@ def test_hits_are_those_of_the_targets_own_texts(target, temperature) -> None:
     drafters = {"seven": ScriptedDrafter(lambda _: 7), "mine": NgramDrafter()}
     traces, sheet = Recorder(target, drafters, sampling).record(prompts)
     tokens = [(3, 9, 4, 3, 9, 4, i + 2) for i in range(3)]
-    texts = Writer(target, {}, oldest=0).write(list(zip(prompts, tokens, strict=True)), sampling)
+    requests = [TextRequest(ids, sampling, p.id, p.domain) for p, ids in zip(prompts, tokens, strict=True)]
+    texts = TextWriter(target).write(requests)
     expected = [
         replace(
             record_trace(
-                text.prompt,
+                text.request,
                 prompt,
                 text.transcript[len(prompt) :],
                 drafter,
@@ -199,22 +205,21 @@ def test_texts_of_several_seeds_are_those_of_each_alone_though_their_prompt_is_r
 
 
 def test_so_many_texts_are_written_at_once_as_their_logits_have_room(target, monkeypatch) -> None:
-    from outrider.bench.comparison.texts import Wish
 
-    wishes = [Wish(Prompt(str(i), ""), (3, 9, i), replace(GREEDY, ignore_eos=True)) for i in range(2, 7)]
+    requests = [TextRequest((3, 9, i), replace(GREEDY, ignore_eos=True), str(i)) for i in range(2, 7)]
     at_once: list[int] = []
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda batch: at_once.append(len(batch)) or forward(batch))
-    many = {each.wish: each for each in Writer(target, {}, oldest=0).stream(wishes)}
+    many = {each.request: each for each in TextWriter(target).stream(requests)}
     assert max(at_once) == 5
     at_once.clear()
-    monkeypatch.setattr("outrider.bench.comparison.texts.LOGITS_BYTES", 2 * 12 * target.vocab_size * 4)
-    few = {each.wish: each for each in Writer(target, {}, oldest=0).stream(wishes)}
+    monkeypatch.setattr("outrider.cloud.text_writer.LOGITS_BYTES", 2 * 12 * target.vocab_size * 4)
+    few = {each.request: each for each in TextWriter(target).stream(requests)}
     assert max(at_once) == 2
-    for wish in wishes:
-        assert few[wish].text.transcript == many[wish].text.transcript
-        assert many[wish].logits.shape == (12, target.vocab_size)
-        assert many[wish].logits.argmax(dim=-1).tolist() == list(many[wish].text.transcript[3:])
+    for request in requests:
+        assert few[request].transcript == many[request].transcript
+        assert many[request].logits.shape == (12, target.vocab_size)
+        assert many[request].logits.argmax(dim=-1).tolist() == list(many[request].tokens)
 
 
 def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed() -> None:
@@ -228,18 +233,16 @@ def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed(
             state.close = lambda: closed.append(self.name)
             return state
 
-    from outrider.bench.comparison.texts import Wish
-
-    wishes = [Wish(Prompt(p, p), tokens, replace(GREEDY, seed=s)) for p, tokens in PROMPTS for s in (1, 2)]
+    requests = [TextRequest(tokens, replace(GREEDY, seed=s), p, p) for p, tokens in PROMPTS for s in (1, 2)]
     drafters = {name: Noted((5,) * 30, name=name) for name in ("a", "b")}
-    readers = PromptReaders(drafters, wishes)
-    for wish in wishes:
-        log_q, foreseen = readers.foresee(wish, (5, 6))["b"]
-        assert log_q == pytest.approx(math.log(0.1) if wish.prompt.id == "p" else math.log(0.9 * 0.1) / 2, abs=1e-4)
+    readers = PromptReaders(drafters, requests)
+    for request in requests:
+        log_q, foreseen = readers.foresee(request, (5, 6))["b"]
+        assert log_q == pytest.approx(math.log(0.1) if request.id == "p" else math.log(0.9 * 0.1) / 2, abs=1e-4)
         assert foreseen.tokens == (5, 5)
     assert opened == closed == ["a", "b"] * 2
-    left = PromptReaders(drafters, wishes)
-    left.foresee(wishes[0], (5,))
+    left = PromptReaders(drafters, requests)
+    left.foresee(requests[0], (5,))
     left.close()
     assert opened == closed
 
@@ -287,12 +290,11 @@ def test_a_probe_tells_reading_from_drafting(monkeypatch) -> None:
             state.extend, state.propose = extend_slowly, propose_slowly
             return state
 
-    monkeypatch.setattr("outrider.bench.traces.drafter_probe.time.thread_time", lambda: now)
+    monkeypatch.setattr("outrider.bench.traces.probes.time.thread_time", lambda: now)
     probe = DrafterProbe(Clocked((5,) * 200), GREEDY)
-    from outrider.bench.comparison.texts import Text
 
     for length in (30, 50):
-        probe.after(Text(Prompt("p", ""), tuple(range(length + 9)), length, 9))
+        probe.after(WrittenText(TextRequest(tuple(range(length)), GREEDY, "p"), tuple(range(length + 9)), 9))
     costs = probe.costs()
     assert costs.drafting_s == pytest.approx(0.002)
     assert costs.catch_up_s == pytest.approx(0.0005)
@@ -321,7 +323,7 @@ def test_the_command_writes_what_replay_reads(target_folder, prompt_file, tmp_pa
 
 def test_cloud_streaming_takes_a_step_a_token_and_what_the_link_and_the_prompt_take() -> None:
     tokens, pace_s = 40, 0.03
-    grid = Grid(recording_of(texts=1, tokens=tokens), [link_of(40)], ["4"], pace_s=pace_s)
+    grid = Sweep(recording_of(texts=1, tokens=tokens), [link_of(40)], ["4"], pace_s=pace_s)
     [cloud], *_ = grid.cells()
     costs = SHEET.of("good", pace_s=pace_s)
     first_s = 0.040 + costs.cloud_event_s + costs.edge_event_s + costs.prefill_s(30) + costs.commit_s
@@ -334,7 +336,7 @@ def test_cloud_streaming_takes_a_step_a_token_and_what_the_link_and_the_prompt_t
 
 
 def test_synchronous_rounds_of_a_drafter_that_hits_three_times_in_four_take_a_quarter_of_the_steps() -> None:
-    grid = Grid(recording_of(texts=1, tokens=81), [link_of(0)], ["sync3"])
+    grid = Sweep(recording_of(texts=1, tokens=81), [link_of(0)], ["sync3"])
     _, [good], [bad] = grid.cells()
     # The prompt's step gives the first token, at a hit; 1 1 0 | 1 1 1 0 | … : a round ends at each 0.
     assert good.steps_per_token == pytest.approx(22 / 81, abs=1.5 / 81)
@@ -346,7 +348,7 @@ def test_synchronous_rounds_of_a_drafter_that_hits_three_times_in_four_take_a_qu
 def test_every_cell_is_there_once_and_each_is_a_replay_of_its_own_drafter_window_and_link() -> None:
     recording = recording_of(texts=2)
     links, windows = [link_of(5), link_of(120)], ["adaptive", "4", "sync4"]
-    grid = Grid(recording, links, windows, goal=Goal.EFFICIENCY, pace_s=0.02)
+    grid = Sweep(recording, links, windows, goal=Goal.EFFICIENCY, pace_s=0.02)
     cells = list(grid.cells())
     assert len(cells) == len(grid) == 2 * (1 + 2 * 3)
     names = [(f.link.rtt_ms, f.drafter, f.window) for f, *_ in cells]
@@ -374,7 +376,7 @@ def test_every_cell_is_there_once_and_each_is_a_replay_of_its_own_drafter_window
 
 
 def test_a_fixed_window_wishes_for_what_it_is_and_the_adaptive_one_for_more_from_a_better_drafter() -> None:
-    grid = Grid(recording_of(tokens=120), [link_of(60)], ["4", "adaptive"], pace_s=0.03)
+    grid = Sweep(recording_of(tokens=120), [link_of(60)], ["4", "adaptive"], pace_s=0.03)
     mean = {(f.drafter, f.window): f.window_mean for f, *_ in grid.cells()}
     assert mean["good", "4"] == mean["bad", "4"] == 4.0
     assert mean["good", "adaptive"] > mean["bad", "adaptive"]
@@ -499,11 +501,17 @@ def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path, mon
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other/1"}, r"costs\.format: .*is not of the format outrider-trace-costs/1; record"),
-        ({"target": 3}, r"costs\.target: must be a JSON object"),
-        ({"drafters": {"good": {"drafting_s": 0.1}}}, r"costs\.drafters\.good\.catch_up_s: must be seconds, 0 or more"),
-        ({"target": {"step_s": -1, "row_s": 0, "prefill_row_s": 0}}, r"costs\.target\.step_s: must be seconds"),
-        ({"target": asdict(SHEET.target) | {"joy_s": 1}}, r"costs\.target\.joy_s: is not a cost; remove it"),
+        ({"format": "other/1"}, r"costs\.format: .*'other/1' is none of outrider-trace-costs/1; record"),
+        ({"target": 3}, r"costs\.target: must be an object, not 3; record"),
+        (
+            {"drafters": {"good": {"drafting_s": 0.1}}},
+            r"costs\.drafters\.good\.catch_up_s: is missing; record",
+        ),
+        (
+            {"target": {"step_s": -1, "row_s": 0, "prefill_row_s": 0}},
+            r"costs\.target\.step_s: must be 0 or more, not -1; record",
+        ),
+        ({"target": asdict(SHEET.target) | {"joy_s": 1}}, r"costs\.target\.joy_s: is unknown; record the traces again"),
         ({"drafters": {}}, r"costs\.drafters: says nothing of 'good'; record the traces again"),
     ],
 )

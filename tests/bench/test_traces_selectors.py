@@ -12,25 +12,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from outrider.bench.benchmark.links import BenchLink
-from outrider.bench.benchmark.record import LinkRecord
+from outrider.bench.links import BenchLink, LinkRecord
+from outrider.bench.outputs import LINE_S, progress
 from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.replay import Policy, replay
 from outrider.bench.replay.selection import play, texts_of
 from outrider.bench.replay.traces import HitTrace, save_traces
-from outrider.bench.traces.aligned import Aligned
-from outrider.bench.traces.costs import CostSheet, DrafterCosts, TargetCosts, costs_path, save_costs
-from outrider.bench.traces.grid import WARM_UP_TOKENS
-from outrider.bench.traces.pool import Pool
-from outrider.bench.traces.pool_figures import DRAFTER, ORACLE, SELECTOR, PoolReplayed, Row
-from outrider.bench.traces.pool_plots import draw
-from outrider.bench.traces.pool_replay import arms_of
-from outrider.bench.traces.progress import LINE_S, shown
-from outrider.bench.traces.recording import Recording
-from outrider.bench.traces.rows import passages, row_names, variants_of
-from outrider.bench.traces.stages import Rounds
-from outrider.bench.traces.stream import Stream
-from outrider.bench.traces.tally import BEFORE, SETTLED_TOKENS
+from outrider.bench.traces.plots import draw_pool
+from outrider.bench.traces.pool import Pool, row_names, segments, variants_of
+from outrider.bench.traces.pool_results import BEFORE, DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, PoolReplayed, Row
+from outrider.bench.traces.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path, save_costs
+from outrider.bench.traces.replay import arms_of
+from outrider.bench.traces.stages import Aligned, RoundsStage, StreamStage
+from outrider.bench.traces.sweep import WARM_UP_TOKENS
 from outrider.deploy.cli import main
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.policies.selection import SELECTORS, FixedShare, Hedge, MetaSdUcb, RandomSelector
@@ -61,8 +55,8 @@ def link_of(rtt_ms: float = 20) -> BenchLink:
     return BenchLink(LinkShape.of(rtt_ms=rtt_ms), None, LinkRecord(rtt_ms))
 
 
-def stage_of(recording: Recording, link: BenchLink) -> Rounds:
-    return Rounds(arms_of(recording), link.shape_at, recording.costs.of("coder"), DRAFTS)
+def stage_of(recording: Recording, link: BenchLink) -> RoundsStage:
+    return RoundsStage(arms_of(recording), link.shape_at, recording.costs.of("coder"), DRAFTS)
 
 
 def pool_of(recording: Recording, selectors: str = "static,random,leader", seeds: int = 4) -> Pool:
@@ -96,27 +90,27 @@ def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, 
 def test_a_run_meets_every_prompt_of_its_row_once_in_an_order_by_chance_and_seeds_take_turns() -> None:
     variants = variants_of(texts_of(recording_of().traces))
     assert row_names(variants) == (*DOMAINS, "mix", "midway")
-    runs = [passages("mix", variants, seed) for seed in range(4)]
+    runs = [segments("mix", variants, seed) for seed in range(4)]
     for seed, run in enumerate(runs):
         assert {p.prompt for p in run} == {(d, f"p{i}") for d in DOMAINS for i in range(3)}
         assert len(run) == 9
         assert {p.text.tracks[0].trace.seed for p in run} == {1 + seed % 2}
-    assert runs[0][0].text == passages("mix", variants, 0)[0].text
+    assert runs[0][0].text == segments("mix", variants, 0)[0].text
     assert len({tuple(p.prompt for p in run) for run in runs}) == 4
-    assert {p.domains for p in passages("code", variants, 0)} == {("code",)}
+    assert {p.domains for p in segments("code", variants, 0)} == {("code",)}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_midway_every_text_begins_one_passage_and_ends_one_of_another_domain(seed) -> None:
+def test_midway_every_text_begins_one_segment_and_ends_one_of_another_domain(seed) -> None:
     variants = variants_of(texts_of(recording_of().traces))
-    alone = {p.prompt: p.text for p in passages("mix", variants, seed)}
-    run = passages("midway", variants, seed)
+    alone = {p.prompt: p.text for p in segments("mix", variants, seed)}
+    run = segments("midway", variants, seed)
     beginnings, endings = [], []
-    for passage in run:
-        before, after = passage.domains
-        assert passage.prompt[0] == before != after
-        assert passage.text.changes == (90,)
-        tokens = passage.text.tracks[1].trace.tokens
+    for segment in run:
+        before, after = segment.domains
+        assert segment.prompt[0] == before != after
+        assert segment.text.changes == (90,)
+        tokens = segment.text.tracks[1].trace.tokens
         beginnings.append(tokens[:90])
         endings.append(tokens[90:])
         assert tokens[90:] in {text.tracks[0].trace.tokens for (domain, _), text in alone.items() if domain == after}
@@ -150,9 +144,9 @@ def test_cloud_streaming_takes_the_link_once_and_a_step_a_token() -> None:
     recording = recording_of(1, 1)
     [text, *_] = texts_of(recording.traces)
     costs = Costs(step_s=0.01, row_s=0.002, commit_s=0.0005, cloud_event_s=0.001, edge_event_s=0.002)
-    stage = Rounds(arms_of(recording), link_of(50).shape_at, costs, DRAFTS)
+    stage = RoundsStage(arms_of(recording), link_of(50).shape_at, costs, DRAFTS)
     assert stage.cloud_s(text) == pytest.approx(0.05 + 0.003 + 90 * 0.0125)
-    paced = Rounds(arms_of(recording), link_of(50).shape_at, replace(costs, pace_s=0.1), DRAFTS)
+    paced = RoundsStage(arms_of(recording), link_of(50).shape_at, replace(costs, pace_s=0.1), DRAFTS)
     assert paced.cloud_s(text) == pytest.approx(0.05 + 0.003 + 90 * 0.1005)
 
 
@@ -243,23 +237,23 @@ def test_on_the_stream_a_drafter_alone_is_its_replay_and_turns_are_told_apart() 
     texts = texts_of(recording.traces)
     costs = [recording.costs.of(name, pace_s=0.03) for name in DRAFTERS]
     shape_at = link_of(60).shape_at
-    stage = Stream(costs, shape_at, Policy)
+    stage = StreamStage(costs, shape_at, Policy)
     outcomes = replay(
         [text.tracks[1].trace for text in texts], shape_at, costs[1], Policy(), warm_up_tokens=WARM_UP_TOKENS
     )
-    for course, outcome in zip(stage.alone(texts, 1), outcomes, strict=True):
-        assert course.at_s.tolist() == list(outcome.arrivals)
-        assert set(course.choices.tolist()) == {1}
+    for trajectory, outcome in zip(stage.alone(texts, 1), outcomes, strict=True):
+        assert trajectory.at_s.tolist() == list(outcome.arrivals)
+        assert set(trajectory.choices.tolist()) == {1}
     assert 90 * 0.03 < stage.cloud_s(texts[0]) < 90 * 0.04 + 0.1
-    mixed = stage.courses(texts, RandomSelector(2, np.random.default_rng(0)))
-    assert {int(arm) for course in mixed for arm in course.choices} == {0, 1}
-    assert [len(course.choices) for course in mixed] == [90] * 6
+    mixed = stage.trajectories(texts, RandomSelector(2, np.random.default_rng(0)))
+    assert {int(arm) for trajectory in mixed for arm in trajectory.choices} == {0, 1}
+    assert [len(trajectory.choices) for trajectory in mixed] == [90] * 6
     best = stage.best(texts)
     for one, alone in zip(best, zip(*(stage.alone(texts, arm) for arm in (0, 1)), strict=True), strict=True):
-        assert one.seconds == min(course.seconds for course in alone)
-    [text] = [passage.text for passage in passages("midway", variants_of(texts), 0) if passage.domains[0] == "code"][:1]
+        assert one.seconds == min(trajectory.seconds for trajectory in alone)
+    [text] = [segment.text for segment in segments("midway", variants_of(texts), 0) if segment.domains[0] == "code"][:1]
     [changed] = stage.best([text])
-    assert changed.seconds <= stage.courses([text], StaticSelector(0))[0].seconds
+    assert changed.seconds <= stage.trajectories([text], StaticSelector(0))[0].seconds
 
 
 def test_between_texts_every_drafter_is_told_of_as_many_tokens() -> None:
@@ -360,13 +354,13 @@ def test_the_pictures_are_of_every_link(rows, tmp_path) -> None:
     code, midway = rows["code"], rows["midway"]
     few = replace(midway, changes=tuple(change for change in midway.changes if change.domain == "code"))
     shown = (code, few, replace(code, link=LinkRecord(60.0, trace="lte-motion")))
-    draw(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown), tmp_path)
+    draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown), tmp_path)
     names = {f"{picture}-{link}.png" for picture in ("speedup", "regret") for link in ("20ms", "lte-motion")}
     names |= {"choices-20ms.png"}  # on the other link nothing changes
     assert {file.name for file in tmp_path.iterdir()} == names
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     with pytest.raises(ConfigError, match="plot: cannot write"):
-        draw(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown[-1:]), Path("/proc"))
+        draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown[-1:]), Path("/proc"))
 
 
 def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
@@ -384,8 +378,8 @@ def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
 
 def test_a_log_gets_a_line_now_and_then_and_none_of_short_work(monkeypatch, capsys) -> None:
     now = 0.0
-    monkeypatch.setattr("outrider.bench.traces.progress.time.monotonic", lambda: now)
-    with shown(Console(stderr=True, force_terminal=False), "replaying", 8) as advance:
+    monkeypatch.setattr("outrider.bench.outputs.time.monotonic", lambda: now)
+    with progress(Console(stderr=True, force_terminal=False), "replaying", 8) as advance:
         for _ in range(8):
             now += 0.4 * LINE_S
             advance()
@@ -393,7 +387,7 @@ def test_a_log_gets_a_line_now_and_then_and_none_of_short_work(monkeypatch, caps
 
 
 def test_on_a_terminal_there_is_a_bar(capsys) -> None:
-    with shown(Console(stderr=True, force_terminal=True), "replaying", 2) as advance:
+    with progress(Console(stderr=True, force_terminal=True), "replaying", 2) as advance:
         advance()
     assert "replaying" in capsys.readouterr().err
 

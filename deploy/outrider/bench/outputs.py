@@ -1,20 +1,27 @@
-"""Where results go, looked at before the work that makes them."""
+"""Where results go, checked before the work that makes them, and how far that work is."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
-from dataclasses import asdict
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console, RenderableType
+from rich.progress import Progress
 
+from outrider.bench.plot import check_drawing
+from outrider.bench.record import save
 from outrider.proto.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+LINE_S = 30.0  # between lines of progress in a log
+WIDTH = 100  # columns of tables
 
 Made = TypeVar("Made", bound="DataclassInstance")
 
@@ -24,36 +31,39 @@ def hand_out(
     make: Callable[[], Made],
     table: Callable[[Made], RenderableType],
     draw: Callable[[Made, Path], object],
+    *,
+    check_plot: Callable[[Path], None],
 ) -> None:
-    """Print what `make` gives as a table; write it to --json and draw it into --plot, where these are given.
+    """Print what `make` returns as a table; write it to --json and draw it into --plot, where these are given.
+
+    Args:
+        options: of the command, with `json` and `plot`.
+        make: does the work.
+        table: renders the result.
+        draw: draws the result into --plot.
+        check_plot: refuses a --plot into which nothing could be drawn.
 
     Raises:
-        ConfigError: before anything is made, that one of them cannot be written; afterwards, that it could not.
+        ConfigError: before anything is made, that an output cannot be written; afterwards, that it could not.
     """
     if options.json:
         check_file(options.json, "json")
     if options.plot:
-        check_pictures(options.plot, "plot")
+        check_drawing("plot")
+        check_plot(options.plot)
     made = make()
-    Console(width=100, highlight=False).print(table(made))
+    Console(width=WIDTH, highlight=False).print(table(made))
     if options.json:
-        _save(made, options.json)
+        save(made, options.json)
     if options.plot:
         draw(made, options.plot)
-
-
-def _save(made: DataclassInstance, path: Path) -> None:
-    try:
-        path.write_text(json.dumps(asdict(made), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", field="json") from error
 
 
 def check_file(path: Path, field: str) -> None:
     """Make the folder of `path`, and see that the file can be written; what it holds stays.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,27 +76,38 @@ def check_file(path: Path, field: str) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file", field=field) from error
 
 
-def check_drawing(field: str) -> None:
-    """See that pictures can be drawn.
+def check_plot_folder(folder: Path) -> None:
+    """Make the folder, and see that plots can be written into it.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: it cannot be written.
     """
-    try:
-        import matplotlib  # noqa: F401, ICN001 - only whether it is there
-    except ImportError as error:
-        raise ConfigError(f"needs {error.name}; pip install 'outrider[bench]', or leave it out", field=field) from error
-
-
-def check_pictures(folder: Path, field: str) -> None:
-    """Make the folder, and see that pictures can be drawn into it.
-
-    Raises:
-        ConfigError: it cannot be written, or matplotlib is not installed.
-    """
-    check_drawing(field)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make {folder}: {error.strerror}; name another folder", field=field) from error
-    check_file(folder / "speed.png", field)
+        raise ConfigError(f"cannot make {folder}: {error.strerror}; name another folder", field="plot") from error
+    check_file(folder / "speed.png", "plot")
+
+
+@contextmanager
+def progress(console: Console, doing: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on a terminal, or a line now and then in a log.
+
+    Yields:
+        what is to be called after each of `total` parts of the work.
+    """
+    if console.is_terminal:
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task(doing, total=total)
+            yield lambda: bar.advance(task)
+        return
+    done, said_at = itertools.count(1), time.monotonic()
+
+    def advance() -> None:
+        nonlocal said_at
+        part, now = next(done), time.monotonic()
+        if now - said_at >= LINE_S and part < total:
+            said_at = now
+            console.print(f"{doing}: {part} of {total}", style="dim")
+
+    yield advance

@@ -1,7 +1,7 @@
 """Text the target writes itself, continuing corpus prefixes: the text a drafter is judged on.
 
-A verifier's own engine writes it: paged KV cache, ragged batch, the system's noise. A share of the rows is greedy
-(T = 0), the others are sampled at T = 1; rows that end leave the batch.
+`TextWriter` writes it as a verifier would: paged KV cache, ragged batch, the system's noise. A share of the rows is
+greedy (T = 0), the others are sampled at T = 1; rows that end leave the batch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from outrider.cloud.kv_cache import SessionCache
-from outrider.cloud.sampling import Sampler, VerificationInput
-from outrider.cloud.target import Rows, Target
+from outrider.cloud.target import Target
+from outrider.cloud.text_writer import TextRequest, TextWriter
 from outrider.cloud.training.corpus import Documents, save_arrays
 from outrider.cloud.training.report import Reporter
 from outrider.proto.types import Sampling
 
 PAGE = 16  # positions a page of the KV cache
-PREFILL_TOKENS = 1024  # of prefixes in one pass
 
 
 @dataclass(frozen=True)
@@ -217,40 +215,16 @@ def continue_rows(
     Returns:
         for each row prefix and continuation (its end token included), int64 [length + written].
     """
+    requests = [
+        TextRequest(
+            tuple(prefix.tolist()),
+            Sampling(temperature=0.0 if greedy else 1.0, seed=int(seed), max_tokens=new_tokens),
+        )
+        for prefix, greedy, seed in zip(prefixes, is_greedy, seeds, strict=True)
+    ]
     with verifying(model, len(prefixes) * (prefixes.shape[1] + new_tokens + PAGE)) as target:
-        length = prefixes.shape[1]
-        rows = [
-            _Row(
-                prefix.tolist(),
-                Sampling(temperature=0.0 if greedy else 1.0, seed=int(seed), max_tokens=new_tokens),
-                target.pool.allocate(length + new_tokens),
-            )
-            for prefix, greedy, seed in zip(prefixes, is_greedy, seeds, strict=True)
-        ]
-        for first in range(0, len(rows), share := max(1, PREFILL_TOKENS // length)):
-            target.forward([Rows(row.cache, tuple(row.tokens[:-1]), 0) for row in rows[first : first + share]])
-        sampler, alive = Sampler(target.device), rows
-        for _ in range(new_tokens):
-            logits = target.forward([Rows(row.cache, (row.tokens[-1],), 1) for row in alive])
-            judged = [VerificationInput(row.sampling, row.tokens, length, ()) for row in alive]
-            for row, sampled in zip(alive, sampler.sample(logits, judged), strict=True):
-                row.tokens.append(sampled.tokens[0])
-            for row in alive:
-                if row.tokens[-1] == eos:
-                    target.pool.release(row.cache)
-            alive = [row for row in alive if row.tokens[-1] != eos]
-            if not alive:
-                break
-    return [np.array(row.tokens, dtype=np.int64) for row in rows]
-
-
-@dataclass(slots=True)
-class _Row:
-    """A text that grows."""
-
-    tokens: list[int]
-    sampling: Sampling
-    cache: SessionCache
+        texts = TextWriter(target, at_once=len(requests), eos_tokens={eos}).write(requests)
+    return [np.array(text.transcript, dtype=np.int64) for text in texts]
 
 
 @contextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,15 +12,25 @@ from pathlib import Path
 
 from rich.console import Console
 
-from outrider.bench.benchmark.figures import Bytes, library_run, replayed_run, run_of, step_fields, timeline_of
 from outrider.bench.benchmark.library import LibraryProcess, LibraryText, drafter_folder_of
-from outrider.bench.benchmark.links import BenchLink, links_of
 from outrider.bench.benchmark.measure import Measured, measure_text
-from outrider.bench.benchmark.record import Benchmark, Environment, Run, environment, save
-from outrider.bench.benchmark.replayed import costs_of, traces_of
+from outrider.bench.benchmark.record import Benchmark, Run
 from outrider.bench.benchmark.report import write_report
+from outrider.bench.benchmark.runs import (
+    Bytes,
+    costs_of,
+    library_run,
+    replayed_run,
+    run_of,
+    step_fields,
+    timeline_of,
+    traces_of,
+)
 from outrider.bench.benchmark.table import tables
 from outrider.bench.benchmark.verifier import VerifierProcess
+from outrider.bench.environment import Environment, environment
+from outrider.bench.links import BenchLink, links_of
+from outrider.bench.record import save
 from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.optimum import best_in_hindsight, best_synchronous, synchronous
 from outrider.bench.replay.replay import Policy, ShapeAt, replay
@@ -338,15 +346,11 @@ class Bench:
     def _environment(self, drafter: str, version: str | None) -> Environment:
         options = self._options
         return environment(
-            command=shlex.join(["outrider", *sys.argv[1:]]),
-            target=options.target,
-            dtype=options.dtype,
+            options,
             drafter=drafter,
             drafter_version=version,
             target_threads=options.target_threads or None,
             drafter_threads=options.drafter_threads,
             prompts=len(self._prompts),
-            max_tokens=options.max_tokens,
-            seed=options.seed,
             hf_drafter=str(options.hf_drafter) if options.hf_drafter else None,
         )

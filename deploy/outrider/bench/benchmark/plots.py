@@ -1,7 +1,6 @@
-"""A benchmark as pictures: PNG files by matplotlib, drawn without a display.
+"""A benchmark as plots: PNG files.
 
-The colours are those of Okabe and Ito, which stay apart for the colour-blind; every mode has the same one everywhere,
-and a line style of its own, so that nothing depends on colour alone.
+Every mode has the same colour everywhere, and a line style of its own, so that nothing depends on colour alone.
 """
 
 from __future__ import annotations
@@ -14,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.benchmark.record import LANES, MODES, LinkRecord, Run
-from outrider.bench.benchmark.table import Condition, by_link, fastest, link_name, link_parts
+from outrider.bench.benchmark.record import LANES, MODES, Run
+from outrider.bench.benchmark.table import Condition, by_link, fastest
+from outrider.bench.links import LinkRecord, link_name, link_parts
+from outrider.bench.plot import FAINT, INK, canvas, save_plot, styled
 from outrider.deploy.link.traces import LinkTrace, TracePoint, find_trace
 from outrider.proto.errors import ConfigError
 
-DPI = 150
 WIDTH_IN = 9.0
 PANELS = 3  # most beside each other
 COLOURS = {
@@ -45,29 +45,9 @@ TIMELINE_MODES = ("outrider", "sync", "cloud")
 COURSE_MODES = ("cloud", "sync", "outrider")
 COURSE_WINDOW_S = 0.5
 COURSE_STEP_S = 0.05
-INK, FAINT, UPLINK = "#222222", "#d9d9d9", "#b88600"
+UPLINK = "#b88600"
 LOG_FROM = 20.0  # a range of round-trip times wider than this gets a logarithmic axis
 LEAST_GAP_MS = 1.0  # tokens of one commit come at once; a logarithmic axis has no place for that
-STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#999999",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "grid.color": "#e8e8e8",
-    "grid.linewidth": 0.7,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    "lines.linewidth": 1.9,
-    "lines.markersize": 5,
-    "legend.frameon": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +60,19 @@ class Picture:
 
 
 def draw(condition: Condition, runs: Sequence[Run], folder: Path, stem: str) -> list[Picture]:
-    """Draw the pictures of one condition for which there are figures, as `folder/stem-….png`.
+    """Draw the plots of one condition for which something was measured, as `folder/stem-….png`.
 
     Tokens a second needs links that differ in their round-trip time alone; the others the fields that they show.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
-    except ImportError as error:
-        raise ConfigError(
-            f"plots need {error.name}; pip install 'outrider[bench]', or leave the report out", field="report"
-        ) from error
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     traced = by_link([run for run in runs if run.arrivals_s])
     drawings = [("speed", _speed), ("gaps", _gaps), ("timeline", _timeline), ("bytes", _bytes)]
     drawings += [(f"trace-{number}", partial(_course, link=link)) for number, link in enumerate(traced, 1)]
     pictures = []
-    with mpl.rc_context(STYLE):  # a bare Figure has the Agg canvas: no pyplot, no display, no global state
+    with styled():
         for kind, drawing in drawings:
-            figure = Figure(layout=ConstrainedLayoutEngine(wspace=0.05))
+            figure = canvas(layout=ConstrainedLayoutEngine(wspace=0.05))
             said = drawing(figure, runs)
             if said is None:
                 continue
@@ -110,7 +80,7 @@ def draw(condition: Condition, runs: Sequence[Run], folder: Path, stem: str) -> 
             figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", linespacing=1.5)
             figure.text(0.01, 1 - 0.36 / figure.get_figheight(), str(condition), va="top", fontsize=9, color="#555555")
             path = folder / f"{stem}-{kind}.png"
-            figure.savefig(path, dpi=DPI)
+            save_plot(figure, path, "report")
             pictures.append(Picture(path, title, caption))
     return pictures
 

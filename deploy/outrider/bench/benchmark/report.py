@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 
 from outrider.bench.benchmark.plots import Picture, draw
-from outrider.bench.benchmark.record import Benchmark, Environment, save
-from outrider.bench.benchmark.table import LEGEND, RATIO_LEGEND, Grid, by_condition, figures, ratios
+from outrider.bench.benchmark.record import Benchmark
+from outrider.bench.benchmark.table import LEGEND, RATIO_LEGEND, by_condition, grids
+from outrider.bench.environment import Environment
+from outrider.bench.plot import check_drawing
+from outrider.bench.record import save
+from outrider.bench.table import Grid
 from outrider.proto.errors import ConfigError
 
 PAGE = "index.html"
@@ -26,14 +30,14 @@ def write_report(benchmark: Benchmark, folder: Path) -> Path:
     """
     if not benchmark.runs:
         raise ConfigError("holds no run; there is nothing to report", field="runs")
+    check_drawing("report")
     sections = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number, (condition, runs) in enumerate(by_condition(benchmark).items(), 1):
-            grids = [grid for grid in (figures(condition, runs), ratios(condition, runs)) if grid is not None]
             pictures = draw(condition, runs, folder, f"condition-{number}")
-            sections.append(_section(str(condition), grids, pictures))
-        save(benchmark, folder / RECORD)
+            sections.append(_section(str(condition), grids(condition, runs), pictures))
+        save(benchmark, folder / RECORD, "report")
         (folder / PAGE).write_text(_page(benchmark.environment, sections), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {folder}: {error}", field="report") from error
@@ -85,7 +89,7 @@ def _section(title: str, grids: list[Grid], pictures: list[Picture]) -> str:
 
 def _table(grid: Grid) -> str:
     headings = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in grid.headings)
-    rows = "\n".join(_row(grid, index) for index in range(len(grid.rows)))
+    rows = "\n".join(_row(cells, starts=index == 0) for block in grid.blocks for index, cells in enumerate(block))
     note = f'<p class="note">{escape(grid.caption)}.</p>' if grid.caption else ""
     return (
         f'<h3>{escape(grid.title)}</h3>\n<div class="wide"><table>\n<thead><tr>{headings}</tr></thead>\n'
@@ -93,10 +97,9 @@ def _table(grid: Grid) -> str:
     )
 
 
-def _row(grid: Grid, index: int) -> str:
-    cells = grid.rows[index]
-    kinds = ("start" if index in grid.starts else "", "ours" if cells[1].startswith("outrider") else "")
-    kind = " ".join(kind for kind in kinds if kind)
+def _row(cells: Sequence[str], *, starts: bool) -> str:
+    """Return the row; `starts`: it is the first of its block."""
+    kind = " ".join(name for name, holds in (("start", starts), ("ours", cells[1].startswith("outrider"))) if holds)
     opening = f'<tr class="{kind}">' if kind else "<tr>"
     return opening + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 

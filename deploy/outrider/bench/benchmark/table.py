@@ -7,16 +7,14 @@ runs differ in their mode and in the link.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
-from outrider.bench.benchmark.record import MODES, Benchmark, LinkRecord, Run
+from outrider.bench.benchmark.record import MODES, Benchmark, Run
+from outrider.bench.links import LinkRecord, link_name, link_parts
+from outrider.bench.table import UNKNOWN, Grid, draw, number
 
-UNKNOWN = "-"
 LEGEND = (
     "tok/s: tokens a second, all sessions together; ratio: to cloud streaming over the same link; steps: of the "
     "target, a token; accept: chance that a draft is right, given those before it; ttft: time to the first token, gap: "
@@ -44,18 +42,6 @@ class Condition:
         sessions = "1 session" if self.sessions == 1 else f"{self.sessions} sessions"
         pace = f"target step at least {self.pace_ms:g} ms" if self.pace_ms else "target at its own speed"
         return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, pace, self.domain) if part)
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table before it is drawn: headings [c], rows [r][c] and what is said below. `starts` begin a new link."""
-
-    title: str
-    condition: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    starts: tuple[int, ...]
-    caption: str
 
 
 def by_condition(benchmark: Benchmark) -> dict[Condition, tuple[Run, ...]]:
@@ -86,24 +72,6 @@ def fastest(runs: Sequence[Run], mode: str) -> Run | None:
     return max(known, key=lambda run: run.tokens_per_second or 0.0, default=None)
 
 
-def link_name(link: LinkRecord) -> str:
-    """`30 ms`, and what else is not ideal: `30±5 ms 10/50 Mbit/s lte`, up before down."""
-    return " ".join(link_parts(link))
-
-
-def link_parts(link: LinkRecord) -> list[str]:
-    """The words of its name that belong together."""
-    jitter = f"±{link.jitter_ms:g}" if link.jitter_ms else ""
-    unlimited = link.up_mbit is None and link.down_mbit is None
-    up, down = (UNKNOWN if rate is None else f"{rate:g}" for rate in (link.up_mbit, link.down_mbit))
-    parts = (
-        f"{link.rtt_ms:g}{jitter} ms",
-        "" if unlimited else f"{up}/{down} Mbit/s",
-        link.trace or "",
-    )
-    return [part for part in parts if part]
-
-
 def _down_the_rows(link: LinkRecord, rows: int) -> list[str]:
     """[rows] the link's name, a part a row: a table has more height to spare than width."""
     parts = link_parts(link)
@@ -118,37 +86,33 @@ def mode_name(run: Run) -> str:
     return run.mode + length + goal + ("*" if run.replayed else "")
 
 
-def figures(condition: Condition, runs: Sequence[Run]) -> Grid:
-    """One row a run."""
-    rows: list[tuple[str, ...]] = []
-    starts: list[int] = []
+def results(condition: Condition, runs: Sequence[Run]) -> Grid:
+    """Return the table of all metrics: a row a run, a block a link."""
+    blocks = []
     for link, over_link in by_link(runs).items():
-        starts.append(len(rows))
         cloud, names = fastest(over_link, "cloud"), _down_the_rows(link, len(over_link))
-        for index, run in enumerate(over_link):
-            rows.append((names[index], *_row(run, cloud)))
-    caption = ". ".join(notes(condition, runs))
-    return Grid("Figures", str(condition), HEADINGS, tuple(rows), tuple(starts), caption)
+        blocks.append([(name, *_row(run, cloud)) for name, run in zip(names, over_link, strict=True)])
+    return Grid("Figures", HEADINGS, 2, blocks, ". ".join(notes(condition, runs)))
 
 
-def ratios(condition: Condition, runs: Sequence[Run]) -> Grid | None:
-    """One row a link and run of Outrider; None where there is no such run."""
-    rows: list[tuple[str, ...]] = []
-    starts: list[int] = []
+def ratios(runs: Sequence[Run]) -> Grid | None:
+    """Return a row a link and run of Outrider; None where there is no such run."""
+    blocks = []
     for link, over_link in by_link(runs).items():
-        ours = [run for run in over_link if run.mode == "outrider"]
         sync = fastest(over_link, "sync")
         against = (fastest(over_link, "cloud"), sync, fastest(over_link, "optimum"))
+        best = UNKNOWN if sync is None or sync.sync_length is None else str(sync.sync_length)
+        ours = [run for run in over_link if run.mode == "outrider"]
         if ours:
-            starts.append(len(rows))
-        for index, run in enumerate(ours):
-            values = (_ratio(run, other) for other in against)
-            best = UNKNOWN if sync is None or sync.sync_length is None else str(sync.sync_length)
-            rows.append((link_name(link) if index == 0 else "", mode_name(run), *values, best))
-    if not rows:
-        return None
+            names = (link_name(link), *[""] * (len(ours) - 1))
+            blocks.append(
+                [
+                    (name, mode_name(run), *(_ratio(run, other) for other in against), best)
+                    for name, run in zip(names, ours, strict=True)
+                ]
+            )
     headings = ("link", "mode", "/ cloud", "/ best sync", "/ optimum", "best sync length")
-    return Grid("Ratios", str(condition), headings, tuple(rows), tuple(starts), "")
+    return Grid("Ratios", headings, 2, blocks) if blocks else None
 
 
 def notes(condition: Condition, runs: Sequence[Run]) -> Iterator[str]:
@@ -163,40 +127,20 @@ def notes(condition: Condition, runs: Sequence[Run]) -> Iterator[str]:
         yield LIBRARY_LEGEND
 
 
-def grids(benchmark: Benchmark) -> list[Grid]:
-    """All tables, those of one condition after the other."""
-    found: list[Grid] = []
-    for condition, runs in by_condition(benchmark).items():
-        found.append(figures(condition, runs))
-        if (grid := ratios(condition, runs)) is not None:
-            found.append(grid)
-    return found
+def grids(condition: Condition, runs: Sequence[Run]) -> list[Grid]:
+    """Return the tables of one condition."""
+    found = (results(condition, runs), ratios(runs))
+    return [grid for grid in found if grid is not None]
 
 
 def tables(benchmark: Benchmark) -> Group:
-    """All tables for a terminal of 100 columns."""
-    return Group(*(_draw(grid) for grid in grids(benchmark)), Text(f"{LEGEND}. {RATIO_LEGEND}", style="dim"))
-
-
-def _draw(grid: Grid) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-        title=Text(f"{grid.title}: {grid.condition}"),
-        caption=Text(grid.caption),
-        caption_justify="left",
-        title_justify="left",
-    )
-    for index, heading in enumerate(grid.headings):
-        # Only the link's name may wrap: it is the one that can be long.
-        table.add_column(Text(heading), justify="left" if index < 2 else "right", no_wrap=index > 0, overflow="fold")
-    for index, row in enumerate(grid.rows):
-        if index in grid.starts and index:
-            table.add_section()
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+    """Return all tables for a terminal of 100 columns."""
+    found = [
+        replace(grid, title=f"{grid.title}: {condition}")
+        for condition, runs in by_condition(benchmark).items()
+        for grid in grids(condition, runs)
+    ]
+    return draw(found, f"{LEGEND}. {RATIO_LEGEND}")
 
 
 def _order(run: Run) -> tuple[object, ...]:
@@ -215,26 +159,22 @@ def _row(run: Run, cloud: Run | None) -> tuple[str, ...]:
     same = {True: "yes", False: "NO", None: UNKNOWN}[run.identical_to_cloud]
     return (
         mode_name(run),
-        _number(run.tokens_per_second, 1),
+        number(run.tokens_per_second, 1),
         _ratio(run, cloud),
-        _number(run.steps_per_token, 3),
-        _number(run.acceptance, 3),
+        number(run.steps_per_token, 3),
+        number(run.acceptance, 3),
         _milliseconds(run.ttft_ms_p50),
         _milliseconds(run.token_gap_ms_p50),
         _milliseconds(run.token_gap_ms_p99),
-        _number(run.uplink_bytes_per_token, 1),
-        _number(run.downlink_bytes_per_token, 1),
-        _number(run.overhead_ms_p50, 2),
+        number(run.uplink_bytes_per_token, 1),
+        number(run.downlink_bytes_per_token, 1),
+        number(run.overhead_ms_p50, 2),
         same,
     )
 
 
-def _number(value: float | None, digits: int) -> str:
-    return UNKNOWN if value is None else f"{value:.{digits}f}"
-
-
 def _milliseconds(value: float | None) -> str:
-    return _number(value, 0 if value is not None and value >= _EXACT_MS else 1)
+    return number(value, 0 if value is not None and value >= _EXACT_MS else 1)
 
 
 def _ratio(run: Run, other: Run | None) -> str:

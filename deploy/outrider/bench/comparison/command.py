@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,29 +13,23 @@ from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer
 
-from outrider.bench.benchmark.record import Environment, environment
-from outrider.bench.comparison.codes import SentCodes
-from outrider.bench.comparison.contenders import (
-    NO_CODES,
-    Contender,
-    Variant,
-    in_front,
-    load_contenders,
-    load_packages,
-    variants_of,
-)
-from outrider.bench.comparison.figures import Figures, Trial
-from outrider.bench.comparison.plot import check_plot, draw
-from outrider.bench.comparison.record import Comparison, DrafterRecord, save
-from outrider.bench.comparison.rounds import Rounds, synchronous_rounds
-from outrider.bench.comparison.steps import StepCost, step_costs
-from outrider.bench.comparison.table import tables
-from outrider.bench.comparison.texts import Text, Writer
+from outrider.bench.comparison.plots import check_plot, draw
+from outrider.bench.comparison.record import NO_CODES, Comparison, DrafterRecord, SteeringCost, Variant, in_front
+from outrider.bench.comparison.rounds import Rounds, SentVectors, synchronous_rounds
+from outrider.bench.comparison.steps import steering_costs
+from outrider.bench.comparison.summary import Summary, Trial
+from outrider.bench.comparison.tables import tables
+from outrider.bench.drafters import find_packages, load_drafters
+from outrider.bench.environment import Environment, environment
+from outrider.bench.outputs import hand_out
 from outrider.cloud.projections import load_projections
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Target, load_target
+from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.prompts import Prompt, choose_prompts
+from outrider.edge.drafters.packages import DrafterPackage
+from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Sampling, SteeringPrecision
 
@@ -44,29 +37,51 @@ _PRECISIONS = {"int8": SteeringPrecision.INT8, "float16": SteeringPrecision.FLOA
 
 
 def compare(options: argparse.Namespace) -> int:
-    """`outrider compare`."""
+    """Run `outrider compare`."""
     for name in ("temperature", "age", "precision"):
         _check_list(name, getattr(options, name))
-    if options.plot:
-        check_plot(options.plot)
+    hand_out(options, lambda: _compare(options), tables, draw, check_plot=check_plot)
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> Comparison:
     prompts = choose_prompts(options.prompts, options.per_domain)
-    packages = load_packages(options.package)
+    packages = find_packages(options.package, "package")
     if options.threads:
         torch.set_num_threads(options.threads)
     target = load_target(options.target, device=options.device, dtype=options.dtype)
-    contenders = load_contenders(packages, target.tokenizer_sha256)
-    comparison = _Comparing(options, target, contenders).of(prompts)
-    Console(width=100, highlight=False).print(tables(comparison))
-    if options.json:
-        save(comparison, options.json)
-    if options.plot:
-        draw(comparison, options.plot)
-    return 0
+    drafters = load_drafters(packages, target.tokenizer_sha256, "package")
+    contenders = [Contender(label, package, drafters[label]) for label, package in packages.items() if package]
+    return _Comparing(options, target, contenders).of(prompts)
 
 
 def _check_list(name: str, entries: Sequence[Any]) -> None:
     if not entries or len(set(entries)) != len(entries):
         raise ConfigError("must name something, and nothing twice", field=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A drafter that is compared: the label that it is shown under, its package, and itself."""
+
+    label: str
+    package: DrafterPackage
+    drafter: Drafter
+
+    @property
+    def projection(self) -> str | None:
+        """Id of the projection whose steering vectors it takes; None: it takes none."""
+        return None if self.package.steering is None else self.package.steering.projection
+
+    def variants(self, precisions: Sequence[str], ages: Sequence[int]) -> list[Variant]:
+        """Return all that it is compared as, by `precisions`, then by `ages`; one where it takes no vectors."""
+        if self.projection is None:
+            return [Variant(self.label)]
+        return [
+            Variant(self.label, precision, age)
+            for precision in precisions
+            for age in (ages if precision != NO_CODES else (None,))
+        ]
 
 
 class _Comparing:
@@ -80,10 +95,10 @@ class _Comparing:
         self._variants = {
             variant: contender
             for contender in contenders
-            for variant in variants_of(contender, options.precision, options.age)
+            for variant in contender.variants(options.precision, options.age)
         }
         self._projections = self._wanted_projections()
-        self._writer = Writer(target, self._projections, oldest=max(options.age))
+        self._writer = TextWriter(target, self._projections, oldest=max(options.age))
 
     def of(self, prompts: Sequence[Prompt]) -> Comparison:
         """The whole comparison."""
@@ -91,7 +106,7 @@ class _Comparing:
         tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
         encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
         trials = [self._trial(encoded, temperature) for temperature in options.temperature]
-        found = [Figures(trial, seed=options.seed) for trial in trials]
+        found = [Summary(trial, seed=options.seed) for trial in trials]
         shown = in_front(list(self._variants))
         last = next(variant for variant in shown if variant.drafter == self._contenders[-1].label)
         others = [variant for variant in shown if variant != last]
@@ -100,17 +115,17 @@ class _Comparing:
             drafts=options.drafts,
             drafters=tuple(map(_record_of, self._contenders)),
             variants=tuple(self._variants),
-            figures=tuple(figure for each in found for figure in each.figures()),
+            figures=tuple(result for each in found for result in each.results()),
             ratios=tuple(ratio for each in found for ratio in each.ratios(last, others)),
             mean_ratios=tuple(ratio for each in found for ratio in each.mean_ratios(last, others)),
             texts=tuple(text for each in found for text in each.texts()),
-            steps=tuple(self._steps(max(trials[0].texts, key=lambda text: text.tokens))),
+            steps=tuple(self._steps(max(trials[0].texts, key=len))),
         )
 
-    def _steps(self, text: Text) -> Iterator[StepCost]:
+    def _steps(self, text: WrittenText) -> Iterator[SteeringCost]:
         codes = SteeringCodes(self._target, self._projections)
         for projection in self._projections:
-            yield from step_costs(self._target, codes, projection, text)
+            yield from steering_costs(self._target, codes, projection, text)
 
     def _wanted_projections(self) -> dict[str, Projection]:
         """Those whose codes are wanted, by id."""
@@ -134,8 +149,8 @@ class _Comparing:
         options = self._options
         sampling = Sampling(temperature=temperature, seed=options.seed, max_tokens=options.max_tokens)
         began = time.monotonic()
-        texts = self._writer.write(encoded, sampling)
-        tokens = sum(text.tokens for text in texts)
+        texts = self._writer.write([TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded])
+        tokens = sum(len(text) for text in texts)
         seconds = time.monotonic() - began
         self._say(f"T = {temperature:g}: {len(texts)} texts of {tokens} tokens by the target in {seconds:.0f} s")
         rounds: dict[Variant, list[Rounds]] = {variant: [] for variant in self._variants}
@@ -143,9 +158,9 @@ class _Comparing:
         silent = not self._console.is_terminal
         for text in track(texts, "drafting", console=self._console, transient=True, disable=silent):
             for variant, contender in self._variants.items():  # in turn: a slow moment meets them all
-                codes = _codes_for(variant, contender, text)
+                vectors = _vectors_for(variant, contender, text)
                 rounds[variant].append(
-                    synchronous_rounds(contender.drafter, text, sampling, codes, drafts=options.drafts)
+                    synchronous_rounds(contender.drafter, text, sampling, vectors, drafts=options.drafts)
                 )
         self._say(
             f"T = {temperature:g}: {len(rounds)} drafters through them in {time.monotonic() - drafted_from:.0f} s"
@@ -155,26 +170,22 @@ class _Comparing:
     def _environment(self, prompts: int) -> Environment:
         options = self._options
         return environment(
-            command=shlex.join(["outrider", *sys.argv[1:]]),
-            target=options.target,
-            dtype=options.dtype,
+            options,
             drafter=", ".join(contender.label for contender in self._contenders),
             drafter_version=None,
             target_threads=options.threads or None,
             drafter_threads=1,
             prompts=prompts,
-            max_tokens=options.max_tokens,
-            seed=options.seed,
         )
 
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim")
 
 
-def _codes_for(variant: Variant, contender: Contender, text: Text) -> SentCodes | None:
+def _vectors_for(variant: Variant, contender: Contender, text: WrittenText) -> SentVectors | None:
     if contender.projection is None or variant.age is None:
         return None
-    return SentCodes(text.codes[contender.projection], _PRECISIONS[variant.codes], variant.age)
+    return SentVectors(text.vectors[contender.projection], _PRECISIONS[variant.codes], variant.age)
 
 
 def _record_of(contender: Contender) -> DrafterRecord:

@@ -1,19 +1,34 @@
-"""What a comparison found, as frozen dataclasses and as JSON."""
+"""What a comparison found."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from outrider.bench.benchmark.record import Environment
-from outrider.bench.comparison.contenders import NO_CODES, Variant
-from outrider.bench.comparison.steps import StepCost
-from outrider.proto.errors import ConfigError
+from pydantic.dataclasses import dataclass
+
+from outrider.bench.environment import Environment
+from outrider.bench.record import RECORD, Count, Metric
+from outrider.bench.statistics import Interval
+
+NO_CODES = "none"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=RECORD)
+class Variant:
+    """A drafter with steering vectors of one kind.
+
+    Attributes:
+        drafter: label of the drafter.
+        codes: how the vectors travel, `int8` or `float16`; `none`: it gets none.
+        age: positions that they are older than the freshest; None: it gets none.
+    """
+
+    drafter: str
+    codes: str = NO_CODES
+    age: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, config=RECORD)
 class DrafterRecord:
     """A drafter that was compared.
 
@@ -31,21 +46,13 @@ class DrafterRecord:
     name: str
     version: str
     precision: str
-    parameters: int
+    parameters: Count
     projection: str | None
-    rank: int | None
+    rank: Count | None
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The 95 % confidence interval of a figure."""
-
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
+@dataclass(frozen=True, slots=True, config=RECORD)
+class VariantResult:
     """One variant on one domain at one temperature.
 
     Attributes:
@@ -62,20 +69,20 @@ class Figure:
         next_ms: the same of the drafts after it.
     """
 
-    temperature: float
+    temperature: Metric
     domain: str | None
     variant: Variant
-    texts: int
-    tokens: int
-    steps: int
-    block_efficiency: float
+    texts: Count
+    tokens: Count
+    steps: Count
+    block_efficiency: Metric
     interval: Interval | None
-    acceptance: float | None
-    first_ms: float | None
-    next_ms: float | None
+    acceptance: Metric | None
+    first_ms: Metric | None
+    next_ms: Metric | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=RECORD)
 class Ratio:
     """The block efficiency of `variant` over that of `against`, on the same texts.
 
@@ -88,27 +95,47 @@ class Ratio:
         interval: of the ratio; None: a domain has but one prompt.
     """
 
-    temperature: float
+    temperature: Metric
     domain: str | None
     variant: Variant
     against: Variant
-    ratio: float
+    ratio: Metric
     interval: Interval | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=RECORD)
 class TextRecord:
     """One text: its prompt, its length, and the target steps that each variant needed, in the order of `variants`."""
 
-    temperature: float
+    temperature: Metric
     id: str
     domain: str
-    prompt_tokens: int
-    tokens: int
-    steps: tuple[int, ...]
+    prompt_tokens: Count
+    tokens: Count
+    steps: tuple[Count, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=RECORD)
+class SteeringCost:
+    """One session's step of the target, as it verifies some drafts; processor and memory as they are.
+
+    Attributes:
+        projection: of the steering vectors.
+        rows: that the target computes: the drafts and the token before them.
+        plain_ms: median of the steps without a vector.
+        ratio: median, over pairs of steps one after the other, of the one with a vector by the one without.
+        low, high: the ratio's quartiles.
+    """
+
+    projection: str
+    rows: Count
+    plain_ms: Metric
+    ratio: Metric
+    low: Metric
+    high: Metric
+
+
+@dataclass(frozen=True, slots=True, config=RECORD)
 class Comparison:
     """Everything.
 
@@ -125,14 +152,14 @@ class Comparison:
     """
 
     environment: Environment
-    drafts: int
+    drafts: Count
     drafters: tuple[DrafterRecord, ...]
     variants: tuple[Variant, ...]
-    figures: tuple[Figure, ...]
+    figures: tuple[VariantResult, ...]
     ratios: tuple[Ratio, ...]
     mean_ratios: tuple[Ratio, ...]
     texts: tuple[TextRecord, ...]
-    steps: tuple[StepCost, ...] = ()
+    steps: tuple[SteeringCost, ...] = ()
 
     @property
     def temperatures(self) -> tuple[float, ...]:
@@ -144,7 +171,7 @@ class Comparison:
         """In the order of the prompts, and None for all of them at last."""
         return tuple(dict.fromkeys(figure.domain for figure in self.figures))
 
-    def by_variant(self, temperature: float, domain: str | None) -> Mapping[Variant, Figure]:
+    def by_variant(self, temperature: float, domain: str | None) -> Mapping[Variant, VariantResult]:
         """The figures of one temperature and domain."""
         return {f.variant: f for f in self.figures if (f.temperature, f.domain) == (temperature, domain)}
 
@@ -155,15 +182,12 @@ class Comparison:
         return f"{variant.drafter} ({codes})" if several else variant.drafter
 
 
-def save(comparison: Comparison, path: Path) -> None:
-    """Write the JSON file.
+def ages_of(variants: Sequence[Variant]) -> list[int]:
+    """Return the ages that steering vectors come in, each once, in their order."""
+    return list(dict.fromkeys(variant.age for variant in variants if variant.age is not None))
 
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    text = json.dumps(asdict(comparison), indent=1, allow_nan=False) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", field="json") from error
+
+def in_front(variants: Sequence[Variant]) -> list[Variant]:
+    """Return those without vectors, and those whose vectors are of the first age: what is compared in detail."""
+    first = ages_of(variants)[:1]
+    return [variant for variant in variants if variant.age is None or variant.age in first]

@@ -6,7 +6,7 @@ beforehand, and a step of the target that judges `drafts` drafts commits those b
 text, and the text's next token. What is left to find out is what the drafter proposes. The real one is asked, by the
 same calls and after the same tokens as by an edge that waits for every commit:
 
-    truncate to what is right, steer by the commit's code, extend by the target's token, propose
+    truncate to what is right, steer by the commit's vector, extend by the target's token, propose
 
 Only what would follow a round's first wrong draft is left out, since it is truncated unseen. The steps counted are
 those of such a session, one for one, where the prompt is read in the step that judges the first drafts; a test holds
@@ -19,11 +19,30 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from outrider.bench.comparison.codes import SentCodes
-from outrider.bench.comparison.texts import Text
+import numpy as np
+
+from outrider.cloud.text_writer import SteeringVectors, WrittenText
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import Drafter
-from outrider.proto.types import Sampling
+from outrider.proto.steering import decode, encode
+from outrider.proto.types import Sampling, SteeringPrecision
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentVectors:
+    """Steering vectors as an edge gets them: rounded to what travels, and `age` positions older than the freshest."""
+
+    vectors: SteeringVectors
+    precision: SteeringPrecision
+    age: int
+
+    def after(self, length: int) -> np.ndarray | None:
+        """Return [rank] float32 for drafts after a transcript of `length` tokens; None: nothing is so old.
+
+        The freshest is of position `length` - 2: the last token is committed, but not processed yet.
+        """
+        vector = self.vectors.at(length - 2 - self.age)
+        return None if vector is None else decode(encode(vector, self.precision), len(vector))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +55,7 @@ class Rounds:
         accepted: drafts that agreed with the text.
         compared: drafts of which none before them in their round had missed; acceptance is accepted / compared.
         first_s: processor time of each round's first draft, seconds, with all that it takes to be ready for it: the
-            target's token, and the code. Of every round but the text's first, which reads the prompt.
+            target's token, and the vector. Of every round but the text's first, which reads the prompt.
         next_s: the same of the drafts after it.
     """
 
@@ -49,15 +68,15 @@ class Rounds:
 
 
 def synchronous_rounds(
-    drafter: Drafter, text: Text, sampling: Sampling, codes: SentCodes | None, *, drafts: int
+    drafter: Drafter, text: WrittenText, sampling: Sampling, vectors: SentVectors | None, *, drafts: int
 ) -> Rounds:
-    """Take `drafter` through `text`.
+    """Take `drafter` through `text`, and return what became of it.
 
     Args:
         drafter: that proposes.
         text: which the target wrote with `sampling`.
         sampling: its seed is that of the shared noise.
-        codes: that come with the commits; None: none do, and the drafter is never steered.
+        vectors: that come with the commits; None: none do, and the drafter is never steered.
         drafts: a round at most; fewer where the text may have no more tokens.
     """
     prompt, end = text.prompt_length, len(text.transcript)
@@ -67,27 +86,27 @@ def synchronous_rounds(
     state = drafter.open(ProposalRule(sampling, prompt_length=prompt))
     try:
         while known < end:
-            code = codes.after(known) if codes is not None else None
+            vector = vectors.after(known) if vectors is not None else None
             began = time.thread_time()  # the drafters compared compute in this thread alone
             state.truncate(right)
-            if codes is not None and steps:
-                state.steer(code, prompt)
+            if vectors is not None and steps:
+                state.steer(vector, prompt)
             state.extend(text.transcript[right:known])
-            hits = judged = 0
+            hits = verified = 0
             for token in text.transcript[known : known + min(drafts, prompt + text.limit - known - 1)]:
                 proposed = state.propose(1).tokens
                 if steps and proposed:
-                    (next_s if judged else first_s).append(time.thread_time() - began)
-                judged += len(proposed)
+                    (next_s if verified else first_s).append(time.thread_time() - began)
+                verified += len(proposed)
                 if proposed != (token,):
                     break
                 hits += 1
                 began = time.thread_time()
             accepted += hits
-            compared += judged
+            compared += verified
             steps += 1
             right = known + hits
             known = min(right + 1, end)
     finally:
         state.close()
-    return Rounds(text.tokens, steps, accepted, compared, tuple(first_s), tuple(next_s))
+    return Rounds(len(text), steps, accepted, compared, tuple(first_s), tuple(next_s))

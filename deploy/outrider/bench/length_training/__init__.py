@@ -4,5 +4,4 @@ command  reads traces, trains both networks, judges them, writes the file
 rows     what is learnt: inputs and outcomes, row by row
 fit      a network to rows
 judge    how well a network's chances hold on texts that it has not seen
-table    that, for a terminal
 """

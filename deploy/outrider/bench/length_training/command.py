@@ -12,9 +12,8 @@ import numpy as np
 from rich.console import Console
 
 from outrider.bench.length_training.fit import Fit
-from outrider.bench.length_training.judge import Verdict, judge
+from outrider.bench.length_training.judge import Verdict, judge, tables
 from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
-from outrider.bench.length_training.table import tables
 from outrider.bench.outputs import check_file
 from outrider.bench.replay.traces import HitTrace, load_traces
 from outrider.edge.policies.length import Trained, save_trained

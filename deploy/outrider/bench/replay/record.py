@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from outrider.bench.replay.traces import HitTrace
+from outrider.cloud.text_writer import TextRequest
 from outrider.deploy.prompts import Prompt
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal
@@ -17,7 +19,7 @@ Chances = Callable[[Sequence[int]], Sequence[float]]
 
 
 def record_trace(
-    prompt: Prompt,
+    prompt: Prompt | TextRequest,
     prompt_tokens: tuple[int, ...],
     tokens: tuple[int, ...],
     drafter: Drafter,
@@ -68,7 +70,7 @@ def read_prompt(state: DraftState, prompt_tokens: tuple[int, ...]) -> float:
 
 
 def trace_of(
-    prompt: Prompt,
+    prompt: Prompt | TextRequest,
     prompt_length: int,
     tokens: tuple[int, ...],
     drafter: Drafter,
@@ -109,3 +111,42 @@ def _agreement(foreseen: Proposal, chances: Chances) -> Iterable[float]:
 
 def _rounded(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(round(value, 4) for value in values)
+
+
+class PromptReaders:
+    """Drafters that have read a prompt once for all texts after it: a state each, until the last of these texts."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], requests: Sequence[TextRequest]) -> None:
+        self._drafters = drafters
+        self._to_come = Counter(request.prompt for request in requests)
+        self._states: dict[tuple[int, ...], dict[str, tuple[float, DraftState]]] = {}
+
+    def foresee(self, request: TextRequest, tokens: Sequence[int]) -> dict[str, tuple[float, Proposal]]:
+        """What each drafter, by name, gives to the prompt's end (`prompt_log_q`), and says in place of `tokens` [n].
+
+        To be asked once for every request.
+        """
+        rule = ProposalRule(request.sampling, prompt_length=len(request.prompt))
+        if request.prompt not in self._states:
+            self._states[request.prompt] = {name: self._behind(request, rule, name) for name in self._drafters}
+        found = {}
+        for name, (log_q, state) in self._states[request.prompt].items():
+            state.follow(rule)
+            state.truncate(len(request.prompt))
+            found[name] = log_q, state.foresee(tokens)
+        self._to_come[request.prompt] -= 1
+        if not self._to_come[request.prompt]:
+            for _, state in self._states.pop(request.prompt).values():
+                state.close()
+        return found
+
+    def close(self) -> None:
+        """Close what is left, where a run has ended early."""
+        for states in self._states.values():
+            for _, state in states.values():
+                state.close()
+        self._states.clear()
+
+    def _behind(self, request: TextRequest, rule: ProposalRule, name: str) -> tuple[float, DraftState]:
+        state = self._drafters[name].open(rule)
+        return read_prompt(state, request.prompt), state

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from outrider.bench.record import RECORD, Metric, from_json, read
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import MAX_TOKEN_ID
 
 LISTS = ("tokens", "hits", "confidence", "silent", "entropy", "certainty", "agreement")  # of an entry a token
-OPTIONAL_LISTS = LISTS[3:]  # which may be empty
+OPTIONAL_LISTS = LISTS[2:]  # which may be empty
 MEASURES = ("confidence", "entropy", "certainty", "agreement")  # which may be NaN
+
+
+def _nan_for_null(values: Any) -> Any:
+    return tuple(math.nan if value is None else value for value in values) if isinstance(values, list) else values
+
+
+def _below(most: float, what: str) -> AfterValidator:
+    """Return a validator of a number from 0 to `most`, or NaN."""
+
+    def check(value: float) -> float:
+        if value < 0 or value > most:
+            raise ValueError(f"must be {what} or null, not {value:g}")
+        return value
+
+    return AfterValidator(check)
+
+
+Chances = Annotated[tuple[Annotated[float, _below(1.0, "a probability")], ...], BeforeValidator(_nan_for_null)]
+Nats = Annotated[tuple[Annotated[float, _below(math.inf, "nats")], ...], BeforeValidator(_nan_for_null)]
 
 
 @dataclass(frozen=True, slots=True)
 class HitTrace:
-    """One text.
+    """One text of a target, and what one drafter would have said in place of each of its tokens.
 
     Attributes:
         id: of the prompt.
@@ -30,7 +52,7 @@ class HitTrace:
         prompt_tokens: length of the prompt.
         tokens: [n] the text, which is the target's own.
         hits: [n] whether the drafter proposes tokens[i] after prompt + tokens[:i].
-        confidence: [n] the drafter's probability of what it proposes there; NaN: it does not say.
+        confidence: [n] the drafter's probability of what it proposes there; NaN: it does not say; empty: nowhere.
         ended: whether the text ended by itself (EOS, its last token), not for its length.
         silent: [n] whether the drafter proposes nothing there; empty: nowhere.
         entropy: [n] of the drafter's processed distribution there, nats; NaN: it does not say; empty: not recorded.
@@ -44,26 +66,30 @@ class HitTrace:
         ConfigError: lists of unequal length, or a text that no run can have given; the field is named.
     """
 
+    __pydantic_config__ = RECORD
+
     id: str
     domain: str
     drafter: str
     drafter_version: str
-    temperature: float
+    temperature: Metric
     prompt_tokens: int
-    tokens: tuple[int, ...]
+    tokens: tuple[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)], ...]
     hits: tuple[bool, ...]
-    confidence: tuple[float, ...]
+    confidence: Chances = ()
     ended: bool = False
     silent: tuple[bool, ...] = ()
-    entropy: tuple[float, ...] = ()
-    certainty: tuple[float, ...] = ()
-    agreement: tuple[float, ...] = ()
+    entropy: Nats = ()
+    certainty: Chances = ()
+    agreement: Chances = ()
     seed: int = 0
-    prompt_log_q: float = math.nan
+    prompt_log_q: Annotated[float, Field(le=0)] = math.nan
 
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ConfigError("is empty", field="trace.tokens")
+        if not self.confidence:
+            object.__setattr__(self, "confidence", (math.nan,) * len(self.tokens))
         for name in LISTS:
             if len(getattr(self, name)) not in (len(self.tokens), *((0,) if name in OPTIONAL_LISTS else ())):
                 raise ConfigError("must hold one entry for each token", field=f"trace.{name}")
@@ -95,22 +121,17 @@ def save_traces(traces: Iterable[HitTrace], path: Path) -> None:
 
 
 def load_traces(path: Path) -> list[HitTrace]:
-    """What `save_traces` wrote.
+    """Return what `save_traces` wrote.
 
     Raises:
         ConfigError: the file cannot be read, or a line is no trace; line and field are named.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path}: {reason}", field="traces") from error
     traces = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read(path, "traces").splitlines(), 1):
         if not line.strip():
             continue
         try:
-            traces.append(_from_line(line))
+            traces.append(from_json(HitTrace, line, "traces", prefix="trace."))
         except ConfigError as error:
             where = f"line {number} of {path} is no hit trace"
             raise ConfigError(f"{where}: {error.message}", field=error.field) from error
@@ -129,74 +150,4 @@ def _to_line(trace: HitTrace) -> str:
     return json.dumps(values, separators=(",", ":"), allow_nan=False)
 
 
-def _from_line(line: str) -> HitTrace:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"it is not JSON: {error}", field="traces") from error
-    if not isinstance(values, dict):
-        raise ConfigError("it is not a JSON object", field="traces")
-    for name in sorted(values.keys() - set(_FIELDS)):
-        raise ConfigError("is not a field of a trace", field=f"trace.{name}")
-    for name in ("id", "domain", "drafter", "drafter_version", "temperature", "prompt_tokens", "tokens", "hits"):
-        if name not in values:
-            raise ConfigError("is missing", field=f"trace.{name}")
-    values.setdefault("confidence", [None] * len(values["tokens"]) if isinstance(values["tokens"], list) else [])
-    return HitTrace(**{name: _checked(name, value) for name, value in values.items()})
-
-
-def _checked(name: str, value: Any) -> Any:
-    """`value` as the field `name` wants it."""
-    if name in _ENTRIES:
-        what, is_entry = _ENTRIES[name]
-        if not isinstance(value, list) or not all(is_entry(entry) for entry in value):
-            raise ConfigError(f"must be a list of {what}", field=f"trace.{name}")
-        return tuple(math.nan if entry is None else entry for entry in value)
-    what, is_value = _VALUES[name]
-    if not is_value(value):
-        raise ConfigError(f"must be {what}", field=f"trace.{name}")
-    return value
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def _is_probability(value: Any) -> bool:
-    return value is None or (_is_number(value) and value <= 1)
-
-
 _FIELDS = tuple(entry.name for entry in fields(HitTrace))
-_Check = tuple[str, Callable[[Any], bool]]
-_VALUES: dict[str, _Check] = {
-    "id": ("a string", _is_text),
-    "domain": ("a string", _is_text),
-    "drafter": ("a string", _is_text),
-    "drafter_version": ("a string", _is_text),
-    "temperature": ("a number, 0 or more", _is_number),
-    "prompt_tokens": ("a whole number", _is_count),
-    "ended": ("true or false", _is_bool),
-    "seed": ("a whole number", _is_count),
-    "prompt_log_q": ("a number, 0 or less", lambda value: isinstance(value, int | float) and value <= 0),
-}
-_ENTRIES: dict[str, _Check] = {
-    "tokens": ("token ids", lambda value: _is_count(value) and 0 <= value < MAX_TOKEN_ID),
-    "hits": ("true or false", _is_bool),
-    "confidence": ("probabilities or null", _is_probability),
-    "silent": ("true or false", _is_bool),
-    "entropy": ("nats or null", lambda value: value is None or _is_number(value)),
-    "certainty": ("probabilities or null", _is_probability),
-    "agreement": ("probabilities or null", _is_probability),
-}

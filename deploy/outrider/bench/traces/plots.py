@@ -1,48 +1,54 @@
-"""A replayed grid as pictures: speed and window over the links by policy, speed over the links by drafter."""
+"""Replays as plots: speed and window over the links; speed-up, regret and choices of selectors of a pool."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from outrider.bench.benchmark.plots import DPI, STYLE
-from outrider.bench.benchmark.record import LinkRecord
-from outrider.bench.benchmark.table import link_parts
-from outrider.bench.comparison.plot import COLOURS
-from outrider.bench.traces.figures import Figure, Replayed
-from outrider.proto.errors import ConfigError
+from outrider.bench.links import LinkRecord, link_name, link_parts
+from outrider.bench.plot import COLOURS, GREY, HUES, INK, canvas, save_plot, styled
+from outrider.bench.traces.pool_results import (
+    AFTER,
+    BEFORE,
+    DRAFTER,
+    ORACLE,
+    SELECTOR,
+    Cell,
+    Change,
+    PoolReplayed,
+    Row,
+)
+from outrider.bench.traces.sweep import Replayed, WindowResult
 
 MARKERS = "os^Dv<>PX"
 PANEL_IN, HEIGHT_IN = 4.4, 4.2
 ACROSS = 3  # panels beside each other
-CLOUD: dict[str, Any] = {"color": COLOURS[0], "linestyle": "--", "label": "cloud streaming", "zorder": 4}
-SPEED, WISHED = "tokens per second", "unverified tokens wished for"
+CLOUD: dict[str, Any] = {"color": GREY, "linestyle": "--", "label": "cloud streaming", "zorder": 4}
+SPEED, WANTED = "tokens per second", "unverified tokens asked for"
+LINES = ("-", "--", ":")  # where there are more selectors than hues
+LOG_FROM = 10  # tokens, where a logarithmic axis begins
+WORSE = 4.0  # times the regret that is usual, which a panel of regret reaches up to
 
-Value = Callable[[Figure], float | None]
+Value = Callable[[WindowResult], float | None]
 
 
-def draw(replayed: Replayed, folder: Path) -> None:
+def draw_sweep(replayed: Replayed, folder: Path) -> None:
     """Draw `speed.png` and `window.png`, a panel a drafter, and `drafters.png`, a panel a window policy.
 
     Raises:
         ConfigError: a file cannot be written.
     """
-    import matplotlib as mpl
-
     policies, drafters = replayed.windows, replayed.drafters
-    with mpl.rc_context(STYLE):  # a bare figure has the Agg canvas: no pyplot, no display, no global state
-        pictures = {
+    with styled():
+        plots = {
             "speed": _panels(replayed, "drafter", drafters, policies, _by_window, _speed, SPEED),
-            "window": _panels(replayed, "drafter", drafters, policies, _by_window, _wished, WISHED),
+            "window": _panels(replayed, "drafter", drafters, policies, _by_window, _wanted, WANTED),
             "drafters": _panels(replayed, "window", policies, drafters, _by_drafter, _speed, SPEED),
         }
-        for name, canvas in pictures.items():
-            path = folder / f"{name}.png"
-            try:
-                canvas.savefig(path, dpi=DPI)
-            except OSError as error:
-                raise ConfigError(f"cannot write {path}: {error.strerror}", field="plot") from error
+        for name, drawn in plots.items():
+            save_plot(drawn, folder / f"{name}.png")
 
 
 def _by_window(drafter: str, window: str) -> tuple[str, str]:
@@ -53,12 +59,12 @@ def _by_drafter(window: str, drafter: str) -> tuple[str, str]:
     return drafter, window
 
 
-def _speed(figure: Figure) -> float | None:
-    return figure.tokens_per_second
+def _speed(result: WindowResult) -> float | None:
+    return result.tokens_per_second
 
 
-def _wished(figure: Figure) -> float | None:
-    return figure.window_mean
+def _wanted(result: WindowResult) -> float | None:
+    return result.window_mean
 
 
 def _panels(
@@ -73,24 +79,22 @@ def _panels(
     """A panel for each of `panels`, with a line for each of `lines`.
 
     Args:
-        replayed: whose figures are drawn.
+        replayed: whose results are drawn.
         word: what a panel's name is the name of.
         panels: drafters, or windows.
         lines: the other of both.
         key: which drafter and window the names of a panel and a line stand for.
-        value: of a figure, that is drawn.
+        value: of a result, that is drawn.
         what: that is, for the axis.
     """
-    from matplotlib.figure import Figure as Canvas
-
     across = min(ACROSS, len(panels))
     down = -(-len(panels) // across)
-    canvas = Canvas(figsize=(max(6.4, PANEL_IN * across), HEIGHT_IN * down), layout="constrained")
-    grid = canvas.subplots(down, across, sharey=True, squeeze=False).flat
+    drawn = canvas((max(6.4, PANEL_IN * across), HEIGHT_IN * down))
+    grid = drawn.subplots(down, across, sharey=True, squeeze=False).flat
     for axes, panel in zip(grid, panels, strict=False):
         for index, line in enumerate(lines):
-            points = [value(_figure(replayed, link, *key(panel, line))) for link in replayed.links]
-            style = {"color": COLOURS[1 + index % (len(COLOURS) - 1)], "marker": MARKERS[index % len(MARKERS)]}
+            points = [value(_result(replayed, link, *key(panel, line))) for link in replayed.links]
+            style = {"color": HUES[index % len(HUES)], "marker": MARKERS[index % len(MARKERS)]}
             axes.plot(range(len(points)), points, label=line, clip_on=False, zorder=3, **style)
         if value is _speed:
             cloud = [replayed.over(link)[0].tokens_per_second for link in replayed.links]
@@ -99,13 +103,141 @@ def _panels(
         axes.set_xticks(range(len(replayed.links)), ["\n".join(link_parts(link)) for link in replayed.links])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("link (round-trip time)")
-    for axes in list(canvas.axes)[len(panels) :]:
+    for axes in list(drawn.axes)[len(panels) :]:
         axes.remove()
-    canvas.axes[0].set_ylabel(what)
-    handles, labels = canvas.axes[0].get_legend_handles_labels()
-    canvas.legend(handles, labels, loc="outside upper left", ncols=4)
-    return canvas
+    drawn.axes[0].set_ylabel(what)
+    handles, labels = drawn.axes[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside upper left", ncols=4)
+    return drawn
 
 
-def _figure(replayed: Replayed, link: LinkRecord, drafter: str, window: str) -> Figure:
+def _result(replayed: Replayed, link: LinkRecord, drafter: str, window: str) -> WindowResult:
     return next(f for f in replayed.over(link) if (f.drafter, f.window) == (drafter, window))
+
+
+def draw_pool(replayed: PoolReplayed, folder: Path) -> None:
+    """Draw `speedup-LINK.png`, `regret-LINK.png` and, where domains change, `choices-LINK.png` for every link.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    with styled():
+        for link in replayed.links:
+            rows = replayed.over(link)
+            plots = {"speedup": _speed_up(rows), "regret": _regret(rows)}
+            if any(row.changes for row in rows):
+                plots["choices"] = _choices(rows, replayed.drafters)
+            for name, drawn in plots.items():
+                title = f"{drawn.get_suptitle()}, {link_name(link)}, {replayed.play}"
+                drawn.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+                save_plot(drawn, folder / f"{name}-{_slug(link)}.png")
+
+
+def _slug(link: LinkRecord) -> str:
+    """For a file's name."""
+    return "".join(letter if letter.isalnum() else "-" for letter in link.trace or f"{link.rtt_ms:g}ms")
+
+
+def _speed_up(rows: Sequence[Row]) -> Any:
+    """A panel a row of texts: a point and an interval for each drafter, selector and the oracle."""
+    names = [f"{name} alone" if kind == DRAFTER else name for kind, name in rows[0].columns]
+    drawn = canvas((1.6 + 1.7 * len(rows), 1.1 + 0.24 * len(names)))
+    drawn.suptitle("Speed-up over cloud streaming, with 95 % confidence intervals")
+    panels = drawn.subplots(1, len(rows), sharey=True, squeeze=False)[0]
+    for axes, row in zip(panels, rows, strict=True):
+        for place, cell in enumerate(row.cells):
+            colour = {DRAFTER: GREY, SELECTOR: HUES[0], ORACLE: HUES[1]}[cell.kind]
+            if cell.interval is not None:
+                axes.plot((cell.interval.low, cell.interval.high), (place, place), color=colour, linewidth=1.4)
+            axes.plot(cell.speed_up, place, marker="o", color=colour, zorder=4)
+        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
+        axes.axvline(row.of(ORACLE, ORACLE).speed_up, color=HUES[1], linewidth=0.8, linestyle=":")
+        axes.set_title(row.name or "all")
+        axes.grid(visible=False, axis="y")
+        axes.tick_params(axis="y", length=0)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    return drawn
+
+
+def _regret(rows: Sequence[Row]) -> Any:
+    """A line of two panels a row of texts: the same curves over tokens, and over their logarithm."""
+    drawn = canvas((9.0, 1.0 + 2.2 * len(rows)))
+    drawn.suptitle("Regret: seconds behind the oracle")
+    panels = drawn.subplots(len(rows), 2, sharey="row", squeeze=False)
+    for (linear, logarithmic), row in zip(panels, rows, strict=True):
+        for axes in (linear, logarithmic):
+            for name, cell, style in _lines(row):
+                axes.plot(row.positions, cell.regret_s, label=name, **style)
+            axes.axhline(0.0, color=INK, linewidth=0.6)
+        linear.set_title(row.name or "all")
+        linear.set_ylabel("seconds")
+        linear.set_ylim(*_shown(row))
+        linear.set_xlim(0, row.positions[-1])
+        logarithmic.set_xscale("log")
+        logarithmic.set_xlim(min(LOG_FROM, row.positions[-1] / 10), row.positions[-1])
+    panels[-1][0].set_xlabel("tokens since the beginning")
+    panels[-1][1].set_xlabel("the same, logarithmic")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower left", ncols=6)
+    return drawn
+
+
+def _shown(row: Row) -> tuple[float, float]:
+    """Least and most seconds: who does much worse than most leaves the panel, so that these can be told apart."""
+    curves = [cell.regret_s for _, cell, _ in _lines(row)]
+    most = max(map(max, curves))
+    usual = median(curve[-1] for curve in curves)
+    top = min(most, WORSE * usual) if usual > 0 else most
+    return min(map(min, curves)) - 0.05 * top, 1.05 * top or 1.0
+
+
+def _lines(row: Row) -> list[tuple[str, Cell, dict[str, Any]]]:
+    """Name, cell and style of each selector, and of the best drafter alone where drafters were played."""
+    selectors = [cell for cell in row.cells if cell.kind == SELECTOR]
+    found: list[tuple[str, Cell, dict[str, Any]]] = [
+        (cell.name, cell, {"color": HUES[i % len(HUES)], "linestyle": LINES[i // len(HUES) % len(LINES)]})
+        for i, cell in enumerate(selectors)
+    ]
+    alone = [cell for cell in row.cells if cell.kind == DRAFTER]
+    if alone:
+        best = max(alone, key=lambda cell: cell.speed_up)
+        found.append(("best drafter alone", best, {"color": INK, "linewidth": 1.2, "linestyle": "-."}))
+    return found
+
+
+def _choices(rows: Sequence[Row], drafters: Sequence[str]) -> Any:
+    """A line a selector, a column a domain: whose drafts, as stacked shares, around the change to that domain."""
+    changes = [change for row in rows for change in row.changes]
+    names = list(dict.fromkeys(change.name for change in changes))
+    domains = list(dict.fromkeys(change.domain for change in changes))
+    domains.sort(key=[row.name for row in rows if row.name in domains].index)
+    drawn = canvas((1.4 + 2.1 * len(domains), 1.2 + 0.95 * len(names)))
+    drawn.suptitle("Who drafts around a change of domain")
+    panels = drawn.subplots(len(names), len(domains), sharex=True, sharey=True, squeeze=False)
+    for change in changes:
+        axes = panels[names.index(change.name)][domains.index(change.domain)]
+        _stack(axes, change, drafters)
+    for axes, name in zip(panels[:, 0], names, strict=True):
+        axes.set_ylabel(name, rotation=0, ha="right", va="center")
+        axes.set_yticks([])
+    for axes in panels[:-1].flat:
+        axes.tick_params(axis="x", length=0)
+    for axes, domain in zip(panels[0], domains, strict=True):
+        axes.set_title(f"to {domain}")
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens after it")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="outside lower left", ncols=min(6, len(drafters)))
+    return drawn
+
+
+def _stack(axes: Any, change: Change, drafters: Sequence[str]) -> None:
+    positions = range(-BEFORE, AFTER)
+    shares = list(zip(*change.shares, strict=True))
+    colours: list[str] = [COLOURS[(1 + i) % len(COLOURS)] for i in range(len(drafters))]
+    axes.stackplot(positions, *shares, labels=drafters, colors=colours, linewidth=0)
+    axes.axvline(0, color=INK, linewidth=1.0)
+    axes.set_xlim(-BEFORE, AFTER - 1)
+    axes.set_ylim(0, 1)
+    axes.grid(visible=False)

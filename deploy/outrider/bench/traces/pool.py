@@ -2,24 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.bench.benchmark.links import BenchLink
-from outrider.bench.comparison.bootstrap import Bootstrap
-from outrider.bench.replay.selection import texts_of
-from outrider.bench.traces.pool_figures import DRAFTER, ORACLE, SELECTOR, Row
+from outrider.bench.links import BenchLink
+from outrider.bench.replay.selection import Text, joined, texts_of
+from outrider.bench.statistics import Bootstrap
+from outrider.bench.traces.pool_results import DRAFTER, ORACLE, SELECTOR, Accumulator, Row
 from outrider.bench.traces.recording import Recording
-from outrider.bench.traces.rows import MIDWAY, MIX, Passage, passages, row_names, variants_of
-from outrider.bench.traces.stages import Course, Stage
-from outrider.bench.traces.tally import Tally
+from outrider.bench.traces.stages import Segment, Stage, Trajectory
 from outrider.edge.policies.selection import selector_named
 from outrider.proto.errors import ConfigError
 
+MIX, MIDWAY = "mix", "midway"
 STATIC = "static"  # stands for every drafter alone
 NOTED = 60  # positions of a regret curve, at equal distances and once more at equal ratios
+
+
+Variants = Mapping[tuple[str, str], Sequence[Text]]  # of each prompt, by domain and id: its texts by seed
+
+
+def variants_of(texts: Sequence[Text]) -> Variants:
+    """Prompts in their order."""
+    found: dict[tuple[str, str], list[Text]] = {}
+    for text in texts:
+        trace = text.tracks[0].trace
+        found.setdefault((trace.domain, trace.id), []).append(text)
+    return found
+
+
+def row_names(variants: Variants) -> tuple[str, ...]:
+    """The domains; where there are several, their mix and `midway` too."""
+    domains = tuple(dict.fromkeys(domain for domain, _ in variants))
+    return (*domains, MIX, MIDWAY) if len(domains) > 1 else domains
+
+
+def segments(row: str, variants: Variants, seed: int) -> list[Segment]:
+    """What a selector meets in one run, in an order by chance: a text of each prompt of the row, by turns of the seed.
+
+    `midway` joins each prompt's text with one of another domain, which changes with the seed.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = [
+        Segment(texts[seed % len(texts)], prompt, (prompt[0],))
+        for prompt, texts in variants.items()
+        if row in (MIX, MIDWAY, prompt[0])
+    ]
+    shuffled = [chosen[i] for i in rng.permutation(len(chosen))]
+    return _midway(shuffled, row_names(variants)[:-2], seed) if row == MIDWAY else shuffled
+
+
+def _midway(segments: Sequence[Segment], domains: Sequence[str], seed: int) -> list[Segment]:
+    """Each begins one text, and goes on with one of the domain that is so many places further."""
+    further = 1 + seed % (len(domains) - 1)
+    after = {domain: domains[(i + further) % len(domains)] for i, domain in enumerate(domains)}
+    own = {domain: [segment for segment in segments if segment.domains == (domain,)] for domain in domains}
+    met = dict.fromkeys(domains, 0)
+    found = []
+    for segment in segments:
+        (domain,) = segment.domains
+        others = own[after[domain]]
+        other = others[met[domain] % len(others)]
+        met[domain] += 1
+        found.append(Segment(joined((segment.text, other.text)), segment.prompt, (domain, after[domain])))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +106,7 @@ class Pool:
         for link in self.links:
             stage = self.stage(link)
             for name in row_names(variants):
-                runs = [passages(name, variants, seed) for seed in range(self.seeds)]
+                runs = [segments(name, variants, seed) for seed in range(self.seeds)]
                 yield self._row(link, stage, name, runs, done)
 
     def _columns(self) -> list[tuple[str, str]]:
@@ -72,19 +120,19 @@ class Pool:
         link: BenchLink,
         stage: Stage,
         name: str,
-        runs: Sequence[Sequence[Passage]],
+        runs: Sequence[Sequence[Segment]],
         done: Callable[[], object],
     ) -> Row:
-        prompts = {prompt: index for index, prompt in enumerate(sorted(passage.prompt for passage in runs[0]))}
-        positions = _positions(min(sum(passage.text.tokens for passage in run) for run in runs))
-        tallies = {column: Tally(len(self.recording.traces), prompts, positions) for column in self._columns()}
+        prompts = {prompt: index for index, prompt in enumerate(sorted(segment.prompt for segment in runs[0]))}
+        positions = _positions(min(sum(segment.text.tokens for segment in run) for run in runs))
+        columns = {column: Accumulator(len(self.recording.traces), prompts, positions) for column in self._columns()}
         cloud_s = np.zeros(len(prompts))
         for seed, run in enumerate(runs):
-            for passage in run:
-                cloud_s[prompts[passage.prompt]] += stage.cloud_s(passage.text)
-            best = stage.best([passage.text for passage in run])
-            for column, tally in tallies.items():
-                tally.add(run, self._courses(stage, column, run, seed, best), best)
+            for segment in run:
+                cloud_s[prompts[segment.prompt]] += stage.cloud_s(segment.text)
+            best = stage.best([segment.text for segment in run])
+            for column, total in columns.items():
+                total.add(run, self._trajectories(stage, column, run, seed, best), best)
             done()
         resampled = Bootstrap([domain for domain, _ in prompts], seed=0)
         return Row(
@@ -92,20 +140,20 @@ class Pool:
             name,
             len(prompts),
             tuple(positions.tolist()),
-            tuple(tally.cell(*column, cloud_s, resampled) for column, tally in tallies.items()),
-            tuple(c for column, tally in tallies.items() if column[0] != DRAFTER for c in tally.changes(*column)),
+            tuple(total.cell(*column, cloud_s, resampled) for column, total in columns.items()),
+            tuple(c for column, total in columns.items() if column[0] != DRAFTER for c in total.changes(*column)),
         )
 
-    def _courses(
-        self, stage: Stage, column: tuple[str, str], run: Sequence[Passage], seed: int, best: list[Course]
-    ) -> list[Course]:
+    def _trajectories(
+        self, stage: Stage, column: tuple[str, str], run: Sequence[Segment], seed: int, best: list[Trajectory]
+    ) -> list[Trajectory]:
         kind, name = column
-        texts, drafters = [passage.text for passage in run], list(self.recording.traces)
+        texts, drafters = [segment.text for segment in run], list(self.recording.traces)
         if kind == ORACLE:
             return best
         if kind == DRAFTER:
             return stage.alone(texts, drafters.index(name))
-        return stage.courses(texts, selector_named(name)(len(drafters), np.random.default_rng(seed)))
+        return stage.trajectories(texts, selector_named(name)(len(drafters), np.random.default_rng(seed)))
 
 
 def _positions(tokens: int) -> np.ndarray:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -14,19 +12,15 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from outrider.bench.benchmark.record import environment
-from outrider.bench.comparison.texts import Text, Wish, Writer, Written
-from outrider.bench.outputs import check_file
-from outrider.bench.replay.record import trace_of
+from outrider.bench.drafters import Packages, find_packages, load_drafters
+from outrider.bench.environment import environment
+from outrider.bench.outputs import check_file, progress
+from outrider.bench.replay.record import PromptReaders, trace_of
 from outrider.bench.replay.traces import HitTrace, save_traces
-from outrider.bench.traces.chances import TargetChances
-from outrider.bench.traces.costs import CostSheet, DrafterCosts, costs_path, save_costs
-from outrider.bench.traces.drafter_probe import DrafterProbe
-from outrider.bench.traces.drafters import Packages, find_drafters, load_drafters
-from outrider.bench.traces.progress import shown
-from outrider.bench.traces.readers import PromptReaders
-from outrider.bench.traces.target_probe import TargetProbe
+from outrider.bench.traces.probes import DrafterProbe, TargetChances, TargetProbe
+from outrider.bench.traces.recording import CostSheet, DrafterCosts, costs_path, save_costs
 from outrider.cloud.target import Target, load_target
+from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.errors import ConfigError
@@ -41,13 +35,13 @@ def record(options: argparse.Namespace) -> int:
     sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=options.max_tokens)
     seeds = _seeds(options)
     prompts = choose_prompts(options.prompts, options.per_domain)
-    packages = find_drafters(options.drafter)
+    packages = find_packages(options.drafter, "drafter", ngram=True)
     check_file(options.output, "output")
     check_file(costs_file, "output")
     if options.threads:
         torch.set_num_threads(options.threads)
     target = load_target(options.target, device=options.device, dtype=options.dtype)
-    recorder = Recorder(target, load_drafters(packages, target.tokenizer_sha256), sampling, seeds)
+    recorder = Recorder(target, load_drafters(packages, target.tokenizer_sha256, "drafter"), sampling, seeds)
     traces, sheet = recorder.record(prompts)
     sheet = replace(sheet, environment=_environment(options, packages, len(prompts)))
     try:
@@ -73,7 +67,7 @@ class Recorder:
 
     def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
         """One trace for every prompt, seed and drafter, prompt by prompt, and what the machines took."""
-        texts, traces = self._traces(self._wishes(prompts))
+        texts, traces = self._traces(self._requests(prompts))
         target_costs = TargetProbe(self._target, self._samplings[0]).costs(texts)
         self._say(f"a step takes {target_costs.step_s * 1e3:.1f} ms + {target_costs.row_s * 1e3:.2f} ms a row")
         sheet = CostSheet(target_costs, self._drafter_costs(texts))
@@ -83,42 +77,41 @@ class Recorder:
             self._say(f"{name}: hits {hits:.1%} of all positions, {costs.drafting_s * 1e3:.2f} ms a token")
         return traces, sheet
 
-    def _wishes(self, prompts: Sequence[Prompt]) -> list[Wish]:
-        """Prompt by prompt."""
+    def _requests(self, prompts: Sequence[Prompt]) -> list[TextRequest]:
+        """Return the texts to write, prompt by prompt."""
         tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
         encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
-        return [Wish(prompt, tokens, sampling) for prompt, tokens in encoded for sampling in self._samplings]
+        return [TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded for sampling in self._samplings]
 
-    def _traces(self, wishes: Sequence[Wish]) -> tuple[list[Text], list[HitTrace]]:
-        """The texts, and the traces on them, in the order of the wishes."""
-        self._say(f"the target writes {len(wishes)} texts")
+    def _traces(self, requests: Sequence[TextRequest]) -> tuple[list[WrittenText], list[HitTrace]]:
+        """Return the texts, and the traces on them, in the order of the requests."""
+        self._say(f"the target writes {len(requests)} texts")
         began = time.monotonic()
-        found: dict[Wish, tuple[Text, list[HitTrace]]] = {}
+        found: dict[TextRequest, tuple[WrittenText, list[HitTrace]]] = {}
         with (
-            closing(PromptReaders(self._drafters, wishes)) as readers,
-            shown(self._console, "writing and recording", len(wishes)) as advance,
+            closing(PromptReaders(self._drafters, requests)) as readers,
+            progress(self._console, "writing and recording", len(requests)) as advance,
         ):
-            for written in Writer(self._target, {}, oldest=0).stream(wishes):
-                found[written.wish] = written.text, self._on(written, readers)
+            for text in TextWriter(self._target).stream(requests):
+                found[text.request] = replace(text, logits=None), self._on(text, readers)
                 advance()
-        texts = [found[wish][0] for wish in wishes]
-        tokens, seconds = sum(text.tokens for text in texts), time.monotonic() - began
+        texts = [found[request][0] for request in requests]
+        tokens, seconds = sum(len(text) for text in texts), time.monotonic() - began
         self._say(f"{tokens} tokens, and what every drafter says, in {seconds:.0f} s: {tokens / seconds:.0f} a second")
-        return texts, [trace for wish in wishes for trace in found[wish][1]]
+        return texts, [trace for request in requests for trace in found[request][1]]
 
-    def _on(self, written: Written, readers: PromptReaders) -> list[HitTrace]:
-        """What each drafter would have said."""
-        text, wish, chances = written.text, written.wish, TargetChances(written)
-        tokens = text.transcript[text.prompt_length :]
+    def _on(self, text: WrittenText, readers: PromptReaders) -> list[HitTrace]:
+        """Return what each drafter would have said in place of the text's tokens."""
+        request, tokens, chances = text.request, text.tokens, TargetChances(text)
         ended = tokens[-1] in self._target.eos_tokens
-        foreseen = readers.foresee(wish, tokens)
+        foreseen = readers.foresee(request, tokens)
         found = {
             name: trace_of(
-                text.prompt,
+                request,
                 text.prompt_length,
                 tokens,
                 drafter,
-                wish.sampling,
+                request.sampling,
                 foreseen[name][1],
                 prompt_log_q=foreseen[name][0],
                 chances=chances.of,
@@ -128,7 +121,7 @@ class Recorder:
         }
         return [replace(trace, drafter=name) for name, trace in found.items()]
 
-    def _drafter_costs(self, texts: Sequence[Text]) -> dict[str, DrafterCosts]:
+    def _drafter_costs(self, texts: Sequence[WrittenText]) -> dict[str, DrafterCosts]:
         """By trying each after some of the prompts."""
         probes = {name: DrafterProbe(drafter, self._samplings[0]) for name, drafter in self._drafters.items()}
         for text in texts[:: -(-len(texts) // PROBED_TEXTS)]:
@@ -150,15 +143,11 @@ def _environment(options: argparse.Namespace, packages: Packages, prompts: int) 
     versions = [package.version if package is not None else "-" for package in packages.values()]
     return asdict(
         environment(
-            command=shlex.join(["outrider", *sys.argv[1:]]),
-            target=options.target,
-            dtype=options.dtype,
+            options,
             drafter=", ".join(packages),
             drafter_version=", ".join(versions),
             target_threads=options.threads or None,
             drafter_threads=1,
             prompts=prompts,
-            max_tokens=options.max_tokens,
-            seed=options.seed,
         )
     )

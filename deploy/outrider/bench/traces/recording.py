@@ -1,14 +1,90 @@
-"""Traces and costs of one file, checked against each other."""
+"""What `outrider traces record` wrote: traces, and beside `FILE.jsonl` in `FILE.costs.json` what the machines took."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic.dataclasses import dataclass as record_dataclass
+
+from outrider.bench.record import RECORD, Metric, from_json, one_of, read, to_json
+from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.traces import HitTrace, load_traces
-from outrider.bench.traces.costs import CostSheet, costs_path, load_costs
 from outrider.proto.errors import ConfigError
+
+FORMAT = "outrider-trace-costs/1"
+SUFFIX = ".jsonl"
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class TargetCosts:
+    """Seconds: of a step beside its rows, of each row, of each row of a prompt."""
+
+    step_s: Metric
+    row_s: Metric
+    prefill_row_s: Metric
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class DrafterCosts:
+    """Seconds: of a token that the drafter drafts, of one that it reads."""
+
+    drafting_s: Metric
+    catch_up_s: Metric
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class CostSheet:
+    """All of a recording.
+
+    Attributes:
+        target: that wrote the texts.
+        drafters: by the names that the traces call them.
+        environment: on what and by which command it was recorded; for people.
+        format: of the file.
+    """
+
+    target: TargetCosts
+    drafters: Mapping[str, DrafterCosts]
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    format: Annotated[str, one_of(FORMAT)] = FORMAT
+
+    def of(self, drafter: str, *, pace_s: float = 0.0) -> Costs:
+        """For a replay; what only a network shows is as in `Costs`.
+
+        Args:
+            drafter: that drafts.
+            pace_s: a step takes at least so long.
+        """
+        return Costs(pace_s=pace_s, **asdict(self.target), **asdict(self.drafters[drafter]))
+
+
+def costs_path(traces: Path, field_name: str) -> Path:
+    """Where the costs of these traces are.
+
+    Raises:
+        ConfigError: the name that `field_name` gives does not end in .jsonl.
+    """
+    if traces.suffix != SUFFIX:
+        raise ConfigError(f"{traces} does not end in {SUFFIX}; call it {traces.stem}{SUFFIX}", field=field_name)
+    return traces.with_suffix(".costs.json")
+
+
+def save_costs(sheet: CostSheet, path: Path) -> None:
+    """Write the JSON file; OSError where that fails."""
+    path.write_text(to_json(sheet), encoding="utf-8")
+
+
+def load_costs(path: Path) -> CostSheet:
+    """Return what `save_costs` wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, or a field is missing, unknown or wrong; the field is named.
+    """
+    text = read(path, "costs", origin=", which `outrider traces record` writes beside the traces")
+    return from_json(CostSheet, text, "costs", prefix="costs.", remedy="record the traces again")
 
 
 @dataclass(frozen=True, slots=True)

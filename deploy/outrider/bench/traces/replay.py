@@ -3,67 +3,87 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
 from rich.console import Console
 
-from outrider.bench.benchmark.links import BenchLink, links_of
-from outrider.bench.outputs import hand_out
-from outrider.bench.traces.figures import Figure, Replayed
-from outrider.bench.traces.grid import Grid
-from outrider.bench.traces.plots import draw
-from outrider.bench.traces.pool_replay import replay_pool
-from outrider.bench.traces.progress import shown
-from outrider.bench.traces.recording import load_recording
-from outrider.bench.traces.table import tables
-from outrider.bench.traces.windows import policy_of
+from outrider.bench.environment import command_line
+from outrider.bench.links import BenchLink, links_of
+from outrider.bench.outputs import check_plot_folder, hand_out, progress
+from outrider.bench.traces.plots import draw_pool, draw_sweep
+from outrider.bench.traces.pool import STATIC, Pool
+from outrider.bench.traces.pool_results import PoolReplayed, Row
+from outrider.bench.traces.recording import Recording, load_recording
+from outrider.bench.traces.stages import RoundsStage, Stage, StreamStage
+from outrider.bench.traces.sweep import Replayed, Sweep, WindowResult, policy_of
+from outrider.bench.traces.tables import pool_tables, sweep_tables
 from outrider.deploy.options import check_once
+from outrider.edge.policies.selection import selector_named
 from outrider.proto.errors import ConfigError
+from outrider.proto.policy.selection import Arm
 from outrider.proto.types import Goal
+
+ROUNDS, STREAM = "rounds", "stream"
 
 
 def replay(options: argparse.Namespace) -> int:
-    """`outrider traces replay`."""
+    """Run `outrider traces replay`."""
     recording, links = load_recording(options.traces).only(options.drafter), _links(options)
     if options.selector:
-        return replay_pool(options, recording, links)
-    grid = Grid(
-        recording,
-        links,
-        _windows(options.window),
-        Goal[options.goal.upper()],
-        options.pace / 1e3,
-        options.seed,
-    )
-
-    def replayed() -> Replayed:
-        return Replayed(
-            command=shlex.join(["outrider", *sys.argv[1:]]),
-            goal=options.goal,
-            pace_ms=options.pace,
-            seed=options.seed,
-            costs=asdict(grid.recording.costs),
-            figures=_figures(grid),
-        )
-
-    hand_out(options, replayed, tables, draw)
+        _replay_pool(options, recording, links)
+    else:
+        _replay_windows(options, recording, links)
     return 0
 
 
-def _figures(grid: Grid) -> tuple[Figure, ...]:
+def _replay_windows(options: argparse.Namespace, recording: Recording, links: Sequence[BenchLink]) -> None:
+    goal = Goal[options.goal.upper()]
+    sweep = Sweep(recording, links, _windows(options.window), goal, options.pace / 1e3, options.seed)
+
+    def replayed() -> Replayed:
+        return Replayed(
+            command=command_line(),
+            goal=options.goal,
+            pace_ms=options.pace,
+            seed=options.seed,
+            costs=asdict(recording.costs),
+            figures=_results(sweep),
+        )
+
+    hand_out(options, replayed, sweep_tables, draw_sweep, check_plot=check_plot_folder)
+
+
+def _replay_pool(options: argparse.Namespace, recording: Recording, links: Sequence[BenchLink]) -> None:
+    stages = {ROUNDS: _rounds, STREAM: _stream}
+    pool = Pool(recording, links, _selectors(options.selector), stages[options.play](options, recording), options.seeds)
+
+    def replayed() -> PoolReplayed:
+        return PoolReplayed(
+            command=command_line(),
+            play=options.play,
+            drafts=options.rounds,
+            seeds=options.seeds,
+            pace_ms=options.pace,
+            drafters=tuple(recording.traces),
+            costs=asdict(recording.costs),
+            rows=_rows(pool),
+        )
+
+    hand_out(options, replayed, pool_tables, draw_pool, check_plot=check_plot_folder)
+
+
+def _results(sweep: Sweep) -> tuple[WindowResult, ...]:
     console, began = Console(stderr=True, highlight=False), time.monotonic()
-    figures: list[Figure] = []
-    with shown(console, "replaying", len(grid)) as advance:
-        for cell in grid.cells():
-            figures += cell
+    results: list[WindowResult] = []
+    with progress(console, "replaying", len(sweep)) as advance:
+        for cell in sweep.cells():
+            results += cell
             advance()
-    texts, seconds = len(grid.recording.texts), time.monotonic() - began
-    console.print(f"{len(grid)} replays of {texts} texts in {seconds:.1f} s", style="dim")
-    return tuple(figures)
+    texts, seconds = len(sweep.recording.texts), time.monotonic() - began
+    console.print(f"{len(sweep)} replays of {texts} texts in {seconds:.1f} s", style="dim")
+    return tuple(results)
 
 
 def _links(options: argparse.Namespace) -> list[BenchLink]:
@@ -83,4 +103,39 @@ def _windows(names: Sequence[str]) -> Sequence[str]:
     for name in names:
         policy_of(name)
     check_once(names, "window")
+    return names
+
+
+def _rounds(options: argparse.Namespace, recording: Recording) -> Callable[[BenchLink], Stage]:
+    costs = recording.costs.of(next(iter(recording.traces)), pace_s=options.pace / 1e3)
+    return lambda link: RoundsStage(arms_of(recording), link.shape_at, costs, options.rounds)
+
+
+def _stream(options: argparse.Namespace, recording: Recording) -> Callable[[BenchLink], Stage]:
+    costs = [recording.costs.of(name, pace_s=options.pace / 1e3) for name in recording.traces]
+    if not options.window:
+        raise ConfigError("names no policy; name adaptive, or some N", field="window")
+    name, goal = options.window[0], Goal[options.goal.upper()]
+    policy_of(name)
+    return lambda link: StreamStage(costs, link.shape_at, lambda: replace(policy_of(name), goal=goal), options.seed)
+
+
+def arms_of(recording: Recording) -> list[Arm]:
+    """The drafters, at what they were measured to cost."""
+    return [Arm(name, **asdict(recording.costs.drafters[name])) for name in recording.traces]
+
+
+def _rows(pool: Pool) -> tuple[Row, ...]:
+    console, began = Console(stderr=True, highlight=False), time.monotonic()
+    with progress(console, "replaying", len(pool)) as advance:
+        rows = tuple(pool.rows(advance))
+    console.print(f"{len(pool)} runs of every selector in {time.monotonic() - began:.1f} s", style="dim")
+    return rows
+
+
+def _selectors(names: Sequence[str]) -> Sequence[str]:
+    for name in names:
+        if name != STATIC:
+            selector_named(name)
+    check_once(names, "selector")
     return names

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
 from outrider.bench.replay.costs import Costs
+from outrider.bench.replay.replay import Outcome, Policy, Rival, replay
 from outrider.bench.replay.selection import Text, in_hindsight, play
 from outrider.bench.replay.wire import ShapeAt
-from outrider.proto.policy.selection import Arm, Selector, StaticSelector
+from outrider.bench.traces.sweep import WARM_UP_TOKENS
+from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Course:
+class Segment:
+    """A text on its way.
+
+    Attributes:
+        text: with every drafter's track.
+        prompt: domain and id of the prompt at its beginning.
+        domains: of its stretches.
+    """
+
+    text: Text
+    prompt: tuple[str, str]
+    domains: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
     """One text with one selector.
 
     Attributes:
@@ -36,33 +54,33 @@ class Course:
         return [float(seconds) for seconds in self.at_s]
 
 
-def in_seconds(course: Course) -> float:
+def in_seconds(trajectory: Trajectory) -> float:
     """What the best of several has least of."""
-    return course.seconds
+    return trajectory.seconds
 
 
 class Stage(Protocol):
     """A link with machines at both ends."""
 
     def cloud_s(self, text: Text) -> float:
-        """Seconds of cloud streaming, measured as `Course.seconds` is."""
+        """Seconds of cloud streaming, measured as `Trajectory.seconds` is."""
         ...
 
-    def alone(self, texts: Sequence[Text], arm: int) -> list[Course]:
+    def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
         """The texts one after the other with one drafter."""
         ...
 
-    def courses(self, texts: Sequence[Text], selector: Selector) -> list[Course]:
+    def trajectories(self, texts: Sequence[Text], selector: Selector) -> list[Trajectory]:
         """The texts one after the other; the selector keeps what it has learned."""
         ...
 
-    def best(self, texts: Sequence[Text]) -> list[Course]:
+    def best(self, texts: Sequence[Text]) -> list[Trajectory]:
         """In hindsight: on each stretch between changes of domain the drafter that is the fastest there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class RoundsStage:
     """Synchronous rounds, MetaSD's own setting (arXiv 2604.05417): draft, wait for the verdict, begin again.
 
     Attributes:
@@ -76,39 +94,162 @@ class Rounds:
     shape_at: ShapeAt
     costs: Costs
     drafts: int
-    _known: dict[tuple[object, ...], Course] = field(init=False, default_factory=dict)  # of one drafter on one text
+    _known: dict[tuple[object, ...], Trajectory] = field(init=False, default_factory=dict)  # of one drafter on one text
 
     def cloud_s(self, text: Text) -> float:
         """A step a token, and the link once."""
         events_s = self.costs.cloud_event_s + self.costs.edge_event_s
         return self.shape_at(0.0).rtt_s + events_s + text.tokens * (self.costs.verify_s(1) + self.costs.commit_s)
 
-    def alone(self, texts: Sequence[Text], arm: int) -> list[Course]:
+    def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
         """The texts with one drafter; what it gives on one does not depend on the others."""
         return [self._alone(text, arm) for text in texts]
 
-    def courses(self, texts: Sequence[Text], selector: Selector) -> list[Course]:
+    def trajectories(self, texts: Sequence[Text], selector: Selector) -> list[Trajectory]:
         """The texts one after the other."""
-        return [self._course(text, selector) for text in texts]
+        return [self._trajectory(text, selector) for text in texts]
 
-    def best(self, texts: Sequence[Text]) -> list[Course]:
+    def best(self, texts: Sequence[Text]) -> list[Trajectory]:
         """In hindsight."""
         return [self._best(text) for text in texts]
 
-    def _best(self, text: Text) -> Course:
+    def _best(self, text: Text) -> Trajectory:
         if text.changes:
-            return in_hindsight(text, lambda selector: self._course(text, selector))
+            return in_hindsight(text, lambda selector: self._trajectory(text, selector))
         return min((self._alone(text, arm) for arm in range(len(self.arms))), key=in_seconds)
 
-    def _alone(self, text: Text, arm: int) -> Course:
+    def _alone(self, text: Text, arm: int) -> Trajectory:
         trace = text.tracks[arm].trace
         if text.changes:  # hardly met twice
-            return self._course(text, StaticSelector(arm))
+            return self._trajectory(text, StaticSelector(arm))
         key = (trace.domain, trace.id, trace.seed, arm)
         if key not in self._known:
-            self._known[key] = self._course(text, StaticSelector(arm))
+            self._known[key] = self._trajectory(text, StaticSelector(arm))
         return self._known[key]
 
-    def _course(self, text: Text, selector: Selector) -> Course:
+    def _trajectory(self, text: Text, selector: Selector) -> Trajectory:
         run = play(text, self.arms, selector, self.shape_at, self.costs, self.drafts)
-        return Course(np.array(run.elapsed()), np.array(run.choices(), dtype=np.int16))
+        return Trajectory(np.array(run.elapsed()), np.array(run.choices(), dtype=np.int16))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStage:
+    """A turn passes on where a chain of drafts begins anew; idle drafters read along while the current one waits.
+
+    Attributes:
+        costs: [K] of the verifier and the events, with each drafter's own.
+        shape_at: the link.
+        policy: makes that of both sides, anew for every run.
+        seed: of the jitter.
+    """
+
+    costs: Sequence[Costs]
+    shape_at: ShapeAt
+    policy: Callable[[], Policy]
+    seed: int = 0
+    _known: dict[tuple[object, ...], list[Trajectory]] = field(
+        init=False, default_factory=dict
+    )  # of one drafter, one run
+    _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by the tokens of a text
+
+    def cloud_s(self, text: Text) -> float:
+        """From the request to the last token, as the others."""
+        tokens = text.tracks[0].trace.tokens
+        if tokens not in self._cloud_s:
+            [outcome] = self._replayed([text], 0, replace(self.policy(), drafting=False))
+            self._cloud_s[tokens] = outcome.arrivals[-1]
+        return self._cloud_s[tokens]
+
+    def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
+        """The texts with one drafter; edge and verifier keep what they have measured."""
+        key = (arm, *(text.tracks[arm].trace.tokens for text in texts))
+        if key not in self._known:
+            outcomes = self._replayed(texts, arm, self.policy())
+            self._known[key] = [_trajectory_of(outcome, (arm,) * len(outcome.arrivals)) for outcome in outcomes]
+        return self._known[key]
+
+    def trajectories(self, texts: Sequence[Text], selector: Selector) -> list[Trajectory]:
+        """The texts one after the other; edge and verifier keep what they have measured."""
+        first, *others = self.costs
+        if not others:
+            return self.alone(texts, 0)
+        aligned = Aligned(selector, len(self.costs))
+        outcomes = replay(
+            [text.tracks[0].trace for text in texts],
+            self.shape_at,
+            first,
+            self.policy(),
+            warm_up_tokens=WARM_UP_TOKENS,
+            seed=self.seed,
+            rivals=[
+                [Rival(track.trace, costs) for track, costs in zip(text.tracks[1:], others, strict=True)]
+                for text in texts
+            ],
+            selector=aligned.begin_text,
+        )
+        return [_trajectory_of(outcome, outcome.turns) for outcome in outcomes]
+
+    def best(self, texts: Sequence[Text]) -> list[Trajectory]:
+        """In hindsight; of texts that do not change the best drafter of each, as `alone` gives it."""
+        self._known.clear()  # a new run begins
+        unchanged = [text for text in texts if not text.changes]
+        alone = zip(*(self.alone(unchanged, arm) for arm in range(len(self.costs))), strict=True)
+        return [self._best(text) if text.changes else min(next(alone), key=in_seconds) for text in texts]
+
+    def _best(self, text: Text) -> Trajectory:
+        return in_hindsight(text, lambda selector: self.trajectories([text], selector)[0])
+
+    def _replayed(self, texts: Sequence[Text], arm: int, policy: Policy) -> list[Outcome]:
+        traces = [text.tracks[arm].trace for text in texts]
+        costs = self.costs[arm]
+        return replay(traces, self.shape_at, costs, policy, warm_up_tokens=WARM_UP_TOKENS, seed=self.seed)
+
+
+class Aligned(Selector):
+    """Tells its inner selector, at a text's end, of as many tokens of every drafter.
+
+    Else that would wait for those that idle drafters have not read, and take the next text's for them.
+    """
+
+    def __init__(self, inner: Selector, arms: int) -> None:
+        self._inner = inner
+        self._told = [0] * arms  # tokens of this text
+        self._last: RoundOutcome | None = None
+
+    @property
+    def reads_along(self) -> bool:  # type: ignore[override]  # elsewhere a fact about a class
+        """As the inner one."""
+        return self._inner.reads_along
+
+    def begin_text(self) -> Selector:
+        """End the text before it, and take the next."""
+        if self._last is not None and self.reads_along:
+            unread = [max(self._told) - told for told in self._told]
+            nothing = replace(self._last, committed=0, judged=0, accepted=0, agreement=math.nan, seconds=0.0)
+            hits = tuple((None,) * tokens for tokens in unread)
+            confidence = tuple((math.nan,) * tokens for tokens in unread)
+            self._inner.learn(replace(nothing, hits=hits, confidence=confidence))
+        self._told = [0] * len(self._told)
+        return self
+
+    def choose(self, view: SelectionView) -> int:
+        """The arm of the round that begins."""
+        return self._inner.choose(view)
+
+    def read_prompt(self, log_q: Sequence[float]) -> None:
+        """What each gave to the prompt."""
+        self._inner.read_prompt(log_q)
+
+    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
+        """Idle arms to read with."""
+        return self._inner.score(view, chosen)
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        """What the round gave."""
+        self._last = outcome
+        self._told = [told + len(hits) for told, hits in zip(self._told, outcome.hits, strict=True)]
+        self._inner.learn(outcome)
+
+
+def _trajectory_of(outcome: Outcome, turns: Sequence[int]) -> Trajectory:
+    return Trajectory(np.array(outcome.arrivals), np.array(turns, dtype=np.int16))

@@ -1,4 +1,4 @@
-"""The links that a benchmark goes over, from its options."""
+"""The links that something is measured over: from options, as emulated, and as they are written down."""
 
 from __future__ import annotations
 
@@ -6,10 +6,31 @@ import argparse
 import math
 from dataclasses import dataclass, replace
 
-from outrider.bench.benchmark.record import LinkRecord
+from pydantic.dataclasses import dataclass as record_dataclass
+
+from outrider.bench.record import RECORD, Metric
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace, find_trace
 from outrider.proto.errors import ConfigError
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class LinkRecord:
+    """The emulated link between edge and verifier.
+
+    Attributes:
+        rtt_ms: round-trip time without queueing.
+        up_mbit: bandwidth from the edge, Mbit/s; None: unlimited.
+        down_mbit: bandwidth to the edge, Mbit/s; None: unlimited.
+        jitter_ms: scale of the random delay that is added, as the emulator defines it.
+        trace: name of the recorded link that was played; None: none.
+    """
+
+    rtt_ms: Metric
+    up_mbit: Metric | None = None
+    down_mbit: Metric | None = None
+    jitter_ms: Metric = 0.0
+    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +43,11 @@ class BenchLink:
 
     @property
     def label(self) -> str:
-        """For progress lines."""
+        """Name for progress lines."""
         return f"trace {self.trace.name}" if self.trace else f"{self.record.rtt_ms:g} ms"
 
     def shape_at(self, time_s: float) -> LinkShape:
-        """What it is like so long after a text began."""
+        """Return what the link is like `time_s` after a text began."""
         if self.trace is None:
             return self.shape
         return replace(self.trace.at(time_s), jitter_s=self.shape.jitter_s)
@@ -38,7 +59,7 @@ class BenchLink:
 
 
 def links_of(options: argparse.Namespace) -> list[BenchLink]:
-    """Fixed links by --rtt, --up, --down and --jitter, then traced ones.
+    """Return fixed links by --rtt, --up, --down and --jitter, then traced ones.
 
     Raises:
         ConfigError: lists of different lengths; each may have one entry, which then holds for all round trips.
@@ -47,6 +68,24 @@ def links_of(options: argparse.Namespace) -> list[BenchLink]:
     columns = {name: _spread(getattr(options, name), len(rtts), name) for name in ("up", "down", "jitter")}
     fixed = [_fixed(*values) for values in zip(rtts, columns["up"], columns["down"], columns["jitter"], strict=True)]
     return fixed + [_traced(name, options.jitter[0]) for name in options.trace]
+
+
+def link_name(link: LinkRecord) -> str:
+    """Return `30 ms`, and what else is not ideal: `30±5 ms 10/50 Mbit/s lte`, up before down."""
+    return " ".join(link_parts(link))
+
+
+def link_parts(link: LinkRecord) -> list[str]:
+    """Return the words of the link's name that belong together."""
+    jitter = f"±{link.jitter_ms:g}" if link.jitter_ms else ""
+    unlimited = link.up_mbit is None and link.down_mbit is None
+    up, down = ("-" if rate is None else f"{rate:g}" for rate in (link.up_mbit, link.down_mbit))
+    parts = (
+        f"{link.rtt_ms:g}{jitter} ms",
+        "" if unlimited else f"{up}/{down} Mbit/s",
+        link.trace or "",
+    )
+    return [part for part in parts if part]
 
 
 def _spread(values: list[float], count: int, name: str) -> list[float]:

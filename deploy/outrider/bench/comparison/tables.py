@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from rich.console import Group, RenderableType
-from rich.text import Text
+from rich.console import Group
 
-from outrider.bench.comparison.contenders import Variant, ages_of, in_front
-from outrider.bench.comparison.record import Comparison, Figure, Interval, Ratio
-from outrider.bench.tables import draw_blocks
+from outrider.bench.comparison.record import Comparison, Ratio, Variant, VariantResult, ages_of, in_front
+from outrider.bench.statistics import Interval
+from outrider.bench.table import UNKNOWN, Grid, draw, interval_of, number
 
-UNKNOWN = "-"
 ALL, MEAN = "all", "mean of domains"
 RATIOS_BESIDE = 4  # opponents in a table
 LEGEND = (
@@ -24,22 +21,9 @@ LEGEND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A table before it is drawn: headings [c], how many of them are words, and blocks of rows [r][c]."""
-
-    title: str
-    headings: tuple[str, ...]
-    words: int
-    blocks: tuple[tuple[tuple[str, ...], ...], ...]
-
-
 def tables(comparison: Comparison) -> Group:
-    """All tables."""
-    drawn: list[RenderableType] = []
-    for grid in grids(comparison):
-        drawn += [Text(f"\n{grid.title}", style="italic"), draw_blocks(grid.headings, grid.words, grid.blocks)]
-    return Group(*drawn, Text(LEGEND, style="dim"))
+    """Return all tables for a terminal of 100 columns."""
+    return draw(grids(comparison), LEGEND)
 
 
 def grids(comparison: Comparison) -> list[Grid]:
@@ -47,19 +31,19 @@ def grids(comparison: Comparison) -> list[Grid]:
     found: list[Grid] = []
     for temperature in comparison.temperatures:
         condition = f"T = {temperature:g}, {comparison.drafts} drafts a round"
-        found.append(_figures(comparison, temperature, condition))
+        found.append(_results(comparison, temperature, condition))
         found += _ratios(comparison, temperature, condition)
         if len(ages_of(comparison.variants)) > 1:
             found.append(_by_age(comparison, temperature, condition))
     return [*found, _steps(comparison)] if comparison.steps else found
 
 
-def _figures(comparison: Comparison, temperature: float, condition: str) -> Grid:
+def _results(comparison: Comparison, temperature: float, condition: str) -> Grid:
     headings = ("domain", "drafter", "codes", "age", "efficiency", "95 %", "accept", "tokens", "steps", "first", "next")
     blocks = []
     for domain in comparison.domains:
         by_variant = comparison.by_variant(temperature, domain)
-        rows = [_figure_row(by_variant[variant]) for variant in in_front(comparison.variants)]
+        rows = [_result_row(by_variant[variant]) for variant in in_front(comparison.variants)]
         names = (domain or ALL, *[""] * (len(rows) - 1))
         blocks.append(tuple((name, *row) for name, row in zip(names, rows, strict=True)))
     return Grid(f"Block efficiency: {condition}", headings, 3, tuple(blocks))
@@ -73,7 +57,7 @@ def _by_age(comparison: Comparison, temperature: float, condition: str) -> Grid:
     blocks = []
     for label in steered:
         own = sorted((v for v in by_variant if v.drafter == label), key=lambda v: v.age is not None)
-        blocks.append(tuple(_figure_row(by_variant[variant]) for variant in own))
+        blocks.append(tuple(_result_row(by_variant[variant]) for variant in own))
     return Grid(f"By age of the codes, all domains: {condition}", headings, 2, tuple(blocks))
 
 
@@ -81,23 +65,23 @@ def _steps(comparison: Comparison) -> Grid:
     headings = ("projection", "rows", "step, ms", "with a code", "quartiles")
     rows = []
     for step in comparison.steps:
-        quartiles = _interval(Interval(step.low, step.high))
+        quartiles = interval_of(Interval(step.low, step.high))
         rows.append((step.projection, str(step.rows), f"{step.plain_ms:.1f}", f"{step.ratio:.3f}", quartiles))
     return Grid("A verifier's step, one session, by the rows that it computes", headings, 1, (tuple(rows),))
 
 
-def _figure_row(figure: Figure) -> tuple[str, ...]:
+def _result_row(result: VariantResult) -> tuple[str, ...]:
     return (
-        figure.variant.drafter,
-        figure.variant.codes,
-        UNKNOWN if figure.variant.age is None else str(figure.variant.age),
-        f"{figure.block_efficiency:.3f}",
-        _interval(figure.interval),
-        _number(figure.acceptance),
-        str(figure.tokens),
-        str(figure.steps),
-        _number(figure.first_ms),
-        _number(figure.next_ms),
+        result.variant.drafter,
+        result.variant.codes,
+        UNKNOWN if result.variant.age is None else str(result.variant.age),
+        f"{result.block_efficiency:.3f}",
+        interval_of(result.interval),
+        number(result.acceptance),
+        str(result.tokens),
+        str(result.steps),
+        number(result.first_ms),
+        number(result.next_ms),
     )
 
 
@@ -119,12 +103,4 @@ def _ratios(comparison: Comparison, temperature: float, condition: str) -> list[
 
 def _of(ratios: Sequence[Ratio], domain: str | None, others: Sequence[Variant]) -> list[str]:
     by_other = {ratio.against: ratio for ratio in ratios if ratio.domain == domain}
-    return [f"{by_other[other].ratio:.3f} {_interval(by_other[other].interval)}" for other in others]
-
-
-def _interval(interval: Interval | None) -> str:
-    return UNKNOWN if interval is None else f"{interval.low:.2f}–{interval.high:.2f}"  # noqa: RUF001 - a range
-
-
-def _number(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.3f}"
+    return [f"{by_other[other].ratio:.3f} {interval_of(by_other[other].interval)}" for other in others]

@@ -1,4 +1,4 @@
-"""From the rounds of many texts to figures, ratios and their confidence intervals."""
+"""From the rounds of many texts to block efficiencies, ratios and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.bench.comparison.bootstrap import Bootstrap
-from outrider.bench.comparison.contenders import Variant
-from outrider.bench.comparison.record import Figure, Ratio, TextRecord
+from outrider.bench.comparison.record import Ratio, TextRecord, Variant, VariantResult
 from outrider.bench.comparison.rounds import Rounds
-from outrider.bench.comparison.texts import Text
+from outrider.bench.statistics import Bootstrap
+from outrider.cloud.text_writer import WrittenText
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,58 +19,58 @@ class Trial:
     """The texts [n] of one temperature, and the rounds [n] in which each variant got through them."""
 
     temperature: float
-    texts: Sequence[Text]
+    texts: Sequence[WrittenText]
     rounds: Mapping[Variant, Sequence[Rounds]]
 
 
-class Figures:
-    """Of one trial. Figures are pooled: all tokens over all steps, so that a long text counts for more."""
+class Summary:
+    """What one trial shows, pooled: all tokens over all steps, so that a long text counts for more."""
 
     def __init__(self, trial: Trial, *, seed: int) -> None:
-        """`seed`: of the resampling."""
+        """Sum up `trial`; `seed`: of the resampling."""
         self._trial = trial
-        self._domain_of = np.array([text.prompt.domain for text in trial.texts])
+        self._domain_of = np.array([text.request.domain for text in trial.texts])
         self._bootstrap = Bootstrap(self._domain_of.tolist(), seed=seed)
-        self._tokens = np.array([text.tokens for text in trial.texts])
+        self._tokens = np.array([len(text) for text in trial.texts])
         self._steps = {variant: np.array([r.steps for r in rounds]) for variant, rounds in trial.rounds.items()}
         self._domains = tuple(dict.fromkeys(self._domain_of.tolist()))
 
     @property
     def _scopes(self) -> tuple[str | None, ...]:
-        """Each domain where there are several, and all prompts together."""
+        """Domains where there are several, and None: all prompts together."""
         return (*self._domains, None) if len(self._domains) > 1 else (None,)
 
-    def figures(self) -> list[Figure]:
-        """Of every variant, by domain."""
-        return [self._figure(domain, variant) for domain in self._scopes for variant in self._steps]
+    def results(self) -> list[VariantResult]:
+        """Return the result of every variant, by domain."""
+        return [self._result(domain, variant) for domain in self._scopes for variant in self._steps]
 
     def ratios(self, variant: Variant, others: Sequence[Variant]) -> list[Ratio]:
-        """Of `variant` to each of `others`, by domain."""
+        """Return the ratios of `variant` to each of `others`, by domain."""
         return [self._ratio(domain, variant, other) for domain in self._scopes for other in others]
 
     def mean_ratios(self, variant: Variant, others: Sequence[Variant]) -> list[Ratio]:
-        """The means of the domains' ratios; none where there is but one domain."""
+        """Return the means of the domains' ratios; none where there is one domain."""
         return [self._mean_ratio(variant, other) for other in others] if len(self._domains) > 1 else []
 
     def texts(self) -> list[TextRecord]:
-        """What all of it is made of."""
+        """Return the texts that all of it is made of."""
         return [
             TextRecord(
                 self._trial.temperature,
-                text.prompt.id,
-                text.prompt.domain,
+                text.request.id,
+                text.request.domain,
                 text.prompt_length,
-                text.tokens,
+                len(text),
                 tuple(int(steps[i]) for steps in self._steps.values()),
             )
             for i, text in enumerate(self._trial.texts)
         ]
 
-    def _figure(self, domain: str | None, variant: Variant) -> Figure:
+    def _result(self, domain: str | None, variant: Variant) -> VariantResult:
         here = self._in(domain).tolist()
         rounds = list(itertools.compress(self._trial.rounds[variant], here))
         compared = sum(r.compared for r in rounds)
-        return Figure(
+        return VariantResult(
             temperature=self._trial.temperature,
             domain=domain,
             variant=variant,

@@ -1,4 +1,4 @@
-"""A comparison as one picture: block efficiency by domain, and by the age of the codes, a row a temperature."""
+"""A comparison as one plot: block efficiency by domain, and by the age of the steering vectors, a row a temperature."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.benchmark.plots import DPI, FAINT, STYLE
-from outrider.bench.comparison.contenders import Variant, ages_of, in_front
-from outrider.bench.comparison.record import Comparison, Figure
-from outrider.bench.comparison.table import ALL
-from outrider.bench.outputs import check_drawing
+from outrider.bench.comparison.record import Comparison, Variant, VariantResult, ages_of, in_front
+from outrider.bench.comparison.tables import ALL
+from outrider.bench.plot import COLOURS, FAINT, canvas, save_plot, styled
 from outrider.proto.errors import ConfigError
 
 SUFFIXES = (".png", ".pdf", ".svg")
-# Okabe and Ito's, which stay apart for the colour-blind; in the order of the drafters.
-COLOURS = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#b8559b", "#b88600", "#56b4e9")
 HATCHES = {"int8": "", "float16": "///", "none": "..."}  # of steered drafters, where codes travel in several ways
 LINES = {"int8": "-", "float16": "--"}
 ROW_IN = 3.4
@@ -25,9 +21,8 @@ def check_plot(path: Path) -> None:
     """Refuse before the work what could not be drawn after it.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the suffix is none of `SUFFIXES`.
+        ConfigError: the suffix is none of `SUFFIXES`.
     """
-    check_drawing("plot")
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path} does not end in {', '.join(SUFFIXES)}", field="plot")
 
@@ -38,25 +33,18 @@ def draw(comparison: Comparison, path: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure as Canvas
-
     aged = len(ages_of(comparison.variants)) > 1
     rows, columns = len(comparison.temperatures), 1 + aged
-    with mpl.rc_context(STYLE):  # a bare figure has the Agg canvas: no pyplot, no display, no global state
-        canvas = Canvas(figsize=(5.6 * columns, ROW_IN * rows + 0.5), layout="constrained")
-        panels = canvas.subplots(rows, columns, squeeze=False)
+    with styled():
+        drawn = canvas((5.6 * columns, ROW_IN * rows + 0.5))
+        panels = drawn.subplots(rows, columns, squeeze=False)
         for temperature, beside in zip(comparison.temperatures, panels, strict=True):
             _by_domain(beside[0], comparison, temperature)
             if aged:
                 _by_age(beside[1], comparison, temperature)
         handles, labels = panels[0, 0].get_legend_handles_labels()
-        canvas.legend(handles, labels, loc="outside upper left", ncols=4)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            canvas.savefig(path, dpi=DPI)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}", field="plot") from error
+        drawn.legend(handles, labels, loc="outside upper left", ncols=4)
+        save_plot(drawn, path)
 
 
 def _by_domain(axes: Any, comparison: Comparison, temperature: float) -> None:
@@ -111,7 +99,7 @@ def _by_age(axes: Any, comparison: Comparison, temperature: float) -> None:
     axes.legend(fontsize=8, handlelength=3)
 
 
-def _errors(figures: Sequence[Figure]) -> list[list[float]] | None:
+def _errors(figures: Sequence[VariantResult]) -> list[list[float]] | None:
     """[2][bars], below and above; None where they are not known."""
     below, above = list[float](), list[float]()
     for figure in figures:

@@ -1,0 +1,265 @@
+"""Texts that a target writes alone, many at once, by the session's own rules and the shared noise.
+
+These are the texts that every edge gets from a verifier of this target, whatever it drafts. Training learns from them,
+and measurements take drafters through them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from outrider.cloud.folded_projection import FoldedProjection
+from outrider.cloud.kv_cache import SessionCache
+from outrider.cloud.sampling import Sampler, VerificationInput
+from outrider.cloud.steering import Projection
+from outrider.cloud.target import Rows, Target
+from outrider.proto.errors import ConfigError, OutriderError
+from outrider.proto.session import Verified, VerifierRules, VerifierSession
+from outrider.proto.types import Open, Sampling
+
+AT_ONCE = 64  # texts
+MAX_PROMPT_ROWS = 1024  # of new prompts in a step
+LOGITS_BYTES = 1 << 30  # of texts that are being written, where they are kept
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A text to write.
+
+    Attributes:
+        prompt: [p] token ids before it.
+        sampling: how its tokens are chosen; the seed is that of the shared noise.
+        id: name of the prompt.
+        domain: name of the prompt's domain, may be empty.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    id: str = ""
+    domain: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SteeringVectors:
+    """Steering vectors `rows` [n, rank] float32 of positions `first` .. first + n - 1."""
+
+    first: int
+    rows: np.ndarray
+
+    def at(self, position: int) -> np.ndarray | None:
+        """Return [rank] of that position; None: it has none."""
+        index = position - self.first
+        return self.rows[index] if 0 <= index < len(self.rows) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrittenText:
+    """A prompt, and what the target says after it.
+
+    Attributes:
+        request: that asked for it.
+        transcript: [p + n] prompt and text.
+        limit: tokens that the text was allowed; it has fewer where it ended by itself.
+        vectors: by projection, of the positions that the target has processed.
+        logits: [n, vocab] float32, the target's in place of each token; None: not kept.
+    """
+
+    request: TextRequest
+    transcript: tuple[int, ...]
+    limit: int
+    vectors: Mapping[str, SteeringVectors] = field(default_factory=dict)
+    logits: torch.Tensor | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens, p."""
+        return len(self.request.prompt)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """[n] the text alone."""
+        return self.transcript[self.prompt_length :]
+
+    def __len__(self) -> int:
+        """Return n, the number of tokens of text."""
+        return len(self.transcript) - self.prompt_length
+
+
+@dataclass(slots=True, eq=False)
+class _Sheet:
+    """A text that is being written: the verifier's half of a session whose edge sends no drafts."""
+
+    request: TextRequest
+    session: VerifierSession
+    cache: SessionCache | None = None
+    vectors: dict[str, list[np.ndarray]] = field(default_factory=dict)
+
+    @property
+    def room(self) -> int:
+        """Positions that it may come to need."""
+        return self.session.prompt_length + self.session.sampling.max_tokens
+
+    def text(self, logits: torch.Tensor | None = None) -> WrittenText:
+        """Return the finished text."""
+        session = self.session
+        processed = len(session.transcript) - 1  # never the last token
+        stacked = {name: np.stack(rows) for name, rows in self.vectors.items()}
+        return WrittenText(
+            self.request,
+            tuple(session.transcript),
+            session.sampling.max_tokens,
+            {name: SteeringVectors(processed - len(rows), rows) for name, rows in stacked.items()},
+            logits,
+        )
+
+
+class TextWriter:
+    """Decodes prompts with the target alone, many at once.
+
+    Args:
+        target: is tapped from now on, if there is a projection.
+        projections: by id, whose steering vectors are wanted; None: none.
+        oldest: how many positions older than the freshest a vector may be; older ones of the prompt are left out.
+        at_once: texts that are written at the same time, at most.
+        eos_tokens: that end a text; None: the target's own.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        projections: Mapping[str, Projection] | None = None,
+        *,
+        oldest: int = 0,
+        at_once: int = AT_ONCE,
+        eos_tokens: Set[int] | None = None,
+    ) -> None:
+        projections = projections or {}
+        self._target = target
+        self._at_once = at_once
+        self._sampler = Sampler(target.device)
+        self._projections = {name: FoldedProjection(each, target.device) for name, each in projections.items()}
+        self._wanted_of_prompt = oldest + 1 if projections else 1
+        self._rules = VerifierRules(
+            name="writer",
+            model="target",
+            tokenizer_sha256=target.tokenizer_sha256,
+            vocab_size=target.vocab_size,
+            context_length=target.context_length,
+            eos_tokens=target.eos_tokens if eos_tokens is None else frozenset(eos_tokens),
+        )
+        if projections:
+            target.tap(sorted({layer for each in projections.values() for layer in each.layers}))
+
+    def write(self, requests: Sequence[TextRequest]) -> list[WrittenText]:
+        """Return the requested texts, in their order.
+
+        Raises:
+            ConfigError: a prompt is empty or too long; it is named.
+        """
+        sheets = [self._sheet(request) for request in requests]
+        for _ in self._steps(sheets, self._at_once):
+            pass
+        return [sheet.text() for sheet in sheets]
+
+    def stream(self, requests: Iterable[TextRequest]) -> Iterator[WrittenText]:
+        """Yield each text as soon as it is written, with the target's logits of every token.
+
+        Raises:
+            ConfigError: as `write`, before anything is written.
+        """
+        sheets = [self._sheet(request) for request in requests]
+        longest = max((sheet.request.sampling.max_tokens for sheet in sheets), default=1)
+        at_once = min(self._at_once, max(1, LOGITS_BYTES // (4 * longest * self._target.vocab_size)))
+        kept: dict[_Sheet, list[torch.Tensor]] = {}
+        for step, logits in self._steps(sheets, at_once):
+            for sheet, row in zip(step, logits, strict=True):
+                kept.setdefault(sheet, []).append(row.clone())  # a view would keep the whole step
+            for sheet in step:
+                if sheet.session.finish is not None:
+                    yield sheet.text(torch.stack(kept.pop(sheet)))
+
+    def _steps(self, sheets: Sequence[_Sheet], at_once: int) -> Iterator[tuple[list[_Sheet], torch.Tensor]]:
+        """Yield, until all are finished, the sheets of each step and the logits [sheets, vocab] of their tokens."""
+        waiting, writing = deque(sheets), list[_Sheet]()
+        while waiting or writing:
+            writing += self._admit(waiting, writing, at_once - len(writing))
+            logits = self._step(writing)
+            for sheet in writing:
+                if sheet.session.finish is not None and sheet.cache is not None:
+                    self._target.pool.release(sheet.cache)
+            yield writing, logits
+            writing = [sheet for sheet in writing if sheet.session.finish is None]
+
+    def _sheet(self, request: TextRequest) -> _Sheet:
+        rules = self._rules
+        try:
+            frame = Open(rules.model, rules.tokenizer_sha256, request.prompt, request.sampling, "text", drafting=False)
+            return _Sheet(request, VerifierSession(frame, rules, 0.0))
+        except OutriderError as error:
+            where = f"prompt {request.id!r} of {request.domain!r}"
+            raise ConfigError(f"{where} {error.message}", field="prompts") from error
+
+    def _admit(self, waiting: deque[_Sheet], writing: Sequence[_Sheet], places: int) -> list[_Sheet]:
+        """Return those that begin with the next step: as many as have a place, KV pages, and room for their prompts.
+
+        A prompt that is being written after is not read again, but taken from there once it has been read.
+        """
+        pool, admitted, rows = self._target.pool, list[_Sheet](), 0
+        readers = {sheet.request.prompt: sheet for sheet in writing} if waiting and places else {}
+        while waiting and len(admitted) < places and pool.pages_for(waiting[0].room) <= pool.free_pages:
+            # Steering vectors need the hidden states of every prompt.
+            reader = None if self._projections else readers.get(waiting[0].request.prompt)
+            rows += waiting[0].session.prompt_length if reader is None else 1
+            if admitted and (rows > MAX_PROMPT_ROWS or reader in admitted):
+                break
+            sheet = waiting.popleft()
+            sheet.cache = pool.allocate(sheet.room)
+            if reader is None:
+                readers[sheet.request.prompt] = sheet
+            elif reader.cache is not None:
+                self._copy(reader.cache, sheet.cache, sheet.session.prompt_length - 1)
+            admitted.append(sheet)
+        return admitted
+
+    @torch.inference_mode()
+    def _copy(self, source: SessionCache, copy: SessionCache, length: int) -> None:
+        """Let `copy` hold the first `length` positions of `source` too."""
+        pool = self._target.pool
+        for layer in range(self._target.model.config.get_text_config().num_hidden_layers):
+            keys, values = (rows.clone() for rows in pool.read(layer, source, length))  # it reads views of itself
+            pool.write(layer, copy.slots[:length], keys, values)
+        copy.length = length
+
+    def _step(self, sheets: Sequence[_Sheet]) -> torch.Tensor:
+        """Give each sheet its next token; return the logits [sheets, vocab] of these."""
+        batch = [self._rows(sheet) for sheet in sheets]
+        logits = self._target.forward(batch)
+        ends = list(itertools.accumulate(rows.wanted for rows in batch))
+        self._take_vectors(sheets, ends)
+        inputs = [
+            VerificationInput(sheet.session.sampling, sheet.session.transcript, sheet.session.prompt_length, ())
+            for sheet in sheets
+        ]
+        logits = logits[[end - 1 for end in ends]]
+        for sheet, sampled in zip(sheets, self._sampler.sample(logits, inputs), strict=True):
+            sheet.session.on_verified(Verified((), sampled.tokens, sampled.logp), 0.0)
+        return logits
+
+    def _rows(self, sheet: _Sheet) -> Rows:
+        if sheet.cache is None:
+            raise RuntimeError("a text is written before it is admitted")
+        tokens = tuple(sheet.session.transcript[sheet.cache.length :])
+        return Rows(sheet.cache, tokens, min(len(tokens), self._wanted_of_prompt))
+
+    def _take_vectors(self, sheets: Sequence[_Sheet], ends: Sequence[int]) -> None:
+        """Keep the steering vectors of all rows of the newest logits; those of sheets[i] end before ends[i]."""
+        for name, project in self._projections.items():
+            vectors = project(self._target.tapped(project.layers, range(ends[-1])))
+            for sheet, first, end in zip(sheets, (0, *ends), ends, strict=False):
+                sheet.vectors.setdefault(name, []).extend(vectors[first:end])

@@ -1,0 +1,121 @@
+"""On what, with what and by which command something was measured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass
+
+from outrider.bench.record import RECORD
+
+PACKAGES = ("outrider", "torch", "transformers", "onnxruntime", "grpcio", "ray")
+
+
+@dataclass(frozen=True, slots=True, config=RECORD)
+class Environment:
+    """Machine, versions, models and options of a measurement. `date` is ISO 8601, in UTC."""
+
+    date: str
+    command: str
+    python: str
+    platform: str
+    cpu: str | None
+    cores: int | None
+    packages: Mapping[str, str | None]
+    target: str
+    dtype: str
+    drafter: str
+    drafter_version: str | None
+    target_threads: int | None
+    drafter_threads: int | None
+    prompts: int
+    max_tokens: int
+    seed: int
+    revision: str | None = None
+    hf_drafter: str | None = None
+
+
+def environment(
+    options: argparse.Namespace,
+    *,
+    drafter: str,
+    drafter_version: str | None,
+    target_threads: int | None,
+    drafter_threads: int | None,
+    prompts: int,
+    hf_drafter: str | None = None,
+) -> Environment:
+    """Return the environment of a command that runs here and now with `options`."""
+    return Environment(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command_line(),
+        python=platform.python_version(),
+        platform=platform.platform(),
+        cpu=_cpu(),
+        cores=_cores(),
+        packages={name: _version(name) for name in PACKAGES},
+        target=str(options.target),
+        dtype=options.dtype,
+        drafter=drafter,
+        drafter_version=drafter_version,
+        target_threads=target_threads,
+        drafter_threads=drafter_threads,
+        prompts=prompts,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        revision=_revision(),
+        hf_drafter=hf_drafter,
+    )
+
+
+def command_line() -> str:
+    """Return the command that runs, as one would type it."""
+    return shlex.join(["outrider", *sys.argv[1:]])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or None)
+
+
+def _cores() -> int | None:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _revision() -> str | None:
+    """Return the commit of the checkout that holds this file, `-dirty` where it was changed; None if there is none."""
+    here = Path(__file__)
+    git = ("git", "-C", str(here.parent))
+    try:
+        # An installed copy may lie in somebody else's checkout, which says nothing about it.
+        subprocess.run((*git, "ls-files", "--error-unmatch", here.name), check=True, capture_output=True)  # noqa: S603
+        described = subprocess.run(  # noqa: S603
+            (*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return described.stdout.strip() or None

@@ -1,0 +1,76 @@
+"""What all plots share: style, colours, a canvas without a display, and saving it.
+
+The colours are those of Okabe and Ito, which stay apart for the colour-blind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.record import write
+from outrider.proto.errors import ConfigError
+
+DPI = 150
+COLOURS = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#b8559b", "#b88600", "#56b4e9")
+GREY, *HUES = COLOURS
+INK, FAINT = "#222222", "#d9d9d9"
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#999999",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#e8e8e8",
+    "grid.linewidth": 0.7,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "lines.linewidth": 1.9,
+    "lines.markersize": 5,
+    "legend.frameon": False,
+}
+
+
+def check_drawing(field: str) -> None:
+    """See that plots can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed; `field` names the option that asks for plots.
+    """
+    try:
+        import matplotlib  # noqa: F401, ICN001 - only whether it is there
+    except ImportError as error:
+        raise ConfigError(f"needs {error.name}; pip install 'outrider[bench]', or leave it out", field=field) from error
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in the house's style inside the `with` block."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        yield
+
+
+def canvas(size_in: tuple[float, float] | None = None, layout: Any = "constrained") -> Any:
+    """Return a bare matplotlib Figure: it has the Agg canvas, so no pyplot, no display, no global state."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=size_in, layout=layout)
+
+
+def save_plot(drawn: Any, path: Path, field: str = "plot") -> None:
+    """Write what was drawn.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write(path, lambda: drawn.savefig(path, dpi=DPI), field)

@@ -1,0 +1,76 @@
+"""Tables for a terminal of 100 columns: blocks of rows with space between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outrider.bench.statistics import Interval
+
+UNKNOWN, BEST = "-", "*"
+
+Block = Sequence[Sequence[str]]  # rows [r][c]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A table before it is drawn.
+
+    Attributes:
+        title: above it; empty: none.
+        headings: [c].
+        words: columns, from the left, that hold words; the others hold numbers.
+        blocks: of rows [r][c].
+        caption: below it.
+    """
+
+    title: str
+    headings: Sequence[str]
+    words: int
+    blocks: Sequence[Block]
+    caption: str = ""
+
+
+def draw(grids: Iterable[Grid], legend: str = "") -> Group:
+    """Return the tables one below the other, and what their headings mean."""
+    parts: list[RenderableType] = []
+    for grid in grids:
+        if grid.title:
+            parts.append(Text(f"\n{grid.title}", style="italic"))
+        parts.append(_table(grid))
+        if grid.caption:
+            parts.append(Text(grid.caption, style="dim"))
+    return Group(*parts, *([Text(legend, style="dim")] if legend else []))
+
+
+def _table(grid: Grid) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for index, heading in enumerate(grid.headings):
+        is_word = index < grid.words  # those alone may be long
+        justify = "left" if is_word else "right"
+        table.add_column(Text(heading), justify=justify, no_wrap=not is_word, overflow="fold")  # type: ignore[arg-type]
+    for block in grid.blocks:
+        for row in block:
+            table.add_row(*map(Text, row))
+        table.add_section()
+    return table
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return the number with `digits` after the point; `-` where it is not known."""
+    return UNKNOWN if value is None else f"{value:.{digits}f}"
+
+
+def interval_of(interval: Interval | None) -> str:
+    """Return `low–high`; `-` where it is not known."""  # noqa: RUF002 - a range
+    return UNKNOWN if interval is None else f"{interval.low:.2f}–{interval.high:.2f}"  # noqa: RUF001 - a range
+
+
+def paced(pace_ms: float) -> str:
+    """Return what a title says of the target's pace; empty where it has its own."""
+    return f", a target step at least {pace_ms:g} ms" if pace_ms else ""

@@ -1,0 +1,238 @@
+"""Links, windows and drafters, each with each, replayed on the session machine with a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from pydantic.dataclasses import dataclass as record_dataclass
+
+from outrider.bench.links import BenchLink, LinkRecord
+from outrider.bench.record import RECORD, Count, Metric
+from outrider.bench.replay.optimum import synchronous, tokens_per_second
+from outrider.bench.replay.replay import Outcome, Policy, replay
+from outrider.bench.traces.recording import Recording
+from outrider.edge.policies.length import RULES, rule_by_name
+from outrider.edge.policies.length.names import USAGE
+from outrider.proto.errors import ConfigError
+from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
+from outrider.proto.types import Goal
+
+WARM_UP_TOKENS = 24  # of the first text, not counted: as `outrider bench` measures
+ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class WindowResult:
+    """One drafter with one window over one link.
+
+    Attributes:
+        link: that lay between.
+        drafter: None: cloud streaming.
+        window: its policy; None: cloud streaming.
+        domain: of the prompts; None: all together.
+        tokens: of the texts.
+        seconds: from the requests to the last tokens, summed.
+        tokens_per_second: tokens / seconds.
+        ratio: to the tokens a second of cloud streaming over the same link.
+        steps_per_token: target steps a token.
+        acceptance: chance that a draft is right, given those before it in its chain; None: none was judged.
+        first_token_ms: median.
+        uplink_bytes_per_token: on the link.
+        downlink_bytes_per_token: on the link.
+        window_mean: unverified tokens that the policy asked for, on average over its decisions; None:
+            of cloud streaming, and of one domain.
+    """
+
+    link: LinkRecord
+    drafter: str | None
+    window: str | None
+    domain: str | None
+    tokens: Count
+    seconds: Metric
+    tokens_per_second: Metric
+    ratio: Metric
+    steps_per_token: Metric
+    acceptance: Metric | None
+    first_token_ms: Metric
+    uplink_bytes_per_token: Metric
+    downlink_bytes_per_token: Metric
+    window_mean: Metric | None = None
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class Replayed:
+    """All results of a sweep.
+
+    Attributes:
+        command: that replayed.
+        goal: of the deployment.
+        pace_ms: a step took at least so long.
+        seed: of the jitter.
+        costs: of the machines, as they were recorded.
+        figures: link by link: cloud streaming, then every drafter with every window; of all prompts, and then of each
+            domain where there are several.
+    """
+
+    command: str
+    goal: str
+    pace_ms: Metric
+    seed: int
+    costs: Mapping[str, Any]
+    figures: tuple[WindowResult, ...]
+
+    @property
+    def links(self) -> tuple[LinkRecord, ...]:
+        """In the order of the command."""
+        return tuple(dict.fromkeys(figure.link for figure in self.figures))
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """In the order of the command."""
+        return tuple(dict.fromkeys(figure.drafter for figure in self.figures if figure.drafter is not None))
+
+    @property
+    def windows(self) -> tuple[str, ...]:
+        """In the order of the command."""
+        return tuple(dict.fromkeys(figure.window for figure in self.figures if figure.window is not None))
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """In the order of the prompts; none where there is but one."""
+        return tuple(dict.fromkeys(figure.domain for figure in self.figures if figure.domain is not None))
+
+    def over(self, link: LinkRecord, domain: str | None = None) -> tuple[WindowResult, ...]:
+        """Return the results of one link and domain, cloud streaming first."""
+        return tuple(figure for figure in self.figures if (figure.link, figure.domain) == (link, domain))
+
+
+def fastest(results: Sequence[WindowResult]) -> WindowResult:
+    """Return the result of most tokens a second; of several, the first."""
+    return max(results, key=lambda result: result.tokens_per_second)
+
+
+@dataclass(slots=True)
+class NotedWindow:
+    """A window policy that notes how many unverified tokens it asks for."""
+
+    inner: WindowPolicy
+    asked: int = 0
+    wanted: int = 0
+
+    def more(self, view: EdgeView) -> int:
+        """Return what the policy says."""
+        count = self.inner.more(view)
+        self.asked += 1
+        self.wanted += view.in_flight + count
+        return count
+
+    def settled(self, hits: int, missed: bool) -> None:
+        """Tell a policy that learns."""
+        if isinstance(self.inner, LearningRule):
+            self.inner.settled(hits, missed)
+
+    @property
+    def mean(self) -> float:
+        """Mean of the unverified tokens that it asked for; 0 before its first decision."""
+        return self.wanted / self.asked if self.asked else 0.0
+
+
+def policy_of(name: str) -> Policy:
+    """Return the policy of both sides: `adaptive`, a fixed window of `N` tokens, rounds of `syncN`, or a length rule.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if name == ADAPTIVE:
+        return Policy(window=SurvivalWindow())
+    if name.partition("@")[0].partition(":")[0] in RULES:
+        return Policy(window=rule_by_name(name))
+    length = name.removeprefix(SYNCHRONOUS)
+    if not (length.isascii() and length.isdecimal() and int(length) > 0):
+        known = f"{ADAPTIVE}, N and {SYNCHRONOUS}N with N from 1 on, {USAGE}"
+        raise ConfigError(f"{name!r} is none of {known}", field="window")
+    return Policy(window=FixedWindow(int(length))) if length == name else synchronous(int(length))
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is tried.
+
+    Attributes:
+        recording: of whose drafters.
+        links: over which.
+        windows: names of window policies.
+        goal: of the deployment.
+        pace_s: a target step takes at least so long.
+        seed: of the jitter.
+    """
+
+    recording: Recording
+    links: Sequence[BenchLink]
+    windows: Sequence[str]
+    goal: Goal = Goal.LATENCY
+    pace_s: float = 0.0
+    seed: int = 0
+
+    def __len__(self) -> int:
+        """Return the number of replays of all texts."""
+        return len(self.links) * (1 + len(self.recording.traces) * len(self.windows))
+
+    def cells(self) -> Iterator[list[WindowResult]]:
+        """Yield the results of each replay: of all prompts, and of each domain where there are several.
+
+        Link by link: cloud streaming, then every drafter with every window.
+        """
+        drafters = self.recording.traces
+        anybody = next(iter(drafters))  # of cloud streaming the texts alone count
+        for link in self.links:
+            cloud = self._replay(anybody, link, Policy(drafting=False))
+            yield self._results(link, cloud, cloud, {"drafter": None, "window": None}, None)
+            for drafter in drafters:
+                for window in self.windows:
+                    policy = policy_of(window)
+                    noted = NotedWindow(policy.window or SurvivalWindow())
+                    outcomes = self._replay(drafter, link, replace(policy, window=noted, goal=self.goal))
+                    yield self._results(link, outcomes, cloud, {"drafter": drafter, "window": window}, noted.mean)
+
+    def _replay(self, drafter: str, link: BenchLink, policy: Policy) -> list[Outcome]:
+        traces, costs = self.recording.traces[drafter], self.recording.costs.of(drafter, pace_s=self.pace_s)
+        return replay(traces, link.shape_at, costs, policy, warm_up_tokens=WARM_UP_TOKENS, seed=self.seed)
+
+    def _results(
+        self,
+        link: BenchLink,
+        outcomes: Sequence[Outcome],
+        cloud: Sequence[Outcome],
+        named: dict[str, Any],
+        window_mean: float | None,
+    ) -> list[WindowResult]:
+        found = [result_of(link.record, outcomes, cloud, domain=None, window_mean=window_mean, **named)]
+        domains = self.recording.domains
+        for domain in domains if len(domains) > 1 else ():
+            own = [index for index, trace in enumerate(self.recording.texts) if trace.domain == domain]
+            of_domain = [outcomes[index] for index in own]
+            found.append(result_of(link.record, of_domain, [cloud[index] for index in own], domain=domain, **named))
+        return found
+
+
+def result_of(link: LinkRecord, outcomes: Sequence[Outcome], cloud: Sequence[Outcome], **named: Any) -> WindowResult:
+    """Return the result of texts, of which `cloud` are the same by cloud streaming; `named`: its other fields."""
+    tokens = sum(len(outcome.arrivals) for outcome in outcomes)
+    compared = sum(outcome.statistics.compared for outcome in outcomes)
+    speed = tokens_per_second(outcomes)
+    return WindowResult(
+        link,
+        tokens=tokens,
+        seconds=sum(outcome.seconds for outcome in outcomes),
+        tokens_per_second=speed,
+        ratio=speed / tokens_per_second(cloud),
+        steps_per_token=sum(outcome.statistics.steps for outcome in outcomes) / tokens,
+        acceptance=sum(outcome.statistics.hits for outcome in outcomes) / compared if compared else None,
+        first_token_ms=1e3 * median(outcome.first_token_s for outcome in outcomes),
+        uplink_bytes_per_token=sum(outcome.uplink_bytes for outcome in outcomes) / tokens,
+        downlink_bytes_per_token=sum(outcome.downlink_bytes for outcome in outcomes) / tokens,
+        **named,
+    )

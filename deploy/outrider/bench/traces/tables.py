@@ -1,0 +1,125 @@
+"""Replays as tables for a terminal of 100 columns: a sweep over links and windows, and selectors of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group
+
+from outrider.bench.links import LinkRecord, link_name
+from outrider.bench.table import BEST, UNKNOWN, Block, Grid, draw, number, paced
+from outrider.bench.traces.pool_results import DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, Cell, PoolReplayed, Row
+from outrider.bench.traces.sweep import Replayed, WindowResult, fastest
+
+CLOUD = "(cloud)"
+KINDS = (DRAFTER, SELECTOR, ORACLE)
+BESIDE = 5  # drafters in a table
+HEADINGS = ("link", "drafter", "window", "tok/s", "", "/ cloud", "steps", "accept", "up B", "down B", "mean")
+WORDS = 3  # of these headings are of words
+LEGEND = (
+    "all is computed from recorded hits on a virtual clock. tok/s: tokens a second, from requests to last tokens; "
+    "* the most over its link; / cloud: to cloud streaming's; steps: of the target, a token; accept: chance that a "
+    "draft is right, given those before it; up B, down B: bytes a token; mean: unverified tokens that the window "
+    "policy asked for"
+)
+POOL_LEGEND = (
+    "speed-up over cloud streaming ± half of its 95 % confidence interval over the prompts; * the most, but for the "
+    "oracle, which knows in hindsight the best drafter of every stretch; of {last} alone: oracle: share of its speed; "
+    "turns: switches of drafter a thousand tokens; after: share of the oracle's speed from {settled} tokens after a "
+    "change of domain on"
+)
+
+
+def sweep_tables(replayed: Replayed) -> Group:
+    """Return all tables: every result of all prompts together, and speed by domain where there are several."""
+    blocks = [_block(link, replayed.over(link)) for link in replayed.links]
+    grids = [Grid(f"Replayed for {replayed.goal}{paced(replayed.pace_ms)}", HEADINGS, WORDS, blocks)]
+    if replayed.domains:
+        window = replayed.windows[0]
+        for first in range(0, len(replayed.drafters), BESIDE):
+            drafters = replayed.drafters[first : first + BESIDE]
+            blocks = [_by_domain(replayed, link, window, drafters) for link in replayed.links]
+            title = f"Tokens a second over cloud streaming's by domain, window {window}"
+            grids.append(Grid(title, ("link", "domain", *drafters), 2, blocks))
+    return draw(grids, LEGEND)
+
+
+def _block(link: LinkRecord, results: Sequence[WindowResult]) -> Block:
+    best = fastest(results)
+    names = (link_name(link), *[""] * (len(results) - 1))
+    return [_row(name, result, BEST if result is best else "") for name, result in zip(names, results, strict=True)]
+
+
+def _row(name: str, result: WindowResult, mark: str) -> tuple[str, ...]:
+    return (
+        name,
+        result.drafter or CLOUD,
+        result.window or UNKNOWN,
+        f"{result.tokens_per_second:.1f}",
+        mark,
+        f"{result.ratio:.2f}",
+        f"{result.steps_per_token:.3f}",
+        number(result.acceptance, 3),
+        f"{result.uplink_bytes_per_token:.1f}",
+        f"{result.downlink_bytes_per_token:.1f}",
+        number(result.window_mean, 1),
+    )
+
+
+def _by_domain(replayed: Replayed, link: LinkRecord, window: str, drafters: Sequence[str]) -> Block:
+    """The best drafter of each domain is marked."""
+    rows = []
+    for index, domain in enumerate(replayed.domains):
+        own = {f.drafter: f for f in replayed.over(link, domain) if f.window == window}
+        best = fastest(list(own.values()))
+        cells = [f"{BEST if own[name] is best else ''} {own[name].ratio:.2f}" for name in drafters]
+        rows.append((link_name(link) if index == 0 else "", domain or UNKNOWN, *cells))
+    return rows
+
+
+def pool_tables(replayed: PoolReplayed) -> Group:
+    """Return a table a link: a line for each drafter, selector and the oracle, a column for each row of texts."""
+    grids = []
+    for link in replayed.links:
+        rows = replayed.over(link)
+        headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "turns", "after")
+        blocks = [block for kind in KINDS if (block := _columns(rows, kind))]
+        title = f"{link_name(link)}{paced(replayed.pace_ms)}: {replayed.seeds} runs in {replayed.play}"
+        grids.append(Grid(title, headings, 1, blocks))
+        if any(cell.kind == DRAFTER for cell in rows[0].cells):
+            grids.append(_against_best(rows))
+    last = replayed.rows[-1].name or "all"
+    return draw(grids, POOL_LEGEND.format(last=last, settled=SETTLED_TOKENS))
+
+
+def _columns(rows: Sequence[Row], kind: str) -> Block:
+    columns = [column for column in rows[0].columns if column[0] == kind]
+    best = [max((cell for cell in row.cells if cell.kind != ORACLE), key=_speed_up, default=None) for row in rows]
+    lines = []
+    for column in columns:
+        cells = [row.of(*column) for row in rows]
+        last = cells[-1]
+        shown = [_cell(cell, cell is most) for cell, most in zip(cells, best, strict=True)]
+        settled = UNKNOWN if last.settled is None else f"{last.settled:.3f}"
+        lines.append((column[1], *shown, f"{last.of_oracle:.3f}", f"{last.switches:.0f}", settled))
+    return lines
+
+
+def _against_best(rows: Sequence[Row]) -> Grid:
+    best = [max(cell.speed_up for cell in row.cells if cell.kind == DRAFTER) for row in rows]
+    lines = [
+        (name, *(f"{row.of(kind, name).speed_up / most:.3f}" for row, most in zip(rows, best, strict=True)))
+        for kind, name in rows[0].columns
+        if kind != DRAFTER
+    ]
+    headings = ("", *(row.name or UNKNOWN for row in rows))
+    return Grid("Speed over that of the row's best drafter alone", headings, 1, [lines])
+
+
+def _cell(cell: Cell, is_best: bool) -> str:
+    spread = f"±{(cell.interval.high - cell.interval.low) / 2:.2f}".replace("0.", ".") if cell.interval else ""
+    return f"{BEST if is_best else ''}{cell.speed_up:.2f}{spread}"
+
+
+def _speed_up(cell: Cell) -> float:
+    return cell.speed_up
