@@ -12,8 +12,8 @@ import pytest
 from outrider.bench.benchmark.record import Benchmark
 from outrider.bench.record import load
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import StepFigures
 from outrider.cloud.server import VerifierServer
+from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.cli import main
 
 TOKENS = 16
@@ -40,9 +40,9 @@ class NearVerifier:
     ) -> None:
         await self._server.stop(0)
 
-    async def step_figures(self) -> list[StepFigures]:
+    async def step_timings(self) -> list[StepTiming]:
         """Of the steps since the last time that this was asked."""
-        return list(self._server.take_step_figures())
+        return list(self._server.take_step_timings())
 
 
 @pytest.fixture

@@ -605,7 +605,7 @@ def test_a_step_that_fails_is_tried_again_and_then_ends_its_session_but_not_the_
         stream = bench.stream()
         await stream.send(waiting(bench))
         await stream.opened()
-        failing(bench.server._engine._target, times)
+        failing(bench.server._engine._runner._target, times)
         await stream.send(Report(False))
         error = await stream.error()
         assert type(error).__name__ == kind
@@ -621,7 +621,7 @@ def test_a_step_that_failed_once_changes_no_text(folder, expected):
         stream = bench.stream()
         await stream.send(waiting(bench), Draft(0, START, expected[:4]))
         await stream.opened()
-        failing(bench.server._engine._target, 1)
+        failing(bench.server._engine._runner._target, 1)
         await stream.send(Report(False))
         assert await stream.rest() == (expected, FinishReason.LENGTH)
 

@@ -18,11 +18,12 @@ import torch
 
 from outrider.cloud import steering_codes as steering_codes_module
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import Engine, Outbox
+from outrider.cloud.engine import Engine
 from outrider.cloud.folded_projection import FoldedProjection
 from outrider.cloud.projections import load_projections
 from outrider.cloud.sampling import Sampled, VerificationInput
 from outrider.cloud.server import VerifierServer
+from outrider.cloud.slots import Outbox
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_codes import newest_rows
 from outrider.cloud.target import Rows, load_target

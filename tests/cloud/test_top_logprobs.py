@@ -14,9 +14,10 @@ import torch
 
 from outrider.cloud import sampling as sampling_module
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import Engine, Outbox
+from outrider.cloud.engine import Engine
 from outrider.cloud.family_index import resolve_target
 from outrider.cloud.sampling import Sampler, VerificationInput
+from outrider.cloud.slots import Outbox
 from outrider.cloud.target import load_model, load_target
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument

@@ -221,13 +221,13 @@ def test_an_idle_session_costs_the_pages_that_it_filled_and_close_frees_them(ver
                 assert server.status().kv_pages_free < 256 - 1000 // PAGE
                 assert server.status().sessions == 1
                 await events.aclose()
-                await until(lambda: server._engine.kept_count == 1)
+                await until(lambda: server._engine.parked_count == 1)
                 assert server.status().sessions == 0, "it is not running"
                 held = 256 - server.status().kv_pages_free
                 assert held <= 1 + len(talk.transcript.tokens) // PAGE + 64 // PAGE
                 await talk.complete("d", max_tokens=3)
             await until(lambda: server.status().kv_pages_free == 256)
-            assert server._engine.kept_count == 0
+            assert server._engine.parked_count == 0
             with pytest.raises(InvalidArgument, match="conversation"):
                 await talk.complete("e")
             assert talk.transcript.text.endswith(client.decode(talk.transcript.tokens[-3:]))
@@ -356,7 +356,7 @@ def test_streams_cut_between_turns_and_within_them_change_nothing_but_time(verif
         ):
             await said_as_fresh(client, talk, TURNS[0], max_tokens=8, **WAYS["drawn"])
             link.cut()
-            await until(lambda: server._engine.kept_count == 0)
+            await until(lambda: server._engine.parked_count == 0)
             await said_as_fresh(client, talk, TURNS[1], max_tokens=8, **WAYS["drawn"])
             before, given = talk.transcript.tokens, []
             async for event in talk.say(TURNS[2], max_tokens=12):
@@ -384,10 +384,10 @@ def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_nobody(
                 await said_as_fresh(client, talk, text, max_tokens=5)  # whose fresh text may take the place
                 await until(lambda: server._engine.session_count == 0)
             await talk.complete("c", max_tokens=5)
-            await until(lambda: server._engine.kept_count == 1)
+            await until(lambda: server._engine.parked_count == 1)
             running = client.generate("d", max_tokens=98 * PAGE, ignore_eos=True)
             await anext(running)
-            assert server._engine.kept_count == 0
+            assert server._engine.parked_count == 0
             with pytest.raises(ResourceExhausted):
                 await impatient.complete("e", max_tokens=40)
             assert isinstance(await anext(running), Tokens)
@@ -669,7 +669,7 @@ def test_a_stream_without_keeping_ends_with_its_text_and_a_half_closed_one_is_ke
                 await stream.call.done_writing()
                 assert isinstance(await stream.next(), Goaway)
                 assert await stream.next() is None
-                await until(lambda: server._engine.kept_count == 0)
+                await until(lambda: server._engine.parked_count == 0)
             async with raw(server) as stream:
                 await stream.call.done_writing()
                 assert len(await stream.rest_of_turn()) == 4
@@ -725,7 +725,7 @@ def test_whatever_frames_come_the_others_texts_are_right_and_all_pages_come_back
                         assert turn.tokens == expected.tokens
                 await said_as_fresh(client, talk, TURNS[1], max_tokens=5)
             await until(lambda: server.status().kv_pages_free == server._engine.page_count)
-            assert server.status().sessions == server._engine.kept_count == 0
+            assert server.status().sessions == server._engine.parked_count == 0
 
     asyncio.run(main())
 

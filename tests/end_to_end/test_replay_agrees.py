@@ -16,7 +16,7 @@ from outrider.bench.replay.optimum import tokens_per_second
 from outrider.bench.replay.replay import Outcome, Policy, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import StepFigures
+from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import held_out
@@ -62,7 +62,7 @@ class Agreement:
         return abs(self.speed - 1) < 0.2 and abs(self.steps - 1) < 0.15 and abs(self.downlink - 1) < 0.15
 
 
-def costs_seen(texts: list[Measured], steps: list[StepFigures]) -> Costs:
+def costs_seen(texts: list[Measured], steps: list[StepTiming]) -> Costs:
     over_the_link_s = min(text.statistics.round_trip_s for text in texts)
     return costs_of(texts, steps, pace_s=PACE_S, round_trip_s=max(0.0, over_the_link_s - LINK.rtt_s))
 
@@ -96,7 +96,7 @@ def test_replayed_speed_and_steps_are_those_of_a_real_run(tmp_path) -> None:
                 assert drafting.drafter is not None
                 traces = traces or traces_of(texts["cloud"], drafting, drafting.drafter, SAMPLING)
                 assert [text.tokens for text in texts["outrider"]] == [trace.tokens for trace in traces]
-                costs = costs_seen(texts["outrider"], await verifier.step_figures())
+                costs = costs_seen(texts["outrider"], await verifier.step_timings())
                 agreements = {
                     mode: Agreement(measured, replayed(traces, costs, Policy(drafting=mode == "outrider")))
                     for mode, measured in texts.items()

@@ -11,7 +11,6 @@ from outrider.proto.plumbing.settings import above, at_least, no_empty_text, opt
 from outrider.proto.tracing import trace_endpoint_option
 from outrider.proto.types import Goal, Patience
 
-ALONE_PREFILL_ROWS = 512  # of a prompt in one step while nobody decodes
 DTYPES = ("float32", "bfloat16", "float16")
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 TARGET = "target"

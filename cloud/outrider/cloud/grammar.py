@@ -1,12 +1,14 @@
 """What a session's grammar allows: compiled when it opens, asked at every position, in threads of its own.
 
 The parsers are llguidance's. A grammar comes from a stranger: its size is bounded when it is decoded, what llguidance
-may spend on it is limited, and neither the event loop nor the engine's thread ever waits for it long. One
-that is dear slows down its own session only.
+may spend on it is limited, and neither the event loop nor the engine's thread is ever blocked by it. One that is dear
+slows down its own session only.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 import threading
 from collections import OrderedDict
@@ -205,9 +207,25 @@ class GrammarMatcher:
         return self._answer
 
     @property
+    def asked(self) -> bool:
+        """Whether it has been asked what may follow the committed text."""
+        return self._answer is not None
+
+    @property
     def busy(self) -> bool:
         """Whether it has been asked and has not answered yet."""
         return self._answer is not None and not self._answer.done()
+
+    def allowed(self, block: tuple[int, ...]) -> Allowed | None:
+        """Return what it answered, as far as that is about the drafts `block` [k]; None: there is no answer yet.
+
+        Raises what `ask` does.
+        """
+        if self._answer is None or not self._answer.done():
+            return None
+        answer = self._answer.result()
+        agreed = sum(itertools.takewhile(bool, map(operator.eq, answer.block, block)))
+        return answer if agreed == len(answer.block) else Allowed(block[:agreed], answer.tokens[: agreed + 1])
 
     def advance(self, tokens: tuple[int, ...]) -> None:
         """`tokens` [n] are committed."""

@@ -16,9 +16,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.counts import StreamCounts
-from outrider.cloud.engine import Engine, Outbox, StepFigures
+from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import GrammarMatcher, Grammars
 from outrider.cloud.projections import load_projections
+from outrider.cloud.slots import Outbox
+from outrider.cloud.step_timing import StepTiming
 from outrider.cloud.target import load_target
 from outrider.cloud.tracing import VerifierTracing
 from outrider.proto import codec
@@ -210,9 +212,9 @@ class VerifierServer:
         register_verifier(registry, self._engine, self._counts, max_sessions=self.max_sessions)
         self._figures = FiguresServer(registry, self._config.metrics_listen)
 
-    def take_step_figures(self) -> list[StepFigures]:
+    def take_step_timings(self) -> list[StepTiming]:
         """Of the steps since the last call, oldest first; the newest few thousand are kept."""
-        figures = self._engine.figures
+        figures = self._engine.timings
         return [figures.popleft() for _ in range(len(figures))]
 
     def status(self) -> VerifierStatus:

@@ -35,8 +35,8 @@ from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.optimum import best_in_hindsight, best_synchronous, synchronous
 from outrider.bench.replay.replay import Policy, ShapeAt, replay
 from outrider.bench.replay.traces import HitTrace
-from outrider.cloud.engine import StepFigures
 from outrider.cloud.family_index import drafter_folder, resolve_target
+from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.decode import sampling_of
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.options import drafting
@@ -66,7 +66,7 @@ class Seen:
     """What was seen of each mode over one link: its texts, the verifier's steps, the bytes that the link carried."""
 
     texts: dict[str, list[Measured]]
-    steps: dict[str, list[StepFigures]]
+    steps: dict[str, list[StepTiming]]
     carried: dict[str, Bytes]
     by_library: dict[str, list[LibraryText]]
 
@@ -159,9 +159,9 @@ class Bench:
             plain = await self._together(client, self._prompts, len(self._prompts))
         async with Client(self._edge(verifier, verifier.address, "outrider")) as client:
             await measure_text(client, self._prompts[0], replace(self._sampling, max_tokens=WARM_UP_TOKENS))
-            await verifier.step_figures()
+            await verifier.step_timings()
             drafted = [await measure_text(client, prompt, self._sampling) for prompt in self._prompts[:4]]
-            steps = await verifier.step_figures()
+            steps = await verifier.step_timings()
             version = client.drafter.version if client.drafter else None
             traces = []
             if client.drafter is not None:
@@ -221,11 +221,11 @@ class Bench:
                 if process and link.trace:
                     await process.play(link.trace)  # each mode meets the same moments
                 before = await process.counters() if process else None
-                await verifier.step_figures()
+                await verifier.step_timings()
                 seen.texts[mode] += await self._together(
                     client, self._prompts[first : first + share], self._options.sessions
                 )
-                seen.steps[mode] += await verifier.step_figures()
+                seen.steps[mode] += await verifier.step_timings()
                 if process and before:
                     after = await process.counters()
                     up, down = seen.carried.get(mode, (0, 0))

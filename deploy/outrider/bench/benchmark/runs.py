@@ -15,7 +15,7 @@ from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.record import record_trace
 from outrider.bench.replay.replay import Outcome
 from outrider.bench.replay.traces import HitTrace
-from outrider.cloud.engine import StepFigures
+from outrider.cloud.step_timing import StepTiming
 from outrider.edge import Client, Sampling
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.policy import Line
@@ -61,7 +61,7 @@ def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Byte
     )
 
 
-def step_fields(steps: Sequence[StepFigures], sessions: int) -> dict[str, float]:
+def step_fields(steps: Sequence[StepTiming], sessions: int) -> dict[str, float]:
     """Where the time of the verifier's usual steps went: those of at least half of the sessions, prompts left out."""
     usual = [step for step in steps if 2 * step.sessions >= sessions and step.rows <= 17 * step.sessions]
     if not usual:
@@ -163,7 +163,7 @@ def _window_mean(texts: Sequence[Measured]) -> float | None:
     return sum(windows) / len(windows) if windows else None
 
 
-def costs_of(texts: Sequence[Measured], steps: Sequence[StepFigures], *, pace_s: float, round_trip_s: float) -> Costs:
+def costs_of(texts: Sequence[Measured], steps: Sequence[StepTiming], *, pace_s: float, round_trip_s: float) -> Costs:
     """The costs that drafted texts show.
 
     Args:

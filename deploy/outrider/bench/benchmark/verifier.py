@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import StepFigures
 from outrider.cloud.server import VerifierServer
+from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.child import Child, requests
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.types import Goal
@@ -46,9 +46,9 @@ class VerifierProcess:
         answer = await self._ask({"config": values, "tokenizer": str(self.tokenizer)})
         self.address = answer["address"]
 
-    async def step_figures(self) -> list[StepFigures]:
+    async def step_timings(self) -> list[StepTiming]:
         """Of the steps since the last time that this was asked."""
-        return [StepFigures(*values) for values in (await self._ask({}))["steps"]]
+        return [StepTiming(*values) for values in (await self._ask({}))["steps"]]
 
     async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         answer = await self._child.ask(question)
@@ -69,7 +69,7 @@ async def _serve() -> None:
         _say({"error": error.message, "field": error.field})
         return
     while await lines.readline():
-        _say({"steps": [tuple(asdict(step).values()) for step in server.take_step_figures()]})
+        _say({"steps": [tuple(asdict(step).values()) for step in server.take_step_timings()]})
     await server.stop()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.replay.wire import DOWN, UP, ShapeAt, Wire
-from outrider.cloud.config import ALONE_PREFILL_ROWS
+from outrider.cloud.batching import MAX_PREFILL_ROWS_ALONE
 from outrider.edge.drafters.protocol import Proposal
 from outrider.edge.link import GRPC_PREFIX_BYTES
 from outrider.proto import codec
@@ -363,8 +363,8 @@ class Replay:
         verifier = self._verifier
         verifier.busy = True
         began = self._now
-        if verifier.behind > ALONE_PREFILL_ROWS:
-            self._at(began + self._costs.prefill_s(ALONE_PREFILL_ROWS), self._read)
+        if verifier.behind > MAX_PREFILL_ROWS_ALONE:
+            self._at(began + self._costs.prefill_s(MAX_PREFILL_ROWS_ALONE), self._read)
             return
         block = session.block(*verifier.line)
         rows = verifier.behind + len(block)
@@ -373,7 +373,7 @@ class Replay:
 
     def _read(self) -> None:
         """A part of a long prompt is in the KV cache."""
-        self._verifier.behind -= ALONE_PREFILL_ROWS
+        self._verifier.behind -= MAX_PREFILL_ROWS_ALONE
         self._at(self._now + self._costs.commit_s, self._free)
 
     def _judged(self, session: VerifierSession, block: tuple[int, ...], rows: int, began: float) -> None:

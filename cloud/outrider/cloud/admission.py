@@ -1,0 +1,70 @@
+"""Who gets a slot of a verifier, and how many unverified tokens each session may have in flight."""
+
+from __future__ import annotations
+
+from outrider.cloud.grammar import GrammarMatcher
+from outrider.cloud.slots import Outbox, Slot, Slots
+from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
+from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.types import Continue, Goaway, Open, Sampling
+
+_SESSIONS_WITH_WHOLE_CREDIT = 8
+
+
+class Admission:
+    """Lets sessions in, as long as there are slots and KV pages and the verifier does not drain."""
+
+    def __init__(self, slots: Slots, rules: VerifierRules, max_sessions: int) -> None:
+        self.draining = False
+        self._slots = slots
+        self._rules = rules
+        self._max_sessions = max_sessions
+
+    @property
+    def credit(self) -> int:
+        """Unverified tokens a session: fewer the more sessions there are, never fewer than one step verifies."""
+        crowd = max(1, self._slots.num_running // _SESSIONS_WITH_WHOLE_CREDIT)
+        return max(min(self._rules.max_drafts, self._rules.max_credit), self._rules.max_credit // crowd)
+
+    def admit(self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None, now: float) -> Slot:
+        """Give the session of a new stream a slot.
+
+        Raises:
+            OutriderError: the verifier drains or is full, or the session's own errors.
+        """
+        _check_matcher(matcher, frame.sampling)
+        if self.draining:
+            raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
+        session = VerifierSession(frame, self._rules, now)
+        for other in [slot for slot in self._slots if slot.session.id == frame.session]:
+            # Its edge has lost the old stream before this end noticed.
+            self._slots.fail(other, Unavailable("the session goes on in another stream"))
+        if len(self._slots) >= self._max_sessions:
+            self._slots.evict_longest_idle("its place is needed")
+        if len(self._slots) >= self._max_sessions:
+            raise ResourceExhausted(f"all {self._max_sessions} sessions are taken; try again later", retry_after_s=1.0)
+        session.credit = self.credit
+        return self._slots.open(key, session, outbox, matcher, now)
+
+    def resume(self, slot: Slot, frame: Continue, matcher: GrammarMatcher | None, now: float) -> None:
+        """Begin the next turn of a parked session on what is still right of its cache.
+
+        Raises:
+            OutriderError: there are not enough KV pages, or the session's own errors.
+        """
+        session = slot.session.continued(frame, now)
+        _check_matcher(matcher, session.sampling)
+        self._slots.resume(slot, session, frame.start, matcher, now)
+
+    def drain(self) -> None:
+        """Send all sessions elsewhere and admit no more."""
+        self.draining = True
+        self._slots.evict_all("the verifier is draining")
+        for slot in self._slots.running():
+            slot.outbox.put(Goaway("the verifier is draining", retry_after_s=0.0))
+
+
+def _check_matcher(matcher: GrammarMatcher | None, sampling: Sampling) -> None:
+    """Refuse a grammar that came without what enforces it: the text would ignore it."""
+    if matcher is None and sampling.grammar is not None:
+        raise Internal("came without its matcher", field="sampling.grammar")

@@ -1,0 +1,169 @@
+"""Which sessions take part in a verifier's next step, and when it begins: rules without thread, clock or model.
+
+Sessions that have what they wait for are due, and so is everybody who still reads a prompt. Sessions that wait for
+drafts are co-scheduled where a row costs less than a step of their own, and a step that only decodes is delayed while
+drafts that are about to arrive make tokens come faster. The engine and the simulator run this same code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from outrider.proto.policy import StepCost, batching_delay_s
+from outrider.proto.session import VerifierSession
+
+MAX_PREFILL_ROWS_ALONE = 512  # of prompts in one step, while nobody decodes
+MIN_DELAY_S = 0.0003  # below it a delay costs more than it brings
+_MIN_STEP_S = 1e-4
+
+
+class Candidate(Protocol):
+    """A session that could take part in a step."""
+
+    @property
+    def session(self) -> VerifierSession:
+        """The session machine."""
+        ...
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Committed tokens that the KV cache lacks; 1 while decoding: the last one."""
+        ...
+
+
+CandidateT = TypeVar("CandidateT", bound=Candidate)
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Generic[CandidateT]):
+    """One session's share of a step.
+
+    Attributes:
+        slot: the session.
+        num_tokens: uncomputed tokens of its transcript that the step computes, in their order.
+        block: [k] drafts that the step verifies after them; None: more of the prompt is left for later steps.
+    """
+
+    slot: CandidateT
+    num_tokens: int
+    block: tuple[int, ...] | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward pass."""
+        return self.num_tokens + len(self.block or ())
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether no row of it reads a prompt, which costs otherwise."""
+        return self.block is not None and self.num_tokens == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[CandidateT]):
+    """What to do next.
+
+    Attributes:
+        shares: of the step that begins now; empty: none does.
+        wake_at: when to plan again if nothing happens before; infinite: at the next event.
+        delayed: whether a step could begin, and had better wait for the drafts of others.
+    """
+
+    shares: Sequence[Share[CandidateT]] = ()
+    wake_at: float = math.inf
+    delayed: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the forward pass."""
+        return sum(share.num_rows for share in self.shares)
+
+    @property
+    def only_verifies(self) -> bool:
+        """Whether every session gets a token from the step."""
+        return all(share.block is not None for share in self.shares)
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether no row of it reads a prompt."""
+        return all(share.only_decodes for share in self.shares)
+
+
+@dataclass(slots=True)
+class Batching:
+    """The rules of one verifier, with what it has measured of its steps.
+
+    Attributes:
+        prefill_chunk: rows of prompts in a step that others decode in.
+        cost: of steps that only decode.
+        base_s, row_s: line through that cost at as many sessions as there are, seconds; 0: not measured yet.
+    """
+
+    prefill_chunk: int
+    cost: StepCost = field(default_factory=StepCost)
+    base_s: float = 0.0
+    row_s: float = 0.0
+
+    def measure(self, batch: Batch[CandidateT], seconds: float, num_sessions: int) -> None:
+        """Learn from a step that took `seconds`, while `num_sessions` run."""
+        if batch.only_decodes:
+            self.cost.add(batch.num_rows, seconds)
+            self.base_s, self.row_s = self.cost.line(max(1, num_sessions))
+
+    def plan(self, candidates: Iterable[CandidateT], num_sessions: int, now: float) -> Batch[CandidateT]:
+        """Return the step that should begin now, or when to look again.
+
+        Args:
+            candidates: sessions that could take part, longest admitted first.
+            num_sessions: that run, those among them that cannot take part now included.
+            now: on the clock of the sessions' events.
+        """
+        due: list[CandidateT] = []
+        waiting: list[CandidateT] = []
+        reading: list[CandidateT] = []
+        wake_at = math.inf
+        for slot in candidates:
+            if slot.num_uncomputed_tokens > 1:
+                reading.append(slot)
+            elif (ready_at := slot.session.ready_at(self.base_s, self.row_s)) <= now:
+                due.append(slot)
+            else:
+                waiting.append(slot)
+                wake_at = min(wake_at, ready_at)
+        if not (due or reading):
+            return Batch(wake_at=wake_at)
+        co_scheduled = [slot for slot in waiting if slot.session.joins_any_step]
+        if not reading and (delay_s := self._delay_s(due, co_scheduled, now)) > MIN_DELAY_S:
+            return Batch(wake_at=now + delay_s, delayed=True)
+        return Batch(self._shares((*due, *co_scheduled), reading, num_sessions))
+
+    def share_of(self, slot: CandidateT, max_tokens: int, num_sessions: int) -> Share[CandidateT]:
+        """Return the next `max_tokens` of a transcript, followed by the drafts where these are the last."""
+        uncomputed = slot.num_uncomputed_tokens
+        if uncomputed > max_tokens:
+            return Share(slot, max_tokens, None)
+        return Share(slot, uncomputed, slot.session.block(self.base_s / max(1, num_sessions), self.row_s))
+
+    def _delay_s(self, due: Sequence[Candidate], waiting: Sequence[Candidate], now: float) -> float:
+        """Return how much later the step had better begin, because others will have their drafts by then."""
+        if not waiting:
+            return 0.0
+        prospects = [slot.session.prospect(self.base_s, self.row_s, now) for slot in waiting]
+        tokens = sum(slot.session.prospect(self.base_s, self.row_s, now).tokens_now for slot in due)
+        return batching_delay_s(tokens, prospects, max(self.base_s, _MIN_STEP_S))
+
+    def _shares(
+        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], num_sessions: int
+    ) -> tuple[Share[CandidateT], ...]:
+        """Return everybody who decodes, and prompts as far as there is room."""
+        shares = [self.share_of(slot, 1, num_sessions) for slot in decoding]
+        room = self.prefill_chunk if shares else MAX_PREFILL_ROWS_ALONE
+        for slot in reading:
+            if room <= 0:
+                break
+            shares.append(self.share_of(slot, room, num_sessions))
+            room -= shares[-1].num_rows
+        return tuple(shares)

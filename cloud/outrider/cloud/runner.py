@@ -1,0 +1,112 @@
+"""A batch on its way through the target: forward, sample, steer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from outrider.cloud.batching import Share
+from outrider.cloud.sampling import Sampled, Sampler, VerificationInput
+from outrider.cloud.slots import Slot
+from outrider.cloud.steering import Projection
+from outrider.cloud.steering_codes import SteeringCodes
+from outrider.cloud.step_timing import StepTimes
+from outrider.cloud.target import Rows, Target
+from outrider.proto.session import Verified
+from outrider.proto.types import Steering
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step.
+
+    Attributes:
+        verified: of each session that read its prompt to the end.
+        times: of the step.
+    """
+
+    verified: Sequence[tuple[Slot, Verified]]
+    times: StepTimes
+
+
+class ModelRunner:
+    """Runs batches on a target."""
+
+    def __init__(self, target: Target, projections: Mapping[str, Projection], *, min_step_s: float = 0.0) -> None:
+        """Take a target.
+
+        Args:
+            target: with the KV cache of all sessions.
+            projections: that make steering codes, by id.
+            min_step_s: least time of a step, which stands for a larger target; seconds.
+        """
+        self._target = target
+        self._sampler = Sampler(target.device)
+        self._codes = SteeringCodes(target, projections)
+        self._min_step_s = min_step_s
+
+    def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
+        """Compute every share's rows and verify its drafts."""
+        slots = [share.slot for share in shares if share.block is not None]
+        inputs = [_verification_input(share.slot, share.block) for share in shares if share.block is not None]
+        rows = [_rows(share) for share in shares]
+        began = time.monotonic()
+        logits = self._target.forward(rows)
+        forwarded = time.monotonic()
+        sampled = self._sampler.sample(logits, inputs) if inputs else []
+        codes = self._codes.of([slot.session.wanted_code for slot in slots], inputs, sampled)
+        sampled_at = time.monotonic()
+        self._wait_until(began + self._min_step_s)
+        times = StepTimes(began, forwarded, sampled_at, time.monotonic())
+        verified = [
+            (slot, _verified(slot, of_slot, result, code, times))
+            for slot, of_slot, result, code in zip(slots, inputs, sampled, codes, strict=True)
+        ]
+        return StepResult(verified, times)
+
+    @staticmethod
+    def _wait_until(end: float) -> None:
+        left_s = end - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)
+
+
+def _rows(share: Share[Slot]) -> Rows:
+    """The next uncomputed tokens of the transcript, then the drafts; logits of the last token and of each draft."""
+    slot, start = share.slot, share.slot.cache.length
+    tokens = slot.session.transcript[start : start + share.num_tokens]
+    if share.block is None:
+        return Rows(slot.cache, tuple(tokens), 0)
+    return Rows(slot.cache, (*tokens, *share.block), len(share.block) + 1)
+
+
+def _verification_input(slot: Slot, block: tuple[int, ...]) -> VerificationInput:
+    session = slot.session
+    allowed = slot.matcher.allowed(block) if slot.matcher is not None else None
+    return VerificationInput(
+        session.sampling,
+        session.transcript,
+        session.prompt_length,
+        block,
+        session.q_of(block),
+        allowed.tokens if allowed is not None else None,
+        session.logprobs,
+        session.top_logprobs,
+    )
+
+
+def _verified(
+    slot: Slot, verification: VerificationInput, result: Sampled, code: Steering | None, times: StepTimes
+) -> Verified:
+    return Verified(
+        verification.block,
+        result.tokens,
+        result.logp,
+        max(0.0, times.began - slot.ready_since),
+        times.verify_s,
+        result.reward,
+        result.logprobs,
+        result.top_logprobs,
+        code,
+    )

@@ -1,0 +1,80 @@
+"""Where the time of an engine's steps goes."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from outrider.cloud.batching import Batch
+from outrider.cloud.counts import EngineCounts
+from outrider.proto.policy import Smoothed
+
+MAX_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Where the time of one step went, seconds.
+
+    Attributes:
+        sessions: that took part.
+        rows: of the forward pass.
+        forward_s: the model's own.
+        sample_s: from logits to tokens and steering codes.
+        overhead_s: all else since the step before it, but for waiting: events, planning, commits, other threads.
+    """
+
+    sessions: int
+    rows: int
+    forward_s: float
+    sample_s: float
+    overhead_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Moments of one step on the monotonic clock, seconds."""
+
+    began: float
+    forwarded: float
+    sampled: float
+    ended: float
+
+    @property
+    def verify_s(self) -> float:
+        """What the step took, with the wait where steps have a minimum."""
+        return self.ended - self.began
+
+
+class StepMeter:
+    """Measures an engine's steps.
+
+    Attributes:
+        timings: of the newest steps; whoever reads them may take them out.
+        step_s: smoothed time of a decoding step.
+    """
+
+    def __init__(self, counts: EngineCounts, now: float) -> None:
+        self.timings: deque[StepTiming] = deque(maxlen=MAX_KEPT)
+        self.step_s = Smoothed()
+        self._counts = counts
+        self._accounted_until = now
+
+    def waited(self, seconds: float) -> None:
+        """Count no overhead for `seconds` in which there was nothing to do."""
+        self._accounted_until += seconds
+
+    def record(self, batch: Batch, times: StepTimes) -> None:
+        """Count a step."""
+        timing = StepTiming(
+            sessions=len(batch.shares),
+            rows=batch.num_rows,
+            forward_s=times.forwarded - times.began,
+            sample_s=times.sampled - times.forwarded,
+            overhead_s=times.began - self._accounted_until,
+        )
+        self._accounted_until = times.ended
+        self.timings.append(timing)
+        self._counts.step(timing.sessions, timing.rows, timing.forward_s, timing.sample_s, timing.overhead_s)
+        if batch.only_verifies:
+            self.step_s.add(times.verify_s)

@@ -1,0 +1,138 @@
+"""The rules of a batch: who steps, who is co-scheduled, what is delayed, and how prompts share the rest."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+
+from outrider.cloud.batching import MAX_PREFILL_ROWS_ALONE, MIN_DELAY_S, Batch, Batching, Share
+from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.types import Draft, Open, Patience, Report, Sampling
+
+HASH = "0" * 64
+RULES = VerifierRules("v", "m", HASH, 100, 4096, frozenset({0}))
+CHUNK = 64
+RUN_AHEAD, WAIT = Patience(0.0), Patience(1.0, 4)
+
+
+@dataclass(eq=False)
+class Slot:
+    session: VerifierSession
+    num_uncomputed_tokens: int = 1
+
+
+def slot_of(now: float = 0.0, patience: Patience | None = RUN_AHEAD, unread: int = 1, drafting: bool = True) -> Slot:
+    frame = Open("m", HASH, (1, 2, 3), Sampling(max_tokens=100), "s", patience=patience, drafting=drafting)
+    return Slot(VerifierSession(frame, RULES, now), unread)
+
+
+def measured(step_s: float = 0.03, sessions: int = 1) -> Batching:
+    """Rules that have seen steps of `step_s`, whatever their rows."""
+    batching = Batching(CHUNK)
+    for rows in (1, 5):
+        slots = [slot_of() for _ in range(rows * sessions)]
+        batching.measure(Batch([Share(slot, 1, ()) for slot in slots]), step_s, sessions)
+    return batching
+
+
+def test_nobody_there_sleeps_until_something_happens() -> None:
+    assert Batching(CHUNK).plan([], 0, 5.0) == Batch(wake_at=math.inf)
+
+
+def test_who_waits_for_drafts_is_looked_at_when_the_first_patience_ends() -> None:
+    slots = [slot_of(now, WAIT) for now in (3.0, 2.5, 2.8)]
+    assert Batching(CHUNK).plan(slots, 3, 3.0) == Batch(wake_at=3.5)
+    batch = Batching(CHUNK).plan(slots, 3, 3.5)
+    assert [share.slot for share in batch.shares] == [slots[1]], "others with a patience of their own go on waiting"
+
+
+def test_drafts_at_hand_are_verified_with_the_last_committed_token() -> None:
+    slot = slot_of(patience=WAIT)
+    slot.session.on_draft(Draft(0, 3, (7, 8)), 0.1)
+    assert not Batching(CHUNK).plan([slot], 1, 0.1).shares
+    slot.session.on_draft(Draft(0, 5, (9, 10)), 0.2)
+    [share] = Batching(CHUNK).plan([slot], 1, 0.2).shares
+    assert (share.num_tokens, share.block, share.num_rows) == (1, (7, 8, 9, 10), 5)
+    assert share.only_decodes
+
+
+def test_a_session_that_may_join_any_step_is_co_scheduled_and_never_begins_one() -> None:
+    planned, due = slot_of(patience=None), slot_of()
+    planned.session.on_report(Report(True, drafting_s=0.004, round_trip_s=0.01, acceptance=0.9))
+    batching = measured()
+    alone = batching.plan([planned], 1, 0.0)
+    assert not alone.shares
+    assert 0.0 < alone.wake_at < math.inf
+    together = batching.plan([planned, due], 2, 0.0)
+    assert together.delayed
+    later = batching.plan([planned, due], 2, together.wake_at)
+    assert [share.slot for share in later.shares] == [due, planned]
+
+
+def test_a_step_is_delayed_only_for_drafts_that_are_worth_it() -> None:
+    planned, due = slot_of(patience=None), slot_of()
+    planned.session.on_report(Report(True, drafting_s=0.004, round_trip_s=0.01, acceptance=0.9))
+    batch = measured().plan([due, planned], 2, 0.0)
+    assert batch.delayed
+    assert not batch.shares
+    assert MIN_DELAY_S < batch.wake_at < 0.05
+    steady = slot_of(patience=None, drafting=False)
+    assert [share.slot for share in measured().plan([due, steady], 2, 0.0).shares] == [due, steady]
+
+
+def test_a_step_that_reads_a_prompt_is_not_delayed() -> None:
+    planned, due, reading = slot_of(patience=None), slot_of(), slot_of(unread=10)
+    planned.session.on_report(Report(True, drafting_s=0.004, round_trip_s=0.01, acceptance=0.9))
+    batch = measured().plan([reading, planned, due], 3, 0.0)
+    assert [share.slot for share in batch.shares] == [due, planned, reading]
+    assert batch.only_verifies
+    assert not batch.only_decodes
+
+
+def test_prompts_share_a_chunk_beside_who_decodes_and_have_more_room_alone() -> None:
+    first, second, third = (slot_of(unread=n) for n in (50, 300, 9))
+    beside = Batching(CHUNK).plan([slot_of(), first, second, third], 4, 0.0)
+    assert [(share.num_tokens, share.block) for share in beside.shares] == [(1, ()), (50, ()), (14, None)]
+    assert beside.num_rows == 65
+    alone = Batching(CHUNK).plan([first, second, third], 3, 0.0)
+    assert [(share.num_tokens, share.block) for share in alone.shares] == [(50, ()), (300, ()), (9, ())]
+    long = Batching(CHUNK).plan([slot_of(unread=2000), third], 2, 0.0)
+    assert [(share.num_tokens, share.block) for share in long.shares] == [(MAX_PREFILL_ROWS_ALONE, None)]
+    assert not long.only_verifies
+
+
+def test_the_last_chunk_of_a_prompt_takes_the_drafts_along() -> None:
+    slot = slot_of(unread=3)
+    slot.session.on_draft(Draft(0, 3, (7, 8)), 0.0)
+    [share] = Batching(CHUNK).plan([slot], 1, 0.0).shares
+    assert (share.num_tokens, share.block, share.num_rows) == (3, (7, 8), 5)
+    assert not share.only_decodes
+
+
+def test_only_steps_that_decode_are_measured() -> None:
+    batching = Batching(CHUNK)
+    batching.measure(Batch([Share(slot_of(unread=10), 10, ())]), 0.5, 1)
+    batching.measure(Batch([Share(slot_of(), 1, ()), Share(slot_of(unread=99), 64, None)]), 0.5, 2)
+    assert (batching.base_s, batching.row_s) == (0.0, 0.0)
+    batching.measure(Batch([Share(slot_of(), 1, ())]), 0.5, 1)
+    assert batching.base_s == pytest.approx(0.5)
+
+
+def test_each_session_reckons_with_its_share_of_a_step() -> None:
+    slot = slot_of()
+    slot.session.on_draft(Draft(0, 3, tuple(range(1, 17))), 0.0)
+    batching = replace(measured(), base_s=0.03, row_s=0.004)
+    [alone] = batching.plan([slot], 1, 0.0).shares
+    [among_many] = batching.plan([slot], 16, 0.0).shares
+    assert len(among_many.block) < len(alone.block)
+
+
+def test_the_rules_load_no_torch() -> None:
+    program = "import sys, outrider.cloud.batching; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "outrider.cloud.batching" in loaded
+    assert not {"torch", "transformers", "grpc"} & set(loaded)
