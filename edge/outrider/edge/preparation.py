@@ -223,7 +223,8 @@ class Preparation:
     def _find_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> DrafterPackage | None:
         """The package that the config names; with `auto` the first that fits, None where none does."""
         wanted = self._config.drafter
-        if "/" in wanted or Path(wanted).is_dir():
+        known = wanted in embedded_packages() or any(wanted == offer.name for offer in offers)
+        if "/" in wanted or (not known and Path(wanted).is_dir()):
             return load_package(Path(wanted).expanduser())
         fetch = self._fetcher()
         for offer in offers:
