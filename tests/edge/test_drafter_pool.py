@@ -15,9 +15,8 @@ import pytest
 from tiny_drafter import GREEDY, STEERING_MANIFEST, TOKENIZER, steering_graph, tiny_graph, write_package
 
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.doctor import Outcome
-from outrider.edge.doctor import drafters as doctor
-from outrider.edge.doctor.visit import Visit
+from outrider.edge.doctor import Outcome, speed
+from outrider.edge.doctor.agreement import Visit
 from outrider.edge.drafters import DrafterCache, NgramDrafter, embedded_packages, find_package
 from outrider.edge.drafters import pool as pool_module
 from outrider.edge.drafters.fakes import GarbageDrafter, ScriptedDrafter
@@ -506,6 +505,15 @@ def test_all_drafters_are_the_embedded_family_and_ngrams_where_the_tokenizer_fit
     assert ready.drafters.names == ("ngram",)
 
 
+def test_a_folder_without_a_manifest_does_not_hide_the_embedded_drafter_of_its_name(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for drafter in ("all", "docs,ngram", "docs"):
+        ready = prepared(drafter, tokenizer=find_package("general").tokenizer_path)
+        assert "docs" in ready.drafters.names
+        ready.drafters.close()
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_doctor_looks_at_every_drafter_of_a_list(tmp_path, broken):
     for name in ("code", "docs"):
@@ -516,7 +524,7 @@ def test_a_doctor_looks_at_every_drafter_of_a_list(tmp_path, broken):
     async def look():
         visit = Visit.begin(EdgeConfig(**WHERE, drafter=f"{tmp_path}/code,{tmp_path}/docs,ngram"))
         try:
-            return await doctor.load(visit)
+            return await speed.load_drafter(visit)
         finally:
             await visit.close()
 

@@ -20,7 +20,7 @@ CHECK_WIDTH = 20
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """`outrider doctor`; 0 unless a check failed."""
+    """Run `outrider doctor` and return 1 if a check failed."""
     config = _config(options)
     if options.json:
         examined = asyncio.run(examine(config))
@@ -46,7 +46,7 @@ def _config(options: argparse.Namespace) -> EdgeConfig:
 
 
 def _show(console: Console, one: Examined) -> None:
-    """A line of the table as soon as it is known; under it what to do."""
+    """Print a line of the table as soon as it is known, and under it what to do."""
     found = one.finding
     colour = STYLES[found.outcome]
     words = escape(found.message)

@@ -12,11 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from outrider.edge import EdgeConfig
-from outrider.edge.doctor import Finding, Outcome, answers, certificates, clocks, names, ports, rates, releases
-from outrider.edge.doctor import round_trips as round_trips_check
-from outrider.edge.doctor.endpoint import Endpoint
-from outrider.edge.doctor.remedies import failed_by, remedy_of
-from outrider.edge.doctor.visit import Visit
+from outrider.edge.doctor import Finding, Outcome, agreement, connection, speed
+from outrider.edge.doctor.agreement import Visit
+from outrider.edge.doctor.connection import Endpoint
+from outrider.edge.doctor.finding import failed_by, remedy_of
 from outrider.edge.security import Security
 from outrider.proto import errors
 from outrider.proto.lease import LeaseClaim, sign_lease
@@ -60,11 +59,11 @@ def test_the_time_to_retry_is_part_of_the_remedy() -> None:
 
 
 def test_names_resolve_or_not() -> None:
-    good = asyncio.run(names.resolve(at("localhost:1")))
+    good = asyncio.run(connection.resolve_name(at("localhost:1")))
     assert good.outcome is Outcome.OK
-    assert good.figures["addresses"]
-    assert asyncio.run(names.resolve(at("127.0.0.1:1"))).outcome is Outcome.OK
-    bad = asyncio.run(names.resolve(at("no-such-host.invalid:1")))
+    assert good.metrics["addresses"]
+    assert asyncio.run(connection.resolve_name(at("127.0.0.1:1"))).outcome is Outcome.OK
+    bad = asyncio.run(connection.resolve_name(at("no-such-host.invalid:1")))
     assert bad.outcome is Outcome.FAILED
     assert "no-such-host.invalid" in bad.message
     assert "--coordinator" in bad.remedy
@@ -73,10 +72,10 @@ def test_names_resolve_or_not() -> None:
 def test_ports_take_connections_or_not(small_server) -> None:
     async def main() -> None:
         async with small_server() as address:
-            good = await ports.connect(at(address))
+            good = await connection.connect_port(at(address))
         assert good.outcome is Outcome.OK
-        assert good.figures["connect_s"] > 0
-        bad = await ports.connect(at(f"127.0.0.1:{closed_port()}"))
+        assert good.metrics["connect_s"] > 0
+        bad = await connection.connect_port(at(f"127.0.0.1:{closed_port()}"))
         assert bad.outcome is Outcome.FAILED
         assert "nothing listens" in bad.message
         assert "outrider coordinator" in bad.remedy
@@ -87,12 +86,12 @@ def test_ports_take_connections_or_not(small_server) -> None:
 def test_a_service_serves_drains_or_is_another(small_server) -> None:
     async def main() -> None:
         async with small_server() as address:
-            assert (await answers.answer(at(address))).outcome is Outcome.OK
-            other = await answers.answer(at(address, service="another.service" * 10))
+            assert (await connection.check_health(at(address))).outcome is Outcome.OK
+            other = await connection.check_health(at(address, service="another.service" * 10))
             assert other.outcome is Outcome.FAILED
             assert "--verifier" in other.remedy
         async with small_server(status=health_pb2.HealthCheckResponse.NOT_SERVING) as address:
-            draining = await answers.answer(at(address))
+            draining = await connection.check_health(at(address))
         assert draining.outcome is Outcome.FAILED
         assert "NOT_SERVING" in draining.message
 
@@ -106,7 +105,7 @@ def test_what_speaks_no_grpc_is_said_to(monkeypatch) -> None:
             writer.close()
 
         async with await asyncio.start_server(say_html, "127.0.0.1", 0) as server:
-            found = await answers.answer(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+            found = await connection.check_health(at(f"127.0.0.1:{server.sockets[0].getsockname()[1]}"))
         assert found.outcome is Outcome.FAILED
         assert "no gRPC" in found.message
 
@@ -127,7 +126,7 @@ def credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.Se
 def inspected(small_server, shown: grpc.ServerCredentials | None, tls: ClientTls | None) -> Finding:
     async def main() -> Finding:
         async with small_server(credentials=shown) as address:
-            return await certificates.inspect(at(address, tls))
+            return await connection.inspect_tls(at(address, tls))
 
     return asyncio.run(main())
 
@@ -136,9 +135,9 @@ def test_a_good_certificate_is_told_with_names_issuer_and_days(small_server, aut
     ours = authority("ours")
     found = inspected(small_server, credentials(*ours.sign(tmp_path)), ClientTls(ours.file))
     assert found.outcome is Outcome.OK, found
-    assert "localhost" in found.figures["names"]
-    assert "ours" in found.figures["issuer"]
-    assert 298 < found.figures["expires_in_days"] <= 300
+    assert "localhost" in found.metrics["names"]
+    assert "ours" in found.metrics["issuer"]
+    assert 298 < found.metrics["expires_in_days"] <= 300
 
 
 @pytest.mark.parametrize(
@@ -239,7 +238,7 @@ def token(ahead_s: float) -> bytes:
     ],
 )
 def test_the_coordinators_clock_is_read_off_the_lease(ahead_s, outcome, words) -> None:
-    found = asyncio.run(clocks.compare(visit_with(token=token(ahead_s))))
+    found = asyncio.run(agreement.compare_clocks(visit_with(token=token(ahead_s))))
     assert found.outcome is outcome
     assert words in found.message
 
@@ -247,15 +246,15 @@ def test_the_coordinators_clock_is_read_off_the_lease(ahead_s, outcome, words) -
 def test_a_clock_that_steps_is_a_warning_and_no_lease_is_no_reading() -> None:
     visit = visit_with(token=token(0))
     visit.began_wall_s -= 10
-    found = asyncio.run(clocks.compare(visit))
+    found = asyncio.run(agreement.compare_clocks(visit))
     assert found.outcome is Outcome.WARNING
     assert "moved" in found.message
-    assert asyncio.run(clocks.compare(visit_with(token=b"something else"))).outcome is Outcome.SKIPPED
+    assert asyncio.run(agreement.compare_clocks(visit_with(token=b"something else"))).outcome is Outcome.SKIPPED
 
 
 def test_releases_that_differ_are_a_warning() -> None:
-    assert asyncio.run(releases.compare(visit_with(release=release()))).outcome is Outcome.OK
-    found = asyncio.run(releases.compare(visit_with(release="0.0.1")))
+    assert asyncio.run(agreement.compare_releases(visit_with(release=release()))).outcome is Outcome.OK
+    found = asyncio.run(agreement.compare_releases(visit_with(release="0.0.1")))
     assert found.outcome is Outcome.WARNING
     assert "coordinator 0.0.1" in found.message
 
@@ -264,18 +263,18 @@ def test_releases_that_differ_are_a_warning() -> None:
 
 
 def test_a_long_way_is_a_warning_with_its_length(small_server, monkeypatch) -> None:
-    monkeypatch.setattr(round_trips_check, "CALLS", 3)
+    monkeypatch.setattr(speed, "CALLS", 3)
 
     async def measured(delay_s: float) -> Finding:
         async with small_server(delay_s=delay_s) as address:
-            return await round_trips_check.measure(at(address, role="verifier"))
+            return await speed.time_round_trips(at(address, role="verifier"))
 
     short = asyncio.run(measured(0.0))
     assert short.outcome is not Outcome.FAILED
-    assert short.figures["median_s"] < 0.3
+    assert short.metrics["median_s"] < 0.3
     long = asyncio.run(measured(0.3))
     assert long.outcome is Outcome.WARNING
-    assert long.figures["median_s"] >= 0.3
+    assert long.metrics["median_s"] >= 0.3
     assert "outrider bench --rtt" in long.remedy
 
 
@@ -283,11 +282,11 @@ def test_a_thin_uplink_is_a_warning_with_its_rate(small_server) -> None:
     async def measured(bytes_s: float) -> Finding:
         async with small_server(bytes_s=bytes_s) as address:
             visit = Visit.begin(EdgeConfig(verifier=address, model="m"))
-            return await rates.measure(visit)
+            return await speed.measure_rates(visit)
 
     thin = asyncio.run(measured(12_000))
     assert thin.outcome is Outcome.WARNING
-    assert 0 < thin.figures["up_bytes_s"] <= 12_000
+    assert 0 < thin.metrics["up_bytes_s"] <= 12_000
     assert "slow up" in thin.message
     wide = asyncio.run(measured(float("inf")))
     assert wide.outcome is Outcome.OK

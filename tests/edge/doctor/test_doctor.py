@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.doctor import Examined, Outcome, examine, round_trips, visit
+from outrider.edge.doctor import Examined, Outcome, agreement, examine, speed
 from outrider.edge.drafters.packages import FAMILY, find_package
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.plumbing.tls import ServerTls
@@ -43,11 +43,11 @@ def test_a_healthy_cluster_has_no_complaint(cloud, config) -> None:
         "verifier TLS",
     ]
     text = finding(examined, "text")
-    assert text.figures["same"] is True
-    assert text.figures["tokens"] == 16
-    assert finding(examined, "drafting").figures["drafting_s"] > 0
-    assert finding(examined, "rate").figures["down_bytes_s"] > 0
-    releases = finding(examined, "releases").figures
+    assert text.metrics["same"] is True
+    assert text.metrics["tokens"] == 16
+    assert finding(examined, "drafting").metrics["drafting_s"] > 0
+    assert finding(examined, "rate").metrics["down_bytes_s"] > 0
+    releases = finding(examined, "releases").metrics
     assert releases["edge"] == releases["coordinator"] == releases["verifier"] == release()
     json.dumps([one.record() for one in examined])
 
@@ -97,7 +97,7 @@ def test_a_wrong_tokenizer_is_told_by_hash_or_by_the_verifier(cloud, config, tmp
     )
     opening = finding(examined, "session opens")
     assert opening.outcome is Outcome.FAILED
-    assert opening.figures["kind"] == "TokenizerMismatch"
+    assert opening.metrics["kind"] == "TokenizerMismatch"
     missing = asyncio.run(examine(config(verifier=cloud.verifier, model="reference")))
     assert "--tokenizer" in finding(missing, "tokenizer").message
 
@@ -123,7 +123,7 @@ def test_without_a_drafter_there_is_nothing_to_load_and_the_text_still_comes(clo
 
 
 def test_a_verifier_that_is_full_says_so(cloud, config, tokenizer_file, monkeypatch) -> None:
-    monkeypatch.setattr(visit, "PATIENT_S", 1.0)
+    monkeypatch.setattr(agreement, "TIMEOUT_S", 1.0)
 
     async def main() -> list[Examined]:
         edge = EdgeConfig(verifier=cloud.verifier, model="reference", tokenizer=tokenizer_file, drafter="none")
@@ -143,7 +143,7 @@ def test_a_verifier_that_is_full_says_so(cloud, config, tokenizer_file, monkeypa
 
     opening = finding(asyncio.run(main()), "session opens")
     assert opening.outcome is Outcome.FAILED
-    assert opening.figures["kind"] == "ResourceExhausted"
+    assert opening.metrics["kind"] == "ResourceExhausted"
     assert "--max-sessions" in opening.remedy
 
 
@@ -161,7 +161,7 @@ def test_tls_an_api_key_and_a_relay_are_seen_through(cloud, config, authority, t
     assert Outcome.FAILED not in outcomes(well).values(), [one.record() for one in well]
     assert finding(well, "coordinator TLS").outcome is Outcome.OK
     assert "relays" in finding(well, "verifier port").message
-    assert finding(well, "text").figures["same"] is True
+    assert finding(well, "text").metrics["same"] is True
     assert finding(unknown, "lease").outcome is Outcome.FAILED
     assert "--api-key-file" in finding(unknown, "lease").remedy
     assert "--tls-ca" in finding(plain, "coordinator TLS").remedy
@@ -172,11 +172,11 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(cloud, config,
     async def broken(at) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(round_trips, "measure", broken)
+    monkeypatch.setattr(speed, "time_round_trips", broken)
     examined = asyncio.run(examine(config(verifier=cloud.verifier, model="reference", drafter="general")))
     assert finding(examined, "round trip").outcome is Outcome.FAILED
     assert "a defect" in finding(examined, "round trip").message
-    assert finding(examined, "text").figures["same"] is True
+    assert finding(examined, "text").metrics["same"] is True
 
 
 def test_the_command_prints_remedies_or_json_and_its_status_tells(cloud, capsys, tmp_path) -> None:
@@ -186,7 +186,7 @@ def test_the_command_prints_remedies_or_json_and_its_status_tells(cloud, capsys,
     assert main(["doctor", "--coordinator", cloud.coordinator, "--json", *cache]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["release"]
-    assert {"check", "outcome", "message", "remedy", "figures"} == set(record["checks"][0])
+    assert {"check", "outcome", "message", "remedy", "metrics"} == set(record["checks"][0])
     assert main(["doctor", "--coordinator", "no-such-host.invalid:1", *cache]) == 1
     said = capsys.readouterr().out
     assert "failed   coordinator name" in said
