@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outrider.proto.errors import OutriderError
-from outrider.proto.policy import Experience
+from outrider.proto.policy import Measurements
 from outrider.proto.session import (
     Cancelled,
     CatchUpJob,
@@ -30,7 +30,7 @@ class HandDrivenEdge(EdgeSession):
     def _give_work(self, now: float) -> list[EdgeInstruction]:
         return []
 
-    def next_job(self, most: int, measurements: Experience | None = None) -> DraftJob | None:
+    def next_job(self, most: int, measurements: Measurements | None = None) -> DraftJob | None:
         """The drafting job that is due, of at most `most` tokens; None where none is."""
         if measurements is not None:
             self._meter.adopt(measurements)
@@ -80,7 +80,7 @@ class HandDrivenEdge(EdgeSession):
         prompt: tuple[int, ...],
         sampling: Sampling,
         now: float,
-        measurements: Experience | None = None,
+        measurements: Measurements | None = None,
     ) -> list[EdgeInstruction]:
         return self.handle(TurnBegun(start, prompt, sampling, measurements), now)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from outrider.proto import codec
 from outrider.proto.errors import Internal, OutriderError, Unavailable
-from outrider.proto.policy import Experience, WindowPolicy
+from outrider.proto.policy import Measurements, WindowPolicy
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import (
     Cancelled,
@@ -174,7 +174,7 @@ class Simulation:
         cancel_at: float = math.inf,
         fickle_credit: bool = False,
         queues_while_busy: bool = True,
-        measurements: Experience | None = None,
+        measurements: Measurements | None = None,
         send_q: bool = False,
         rivals: Sequence[Drafter] = (),
         selector: Selector | None = None,

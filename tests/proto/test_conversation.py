@@ -22,7 +22,7 @@ from outrider.proto.errors import (
     Unavailable,
     UnknownToken,
 )
-from outrider.proto.policy import Experience, FixedWindow, SurvivalWindow
+from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
 from outrider.proto.session import (
     Cancelled,
     Done,
@@ -507,7 +507,7 @@ def test_the_drafter_goes_on_from_what_it_has_read():
 
 
 def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
-    edge = HandDrivenEdge(open_frame(keep_s=9.0), FixedWindow(4), measurements=Experience())
+    edge = HandDrivenEdge(open_frame(keep_s=9.0), FixedWindow(4), measurements=Measurements())
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
     job = edge.next_job(4)
@@ -552,7 +552,7 @@ def readings(edge):
 
 def test_a_turn_of_another_temperature_goes_by_what_drafts_were_worth_there():
     edge = edge_at_rest()
-    hopeless = Experience()
+    hopeless = Measurements()
     for _ in range(200):
         hopeless.of("").calibration.add(0.9, False)
     edge.on_turn(5, (6,), Sampling(max_tokens=40), 1.0, hopeless)

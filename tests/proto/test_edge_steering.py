@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
-from outrider.proto.policy import CodeRate, Experience, FixedCodes, FixedWindow, PricedCodes, SteeringView
+from outrider.proto.policy import CodeRate, FixedCodes, FixedWindow, Measurements, PricedCodes, SteeringView
 from outrider.proto.session import Codes, DraftJob, EdgeSession, Reopen, Send
 from outrider.proto.steering import encode
 from outrider.proto.types import (
@@ -445,8 +445,8 @@ def test_a_drafter_that_broke_wishes_for_no_codes_any_more():
 
 
 def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
-    policy, experience = FixedChoice(CodeRate()), Experience()
-    edge = steered_edge(policy, measurements=experience)
+    policy, measurements = FixedChoice(CodeRate()), Measurements()
+    edge = steered_edge(policy, measurements=measurements)
     byte_s, now, rng = 1e-4, 1.0, random.Random(2)
     for index in range(60):
         job = edge.next_job(3)
@@ -481,14 +481,14 @@ def test_a_job_without_steering_compares_as_before():
 
 
 def test_a_new_streams_first_round_trip_is_not_compared_with_the_old_ones():
-    experience = Experience()
-    edge = steered_edge(measurements=experience)
+    measurements = Measurements()
+    edge = steered_edge(measurements=measurements)
 
     def answered(at):
         draft(edge, 1)
         timing = Timing(echo=edge.statistics.messages - sent_before, hold_s=0.0, verify_s=0.01)
         edge.on_commit(Commit(len(edge.transcript), (7,), 0, 32, timing=timing), at)
-        return experience.downlink.many.weight
+        return measurements.downlink.many.weight
 
     sent_before = 0
     assert answered(1.03) == 0

@@ -17,9 +17,9 @@ from outrider.proto.policy import (
     Acceptance,
     Calibration,
     EdgeView,
-    Experience,
     FixedWindow,
     Line,
+    Measurements,
     Pace,
     Prospect,
     Smoothed,
@@ -172,11 +172,11 @@ def test_a_draft_without_confidence_is_worth_the_average() -> None:
     assert calibration.chance(0.99) == Calibration().chance(0.99), "it says nothing about any confidence"
 
 
-def test_two_edges_share_no_experience_unless_they_are_given_one() -> None:
-    first, second = Experience(), Experience()
+def test_two_edges_share_no_measurements_unless_they_are_given_some() -> None:
+    first, second = Measurements(), Measurements()
     first.of("").calibration.add(0.5, False)
     first.step.add(1, 2.0)
-    assert second == Experience()
+    assert second == Measurements()
 
 
 # === window =====================================================================================================
@@ -578,33 +578,33 @@ def test_a_step_does_not_linger_for_nothing():
     assert batching_delay_s(1.0, [Prospect(0.002, 1.0, 4.0)], 0.03) == 0.002
 
 
-# === experience =================================================================================================
+# === measurements =================================================================================================
 
 
 def test_an_open_is_a_measure_of_the_round_trip_only_until_a_draft_message_is_one() -> None:
-    experience = Experience()
-    experience.time_open(0.4)  # a handshake, a long prompt
-    assert experience.round_trip.base == pytest.approx(0.4)
+    measurements = Measurements()
+    measurements.time_open(0.4)  # a handshake, a long prompt
+    assert measurements.round_trip.base == pytest.approx(0.4)
     for size in (34, 36, 32):
-        experience.time_draft(size, 0.12)
-    experience.time_open(0.4)
-    assert experience.round_trip.base == pytest.approx(0.12)
-    assert experience.round_trip.slope == pytest.approx(0.0, abs=1e-9), "no price on bytes that nobody has seen"
+        measurements.time_draft(size, 0.12)
+    measurements.time_open(0.4)
+    assert measurements.round_trip.base == pytest.approx(0.12)
+    assert measurements.round_trip.slope == pytest.approx(0.0, abs=1e-9), "no price on bytes that nobody has seen"
 
 
 def test_a_link_that_changes_is_measured_anew_and_puts_no_price_on_bytes() -> None:
-    experience = Experience()
+    measurements = Measurements()
     for size, seconds in [(32, 0.2), (48, 0.21), (40, 0.19), (50, 0.2), (32, 0.01), (34, 0.011), (30, 0.01)]:
-        experience.time_draft(size, seconds)
-    assert experience.round_trip.base < 0.02
-    assert experience.round_trip.slope < 1e-3
+        measurements.time_draft(size, seconds)
+    assert measurements.round_trip.base < 0.02
+    assert measurements.round_trip.slope < 1e-3
     for size, seconds in [(34, 0.2), (32, 0.2)]:
-        experience.time_draft(size, seconds)
-    assert experience.round_trip.base == pytest.approx(0.2)
+        measurements.time_draft(size, seconds)
+    assert measurements.round_trip.base == pytest.approx(0.2)
 
 
 def test_one_late_message_does_not_make_another_link() -> None:
-    experience = Experience()
+    measurements = Measurements()
     for seconds in (0.02, 0.021, 0.3, 0.02, 0.019):
-        experience.time_draft(34, seconds)
-    assert experience.round_trip.base == pytest.approx(0.02, rel=0.05)
+        measurements.time_draft(34, seconds)
+    assert measurements.round_trip.base == pytest.approx(0.02, rel=0.05)

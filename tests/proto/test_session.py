@@ -24,7 +24,7 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.policy import Experience, FixedWindow, SurvivalWindow
+from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
 from outrider.proto.session import (
     Done,
     Emit,
@@ -229,10 +229,10 @@ def test_holding_drafts_back_costs_little_time(monkeypatch):
 
 
 def test_a_text_begins_with_what_the_last_one_has_measured():
-    experience = Experience()
-    first = timed({"right": 0.0, "confidence": "false"}, measurements=experience)
+    measurements = Measurements()
+    first = timed({"right": 0.0, "confidence": "false"}, measurements=measurements)
     alone = timed({"right": 0.0, "confidence": "false"})
-    second = timed({"right": 0.0, "confidence": "false"}, measurements=experience)
+    second = timed({"right": 0.0, "confidence": "false"}, measurements=measurements)
     assert first.edge.statistics.drafted == alone.edge.statistics.drafted
     assert second.edge.statistics.drafted < first.edge.statistics.drafted, "it knows that drafts are worth nothing"
 
@@ -726,10 +726,10 @@ def measured_edge(*, round_trip_s=0.1, step_s=0.03, window=64, planned=False, **
 
 def hopeless():
     """What is known of a drafter that is nearly always wrong."""
-    experience = Experience()
+    measurements = Measurements()
     for _ in range(300):
-        experience.of("").calibration.add(math.nan, False)
-    return experience
+        measurements.of("").calibration.add(math.nan, False)
+    return measurements
 
 
 def unsure_draft(edge, *tokens, now):
@@ -869,11 +869,11 @@ def test_a_draft_that_meets_a_committed_token_counts_however_it_met_it():
 
 def test_the_edge_drafts_further_behind_a_draft_that_it_may_trust():
     def allowance(confidence):
-        experience = Experience()
+        measurements = Measurements()
         for _ in range(200):
-            experience.of("").calibration.add(0.95, True)
-            experience.of("").calibration.add(0.05, False)
-        edge = HandDrivenEdge(open_frame(), SurvivalWindow(), measurements=experience)
+            measurements.of("").calibration.add(0.95, True)
+            measurements.of("").calibration.add(0.05, False)
+        edge = HandDrivenEdge(open_frame(), SurvivalWindow(), measurements=measurements)
         edge.open_frame(b"", -0.1)
         edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)
         edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
@@ -1178,11 +1178,11 @@ def test_held_drafts_go_though_another_text_of_the_client_has_changed_the_window
     edge.on_opened(Opened(0, 64, 40, "v", 512, planned=False), 0.0)
     edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
     assert draft(edge, 1, 2, now=0.101)[1] == []
-    experience = edge.measurements.copy()
+    measurements = edge.measurements.copy()
     for _ in range(300):  # before this text asks for its next job, another learns that drafts are worth nothing
-        experience.of("").calibration.add(0.5, False)
-        experience.of("").drafting_s.add(0.5)
-    assert edge.next_job(8, experience) is None
+        measurements.of("").calibration.add(0.5, False)
+        measurements.of("").drafting_s.add(0.5)
+    assert edge.next_job(8, measurements) is None
     assert sent(edge.on_idle(0.102)) == [Draft(0, 4, (1, 2), complete=True)], "or a patient verifier waits for ever"
     assert sent(edge.on_idle(0.103)) == [], "once is enough"
 

@@ -9,13 +9,13 @@ from dataclasses import asdict
 from hand_driven import HandDrivenEdge
 from simulated_decoding import Simulation, drafter_of, hashing_oracle, open_frame
 
-from outrider.proto.policy import Experience, FixedWindow, SurvivalWindow
+from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
 from outrider.proto.session import DraftJob, EdgeSession, Selection, SharedMeasurements, StreamReady
 from outrider.proto.session.events import Drafted, EdgeEvent
 from outrider.proto.types import Commit, Opened, Sampling, Timing
 
 
-def measured_text() -> Experience:
+def measured_text() -> Measurements:
     """Measurements of a whole text."""
     oracle, frame = hashing_oracle(3, eos_odds=0), open_frame(sampling=Sampling(max_tokens=60))
     simulation = Simulation(frame, oracle, drafter_of(oracle, 3, 0.7, confidence="telling"))
@@ -41,7 +41,7 @@ def test_a_copy_is_equal_and_shares_nothing_that_changes() -> None:
     copied.of("another")
     assert asdict(original) == before
     changed = asdict(copied)
-    assert not [name for name in before if changed[name] == before[name] and name not in ("timed", "strangers")]
+    assert not [name for name in before if changed[name] == before[name] and name not in ("timed", "outliers")]
 
 
 def events(edge: EdgeSession, seed: int) -> list[tuple[EdgeEvent, float]]:
@@ -57,7 +57,7 @@ def events(edge: EdgeSession, seed: int) -> list[tuple[EdgeEvent, float]]:
     ]
 
 
-def opened_edge(measurements: Experience | None) -> EdgeSession:
+def opened_edge(measurements: Measurements | None) -> EdgeSession:
     edge = EdgeSession(open_frame(), FixedWindow(0), measurements=measurements)
     edge.handle(StreamReady(b""), 0.0)
     edge.handle(Opened(0, 32, 200, "v", 512), 0.1)
@@ -65,7 +65,7 @@ def opened_edge(measurements: Experience | None) -> EdgeSession:
 
 
 def test_texts_that_take_turns_measure_as_if_they_wrote_into_one_book() -> None:
-    book = Experience()
+    book = Measurements()
     one_book = [opened_edge(book) for _ in range(2)]
     shared = SharedMeasurements()
     by_snapshots = []
@@ -121,7 +121,7 @@ def test_what_this_text_has_shown_outlives_a_snapshot() -> None:
         edge.handle(Drafted(job, (1,), (0.99,), 0.001), 0.2)
         instructions = edge.handle(Commit(position, (2,), 0, 32), 0.3)
     (job,) = [instruction for instruction in instructions if isinstance(instruction, DraftJob)]
-    rosy = Experience()
+    rosy = Measurements()
     for _ in range(300):
         rosy.of("").calibration.add(0.99, True)
     edge.handle(Drafted(job, (1,), (0.99,), 0.001), 0.4, rosy)

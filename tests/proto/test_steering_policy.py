@@ -19,9 +19,9 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import (
     CodeRate,
     Downlink,
-    Experience,
     FixedCodes,
     Gain,
+    Measurements,
     PricedCodes,
     SteeringView,
     choose,
@@ -169,7 +169,7 @@ class Edge:
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
-        self.experience = Experience()
+        self.measurements = Measurements()
         self.policy = PricedCodes(self.rank)
         self.rates = []
         self.now = self.free = 0.0
@@ -179,7 +179,7 @@ class Edge:
 
     def decode(self, mbit, commits, jam=None):
         """So many commits more, over a downlink of `mbit`; `jam`: the commit that comes half a second late."""
-        rng, experience = self.rng, self.experience
+        rng, measurements = self.rng, self.measurements
         for index in range(commits):
             rate = self.heard.pop(0)
             tokens = self.tokens(rng)
@@ -193,9 +193,9 @@ class Edge:
             late_s = rng.uniform(0, self.jitter_s) + rng.uniform(0, self.jitter_s) + 0.5 * (index == jam)
             before, self.before = self.before, (size, self.round_trip_s + self.free - self.now + late_s)
             if before is not None:
-                experience.downlink.add(self.before[0] - before[0], self.before[1] - before[1])
-            experience.pace.add(COMMIT_S, tokens)
-            downlink, pace = experience.downlink, experience.pace
+                measurements.downlink.add(self.before[0] - before[0], self.before[1] - before[1])
+            measurements.pace.add(COMMIT_S, tokens)
+            downlink, pace = measurements.downlink, measurements.pace
             self.policy.after_commit(
                 SteeringView(
                     pace.commit_s, pace.commit_tokens, LEAD, downlink.byte_s, downlink.doubt_s, downlink.queued_s

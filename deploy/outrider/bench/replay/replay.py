@@ -19,7 +19,7 @@ from outrider.edge.drafters.protocol import Proposal
 from outrider.edge.link import GRPC_PREFIX_BYTES
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import Experience, StepCost, WindowPolicy
+from outrider.proto.policy import Measurements, StepCost, WindowPolicy
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import (
     CatchUpJob,
@@ -142,7 +142,7 @@ class Replay:
         costs: Costs,
         policy: Policy,
         *,
-        measurements: Experience | None = None,
+        measurements: Measurements | None = None,
         cost: StepCost | None = None,
         seed: int = 0,
         rivals: Sequence[Rival] = (),
@@ -421,7 +421,7 @@ def replay(
         rivals: [texts] the other drafters of each text, always in the same order; empty: there are none.
         selector: makes the one that chooses among them, for each text anew; None: nothing is chosen.
     """
-    measurements, cost = Experience(), StepCost()
+    measurements, cost = Measurements(), StepCost()
 
     def one(trace: HitTrace, others: Sequence[Rival]) -> Outcome:
         return Replay(

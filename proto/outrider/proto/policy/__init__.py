@@ -1,11 +1,12 @@
 """Window (edge) and patience (verifier): pure functions of what each side has measured. Neither can change a token.
 
-measures  what is counted and smoothed on the way
-window    how far ahead the edge drafts
-flush     when the edge sends what it has drafted
-steering  which steering codes the edge asks for
-patience  how many drafts a step judges, and how long the verifier waits for them
-selection which of several drafters drafts
+measures     counts and means that fade with age
+measurements what an edge has measured with them
+window       how far ahead the edge drafts
+flush        when the edge sends what it has drafted
+steering     which steering codes the edge asks for
+patience     how many drafts a step judges, and how long the verifier waits for them
+selection    which of several drafters drafts
 
 `outrider.edge.policies` has other rules of how far ahead to draft, and selectors that learn.
 """
@@ -13,14 +14,11 @@ selection which of several drafters drafts
 from __future__ import annotations
 
 from outrider.proto.policy.flush import due_to_flush, worth_a_message
+from outrider.proto.policy.measurements import Downlink, DrafterMeasurements, Measurements, Pace
 from outrider.proto.policy.measures import (
     Acceptance,
     Calibration,
-    Downlink,
-    DrafterExperience,
-    Experience,
     Line,
-    Pace,
     Smoothed,
     StepCost,
     TextCalibration,
@@ -53,14 +51,14 @@ __all__ = [
     "Calibration",
     "CodeRate",
     "Downlink",
-    "DrafterExperience",
+    "DrafterMeasurements",
     "EdgeView",
-    "Experience",
     "FixedCodes",
     "FixedWindow",
     "Gain",
     "LearningRule",
     "Line",
+    "Measurements",
     "Pace",
     "Plan",
     "PricedCodes",

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable
 
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable, UnknownToken
-from outrider.proto.policy import Experience, SurvivalWindow, WindowPolicy
+from outrider.proto.policy import Measurements, SurvivalWindow, WindowPolicy
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.codes import CodeKeeper, Codes
 from outrider.proto.session.drafting import Drafting, job_tokens
@@ -53,7 +53,7 @@ class EdgeSession:
         frame: Open,
         window: WindowPolicy | None = None,
         retry: RetryRules | None = None,
-        measurements: Experience | None = None,
+        measurements: Measurements | None = None,
         *,
         send_q: bool = False,
         codes: Codes | None = None,
@@ -84,7 +84,7 @@ class EdgeSession:
         self._text = EdgeText(frame)
         self._chain = Chain()
         self._stream = EdgeStream(self._text, retry or RetryRules())
-        self._meter = Meter(selection.names, measurements or Experience())
+        self._meter = Meter(selection.names, measurements or Measurements())
         self._drafting = Drafting(
             self._text,
             self._chain,
@@ -161,7 +161,7 @@ class EdgeSession:
         return self._drafting.active
 
     @property
-    def measurements(self) -> Experience:
+    def measurements(self) -> Measurements:
         """Measurements of this text and of those before it."""
         return self._meter.measurements
 
@@ -172,7 +172,7 @@ class EdgeSession:
 
     # --- events in, instructions out ---
 
-    def handle(self, event: EdgeEvent, now: float, measurements: Experience | None = None) -> list[EdgeInstruction]:
+    def handle(self, event: EdgeEvent, now: float, measurements: Measurements | None = None) -> list[EdgeInstruction]:
         """Take one event in and return what to do.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.proto.errors import OutriderError
-from outrider.proto.policy import Experience
+from outrider.proto.policy import Measurements
 from outrider.proto.session.instructions import NOTHING_FORCED, CatchUpJob, DraftJob, TeacherForced
 from outrider.proto.types import CloudFrame, FinishReason, Sampling
 
@@ -50,7 +50,7 @@ class TurnBegun:
     start: int
     prompt: tuple[int, ...]
     sampling: Sampling
-    measurements: Experience | None = None
+    measurements: Measurements | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from outrider.proto.policy import (
     TOKEN_BYTES,
-    DrafterExperience,
-    Experience,
+    DrafterMeasurements,
+    Measurements,
     SteeringView,
     TextCalibration,
     commit_bytes,
@@ -28,13 +28,13 @@ class SharedMeasurements:
     """
 
     def __init__(self) -> None:
-        self.newest = Experience()
+        self.newest = Measurements()
 
-    def snapshot(self) -> Experience:
+    def snapshot(self) -> Measurements:
         """Return a copy for a machine that begins a text."""
         return self.newest.copy()
 
-    def newer_than(self, own: Experience) -> Experience | None:
+    def newer_than(self, own: Measurements) -> Measurements | None:
         """Return a copy for a machine whose own measurements are `own`; None where no other text has added any."""
         return self.snapshot() if self.newest is not own else None
 
@@ -47,7 +47,7 @@ class Meter:
         commit_at: when the newest commit came, or else the stream opened.
     """
 
-    def __init__(self, drafters: tuple[str, ...], measurements: Experience) -> None:
+    def __init__(self, drafters: tuple[str, ...], measurements: Measurements) -> None:
         self.measurements = measurements
         self.commit_at = 0.0
         self._drafters = drafters
@@ -61,14 +61,14 @@ class Meter:
 
     # --- measurements from outside ---
 
-    def adopt(self, measurements: Experience) -> None:
+    def adopt(self, measurements: Measurements) -> None:
         """Go on with a snapshot that holds what other texts have measured meanwhile."""
         self.measurements = measurements
         self._revision += 1
         for name, calibration in zip(self._drafters, self._calibrations, strict=True):
             calibration.common = measurements.of(name).calibration
 
-    def begin_kind(self, measurements: Experience) -> None:
+    def begin_kind(self, measurements: Measurements) -> None:
         """Go on with the measurements of another kind of text; this text's own calibration begins afresh."""
         self.measurements = measurements
         self._revision += 1
@@ -128,7 +128,7 @@ class Meter:
 
     # --- drafters ---
 
-    def drafter(self, drafter: int) -> DrafterExperience:
+    def drafter(self, drafter: int) -> DrafterMeasurements:
         """Return what was measured of a drafter."""
         return self.measurements.of(self._drafters[drafter])
 
