@@ -185,7 +185,7 @@ def test_an_unknown_model_and_a_silent_address_are_told_apart(serving, edge, tok
         async with serving() as address, edge(address, drafter="none", model="other") as client:
             with pytest.raises(NotFound, match="reference"):
                 await client.complete(PROMPT)
-        retry = RetryRules(give_up_s=0.5)
+        retry = RetryRules(abandon_after_s=0.5)
         async with edge(address, drafter="none", retry=retry, open_timeout_s=0.5) as client:
             with pytest.raises(Unavailable):
                 await client.complete(PROMPT)

@@ -377,7 +377,7 @@ def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_nobody(
         async with (
             verifiers(pace_s=0.003, **limits) as (server,),
             clients(server) as client,
-            clients(server, retry=RetryRules(give_up_s=-1.0)) as impatient,
+            clients(server, retry=RetryRules(abandon_after_s=-1.0)) as impatient,
             client.conversation() as talk,
         ):
             for text in ("a", "b"):

@@ -1071,7 +1071,7 @@ def test_an_edge_that_never_gives_up_can_retry_for_days():
 
 
 def test_an_edge_that_is_asked_to_wait_for_longer_than_it_retries_says_so_at_once():
-    edge = HandDrivenEdge(open_frame(), retry=RetryRules(give_up_s=60.0))
+    edge = HandDrivenEdge(open_frame(), retry=RetryRules(abandon_after_s=60.0))
     edge.open_frame(b"", 0.0)
     patient = edge.on_disconnected(ResourceExhausted("full", retry_after_s=59.0), 1.0)
     assert [instruction.after_s for instruction in patient] == [59.0]
@@ -1081,7 +1081,7 @@ def test_an_edge_that_is_asked_to_wait_for_longer_than_it_retries_says_so_at_onc
 
 
 def test_the_edge_gives_up_after_the_time_that_it_was_given():
-    edge = HandDrivenEdge(open_frame(), retry=RetryRules(give_up_s=60.0))
+    edge = HandDrivenEdge(open_frame(), retry=RetryRules(abandon_after_s=60.0))
     edge.on_disconnected(Unavailable("no"), 10.0)
     assert isinstance(edge.on_disconnected(Unavailable("no"), 70.0)[0], Reopen)
     (done,) = edge.on_disconnected(Unavailable("no"), 70.1)

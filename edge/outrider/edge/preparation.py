@@ -137,7 +137,7 @@ class Preparation:
 
     async def _first_lease(self, coordinator: CoordinatorClient) -> Lease:
         """A lease, waited for while the coordinator says that there will be one."""
-        until = time.monotonic() + self._config.retry.give_up_s
+        until = time.monotonic() + self._config.retry.abandon_after_s
         while True:
             try:
                 request = LeaseRequest(model=self._config.model, session=uuid.uuid4().hex, inquiry=True)

@@ -60,7 +60,7 @@ class Visit:
     @classmethod
     def begin(cls, config: EdgeConfig) -> Visit:
         """Return a visit that knows what the config says."""
-        hasty = replace(config, retry=RetryRules(give_up_s=TIMEOUT_S), open_timeout_s=TIMEOUT_S)
+        hasty = replace(config, retry=RetryRules(abandon_after_s=TIMEOUT_S), open_timeout_s=TIMEOUT_S)
         security = config.security
         tls_name = security.tls.server_name if security.tls is not None else None
         if config.coordinator:

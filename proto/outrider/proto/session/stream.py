@@ -17,13 +17,13 @@ class RetryRules:
 
     Attributes:
         first_s: seconds before the first retry; each further one waits twice as long.
-        most_s: most seconds between two.
-        give_up_s: seconds after which the text fails.
+        max_s: most seconds between two.
+        abandon_after_s: seconds after which the text fails.
     """
 
     first_s: float = 0.05
-    most_s: float = 2.0
-    give_up_s: float = 60.0
+    max_s: float = 2.0
+    abandon_after_s: float = 60.0
 
 
 class EdgeStream:
@@ -87,8 +87,8 @@ class EdgeStream:
             return None
         retry = self._retry
         self._failing_since = min(self._failing_since, now)
-        backoff_s = min(retry.most_s, retry.first_s * 2.0 ** min(self._retries, 64))
-        if max(now - self._failing_since, error.retry_after_s) > retry.give_up_s:
+        backoff_s = min(retry.max_s, retry.first_s * 2.0 ** min(self._retries, 64))
+        if max(now - self._failing_since, error.retry_after_s) > retry.abandon_after_s:
             return None
         self._retries += 1
         self._text.statistics.resumes += 1
