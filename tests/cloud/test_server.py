@@ -540,7 +540,7 @@ def test_a_client_that_goes_while_a_commit_waits_for_room_leaves_no_traceback(fo
         pauses = 0
         while pauses < 5:  # the verifier waits until some of its commits are read
             await asyncio.sleep(0.1)
-            pauses = 0 if bench.server.take_step_figures() else pauses + 1
+            pauses = 0 if bench.server.take_step_timings() else pauses + 1
         stream.call.cancel()
         time.sleep(0.05)  # noqa: ASYNC251 - gRPC hears of the failed write and of the client's end meanwhile
         assert await bench.text() == (expected, FinishReason.LENGTH)
