@@ -62,7 +62,8 @@ async def _serve() -> None:
     request = json.loads(await lines.readline())
     try:
         values = request["config"]
-        server = VerifierServer(VerifierConfig(**values | {"goal": Goal[values["goal"]]}))
+        back = {"goal": Goal[values["goal"]], "steering": tuple(values["steering"])}  # as JSON has neither
+        server = VerifierServer(VerifierConfig(**values | back))
         _write(request["tokenizer"], server.tokenizer_json)
         _say({"address": await server.start()})
     except OutriderError as error:
