@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -114,6 +115,11 @@ def test_everything_of_the_server_runs_on_the_one_thread_that_is_its_own(build: 
     with ThreadPoolExecutor(6) as callers:
         wait([*(callers.submit(actor.info) for _ in range(5)), callers.submit(actor.drain, 1.0)])
     assert actor._server.threads == {"outrider-verifier"}  # type: ignore[attr-defined]
+
+
+def test_no_method_is_a_coroutine_else_ray_runs_them_one_at_a_time() -> None:
+    assert inspect.getmembers(VerifierActor, inspect.iscoroutinefunction) == []
+    assert inspect.getmembers(VerifierActor, inspect.isasyncgenfunction) == []
 
 
 def test_each_life_is_another_incarnation(build: Build) -> None:

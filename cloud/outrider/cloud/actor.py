@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import uuid
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from types import FrameType
@@ -36,8 +36,9 @@ class VerifierActor:
     """Owns one `VerifierServer`, on an event loop in a thread of its own.
 
     On a restart Ray runs `__init__` again and nothing else, so serving begins here; it returns when the server
-    listens. The methods block, since Ray builds an actor with such methods in the main thread of its process, where
-    alone SIGTERM can be caught; it calls them in threads of its own. Usable without Ray.
+    listens. All methods block, since Ray builds an actor with such methods in the main thread of its process, where
+    alone SIGTERM can be caught, and calls them in threads of its own. One coroutine among them, even a private one,
+    and Ray would run all on one event loop, where a method that waits holds up the others. Usable without Ray.
 
     SIGTERM, as of `ray stop`, and a node that Ray drains, as before a machine is taken away, drain: sessions are sent
     elsewhere and get `config.drain_grace_s` for it, then the process ends. Ray starts it again where it can.
@@ -77,7 +78,7 @@ class VerifierActor:
 
     def info(self) -> dict[str, Any]:
         """Return what the coordinator places by. `incarnation` is another one after every restart."""
-        return self._submit(self._info()).result()
+        return self._submit(_called(self._describe)).result()
 
     def recipe(self) -> tuple[VerifierConfig, bytes, dict[str, Any]]:
         """Return what another one like this is started with: its config, the lease secret, options of Ray."""
@@ -108,7 +109,7 @@ class VerifierActor:
         """
         self.drain(grace_s)
         self._acknowledged.wait(ACKNOWLEDGED_WITHIN_S)
-        return int(self._submit(self._info()).result()["sessions"])
+        return int(self.info()["sessions"])
 
     def stop(self) -> None:
         """Stop serving; the actor stays, to be killed."""
@@ -133,7 +134,7 @@ class VerifierActor:
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    async def _info(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         status = self._server.status()
         return {
             "name": status.name,
@@ -175,6 +176,10 @@ def _node_is_draining() -> bool:
 
     # What Ray's own Serve and Train ask; there is no public call.
     return ray.get_runtime_context().get_node_id() in ray._private.state.state.get_draining_nodes()
+
+
+async def _called(function: Callable[[], Result]) -> Result:
+    return function()
 
 
 async def _serve(config: VerifierConfig, lease_secret: bytes) -> tuple[VerifierServer, str]:
