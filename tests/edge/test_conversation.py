@@ -13,7 +13,7 @@ from outrider.edge.drafters import NgramDrafter, ProposalRule
 from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.drafters.onnx import OnnxDrafter
 from outrider.edge.drafters.packages import find_package
-from outrider.edge.telling import collect, tell
+from outrider.edge.event_stream import collect, stream_events
 from outrider.edge.text import TextStream
 from outrider.proto.errors import DeadlineExceeded, InvalidArgument
 from outrider.proto.session import Done, EdgeStatistics, Emit
@@ -110,7 +110,7 @@ def told(tokenizer, items: list[Emit | Done], stop: tuple[str, ...] = (), deadli
 
     async def main():
         text = TextStream(tokenizer, stop)
-        events = tell(decoding, emitted(*items, closed=closed), text, time.monotonic(), deadline_s)
+        events = stream_events(decoding, emitted(*items, closed=closed), text, time.monotonic(), deadline_s)
         return await collect(events)
 
     try:

@@ -15,7 +15,6 @@ from typing import Any, Self
 import numpy as np
 from tokenizers import Tokenizer
 
-from outrider.edge.asking import asking_for, checked_sampling, checked_stop
 from outrider.edge.battery import Battery
 from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.control import CoordinatorClient
@@ -24,16 +23,17 @@ from outrider.edge.decoding import Decoding, Journal, Subject
 from outrider.edge.drafters import ProposalRule
 from outrider.edge.drafters.pool import DrafterPool
 from outrider.edge.drafters.protocol import Drafter
+from outrider.edge.event_stream import collect, stream_events, within
 from outrider.edge.events import Completion, Event, Finished
 from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, told_hits
 from outrider.edge.link import Channels
 from outrider.edge.policies.selection import default_selector, selector_named
 from outrider.edge.preparation import Preparation, Ready
+from outrider.edge.request import checked_sampling, checked_stop, request_probabilities
 from outrider.edge.routes import Route
-from outrider.edge.starting import OwnTexts, TextKind
-from outrider.edge.telling import collect, tell, within
 from outrider.edge.text import TextStream
 from outrider.edge.tracing import Tracing
+from outrider.edge.warm_start import OwnTexts, TextKind
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.session import Codes, EdgeSession, Selection, SharedMeasurements
@@ -186,14 +186,14 @@ class Client:
         """
         began = time.monotonic()
         await within(self.prepare(), deadline_s)
-        frame = asking_for(self.open(prompt, sampling or Sampling(), overrides), logprobs, top_logprobs)
+        frame = request_probabilities(self.open(prompt, sampling or Sampling(), overrides), logprobs, top_logprobs)
         if request_id:
             frame = replace(frame, session=f"{request_id[:47]}-{frame.session[:16]}")
         text = TextStream(self._ready_now().tokenizer, checked_stop(stop))
         decoding = self.begin(frame, journal)
         reported = False
         try:
-            async with aclosing(tell(decoding, decoding.run(), text, began, deadline_s)) as events:
+            async with aclosing(stream_events(decoding, decoding.run(), text, began, deadline_s)) as events:
                 async for event in events:
                     if isinstance(event, Finished):
                         self.report(frame.session, decoding.machine, event.seconds)

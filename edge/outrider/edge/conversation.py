@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from outrider.edge.asking import asking_for, checked_sampling, checked_stop
 from outrider.edge.decoding import Decoding, Journal
+from outrider.edge.event_stream import collect, stream_events, within
 from outrider.edge.events import Completion, Event, Finished, Tokens
-from outrider.edge.telling import collect, tell, within
+from outrider.edge.request import checked_sampling, checked_stop, request_probabilities
 from outrider.edge.text import TextStream
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Sampling
@@ -174,7 +174,7 @@ class Conversation:
         said = False
         text = TextStream(self._client.tokenizer, stop)
         try:
-            async with aclosing(tell(decoding, decoding.turn(), text, began, deadline_s)) as events:
+            async with aclosing(stream_events(decoding, decoding.turn(), text, began, deadline_s)) as events:
                 async for event in events:
                     said = True
                     if isinstance(event, Tokens):
@@ -188,7 +188,7 @@ class Conversation:
 
     def _begin(self, start: int, prompt: tuple[int, ...], sampling: Sampling) -> Decoding:
         if self._decoding is None:
-            frame = asking_for(self._client.open(prompt, sampling, {}), self._logprobs, self._top_logprobs)
+            frame = request_probabilities(self._client.open(prompt, sampling, {}), self._logprobs, self._top_logprobs)
             if self._request_id:
                 frame = replace(frame, session=f"{self._request_id[:47]}-{frame.session[:16]}")
             self._decoding = self._client.begin(replace(frame, keep_s=self._keep_s), self._journal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.edge.fleet_prior import NOT_KNOWN, FleetPrior
-from outrider.edge.starting import LEAST_TRIALS, OwnTexts, TextKind
+from outrider.edge.warm_start import MIN_TRIALS, OwnTexts, TextKind
 from outrider.proto.session import DrafterCounts
 from outrider.proto.types import DrafterPrior
 
@@ -23,7 +23,7 @@ def test_nothing_is_known_before_the_first_text() -> None:
 
 def test_a_drafter_of_which_too_little_is_known_is_taken_for_as_good_as_the_others() -> None:
     own = OwnTexts()
-    own.learn(CODE, {"general": counts(60, 100), "code": counts(80, 100), "new": counts(1, int(LEAST_TRIALS) - 1)})
+    own.learn(CODE, {"general": counts(60, 100), "code": counts(80, 100), "new": counts(1, int(MIN_TRIALS) - 1)})
     assert own.acceptances(CODE, FAMILY, NOT_KNOWN) == pytest.approx((0.6, 0.8, 0.7))
 
 

@@ -18,20 +18,20 @@ from outrider.proto.types import FinishReason, Provenance, TopLogprobs
 T = TypeVar("T")
 
 
-async def tell(
+async def stream_events(
     decoding: Decoding, items: AsyncGenerator[Emit | Done], text: TextStream, began: float, deadline_s: float | None
 ) -> AsyncGenerator[Event]:
-    """The events of `items`, which are `decoding`'s; leaving early closes them.
+    """Yield the events of a text; leaving early closes its items.
 
     Args:
-        decoding: is stopped where `text` sees a stop string.
-        items: committed tokens, and at last Done.
+        decoding: the text's decoding, which is stopped where `text` sees a stop string.
+        items: committed tokens of `decoding`, and at last Done.
         text: makes text of tokens.
-        began: when, on the monotonic clock.
-        deadline_s: counted from there; None: none.
+        began: s of the monotonic clock at the text's beginning.
+        deadline_s: allowed s from there on; None: no limit.
 
     Raises:
-        DeadlineExceeded: what came until then has been yielded.
+        DeadlineExceeded: the time is over; what came until then has been yielded.
         OutriderError: the text cannot be finished anywhere.
     """
     first_token_s = 0.0
@@ -53,7 +53,7 @@ async def tell(
 
 
 async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], None] = lambda _: None) -> Completion:
-    """The whole text; `on_event` sees each event as it comes."""
+    """Return the whole text; `on_event` sees each event as it comes."""
     positions: list[int] = []
     tokens: list[int] = []
     provenance: list[Provenance] = []
@@ -87,7 +87,7 @@ async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], Non
 
 
 async def within(waited_for: Awaitable[T], seconds: float | None) -> T:
-    """What is waited for; DeadlineExceeded after `seconds`, None: never."""
+    """Wait for a result; raises `DeadlineExceeded` after `seconds`, or never where that is None."""
     try:
         async with asyncio.timeout(seconds):
             return await waited_for
@@ -96,7 +96,7 @@ async def within(waited_for: Awaitable[T], seconds: float | None) -> T:
 
 
 async def _until(items: AsyncGenerator[Emit | Done], until: float | None) -> AsyncGenerator[Emit | Done]:
-    """The same items, or DeadlineExceeded once the monotonic clock passes `until`."""
+    """Yield the same items, or raise `DeadlineExceeded` once the monotonic clock passes `until`."""
     async with aclosing(items):
         while True:
             left_s = None if until is None else max(0.0, until - time.monotonic())
@@ -107,7 +107,7 @@ async def _until(items: AsyncGenerator[Emit | Done], until: float | None) -> Asy
 
 
 def _tokens_event(item: Emit, text: TextStream) -> Tokens:
-    """The event of what was emitted, as far as a stop string lets it be part of the text."""
+    """Return the event of emitted tokens, as far as a stop string lets them be part of the text."""
     pieces = text.push(item.tokens)
     n = len(pieces)
     provenance = tuple(Provenance.DRAFT if drafted else Provenance.TARGET for drafted in item.drafted[:n])

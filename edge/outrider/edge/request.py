@@ -1,4 +1,4 @@
-"""What a caller asks for, checked."""
+"""A caller's request, checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.proto.types import Open, Sampling
 
 
 def checked_sampling(sampling: Sampling, overrides: dict[str, Any]) -> Sampling:
-    """`sampling` with single fields replaced.
+    """Return `sampling` with single fields replaced.
 
     Raises:
         InvalidArgument: there is no such field, or a value is not allowed.
@@ -23,7 +23,7 @@ def checked_sampling(sampling: Sampling, overrides: dict[str, Any]) -> Sampling:
 
 
 def checked_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings; one alone stands for itself.
+    """Return stop strings as a tuple, a single one too.
 
     Raises:
         InvalidArgument: one is empty.
@@ -35,8 +35,8 @@ def checked_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def asking_for(frame: Open, logprobs: bool | None, top_logprobs: int) -> Open:
-    """The Open with what it asks for about probabilities."""
+def request_probabilities(frame: Open, logprobs: bool | None, top_logprobs: int) -> Open:
+    """Return the Open with its request for probabilities."""
     if logprobs is False and top_logprobs:
         raise InvalidArgument("needs logprobs; leave them on", field="top_logprobs")
     wanted = bool(logprobs) or top_logprobs > 0

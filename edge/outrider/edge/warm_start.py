@@ -1,4 +1,4 @@
-"""Where a text's choice of drafter begins: how often each hit in earlier texts of its kind."""
+"""Where a text's choice of drafter begins: the acceptance of each drafter in earlier texts of its kind."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from outrider.edge.fleet_prior import FleetPrior
 from outrider.proto.session import DrafterCounts
 
-LEAST_TRIALS = 32.0  # compared tokens; a drafter with fewer counts as not known
+MIN_TRIALS = 32.0  # compared tokens; a drafter with fewer counts as unknown
 _FADE = 0.95  # of what was counted, with every text of the kind
 
 
 @dataclass(frozen=True, slots=True)
 class TextKind:
-    """What texts must have in common for one to tell of the other."""
+    """What texts must have in common for one to predict the other."""
 
     prompt_class: int
     greedy: bool
@@ -22,7 +22,7 @@ class TextKind:
 
 @dataclass(slots=True)
 class OwnTexts:
-    """Hits of drafters in this edge's own texts, which never leave it; the fleet's add to them.
+    """Hits of drafters in this edge's own texts, which never leave it; the fleet's hits add to them.
 
     Attributes:
         counts: hits and compared tokens, faded, by kind of text and name of the drafter.
@@ -31,15 +31,15 @@ class OwnTexts:
     counts: dict[tuple[TextKind, str], tuple[float, float]] = field(default_factory=dict)
 
     def learn(self, kind: TextKind, of_drafters: Mapping[str, DrafterCounts]) -> None:
-        """A text of that kind has ended."""
+        """Count in a text of that kind that has ended."""
         for name, found in of_drafters.items():
             hits, compared = self.counts.get((kind, name), (0.0, 0.0))
             self.counts[kind, name] = _FADE * hits + found.hits, _FADE * compared + found.compared
 
     def acceptances(self, kind: TextKind, drafters: Sequence[tuple[str, str]], fleet: FleetPrior) -> tuple[float, ...]:
-        """Of each (name, version), as a selector's prior takes them; empty: of none is enough known.
+        """Return the acceptance of each (name, version) for a selector's prior; empty where too little is known of all.
 
-        A drafter that is not known among others that are is taken for as good as these on average: it gets its turn.
+        A drafter that is unknown among known ones is taken for as good as they are on average, so that it is tried.
         """
         found = [self._acceptance(kind, name, fleet.acceptance_of(name, version)) for name, version in drafters]
         known = [rate for rate in found if rate is not None]
@@ -52,4 +52,4 @@ class OwnTexts:
         hits, compared = self.counts.get((kind, name), (0.0, 0.0))
         rate, trials = fleet or (0.0, 0.0)
         together = compared + trials
-        return (hits + rate * trials) / together if together >= LEAST_TRIALS else None
+        return (hits + rate * trials) / together if together >= MIN_TRIALS else None
