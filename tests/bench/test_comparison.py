@@ -54,7 +54,7 @@ from outrider.proto.session import (
     VerifierSession,
 )
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import Draft, Open, Patience, Sampling, SteeringPrecision, SteeringWish
+from outrider.proto.types import Draft, Open, Patience, Sampling, SteeringPrecision, SteeringRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "edge"))
 import tiny_drafter
@@ -333,7 +333,7 @@ def real_session(
     projections: dict[str, Projection],
 ) -> EdgeSession:
     """Of eight drafts a round; steered where there are projections."""
-    wish = SteeringWish(next(iter(projections))) if projections else None
+    wish = SteeringRequest(next(iter(projections))) if projections else None
     frame = Open(
         "m", target.tokenizer_sha256, prompt, sampling, "s", patience=Patience(math.inf, 8), window=8, steering=wish
     )

@@ -41,7 +41,7 @@ from outrider.proto.types import (
     Report,
     Sampling,
     SteeringPrecision,
-    SteeringWish,
+    SteeringRequest,
 )
 
 torch.set_num_threads(1)
@@ -248,8 +248,8 @@ def engine(models: Any, projections: dict[str, Projection]) -> Any:
 
 
 @pytest.fixture
-def wish(projections: dict[str, Projection]) -> SteeringWish:
-    return SteeringWish(next(iter(projections)))
+def wish(projections: dict[str, Projection]) -> SteeringRequest:
+    return SteeringRequest(next(iter(projections)))
 
 
 def opening(engine: Engine, session: str, **changes: Any) -> Open:
@@ -351,12 +351,12 @@ def test_of_sessions_that_share_steps_only_those_that_wish_get_codes_of_their_ow
 ):
     one, two = projections
     wishes = {
-        "one": SteeringWish(one),
+        "one": SteeringRequest(one),
         "none": None,
-        "two": SteeringWish(two, SteeringPrecision.FLOAT16),
-        "unknown": SteeringWish("0" * 12),
-        "seldom": SteeringWish(one, every=3),
-        "off": SteeringWish(two, every=0),
+        "two": SteeringRequest(two, SteeringPrecision.FLOAT16),
+        "unknown": SteeringRequest("0" * 12),
+        "seldom": SteeringRequest(one, every=3),
+        "off": SteeringRequest(two, every=0),
     }
     boxes = {name: Collected() for name in wishes}
     for key, (name, box) in enumerate(boxes.items()):
@@ -396,10 +396,10 @@ def test_a_wish_may_change_by_report_and_stays_in_the_next_turn(engine, models, 
     box = Collected()
     few = replace(TEXT, max_tokens=4)
     frame = opening(engine, "turns", sampling=few, drafting=True, patience=FOREVER, keep_s=60.0)
-    engine.post_open(1, replace(frame, steering=SteeringWish(one)), box)
+    engine.post_open(1, replace(frame, steering=SteeringRequest(one)), box)
     box.opened()
     commits = [box.commit()]
-    engine.post_frame(1, Report(False, steering=SteeringWish(two, SteeringPrecision.FLOAT16)), lambda: None)
+    engine.post_frame(1, Report(False, steering=SteeringRequest(two, SteeringPrecision.FLOAT16)), lambda: None)
     commits += box.rest()
     engine.post_frame(1, Continue(len(PROMPT) + 4, (3, 4), few, chain=1), lambda: None)
     later = box.rest()
@@ -443,7 +443,7 @@ def test_a_step_for_nobody_who_wishes_projects_nothing(engine, projections, monk
 
     monkeypatch.setattr(FoldedProjection, "__call__", must_not_run)
     monkeypatch.setattr(steering_codes_module, "newest_rows", must_not_run)
-    _, commits = whole(engine, 1, opening(engine, "nobody", steering=SteeringWish(next(iter(projections)), every=0)))
+    _, commits = whole(engine, 1, opening(engine, "nobody", steering=SteeringRequest(next(iter(projections)), every=0)))
     assert len(tokens_of(commits)) == TEXT.max_tokens
 
 
@@ -564,7 +564,7 @@ def test_a_verifier_that_was_told_of_a_projection_steers_over_grpc(models, tmp_p
         try:
             async with grpc.aio.insecure_channel(address) as channel:
                 call = channel.stream_stream(codec.DECODE_METHOD)()
-                frame = Open("tiny", server.tokenizer_sha256, PROMPT, TEXT, "s", steering=SteeringWish(identity))
+                frame = Open("tiny", server.tokenizer_sha256, PROMPT, TEXT, "s", steering=SteeringRequest(identity))
                 await call.write(codec.encode_edge_frame(replace(frame, drafting=False)))
                 frames = []
                 while not (frames and getattr(frames[-1], "finish", None)):

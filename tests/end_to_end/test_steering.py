@@ -24,7 +24,7 @@ from outrider.edge.events import Finished, Tokens
 from outrider.proto import codec
 from outrider.proto.errors import Internal
 from outrider.proto.steering import decode, encode
-from outrider.proto.types import Commit, Open, Report, Sampling, Steering, SteeringPrecision, SteeringWish
+from outrider.proto.types import Commit, Open, Report, Sampling, Steering, SteeringPrecision, SteeringRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "edge"))  # for the drafter of whole numbers
 
@@ -140,7 +140,7 @@ def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, projection
                 assert all(each.mean_code_age >= 1 for each in statistics if each.steered_jobs)
                 assert all(wish.projection == projection[1] for wish in frames.wishes())
                 if how == "on":
-                    assert set(frames.wishes()) == {SteeringWish(projection[1], INT8, 1)}
+                    assert set(frames.wishes()) == {SteeringRequest(projection[1], INT8, 1)}
                     assert codes == sum(each.steps - 1 for each in statistics), "all but the last, which ends the text"
 
     asyncio.run(main())
@@ -301,6 +301,6 @@ def test_a_drafter_that_cannot_take_its_codes_costs_drafts_and_no_text(
             found = await texts_of(client, frames)
         assert [tokens for tokens, _ in found] == expected
         assert all("no more of that" in statistics.drafter_error for _, statistics in found)
-        assert SteeringWish(projection[1], INT8, 0) in frames.wishes(), "and its edge asks for codes no more"
+        assert SteeringRequest(projection[1], INT8, 0) in frames.wishes(), "and its edge asks for codes no more"
 
     asyncio.run(main())

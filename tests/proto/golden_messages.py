@@ -52,7 +52,7 @@ SAMPLING = t.Sampling(
     stop_tokens=(2, 300),
     ignore_eos=True,
 )
-WISH = t.SteeringWish("0123456789ab", t.SteeringPrecision.FLOAT16, 4)
+WISH = t.SteeringRequest("0123456789ab", t.SteeringPrecision.FLOAT16, 4)
 
 
 class Example(NamedTuple):

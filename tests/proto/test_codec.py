@@ -50,7 +50,7 @@ samplings = st.builds(
     ignore_eos=st.booleans(),
 )
 wishes = st.builds(
-    t.SteeringWish,
+    t.SteeringRequest,
     st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
     st.sampled_from(t.SteeringPrecision),
     counts,
@@ -290,7 +290,7 @@ VALID_EDGE = [
             t.Sampling(logit_bias=((1, 0.5),), allowed_tokens=(1, 2)),
             "s",
             patience=t.Patience(1.0, 2),
-            steering=t.SteeringWish("0123456789ab", t.SteeringPrecision.FLOAT16, 4),
+            steering=t.SteeringRequest("0123456789ab", t.SteeringPrecision.FLOAT16, 4),
         )
     ),
     codec.encode_edge_frame(t.Draft(1, 2, (3, 4), (-1, 0), (0.5, 0.25), "d", "1", True)),
@@ -348,7 +348,7 @@ def wire_open(**sampling):
 
 def wire_wish(**fields):
     wish = {"projection": "0123456789ab", "precision": "PRECISION_INT8", "every": 1} | fields
-    return pb.EdgeFrame(report=pb.Report(steering=pb.SteeringWish(**wish))).SerializeToString()
+    return pb.EdgeFrame(report=pb.Report(steering=pb.SteeringRequest(**wish))).SerializeToString()
 
 
 def wire_code(**fields):

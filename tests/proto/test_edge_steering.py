@@ -30,12 +30,12 @@ from outrider.proto.types import (
     Sampling,
     Steering,
     SteeringPrecision,
-    SteeringWish,
+    SteeringRequest,
     Timing,
 )
 
 RANK = 4
-WISH = SteeringWish("0123456789ab")
+WISH = SteeringRequest("0123456789ab")
 VERIFIER = rules(projections=frozenset({WISH.projection}))
 PROMPT = open_frame().prompt
 HALVES = CodeRate(SteeringPrecision.FLOAT16)
@@ -231,7 +231,7 @@ def reports(instructions):
 
 def test_a_session_opens_with_the_policys_wish_and_believes_the_verifier_about_codes():
     edge = HandDrivenEdge(open_frame(steering=WISH), codes=Codes(RANK, FixedCodes(CodeRate(HALVES.precision, 4))))
-    wish = SteeringWish(WISH.projection, SteeringPrecision.FLOAT16, 4)
+    wish = SteeringRequest(WISH.projection, SteeringPrecision.FLOAT16, 4)
     assert edge.open_frame(b"", 0.0).steering == wish
     assert not edge.statistics.steered
     edge.on_opened(consent(steered=True), 0.1)
@@ -343,7 +343,7 @@ def test_after_a_broken_stream_the_old_code_steers_until_a_new_one_comes():
     commit(edge, (5, 6), code_of(3))
     assert told(draft(edge)) == 3
     assert isinstance(edge.on_disconnected(Unavailable("gone"), 1.0)[0], Reopen)
-    assert edge.open_frame(b"", 1.1).steering == SteeringWish(WISH.projection, SteeringPrecision.FLOAT16)
+    assert edge.open_frame(b"", 1.1).steering == SteeringRequest(WISH.projection, SteeringPrecision.FLOAT16)
     edge.on_opened(consent(committed=2, steered=True), 1.2)
     assert told(draft(edge)) is None
     assert edge.statistics.steered_jobs == 2
@@ -414,13 +414,13 @@ def test_a_changed_wish_goes_with_a_report_once_and_what_is_unchanged_is_not_sai
     assert all(report.steering is None for report in reports(commit(edge, (5,))))
     policy.rate = CodeRate(every=4)
     (report,) = reports(commit(edge, (5,)))
-    assert report.steering == SteeringWish(WISH.projection, every=4)
+    assert report.steering == SteeringRequest(WISH.projection, every=4)
     assert not reports(commit(edge, (5,)))
     policy.rate = CodeRate(every=0)
     (report,) = reports(commit(edge, (5,)))
     assert report.steering.every == 0
     edge.on_disconnected(Unavailable("gone"), 1.0)
-    assert edge.open_frame(b"", 1.1).steering == SteeringWish(WISH.projection, every=0)
+    assert edge.open_frame(b"", 1.1).steering == SteeringRequest(WISH.projection, every=0)
     edge.on_opened(consent(committed=5, steered=True), 1.2)
     assert all(report.steering is None for report in reports(commit(edge, (5,)))), "the Open has said it"
 

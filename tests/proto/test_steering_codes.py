@@ -16,7 +16,7 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import Verified, VerifierSession
 from outrider.proto.steering import decode, encode
 from outrider.proto.types import Continue, Draft, FinishReason, Report, Sampling, Steering, SteeringPrecision
-from outrider.proto.types import SteeringWish as Wish
+from outrider.proto.types import SteeringRequest as Request
 
 FLOAT16, INT8 = SteeringPrecision.FLOAT16, SteeringPrecision.INT8
 MINE, OTHER = "0123456789ab", "ba9876543210"
@@ -115,7 +115,7 @@ def test_random_bytes_are_a_finite_code_or_refused_by_name(values, scale, precis
 # === when a verifier's session wants one ========================================================================
 
 
-def session_of(wish: Wish | None, *, kept: tuple[str, ...] = (MINE,), **changes) -> VerifierSession:
+def session_of(wish: Request | None, *, kept: tuple[str, ...] = (MINE,), **changes) -> VerifierSession:
     frame = open_frame(**{"sampling": Sampling(max_tokens=40), "steering": wish} | changes)
     return VerifierSession(frame, rules(projections=frozenset(kept)), 0.0)
 
@@ -133,7 +133,12 @@ def which_have_codes(session: VerifierSession, count: int) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("wish", "kept", "steered"),
-    [(None, (MINE,), False), (Wish(MINE), (), False), (Wish(MINE), (OTHER,), False), (Wish(MINE), (OTHER, MINE), True)],
+    [
+        (None, (MINE,), False),
+        (Request(MINE), (), False),
+        (Request(MINE), (OTHER,), False),
+        (Request(MINE), (OTHER, MINE), True),
+    ],
 )
 def test_a_session_is_steered_where_the_verifier_has_the_projection_it_wishes_for(wish, kept, steered):
     session = session_of(wish, kept=kept)
@@ -146,65 +151,65 @@ def test_a_session_is_steered_where_the_verifier_has_the_projection_it_wishes_fo
     [(0, [0, 0, 0, 0, 0]), (1, [1, 1, 1, 1, 1]), (2, [1, 0, 1, 0, 1]), (3, [1, 0, 0, 1, 0]), (9, [1, 0, 0, 0, 0])],
 )
 def test_codes_come_with_every_so_many_commits_from_the_first_on(every, wanted):
-    assert which_have_codes(session_of(Wish(MINE, every=every)), 5) == [bool(x) for x in wanted]
+    assert which_have_codes(session_of(Request(MINE, every=every)), 5) == [bool(x) for x in wanted]
 
 
 def test_a_report_changes_the_wish_and_one_without_leaves_it():
-    session = session_of(Wish(MINE, every=0))
+    session = session_of(Request(MINE, every=0))
     assert session.opened().steered, "none for now is not never"
     session.on_report(Report(True))
     assert which_have_codes(session, 1) == [False]
-    session.on_report(Report(True, steering=Wish(MINE, FLOAT16, every=2)))
-    assert session.wanted_code == Wish(MINE, FLOAT16, every=2)
+    session.on_report(Report(True, steering=Request(MINE, FLOAT16, every=2)))
+    assert session.wanted_code == Request(MINE, FLOAT16, every=2)
     assert which_have_codes(session, 3) == [True, False, True]
-    session.on_report(Report(True, steering=Wish(MINE)))
+    session.on_report(Report(True, steering=Request(MINE)))
     assert which_have_codes(session, 2) == [True, True]
     session.on_report(Report(False))
     assert which_have_codes(session, 1) == [True]
 
 
 def test_a_wish_for_another_projection_is_met_at_once_or_not_at_all():
-    session = session_of(Wish(MINE, every=8), kept=(MINE, OTHER))
+    session = session_of(Request(MINE, every=8), kept=(MINE, OTHER))
     assert which_have_codes(session, 2) == [True, False]
-    session.on_report(Report(True, steering=Wish(OTHER, every=8)))
+    session.on_report(Report(True, steering=Request(OTHER, every=8)))
     assert which_have_codes(session, 2) == [True, False]
-    session.on_report(Report(True, steering=Wish("0" * 12)))
+    session.on_report(Report(True, steering=Request("0" * 12)))
     assert which_have_codes(session, 1) == [False]
 
 
 def test_a_session_may_begin_to_wish_in_its_midst():
     session = session_of(None)
-    session.on_report(Report(True, steering=Wish(MINE)))
+    session.on_report(Report(True, steering=Request(MINE)))
     assert which_have_codes(session, 1) == [True]
 
 
 def test_the_commit_that_ends_a_text_has_no_code():
-    session = session_of(Wish(MINE), sampling=Sampling(max_tokens=2))
+    session = session_of(Request(MINE), sampling=Sampling(max_tokens=2))
     commits = [commit_of(session, 6), commit_of(session, 6)]
     assert [commit.steering is not None for commit in commits] == [True, False]
     assert commits[-1].finish is FinishReason.LENGTH
 
 
 def test_a_cancelled_text_ends_without_a_code():
-    assert session_of(Wish(MINE)).on_cancel().steering is None
+    assert session_of(Request(MINE)).on_cancel().steering is None
 
 
 def test_the_wish_of_the_stream_stays_as_last_reported_in_its_next_turn():
-    session = session_of(Wish(MINE, every=5), sampling=Sampling(max_tokens=2), keep_s=9.0)
-    session.on_report(Report(True, steering=Wish(MINE, FLOAT16, every=2)))
+    session = session_of(Request(MINE, every=5), sampling=Sampling(max_tokens=2), keep_s=9.0)
+    session.on_report(Report(True, steering=Request(MINE, FLOAT16, every=2)))
     which_have_codes(session, 2)
     later = session.continued(Continue(5, (6,), Sampling(max_tokens=9)), 2.0)
     assert later.steered
-    assert later.wanted_code == Wish(MINE, FLOAT16, every=2)
+    assert later.wanted_code == Request(MINE, FLOAT16, every=2)
     assert which_have_codes(later, 3) == [True, False, True]
 
 
 def test_a_resumed_session_gets_a_code_with_its_first_commit():
-    assert which_have_codes(session_of(Wish(MINE, every=3), committed=(4, 5)), 2) == [True, False]
+    assert which_have_codes(session_of(Request(MINE, every=3), committed=(4, 5)), 2) == [True, False]
 
 
 def test_steering_changes_nothing_else_that_a_session_says_or_plans():
-    steered, plain = session_of(Wish(MINE)), session_of(None)
+    steered, plain = session_of(Request(MINE)), session_of(None)
     for k in range(8):
         for session in (steered, plain):
             session.on_draft(Draft(k, len(session.transcript), (1, 2, 3)), k / 10)

@@ -15,7 +15,7 @@ from outrider.cloud.steering import Projection
 from outrider.cloud.target import Target
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.steering import encode
-from outrider.proto.types import Steering, SteeringPrecision, SteeringWish
+from outrider.proto.types import Steering, SteeringPrecision, SteeringRequest
 
 log = logging.getLogger(__name__)
 
@@ -35,20 +35,23 @@ class SteeringCodes:
             target.tap(sorted({layer for each in projections.values() for layer in each.layers}))
 
     def of(
-        self, wishes: Sequence[SteeringWish | None], inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]
+        self,
+        requests: Sequence[SteeringRequest | None],
+        inputs: Sequence[VerificationInput],
+        sampled: Sequence[Sampled],
     ) -> list[Steering | None]:
-        """[n] after a step, each session's code of its newest state that holds; None where none is wished for.
+        """[n] after a step, each session's code of its newest state that holds; None where none is asked for.
 
         Args:
-            wishes: [n] by session.
+            requests: [n] by session.
             inputs: [n] what the step verified, in the order of its logits.
             sampled: [n] what came of it.
         """
-        codes: list[Steering | None] = [None] * len(wishes)
+        codes: list[Steering | None] = [None] * len(requests)
         asking: defaultdict[str, list[tuple[int, SteeringPrecision]]] = defaultdict(list)
-        for i, wish in enumerate(wishes):
-            if wish is not None:
-                asking[wish.projection].append((i, wish.precision))
+        for i, request in enumerate(requests):
+            if request is not None:
+                asking[request.projection].append((i, request.precision))
         if not asking:
             return codes
         rows = newest_rows(inputs, sampled)

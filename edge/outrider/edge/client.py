@@ -37,7 +37,7 @@ from outrider.edge.warm_start import OwnTexts, TextKind
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import StaticSelector
 from outrider.proto.session import Codes, EdgeSession, Selection, SharedMeasurements
-from outrider.proto.types import LeaseRequest, Open, Sampling, SessionReport, SteeringWish
+from outrider.proto.types import LeaseRequest, Open, Sampling, SessionReport, SteeringRequest
 
 REPORT_WITHIN_S = 1.0
 
@@ -77,7 +77,7 @@ class Client:
         self._own_texts = OwnTexts()
         self._battery = Battery(config.battery)
         self._codes: Codes | None = None  # what the drafter is steered by
-        self._steering: SteeringWish | None = None
+        self._steering: SteeringRequest | None = None
 
     async def __aenter__(self) -> Self:
         await self.prepare()
@@ -132,7 +132,7 @@ class Client:
         shape = drafters.steering if drafters is not None else None
         policy = self.config.steering_policy(shape.rank, shape.gain) if shape is not None else None
         if shape is not None and policy is not None:
-            self._codes, self._steering = Codes(shape.rank, policy), SteeringWish(shape.projection)
+            self._codes, self._steering = Codes(shape.rank, policy), SteeringRequest(shape.projection)
 
     async def inquire(self) -> str:
         """Where a text would be decoded now, as host:port; takes no session's place. Needs `prepare`.

@@ -13,7 +13,7 @@ from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Rows, Target
 from outrider.cloud.text_writer import WrittenText
-from outrider.proto.types import Sampling, SteeringWish
+from outrider.proto.types import Sampling, SteeringRequest
 
 DRAFTS = (0, 4, 8)  # verified in a step
 PAIRS = 60
@@ -31,7 +31,7 @@ def steering_costs(target: Target, codes: SteeringCodes, projection: str, text: 
     cache = target.pool.allocate(len(text.transcript))
     try:
         target.forward([Rows(cache, text.transcript[: text.prompt_length - 1], 1)])
-        measuring = _Measuring(target, codes, SteeringWish(projection), text, cache)
+        measuring = _Measuring(target, codes, SteeringRequest(projection), text, cache)
         return [measuring.of(drafts) for drafts in DRAFTS if drafts < len(text)]
     finally:
         target.pool.release(cache)
@@ -41,7 +41,7 @@ def steering_costs(target: Target, codes: SteeringCodes, projection: str, text: 
 class _Measuring:
     target: Target
     codes: SteeringCodes
-    wish: SteeringWish
+    request: SteeringRequest
     text: WrittenText
     cache: SessionCache
 
@@ -49,16 +49,18 @@ class _Measuring:
         sampler = Sampler(self.target.device)
         seconds = np.array([self._pair(drafts, sampler, pair) for pair in range(PAIRS)])[1:]  # the first one warms up
         low, ratio, high = np.quantile(seconds[:, 1] / seconds[:, 0], (0.25, 0.5, 0.75)).tolist()
-        return SteeringCost(self.wish.projection, drafts + 1, 1e3 * float(np.median(seconds[:, 0])), ratio, low, high)
+        return SteeringCost(
+            self.request.projection, drafts + 1, 1e3 * float(np.median(seconds[:, 0])), ratio, low, high
+        )
 
     def _pair(self, drafts: int, sampler: Sampler, pair: int) -> tuple[float, float]:
         """Return seconds without a vector and with one; which comes first alternates."""
         if pair % 2:
-            with_vector = self._step(drafts, sampler, self.wish)
+            with_vector = self._step(drafts, sampler, self.request)
             return self._step(drafts, sampler, None), with_vector
-        return self._step(drafts, sampler, None), self._step(drafts, sampler, self.wish)
+        return self._step(drafts, sampler, None), self._step(drafts, sampler, self.request)
 
-    def _step(self, drafts: int, sampler: Sampler, wish: SteeringWish | None) -> float:
+    def _step(self, drafts: int, sampler: Sampler, request: SteeringRequest | None) -> float:
         prompt = self.text.prompt_length
         known = list(self.text.transcript[:prompt])
         block = self.text.transcript[prompt : prompt + drafts]
@@ -66,5 +68,5 @@ class _Measuring:
         began = time.perf_counter()
         logits = self.target.forward([Rows(self.cache, (known[-1], *block), drafts + 1)])
         verified = [VerificationInput(Sampling(), known, prompt, block)]
-        self.codes.of([wish], verified, sampler.sample(logits, verified))
+        self.codes.of([request], verified, sampler.sample(logits, verified))
         return time.perf_counter() - began

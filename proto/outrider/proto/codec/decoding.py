@@ -16,16 +16,20 @@ from outrider.proto.v1 import decoding_pb2 as pb
 DECODE_METHOD = "/outrider.proto.v1.Decoding/Decode"
 DECODING_SERVICE = "outrider.proto.v1.Decoding"
 
-WISH = Table(t.SteeringWish, pb.SteeringWish, precision=enumeration(t.SteeringPrecision, "steering.precision"))
+STEERING_REQUEST = Table(
+    t.SteeringRequest, pb.SteeringRequest, precision=enumeration(t.SteeringPrecision, "steering.precision")
+)
 OPEN = Table(
     t.Open,
     pb.Open,
     sampling=one(SAMPLING, missing="open.sampling"),
     patience=optional(Table(t.Patience, pb.Patience)),
-    steering=optional(WISH),
+    steering=optional(STEERING_REQUEST),
 )
 CONTINUE = Table(t.Continue, pb.Continue, sampling=optional(SAMPLING))
-REPORT = Table(t.Report, pb.Report, drafting_s=microseconds, round_trip_s=microseconds, steering=optional(WISH))
+REPORT = Table(
+    t.Report, pb.Report, drafting_s=microseconds, round_trip_s=microseconds, steering=optional(STEERING_REQUEST)
+)
 CANCEL = Table(t.Cancel, pb.Cancel)
 OPENED = Table(t.Opened, pb.Opened, goal=enumeration(t.Goal, "opened.goal"))
 GOAWAY = Table(t.Goaway, pb.Goaway)

@@ -8,7 +8,7 @@ import numpy as np
 
 from outrider.proto import steering
 from outrider.proto.policy import SteeringPolicy
-from outrider.proto.types import Steering, SteeringWish
+from outrider.proto.types import Steering, SteeringRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,23 +35,23 @@ class Codes:
 class CodeKeeper:
     """Keeps the newest code, and what verifier and drafter were told last."""
 
-    def __init__(self, wish: SteeringWish, codes: Codes) -> None:
-        """`wish` names the projection; the policy says the rest."""
+    def __init__(self, request: SteeringRequest, codes: Codes) -> None:
+        """`request` names the projection; the policy says the rest."""
         self.policy = codes.policy
         self._rank = codes.rank
-        self._told_verifier = wish
+        self._told_verifier = request
         self._told_drafter: np.ndarray | None = None
         self._code: np.ndarray | None = None
         self._position = 0  # of the code
 
-    def ask(self, drafting: bool) -> SteeringWish:
+    def ask(self, drafting: bool) -> SteeringRequest:
         """What to tell the verifier now; nothing is of use where there is no drafting."""
         rate = self.policy.rate
         every = rate.every if drafting else 0
         self._told_verifier = replace(self._told_verifier, precision=rate.precision, every=every)
         return self._told_verifier
 
-    def ask_anew(self, drafting: bool) -> SteeringWish | None:
+    def ask_anew(self, drafting: bool) -> SteeringRequest | None:
         """The same; None where the verifier was told so before."""
         before = self._told_verifier
         return None if self.ask(drafting) == before else self._told_verifier

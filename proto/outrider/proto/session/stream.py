@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from outrider.proto.errors import InvalidArgument, LeaseExpired, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.session.instructions import Reopen
 from outrider.proto.session.text import EdgeText
-from outrider.proto.types import MAX_TOKEN_ID, Commit, Continue, Open, Opened, Report, Sampling, SteeringWish
+from outrider.proto.types import MAX_TOKEN_ID, Commit, Continue, Open, Opened, Report, Sampling, SteeringRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class EdgeStream:
         self._retries = 0  # since a verifier has answered
         self._failing_since = math.inf
 
-    def open(self, lease: bytes, now: float, *, drafting: bool, steering: SteeringWish | None) -> Open:
+    def open(self, lease: bytes, now: float, *, drafting: bool, steering: SteeringRequest | None) -> Open:
         """Return the Open of a new stream, fresh or resumed."""
         text = self._text
         self.opened_at = now

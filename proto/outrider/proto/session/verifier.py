@@ -37,7 +37,7 @@ from outrider.proto.types import (
     Patience,
     Report,
     Steering,
-    SteeringWish,
+    SteeringRequest,
     Timing,
     TopLogprobs,
 )
@@ -227,7 +227,7 @@ class VerifierSession:
         return self._steering is not None and self._steering.projection in self._rules.projections
 
     @property
-    def wanted_code(self) -> SteeringWish | None:
+    def wanted_code(self) -> SteeringRequest | None:
         """Which steering code the next commit should carry, unless it ends the text; None: none."""
         wish = self._steering
         if wish is None or not wish.every or not self.steered or self._without_code + 1 < wish.every:

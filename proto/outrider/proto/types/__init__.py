@@ -48,7 +48,7 @@ from outrider.proto.types.decoding import (
     Report,
     Steering,
     SteeringPrecision,
-    SteeringWish,
+    SteeringRequest,
     Timing,
     TopLogprobs,
 )
@@ -95,7 +95,7 @@ __all__ = [
     "SessionReport",
     "Steering",
     "SteeringPrecision",
-    "SteeringWish",
+    "SteeringRequest",
     "Timing",
     "TopLogprobs",
     "VerifierStatus",

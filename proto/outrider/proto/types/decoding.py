@@ -64,7 +64,7 @@ class SteeringPrecision(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SteeringWish:
+class SteeringRequest:
     """Which steering codes an edge wants in commits.
 
     Attributes:
@@ -103,7 +103,7 @@ class Open:
     logprobs: bool = False
     top_logprobs: int = 0
     keep_s: float = 0.0
-    steering: SteeringWish | None = None
+    steering: SteeringRequest | None = None
 
     def __post_init__(self) -> None:
         require(0 <= self.top_logprobs <= MOST_TOP_LOGPROBS, "open.top_logprobs", f"must be in 0..{MOST_TOP_LOGPROBS}")
@@ -177,13 +177,13 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the edge knows and the verifier's patience needs, and a changed wish for codes; None: as before."""
+    """What the edge knows and the verifier's patience needs, and a changed request for codes; None: as before."""
 
     drafting: bool
     drafting_s: float = 0.0
     round_trip_s: float = 0.0
     acceptance: float = 0.0
-    steering: SteeringWish | None = None
+    steering: SteeringRequest | None = None
 
     def __post_init__(self) -> None:
         require(0 <= self.acceptance <= 1, "report.acceptance", "must be a probability")
@@ -215,7 +215,7 @@ class Opened:
     planned: bool = True
     keep_s: float = 0.0
     release: str = ""
-    steered: bool = False  # it has the projection that is wished for, and sends its codes
+    steered: bool = False  # it has the projection that is asked for, and sends its codes
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,10 +153,10 @@ class Open(_message.Message):
     logprobs: bool
     top_logprobs: int
     keep_s: float
-    steering: SteeringWish
-    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringWish, _Mapping]] = ...) -> None: ...
+    steering: SteeringRequest
+    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ...) -> None: ...
 
-class SteeringWish(_message.Message):
+class SteeringRequest(_message.Message):
     __slots__ = ("projection", "precision", "every")
     PROJECTION_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
@@ -209,8 +209,8 @@ class Report(_message.Message):
     drafting_us: int
     round_trip_us: int
     acceptance: float
-    steering: SteeringWish
-    def __init__(self, drafting: _Optional[bool] = ..., drafting_us: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., acceptance: _Optional[float] = ..., steering: _Optional[_Union[SteeringWish, _Mapping]] = ...) -> None: ...
+    steering: SteeringRequest
+    def __init__(self, drafting: _Optional[bool] = ..., drafting_us: _Optional[int] = ..., round_trip_us: _Optional[int] = ..., acceptance: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("reason",)
