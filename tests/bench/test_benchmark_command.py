@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from types import TracebackType
@@ -10,11 +11,15 @@ from typing import Self
 import pytest
 
 from outrider.bench.benchmark.record import Benchmark
+from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.record import load
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.cli import main
+from outrider.edge import Client, EdgeConfig, Sampling
+from outrider.proto.errors import ConfigError
+from outrider.proto.types import Goal, Patience
 
 TOKENS = 16
 SMALL = ("--pace", "5", "--max-tokens", str(TOKENS), "--target-threads", "1")
@@ -176,3 +181,20 @@ def check_mistake(arguments: list[str], status: int, says: str, capfd: pytest.Ca
     assert len(mistakes) == 1
     assert says in mistakes[0]
     assert out == ""
+
+
+def test_a_verifiers_process_gets_the_very_settings_and_its_refusal_comes_back(tmp_path) -> None:
+    file = tmp_path / "tokenizer.json"
+    config = VerifierConfig(threads=1, patience=Patience(0.001, 4), goal=Goal.EFFICIENCY, pace_s=0.05)
+
+    async def steps() -> list[StepTiming]:
+        async with VerifierProcess(config, file) as verifier:
+            edge = EdgeConfig(verifier=verifier.address, model="reference", tokenizer=file, drafter="none")
+            async with Client(edge) as client:
+                await client.complete("def f(", Sampling(max_tokens=4))
+            return await verifier.step_timings()
+
+    assert len(asyncio.run(steps())) == 4
+    refused = VerifierProcess(VerifierConfig(steering=(str(tmp_path / "none"),)), file)
+    with pytest.raises(ConfigError, match="steering"):
+        asyncio.run(refused.__aenter__())

@@ -1,13 +1,16 @@
 """A verifier in a process of its own, for the benchmark: `python -m outrider.bench.benchmark.verifier`.
 
-One JSON object comes on standard input ({"config": …, "tokenizer": FILE}); the address goes out on a line. Each
-further line asks for the figures of the steps since the last one. It ends with its standard input.
+One JSON object comes on standard input ({"config": …, "tokenizer": FILE}), the settings in it as a pickle of the
+parent's; the address goes out on a line. Each further line asks for the times of the steps since the last one. It ends
+with its standard input.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import pickle
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +21,6 @@ from outrider.cloud.server import VerifierServer
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.child import Child, requests
 from outrider.proto.errors import ConfigError, OutriderError
-from outrider.proto.types import Goal
 
 _END_WITHIN_S = 10.0
 
@@ -42,8 +44,8 @@ class VerifierProcess:
         await self._child.end()
 
     async def _serve(self) -> None:
-        values = asdict(self._config) | {"goal": self._config.goal.name}
-        answer = await self._ask({"config": values, "tokenizer": str(self.tokenizer)})
+        config = base64.b64encode(pickle.dumps(self._config)).decode()
+        answer = await self._ask({"config": config, "tokenizer": str(self.tokenizer)})
         self.address = answer["address"]
 
     async def step_timings(self) -> list[StepTiming]:
@@ -61,9 +63,8 @@ async def _serve() -> None:
     lines = await requests()
     request = json.loads(await lines.readline())
     try:
-        values = request["config"]
-        back = {"goal": Goal[values["goal"]], "steering": tuple(values["steering"])}  # as JSON has neither
-        server = VerifierServer(VerifierConfig(**values | back))
+        config = pickle.loads(base64.b64decode(request["config"]))  # noqa: S301 - from the parent process alone
+        server = VerifierServer(config)
         _write(request["tokenizer"], server.tokenizer_json)
         _say({"address": await server.start()})
     except OutriderError as error:
