@@ -14,7 +14,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.counts import EngineCounts
+from outrider.cloud.metrics import VerifierMetrics
 from outrider.cloud.server import VerifierServer
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.drafters.fakes import ScriptedDrafter
@@ -219,13 +219,22 @@ def test_figures_beyond_loopback_must_be_asked_for_plainly(listen) -> None:
 
 
 def test_a_commit_is_counted_by_what_was_accepted_of_it() -> None:
-    counts = EngineCounts()
+    metrics = VerifierMetrics("tiny", "verifier")
     for accepted, judged in ((0, 0), (0, 4), (3, 4), (20, 20)):
         timing = Timing(queue_s=0.001)
-        counts.commit(Commit(3, tuple(range(accepted + 1)), accepted, 16, judged=judged, timing=timing))
-    counts.commit(Commit(30, (), 0, 16, finish=FinishReason.CANCELLED))
-    assert counts.draft_tokens == 28
-    assert (counts.accepted_of[0], counts.accepted_of[3], counts.accepted_of[20]) == (1, 1, 1)
-    assert counts.committed == 27
-    assert counts.waits.count == 4
-    assert counts.finished == {"cancelled": 1}
+        metrics.commit(Commit(3, tuple(range(accepted + 1)), accepted, 16, judged=judged, timing=timing))
+    metrics.commit(Commit(30, (), 0, 16, finish=FinishReason.CANCELLED))
+    shared = {"part": "verifier", "model_name": "tiny", "drafter": ""}
+    whose = {"model_name": "tiny", "verifier": "verifier"}
+
+    def value(name: str, labels: dict[str, str]) -> float | None:
+        return metrics.registry.get_sample_value(f"outrider:{name}", labels)
+
+    assert value("spec_decode_num_draft_tokens_total", shared) == 28
+    assert value("spec_decode_num_drafts_total", shared) == 3
+    per_position = "spec_decode_num_accepted_tokens_per_pos_total"
+    positions = [value(per_position, shared | {"position": str(position)}) for position in range(21)]
+    assert positions == [*[2] * 3, *[1] * 17, None]
+    assert value("generation_tokens_total", shared) == 27
+    assert value("verifier_patience_seconds_count", whose) == 4
+    assert value("request_success_total", whose | {"finished_reason": "cancelled"}) == 1

@@ -467,10 +467,14 @@ def test_sessions_that_wish_for_one_projection_share_one_batch_of_it(engine, wis
 
 
 def test_what_is_sent_is_counted(engine, wish):
-    before = engine.counts.codes, engine.counts.code_bytes
+    def counted(what: str) -> float:
+        whose = {"model_name": engine.rules.model, "verifier": engine.rules.name}
+        return engine.metrics.registry.get_sample_value(f"outrider:verifier_steering_{what}_total", whose)
+
+    before = counted("codes"), counted("bytes")
     whole(engine, 1, opening(engine, "counted", steering=replace(wish, precision=SteeringPrecision.FLOAT16)))
     codes = TEXT.max_tokens - 1
-    assert (engine.counts.codes - before[0], engine.counts.code_bytes - before[1]) == (codes, 2 * RANK * codes)
+    assert (counted("codes") - before[0], counted("bytes") - before[1]) == (codes, 2 * RANK * codes)
 
 
 # === loading ====================================================================================================

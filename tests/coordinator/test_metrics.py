@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.counts import MOST_MODELS, CoordinatorCounts
 from outrider.coordinator.fakes import ScriptedCluster, ready
+from outrider.coordinator.metrics import MAX_MODELS, CoordinatorMetrics
 from outrider.proto.errors import ConfigError, NotFound
 from outrider.proto.types import LeaseRequest, SessionReport
 
@@ -65,10 +65,12 @@ def test_leases_verifiers_and_reports_are_shown(serve) -> None:
 
 def test_a_relay_shows_its_streams_and_the_latency_that_it_adds(serve) -> None:
     async def scenario(call) -> None:
-        counts = call.server.service.relay_counts
-        counts.streams, counts.streams_total, counts.broken = 1, 4, 2
-        counts.up(100, 0.0002)
-        counts.down(50, 0.0004)
+        metrics = call.server.service.relay_metrics
+        metrics.streams = 1
+        metrics.opened.inc(4)
+        metrics.broken.inc(2)
+        metrics.up(100, 0.0002)
+        metrics.down(50, 0.0004)
         found = await asyncio.to_thread(scrape, call.server.metrics_address)
         assert found["outrider:relay_streams", ()] == 1
         assert found["outrider:relay_streams_opened_total", ()] == 4
@@ -89,11 +91,14 @@ def test_no_figures_are_served_unless_asked_for(serve) -> None:
 
 
 def test_models_that_strangers_report_cannot_grow_the_table_without_end() -> None:
-    counts = CoordinatorCounts()
-    for index in range(3 * MOST_MODELS):
-        counts.report(SessionReport("s", f"m{index}", "a", committed_tokens=1))
-    assert len(counts.reported) == MOST_MODELS + 1
-    assert counts.reported["other"].committed == 2 * MOST_MODELS
+    metrics = CoordinatorMetrics()
+    for index in range(3 * MAX_MODELS):
+        metrics.report(SessionReport("s", f"m{index}", "a", committed_tokens=1))
+    name = "outrider:coordinator_reported_committed_tokens"
+    (committed,) = (family for family in metrics.registry.collect() if family.name == name)
+    by_model = {sample.labels["model_name"]: sample.value for sample in committed.samples if "_total" in sample.name}
+    assert len(by_model) == MAX_MODELS + 1
+    assert by_model["other"] == 2 * MAX_MODELS
 
 
 def test_figures_beyond_loopback_must_be_asked_for_plainly() -> None:

@@ -13,10 +13,12 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from prometheus_client import CollectorRegistry
 
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.fakes import ScriptedCluster, ready
-from outrider.coordinator.relay import Relay, RelayCounts
+from outrider.coordinator.metrics import RelayMetrics
+from outrider.coordinator.relay import Relay
 from outrider.proto import codec
 from outrider.proto.errors import (
     Internal,
@@ -127,8 +129,8 @@ def relaying(serve: Serve, scenario: Any, play: Play = echo, **options: Any) -> 
     serve(whole, cluster, relay=True, **options)
 
 
-def counts(call: Any) -> RelayCounts:
-    return call.server.service.relay_counts
+def status(call: Any) -> RelayStatus:
+    return call.server.service.relay_metrics.status()
 
 
 # --- what passes ---
@@ -145,8 +147,9 @@ def test_frames_pass_unchanged_and_in_order_both_ways_until_the_edge_has_no_more
         await decoding.done_writing()
         assert [await decoding.read() for _ in frames] == frames
         assert await ending(decoding) is None
-        assert counts(call).uplink_bytes == counts(call).downlink_bytes == sum(map(len, frames))
-        assert counts(call).forward_s.count == 2 * len(frames)
+        assert status(call).uplink_bytes == status(call).downlink_bytes == sum(map(len, frames))
+        registry = call.server.service.metrics.registry
+        assert registry.get_sample_value("outrider:relay_forward_seconds_count") == 2 * len(frames)
 
     # The largest is more than a request to the coordinator itself may be.
     options = [("grpc.max_receive_message_length", 8 << 20)]
@@ -204,7 +207,7 @@ def test_the_verifiers_own_status_arrives_whole(serve: Serve, error: OutriderErr
         came = await ending(decoding)
         assert type(came) is type(error)
         assert (came.message, came.field, came.retry_after_s) == (error.message, error.field, error.retry_after_s)
-        assert counts(call).broken == 0
+        assert status(call).broken == 0
 
     relaying(serve, scenario, refuse)
 
@@ -228,9 +231,9 @@ def test_an_edge_that_gives_up_frees_the_verifier(serve: Serve) -> None:
         decoding = stream(call.channel)
         await decoding.write(b"open")
         await decoding.read()
-        assert (one.running, counts(call).streams) == (1, 1)
+        assert (one.running, status(call).streams) == (1, 1)
         decoding.cancel()
-        await call.until(lambda: one.running == 0 and counts(call).streams == 0)
+        await call.until(lambda: one.running == 0 and status(call).streams == 0)
 
     relaying(serve, scenario)
 
@@ -241,7 +244,7 @@ def test_an_edge_whose_connection_is_gone_frees_the_verifier(serve: Serve) -> No
             decoding = stream(channel)
             await decoding.write(b"open")
             await decoding.read()
-        await call.until(lambda: one.running == 0 and counts(call).streams == 0)
+        await call.until(lambda: one.running == 0 and status(call).streams == 0)
 
     relaying(serve, scenario)
 
@@ -360,12 +363,12 @@ class GoneEdge:
 def test_an_edge_that_goes_while_a_frame_waits_for_room_frees_the_verifier(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with verifier() as one:
-            counted = RelayCounts()
+            counted = RelayMetrics(CollectorRegistry())
             relay = Relay(SECRET, lambda: (ready("a", address=one.address),), counted)
             await relay.handlers()["Decode"].stream_stream(None, GoneEdge())  # aborting would fail: there is no abort
             while one.running:  # noqa: ASYNC110 - the verifier knows nothing of tests
                 await asyncio.sleep(0.01)
-            assert (counted.streams, counted.broken) == (0, 0)
+            assert (counted.streams, counted.status().broken) == (0, 0)
             await relay.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
@@ -393,7 +396,7 @@ def test_only_a_genuine_lease_for_a_verifier_of_the_fleet_opens_a_stream(
     async def scenario(call: Any, one: Verifier) -> None:
         assert type(await ending(stream(call.channel, token()))) is kind
         assert not one.metadata, "nothing reached a verifier"
-        assert counts(call).status() == RelayStatus(refused=1)
+        assert status(call) == RelayStatus(refused=1)
 
     relaying(serve, scenario)
 
@@ -416,7 +419,7 @@ def test_streams_beyond_the_limit_are_refused_with_a_time_and_one_that_ends_make
         assert isinstance(refused, ResourceExhausted)
         assert refused.retry_after_s > 0
         running[0].cancel()
-        await call.until(lambda: counts(call).streams == 1)
+        await call.until(lambda: status(call).streams == 1)
         decoding = stream(call.channel)
         await decoding.write(b"open")
         assert await decoding.read() == b"open"
@@ -448,7 +451,7 @@ def test_the_death_of_a_verifier_is_unavailable_and_after_its_return_the_next_st
         assert isinstance(lost, Unavailable)
         assert lost.retry_after_s > 0
         assert isinstance(await ending(stream(call.channel)), Unavailable)
-        assert counts(call).broken == 2
+        assert status(call).broken == 2
         again = Verifier()
         await again.start(one.address)
         decoding = stream(call.channel)
@@ -471,7 +474,7 @@ def test_a_verifier_that_came_back_elsewhere_is_found_there(serve: Serve) -> Non
                 await decoding.write(b"open")
                 assert await decoding.read() == b"open"
                 decoding.cancel()
-                await call.until(lambda: counts(call).streams == 0)
+                await call.until(lambda: status(call).streams == 0)
         cluster.verifiers["a"] = ready("a", state=VerifierState.DOWN)
         await call.until(lambda: call.server.service.verifiers[0].state is VerifierState.DOWN)
         assert "is down" in str(await ending(stream(call.channel)))
@@ -522,7 +525,7 @@ def test_random_leases_and_frames_get_a_status_each_and_leave_the_relay_working(
             assert error is None or isinstance(error, OutriderError)
             # A refusal may overtake the client's own first batch, which gRPC then calls an internal error.
             assert not isinstance(error, Internal) or error.message == "Internal error from Core"
-        await call.until(lambda: counts(call).streams == 0 and one.running == 0)
+        await call.until(lambda: status(call).streams == 0 and one.running == 0)
         assert (await call("Status", None)).relay.refused > 50
 
     relaying(serve, scenario, picky)
@@ -589,7 +592,7 @@ def test_the_relays_own_time_is_counted_and_what_it_adds_to_a_round_trip_is_meas
 
 
 def test_quantiles_are_bounds_of_what_was_counted() -> None:
-    counted = RelayCounts()
+    counted = RelayMetrics(CollectorRegistry())
     assert (counted.status().forward_p50_s, counted.status().forward_p99_s) == (0.0, 0.0)
     for _ in range(98):
         counted.up(10, 60e-6)

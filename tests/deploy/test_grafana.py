@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from outrider.deploy.metrics_table import figures_by_part, table
-from outrider.proto.figures import Figure
+from outrider.deploy.metrics_table import Described, metrics_by_part, table
 from outrider.proto.plumbing.logs import JsonLines
 
 GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
@@ -45,15 +44,15 @@ def known_series() -> dict[str, Known]:
         before = found.get(name)
         found[name] = Known(labels | (before.labels if before else frozenset()), rises)
 
-    for figures in figures_by_part().values():
-        for figure in figures:
-            labels = frozenset(figure.labels)
-            if figure.kind == "histogram":
-                add(f"{figure.name}_bucket", labels | {"le"}, True)
-                add(f"{figure.name}_count", labels, True)
-                add(f"{figure.name}_sum", labels, True)
+    for metrics in metrics_by_part().values():
+        for metric in metrics:
+            labels = frozenset(metric.labels)
+            if metric.kind == "histogram":
+                add(f"{metric.name}_bucket", labels | {"le"}, True)
+                add(f"{metric.name}_count", labels, True)
+                add(f"{metric.name}_sum", labels, True)
             else:
-                add(figure.exposed_name, labels, figure.kind == "counter")
+                add(metric.shown_name, labels, metric.kind == "counter")
     return found
 
 
@@ -187,35 +186,35 @@ def test_the_table_of_metrics_is_that_of_the_code(root) -> None:
 
 
 def test_names_are_unique_within_a_process_and_say_their_unit() -> None:
-    parts = figures_by_part()
-    for figures in (parts["Edge"] + parts["Edge daemon's HTTP"], parts["Verifier"], parts["Coordinator"]):
-        names = [figure.name for figure in figures]
+    parts = metrics_by_part()
+    for metrics in (parts["Edge"] + parts["Edge daemon's HTTP"], parts["Verifier"], parts["Coordinator"]):
+        names = [metric.name for metric in metrics]
         assert len(set(names)) == len(names)
-    for figures in parts.values():
-        for figure in figures:
-            assert re.fullmatch(r"outrider:[a-z][a-z0-9_]*", figure.name)
-            assert figure.meaning.endswith(".")
-            assert not {"session", "request", "request_id", "edge", "prompt"} & set(figure.labels)
+    for metrics in parts.values():
+        for metric in metrics:
+            assert re.fullmatch(r"outrider:[a-z][a-z0-9_]*", metric.name)
+            assert metric.meaning.endswith(".")
+            assert not {"session", "request", "request_id", "edge", "prompt"} & set(metric.labels)
 
 
 def test_running_processes_show_what_the_dashboard_asks_for_with_the_labels_declared(root, decoded) -> None:
     scrapes, _ = decoded
-    declared: dict[str, list[Figure]] = {}
-    for figures in figures_by_part().values():
-        for figure in figures:
-            declared.setdefault(figure.name, []).append(figure)
+    declared: dict[str, list[Described]] = {}
+    for metrics in metrics_by_part().values():
+        for metric in metrics:
+            declared.setdefault(metric.name, []).append(metric)
     shown, with_values = set(), set()
     for scrape in scrapes:
         for family in text_string_to_metric_families(scrape):
             name = family.name
             assert name in declared, f"{name} is in no table"
-            shown |= {figure.exposed_name for figure in declared[name]}
+            shown |= {metric.shown_name for metric in declared[name]}
             for sample in family.samples:
                 with_values.add(sample.name)
                 labels = set(sample.labels) - {"le"}
-                assert labels in [set(figure.labels) for figure in declared[name]], f"{sample.name} {labels}"
+                assert labels in [set(metric.labels) for metric in declared[name]], f"{sample.name} {labels}"
     asked = {name for _, query in queries(dashboard_of(root)) for name in re.findall(r"outrider:\w+", query)}
-    http = {figure.exposed_name for figure in figures_by_part()["Edge daemon's HTTP"]}
+    http = {metric.shown_name for metric in metrics_by_part()["Edge daemon's HTTP"]}
     base = {re.sub(r"_(bucket|count|sum)$", "", name) for name in asked}
     assert base - http <= shown
     only_when_it_happens = ("loss", "refused", "failed", "relay_", "speedup", "link_seconds")
@@ -276,7 +275,7 @@ async def _decode_and_scrape(tokenizer_file) -> list[str]:
     address = await verifier.start()
     fixed = StaticVerifier("verifier", address, "reference", tokenizer_file.read_text(encoding="utf-8"))
     config = CoordinatorConfig(
-        lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), metrics_listen="127.0.0.1:0"
+        lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), metrics_listen="127.0.0.1:0", relay=True
     )
     coordinator = CoordinatorServer(config)
     try:

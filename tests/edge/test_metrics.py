@@ -11,8 +11,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from outrider.deploy.metrics_table import metrics_by_part
 from outrider.edge.decoding import Journal, Subject
-from outrider.edge.metrics import FIGURES, MOST_SERIES, PHASE, EdgeMetrics
+from outrider.edge.metrics import MAX_SERIES, EdgeMetrics
 from outrider.proto import codec
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import Cancelled, Done, DrafterFailed, EdgeSession, Send, TurnBegun
@@ -22,6 +23,7 @@ sys.path.append(str(Path(__file__).parent.parent / "proto"))
 from simulated_decoding import HASH, Link, Simulation, drafter_of, hashing_oracle, open_frame, rules
 
 WHOSE = {"model_name": "m", "drafter": "d"}
+PHASE = "outrider:edge_phase_seconds"
 SHARED = {"part": "edge", **WHOSE}
 
 
@@ -162,15 +164,15 @@ def test_the_phases_of_a_round_trip_add_up_to_what_it_took() -> None:
     journal.drafted(0.90, 0.95, 2)
     journal.sent(Draft(0, 3, (1, 2)), 1.0)
     journal.received(commit(3, accepted=2, judged=2, echo=1, hold_s=0.05, queue_s=0.02, verify_s=0.03), 1.09)
-    sums = {phase: value(metrics, f"{PHASE.name}_sum", **WHOSE, phase=phase) for phase in phases()}
+    sums = {phase: value(metrics, f"{PHASE}_sum", **WHOSE, phase=phase) for phase in phases()}
     assert sums["draft"] == pytest.approx(0.05)
     assert sums["uplink"] == sums["downlink"] == pytest.approx(0.02)
     assert sum(sums.values()) - sums["draft"] == pytest.approx(1.09 - 1.0)
     assert value(metrics, "outrider:edge_round_trip_seconds_sum", **WHOSE) == pytest.approx(0.04)
     # A second commit that echoes the same message says nothing new about the link.
     journal.received(commit(6, accepted=0, judged=0, echo=1, hold_s=0.08, queue_s=0.0, verify_s=0.03), 1.12)
-    assert value(metrics, f"{PHASE.name}_count", **WHOSE, phase="uplink") == 1
-    assert value(metrics, f"{PHASE.name}_count", **WHOSE, phase="verify") == 2
+    assert value(metrics, f"{PHASE}_count", **WHOSE, phase="uplink") == 1
+    assert value(metrics, f"{PHASE}_count", **WHOSE, phase="verify") == 2
 
 
 def phases() -> tuple[str, ...]:
@@ -252,11 +254,11 @@ def test_the_turns_of_a_conversation_are_texts_and_the_time_between_them_counts_
 
 def test_label_values_are_bounded_whatever_the_models_are_called() -> None:
     metrics = EdgeMetrics()
-    for index in range(3 * MOST_SERIES):
+    for index in range(3 * MAX_SERIES):
         journal, _ = machine_of(metrics, model=f"m{index}")
         journal.ended(Done(FinishReason.EOS), 1.0)
     models = {dict(labels)["model_name"] for labels in values(metrics)["outrider:generation_tokens_total"]}
-    assert len(models) == MOST_SERIES + 1
+    assert len(models) == MAX_SERIES + 1
     assert "other" in models
 
 
@@ -280,7 +282,8 @@ def test_the_exposition_follows_the_accept_header_and_parses_in_both_formats() -
     plain = {family.name for family in text_string_to_metric_families(text.decode())}
     body, kind = metrics.exposition("application/openmetrics-text; version=1.0.0")
     assert kind.startswith("application/openmetrics-text")
-    assert {family.name for family in parse_openmetrics(body.decode())} == {figure.name for figure in FIGURES} == plain
+    declared = {metric.name for metric in metrics_by_part()["Edge"]}
+    assert {family.name for family in parse_openmetrics(body.decode())} == declared == plain
 
 
 def test_others_may_add_their_figures_to_the_same_registry() -> None:

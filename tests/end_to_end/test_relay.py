@@ -33,8 +33,8 @@ class Fleet:
     def relayed(self) -> RelayStatus:
         service = self.coordinator.service
         assert service is not None
-        assert service.relay_counts is not None
-        return service.relay_counts.status()
+        assert service.relay_metrics is not None
+        return service.relay_metrics.status()
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ from dataclasses import replace
 from outrider.cloud.admission import Admission
 from outrider.cloud.batching import Batch, Batching, Share
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.counts import EngineCounts
 from outrider.cloud.grammar import GrammarMatcher
+from outrider.cloud.metrics import VerifierMetrics
 from outrider.cloud.runner import ModelRunner
 from outrider.cloud.slots import Outbox, Slot, Slots
 from outrider.cloud.steering import Projection
@@ -42,13 +42,13 @@ class Engine:
         projections: Mapping[str, Projection] | None = None,
     ) -> None:
         self.rules = replace(rules, projections=frozenset(projections or ()))
-        self.counts = EngineCounts()
+        self.metrics = VerifierMetrics(rules.model, rules.name)
         self._pool = target.pool
         self._slots = Slots(target.pool, rules.name)
         self._admission = Admission(self._slots, self.rules, config.max_sessions)
         self._batching = Batching(config.prefill_chunk)
         self._runner = ModelRunner(target, projections or {}, min_step_s=config.pace_s)
-        self._meter = StepMeter(self.counts, time.monotonic())
+        self._meter = StepMeter(self.metrics, time.monotonic())
         self._inbox: deque[Callable[[], None]] = deque()
         self._bell = threading.Condition()
         self._stopping = False
@@ -173,7 +173,7 @@ class Engine:
             return Batch(wake_at=masks_by)
         flowing = [slot for slot in running if not slot.backlogged]
         batch = self._batching.plan([slot for slot in flowing if not slot.busy], self._slots.num_running, now)
-        self.counts.lingers += batch.delayed and self._delayed_until <= now
+        self.metrics.lingers.inc(batch.delayed and self._delayed_until <= now)
         self._delayed_until = batch.wake_at if batch.delayed else now
         if not batch.shares:
             look_s = BACKLOG_S if len(flowing) < len(running) else IDLE_S
@@ -238,7 +238,7 @@ class Engine:
         self._send(slot, commit)
 
     def _send(self, slot: Slot, commit: Commit) -> None:
-        self.counts.commit(commit)
+        self.metrics.commit(commit)
         slot.outbox.put(commit)
         if commit.finish is not None:
             self._slots.park(slot, time.monotonic())
@@ -251,7 +251,7 @@ class Engine:
         except OutriderError as error:
             outbox.put(error)
             return
-        self.counts.admitted += 1
+        self.metrics.admitted.inc()
         log.info("a session is admitted", extra=about(frame.session, self.rules.name))
         outbox.put(slot.session.opened())
 

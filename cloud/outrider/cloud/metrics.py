@@ -1,115 +1,135 @@
-"""A verifier's figures for Prometheus, read from what its engine counts whenever somebody asks."""
+"""A verifier's metrics for Prometheus: counted by its engine and its streams, or read from the engine at a scrape."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from outrider.cloud.counts import StreamCounts
-from outrider.proto import speculation
-from outrider.proto.figures import Figure, FigureCollector, Page
+from outrider.proto.errors import OutriderError, ResourceExhausted
+from outrider.proto.plumbing.metrics import SECONDS, TOKENS
+from outrider.proto.speculation import GENERATED, SpeculationMetrics
+from outrider.proto.types import Commit
 
 if TYPE_CHECKING:
-    from outrider.cloud.engine import Engine  # brings torch, which a table of the figures does not need
+    from outrider.cloud.engine import Engine  # brings torch, which a table of the metrics does not need
 
 PART = "verifier"
 _WHOSE = ("model_name", "verifier")
-_REFUSED_FOR_ROOM = "ResourceExhausted"
-
-RUNNING = Figure("gauge", "outrider:num_requests_running", "Sessions in the newest step.", _WHOSE)
-WAITING = Figure(
-    "gauge", "outrider:num_requests_waiting", "Sessions not in it: they wait for drafts, or have just ended.", _WHOSE
-)
-KV_USAGE = Figure("gauge", "outrider:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", _WHOSE)
-SUCCESS = Figure("counter", "outrider:request_success", "Texts that have ended, by why.", (*_WHOSE, "finished_reason"))
-MOST_SESSIONS = Figure("gauge", "outrider:verifier_max_sessions", "Sessions admitted at once, at most.", _WHOSE)
-KEPT = Figure("gauge", "outrider:verifier_kept_sessions", "Sessions kept between the turns of conversations.", _WHOSE)
-ADMITTED = Figure("counter", "outrider:verifier_admitted_sessions", "Sessions taken.", _WHOSE)
-REFUSED = Figure("counter", "outrider:verifier_refused_sessions", "Sessions refused, by error.", (*_WHOSE, "error"))
-SHEDS = Figure("counter", "outrider:verifier_sheds", "Sessions refused because the verifier was full.", _WHOSE)
-FAILED = Figure("counter", "outrider:verifier_failed_sessions", "Sessions ended by an error.", (*_WHOSE, "error"))
-GOAWAYS = Figure("counter", "outrider:verifier_goaways", "Sessions sent elsewhere.", _WHOSE)
-ROWS = Figure("histogram", "outrider:verifier_step_rows", "Rows of a target step; its count is the steps.", _WHOSE)
-STEP = Figure(
-    "histogram",
-    "outrider:verifier_step_seconds",
-    "Time of a target step: forward (the model), sample (logits to tokens), overhead (all else but waiting).",
-    (*_WHOSE, "stage"),
-)
-PATIENCE = Figure(
-    "histogram",
-    "outrider:verifier_patience_seconds",
-    "From a session's commit to its next step: its patience, its company, and other sessions' steps.",
-    _WHOSE,
-)
-LINGERS = Figure("counter", "outrider:verifier_lingers", "Steps held back for the drafts of others.", _WHOSE)
-CODES = Figure("counter", "outrider:verifier_steering_codes", "Steering codes sent with commits.", _WHOSE)
-CODE_BYTES = Figure("counter", "outrider:verifier_steering_bytes", "Bytes of the numbers of these codes.", _WHOSE)
-CREDIT = Figure("gauge", "outrider:verifier_credit_tokens", "Unverified tokens that a session may have.", _WHOSE)
-PAGES = Figure("gauge", "outrider:verifier_kv_pages", "KV pages, by state (used, free).", (*_WHOSE, "state"))
-DRAINING = Figure("gauge", "outrider:verifier_draining", "1 while sessions are sent elsewhere.", _WHOSE)
-
-FIGURES = (
-    *speculation.FIGURES,
-    *(RUNNING, WAITING, KV_USAGE, SUCCESS),
-    *(
-        MOST_SESSIONS,
-        KEPT,
-        ADMITTED,
-        REFUSED,
-        SHEDS,
-        FAILED,
-        GOAWAYS,
-        ROWS,
-        STEP,
-        PATIENCE,
-        LINGERS,
-        CODES,
-        CODE_BYTES,
-        CREDIT,
-        PAGES,
-        DRAINING,
-    ),
-)
 
 
-def register_verifier(registry: CollectorRegistry, engine: Engine, streams: StreamCounts, *, max_sessions: int) -> None:
-    """Make `registry` show the figures of an engine and its streams; nothing is done until somebody asks for them.
+class VerifierMetrics:
+    """Metrics of one verifier. An engine's thread and its server's loop count; any thread may read.
 
-    Raises:
-        ValueError: the registry has these names already.
+    Attributes:
+        registry: of this verifier alone.
     """
-    registry.register(FigureCollector(FIGURES, lambda page: _fill(page, engine, streams, max_sessions)))
 
+    def __init__(self, model: str, verifier: str) -> None:
+        self.registry = CollectorRegistry()
+        self._whose = (model, verifier)
+        self._running = 0
+        self._drafts = SpeculationMetrics(self.registry).labels(PART, model, "")  # only the edge knows the drafter
+        self._generated = Counter(*GENERATED, registry=self.registry).labels(PART, model, "")
+        self._finished = self._kinds("outrider:request_success", "Texts that have ended, by why.", "finished_reason")
+        self._refused = self._kinds("outrider:verifier_refused_sessions", "Sessions refused, by error.", "error")
+        self._failed = self._kinds("outrider:verifier_failed_sessions", "Sessions ended by an error.", "error")
+        self.admitted = self._counter("outrider:verifier_admitted_sessions", "Sessions taken.")
+        self._sheds = self._counter("outrider:verifier_sheds", "Sessions refused because the verifier was full.")
+        self.goaways = self._counter("outrider:verifier_goaways", "Sessions sent elsewhere.")
+        self.lingers = self._counter("outrider:verifier_lingers", "Steps held back for the drafts of others.")
+        self._codes = self._counter("outrider:verifier_steering_codes", "Steering codes sent with commits.")
+        self._code_bytes = self._counter("outrider:verifier_steering_bytes", "Bytes of the numbers of these codes.")
+        self._rows = Histogram(
+            "outrider:verifier_step_rows",
+            "Rows of a target step; its count is the steps.",
+            _WHOSE,
+            registry=self.registry,
+            buckets=TOKENS,
+        ).labels(*self._whose)
+        step = Histogram(
+            "outrider:verifier_step_seconds",
+            "Time of a target step: forward (the model), sample (logits to tokens), overhead (all else but waiting).",
+            (*_WHOSE, "stage"),
+            registry=self.registry,
+            buckets=SECONDS,
+        )
+        self._forward, self._sample, self._overhead = (
+            step.labels(*self._whose, stage) for stage in ("forward", "sample", "overhead")
+        )
+        self._waits = Histogram(
+            "outrider:verifier_patience_seconds",
+            "From a session's commit to its next step: its patience, its company, and other sessions' steps.",
+            _WHOSE,
+            registry=self.registry,
+            buckets=SECONDS,
+        ).labels(*self._whose)
+        self._sessions_running = self._gauge("outrider:num_requests_running", "Sessions in the newest step.")
+        self._sessions_waiting = self._gauge(
+            "outrider:num_requests_waiting",
+            "Sessions not in it: they wait for drafts, or have just ended.",
+        )
+        self._kv_usage = self._gauge("outrider:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
+        self._max_sessions = self._gauge("outrider:verifier_max_sessions", "Sessions admitted at once, at most.")
+        self._kept = self._gauge("outrider:verifier_kept_sessions", "Sessions kept between the turns of conversations.")
+        self._credit = self._gauge("outrider:verifier_credit_tokens", "Unverified tokens that a session may have.")
+        pages = Gauge(
+            "outrider:verifier_kv_pages",
+            "KV pages, by state (used, free).",
+            (*_WHOSE, "state"),
+            registry=self.registry,
+        )
+        self._used_pages, self._free_pages = (pages.labels(*self._whose, state) for state in ("used", "free"))
+        self._draining = self._gauge("outrider:verifier_draining", "1 while sessions are sent elsewhere.")
 
-def _fill(page: Page, engine: Engine, streams: StreamCounts, max_sessions: int) -> None:
-    counts, sessions, free = engine.counts, engine.session_count, engine.free_pages
-    whose = (engine.rules.model, engine.rules.name)
-    shared = (PART, engine.rules.model, "")  # which drafter it was, only the edge knows
-    counts.show(page, shared)
-    page.put(speculation.GENERATED, shared, counts.committed)
-    running = min(counts.running, sessions)
-    page.put(RUNNING, whose, running)
-    page.put(WAITING, whose, sessions - running)
-    page.put(KV_USAGE, whose, 1 - free / engine.page_count)
-    page.put(MOST_SESSIONS, whose, max_sessions)
-    page.put(KEPT, whose, engine.parked_count)
-    page.put(ADMITTED, whose, counts.admitted)
-    page.put(SHEDS, whose, streams.refused.get(_REFUSED_FOR_ROOM, 0))
-    page.put(GOAWAYS, whose, streams.goaways)
-    page.put(ROWS, whose, counts.rows)
-    for stage, tally in (("forward", counts.forward), ("sample", counts.sample), ("overhead", counts.overhead)):
-        page.put(STEP, (*whose, stage), tally)
-    page.put(PATIENCE, whose, counts.waits)
-    page.put(LINGERS, whose, counts.lingers)
-    page.put(CODES, whose, counts.codes)
-    page.put(CODE_BYTES, whose, counts.code_bytes)
-    page.put(CREDIT, whose, engine.credit)
-    page.put(PAGES, (*whose, "free"), free)
-    page.put(PAGES, (*whose, "used"), engine.page_count - free)
-    page.put(DRAINING, whose, float(engine.draining))
-    by_kind = ((REFUSED, streams.refused), (FAILED, streams.failed), (SUCCESS, counts.finished))
-    for figure, counted in by_kind:
-        for kind, sessions_of_kind in list(counted.items()):
-            page.put(figure, (*whose, kind), sessions_of_kind)
+    def watch(self, engine: Engine, *, max_sessions: int) -> None:
+        """Read the state of `engine` whenever somebody asks for it."""
+        self._max_sessions.set(max_sessions)
+        self._sessions_running.set_function(lambda: min(self._running, engine.session_count))
+        self._sessions_waiting.set_function(lambda: max(0, engine.session_count - self._running))
+        self._kv_usage.set_function(lambda: 1 - engine.free_pages / engine.page_count)
+        self._kept.set_function(lambda: engine.parked_count)
+        self._credit.set_function(lambda: engine.credit)
+        self._used_pages.set_function(lambda: engine.page_count - engine.free_pages)
+        self._free_pages.set_function(lambda: engine.free_pages)
+        self._draining.set_function(lambda: float(engine.draining))
+
+    def step(self, sessions: int, rows: int, forward_s: float, sample_s: float, overhead_s: float) -> None:
+        """Count a step for `sessions` sessions; times in seconds."""
+        self._running = sessions
+        self._rows.observe(rows)
+        self._forward.observe(forward_s)
+        self._sample.observe(sample_s)
+        self._overhead.observe(overhead_s)
+
+    def commit(self, commit: Commit) -> None:
+        """Count a commit that goes to an edge."""
+        if commit.tokens:
+            self._generated.inc(len(commit.tokens))
+            self._waits.observe(commit.timing.queue_s)
+        if commit.judged:
+            self._drafts.count(commit.judged, commit.accepted)
+        if commit.steering is not None:
+            self._codes.inc()
+            self._code_bytes.inc(len(commit.steering.values))
+        if commit.finish is not None:
+            self._finished.labels(*self._whose, commit.finish.name.lower()).inc()
+
+    def refuse(self, error: OutriderError) -> None:
+        """Count a stream that was refused before a session was admitted."""
+        self._refused.labels(*self._whose, type(error).__name__).inc()
+        if isinstance(error, ResourceExhausted):
+            self._sheds.inc()
+
+    def fail(self, error: OutriderError) -> None:
+        """Count a stream that was ended by an error."""
+        self._failed.labels(*self._whose, type(error).__name__).inc()
+
+    def _counter(self, name: str, meaning: str) -> Counter:
+        return Counter(name, meaning, _WHOSE, registry=self.registry).labels(*self._whose)
+
+    def _kinds(self, name: str, meaning: str, kind: str) -> Counter:
+        return Counter(name, meaning, (*_WHOSE, kind), registry=self.registry)
+
+    def _gauge(self, name: str, meaning: str) -> Gauge:
+        return Gauge(name, meaning, _WHOSE, registry=self.registry).labels(*self._whose)

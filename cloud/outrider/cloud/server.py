@@ -15,7 +15,6 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.counts import StreamCounts
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import GrammarMatcher, Grammars
 from outrider.cloud.projections import load_projections
@@ -27,10 +26,10 @@ from outrider.proto import codec
 from outrider.proto.address import is_local_address
 from outrider.proto.channel import SERVER_OPTIONS
 from outrider.proto.errors import ConfigError, InvalidArgument, NotFound, OutriderError, ResourceExhausted, Unavailable
-from outrider.proto.figures_server import FiguresServer
 from outrider.proto.lease import LeaseClaim, verify_lease
 from outrider.proto.plumbing.access import Bucket, Meters
 from outrider.proto.plumbing.logs import about
+from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind, name_to_expect
 from outrider.proto.release import release
 from outrider.proto.rpc_errors import to_status
@@ -138,14 +137,13 @@ class VerifierServer:
         self._health = health.aio.HealthServicer()
         self._address = ""
         self._endings: set[asyncio.Task[None]] = set()
-        self._figures: FiguresServer | None = None
-        self._counts = StreamCounts()
+        self._metrics_server: MetricsServer | None = None
         self._tracing = VerifierTracing.to(config.trace_endpoint, config.name) if config.trace_endpoint else None
         self._meters = Meters()
 
     async def start(self) -> str:
         """Begin to serve; the address as host:port."""
-        self._serve_figures()  # a thread of its own, before gRPC's
+        self._serve_metrics()  # a thread of its own, before gRPC's
         self._server = grpc.aio.server(
             options=SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions + SPARE_CALLS
         )
@@ -181,8 +179,8 @@ class VerifierServer:
             await self._server.stop(grace_s)
             await asyncio.to_thread(self._engine.stop)
         self._grammars.close()
-        if self._figures is not None:
-            await asyncio.to_thread(self._figures.stop)
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.stop)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
@@ -198,19 +196,14 @@ class VerifierServer:
 
     @property
     def metrics_address(self) -> str:
-        """Where Prometheus finds the figures, host:port; empty: nowhere."""
-        return self._figures.address if self._figures is not None else ""
+        """Where Prometheus finds the metrics, host:port; empty: nowhere."""
+        return self._metrics_server.address if self._metrics_server is not None else ""
 
-    def _serve_figures(self) -> None:
+    def _serve_metrics(self) -> None:
         if not self._config.metrics_listen:
             return
-        from prometheus_client import CollectorRegistry
-
-        from outrider.cloud.metrics import register_verifier
-
-        registry = CollectorRegistry()
-        register_verifier(registry, self._engine, self._counts, max_sessions=self.max_sessions)
-        self._figures = FiguresServer(registry, self._config.metrics_listen)
+        self._engine.metrics.watch(self._engine, max_sessions=self.max_sessions)
+        self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
 
     def take_step_timings(self) -> list[StepTiming]:
         """Of the steps since the last call, oldest first; the newest few thousand are kept."""
@@ -259,13 +252,13 @@ class VerifierServer:
                 if isinstance(item, Commit) and outbox.meter is not None:
                     _charge(outbox.meter, outbox, len(item.tokens))
                 if isinstance(item, Goaway):
-                    self._counts.goaways += 1
+                    self._engine.metrics.goaways.inc()
                     log.info("sent elsewhere: %s", item.reason, extra=about(outbox.session, self.rules.name))
                     return
                 if isinstance(item, Commit) and item.finish is not None and not outbox.goes_on:
                     return
         except OutriderError as error:
-            (self._counts.fail if outbox.opened else self._counts.refuse)(error)
+            (self._engine.metrics.fail if outbox.opened else self._engine.metrics.refuse)(error)
             what = "ended" if outbox.opened else "refused"
             log.warning("the session is %s: %s", what, error, extra=about(outbox.session, self.rules.name, error))
             status, message, metadata = to_status(error)
@@ -373,7 +366,7 @@ class VerifierServer:
                 taken, since = outbox.taken, time.monotonic()
             elif time.monotonic() - since > self._config.stall_s:
                 error = Unavailable("you left commits unread too long; resume")
-                self._counts.fail(error)
+                self._engine.metrics.fail(error)
                 log.warning(
                     "the client left its commits unread for %g s; its stream is ended",
                     self._config.stall_s,

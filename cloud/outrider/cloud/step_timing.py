@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from outrider.cloud.batching import Batch
-from outrider.cloud.counts import EngineCounts
+from outrider.cloud.metrics import VerifierMetrics
 from outrider.proto.policy import Smoothed
 
 MAX_KEPT = 4096
@@ -54,10 +54,10 @@ class StepMeter:
         step_s: smoothed time of a decoding step.
     """
 
-    def __init__(self, counts: EngineCounts, now: float) -> None:
+    def __init__(self, metrics: VerifierMetrics, now: float) -> None:
         self.timings: deque[StepTiming] = deque(maxlen=MAX_KEPT)
         self.step_s = Smoothed()
-        self._counts = counts
+        self._metrics = metrics
         self._accounted_until = now
 
     def waited(self, seconds: float) -> None:
@@ -75,6 +75,6 @@ class StepMeter:
         )
         self._accounted_until = times.ended
         self.timings.append(timing)
-        self._counts.step(timing.sessions, timing.rows, timing.forward_s, timing.sample_s, timing.overhead_s)
+        self._metrics.step(timing.sessions, timing.rows, timing.forward_s, timing.sample_s, timing.overhead_s)
         if batch.only_verifies:
             self.step_s.add(times.verify_s)

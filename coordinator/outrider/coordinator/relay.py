@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.coordinator.metrics import RelayMetrics
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, ResourceExhausted, Unavailable
@@ -25,17 +26,11 @@ from outrider.proto.lease import LEASE_METADATA, read_lease
 from outrider.proto.plumbing.tls import ClientCredentials, ClientTls, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, to_status
 from outrider.proto.streams import CLIENT_GONE, ENDED, send_bytes
-from outrider.proto.tally import Tally
-from outrider.proto.types import RelayStatus
 
 logger = logging.getLogger(__name__)
 
 RETRY_WHEN_FULL_S = 1.0
 RETRY_WHEN_LOST_S = 0.1
-FORWARD_BOUNDS_S = (
-    *(25e-6, 50e-6, 75e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 750e-6),
-    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0),
-)
 # With these gRPC reports a connection lost in its various moments; a verifier's own word carries a detail.
 BROKEN = (
     grpc.StatusCode.UNAVAILABLE,
@@ -53,59 +48,6 @@ _VERIFIER_OPTIONS = [
 ]
 
 
-@dataclass(slots=True)
-class RelayCounts:
-    """What one relay has done since it began. One event loop writes; any thread may read.
-
-    `forward_s` counts, for every frame of either direction, the seconds from having it to having passed it on; a
-    receiver that reads slowly shows here.
-    """
-
-    streams: int = 0
-    streams_total: int = 0
-    refused: int = 0
-    broken: int = 0
-    uplink_frames: int = 0
-    downlink_frames: int = 0
-    uplink_bytes: int = 0
-    downlink_bytes: int = 0
-    forward_s: Tally = field(default_factory=lambda: Tally(FORWARD_BOUNDS_S))
-
-    def up(self, size: int, seconds: float) -> None:
-        """A frame of `size` bytes was passed on to a verifier."""
-        self.uplink_frames += 1
-        self.uplink_bytes += size
-        self.forward_s.add(seconds)
-
-    def down(self, size: int, seconds: float) -> None:
-        """A frame of `size` bytes was passed on to an edge."""
-        self.downlink_frames += 1
-        self.downlink_bytes += size
-        self.forward_s.add(seconds)
-
-    def status(self) -> RelayStatus:
-        """As operators see it."""
-        return RelayStatus(
-            streams=self.streams,
-            streams_total=self.streams_total,
-            refused=self.refused,
-            broken=self.broken,
-            uplink_bytes=self.uplink_bytes,
-            downlink_bytes=self.downlink_bytes,
-            forward_p50_s=_quantile(self.forward_s, 0.5),
-            forward_p99_s=_quantile(self.forward_s, 0.99),
-        )
-
-
-def _quantile(tally: Tally, share: float) -> float:
-    """The bound of the bucket that holds the quantile; 0 without values."""
-    least = share * tally.count
-    for bound, below in zip(tally.bounds, tally.cumulative(), strict=False):
-        if below >= least > 0:
-            return bound
-    return tally.bounds[-1] if tally.count else 0.0
-
-
 @dataclass(eq=False, slots=True)
 class _Connection:
     channel: grpc.aio.Channel
@@ -119,7 +61,7 @@ class Relay:
     Args:
         secret: that leases are signed with.
         verifiers: the fleet as it is now.
-        counts: kept up to date.
+        metrics: kept up to date.
         tls: how to speak to verifiers that speak TLS.
         most_streams: at once.
         clock: Unix time in seconds.
@@ -129,7 +71,7 @@ class Relay:
         self,
         secret: bytes,
         verifiers: Callable[[], tuple[VerifierInfo, ...]],
-        counts: RelayCounts,
+        metrics: RelayMetrics,
         *,
         tls: ClientTls | None = None,
         most_streams: int = 256,
@@ -137,7 +79,7 @@ class Relay:
     ) -> None:
         self._secret = secret
         self._verifiers = verifiers
-        self._counts = counts
+        self._metrics = metrics
         self._credentials = ClientCredentials(tls) if tls is not None else None
         self._most_streams = most_streams
         self._clock = clock
@@ -157,11 +99,11 @@ class Relay:
         try:
             verifier = self._route(context.invocation_metadata() or ())
         except OutriderError as error:
-            self._counts.refused += 1
+            self._metrics.refused.inc()
             logger.info("a stream is not relayed: %s", error)
             await context.abort(*to_status(error))
-        self._counts.streams += 1
-        self._counts.streams_total += 1
+        self._metrics.streams += 1
+        self._metrics.opened.inc()
         try:
             ending = await self._pass_on(verifier, context)
         except OutriderError as error:
@@ -170,7 +112,7 @@ class Relay:
             logger.exception("a relayed stream failed")
             ending = to_status(Internal("the coordinator failed on this stream; its log says why"))
         finally:
-            self._counts.streams -= 1
+            self._metrics.streams -= 1
         code, details, trailing = ending
         if code is not grpc.StatusCode.OK:
             with suppress(CLIENT_GONE):
@@ -183,7 +125,7 @@ class Relay:
         if not isinstance(token, bytes):
             raise InvalidArgument("must be bytes", field=LEASE_METADATA)
         claim = read_lease(token, self._secret, now_s=self._clock())
-        if self._counts.streams >= self._most_streams:
+        if self._metrics.streams >= self._most_streams:
             raise ResourceExhausted(
                 f"{self._most_streams} streams are relayed, which is all that this coordinator may",
                 retry_after_s=RETRY_WHEN_FULL_S,
@@ -219,7 +161,7 @@ class Relay:
             while (data := await context.read()) is not grpc.aio.EOF:
                 began = time.perf_counter()
                 await send_bytes(call, data)
-                self._counts.up(len(data), time.perf_counter() - began)
+                self._metrics.up(len(data), time.perf_counter() - began)
             await call.done_writing()
         except ENDED:
             return  # the reading side meets the same end and tells why
@@ -235,7 +177,7 @@ class Relay:
                     await context.write(data)
                 except CLIENT_GONE:
                     return False
-                self._counts.down(len(data), time.perf_counter() - began)
+                self._metrics.down(len(data), time.perf_counter() - began)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # of the read alone; the stream's own status tells more
         return True
@@ -251,7 +193,7 @@ class Relay:
         if code not in BROKEN or any(name == DETAIL_KEY for name, _ in trailing):
             return code, details, trailing
         self._retire(verifier, connection)
-        self._counts.broken += 1
+        self._metrics.broken.inc()
         why = explain(details) or details or code.name
         logger.warning("the relayed stream to verifier %s broke: %s", verifier.name, why)
         return to_status(Unavailable(f"the relay has lost verifier {verifier.name!r}", retry_after_s=RETRY_WHEN_LOST_S))

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -17,21 +17,18 @@ from outrider.coordinator.admission import Admission, Caller
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, StaticCluster
 from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.counts import CoordinatorCounts
+from outrider.coordinator.metrics import CoordinatorMetrics
 from outrider.coordinator.relay import Relay
 from outrider.coordinator.service import ControlService
 from outrider.proto import codec
 from outrider.proto.address import join_address, split_address
 from outrider.proto.channel import MOST_MESSAGE_BYTES, SERVER_OPTIONS
 from outrider.proto.errors import ConfigError, Internal, OutriderError, ResourceExhausted
-from outrider.proto.figures_server import FiguresServer
+from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.streams import write_answers
 from outrider.proto.types import ClusterStatus, DrafterManifest
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class CoordinatorServer:
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self._tasks: list[asyncio.Task[None]] = []
-        self._figures: FiguresServer | None = None
+        self._metrics_server: MetricsServer | None = None
         self._relay: Relay | None = None
         self.service: ControlService | None = None
 
@@ -65,12 +62,12 @@ class CoordinatorServer:
                 for Ray is missing.
             Unavailable: the Ray cluster of the config does not answer.
         """
-        registry = self._serve_figures()  # a thread of its own, before Ray and gRPC
+        metrics = CoordinatorMetrics()
+        if self._config.metrics_listen:  # a thread of its own, before Ray and gRPC
+            self._metrics_server = MetricsServer(metrics.registry, self._config.metrics_listen)
         cluster = self._cluster = self._cluster or cluster_from_config(self._config)
         catalogue = Catalogue(self._config.drafters)
-        self.service = service = ControlService(self._config, cluster, catalogue)
-        if registry is not None:
-            _register(registry, service)
+        self.service = service = ControlService(self._config, cluster, catalogue, metrics=metrics)
         await catalogue.refresh()
         await service.refresh()
         self._server = self._build(service)
@@ -107,39 +104,30 @@ class CoordinatorServer:
             await self.service.save()
         if self._cluster is not None:
             await self._cluster.close()
-        if self._figures is not None:
-            await asyncio.to_thread(self._figures.stop)
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.stop)
 
     @property
     def metrics_address(self) -> str:
-        """Where Prometheus finds the figures, host:port; empty: nowhere."""
-        return self._figures.address if self._figures is not None else ""
-
-    def _serve_figures(self) -> CollectorRegistry | None:
-        if not self._config.metrics_listen:
-            return None
-        from prometheus_client import CollectorRegistry
-
-        registry = CollectorRegistry()
-        self._figures = FiguresServer(registry, self._config.metrics_listen)
-        return registry
+        """Where Prometheus finds the metrics, host:port; empty: nowhere."""
+        return self._metrics_server.address if self._metrics_server is not None else ""
 
     def _build(self, service: ControlService) -> grpc.aio.Server:
-        config, counts = self._config, service.relay_counts
+        config, relay = self._config, service.relay_metrics
         limits = {
             # What is relayed may be longer than what control takes, which looks for itself.
-            "grpc.max_receive_message_length": config.max_request_bytes if counts is None else MOST_MESSAGE_BYTES,
+            "grpc.max_receive_message_length": config.max_request_bytes if relay is None else MOST_MESSAGE_BYTES,
             "grpc.max_send_message_length": config.max_reply_bytes,
         }
         server = grpc.aio.server(options=list((dict(SERVER_OPTIONS) | limits).items()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         methods = control_handlers(service, config.max_request_bytes)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, methods),))
-        if counts is not None:
+        if relay is not None:
             self._relay = Relay(
                 config.lease_secret,
                 lambda: service.verifiers,
-                counts,
+                relay,
                 tls=config.verifier_tls,
                 most_streams=config.relay_streams,
             )
@@ -150,12 +138,6 @@ class CoordinatorServer:
     def _bind(self, server: grpc.aio.Server) -> str:
         host, _ = split_address(self._config.listen, "listen")
         return join_address(host, bind(server, self._config.listen, self._config.tls))
-
-
-def _register(registry: CollectorRegistry, service: ControlService) -> None:
-    from outrider.coordinator.metrics import register_coordinator
-
-    register_coordinator(registry, service)
 
 
 def cluster_from_config(config: CoordinatorConfig) -> Cluster:
@@ -181,7 +163,7 @@ def control_handlers(service: ControlService, most_bytes: int) -> dict[str, grpc
 
     Who calls is looked at before what it says; a request of more than `most_bytes` is not read.
     """
-    door = _Door(service.admission, service.counts, most_bytes)
+    door = _Door(service.admission, service.metrics, most_bytes)
 
     async def list_drafters(tokenizer_sha256: str, _: Caller) -> tuple[DrafterManifest, ...]:
         return await service.list_drafters(tokenizer_sha256)
@@ -218,9 +200,9 @@ def control_handlers(service: ControlService, most_bytes: int) -> dict[str, grpc
 class _Door:
     """Lets calls in: who is it, is it not too long, and what does it say."""
 
-    def __init__(self, admission: Admission, counts: CoordinatorCounts, most_bytes: int) -> None:
+    def __init__(self, admission: Admission, metrics: CoordinatorMetrics, most_bytes: int) -> None:
         self._admission = admission
-        self._counts = counts
+        self._metrics = metrics
         self._most_bytes = most_bytes
 
     def unary(
@@ -235,7 +217,7 @@ class _Door:
                 return encode(await act(decode(data), caller))
             except Exception as error:  # a call's top: whatever went wrong, the edge gets an answer
                 failure = _as_outrider(error)
-                self._counts.refuse_call(failure)
+                self._metrics.refuse_call(failure)
             await context.abort(*to_status(failure))
             raise failure  # not reached: abort raises
 
@@ -256,7 +238,7 @@ class _Door:
                 return
             except Exception as error:  # as above
                 failure = _as_outrider(error)
-                self._counts.refuse_call(failure)
+                self._metrics.refuse_call(failure)
             await context.abort(*to_status(failure))
 
         return grpc.unary_stream_rpc_method_handler(write_answers(answers))

@@ -15,9 +15,8 @@ from outrider.coordinator.admission import ANYBODY, Admission, Caller
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, VerifierInfo, VerifierState
 from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.counts import CoordinatorCounts
+from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
 from outrider.coordinator.placement import place
-from outrider.coordinator.relay import RelayCounts
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.proto.errors import (
     InvalidArgument,
@@ -63,16 +62,18 @@ class ControlService:
         cluster: Cluster,
         catalogue: Catalogue,
         *,
+        metrics: CoordinatorMetrics | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.catalogue = catalogue
         self._config = config
         self._cluster = cluster
         self._clock = clock
-        self.counts = CoordinatorCounts()
+        self.metrics = metrics or CoordinatorMetrics()
+        self.metrics.registry.register(FleetMetrics(lambda: self.verifiers, lambda: len(catalogue.manifests)))
         keys = Keys.from_file(config.api_keys) if config.api_keys is not None else None
         self.admission = Admission(keys, remote_drain=config.remote_drain)
-        self.relay_counts = RelayCounts() if config.relay else None
+        self.relay_metrics = RelayMetrics(self.metrics.registry) if config.relay else None
         self._statistics = FleetStatistics()
         if config.state is not None:
             self._statistics.load(config.state)
@@ -121,7 +122,7 @@ class ControlService:
             if not request.inquiry:
                 self.admission.grant(caller, request.session, self._config.lease_seconds)
         except OutriderError as error:
-            self.counts.refuse(error)
+            self.metrics.refuse(error)
             # A session's name that was refused may be anything, of any length.
             session = request.session if _SESSION.fullmatch(request.session) else ""
             logger.info("a lease is refused: %s", error, extra=about(session, error=error))
@@ -130,7 +131,7 @@ class ControlService:
             self._count_grant(request, verifier)
         drafters = self.catalogue.fits(verifier.tokenizer_sha256)
         fitting = {(drafter.name, drafter.version) for drafter in drafters}
-        relayed = self.relay_counts is not None
+        relayed = self.relay_metrics is not None
         return Lease(
             token=b"" if request.inquiry else self._sign(request, verifier, caller),
             verifier=verifier.name,
@@ -152,7 +153,7 @@ class ControlService:
         )
 
     def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo) -> None:
-        self.counts.grant(verifier.model)
+        self.metrics.grant(verifier.model)
         logger.info("a lease is granted", extra=about(request.session, verifier.name))
         self._granted.append((time.monotonic(), verifier.name))
         self._statistics.leases_granted += 1
@@ -188,7 +189,7 @@ class ControlService:
             raise NotFound(f"no verifier serves {report.model[:MAX_NAME_LENGTH]!r}", field="report.model")
         self._statistics.add(report, {(drafter.name, drafter.version) for drafter in self.catalogue.manifests})
         self.admission.settle(caller, report)
-        self.counts.report(report)
+        self.metrics.report(report)
         self._unsaved = True
 
     async def status(self) -> ClusterStatus:
@@ -198,7 +199,7 @@ class ControlService:
             drafters=self.catalogue.manifests,
             leases_granted=self._statistics.leases_granted,
             recent=tuple(self._statistics.recent),
-            relay=self.relay_counts.status() if self.relay_counts is not None else None,
+            relay=self.relay_metrics.status() if self.relay_metrics is not None else None,
             edges=self._statistics.edges,
             acceptance=self._statistics.acceptance.shown,
         )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from outrider.proto.figures import Figure
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
 
 _INTRODUCTION = """# Metrics
 
@@ -37,21 +41,56 @@ This page is made from the code: `python -m outrider.deploy.metrics_table > depl
 """
 
 
-def figures_by_part() -> dict[str, tuple[Figure, ...]]:
-    """What each kind of process shows."""
-    from outrider.cloud.metrics import FIGURES as VERIFIER
-    from outrider.coordinator.metrics import FIGURES as COORDINATOR
-    from outrider.edge.daemon.figures import FIGURES as HTTP
-    from outrider.edge.metrics import FIGURES as EDGE
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One metric: its kind, its name without a counter's `_total`, its labels, and what it means."""
 
-    return {"Edge": EDGE, "Edge daemon's HTTP": HTTP, "Verifier": VERIFIER, "Coordinator": COORDINATOR}
+    kind: str
+    name: str
+    labels: tuple[str, ...]
+    meaning: str
+
+    @property
+    def shown_name(self) -> str:
+        """The name that Prometheus shows."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
+def metrics_by_part() -> dict[str, tuple[Described, ...]]:
+    """Return what each kind of process shows."""
+    from outrider.cloud.metrics import VerifierMetrics
+    from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
+    from outrider.edge.daemon.metrics import HttpMetrics
+    from outrider.edge.metrics import EdgeMetrics
+
+    http = CollectorRegistry()
+    HttpMetrics(http)
+    coordinator = CoordinatorMetrics().registry
+    coordinator.register(FleetMetrics(tuple, int))
+    RelayMetrics(coordinator)
+    registries = {
+        "Edge": EdgeMetrics().registry,
+        "Edge daemon's HTTP": http,
+        "Verifier": VerifierMetrics("", "").registry,
+        "Coordinator": coordinator,
+    }
+    return {part: tuple(_described(registry)) for part, registry in registries.items()}
+
+
+def _described(registry: CollectorRegistry) -> Iterator[Described]:
+    # The library has no public way to the labels of a metric without values.
+    collectors: list[Any] = list(registry._collector_to_names)
+    for collector in collectors:
+        for family in collector.describe():
+            source = collector if hasattr(collector, "_labelnames") else family
+            yield Described(family.type, family.name, tuple(source._labelnames), family.documentation)
 
 
 def table() -> str:
-    """All metrics in Markdown, by the process that shows them."""
+    """Return all metrics in Markdown, by the process that shows them."""
     parts = [_INTRODUCTION]
-    for part, figures in figures_by_part().items():
-        rows = [f"| `{f.exposed_name}` | {f.kind} | {', '.join(f.labels)} | {f.meaning} |" for f in figures]
+    for part, shown in metrics_by_part().items():
+        rows = [f"| `{each.shown_name}` | {each.kind} | {', '.join(each.labels)} | {each.meaning} |" for each in shown]
         parts.append("\n".join([f"## {part}", "", "| metric | kind | labels | meaning |", "|---|---|---|---|", *rows]))
     return "\n".join([parts[0], *("\n\n".join(parts[1:]), "")])
 

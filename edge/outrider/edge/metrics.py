@@ -1,154 +1,153 @@
-"""An edge's figures for Prometheus: counted in plain numbers while texts are decoded, put together when asked for.
+"""An edge's metrics for Prometheus: counted while texts are decoded, or read from their statistics at a scrape.
 
     metrics = EdgeMetrics()
     async for event in client.generate(prompt, journal=metrics.journal(request_id)): ...
     body, content_type = metrics.exposition(accept_header)
 
-A commit costs a few microseconds. Labels are the target and the drafter, never a session, a request or a text.
+A commit costs some ten microseconds. Labels are the target and the drafter, never a session, a request or a text.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from outrider.edge.decoding import Journal, Subject
-from outrider.proto import speculation
 from outrider.proto.errors import OutriderError, ResourceExhausted
-from outrider.proto.figures import Figure, FigureCollector, Page, exposition
+from outrider.proto.plumbing.metrics import SECONDS, TOKENS, exposition
 from outrider.proto.policy import Line
 from outrider.proto.session import Done, EdgeSession, EdgeStatistics
-from outrider.proto.speculation import GENERATED, JudgedDrafts
-from outrider.proto.tally import SECONDS, TOKENS, Tally
+from outrider.proto.speculation import GENERATED, SpeculationMetrics
 from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame, FinishReason, Goaway, Open, Opened
 
 PART = "edge"
-MOST_SERIES = 64  # (target, drafter) pairs told apart; what comes after them is counted as `other`
+MAX_SERIES = 64  # (target, drafter) pairs told apart; what comes after them is counted as `other`
 _RECENT = 0.995  # of the running estimate of the speed-up kept at every commit: some 200 commits count
 
 _WHOSE = ("model_name", "drafter")
+_PHASES = ("draft", "uplink", "queue", "verify", "downlink")
 
-FIRST_TOKEN = Figure(
-    "histogram", "outrider:time_to_first_token_seconds", "From the beginning of a text to its first token.", _WHOSE
-)
-TEXTS = Figure("counter", "outrider:edge_texts", "Texts that have ended, by why.", (*_WHOSE, "finished_reason"))
-SESSIONS = Figure("gauge", "outrider:edge_sessions", "Texts being decoded.", _WHOSE)
-STEPS = Figure("counter", "outrider:edge_target_steps", "Commits received, each of one target step.", _WHOSE)
-DRAFTED = Figure("counter", "outrider:edge_drafted_tokens", "Tokens drafted, judged or not.", _WHOSE)
-COMPARED = Figure(
-    "counter",
-    "outrider:edge_compared_tokens",
-    "Draft tokens that met the target's token of their position, none before them in their chain having missed.",
-    _WHOSE,
-)
-HITS = Figure("counter", "outrider:edge_hit_tokens", "Compared draft tokens that were right.", _WHOSE)
-MESSAGES = Figure("counter", "outrider:edge_draft_messages", "Draft messages sent.", _WHOSE)
-UPLINK = Figure("counter", "outrider:edge_uplink_bytes", "Bytes of messages sent to verifiers.", _WHOSE)
-DOWNLINK = Figure("counter", "outrider:edge_downlink_bytes", "Bytes of messages received from verifiers.", _WHOSE)
-CODES = Figure("counter", "outrider:edge_steering_codes", "Steering codes received in commits.", _WHOSE)
-BAD_CODES = Figure(
-    "counter", "outrider:edge_steering_bad_codes", "Steering codes that could not be read, and were dropped.", _WHOSE
-)
-CODE_BYTES = Figure("counter", "outrider:edge_steering_bytes", "Bytes of the steering codes received.", _WHOSE)
-STEERED_JOBS = Figure(
-    "counter", "outrider:edge_steered_jobs", "Drafting jobs that were steered by a code of the target's state.", _WHOSE
-)
-CODE_AGE = Figure(
-    "counter",
-    "outrider:edge_steering_age_positions",
-    "Sum over steered drafting jobs of the code's age: positions from its own to the one that the job's first draft "
-    "follows.",
-    _WHOSE,
-)
-RESUMES = Figure("counter", "outrider:edge_resumes", "Streams lost and opened again.", _WHOSE)
-LOSSES = Figure("counter", "outrider:edge_stream_losses", "Streams lost or refused, by error.", (*_WHOSE, "error"))
-SHEDS = Figure("counter", "outrider:edge_sheds", "Refusals because a verifier or coordinator was full.", _WHOSE)
-FALLBACKS = Figure(
-    "counter",
-    "outrider:edge_fallbacks",
-    "Texts that went on as plain cloud streaming: no drafter could be had (missing), or it broke (failed).",
-    (*_WHOSE, "reason"),
-)
-PHASE = Figure(
-    "histogram",
-    "outrider:edge_phase_seconds",
-    "Phases of a round trip: draft (making the tokens of one message), uplink and downlink (half each of what the "
-    "link took), queue (the verifier's patience, company and other sessions), verify (the target step).",
-    (*_WHOSE, "phase"),
-)
-ROUND_TRIP = Figure(
-    "histogram",
-    "outrider:edge_round_trip_seconds",
-    "From sending a draft message to the commit that echoes it, without the time that the verifier held it.",
-    _WHOSE,
-)
-DRAFT_TOKEN = Figure("histogram", "outrider:edge_draft_token_seconds", "Time to draft one token.", _WHOSE)
-WINDOW = Figure("histogram", "outrider:edge_window_tokens", "Drafted tokens in flight when a commit comes in.", _WHOSE)
-IN_FLIGHT = Figure("gauge", "outrider:edge_in_flight_tokens", "Drafted tokens in flight, of all texts.", _WHOSE)
-CREDIT = Figure("gauge", "outrider:edge_credit_tokens", "Tokens that verifiers allow in flight, of all texts.", _WHOSE)
-PLANNED = Figure(
-    "gauge", "outrider:edge_planned_sessions", "Texts whose verifier plans its patience; others have it fixed.", _WHOSE
-)
-LINK = Figure("gauge", "outrider:edge_link_seconds", "Round trip of a small message, mean over the texts.", _WHOSE)
-DECODING = Figure(
-    "counter", "outrider:edge_decoding_seconds", "From the first to the newest commit, summed over texts.", _WHOSE
-)
-CLOUD = Figure(
-    "counter",
-    "outrider:edge_cloud_streaming_seconds",
-    "What plain cloud streaming would have taken for the same commits: one target step a token (estimate).",
-    _WHOSE,
-)
-SPEEDUP = Figure(
-    "gauge", "outrider:edge_speedup_ratio", "Estimated speed-up over cloud streaming in the newest commits.", _WHOSE
-)
-
-FIGURES = (
-    *speculation.FIGURES,
-    *(FIRST_TOKEN, TEXTS, SESSIONS, STEPS, DRAFTED),
-    *(COMPARED, HITS, MESSAGES, UPLINK, DOWNLINK, RESUMES, LOSSES, SHEDS, FALLBACKS, PHASE, ROUND_TRIP, DRAFT_TOKEN),
-    *(WINDOW, IN_FLIGHT, CREDIT, PLANNED, LINK, DECODING, CLOUD, SPEEDUP),
-    *(CODES, BAD_CODES, CODE_BYTES, STEERED_JOBS, CODE_AGE),
-)
-_FROM_STATISTICS = (
-    *((GENERATED, "committed"), (STEPS, "steps"), (DRAFTED, "drafted"), (COMPARED, "compared"), (HITS, "hits")),
-    *((MESSAGES, "messages"), (UPLINK, "uplink_bytes"), (DOWNLINK, "downlink_bytes"), (RESUMES, "resumes")),
-    *((CODES, "codes"), (BAD_CODES, "bad_codes"), (CODE_BYTES, "code_bytes"), (STEERED_JOBS, "steered_jobs")),
-    (CODE_AGE, "code_age"),
-)
-_MISSING, _FAILED = "missing", "failed"
+_FROM_STATISTICS = {  # by attribute of the statistics of a text
+    "committed": GENERATED[:2],
+    "steps": ("outrider:edge_target_steps", "Commits received, each of one target step."),
+    "drafted": ("outrider:edge_drafted_tokens", "Tokens drafted, judged or not."),
+    "compared": (
+        "outrider:edge_compared_tokens",
+        "Draft tokens that met the target's token of their position, none before them in their chain having missed.",
+    ),
+    "hits": ("outrider:edge_hit_tokens", "Compared draft tokens that were right."),
+    "messages": ("outrider:edge_draft_messages", "Draft messages sent."),
+    "uplink_bytes": ("outrider:edge_uplink_bytes", "Bytes of messages sent to verifiers."),
+    "downlink_bytes": ("outrider:edge_downlink_bytes", "Bytes of messages received from verifiers."),
+    "resumes": ("outrider:edge_resumes", "Streams lost and opened again."),
+    "codes": ("outrider:edge_steering_codes", "Steering codes received in commits."),
+    "bad_codes": ("outrider:edge_steering_bad_codes", "Steering codes that could not be read, and were dropped."),
+    "code_bytes": ("outrider:edge_steering_bytes", "Bytes of the steering codes received."),
+    "steered_jobs": (
+        "outrider:edge_steered_jobs",
+        "Drafting jobs that were steered by a code of the target's state.",
+    ),
+    "code_age": (
+        "outrider:edge_steering_age_positions",
+        "Sum over steered drafting jobs of the code's age: positions from its own to the one that the job's first "
+        "draft follows.",
+    ),
+}
 
 
-def _phases() -> dict[str, Tally]:
-    return {name: Tally(SECONDS) for name in ("draft", "uplink", "queue", "verify", "downlink")}
+class _Counted:
+    """Metrics that are counted while texts are decoded."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.verified = SpeculationMetrics(registry)
+        self.texts = self._counter("texts", "Texts that have ended, by why.", "finished_reason")
+        self.losses = self._counter("stream_losses", "Streams lost or refused, by error.", "error")
+        self.sheds = self._counter("sheds", "Refusals because a verifier or coordinator was full.")
+        self.decoding = self._counter("decoding_seconds", "From the first to the newest commit, summed over texts.")
+        self.cloud_streaming = self._counter(
+            "cloud_streaming_seconds",
+            "What plain cloud streaming would have taken for the same commits: one target step a token (estimate).",
+        )
+        self.first_token = self._histogram(
+            "outrider:time_to_first_token_seconds", "From the beginning of a text to its first token."
+        )
+        self.phase = self._histogram(
+            "outrider:edge_phase_seconds",
+            "Phases of a round trip: draft (making the tokens of one message), uplink and downlink (half each of what "
+            "the link took), queue (the verifier's patience, company and other sessions), verify (the target step).",
+            "phase",
+        )
+        self.round_trip = self._histogram(
+            "outrider:edge_round_trip_seconds",
+            "From sending a draft message to the commit that echoes it, without the time that the verifier held it.",
+        )
+        self.draft_token = self._histogram("outrider:edge_draft_token_seconds", "Time to draft one token.")
+        self.window = self._histogram(
+            "outrider:edge_window_tokens", "Drafted tokens in flight when a commit comes in.", buckets=TOKENS
+        )
+
+    def _counter(self, name: str, meaning: str, *more: str) -> Counter:
+        return Counter(f"outrider:edge_{name}", meaning, (*_WHOSE, *more), registry=self._registry)
+
+    def _histogram(self, name: str, meaning: str, *more: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(name, meaning, (*_WHOSE, *more), registry=self._registry, buckets=buckets)
 
 
-@dataclass(slots=True)
-class _Series(JudgedDrafts):
-    """What all texts with one target and one drafter have come to; `ended` sums the statistics of those that ended."""
+class _Series:
+    """The metrics of all texts with one target and one drafter.
 
-    sheds: int = 0
-    losses: dict[str, int] = field(default_factory=dict)
-    texts: dict[str, int] = field(default_factory=dict)
-    fallbacks: dict[str, int] = field(default_factory=lambda: {_MISSING: 0, _FAILED: 0})
-    ended: EdgeStatistics = field(default_factory=EdgeStatistics)
-    phases: dict[str, Tally] = field(default_factory=_phases)
-    first_token: Tally = field(default_factory=lambda: Tally(SECONDS))
-    round_trip: Tally = field(default_factory=lambda: Tally(SECONDS))
-    draft_token: Tally = field(default_factory=lambda: Tally(SECONDS))
-    window: Tally = field(default_factory=lambda: Tally(TOKENS))
-    decoding_s: float = 0.0
-    cloud_s: float = 0.0
-    recent_decoding_s: float = 0.0
-    recent_cloud_s: float = 0.0
+    Attributes:
+        ended: sums over the statistics of texts that have ended.
+        missing: texts that had no drafter from their beginning, though they wanted one.
+        failed: texts that have ended whose drafter broke.
+        speedup: estimated over cloud streaming in the newest commits; None: not known yet.
+    """
+
+    def __init__(self, counted: _Counted, model: str, drafter: str) -> None:
+        self.whose = (model, drafter)
+        self.verified = counted.verified.labels(PART, model, drafter)
+        self.sheds = counted.sheds.labels(*self.whose)
+        self.first_token = counted.first_token.labels(*self.whose)
+        self.round_trip = counted.round_trip.labels(*self.whose)
+        self.draft_token = counted.draft_token.labels(*self.whose)
+        self.window = counted.window.labels(*self.whose)
+        self.draft, self.uplink, self.queue, self.verify, self.downlink = (
+            counted.phase.labels(*self.whose, phase) for phase in _PHASES
+        )
+        self.ended = dict.fromkeys(_FROM_STATISTICS, 0)
+        self.missing = 0
+        self.failed = 0
+        self._counted = counted
+        self._decoding = counted.decoding.labels(*self.whose)
+        self._cloud_streaming = counted.cloud_streaming.labels(*self.whose)
+        self._recent_decoding_s = 0.0
+        self._recent_cloud_s = 0.0
+
+    @property
+    def speedup(self) -> float | None:
+        return self._recent_cloud_s / self._recent_decoding_s if self._recent_decoding_s else None
 
     def elapse(self, seconds: float, cloud_s: float) -> None:
-        """Tokens took `seconds` here, and by estimate `cloud_s` with cloud streaming."""
-        self.decoding_s += seconds
-        self.cloud_s += cloud_s
-        self.recent_decoding_s = self.recent_decoding_s * _RECENT + seconds
-        self.recent_cloud_s = self.recent_cloud_s * _RECENT + cloud_s
+        """Count tokens that took `seconds` here, and by estimate `cloud_s` with cloud streaming."""
+        self._decoding.inc(seconds)
+        self._cloud_streaming.inc(cloud_s)
+        self._recent_decoding_s = self._recent_decoding_s * _RECENT + seconds
+        self._recent_cloud_s = self._recent_cloud_s * _RECENT + cloud_s
+
+    def lose(self, kind: str) -> None:
+        """Count a stream that was lost or refused."""
+        self._counted.losses.labels(*self.whose, kind).inc()
+
+    def end(self, reason: str, statistics: EdgeStatistics, *, failed: bool) -> None:
+        """Count a text that has ended."""
+        self._counted.texts.labels(*self.whose, reason).inc()
+        self.failed += failed
+        for name in _FROM_STATISTICS:
+            self.ended[name] += getattr(statistics, name)
 
 
 class SessionJournal(Journal):
@@ -177,7 +176,7 @@ class SessionJournal(Journal):
         self.planned = False
         self.missing = False  # no drafter from the start, though one was wished for
         self._metrics = metrics
-        self._series = _Series()
+        self._series: _Series  # from the beginning of the text on
         self._began = 0.0
         self._first_token_s = 0.0
         self._newest = 0.0  # when the newest commit came; 0: none yet
@@ -202,20 +201,20 @@ class SessionJournal(Journal):
         self._echoed = 0
         self._series = self._metrics.join(self, subject)
         self.missing = bool(machine.statistics.drafter_error) and subject.drafter == "none"
-        self._series.fallbacks[_MISSING] += self.missing
+        self._series.missing += self.missing
 
     def drafted(self, began: float, ended: float, tokens: int) -> None:
         """Time a drafting job."""
         self._drafting_s += ended - began
         if tokens:
-            self._series.draft_token.add((ended - began) / tokens)
+            self._series.draft_token.observe((ended - began) / tokens)
 
     def sent(self, frame: EdgeFrame, at: float) -> None:
         """Note when drafts go."""
         if isinstance(frame, Draft):
             self._sent_at.append(at)
             if frame.tokens:
-                self._series.phases["draft"].add(self._drafting_s)
+                self._series.draft.observe(self._drafting_s)
                 self._drafting_s = 0.0
         elif isinstance(frame, Open):
             self._reads_prompt = True
@@ -231,27 +230,23 @@ class SessionJournal(Journal):
                 self._sent_at.clear()
                 self._echoed = 0
             case Goaway():
-                self._series.losses["Goaway"] = self._series.losses.get("Goaway", 0) + 1
+                self._series.lose("Goaway")
 
     def lost(self, error: OutriderError, at: float) -> None:  # noqa: ARG002 - the base's
         """Count a lost or refused stream."""
-        kind = type(error).__name__
-        self._series.losses[kind] = self._series.losses.get(kind, 0) + 1
-        self._series.sheds += isinstance(error, ResourceExhausted)
+        self._series.lose(type(error).__name__)
+        if isinstance(error, ResourceExhausted):
+            self._series.sheds.inc()
 
     def ended(self, done: Done | None, at: float) -> None:  # noqa: ARG002 - the base's
         """Settle the text's account."""
-        series, machine = self._series, self.machine
-        if machine is None:
+        if self.machine is None:
             return
         if done is not None and done.error is not None:
             reason = "error"
         else:
             reason = ((done and done.finish) or FinishReason.CANCELLED).name.lower()
-        series.texts[reason] = series.texts.get(reason, 0) + 1
-        series.fallbacks[_FAILED] += self.failed
-        for _, name in _FROM_STATISTICS:
-            setattr(series.ended, name, getattr(series.ended, name) + getattr(machine.statistics, name))
+        self._series.end(reason, self.machine.statistics, failed=self.failed)
         self._metrics.leave(self)
 
     @property
@@ -265,21 +260,20 @@ class SessionJournal(Journal):
         n = len(commit.tokens)
         if machine is None or not n:
             return
-        series.window.add(machine.in_flight)
-        phases = series.phases
-        phases["queue"].add(timing.queue_s)
-        phases["verify"].add(timing.verify_s)
+        series.window.observe(machine.in_flight)
+        series.queue.observe(timing.queue_s)
+        series.verify.observe(timing.verify_s)
         if self._echoed < timing.echo <= len(self._sent_at):
             self._echoed = timing.echo
             link_s = max(0.0, at - self._sent_at[timing.echo - 1] - timing.hold_s)
-            series.round_trip.add(link_s)
-            phases["uplink"].add(link_s / 2)
-            phases["downlink"].add(link_s / 2)
+            series.round_trip.observe(link_s)
+            series.uplink.observe(link_s / 2)
+            series.downlink.observe(link_s / 2)
         if commit.judged:
-            series.judge(commit.judged, commit.accepted)
+            series.verified.count(commit.judged, commit.accepted)
             self.accepted_of[commit.accepted] = self.accepted_of.get(commit.accepted, 0) + 1
         if not self._newest:
-            series.first_token.add(at - self._began)
+            series.first_token.observe(at - self._began)
         step_s = self._own_step_s(commit)
         if self._newest and step_s:
             self.decoding_s += at - self._newest
@@ -300,8 +294,76 @@ class SessionJournal(Journal):
         return max(0.1 * verify_s, verify_s - steps.slope * commit.judged)
 
 
+class _Texts(Collector):
+    """Metrics that follow from the statistics of texts, whether they are being decoded or have ended."""
+
+    def __init__(self) -> None:
+        self.series: dict[tuple[str, str], _Series] = {}
+        self.live: dict[SessionJournal, _Series] = {}
+
+    def describe(self) -> Iterator[Metric]:
+        """Name the metrics, without values."""
+        return iter(self._families().values())
+
+    def collect(self) -> Iterator[Metric]:
+        """Show the metrics as they are now."""
+        families = self._families()
+        live = list(self.live.items())
+        for series in list(self.series.values()):
+            self._fill(families, series, [journal for journal, own in live if own is series])
+        return iter(families.values())
+
+    def _fill(
+        self, families: dict[str, CounterMetricFamily | GaugeMetricFamily], series: _Series, live: list[SessionJournal]
+    ) -> None:
+        whose = series.whose
+        machines = [journal.machine for journal in live if journal.machine is not None]
+        for name in _FROM_STATISTICS:
+            total = series.ended[name] + sum(getattr(machine.statistics, name) for machine in machines)
+            families[name].add_metric((PART, *whose) if name == "committed" else whose, total)
+        families["fallbacks"].add_metric((*whose, "missing"), series.missing)
+        families["fallbacks"].add_metric((*whose, "failed"), series.failed + sum(journal.failed for journal in live))
+        families["sessions"].add_metric(whose, len(machines))
+        families["in_flight"].add_metric(whose, sum(machine.in_flight for machine in machines))
+        families["credit"].add_metric(whose, sum(journal.credit for journal in live))
+        families["planned"].add_metric(whose, sum(journal.planned for journal in live))
+        if series.speedup is not None:
+            families["speedup"].add_metric(whose, series.speedup)
+        round_trips_s = [machine.statistics.round_trip_s for machine in machines if machine.statistics.round_trip_s]
+        if round_trips_s:
+            families["link"].add_metric(whose, sum(round_trips_s) / len(round_trips_s))
+
+    @staticmethod
+    def _families() -> dict[str, CounterMetricFamily | GaugeMetricFamily]:
+        counters = {
+            name: CounterMetricFamily(*named, labels=GENERATED[2] if name == "committed" else _WHOSE)
+            for name, named in _FROM_STATISTICS.items()
+        }
+        fallbacks = CounterMetricFamily(
+            "outrider:edge_fallbacks",
+            "Texts that went on as plain cloud streaming: no drafter could be had (missing), or it broke (failed).",
+            labels=(*_WHOSE, "reason"),
+        )
+        gauges = {
+            "sessions": ("sessions", "Texts being decoded."),
+            "in_flight": ("in_flight_tokens", "Drafted tokens in flight, of all texts."),
+            "credit": ("credit_tokens", "Tokens that verifiers allow in flight, of all texts."),
+            "planned": ("planned_sessions", "Texts whose verifier plans its patience; others have it fixed."),
+            "link": ("link_seconds", "Round trip of a small message, mean over the texts."),
+            "speedup": ("speedup_ratio", "Estimated speed-up over cloud streaming in the newest commits."),
+        }
+        return {
+            **counters,
+            "fallbacks": fallbacks,
+            **{
+                name: GaugeMetricFamily(f"outrider:edge_{shown}", meaning, labels=_WHOSE)
+                for name, (shown, meaning) in gauges.items()
+            },
+        }
+
+
 class EdgeMetrics:
-    """Counts of all texts whose journals it made. For one event loop; any thread may ask for the exposition.
+    """Metrics of all texts whose journals it made. For one event loop; any thread may ask for the exposition.
 
     Args:
         registry: to be part of; None: one of its own, in `registry`, where others may add what they count.
@@ -312,64 +374,29 @@ class EdgeMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
-        self._series: dict[tuple[str, str], _Series] = {}
-        self._live: dict[SessionJournal, tuple[str, str]] = {}
-        self.registry.register(FigureCollector(FIGURES, self._fill))
+        self._counted = _Counted(self.registry)
+        self._texts = _Texts()
+        self.registry.register(self._texts)
 
     def journal(self, request_id: str = "") -> SessionJournal:
-        """For one `client.generate(..., journal=...)`; the request's id is kept for logs, and is never a label."""
+        """Return one for `client.generate(..., journal=...)`; the request's id is for logs, and is never a label."""
         return SessionJournal(self, request_id)
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """Body and content type of `/metrics`: OpenMetrics where the Accept header asks for it, else Prometheus."""
+        """Return body and content type of `/metrics`: OpenMetrics where the Accept header asks for it."""
         return exposition(self.registry, accept)
 
     def join(self, journal: SessionJournal, subject: Subject) -> _Series:
-        """A text begins: where to count it."""
+        """Return where to count a text that begins."""
+        series = self._texts.series
         key = (subject.model, subject.drafter)
-        if key not in self._series and len(self._series) >= MOST_SERIES:
+        if key not in series and len(series) >= MAX_SERIES:
             key = ("other", "other")
-        self._live[journal] = key
-        return self._series.setdefault(key, _Series())
+        if key not in series:
+            series[key] = _Series(self._counted, *key)
+        self._texts.live[journal] = series[key]
+        return series[key]
 
     def leave(self, journal: SessionJournal) -> None:
-        """A text has ended, and its statistics are in its series."""
-        self._live.pop(journal, None)
-
-    def _fill(self, page: Page) -> None:
-        live = list(self._live.items())
-        for whose, series in list(self._series.items()):
-            _fill_series(page, whose, series, [journal for journal, key in live if key == whose])
-
-
-def _fill_series(page: Page, whose: tuple[str, str], series: _Series, live: list[SessionJournal]) -> None:
-    machines = [journal.machine for journal in live if journal.machine is not None]
-    shared = (PART, *whose)
-    series.show(page, shared)
-    for figure, name in _FROM_STATISTICS:
-        total = getattr(series.ended, name) + sum(getattr(machine.statistics, name) for machine in machines)
-        page.put(figure, shared if figure is GENERATED else whose, total)
-    for reason, texts in list(series.texts.items()):
-        page.put(TEXTS, (*whose, reason), texts)
-    for error, losses in list(series.losses.items()):
-        page.put(LOSSES, (*whose, error), losses)
-    page.put(FALLBACKS, (*whose, _MISSING), series.fallbacks[_MISSING])
-    page.put(FALLBACKS, (*whose, _FAILED), series.fallbacks[_FAILED] + sum(journal.failed for journal in live))
-    for phase, tally in series.phases.items():
-        page.put(PHASE, (*whose, phase), tally)
-    page.put(FIRST_TOKEN, whose, series.first_token)
-    page.put(ROUND_TRIP, whose, series.round_trip)
-    page.put(DRAFT_TOKEN, whose, series.draft_token)
-    page.put(WINDOW, whose, series.window)
-    page.put(SHEDS, whose, series.sheds)
-    page.put(DECODING, whose, series.decoding_s)
-    page.put(CLOUD, whose, series.cloud_s)
-    page.put(SESSIONS, whose, len(machines))
-    page.put(IN_FLIGHT, whose, sum(machine.in_flight for machine in machines))
-    page.put(CREDIT, whose, sum(journal.credit for journal in live))
-    page.put(PLANNED, whose, sum(journal.planned for journal in live))
-    if series.recent_decoding_s:
-        page.put(SPEEDUP, whose, series.recent_cloud_s / series.recent_decoding_s)
-    timed = [machine.statistics.round_trip_s for machine in machines if machine.statistics.round_trip_s]
-    if timed:
-        page.put(LINK, whose, sum(timed) / len(timed))
+        """Forget a text that has ended; its statistics are in its series."""
+        self._texts.live.pop(journal, None)

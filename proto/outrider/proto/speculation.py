@@ -1,51 +1,64 @@
-"""What edge and verifier both count of speculation, and show under vLLM's names; who shows it is the label `part`."""
+"""What edge and verifier both count of speculation, under vLLM's names; the label `part` says who counted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from outrider.proto.figures import Figure, Page
+from prometheus_client import CollectorRegistry, Counter
 
 SHARED = ("part", "model_name", "drafter")
-
-DRAFTS = Figure("counter", "outrider:spec_decode_num_drafts", "Target steps that judged drafts.", SHARED)
-DRAFT_TOKENS = Figure("counter", "outrider:spec_decode_num_draft_tokens", "Draft tokens judged.", SHARED)
-ACCEPTED = Figure("counter", "outrider:spec_decode_num_accepted_tokens", "Draft tokens accepted.", SHARED)
-ACCEPTED_PER_POS = Figure(
-    "counter",
-    "outrider:spec_decode_num_accepted_tokens_per_pos",
-    "Draft tokens accepted, by their position among those judged in one step, from 0.",
-    (*SHARED, "position"),
-)
-GENERATED = Figure("counter", "outrider:generation_tokens", "Tokens committed.", SHARED)
-
-FIGURES = (DRAFTS, DRAFT_TOKENS, ACCEPTED, ACCEPTED_PER_POS, GENERATED)
+GENERATED = ("outrider:generation_tokens", "Tokens committed.", SHARED)
+SHOWN_POSITIONS = 16  # from the beginning; further ones once a draft there was accepted
 
 
-@dataclass(slots=True)
-class JudgedDrafts:
-    """Drafts that target steps judged. One thread counts; any may show.
+class SpeculationMetrics:
+    """Counters of the drafts that target steps verified.
 
-    Attributes:
-        draft_tokens: judged.
-        accepted_of: judged blocks by how many of their drafts were accepted.
+    Raises:
+        ValueError: the registry has these names already.
     """
 
-    draft_tokens: int = 0
-    accepted_of: list[int] = field(default_factory=lambda: [0] * 17)
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.drafts = Counter(
+            "outrider:spec_decode_num_drafts", "Target steps that judged drafts.", SHARED, registry=registry
+        )
+        self.draft_tokens = Counter(
+            "outrider:spec_decode_num_draft_tokens", "Draft tokens judged.", SHARED, registry=registry
+        )
+        self.accepted = Counter(
+            "outrider:spec_decode_num_accepted_tokens", "Draft tokens accepted.", SHARED, registry=registry
+        )
+        self.accepted_per_position = Counter(
+            "outrider:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their position among those judged in one step, from 0.",
+            (*SHARED, "position"),
+            registry=registry,
+        )
 
-    def judge(self, judged: int, accepted: int) -> None:
-        """A step judged so many drafts, at least one, and accepted so many of them."""
-        self.draft_tokens += judged
-        if accepted >= len(self.accepted_of):
-            self.accepted_of += [0] * (accepted + 1 - len(self.accepted_of))
-        self.accepted_of[accepted] += 1
+    def labels(self, part: str, model: str, drafter: str) -> DraftCounters:
+        """Return the counters of one part, target and drafter."""
+        return DraftCounters(self, (part, model, drafter))
 
-    def show(self, page: Page, labels: tuple[str, ...]) -> None:
-        """Put the figures of drafts on `page`; the values of `SHARED` are `labels`."""
-        accepted_of = list(self.accepted_of)
-        page.put(DRAFTS, labels, sum(accepted_of))
-        page.put(DRAFT_TOKENS, labels, self.draft_tokens)
-        page.put(ACCEPTED, labels, sum(accepted * steps for accepted, steps in enumerate(accepted_of)))
-        for position in range(len(accepted_of) - 1):
-            page.put(ACCEPTED_PER_POS, (*labels, str(position)), sum(accepted_of[position + 1 :]))
+
+class DraftCounters:
+    """`SpeculationMetrics` for one set of labels."""
+
+    def __init__(self, metrics: SpeculationMetrics, labels: tuple[str, str, str]) -> None:
+        self._drafts = metrics.drafts.labels(*labels)
+        self._draft_tokens = metrics.draft_tokens.labels(*labels)
+        self._accepted = metrics.accepted.labels(*labels)
+        self._per_position = metrics.accepted_per_position
+        self._labels = labels
+        self._positions = [self._position(index) for index in range(SHOWN_POSITIONS)]
+
+    def count(self, judged: int, accepted: int) -> None:
+        """Count a step that verified `judged` drafts, at least one, and accepted `accepted` of them."""
+        self._drafts.inc()
+        self._draft_tokens.inc(judged)
+        if accepted:
+            self._accepted.inc(accepted)
+            while accepted > len(self._positions):
+                self._positions.append(self._position(len(self._positions)))
+            for position in self._positions[:accepted]:
+                position.inc()
+
+    def _position(self, index: int) -> Counter:
+        return self._per_position.labels(*self._labels, str(index))

@@ -23,9 +23,9 @@ from outrider.edge.daemon.attend import watched, while_connected
 from outrider.edge.daemon.body import json_object
 from outrider.edge.daemon.cloud import Cloud, Served
 from outrider.edge.daemon.errors import DEFECT, ApiError, from_outrider, json_bytes, json_response
-from outrider.edge.daemon.figures import HttpFigures
 from outrider.edge.daemon.gate import Gate
 from outrider.edge.daemon.guard import Doors, Guard
+from outrider.edge.daemon.metrics import HttpMetrics
 from outrider.edge.daemon.page import page_routes
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Request, checked
 from outrider.edge.daemon.speculation import TextJournal, metrics_of
@@ -100,7 +100,7 @@ class Api:
     """
 
     def __init__(
-        self, cloud: Cloud, metrics: EdgeMetrics, figures: HttpFigures, gate: Gate, request_timeout_s: float
+        self, cloud: Cloud, metrics: EdgeMetrics, figures: HttpMetrics, gate: Gate, request_timeout_s: float
     ) -> None:
         self._cloud = cloud
         self._metrics = metrics

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.figures import HttpFigures
+from outrider.edge.daemon.metrics import HttpMetrics
 from outrider.proto.errors import Unavailable
 
 SHUTTING_DOWN = "the daemon is shutting down"
@@ -23,7 +23,7 @@ class Gate:
         figures: which show the count.
     """
 
-    def __init__(self, most: int, figures: HttpFigures) -> None:
+    def __init__(self, most: int, figures: HttpMetrics) -> None:
         self.draining = False
         self.cut = asyncio.Event()  # set: what still runs ends now
         self._most = most

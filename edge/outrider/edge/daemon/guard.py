@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.edge.daemon.errors import DEFECT, ApiError
-from outrider.edge.daemon.figures import HttpFigures
+from outrider.edge.daemon.metrics import HttpMetrics
 from outrider.proto.address import is_loopback
 from outrider.proto.errors import Unauthenticated
 from outrider.proto.plumbing.access import Key, Keys
@@ -84,7 +84,7 @@ class Doors:
 class Guard:
     """ASGI middleware around the whole application. `scope["state"]` gets `request_id`, `key` and `began`."""
 
-    def __init__(self, app: ASGIApp, doors: Doors, figures: HttpFigures, routes: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, doors: Doors, figures: HttpMetrics, routes: frozenset[str]) -> None:
         self._app = app
         self._doors = doors
         self._figures = figures

@@ -16,10 +16,10 @@ from outrider.edge.client import Client
 from outrider.edge.daemon.app import Api
 from outrider.edge.daemon.cloud import Cloud
 from outrider.edge.daemon.config import DaemonConfig
-from outrider.edge.daemon.figures import HttpFigures
 from outrider.edge.daemon.framing import MOST_HEADER_BYTES, HttpProtocol
 from outrider.edge.daemon.gate import Gate
 from outrider.edge.daemon.guard import Doors
+from outrider.edge.daemon.metrics import HttpMetrics
 from outrider.edge.daemon.tls import LiveTls
 from outrider.edge.metrics import EdgeMetrics
 from outrider.proto.address import join_address
@@ -50,7 +50,7 @@ class Daemon:
         self._tls = LiveTls(config.tls) if config.tls else None
         keys = Keys.from_file(config.api_keys) if config.api_keys else None
         metrics = EdgeMetrics()
-        figures = HttpFigures(metrics.registry)
+        figures = HttpMetrics(metrics.registry)
         self.cloud = Cloud(client)
         self.gate = Gate(config.max_requests, figures)
         self.metrics = metrics

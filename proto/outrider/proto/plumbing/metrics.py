@@ -1,0 +1,109 @@
+"""Metrics for Prometheus: the buckets that parts share, the text of a scrape, and a small server for it.
+
+Names follow vLLM where it has the same metric, with `outrider:` in place of `vllm:`, so that its dashboards work after
+a replacement.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.registry import Collector
+
+from outrider.proto.address import join_address, split_address
+from outrider.proto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse
+
+SECONDS = (
+    *(0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0),
+)
+TOKENS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0, 256.0, 512.0)
+
+FIELD = "metrics_listen"
+CLIENT_TIMEOUT_S = 10.0
+
+
+def exposition(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, str]:
+    """Return body and content type of a scrape: OpenMetrics where the Accept header asks for it, else Prometheus."""
+    encode, content_type = choose_encoder(accept)
+    if content_type.startswith("application/openmetrics-text"):
+        # prometheus_client 0.26 would turn the colon of every sample's name into an underscore, which no escaping asks
+        # for. All names are plain ones, so that leaving UTF-8 alone is right whatever was asked.
+        encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]
+    return encode(_WithoutCreated(registry)), content_type
+
+
+class _WithoutCreated(Collector):
+    """A registry without the times at which its series began.
+
+    The library can leave them out for a whole process alone, which may have metrics besides ours.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
+
+
+class MetricsServer:
+    """Serves a registry over HTTP until `stop`, for processes that have no other server of HTTP.
+
+    It runs in a thread of its own and is started before gRPC and Ray. `start_http_server` of prometheus_client would
+    answer every path, mangle names (see `exposition`), and wait for a silent client without end.
+
+    Attributes:
+        address: host:port, with the port that was taken.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+
+    def __init__(self, registry: CollectorRegistry, listen: str) -> None:
+        def answer(request: dict[str, Any], start: StartResponse) -> list[bytes]:
+            if request["REQUEST_METHOD"] not in ("GET", "HEAD") or request["PATH_INFO"] not in ("/", "/metrics"):
+                start("404 Not Found", [("Content-Type", "text/plain")])
+                return [b"GET /metrics\n"]
+            body, content_type = exposition(registry, request.get("HTTP_ACCEPT", ""))
+            start("200 OK", [("Content-Type", content_type), ("Content-Length", str(len(body)))])
+            return [body] if request["REQUEST_METHOD"] == "GET" else []
+
+        host, port = split_address(listen, FIELD)
+        server_class = _Server6 if ":" in host else ThreadingWSGIServer
+        try:
+            self._server = make_server(host, port, answer, server_class, _Handler)
+        except OSError as error:
+            raise ConfigError(f"{listen!r} cannot be bound: {error.strerror}", field=FIELD) from error
+        self.address = join_address(host, self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="outrider-metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Close the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server6(ThreadingWSGIServer):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = CLIENT_TIMEOUT_S
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing: a scrape comes every few seconds."""
