@@ -37,7 +37,7 @@ from outrider.edge.drafters.fakes import ScriptedDrafter
 from outrider.edge.drafters.onnx import OnnxDrafter
 from outrider.edge.drafters.prefix import TokenPrefix
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import DraftState, Proposal
+from outrider.edge.drafters.protocol import DraftState
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedCodes, FixedWindow
 from outrider.proto.session import Codes as EdgeCodes
@@ -54,7 +54,7 @@ from outrider.proto.session import (
     VerifierSession,
 )
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import Draft, Open, Patience, Sampling, SteeringPrecision, SteeringRequest
+from outrider.proto.types import Draft, DraftToken, Open, Patience, Sampling, SteeringPrecision, SteeringRequest
 
 sys.path.append(str(Path(__file__).parent.parent / "edge"))
 import tiny_drafter
@@ -106,13 +106,13 @@ class _ObedientState(TokenPrefix):
         if self.length > len(PROMPT):
             self._drafter.steered.append((self.length, self._code))
 
-    def propose(self, n: int) -> Proposal:
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
         assert n == 1
         right = self.length < self._began + round(self._code or 0)
         token = self._drafter.text.transcript[self.length] if right else WRONG
         self.tokens.append(token)
         self._drafter.drafted[-1] += 1
-        return Proposal((token,), (0.5,))
+        return (DraftToken(token, 0.5),)
 
 
 def sent(numbers: np.ndarray, *, first: int = 0, age: int = 0) -> SentVectors:
@@ -207,8 +207,7 @@ def by_session_machine(
                     if job.steer is not None:
                         state.steer(job.steer.code, job.steer.since)
                     state.extend(job.extend_with)
-                    proposal = state.propose(job.count)
-                    tell(Drafted(job, proposal.tokens, proposal.q, 0.001))
+                    tell(Drafted(job, state.propose(job.count), 0.001))
 
     tell(StreamReady(b""))
     tell(verifier.opened())

@@ -37,7 +37,7 @@ from outrider.edge.drafters import NgramDrafter
 from outrider.edge.drafters.fakes import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow
-from outrider.proto.types import Goal, Sampling
+from outrider.proto.types import Goal, Sampling, token_ids
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 WORDS = "w3 w9 w4 w3 w9 w4"
@@ -239,7 +239,7 @@ def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed(
     for request in requests:
         log_q, foreseen = readers.foresee(request, (5, 6))["b"]
         assert log_q == pytest.approx(math.log(0.1) if request.id == "p" else math.log(0.9 * 0.1) / 2, abs=1e-4)
-        assert foreseen.tokens == (5, 5)
+        assert token_ids(foreseen) == (5, 5)
     assert opened == closed == ["a", "b"] * 2
     left = PromptReaders(drafters, requests)
     left.foresee(requests[0], (5,))

@@ -21,12 +21,12 @@ from tiny_drafter import (
     write_package,
 )
 
-from outrider.edge.drafters import NgramDrafter, Proposal, ProposalRule, embedded_packages, find_package
+from outrider.edge.drafters import NgramDrafter, ProposalRule, embedded_packages, find_package
 from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
 from outrider.edge.drafters.protocol import foresee_one_by_one
 from outrider.proto.errors import Internal, InvalidArgument, UnknownToken
-from outrider.proto.types import Sampling
+from outrider.proto.types import DraftToken, Sampling, token_ids
 
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -62,12 +62,10 @@ def drafter(request, plain, steered):
     return {"plain": plain, "steered": steered, "ngram": NgramDrafter(vocab_size=VOCAB)}[request.param]
 
 
-def assert_same(got: Proposal, wanted: Proposal) -> None:
+def assert_same(got: tuple[DraftToken, ...], wanted: tuple[DraftToken, ...]) -> None:
     """Equal tokens, and all else to within rounding."""
-    assert got.tokens == wanted.tokens
-    for column in ("q", "entropy", "certainty"):
-        assert len(getattr(got, column)) == len(got.tokens)
-        np.testing.assert_allclose(getattr(got, column), getattr(wanted, column), atol=1e-6, equal_nan=True)
+    assert token_ids(got) == token_ids(wanted)
+    np.testing.assert_allclose(np.array(got), np.array(wanted), atol=1e-6, equal_nan=True)
 
 
 def assert_foresees(state, twin, tokens) -> None:
@@ -117,10 +115,14 @@ def test_greedy_foresight_is_the_models_own_argmax_and_its_probability(plain):
     state.extend((3, 1, 4))
     text = some_tokens(20)
     foreseen = state.foresee(text)
-    for index, token in enumerate(foreseen.tokens):
+    for index, token in enumerate(token_ids(foreseen)):
         log_q = log_q_after((3, 1, 4, *text[:index]))
         assert token == np.argmax(log_q)
-        assert foreseen.q[index] == foreseen.certainty[index] == pytest.approx(math.exp(log_q[token]), rel=1e-4)
+        assert (
+            foreseen[index].confidence
+            == foreseen[index].perturbed_probability
+            == pytest.approx(math.exp(log_q[token]), rel=1e-4)
+        )
 
 
 def test_an_accepted_draft_is_foreseen_as_it_was_proposed(plain):
@@ -128,7 +130,7 @@ def test_an_accepted_draft_is_foreseen_as_it_was_proposed(plain):
     state.extend((3, 1, 4))
     proposal = state.propose(20)
     state.truncate(3)
-    assert_same(state.foresee(proposal.tokens), proposal)
+    assert_same(state.foresee(token_ids(proposal)), proposal)
 
 
 def test_beyond_the_contexts_end_nothing_would_have_been_proposed(plain):
@@ -136,12 +138,12 @@ def test_beyond_the_contexts_end_nothing_would_have_been_proposed(plain):
     for each in (state, twin):
         each.extend(some_tokens(CONTEXT - 5))
     foreseen = state.foresee(some_tokens(12, seed=8))
-    assert foreseen.tokens[6:] == (-1,) * 6
-    assert min(foreseen.tokens[:6]) >= 0
-    for column in (foreseen.q, foreseen.entropy, foreseen.certainty):
+    assert token_ids(foreseen[6:]) == (-1,) * 6
+    assert min(token_ids(foreseen[:6])) >= 0
+    for column in list(zip(*foreseen, strict=True))[1:]:
         assert np.isnan(column).tolist() == [False] * 6 + [True] * 6
     assert_same(foreseen, foresee_one_by_one(twin, some_tokens(12, seed=8)))
-    assert state.foresee((1, 2)).tokens == (-1, -1)
+    assert token_ids(state.foresee((1, 2))) == (-1, -1)
     state.truncate(CONTEXT - 3)
     twin.truncate(CONTEXT - 3)
     assert_foresees(state, twin, some_tokens(9, seed=7))
@@ -154,9 +156,9 @@ def test_where_no_candidate_is_allowed_nothing_would_have_been_proposed_and_the_
     for each in (state, twin):
         each.extend((3, 1, 4))
     foreseen = state.foresee(some_tokens(40))
-    assert foreseen.tokens[0] == -1
-    assert math.isnan(foreseen.q[0])
-    assert set(foreseen.tokens) > {-1}
+    assert foreseen[0].id == -1
+    assert math.isnan(foreseen[0].confidence)
+    assert set(token_ids(foreseen)) > {-1}
     assert_same(foreseen, foresee_one_by_one(twin, some_tokens(40)))
     assert state.propose(3) == twin.propose(3)
 
@@ -196,28 +198,28 @@ def test_nothing_can_be_foreseen_after_an_empty_prefix_or_for_an_unknown_token(p
     with pytest.raises(UnknownToken):
         state.foresee((1, VOCAB))
     assert state.length == 2
-    assert state.foresee(()) == Proposal((), ())
+    assert state.foresee(()) == ()
 
 
 def test_scripted_and_garbage_drafters_foresee_their_script_and_say_no_more_than_they_know():
     scripted = ScriptedDrafter((9, 8, 7)).open(GREEDY)
     scripted.extend((5,))
     foreseen = scripted.foresee((8, 1, 1))
-    assert foreseen.tokens == (8, 7, -1)
-    assert foreseen.q[:2] == (0.9, 0.9)
-    assert np.isnan(foreseen.q[2:] + foreseen.entropy + foreseen.certainty).all()
+    assert token_ids(foreseen) == (8, 7, -1)
+    assert [draft.confidence for draft in foreseen[:2]] == [0.9, 0.9]
+    assert np.isnan([foreseen[2].confidence, *(sign for draft in foreseen for sign in draft[2:])]).all()
     garbage = GarbageDrafter(50, seed=1).open(GREEDY)
     garbage.extend((5,))
-    proposed = garbage.propose(6).tokens
+    proposed = token_ids(garbage.propose(6))
     garbage.truncate(1)
-    assert garbage.foresee((0,) * 6).tokens == proposed
+    assert token_ids(garbage.foresee((0,) * 6)) == proposed
     assert garbage.length == 7
 
 
 def test_a_broken_drafter_foresees_no_more():
     state = FailingDrafter(2, ScriptedDrafter(range(100))).open(GREEDY)
     state.extend((5,))
-    assert state.foresee((8, 8)).tokens == (1, 2)
+    assert token_ids(state.foresee((8, 8))) == (1, 2)
     state.propose(2)
     with pytest.raises(Internal):
         state.foresee((1,))
@@ -231,9 +233,10 @@ def test_the_shipped_drafter_foresees_nearly_always_what_it_would_propose(kind):
     state, twin = drafter.open(rule_of(kind)), drafter.open(rule_of(kind))
     for each in (state, twin):
         each.extend((3, 1, 4))
-    text = state.propose(60).tokens
+    text = token_ids(state.propose(60))
     state.truncate(3)
     at_once, one_by_one = state.foresee(text), foresee_one_by_one(twin, text)
-    assert sum(a != b for a, b in zip(at_once.tokens, one_by_one.tokens, strict=True)) <= 3
-    same = np.array(at_once.tokens) == np.array(one_by_one.tokens)
-    np.testing.assert_allclose(np.array(at_once.q)[same], np.array(one_by_one.q)[same], atol=0.05)
+    assert sum(a != b for a, b in zip(token_ids(at_once), token_ids(one_by_one), strict=True)) <= 3
+    at_once, one_by_one = np.array(at_once), np.array(one_by_one)
+    same = at_once[:, 0] == one_by_one[:, 0]
+    np.testing.assert_allclose(at_once[same, 1], one_by_one[same, 1], atol=0.05)

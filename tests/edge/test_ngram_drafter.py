@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outrider.edge.drafters import NgramDrafter, ProposalRule
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import Sampling
+from outrider.proto.types import Sampling, token_ids
 
 GREEDY = ProposalRule(Sampling())
 words = st.lists(st.integers(0, 3), max_size=14)
@@ -35,15 +35,15 @@ def q_by_definition(tokens, token, longest, vocab):
 
 def test_the_continuation_of_the_longest_suffix_is_proposed():
     prompt = (1, 2, 3, 4, 5, 6, 7, 2, 9, 9, 1, 2, 3)  # 2 was last followed by 3, before by 9; 1 2 3 by 4 5 6
-    assert state_after(prompt, vocab_size=10).propose(4).tokens == (4, 5, 6, 7)
-    assert state_after((*prompt[:-2], 2), vocab_size=10, longest=1).propose(1).tokens in {((3),), ((9),)}
+    assert token_ids(state_after(prompt, vocab_size=10).propose(4)) == (4, 5, 6, 7)
+    assert token_ids(state_after((*prompt[:-2], 2), vocab_size=10, longest=1).propose(1)) in {((3),), ((9),)}
 
 
 def test_a_token_never_seen_before_ends_the_proposal():
-    assert state_after((1, 2, 3)).propose(4).tokens == ()
-    assert state_after(()).propose(4).tokens == ()
-    assert state_after((5, 6, 7, 5)).propose(2).tokens == (6, 7)
-    assert state_after((5, 6, 5, 6, 1)).propose(3).tokens == ()
+    assert token_ids(state_after((1, 2, 3)).propose(4)) == ()
+    assert token_ids(state_after(()).propose(4)) == ()
+    assert token_ids(state_after((5, 6, 7, 5)).propose(2)) == (6, 7)
+    assert token_ids(state_after((5, 6, 5, 6, 1)).propose(3)) == ()
 
 
 @settings(max_examples=200, deadline=None)
@@ -66,7 +66,8 @@ def test_the_q_of_a_proposal_is_its_score(tokens, temperature, seed):
     proposal = state.propose(4)
     assert state.length == len(tokens) + len(proposal)
     state.truncate(len(tokens))
-    np.testing.assert_allclose(proposal.q, np.exp(state.score(proposal.tokens)), rtol=1e-5)
+    confidence = [draft.confidence for draft in proposal]
+    np.testing.assert_allclose(confidence, np.exp(state.score(token_ids(proposal))), rtol=1e-5)
 
 
 @settings(max_examples=300, deadline=None)
@@ -92,16 +93,16 @@ def test_the_noise_chooses_among_continuations_and_the_same_seed_chooses_the_sam
     drawn = set()
     for seed in range(30):
         rule = ProposalRule(Sampling(temperature=1.0, seed=seed))
-        token = state_after(prompt, rule).propose(1).tokens[0]
-        assert state_after(prompt, rule).propose(1).tokens[0] == token
+        token = token_ids(state_after(prompt, rule).propose(1))[0]
+        assert token_ids(state_after(prompt, rule).propose(1))[0] == token
         drawn.add(token)
     assert drawn == {2, 3, 4, 5}
 
 
 def test_a_repeated_text_is_believed_more_the_more_it_repeats():
     once, often = (state_after((1, 2, 3) * times + (1, 2)).propose(1) for times in (1, 6))
-    assert once.tokens == often.tokens == (3,)
-    assert 0.5 < once.q[0] < often.q[0] < 1
+    assert token_ids(once) == token_ids(often) == (3,)
+    assert 0.5 < once[0].confidence < often[0].confidence < 1
 
 
 def test_bad_settings_are_refused_by_name():

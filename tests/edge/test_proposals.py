@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from outrider.edge.drafters import NgramDrafter, ProposalRule
 from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
-from outrider.edge.drafters.proposals import GREEDY_CANDIDATES, NO_CHOICE
+from outrider.edge.drafters.proposals import GREEDY_CANDIDATES, NO_PROPOSAL
 from outrider.proto.errors import Internal, InvalidArgument
 from outrider.proto.noise import gumbel
-from outrider.proto.types import Sampling
+from outrider.proto.types import DraftToken, Sampling, token_ids
 
 VOCAB = 12
 
@@ -84,10 +84,10 @@ def test_with_all_tokens_as_candidates_the_rule_is_the_brute_force_one(sampling,
     tokens = np.array(sorted(q))
     noisy = np.log([q[t] for t in tokens.tolist()]) + gumbel(sampling.seed, position, tokens)
     choice = choose(sampling, logits, position, history, prompt_length=prompt_length)
-    assert choice.token == tokens[np.argmax(noisy)]
-    assert choice.q == pytest.approx(q[choice.token], rel=1e-4)
+    assert choice.id == tokens[np.argmax(noisy)]
+    assert choice.confidence == pytest.approx(q[choice.id], rel=1e-4)
     assert choice.entropy == pytest.approx(-sum(p * math.log(p) for p in q.values() if p), abs=2e-5)
-    assert choice.certainty == pytest.approx(np.exp(noisy.max()) / np.exp(noisy).sum(), rel=1e-4)
+    assert choice.perturbed_probability == pytest.approx(np.exp(noisy.max()) / np.exp(noisy).sum(), rel=1e-4)
 
 
 def test_at_temperature_zero_the_argmax_is_proposed_with_its_plain_probability_whatever_the_seed():
@@ -95,10 +95,10 @@ def test_at_temperature_zero_the_argmax_is_proposed_with_its_plain_probability_w
     plain = np.exp(logits) / np.exp(logits).sum()
     for seed in range(20):
         choice = choose(Sampling(seed=seed), logits, position=seed)
-        assert choice.token == 1
-        assert choice.q == pytest.approx(plain[1], rel=1e-6)
+        assert choice.id == 1
+        assert choice.confidence == pytest.approx(plain[1], rel=1e-6)
         assert choice.entropy == pytest.approx(-(plain * np.log(plain)).sum(), abs=1e-5)
-        assert choice.certainty == choice.q, "nothing is drawn"
+        assert choice.perturbed_probability == choice.confidence, "nothing is drawn"
 
 
 def test_few_candidates_are_enough_where_only_the_argmax_can_be_proposed():
@@ -134,7 +134,7 @@ def test_entropy_follows_the_temperature_and_the_cuts():
     assert entropy(temperature=0.0) == pytest.approx(entropy(temperature=1.0), abs=1e-6)
 
 
-def test_certainty_says_how_often_a_slightly_different_target_agrees():
+def test_perturbed_probability_says_how_often_a_slightly_different_target_agrees():
     """Of the more certain half of all draws, more survive another distribution than of the less certain half."""
     random = np.random.default_rng(5)
     logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
@@ -143,7 +143,7 @@ def test_certainty_says_how_often_a_slightly_different_target_agrees():
         target = logits + random.normal(size=VOCAB) * 0.4
         choice = choose(Sampling(temperature=1.0, seed=7), logits, position)
         by_target = choose(Sampling(temperature=1.0, seed=7), target, position)
-        agreed.append((choice.certainty, choice.token == by_target.token))
+        agreed.append((choice.perturbed_probability, choice.id == by_target.id))
     hits = np.array([hit for _, hit in sorted(agreed)])
     assert hits[1000:].mean() > hits[:1000].mean() + 0.1
 
@@ -200,7 +200,9 @@ def test_q_counts_the_tokens_that_are_no_candidates():
 def test_nothing_is_proposed_where_no_candidate_is_allowed():
     logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
     for temperature in (0.0, 1.0):
-        assert choose(Sampling(temperature=temperature, allowed_tokens=(10, 11)), logits, 0, candidates=4) is NO_CHOICE
+        assert (
+            choose(Sampling(temperature=temperature, allowed_tokens=(10, 11)), logits, 0, candidates=4) is NO_PROPOSAL
+        )
         assert choose(Sampling(temperature=temperature, allowed_tokens=(3,)), logits, 0, candidates=4)[0] == 3
 
 
@@ -211,7 +213,7 @@ def test_penalties_see_earlier_tokens_of_the_same_block():
     for sampling, repeats in ((greedy, True), (replace(greedy, frequency_penalty=0.8), False)):
         state = NgramDrafter(vocab_size=16).open(ProposalRule(sampling, prompt_length=len(prompt)))
         state.extend(prompt)
-        proposed = state.propose(6).tokens
+        proposed = token_ids(state.propose(6))
         assert len(proposed) == 6
         assert (set(proposed) == {1}) == repeats
         assert proposed[0] == 1
@@ -221,13 +223,13 @@ def test_a_scripted_drafter_follows_its_script_by_position_or_by_prefix():
     rule = ProposalRule(Sampling())
     by_position = ScriptedDrafter((9, 8, 7, 6)).open(rule)
     by_position.extend((5,))
-    assert by_position.propose(2).tokens == (8, 7)
-    assert by_position.propose(5).tokens == (6,)
+    assert token_ids(by_position.propose(2)) == (8, 7)
+    assert token_ids(by_position.propose(5)) == (6,)
     by_position.truncate(2)
-    assert by_position.propose(1) == ScriptedDrafter((9, 8, 7)).open(rule).propose(3).__class__((7,), (0.9,))
+    assert by_position.propose(1) == (DraftToken(7, 0.9),)
     by_prefix = ScriptedDrafter(lambda prefix: sum(prefix) % 10).open(rule)
     by_prefix.extend((1, 2))
-    assert by_prefix.propose(3).tokens == (3, 6, 2)
+    assert token_ids(by_prefix.propose(3)) == (3, 6, 2)
     np.testing.assert_allclose(by_prefix.score((4, 9)), np.log([0.9, 0.1]), atol=1e-3)
     assert by_prefix.length == 7
 
@@ -237,19 +239,19 @@ def test_garbage_depends_on_seed_and_position_only():
     state, other = GarbageDrafter(50, seed=1).open(rule), GarbageDrafter(50, seed=1).open(rule)
     state.extend((1, 2, 3))
     other.extend((3, 2))
-    whole = state.propose(20).tokens
-    assert other.propose(21).tokens[1:] == whole
+    whole = token_ids(state.propose(20))
+    assert token_ids(other.propose(21))[1:] == whole
     assert len(set(whole)) > 10
     assert max(whole) < 50
     state.truncate(3)
-    assert state.propose(20).tokens == whole
-    assert GarbageDrafter(50, seed=2).open(rule).propose(20).tokens != whole
+    assert token_ids(state.propose(20)) == whole
+    assert token_ids(GarbageDrafter(50, seed=2).open(rule).propose(20)) != whole
 
 
 def test_a_failing_drafter_drafts_first_and_breaks_then():
     state = FailingDrafter(3, ScriptedDrafter(range(100))).open(ProposalRule(Sampling()))
-    assert state.propose(2).tokens == (0, 1)
-    assert state.propose(2).tokens == (2,)
+    assert token_ids(state.propose(2)) == (0, 1)
+    assert token_ids(state.propose(2)) == (2,)
     with pytest.raises(Internal):
         state.propose(1)
     assert state.length == 3

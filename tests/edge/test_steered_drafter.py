@@ -36,7 +36,7 @@ from outrider.edge.drafters.packages import SteeringShape
 from outrider.edge.drafters.protocol import steering_of
 from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.noise import gumbel
-from outrider.proto.types import Sampling
+from outrider.proto.types import Sampling, token_ids
 
 SHAPE = SteeringShape(RANK, MLP, "0123456789ab", ((1, 0.12), (8, 0.08)))
 
@@ -108,9 +108,9 @@ def test_the_prompt_is_computed_unsteered_and_what_follows_it_by_the_code_howeve
     state.steer(ONE, since=length)
     state.extend(tokens)
     proposal = state.propose(6)
-    assert proposal.tokens == steered_greedily(tokens, length, ONE, 6)
+    assert token_ids(proposal) == steered_greedily(tokens, length, ONE, 6)
     codes = dict.fromkeys(range(length, length + behind + 5), ONE)
-    np.testing.assert_array_equal(computed(state), rows_of((*tokens, *proposal.tokens[:-1]), codes))
+    np.testing.assert_array_equal(computed(state), rows_of((*tokens, *token_ids(proposal[:-1])), codes))
 
 
 def test_a_code_changes_what_is_drafted(drafter):
@@ -119,7 +119,7 @@ def test_a_code_changes_what_is_drafted(drafter):
         state = drafter.open(GREEDY)
         state.steer(by, since=3)
         state.extend((3, 1, 4))
-        drafts.append(state.propose(8).tokens)
+        drafts.append(token_ids(state.propose(8)))
     assert len(set(drafts)) == 3
     assert len({draft[0] for draft in drafts}) == 1, "the prompt's last position is unsteered"
 
@@ -129,7 +129,7 @@ def test_proposals_at_a_temperature_are_of_the_steered_logits_and_the_verifiers_
     state.steer(ONE, since=3)
     state.extend((3, 1, 4))
     prefix = [3, 1, 4]
-    for token in state.propose(20).tokens:
+    for token in token_ids(state.propose(20)):
         log_q = log_q_after(prefix, dict.fromkeys(range(3, len(prefix)), ONE))
         candidates = np.argsort(-log_q)[:CANDIDATES]
         assert token == candidates[np.argmax(log_q[candidates] + gumbel(11, len(prefix), candidates))]
@@ -140,11 +140,11 @@ def test_a_new_code_leaves_what_is_computed_and_counts_from_there_on(drafter):
     state = drafter.open(GREEDY)
     state.extend((3, 1, 4))
     state.steer(ONE, since=3)
-    first = state.propose(4).tokens  # positions 3 to 5 are computed, position 6 is not yet
+    first = token_ids(state.propose(4))  # positions 3 to 5 are computed, position 6 is not yet
     state.steer(OTHER, since=3)
-    second = state.propose(3).tokens  # positions 6 to 8
+    second = token_ids(state.propose(3))  # positions 6 to 8
     state.steer(None, since=3)
-    third = state.propose(2).tokens
+    third = token_ids(state.propose(2))
     codes = dict.fromkeys((3, 4, 5), ONE) | dict.fromkeys((6, 7, 8), OTHER)
     np.testing.assert_array_equal(computed(state), rows_of((3, 1, 4, *first, *second, *third[:-1]), codes))
 
@@ -228,9 +228,9 @@ def test_an_allowed_set_without_a_candidate_keeps_prefix_and_steering(drafter):
     state = drafter.open(ProposalRule(Sampling(allowed_tokens=(worst,))))
     state.steer(ONE, since=3)
     state.extend((3, 1, 4))
-    assert state.propose(2).tokens == ()
+    assert token_ids(state.propose(2)) == ()
     state.follow(GREEDY)
-    assert state.propose(4).tokens == steered_greedily((3, 1, 4), 3, ONE, 4)
+    assert token_ids(state.propose(4)) == steered_greedily((3, 1, 4), 3, ONE, 4)
 
 
 def test_sessions_of_one_drafter_are_steered_apart(drafter):
@@ -240,11 +240,11 @@ def test_sessions_of_one_drafter_are_steered_apart(drafter):
         for state, each in zip(states, by, strict=True):
             state.extend(some_tokens(20))
             state.steer(each, since=20)
-    expected = [state.propose(10).tokens for state in alone]
+    expected = [token_ids(state.propose(10)) for state in alone]
     got = [()] * 3
     for _ in range(10):
         for number, state in enumerate(together):
-            got[number] += state.propose(1).tokens
+            got[number] += token_ids(state.propose(1))
     assert got == expected
     assert len(set(expected)) == 3
 
@@ -274,7 +274,7 @@ def test_its_steering_survives_a_cache_that_grows(drafter):
     tokens = state._tokens[: state._computed]
     np.testing.assert_array_equal(computed(state), rows_of(tokens, dict.fromkeys(range(5, len(tokens)), ONE)))
     state.close()
-    assert state.propose(1).tokens == ()
+    assert token_ids(state.propose(1)) == ()
 
 
 def test_a_code_of_another_length_is_refused(drafter):

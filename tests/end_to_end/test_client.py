@@ -10,7 +10,6 @@ import shutil
 import pytest
 
 from outrider.edge import EdgeConfig, Finished, FinishReason, Provenance, SyncClient, Tokens
-from outrider.edge.drafters import Proposal
 from outrider.edge.drafters.fakes import FailingDrafter, ScriptedDrafter
 from outrider.proto.errors import (
     DeadlineExceeded,
@@ -22,7 +21,7 @@ from outrider.proto.errors import (
     UnknownToken,
 )
 from outrider.proto.session import RetryRules
-from outrider.proto.types import Patience
+from outrider.proto.types import DraftToken, Patience
 
 PROMPT = "def main(argv):\n"
 
@@ -248,11 +247,11 @@ class ForeignDrafter:
         inner = ScriptedDrafter(lambda prefix: 5).open(rule)
         propose = inner.propose
 
-        def foreign(n: int) -> Proposal:
+        def foreign(n: int) -> tuple[DraftToken, ...]:
             if isinstance(self.token, Exception):
                 raise self.token
             proposal = propose(n)
-            return Proposal((self.token,) * len(proposal.tokens), proposal.q)
+            return tuple(draft._replace(id=self.token) for draft in proposal)
 
         inner.propose = foreign
         return inner

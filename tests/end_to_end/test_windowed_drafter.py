@@ -18,7 +18,7 @@ from outrider.cloud.export import export_drafter
 from outrider.cloud.steering import Projection
 from outrider.edge.drafters import ProposalRule, load_package
 from outrider.edge.drafters.onnx import OnnxDrafter, OnnxState
-from outrider.proto.types import Sampling
+from outrider.proto.types import Sampling, token_ids
 
 VOCABULARY, RANK, LAYERS, WINDOW = 64, 4, 2, 4
 REACH = LAYERS * (WINDOW - 1) + 1
@@ -121,13 +121,13 @@ def told(drafter: OnnxDrafter, steps: list[tuple[str, int]], *, steered: bool = 
         if what == "extend":
             state.extend(some_tokens(seed, number))
         elif what == "propose":
-            said.append(state.propose(number).tokens)
+            said.append(token_ids(state.propose(number)))
         elif what == "truncate":
             state.truncate(max(1, state.length - number))
         elif what == "score":
             said.append(np.round(state.score(some_tokens(seed, number)), 3).tolist())
         else:
-            said.append(state.foresee(some_tokens(seed, number)).tokens)
+            said.append(token_ids(state.foresee(some_tokens(seed, number))))
     state.close()
     return said
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
 
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements
@@ -21,7 +22,12 @@ from outrider.proto.session import (
     TeacherForced,
     TurnBegun,
 )
-from outrider.proto.types import Commit, FinishReason, Goaway, Open, Opened, Sampling
+from outrider.proto.types import Commit, DraftToken, FinishReason, Goaway, Open, Opened, Sampling
+
+
+def drafts_of(tokens: Sequence[int], confidence: Sequence[float] = ()) -> tuple[DraftToken, ...]:
+    """Drafts of these ids; without confidence it is not known."""
+    return tuple(map(DraftToken, tokens, confidence or [math.nan] * len(tokens)))
 
 
 class HandDrivenEdge(EdgeSession):
@@ -91,10 +97,10 @@ class HandDrivenEdge(EdgeSession):
         q: tuple[float, ...],
         seconds: float,
         now: float,
-        **signs: Any,
+        **forced: TeacherForced,
     ) -> list[EdgeInstruction]:
         assert job is not None
-        return self.handle(Drafted(job, tokens, q, seconds, **signs), now)
+        return self.handle(Drafted(job, drafts_of(tokens, q), seconds, **forced), now)
 
     def on_caught_up(self, job: CatchUpJob, forced: TeacherForced, seconds: float, now: float) -> list[EdgeInstruction]:
         return self.handle(CaughtUp(job, forced, seconds), now)

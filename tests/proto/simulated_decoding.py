@@ -13,6 +13,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from hand_driven import drafts_of
+
 from outrider.proto import codec
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.policy import Measurements, WindowPolicy
@@ -40,7 +42,19 @@ from outrider.proto.session import (
     VerifierRules,
     VerifierSession,
 )
-from outrider.proto.types import Cancel, CloudFrame, Commit, Draft, EdgeFrame, Goaway, Open, Opened, Report, Sampling
+from outrider.proto.types import (
+    Cancel,
+    CloudFrame,
+    Commit,
+    Draft,
+    DraftToken,
+    EdgeFrame,
+    Goaway,
+    Open,
+    Opened,
+    Report,
+    Sampling,
+)
 
 Oracle = Callable[[tuple[int, ...]], int]
 # After a prefix, at most so many tokens, and the confidence in each (NaN: not known).
@@ -300,7 +314,7 @@ class Simulation:
             return
         self._prefixes[job.drafter] = prefix + tokens
         seconds = self._drafting_s * max(1, len(tokens)) * self._rng.uniform(0.5, 2)
-        drafted = Drafted(job, tokens, q, seconds, teacher_forced=forced)
+        drafted = Drafted(job, drafts_of(tokens, q), seconds, forced)
         self._at(self.now + seconds, lambda: self._handle(drafted))
 
     def _catch_up(self, job: CatchUpJob) -> None:
@@ -320,7 +334,7 @@ class Simulation:
     def _teacher_force(self, drafter: int, prefix: tuple[int, ...], start: int, end: int) -> TeacherForced:
         said = [self._drafters[drafter](prefix[:position], 1) for position in range(start, end)]
         return TeacherForced(
-            tuple(tokens[0] if tokens else -1 for tokens, _ in said), tuple(q[0] if q else math.nan for _, q in said)
+            tuple(DraftToken(tokens[0], q[0] if q else math.nan) if tokens else DraftToken(-1) for tokens, q in said)
         )
 
     def _fail(self, drafter: int, error: OutriderError) -> None:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 import pytest
-from hand_driven import HandDrivenEdge
+from hand_driven import HandDrivenEdge, drafts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
@@ -532,9 +532,9 @@ def test_what_was_foreseen_of_the_last_turns_text_is_not_taken_for_this_ones(dra
     edge.on_commit(Commit(7, (2,), 0, 64, finish=FinishReason.EOS), 0.3)
     edge.on_turn(3, (6,), Sampling(max_tokens=40), 0.4)
     assert edge.next_job(4) is edge.next_catch_up() is None, "it still runs"
-    late = TeacherForced((4, 5, 6, 7), (0.9,) * 4)
+    late = TeacherForced(drafts_of((4, 5, 6, 7), (0.9,) * 4))
     if drafting:
-        late = TeacherForced((4, 5, 6, 7)[: job.teacher_forced], (0.9,) * job.teacher_forced)
+        late = TeacherForced(late.drafts[: job.teacher_forced])
         edge.on_drafted(job, (1,), (0.5,), 0.01, 0.5, teacher_forced=late)
     else:
         edge.on_caught_up(job, late, 0.01, 0.5)

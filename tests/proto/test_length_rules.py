@@ -31,7 +31,7 @@ from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, b
 from outrider.edge.policies.length.rounds import draft_s, expected_in_flight, waiting_s
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow
-from outrider.proto.types import Goal, Sampling
+from outrider.proto.types import DraftToken, Goal, Sampling
 
 NAN = math.nan
 USUAL = EdgeView(
@@ -50,8 +50,11 @@ USUAL = EdgeView(
 
 def in_flight(*chances: float, **fields) -> EdgeView:
     """Drafts with these chances, of which the drafter says the same."""
-    said = {"chances": chances, "confidence": chances, "survival": math.prod(chances)}
-    return replace(USUAL, in_flight=len(chances), **(said | fields))
+    n = len(chances)
+    usual = {"confidence": chances, "entropy": [NAN] * n, "perturbed": [NAN] * n}
+    signs = [fields.pop(name, sign) for name, sign in usual.items()]
+    said = {"chances": chances, "drafts": tuple(map(DraftToken, range(n), *signs)), "survival": math.prod(chances)}
+    return replace(USUAL, in_flight=n, **(said | fields))
 
 
 # === what a round takes and gives ===============================================================================
@@ -135,7 +138,7 @@ def test_specdec_never_stops_at_a_threshold_of_1_and_makes_one_draft_at_a_thresh
 def test_specdec_asks_its_head_about_all_that_the_drafter_says_of_each_draft_and_once_only() -> None:
     head = Said(0.9, 0.9)
     rule = SpecDecWindow(0.5, head=head)
-    view = in_flight(0.8, 0.5, certainty=(0.7, NAN), entropy=(1.5, 2.5), temperature=0.7)
+    view = in_flight(0.8, 0.5, perturbed=(0.7, NAN), entropy=(1.5, 2.5), temperature=0.7)
     assert {rule.more(view) for _ in range(3)} == {rule.more(replace(view, byte_s=0.1))}
     (asked,) = head.asked
     log_odds = [math.log(0.8 / 0.2), math.log(0.7 / 0.3), 0.0]

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import asdict
 
-from hand_driven import HandDrivenEdge
+from hand_driven import HandDrivenEdge, drafts_of
 from simulated_decoding import Simulation, drafter_of, hashing_oracle, open_frame
 
 from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
@@ -118,12 +118,12 @@ def test_what_this_text_has_shown_outlives_a_snapshot() -> None:
     instructions = edge.handle(Opened(0, 32, 200, "v", 512), 0.1)
     for position in range(3, 43):  # what it is sure of is wrong in this text
         (job,) = [instruction for instruction in instructions if isinstance(instruction, DraftJob)]
-        edge.handle(Drafted(job, (1,), (0.99,), 0.001), 0.2)
+        edge.handle(Drafted(job, drafts_of((1,), (0.99,)), 0.001), 0.2)
         instructions = edge.handle(Commit(position, (2,), 0, 32), 0.3)
     (job,) = [instruction for instruction in instructions if isinstance(instruction, DraftJob)]
     rosy = Measurements()
     for _ in range(300):
         rosy.of("").calibration.add(0.99, True)
-    edge.handle(Drafted(job, (1,), (0.99,), 0.001), 0.4, rosy)
+    edge.handle(Drafted(job, drafts_of((1,), (0.99,)), 0.001), 0.4, rosy)
     assert edge._drafting.survival < 0.3
     assert math.isclose(rosy.of("").calibration.chance(0.99), 0.995)

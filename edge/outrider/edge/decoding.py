@@ -8,11 +8,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal
+from outrider.edge.drafters.protocol import Drafter, DraftState
 from outrider.edge.link import Channels, Stream, relay_metadata
 from outrider.edge.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
@@ -215,7 +215,7 @@ class Decoding:
                 continue
             if isinstance(done, Drafted):
                 now = time.monotonic()
-                self._journal.drafted(now - done.seconds, now, len(done.tokens))
+                self._journal.drafted(now - done.seconds, now, len(done.drafts))
             self._handle(done)
 
     def _drafter_failed(self, error: Exception, drafter: int) -> None:
@@ -247,25 +247,22 @@ class Decoding:
         if job.teacher_forced:
             end = job.skip + job.teacher_forced
             state.extend(job.extend_with[: job.skip])
-            forced = _teacher_forced(state.foresee(job.extend_with[job.skip : end]))
+            forced = TeacherForced(state.foresee(job.extend_with[job.skip : end]))
             state.extend(job.extend_with[end:])
         else:
             state.extend(job.extend_with)
-        proposal = state.propose(job.count)
-        seconds = time.monotonic() - began
-        return Drafted(job, proposal.tokens, proposal.q, seconds, proposal.entropy, proposal.certainty, forced)
+        drafts = state.propose(job.count)
+        return Drafted(job, drafts, time.monotonic() - began, forced)
 
     def _catch_up(self, job: CatchUpJob) -> CaughtUp:
         began = time.monotonic()
         state = self._state(job.drafter)
         state.truncate(job.truncate_to)
         state.extend(job.tokens[: job.skip])
-        forced, scored, log_q = TeacherForced(), job.skip + job.score, ()
-        if job.score:
-            log_q = tuple(state.score(job.tokens[job.skip : scored]).tolist())
-        if job.tokens[scored:]:
-            forced = _teacher_forced(state.foresee(job.tokens[scored:]))
-        return CaughtUp(job, replace(forced, log_q=log_q), time.monotonic() - began)
+        scored = job.skip + job.score
+        log_q = tuple(state.score(job.tokens[job.skip : scored]).tolist()) if job.score else ()
+        drafts = state.foresee(job.tokens[scored:]) if job.tokens[scored:] else ()
+        return CaughtUp(job, TeacherForced(drafts, log_q), time.monotonic() - began)
 
     def _close_states(self) -> None:
         while self._states:
@@ -345,7 +342,3 @@ class Decoding:
     def _receive(self, frame: CloudFrame) -> None:
         self._journal.received(frame, time.monotonic())
         self._handle(frame)
-
-
-def _teacher_forced(proposal: Proposal) -> TeacherForced:
-    return TeacherForced(proposal.tokens, proposal.q)

@@ -25,7 +25,7 @@ from outrider.cloud.text_writer import SteeringVectors, WrittenText
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.steering import decode, encode
-from outrider.proto.types import Sampling, SteeringPrecision
+from outrider.proto.types import Sampling, SteeringPrecision, token_ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +94,7 @@ def synchronous_rounds(
             state.extend(text.transcript[right:known])
             hits = verified = 0
             for token in text.transcript[known : known + min(drafts, prompt + text.limit - known - 1)]:
-                proposed = state.propose(1).tokens
+                proposed = token_ids(state.propose(1))
                 if steps and proposed:
                     (next_s if verified else first_s).append(time.thread_time() - began)
                 verified += len(proposed)

@@ -10,9 +10,9 @@ from outrider.bench.replay.traces import HitTrace
 from outrider.cloud.text_writer import TextRequest
 from outrider.deploy.prompts import Prompt
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal
+from outrider.edge.drafters.protocol import Drafter, DraftState
 from outrider.proto.session import PROMPT_TOKENS
-from outrider.proto.types import Sampling
+from outrider.proto.types import DraftToken, Sampling
 
 # The target's processed probabilities [n] of the tokens [n] that a drafter proposes in place of those of a text.
 Chances = Callable[[Sequence[int]], Sequence[float]]
@@ -75,14 +75,14 @@ def trace_of(
     tokens: tuple[int, ...],
     drafter: Drafter,
     sampling: Sampling,
-    foreseen: Proposal,
+    foreseen: tuple[DraftToken, ...],
     *,
     prompt_log_q: float = math.nan,
     chances: Chances | None = None,
     ended: bool = False,
 ) -> HitTrace:
     """What `drafter` has `foreseen` in place of `tokens` [n] as a trace; the rest is as for `record_trace`."""
-    silent = tuple(token < 0 for token in foreseen.tokens)
+    silent = tuple(draft.id < 0 for draft in foreseen)
     return HitTrace(
         id=prompt.id,
         domain=prompt.domain,
@@ -91,22 +91,23 @@ def trace_of(
         temperature=sampling.temperature,
         prompt_tokens=prompt_length,
         tokens=tokens,
-        hits=tuple(own == token for own, token in zip(foreseen.tokens, tokens, strict=True)),
-        confidence=_rounded(foreseen.q),
+        hits=tuple(own.id == token for own, token in zip(foreseen, tokens, strict=True)),
+        confidence=_rounded(draft.confidence for draft in foreseen),
         ended=ended,
         silent=silent if any(silent) else (),
-        entropy=_rounded(foreseen.entropy),
-        certainty=_rounded(foreseen.certainty),
+        entropy=_rounded(draft.entropy for draft in foreseen),
+        certainty=_rounded(draft.perturbed_probability for draft in foreseen),
         agreement=_rounded(_agreement(foreseen, chances)) if chances else (),
         seed=sampling.seed,
         prompt_log_q=prompt_log_q,
     )
 
 
-def _agreement(foreseen: Proposal, chances: Chances) -> Iterable[float]:
+def _agreement(foreseen: Sequence[DraftToken], chances: Chances) -> Iterable[float]:
     """[n] min(1, p / q), an estimate of 1 - TV by one draft (`policies.selection.rewards`); NaN: nothing proposed."""
-    likely = chances([max(0, token) for token in foreseen.tokens])
-    return (min(1.0, p / q) if q > 0 else math.nan for p, q in zip(likely, foreseen.q, strict=True))
+    likely = chances([max(0, draft.id) for draft in foreseen])
+    q = [draft.confidence for draft in foreseen]
+    return (min(1.0, p / own) if own > 0 else math.nan for p, own in zip(likely, q, strict=True))
 
 
 def _rounded(values: Iterable[float]) -> tuple[float, ...]:
@@ -121,7 +122,7 @@ class PromptReaders:
         self._to_come = Counter(request.prompt for request in requests)
         self._states: dict[tuple[int, ...], dict[str, tuple[float, DraftState]]] = {}
 
-    def foresee(self, request: TextRequest, tokens: Sequence[int]) -> dict[str, tuple[float, Proposal]]:
+    def foresee(self, request: TextRequest, tokens: Sequence[int]) -> dict[str, tuple[float, tuple[DraftToken, ...]]]:
         """What each drafter, by name, gives to the prompt's end (`prompt_log_q`), and says in place of `tokens` [n].
 
         To be asked once for every request.

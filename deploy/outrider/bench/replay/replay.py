@@ -15,7 +15,6 @@ from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.replay.wire import DOWN, UP, ShapeAt, Wire
 from outrider.cloud.batching import MAX_PREFILL_ROWS_ALONE
-from outrider.edge.drafters.protocol import Proposal
 from outrider.edge.link import GRPC_PREFIX_BYTES
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError
@@ -43,6 +42,7 @@ from outrider.proto.session import (
 from outrider.proto.types import (
     CloudFrame,
     Draft,
+    DraftToken,
     EdgeFrame,
     Goal,
     Open,
@@ -265,7 +265,7 @@ class Replay:
         proposal = self._propose(job)
         seconds = self._drafters[job.drafter].costs.propose_s(len(job.extend_with), len(proposal))
         forced = self._teacher_force(job.drafter, job.truncate_to + job.skip, job.teacher_forced)
-        drafted = Drafted(job, proposal.tokens, proposal.q, seconds, proposal.entropy, proposal.certainty, forced)
+        drafted = Drafted(job, proposal, seconds, forced)
         self._at(self._now + self._costs.job_s + seconds, lambda: self._tell_edge(drafted))
 
     def _catch_up(self, job: CatchUpJob) -> None:
@@ -279,41 +279,38 @@ class Replay:
         caught_up = CaughtUp(job, forced, seconds)
         self._at(self._now + self._costs.job_s + seconds, lambda: self._tell_edge(caught_up))
 
-    def _propose(self, job: DraftJob) -> Proposal:
+    def _propose(self, job: DraftJob) -> tuple[DraftToken, ...]:
         trace, end = self._drafters[job.drafter].trace, len(self._truth)
         right = min(self._right[job.drafter], job.truncate_to)
         if right == job.truncate_to:
             known = self._truth[right : job.start]
             agreed = (mine == own for mine, own in zip(job.extend_with, known, strict=False))
             right += sum(itertools.takewhile(bool, agreed))
-        tokens: list[int] = []
-        signs: list[tuple[float, float, float]] = []
+        drafts: list[DraftToken] = []
         for position in range(job.start, job.start + job.count):
             i = position - self._first
             if position >= end:  # the text is over, and nobody has recorded what the drafter says then
-                tokens.append(self._truth[-1] + 1)
-                signs.append((math.nan,) * 3)
+                drafts.append(DraftToken(self._truth[-1] + 1))
                 continue
             if trace.silent_at(i):
                 break
             hit = right == position and trace.hits[i]
             right += hit
-            tokens.append(self._truth[position] + (not hit))
             unknown = (math.nan,) * len(trace.tokens)
-            signs.append((trace.confidence[i], (trace.entropy or unknown)[i], (trace.certainty or unknown)[i]))
+            signs = trace.confidence[i], (trace.entropy or unknown)[i], (trace.certainty or unknown)[i]
+            drafts.append(DraftToken(self._truth[position] + (not hit), *signs))
         self._right[job.drafter] = right
-        return Proposal(tuple(tokens), *zip(*signs, strict=True)) if tokens else Proposal((), ())
+        return tuple(drafts)
 
     def _teacher_force(self, drafter: int, start: int, count: int) -> TeacherForced:
         """Return what it says in place of `count` committed tokens."""
         trace = self._drafters[drafter].trace
-        tokens, q = [], []
+        drafts = []
         for position in range(start, start + count):
             i = position - self._first
             hit = not trace.silent_at(i) and trace.hits[i]
-            tokens.append(self._truth[position] if hit else self._truth[position] + 1)
-            q.append(trace.confidence[i])
-        return TeacherForced(tuple(tokens), tuple(q))
+            drafts.append(DraftToken(self._truth[position] + (not hit), trace.confidence[i]))
+        return TeacherForced(tuple(drafts))
 
     # --- the verifier ---
 

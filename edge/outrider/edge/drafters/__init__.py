@@ -1,6 +1,6 @@
 """Drafters: whatever proposes tokens after a prefix.
 
-protocol    what a drafter is: `Drafter`, `DraftState`, `Proposal`
+protocol    what a drafter is: `Drafter`, `DraftState`
 proposals   from a drafter's logits to one token, with the noise that the verifier will use
 packages    drafters on disk: embedded or in a folder, checked against their manifest
 cache       what the coordinator serves, downloaded once
@@ -24,7 +24,7 @@ from outrider.edge.drafters.packages import (
 )
 from outrider.edge.drafters.pool import DrafterPool
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal
+from outrider.edge.drafters.protocol import Drafter, DraftState
 
 __all__ = [
     "DraftState",
@@ -33,7 +33,6 @@ __all__ = [
     "DrafterPackage",
     "DrafterPool",
     "NgramDrafter",
-    "Proposal",
     "ProposalRule",
     "embedded_packages",
     "find_package",

@@ -9,9 +9,10 @@ import numpy as np
 
 from outrider.edge.drafters.prefix import TokenPrefix
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, DraftState, Proposal, check_scorable, steering_of
+from outrider.edge.drafters.protocol import Drafter, DraftState, check_scorable, steering_of
 from outrider.proto.errors import Internal
 from outrider.proto.noise import random_bits
+from outrider.proto.types import DraftToken
 
 Script = Sequence[int] | Callable[[Sequence[int]], int | None]
 
@@ -44,12 +45,12 @@ class _ScriptedState(TokenPrefix):
             return self._script(self.tokens)
         return self._script[self.length] if self.length < len(self._script) else None
 
-    def propose(self, n: int) -> Proposal:
-        tokens: list[int] = []
-        while len(tokens) < n and (token := self._next()) is not None:
-            tokens.append(token)
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
+        drafts: list[DraftToken] = []
+        while len(drafts) < n and (token := self._next()) is not None:
+            drafts.append(DraftToken(token, self._q))
             self.extend((token,))
-        return Proposal(tuple(tokens), (self._q,) * len(tokens))
+        return tuple(drafts)
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         check_scorable(self.length)
@@ -82,11 +83,11 @@ class _GarbageState(TokenPrefix):
         self._vocab = vocab
         self._seed = seed
 
-    def propose(self, n: int) -> Proposal:
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
         bits = [random_bits(self._seed, self.length + ahead, np.zeros(1, dtype=np.int64))[0] for ahead in range(n)]
         tokens = tuple(int(value) % self._vocab for value in bits)
         self.extend(tokens)
-        return Proposal(tokens, (1 / self._vocab,) * n)
+        return tuple([DraftToken(token, 1 / self._vocab) for token in tokens])
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         check_scorable(self.length)
@@ -121,7 +122,7 @@ class _FailingState:
     def extend(self, tokens: Sequence[int]) -> None:
         self._inner.extend(tokens)
 
-    def propose(self, n: int) -> Proposal:
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
         if n > 0:
             self._check_whole()
         proposal = self._inner.propose(min(n, self._left))
@@ -132,7 +133,7 @@ class _FailingState:
         self._check_whole()
         return self._inner.score(tokens)
 
-    def foresee(self, tokens: Sequence[int]) -> Proposal:
+    def foresee(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
         self._check_whole()
         return self._inner.foresee(tokens)
 

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from outrider.edge.drafters.prefix import TokenPrefix
-from outrider.edge.drafters.proposals import NO_CHOICE, Choice, ProposalRule
-from outrider.edge.drafters.protocol import Proposal, check_scorable, check_truncation
+from outrider.edge.drafters.proposals import NO_PROPOSAL, ProposalRule
+from outrider.edge.drafters.protocol import check_scorable, check_truncation
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.types import DraftToken
 
 # A common word has thousands of places; the newest tell enough, and a bound keeps a token's price constant.
 PLACES_READ = 16
@@ -78,9 +79,9 @@ class NgramState(TokenPrefix):
                 places.pop(self.tokens)
             self.tokens.pop()
 
-    def propose(self, n: int) -> Proposal:
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
         """Up to n tokens, for as long as the last token has been seen before."""
-        choices: list[Choice] = []
+        choices: list[DraftToken] = []
         while len(choices) < n:
             believed = self._believed()
             if not believed:
@@ -93,11 +94,11 @@ class NgramState(TokenPrefix):
                 0.0,
                 np.array(self.tokens if self._rule.sampling.penalises else (), dtype=np.int64),
             )
-            if chosen is NO_CHOICE:
+            if chosen is NO_PROPOSAL:
                 break
             choices.append(chosen)
-            self.extend((chosen.token,))
-        return Proposal.of(choices)
+            self.extend((chosen.id,))
+        return tuple(choices)
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """Log q of each token [m] float32, appended; the module's q_n over the whole vocabulary."""

@@ -38,10 +38,10 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as _onnxruntime_errors
 
 from outrider.edge.drafters.packages import DrafterPackage, SteeringShape
-from outrider.edge.drafters.proposals import NO_CHOICE, Choice, ProposalRule
-from outrider.edge.drafters.protocol import Proposal, check_scorable, check_truncation
+from outrider.edge.drafters.proposals import NO_PROPOSAL, ProposalRule
+from outrider.edge.drafters.protocol import check_scorable, check_truncation
 from outrider.proto.errors import Internal, InvalidArgument, ModelRefused, OutriderError, UnknownToken
-from outrider.proto.types import Sampling
+from outrider.proto.types import DraftToken, Sampling
 
 PREFILL_TOKENS = 64  # new tokens a run: small activations; within 4 % of the fastest size at 500 and 1,900 tokens
 SCORED_TOKENS = 16  # as above where an answer is wanted for each
@@ -262,9 +262,9 @@ class OnnxState:
         self._tokens[self.length : end] = tokens
         self.length = end
 
-    def propose(self, n: int) -> Proposal:
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
         """Up to n tokens; fewer at the end of the context, or where the rule allows none of the candidates."""
-        choices: list[Choice] = []
+        choices: list[DraftToken] = []
         while len(choices) < n and 0 < self.length <= self._context_length:
             self._compute_near(self.length - 1)
             self._run(self.length - self._computed, self._binding)
@@ -275,12 +275,12 @@ class OnnxState:
                 float(self._log_normalizer[0]),
                 self._tokens[: self.length],
             )
-            if chosen is NO_CHOICE:
+            if chosen is NO_PROPOSAL:
                 self._computed -= 1
                 break
             choices.append(chosen)
-            self._append(chosen.token)
-        return Proposal.of(choices)
+            self._append(chosen.id)
+        return tuple(choices)
 
     def steer(self, code: np.ndarray | None, since: int) -> None:
         """Compute positions from `since` on with `code` [rank] float32, None: with none; those before it with none."""
@@ -306,12 +306,12 @@ class OnnxState:
             log_q[start + 1 - first : stop + 1 - first] = scored - log_normalizer
         return log_q
 
-    def foresee(self, tokens: Sequence[int]) -> Proposal:
+    def foresee(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
         """What would have been proposed in place of each of `tokens` [m], appended; -1 beyond the context's end."""
         check_scorable(self.length)
         first = self.length
         self.extend(tokens)
-        choices = [NO_CHOICE] * len(tokens)
+        choices = [NO_PROPOSAL] * len(tokens)
         for start, stop in self._runs(first - 1):
             shape = (stop - start, int(self._candidate_count[0]))
             candidates, logits = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.float32)
@@ -323,7 +323,7 @@ class OnnxState:
                 choices[position - first] = self._choose(
                     position, candidates[row], logits[row], normalizer, self._tokens[:position]
                 )
-        return Proposal.of(choices)
+        return tuple(choices)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens. The cache stays where it is; rows past the end are written over."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import DraftState, Proposal, check_truncation, foresee_one_by_one
+from outrider.edge.drafters.protocol import DraftState, check_truncation, foresee_one_by_one
+from outrider.proto.types import DraftToken
 
 
 class TokenPrefix:
@@ -25,7 +26,7 @@ class TokenPrefix:
         """Append known tokens."""
         self.tokens.extend(int(token) for token in tokens)
 
-    def foresee(self: DraftState, tokens: Sequence[int]) -> Proposal:
+    def foresee(self: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
         """What would have been proposed in place of each of `tokens` [m], which are appended."""
         return foresee_one_by_one(self, tokens)
 

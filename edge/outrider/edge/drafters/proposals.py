@@ -11,38 +11,18 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from outrider.proto.noise import gumbel_for_proposals, random_bits, uniform
-from outrider.proto.types import Sampling
+from outrider.proto.types import DraftToken, Sampling
 
 GREEDY_CANDIDATES = 8  # the entropy of these correlates with that of all by 0.99; they cost a token 1 to 2 % more
 
 _LOG_LARGEST_VOCABULARY = 15.0
 
 
-class Choice(NamedTuple):
-    """A token to propose, and what the drafter's distribution says about it. The distribution is that of q.
-
-    Attributes:
-        token: -1: nothing may be proposed, and the rest is NaN.
-        q: its probability.
-        entropy: in nats, of the candidates and the others together. The others are taken for tokens as likely as the
-            last candidate, so it is a lower bound: with the embedded family 0.3 nats too low for 128 candidates at
-            temperature 1, and 1.1 for the few at temperature 0, in step with the truth (correlation above 0.99).
-        certainty: the softmax, over the candidates, of log q + G at the token, G being the shared noise: how far the
-            token is ahead of the others with the very noise that the target will use; q itself at temperature 0.
-    """
-
-    token: int
-    q: float
-    entropy: float
-    certainty: float
-
-
-NO_CHOICE = Choice(-1, math.nan, math.nan, math.nan)
+NO_PROPOSAL = DraftToken(-1)
 
 
 class ProposalRule:
@@ -70,12 +50,16 @@ class ProposalRule:
 
     def choose(
         self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, history: np.ndarray
-    ) -> Choice:
-        """Return the token to propose at `position`, with its probability q under the drafter.
+    ) -> DraftToken:
+        """Return the token to propose at `position`; its confidence is q.
 
         q counts the tokens that are no candidates too, so it is an honest confidence: exact at temperature 1, and
         by `_log_tail` elsewhere. At temperature 0, where every proposal is certain, q is the argmax's probability at
         temperature 1, since that is what tells how likely the target agrees.
+
+        The entropy is that of the candidates and the others together. The others are taken for tokens as likely as the
+        last candidate, so it is a lower bound: with the embedded family 0.3 nats too low for 128 candidates at
+        temperature 1, and 1.1 for the few at temperature 0, in step with the truth (correlation above 0.99).
 
         Args:
             position: absolute, of the token to choose; seeds the noise.
@@ -85,14 +69,14 @@ class ProposalRule:
             history: [position] integers, every token before `position`; read only where penalties are on.
 
         Returns:
-            `NO_CHOICE` where no candidate may be proposed.
+            `NO_PROPOSAL` where no candidate may be proposed.
         """
         if not self._plain:
             return self._choose_processed(position, tokens, logits, log_normalizer, history)
         temperature = self.sampling.temperature
         if temperature == 0:
             q = min(1.0, math.exp(float(logits[0]) - log_normalizer))
-            return Choice(int(tokens[0]), q, _entropy_of_few(logits, log_normalizer), q)
+            return DraftToken(int(tokens[0]), q, _entropy_of_few(logits, log_normalizer), q)
         log_q = logits.astype(np.float64)
         log_q -= log_normalizer
         if temperature != 1:
@@ -101,7 +85,7 @@ class ProposalRule:
             log_q -= math.log(np.exp(log_q).sum() + math.exp(log_tail))
         return self._draw(position, tokens, log_q)
 
-    def _draw(self, position: int, tokens: np.ndarray, log_q: np.ndarray) -> Choice:
+    def _draw(self, position: int, tokens: np.ndarray, log_q: np.ndarray) -> DraftToken:
         """Choose among candidates of log_q [K] float64, where nothing is edited and so the first is not next to 0.
 
         The argmax of log q + G is that of q e^G, and e^G = -1 / log u, which spares a logarithm and an exponential.
@@ -109,19 +93,19 @@ class ProposalRule:
         q = np.exp(log_q)
         race = q / np.log(uniform(random_bits(self.sampling.seed, position, tokens)))  # negative: the least has won
         index = int(race.argmin())
-        certainty = float(race[index]) / _sum(race)
-        return Choice(int(tokens[index]), min(1.0, float(q[index])), _entropy(q, log_q, log_q[-1]), certainty)
+        perturbed = float(race[index]) / _sum(race)
+        return DraftToken(int(tokens[index]), min(1.0, float(q[index])), _entropy(q, log_q, log_q[-1]), perturbed)
 
     def _choose_processed(
         self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, history: np.ndarray
-    ) -> Choice:
+    ) -> DraftToken:
         logits = logits.astype(np.float64)
         log_q = logits - log_normalizer  # at temperature 1, as the model has it
         processed = (self._edit(tokens, logits, history) - log_normalizer) * self._inverse_temperature
         if len(self._allowed):  # almost no other token may be drawn
             allowed = np.isfinite(processed)
             if not allowed.any():
-                return NO_CHOICE
+                return NO_PROPOSAL
             tokens, processed = tokens[allowed], processed[allowed]
             log_total = _log_sum_exp(processed)
         else:
@@ -136,12 +120,12 @@ class ProposalRule:
         entropy = _entropy(q, processed, log_q[-1] * self._inverse_temperature - log_total)
         if self.sampling.temperature == 0:
             index = int(processed.argmax())
-            certainty = min(1.0, float(q[index]))
+            perturbed = min(1.0, float(q[index]))
         else:
             noisy = processed + gumbel_for_proposals(self.sampling.seed, position, tokens)
             index = int(noisy.argmax())
-            certainty = 1.0 / float(np.exp(noisy - noisy[index]).sum())
-        return Choice(int(tokens[index]), min(1.0, float(q[index])), entropy, certainty)
+            perturbed = 1.0 / float(np.exp(noisy - noisy[index]).sum())
+        return DraftToken(int(tokens[index]), min(1.0, float(q[index])), entropy, perturbed)
 
     def _edit(self, tokens: np.ndarray, logits: np.ndarray, history: np.ndarray) -> np.ndarray:
         """Apply allowed tokens, bias and penalties to logits [K] float64; what may not be drawn becomes -inf."""

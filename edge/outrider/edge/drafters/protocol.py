@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from outrider.edge.drafters.packages import SteeringShape
-from outrider.edge.drafters.proposals import NO_CHOICE, Choice, ProposalRule
+from outrider.edge.drafters.proposals import NO_PROPOSAL, ProposalRule
 from outrider.proto.errors import InvalidArgument
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """What a drafter puts after a prefix, as `ProposalRule.choose` has it.
-
-    Attributes:
-        tokens: [n].
-        q: [n] the probability that the drafter gave to each.
-        entropy: [n] in nats, of the distribution that each was taken from; empty: not known.
-        certainty: [n] how far each was ahead of the others, noise included; empty: not known.
-    """
-
-    tokens: tuple[int, ...]
-    q: tuple[float, ...]
-    entropy: tuple[float, ...] = ()
-    certainty: tuple[float, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @staticmethod
-    def of(choices: Sequence[Choice]) -> Proposal:
-        """The proposal of these tokens."""
-        return Proposal(*zip(*choices, strict=True)) if choices else Proposal((), ())
+from outrider.proto.types import DraftToken
 
 
 class DraftState(Protocol):
@@ -51,8 +25,8 @@ class DraftState(Protocol):
         """Append known tokens. Cheap: what they cost is paid by the next `propose` or `score`."""
         ...
 
-    def propose(self, n: int) -> Proposal:
-        """Up to n tokens after the prefix, which are appended to it; fewer, or none, where the drafter has no more."""
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
+        """Append up to n tokens to the prefix and return them; fewer, or none, where the drafter has no more."""
         ...
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
@@ -62,12 +36,11 @@ class DraftState(Protocol):
         """
         ...
 
-    def foresee(self, tokens: Sequence[int]) -> Proposal:
-        """What would have been proposed in place of each of `tokens` [m], given all before it; then they are appended.
+    def foresee(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
+        """Append `tokens` [m] and return what would have been proposed in place of each, given all before it: [m].
 
-        As `propose(1)`, `truncate` and `extend` for each of them, but for the time. The proposal's tokens are [m], -1
-        where nothing would have been proposed; q, and what else is known, is NaN there. Needs a prefix of at least one
-        token.
+        Equals `propose(1)`, `truncate` and `extend` for each of them, but for the time. The id is -1 where nothing
+        would have been proposed. Needs a prefix of at least one token.
         """
         ...
 
@@ -119,24 +92,16 @@ def steering_of(drafter: Drafter) -> SteeringShape | None:
     return getattr(drafter, "steering", None)
 
 
-def foresee_one_by_one(state: DraftState, tokens: Sequence[int]) -> Proposal:
+def foresee_one_by_one(state: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
     """`DraftState.foresee` by its definition: for drafters that have nothing better."""
     check_scorable(state.length)
-    choices = []
+    choices: list[DraftToken] = []
     for token in tokens:
         length = state.length
-        choices.append(_first(state.propose(1)))
+        choices += state.propose(1) or (NO_PROPOSAL,)
         state.truncate(length)
         state.extend((token,))
-    return Proposal.of(choices)
-
-
-def _first(proposal: Proposal) -> Choice:
-    if not proposal.tokens:
-        return NO_CHOICE
-    unknown = (math.nan,)
-    entropy, certainty = proposal.entropy or unknown, proposal.certainty or unknown
-    return Choice(proposal.tokens[0], proposal.q[0], entropy[0], certainty[0])
+    return tuple(choices)
 
 
 def check_truncation(length: int, current: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import Goal
+from outrider.proto.types import DraftToken, Goal
 
 TOKEN_BYTES = 2  # of a draft on the wire, vocabularies below 2^14 and most ids above 127
 FIRST_WINDOW = 8  # while nothing has been measured
@@ -28,9 +28,7 @@ class EdgeView:
         token_s: what a committed token has taken, on average.
         goal: of the deployment.
         chances: [in_flight] that each unverified draft agrees given that those before it do, as calibrated.
-        confidence: [in_flight] the drafter's probability of each; NaN: not known.
-        entropy: [in_flight] of the drafter's distribution there, nats; NaN: not known.
-        certainty: [in_flight] softmax of log probability and shared noise at each; NaN: not known.
+        drafts: [in_flight] what the drafter says of each; empty: not known.
         temperature: of the text.
         battery: share that is left, 1 on mains.
     """
@@ -46,9 +44,7 @@ class EdgeView:
     token_s: float
     goal: Goal
     chances: tuple[float, ...] = ()
-    confidence: tuple[float, ...] = ()
-    entropy: tuple[float, ...] = ()
-    certainty: tuple[float, ...] = ()
+    drafts: tuple[DraftToken, ...] = ()
     temperature: float = 0.0
     battery: float = 1.0
 

@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from outrider.proto.types import Draft
-
-
-class DraftToken(NamedTuple):
-    """A draft and the drafter's signs of its worth; NaN: not known.
-
-    Attributes:
-        id: token.
-        confidence: the drafter's probability of it.
-        entropy: entropy of the drafter's distribution there, nats.
-        perturbed: softmax of log probability and shared noise.
-    """
-
-    id: int
-    confidence: float
-    entropy: float
-    perturbed: float
+from outrider.proto.types import Draft, DraftToken, token_ids
 
 
 class Chain:
@@ -48,7 +31,7 @@ class Chain:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Ids of the drafts."""
-        return tuple(draft.id for draft in self.drafts)
+        return token_ids(self.drafts)
 
     def extend(self, drafts: Iterable[DraftToken]) -> None:
         """Put further drafts behind those in flight."""

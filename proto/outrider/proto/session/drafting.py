@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
-from outrider.proto.session.chain import Chain, DraftToken
+from outrider.proto.session.chain import Chain
 from outrider.proto.session.codes import CodeKeeper, Steer
 from outrider.proto.session.events import CaughtUp, Drafted
 from outrider.proto.session.instructions import CatchUpJob, DraftJob, TeacherForced
@@ -17,7 +17,7 @@ from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import Selection
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
-from outrider.proto.types import Commit
+from outrider.proto.types import Commit, DraftToken
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
 JOB_S = 0.004  # drafting time between looks at what the verifier has said
@@ -102,7 +102,6 @@ class Drafting:
             return 0
         meter = self._meter
         measured, mine, chances = meter.measurements, meter.drafter(self.active), self._chances()
-        _, confidence, entropy, perturbed = zip(*self._chain.drafts, strict=True) if in_flight else ((),) * 4
         view = EdgeView(
             in_flight=in_flight,
             survival=math.prod(chances),
@@ -115,9 +114,7 @@ class Drafting:
             token_s=measured.pace.token_s,
             goal=stream.terms.goal,
             chances=tuple(chances),
-            confidence=confidence,
-            entropy=entropy,
-            certainty=perturbed,
+            drafts=tuple(self._chain.drafts),
             temperature=text.frame.sampling.temperature,
             battery=self._battery,
         )
@@ -188,27 +185,24 @@ class Drafting:
         Raises:
             UnknownToken: the target does not have one of them.
         """
-        job, tokens, text, selection = done.job, done.tokens, self._text, self._selection
+        job, drafts, text, selection = done.job, done.drafts, self._text, self._selection
         self.running = None
         if text.done:
             return
         if self._issued_in == text.turns:
             self._compare_forced(job.drafter, job.truncate_to + job.skip, done.teacher_forced)
-        if tokens and not (min(tokens) >= 0 and max(tokens) < self._stream.terms.vocab_size):
+        if any(not 0 <= draft.id < self._stream.terms.vocab_size for draft in drafts):
             raise UnknownToken("the drafter proposes tokens that the target does not have")
         if job.epoch != self._chain.epoch:
             selection.agreed = min(selection.agreed, job.start)
             return
-        text.statistics.drafted += len(tokens)
-        if not tokens:
+        text.statistics.drafted += len(drafts)
+        if not drafts:
             self._stalled = self._choice_due = True
         elif len(job.extend_with) <= CATCH_UP:
-            self._meter.drafter(self.active).drafting_s.add(done.seconds / len(tokens))
+            self._meter.drafter(self.active).drafting_s.add(done.seconds / len(drafts))
             self.last_job_s = done.seconds
-        unknown = (math.nan,) * len(tokens)
-        signs = (sign if len(sign) == len(tokens) else unknown for sign in (done.q, done.entropy, done.perturbed))
-        drafts = list(map(DraftToken, tokens, *signs))
-        overtaken = max(0, min(len(tokens), len(text.tokens) - job.start))
+        overtaken = max(0, min(len(drafts), len(text.tokens) - job.start))
         if not self._meet(drafts[:overtaken], job.start):
             return
         room = max(0, self._stream.credit - len(self._chain))  # the credit may have shrunk meanwhile
@@ -216,7 +210,7 @@ class Drafting:
         if drafts[overtaken:]:
             selection.agreed = max(selection.agreed, len(text.tokens) + len(self._chain))
 
-    def _meet(self, drafts: list[DraftToken], start: int) -> bool:
+    def _meet(self, drafts: tuple[DraftToken, ...], start: int) -> bool:
         """Compare drafts with the tokens that were committed meanwhile, from `start` on; return whether all agree."""
         if not drafts:
             return True
@@ -311,9 +305,9 @@ class Drafting:
 
     def _compare_forced(self, drafter: int, start: int, forced: TeacherForced) -> None:
         """Compare teacher-forced proposals from position `start` on with the committed tokens there."""
-        for i, (token, q) in enumerate(zip(forced.tokens, forced.q, strict=True)):
-            if start + i >= self._selection.first_unheard(drafter):
-                self._learn_hit(drafter, start + i, q, token == self._text.tokens[start + i])
+        for position, draft in enumerate(forced.drafts, start):
+            if position >= self._selection.first_unheard(drafter):
+                self._learn_hit(drafter, position, draft.confidence, draft.id == self._text.tokens[position])
 
     def _learn_hit(self, drafter: int, position: int, confidence: float, hit: bool) -> None:
         self._meter.compare(drafter, confidence, hit)

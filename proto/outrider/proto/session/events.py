@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements
 from outrider.proto.session.instructions import NOTHING_FORCED, CatchUpJob, DraftJob, TeacherForced
-from outrider.proto.types import CloudFrame, FinishReason, Sampling
+from outrider.proto.types import CloudFrame, DraftToken, FinishReason, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,14 @@ class Drafted:
 
     Attributes:
         job: as it was issued.
-        tokens: [n] proposals, at most `job.count`.
-        q: [n] the drafter's probability of each; empty: not known.
+        drafts: [n] proposals, at most `job.count`.
         seconds: duration of the job.
-        entropy: [n] entropy of its distribution at each, nats; empty: not known.
-        perturbed: [n] softmax of log probability and shared noise at each; empty: not known.
         teacher_forced: its proposals in place of the job's teacher-forced tokens.
     """
 
     job: DraftJob
-    tokens: tuple[int, ...]
-    q: tuple[float, ...]
+    drafts: tuple[DraftToken, ...]
     seconds: float
-    entropy: tuple[float, ...] = ()
-    perturbed: tuple[float, ...] = ()
     teacher_forced: TeacherForced = NOTHING_FORCED
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.proto.errors import OutriderError
 from outrider.proto.session.codes import Steer
-from outrider.proto.types import EdgeFrame, FinishReason, TopLogprobs
+from outrider.proto.types import DraftToken, EdgeFrame, FinishReason, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,11 @@ class TeacherForced:
     """What a drafter says in place of tokens that are there.
 
     Attributes:
-        tokens: [m] its proposals in place of committed tokens; -1: none.
-        q: [m] its probability of each; NaN: not known.
+        drafts: [m] its proposals in place of committed tokens.
         log_q: [n] natural logs of its probabilities of tokens of the prompt.
     """
 
-    tokens: tuple[int, ...] = ()
-    q: tuple[float, ...] = ()
+    drafts: tuple[DraftToken, ...] = ()
     log_q: tuple[float, ...] = ()
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from outrider.proto.policy import due_to_flush, worth_a_message
-from outrider.proto.session.chain import Chain, DraftToken
+from outrider.proto.session.chain import Chain
 from outrider.proto.session.drafting import Drafting
 from outrider.proto.session.instructions import EdgeInstruction, Send
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
-from outrider.proto.types import Goal
+from outrider.proto.types import DraftToken, Goal, token_ids
 
 
 class Sender:
@@ -81,4 +81,4 @@ class Sender:
         start = len(self._text.tokens) + self._chain.sent
         self._meter.send_draft(len(drafts), now)
         self._text.statistics.messages += 1
-        return Send(self._chain.send(start, tuple(draft.id for draft in drafts), q, complete=complete))
+        return Send(self._chain.send(start, token_ids(drafts), q, complete=complete))

@@ -37,6 +37,7 @@ from outrider.proto.types.decoding import (
     Commit,
     Continue,
     Draft,
+    DraftToken,
     EdgeFrame,
     FinishReason,
     Goal,
@@ -51,6 +52,7 @@ from outrider.proto.types.decoding import (
     SteeringRequest,
     Timing,
     TopLogprobs,
+    token_ids,
 )
 from outrider.proto.types.sampling import MOST_GRAMMAR_BYTES, MOST_STOP_TOKENS, Grammar, GrammarKind, Sampling
 
@@ -71,6 +73,7 @@ __all__ = [
     "Commit",
     "Continue",
     "Draft",
+    "DraftToken",
     "DrafterHits",
     "DrafterManifest",
     "DrafterPrior",
@@ -99,4 +102,5 @@ __all__ = [
     "Timing",
     "TopLogprobs",
     "VerifierStatus",
+    "token_ids",
 ]

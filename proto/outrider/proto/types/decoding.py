@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from outrider.proto.types.checks import MAX_TOKEN_ID, NAME, SHA256, require, require_tokens
 from outrider.proto.types.sampling import Sampling
@@ -138,6 +140,28 @@ class Continue:
         require(self.start >= 0, "continuation.start", "must be 0 or more")
         require(self.chain >= 0, "continuation.chain", "must be 0 or more")
         require_tokens(self.prompt, "continuation.prompt")
+
+
+class DraftToken(NamedTuple):
+    """A proposed token, and what the drafter's distribution says about it; NaN: not known.
+
+    Attributes:
+        id: token id; -1 in place of a token where nothing may be proposed.
+        confidence: the drafter's probability of it.
+        entropy: entropy of that distribution, nats.
+        perturbed_probability: softmax of log probability and shared noise at the token, over the candidates: how far it
+            is ahead of the others with the very noise that the target will use; the confidence at temperature 0.
+    """
+
+    id: int
+    confidence: float = math.nan
+    entropy: float = math.nan
+    perturbed_probability: float = math.nan
+
+
+def token_ids(tokens: Iterable[DraftToken]) -> tuple[int, ...]:
+    """Return the ids of `tokens` [n]."""
+    return tuple([token.id for token in tokens])
 
 
 @dataclass(frozen=True, slots=True)

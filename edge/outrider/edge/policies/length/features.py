@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outrider.proto.types import DraftToken
+
 DRAFT_INPUTS = ("confidence", "certainty", "entropy", "temperature", "depth")
 BLOCK_INPUTS = (
     "mean_confidence",
@@ -19,6 +21,11 @@ BLOCK_INPUTS = (
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # that SpecKV's network chooses among
 Signal = Sequence[float] | np.ndarray  # [n]
 _SURE = 1e-4  # a probability no nearer to 0 or 1 counts
+
+
+def signs_of(drafts: Sequence[DraftToken]) -> tuple[tuple[float, ...], ...]:
+    """Return ids, confidence, entropy and perturbed probability of drafts, [n] each."""
+    return tuple(zip(*drafts, strict=True)) or ((),) * 4
 
 
 def draft_inputs(

@@ -6,11 +6,12 @@ import functools
 import math
 from dataclasses import dataclass, field
 
-from outrider.edge.policies.length.features import draft_inputs
+from outrider.edge.policies.length.features import draft_inputs, signs_of
 from outrider.edge.policies.length.network import Network
 from outrider.edge.policies.length.trained import shipped
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.window import EdgeView
+from outrider.proto.types import DraftToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,7 @@ class SpecDecWindow:
     def more(self, view: EdgeView) -> int:
         """Tokens to draft now."""
         room = self.most - view.in_flight
-        said = view.confidence, view.certainty, view.entropy
-        survival = _survival(self.head, *said, view.temperature, view.in_flight) if view.in_flight else 1.0
+        survival = _survival(self.head, view.drafts, view.temperature, view.in_flight) if view.in_flight else 1.0
         if room <= 0 or 1 - survival > self.threshold:
             return 0
         return min(room, self._until_exceeded(survival, min(0.98, max(0.02, view.acceptance))))
@@ -56,13 +56,7 @@ class SpecDecWindow:
 
 
 @functools.lru_cache(maxsize=16)  # a session asks several times before it drafts more or drafts are settled
-def _survival(
-    head: Network,
-    confidence: tuple[float, ...],
-    certainty: tuple[float, ...],
-    entropy: tuple[float, ...],
-    temperature: float,
-    drafts: int,
-) -> float:
-    """The chance that all drafts in flight are accepted."""
-    return float(head.chances(draft_inputs(confidence, certainty, entropy, temperature, range(drafts))).prod())
+def _survival(head: Network, drafts: tuple[DraftToken, ...], temperature: float, in_flight: int) -> float:
+    """Return the chance that all drafts in flight are accepted."""
+    _, confidence, entropy, perturbed = signs_of(drafts)
+    return float(head.chances(draft_inputs(confidence, perturbed, entropy, temperature, range(in_flight))).prod())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
-from outrider.edge.policies.length.features import LENGTHS, block_inputs
+from outrider.edge.policies.length.features import LENGTHS, block_inputs, signs_of
 from outrider.edge.policies.length.network import Network
 from outrider.edge.policies.length.rounds import draft_s, waiting_s
 from outrider.edge.policies.length.trained import shipped
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.window import FIRST_WINDOW, EdgeView
+from outrider.proto.types import DraftToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,7 @@ class SpecKvWindow:
             return max(0, min(FIRST_WINDOW, max(self.lengths)) - view.in_flight)
         now = (view.in_flight,) if view.in_flight else ()  # to draft no more
         lengths = (*now, *(length for length in self.lengths if length > view.in_flight))
-        said = view.confidence, view.entropy
-        shares = _shares(self.network, *said, view.temperature, view.in_flight, lengths)
+        shares = _shares(self.network, view.drafts, view.temperature, view.in_flight, lengths)
         fixed_s, each_s = waiting_s(view), draft_s(view)
         rates = [(1 + n * share) / (fixed_s + n * each_s) for n, share in zip(lengths, shares, strict=True)]
         return lengths[rates.index(max(rates))] - view.in_flight
@@ -54,12 +54,8 @@ class SpecKvWindow:
 
 @functools.lru_cache(maxsize=16)  # a session asks several times before it drafts more or drafts are settled
 def _shares(
-    network: Network,
-    confidence: tuple[float, ...],
-    entropy: tuple[float, ...],
-    temperature: float,
-    drafts: int,
-    lengths: tuple[int, ...],
+    network: Network, drafts: tuple[DraftToken, ...], temperature: float, in_flight: int, lengths: tuple[int, ...]
 ) -> list[float]:
-    """[lengths] the share of a block of each length that is accepted, whose first `drafts` are in flight."""
-    return network.chances(block_inputs(confidence, entropy, temperature, drafts, lengths)).tolist()
+    """[lengths] the share of a block of each length that is accepted, whose first `in_flight` drafts are there."""
+    _, confidence, entropy, _ = signs_of(drafts)
+    return network.chances(block_inputs(confidence, entropy, temperature, in_flight, lengths)).tolist()

@@ -41,6 +41,6 @@ class ThresholdWindow:
 
 def _last(view: EdgeView) -> float:
     """How sure the last draft is."""
-    if view.confidence and not math.isnan(view.confidence[-1]):
-        return view.confidence[-1]
+    if view.drafts and not math.isnan(view.drafts[-1].confidence):
+        return view.drafts[-1].confidence
     return view.chances[-1] if view.chances else view.acceptance
