@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import hashlib
 import subprocess
 import sys
@@ -40,6 +41,97 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
     return found
+
+
+ROOMS = {
+    "proto": "proto/outrider/proto",
+    "edge": "edge/outrider/edge",
+    "cloud": "cloud/outrider/cloud",
+    "coordinator": "coordinator/outrider/coordinator",
+    "deploy": "deploy/outrider/deploy",
+    "bench": "deploy/outrider/bench",
+}
+# What runs a command; the settings, the tables and the machines that they share are other modules.
+COMMANDS = {
+    *("deploy.certs", "deploy.control", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
+    *("deploy.fleet", "deploy.models", "deploy.servers", "deploy.submit", "deploy.training"),
+    *("bench.benchmark", "bench.comparison", "bench.length_training", "bench.traces"),
+}
+# To go with the options that they share.
+STILL_JOINED = {
+    ("deploy.decode", "deploy.servers"),
+    ("deploy.demo", "deploy.decode"),
+    ("deploy.demo", "deploy.servers"),
+    ("deploy.servers", "deploy.fleet"),
+    ("bench.benchmark", "deploy.decode"),
+    ("bench.benchmark", "deploy.servers"),
+}
+Graph = dict[str, set[str]]
+
+
+def import_graph(root: Path) -> Graph:
+    """Every module of every room, without `outrider.`, and the modules that it imports, at its top or in a function."""
+    modules = {}
+    for room, folder in ROOMS.items():
+        for path in (root / folder).rglob("*.py"):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            modules[".".join((room, *parts)).removesuffix(".__init__")] = path
+    return {
+        name: {target for target in modules_named(path, set(modules)) if target != name}
+        for name, path in modules.items()
+    }
+
+
+def modules_named(path: Path, modules: set[str]) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    named = set()
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            inner = {member for member in members if member.removeprefix("outrider.") in modules}
+            named |= inner or {node.module}
+    return {name.removeprefix("outrider.") for name in named} & modules
+
+
+def units(graph: Graph) -> Graph:
+    """The graph of the first level of each room: its single modules, and its packages as a whole."""
+    found: Graph = {}
+    for module, targets in graph.items():
+        unit = ".".join(module.split(".")[:2])
+        found.setdefault(unit, set()).update(".".join(target.split(".")[:2]) for target in targets)
+    return {unit: targets - {unit} for unit, targets in found.items()}
+
+
+def test_the_import_graph_has_no_cycle(root) -> None:
+    graph = import_graph(root)
+    assert len(graph) > 200
+    by_unit = units(graph)
+    for unit, targets in sorted(by_unit.items()):
+        print(f"{unit}: {', '.join(sorted(targets)) or '-'}")
+    for each in (graph, by_unit):
+        graphlib.TopologicalSorter(each).prepare()  # a CycleError names the modules
+
+
+def test_a_cycle_of_imports_is_found() -> None:
+    with pytest.raises(graphlib.CycleError, match=r"edge\.a"):
+        graphlib.TopologicalSorter(units({"edge.a.x": {"edge.b"}, "edge.b": {"edge.a.y"}, "edge.a.y": set()})).prepare()
+
+
+def test_no_command_imports_another(root) -> None:
+    graph = units(import_graph(root))
+    assert set(graph) >= COMMANDS
+    arrows = {(command, target) for command in COMMANDS for target in graph[command] & COMMANDS}
+    assert arrows <= STILL_JOINED
 
 
 @pytest.mark.parametrize("part", PARTS)
