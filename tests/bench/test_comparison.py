@@ -39,10 +39,10 @@ from outrider.edge.drafters.prefix import TokenPrefix
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import DraftState
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import FixedCodes, FixedWindow
-from outrider.proto.session import Codes as EdgeCodes
+from outrider.proto.policy import FixedSteering, FixedWindow
 from outrider.proto.session import (
     Drafted,
+    DrafterSteering,
     DraftJob,
     EdgeEvent,
     EdgeSession,
@@ -191,11 +191,11 @@ Step = Callable[[VerifierSession, tuple[int, ...]], Verified]
 
 
 def by_session_machine(
-    frame: Open, rules: VerifierRules, state: DraftState, step: Step, codes: EdgeCodes | None = None
+    frame: Open, rules: VerifierRules, state: DraftState, step: Step, steering: DrafterSteering | None = None
 ) -> EdgeSession:
     """A whole text between an edge and a verifier that wait for each other; the edge when it is done."""
     verifier = VerifierSession(frame, rules, 0.0)
-    edge = EdgeSession(frame, FixedWindow(frame.window), codes=codes, job_tokens=lambda _: 3)
+    edge = EdgeSession(frame, FixedWindow(frame.window), steering=steering, job_tokens=lambda _: 3)
 
     def tell(event: EdgeEvent) -> None:
         for instruction in edge.handle(event, 0.0):
@@ -205,7 +205,7 @@ def by_session_machine(
                 case DraftJob() as job:
                     state.truncate(job.truncate_to)
                     if job.steer is not None:
-                        state.steer(job.steer.code, job.steer.since)
+                        state.steer(job.steer.vector, job.steer.since)
                     state.extend(job.extend_with)
                     tell(Drafted(job, state.propose(job.count), 0.001))
 
@@ -353,11 +353,11 @@ def real_session(
         judged = VerificationInput(verifier.sampling, verifier.transcript, len(prompt), block)
         rows = Rows(cache, (*verifier.transcript[cache.length :], *block), len(block) + 1)
         (sampled,) = sampler.sample(target.forward([rows]), [judged])
-        (code,) = codes.of([verifier.wanted_code], [judged], [sampled])
+        (code,) = codes.of([verifier.wanted_vector], [judged], [sampled])
         return Verified(block, sampled.tokens, sampled.logp, steering=code)
 
     state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt)))
-    edge_codes = EdgeCodes(tiny_drafter.RANK, FixedCodes()) if projections else None
+    edge_codes = DrafterSteering(tiny_drafter.RANK, FixedSteering()) if projections else None
     edge = by_session_machine(frame, rules, state, step, edge_codes)
     target.pool.release(cache)
     return edge

@@ -8,7 +8,7 @@ from outrider.deploy.cli import build_parser
 from outrider.deploy.daemon import edge_config
 from outrider.edge import EdgeConfig
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy import FixedCodes, PricedCodes
+from outrider.proto.policy import FixedSteering, PricedSteering
 from outrider.proto.policy.steering import ALL, FIRST
 
 WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
@@ -17,10 +17,10 @@ WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
 def test_codes_are_chosen_by_what_pays_or_all_or_none_and_nothing_else_may_be_said():
     assert EdgeConfig(**WHERE).steering == "auto"
     chosen = EdgeConfig(**WHERE).steering_policy(64, ((1, 0.1),))
-    assert isinstance(chosen, PricedCodes)
+    assert isinstance(chosen, PricedSteering)
     assert chosen.rate == FIRST
     fixed = EdgeConfig(**WHERE, steering="on").steering_policy(64, ())
-    assert isinstance(fixed, FixedCodes)
+    assert isinstance(fixed, FixedSteering)
     assert fixed.rate == ALL
     assert EdgeConfig(**WHERE, steering="off").steering_policy(64, ()) is None
     with pytest.raises(ConfigError, match="steering: 'maybe' is none of auto, on, off"):

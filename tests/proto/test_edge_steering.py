@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
-from outrider.proto.policy import CodeRate, FixedCodes, FixedWindow, Measurements, PricedCodes, SteeringView
-from outrider.proto.session import Codes, DraftJob, EdgeSession, Reopen, Send
+from outrider.proto.policy import FixedSteering, FixedWindow, Measurements, PricedSteering, SteeringRate, SteeringView
+from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, Reopen, Send
 from outrider.proto.steering import encode
 from outrider.proto.types import (
     Commit,
@@ -38,7 +38,7 @@ RANK = 4
 WISH = SteeringRequest("0123456789ab")
 VERIFIER = rules(projections=frozenset({WISH.projection}))
 PROMPT = open_frame().prompt
-HALVES = CodeRate(SteeringPrecision.FLOAT16)
+HALVES = SteeringRate(SteeringPrecision.FLOAT16)
 
 
 def code_of(position, precision=SteeringPrecision.FLOAT16):
@@ -50,7 +50,7 @@ def told(job):
     """The position of the code that a job brings; None: no word of steering; "none": not to be steered any more."""
     if job.steer is None:
         return None
-    return "none" if job.steer.code is None else int(job.steer.code[0])
+    return "none" if job.steer.vector is None else int(job.steer.vector[0])
 
 
 # === the two halves together ====================================================================================
@@ -60,12 +60,12 @@ class Moody:
     """Changes its mind about codes with every commit."""
 
     def __init__(self, seed):
-        self.rate = CodeRate()
-        self.oldest = 64
+        self.rate = SteeringRate()
+        self.max_age = 64
         self._rng = random.Random(seed)
 
     def after_commit(self, view):
-        self.rate = CodeRate(self._rng.choice(list(SteeringPrecision)), self._rng.choice((0, 1, 2, 4, 8)))
+        self.rate = SteeringRate(self._rng.choice(list(SteeringPrecision)), self._rng.choice((0, 1, 2, 4, 8)))
 
 
 class SteeredSimulation(Simulation):
@@ -74,7 +74,9 @@ class SteeredSimulation(Simulation):
     def __init__(self, frame, oracle, drafter, *, codes, policy, **options):
         super().__init__(frame, oracle, drafter, verifier=VERIFIER, **options)
         self._frame = replace(frame, steering=WISH)
-        self.edge = Watched(self._frame, FixedWindow(16), codes=Codes(RANK, policy), job_tokens=lambda _: 8)
+        self.edge = Watched(
+            self._frame, FixedWindow(16), steering=DrafterSteering(RANK, policy), job_tokens=lambda _: 8
+        )
         self.edge.codes_tell = codes != "noise"
         self.wishes = []
         self._codes_are = codes
@@ -86,7 +88,7 @@ class SteeredSimulation(Simulation):
         super()._take(stream, frame, arrived)
 
     def _send_down(self, stream, frame):
-        if isinstance(frame, Commit) and stream.session is not None and stream.session.wanted_code is not None:
+        if isinstance(frame, Commit) and stream.session is not None and stream.session.wanted_vector is not None:
             code = self._code(frame.start + len(frame.tokens) - 2)
             frame = replace(frame, steering=code if frame.finish is None else None)
         super()._send_down(stream, frame)
@@ -129,7 +131,7 @@ class Watched(EdgeSession):
     def _check(self, job):
         if job.steer is not None:
             assert job.steer.since == self.prompt_length
-            self.drafter_has = job.steer.code
+            self.drafter_has = job.steer.vector
         if self.newest is not None and job.start - 1 - self.newest > 64:
             self.newest = None
         if self.newest is None:
@@ -144,7 +146,9 @@ class Watched(EdgeSession):
 @given(
     seed=st.integers(0, 1 << 30),
     codes=st.sampled_from(["right", "noise", "lost", "malformed"]),
-    policy=st.sampled_from([FixedCodes, lambda: FixedCodes(HALVES), lambda: PricedCodes(RANK), lambda: Moody(3)]),
+    policy=st.sampled_from(
+        [FixedSteering, lambda: FixedSteering(HALVES), lambda: PricedSteering(RANK), lambda: Moody(3)]
+    ),
     link=st.builds(
         Link,
         delay_s=st.sampled_from([0.03, 0.2, 0.0]),
@@ -179,7 +183,7 @@ def test_the_simulation_sends_codes_and_steers_by_them():
         frame = open_frame(sampling=Sampling(max_tokens=200))
         oracle = hashing_oracle(5, eos_odds=0)
         simulation = SteeredSimulation(
-            frame, oracle, drafter_of(oracle, 5, 0.9), codes=codes, policy=FixedCodes(HALVES), seed=5
+            frame, oracle, drafter_of(oracle, 5, 0.9), codes=codes, policy=FixedSteering(HALVES), seed=5
         )
         simulation.run()
         statistics = simulation.edge.statistics
@@ -201,7 +205,7 @@ def steered_edge(policy=None, window=8, measurements=None, opened=True, **change
         open_frame(steering=WISH, **changes),
         FixedWindow(window),
         measurements=measurements,
-        codes=Codes(RANK, policy or FixedCodes(HALVES)),
+        steering=DrafterSteering(RANK, policy or FixedSteering(HALVES)),
     )
     edge.open_frame(b"", 0.0)
     edge.on_opened(consent(steered=opened, keep_s=changes.get("keep_s", 0.0)), 0.1)
@@ -230,7 +234,9 @@ def reports(instructions):
 
 
 def test_a_session_opens_with_the_policys_wish_and_believes_the_verifier_about_codes():
-    edge = HandDrivenEdge(open_frame(steering=WISH), codes=Codes(RANK, FixedCodes(CodeRate(HALVES.precision, 4))))
+    edge = HandDrivenEdge(
+        open_frame(steering=WISH), steering=DrafterSteering(RANK, FixedSteering(SteeringRate(HALVES.precision, 4)))
+    )
     wish = SteeringRequest(WISH.projection, SteeringPrecision.FLOAT16, 4)
     assert edge.open_frame(b"", 0.0).steering == wish
     assert not edge.statistics.steered
@@ -252,7 +258,7 @@ def test_a_wish_and_what_reads_its_codes_come_together():
     with pytest.raises(InvalidArgument, match=r"open\.steering"):
         HandDrivenEdge(open_frame(steering=WISH))
     with pytest.raises(InvalidArgument, match=r"open\.steering"):
-        HandDrivenEdge(open_frame(), codes=Codes(RANK, FixedCodes()))
+        HandDrivenEdge(open_frame(), steering=DrafterSteering(RANK, FixedSteering()))
 
 
 def test_where_the_verifier_has_no_such_projection_the_text_goes_on_unsteered_and_nothing_is_wished():
@@ -311,7 +317,7 @@ def test_a_code_that_is_too_old_steers_no_more_until_another_comes():
 
 
 def test_a_code_steers_only_as_long_as_the_drafter_gains_by_codes_of_its_age():
-    edge = steered_edge(window=80, policy=PricedCodes(RANK, ((1, 0.03), (4, 0.01), (6, -0.01))))
+    edge = steered_edge(window=80, policy=PricedSteering(RANK, ((1, 0.03), (4, 0.01), (6, -0.01))))
     commit(edge, (5,), code_of(2))
     assert told(draft(edge, 1)) == 2
     for _ in range(3):
@@ -378,7 +384,7 @@ def test_a_malformed_code_is_dropped_counted_and_logged_and_the_one_before_it_st
         assert commit(edge, (6,), bad)[0].tokens == (6,)
         commit(edge, (7,), bad)
     (logged,) = caplog.records
-    assert logged.message.startswith("a steering code of v was dropped: steering.")
+    assert logged.message.startswith("a steering vector of v was dropped: steering.")
     assert told(draft(edge)) is None
     assert (edge.statistics.codes, edge.statistics.bad_codes, edge.statistics.steered_jobs) == (3, 2, 2)
     assert not edge.done
@@ -402,21 +408,21 @@ def test_codes_of_both_precisions_steer_alike():
     for precision, error in ((SteeringPrecision.FLOAT16, 0), (SteeringPrecision.INT8, 0.5 / 127)):
         edge = steered_edge()
         commit(edge, (5,), encode(values, precision))
-        got = draft(edge).steer.code
+        got = draft(edge).steer.vector
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, values, atol=error)
 
 
 def test_a_changed_wish_goes_with_a_report_once_and_what_is_unchanged_is_not_said():
-    policy = FixedChoice(CodeRate())
+    policy = FixedChoice(SteeringRate())
     edge = steered_edge(policy)
     commit(edge, (5,))
     assert all(report.steering is None for report in reports(commit(edge, (5,))))
-    policy.rate = CodeRate(every=4)
+    policy.rate = SteeringRate(every=4)
     (report,) = reports(commit(edge, (5,)))
     assert report.steering == SteeringRequest(WISH.projection, every=4)
     assert not reports(commit(edge, (5,)))
-    policy.rate = CodeRate(every=0)
+    policy.rate = SteeringRate(every=0)
     (report,) = reports(commit(edge, (5,)))
     assert report.steering.every == 0
     edge.on_disconnected(Unavailable("gone"), 1.0)
@@ -426,7 +432,7 @@ def test_a_changed_wish_goes_with_a_report_once_and_what_is_unchanged_is_not_sai
 
 
 class FixedChoice:
-    oldest = 64
+    max_age = 64
 
     def __init__(self, rate):
         self.rate = rate
@@ -445,7 +451,7 @@ def test_a_drafter_that_broke_wishes_for_no_codes_any_more():
 
 
 def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
-    policy, measurements = FixedChoice(CodeRate()), Measurements()
+    policy, measurements = FixedChoice(SteeringRate()), Measurements()
     edge = steered_edge(policy, measurements=measurements)
     byte_s, now, rng = 1e-4, 1.0, random.Random(2)
     for index in range(60):

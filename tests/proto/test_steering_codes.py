@@ -122,7 +122,7 @@ def session_of(wish: Request | None, *, kept: tuple[str, ...] = (MINE,), **chang
 
 def commit_of(session: VerifierSession, *tokens: int, block: tuple[int, ...] = ()):
     """A step as the engine makes it: a code where one is wanted."""
-    wish = session.wanted_code
+    wish = session.wanted_vector
     code = encode(np.arange(4.0), wish.precision) if wish is not None else None
     return session.on_verified(Verified(block, tokens, (-1.0,) * len(tokens), steering=code), 1.0)
 
@@ -160,7 +160,7 @@ def test_a_report_changes_the_wish_and_one_without_leaves_it():
     session.on_report(Report(True))
     assert which_have_codes(session, 1) == [False]
     session.on_report(Report(True, steering=Request(MINE, FLOAT16, every=2)))
-    assert session.wanted_code == Request(MINE, FLOAT16, every=2)
+    assert session.wanted_vector == Request(MINE, FLOAT16, every=2)
     assert which_have_codes(session, 3) == [True, False, True]
     session.on_report(Report(True, steering=Request(MINE)))
     assert which_have_codes(session, 2) == [True, True]
@@ -200,7 +200,7 @@ def test_the_wish_of_the_stream_stays_as_last_reported_in_its_next_turn():
     which_have_codes(session, 2)
     later = session.continued(Continue(5, (6,), Sampling(max_tokens=9)), 2.0)
     assert later.steered
-    assert later.wanted_code == Request(MINE, FLOAT16, every=2)
+    assert later.wanted_vector == Request(MINE, FLOAT16, every=2)
     assert which_have_codes(later, 3) == [True, False, True]
 
 

@@ -17,12 +17,12 @@ import pytest
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import (
-    CodeRate,
     Downlink,
-    FixedCodes,
+    FixedSteering,
     Gain,
     Measurements,
-    PricedCodes,
+    PricedSteering,
+    SteeringRate,
     SteeringView,
     choose,
     commit_bytes,
@@ -109,7 +109,7 @@ def test_the_thinner_the_link_the_fewer_bytes_and_at_the_ends_all_or_nothing():
     sent = [rate.bytes_of(256) for rate in chosen]
     assert sent == sorted(sent)
     assert chosen[0] == chosen[1] == NONE
-    assert chosen[-1] == CodeRate(FLOAT16, 1)
+    assert chosen[-1] == SteeringRate(FLOAT16, 1)
     assert len(set(chosen)) >= 4
 
 
@@ -148,10 +148,10 @@ def test_where_commits_pile_up_doubt_is_no_reason_to_go_on():
 
 
 def test_a_fixed_rate_is_one_code_of_int8_in_every_commit():
-    policy = FixedCodes()
+    policy = FixedSteering()
     policy.after_commit(view(0.05))
-    assert policy.rate == CodeRate(INT8, 1)
-    assert (policy.rate.bytes_of(64), NONE.bytes_of(64), CodeRate(FLOAT16, 4).bytes_of(64)) == (76, 0, 35)
+    assert policy.rate == SteeringRate(INT8, 1)
+    assert (policy.rate.bytes_of(64), NONE.bytes_of(64), SteeringRate(FLOAT16, 4).bytes_of(64)) == (76, 0, 35)
 
 
 # === where the link must be measured ============================================================================
@@ -170,7 +170,7 @@ class Edge:
     def __post_init__(self):
         self.rng = random.Random(self.seed)
         self.measurements = Measurements()
-        self.policy = PricedCodes(self.rank)
+        self.policy = PricedSteering(self.rank)
         self.rates = []
         self.now = self.free = 0.0
         self.since = 1 << 30
@@ -186,7 +186,7 @@ class Edge:
             self.since += 1
             size = 6 * tokens
             if rate.every and self.since >= rate.every:
-                size += CodeRate(rate.precision).bytes_of(self.rank)
+                size += SteeringRate(rate.precision).bytes_of(self.rank)
                 self.since = 0
             self.now += COMMIT_S * rng.uniform(0.8, 1.2)
             self.free = max(self.now, self.free) + (size + HEADERS) * byte_s(mbit)
@@ -347,7 +347,7 @@ def test_a_commits_size_is_told_but_for_what_all_have():
 
 
 @pytest.mark.parametrize(
-    ("known", "oldest"),
+    ("known", "max_age"),
     [
         ((), 63),
         (((1, 0.03), (4, 0.01), (6, -0.01)), 4),
@@ -356,8 +356,8 @@ def test_a_commits_size_is_told_but_for_what_all_have():
         (((1, 0.1), (40, 0.05)), 64),
     ],
 )
-def test_a_code_is_of_use_up_to_the_age_where_its_gain_ends(known: tuple[tuple[int, float], ...], oldest: int) -> None:
-    assert Gain(known).oldest == PricedCodes(64, known).oldest == oldest
+def test_a_code_is_of_use_up_to_the_age_where_its_gain_ends(known: tuple[tuple[int, float], ...], max_age: int) -> None:
+    assert Gain(known).max_age == PricedSteering(64, known).max_age == max_age
 
 
 def test_where_drafts_come_too_late_to_be_judged_no_code_is_asked_for() -> None:

@@ -55,7 +55,7 @@ class ModelRunner:
         logits = self._target.forward(rows)
         forwarded = time.monotonic()
         sampled = self._sampler.sample(logits, inputs) if inputs else []
-        codes = self._codes.of([slot.session.wanted_code for slot in slots], inputs, sampled)
+        codes = self._codes.of([slot.session.wanted_vector for slot in slots], inputs, sampled)
         sampled_at = time.monotonic()
         self._wait_until(began + self._min_step_s)
         times = StepTimes(began, forwarded, sampled_at, time.monotonic())

@@ -36,7 +36,7 @@ from outrider.edge.tracing import Tracing
 from outrider.edge.warm_start import OwnTexts, TextKind
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import StaticSelector
-from outrider.proto.session import Codes, EdgeSession, Selection, SharedMeasurements
+from outrider.proto.session import DrafterSteering, EdgeSession, Selection, SharedMeasurements
 from outrider.proto.types import LeaseRequest, Open, Sampling, SessionReport, SteeringRequest
 
 REPORT_WITHIN_S = 1.0
@@ -76,8 +76,8 @@ class Client:
         self._measured = {greedy: SharedMeasurements() for greedy in (True, False)}
         self._own_texts = OwnTexts()
         self._battery = Battery(config.battery)
-        self._codes: Codes | None = None  # what the drafter is steered by
-        self._steering: SteeringRequest | None = None
+        self._steering: DrafterSteering | None = None
+        self._steering_request: SteeringRequest | None = None
 
     async def __aenter__(self) -> Self:
         await self.prepare()
@@ -132,7 +132,8 @@ class Client:
         shape = drafters.steering if drafters is not None else None
         policy = self.config.steering_policy(shape.rank, shape.gain) if shape is not None else None
         if shape is not None and policy is not None:
-            self._codes, self._steering = Codes(shape.rank, policy), SteeringRequest(shape.projection)
+            self._steering = DrafterSteering(shape.rank, policy)
+            self._steering_request = SteeringRequest(shape.projection)
 
     async def inquire(self) -> str:
         """Where a text would be decoded now, as host:port; takes no session's place. Needs `prepare`.
@@ -308,7 +309,7 @@ class Client:
             window=self.config.window if isinstance(self.config.window, int) else 0,
             max_drafts=self.config.max_drafts,
             logp=self.config.logprobs,
-            steering=self._steering,
+            steering=self._steering_request,
         )
 
     def begin(self, frame: Open, journal: Journal | None) -> Decoding:
@@ -323,7 +324,7 @@ class Client:
             self.config.retry,
             measured.snapshot(),
             send_q=self.config.send_q,
-            codes=self._codes,
+            steering=self._steering,
             selection=self._selection(frame.sampling, features, drafters, steered) if drafters else None,
             battery=self._battery.share,
         )

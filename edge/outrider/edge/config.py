@@ -178,15 +178,15 @@ class EdgeConfig(Settings):
 
     def steering_policy(self, rank: int, gain: tuple[tuple[int, float], ...]) -> SteeringPolicy | None:
         """Which codes of `rank` numbers to ask for, where the drafter has that `gain` by their age; None: none ever."""
-        from outrider.proto.policy import FixedCodes, PricedCodes
+        from outrider.proto.policy import FixedSteering, PricedSteering
 
         match self.steering:
             case "off":
                 return None
             case "on":
-                return FixedCodes()
+                return FixedSteering()
             case _:
-                return PricedCodes(rank, gain)
+                return PricedSteering(rank, gain)
 
 
 def check_drafters(names: tuple[str, ...]) -> None:

@@ -242,7 +242,7 @@ class Decoding:
         state = self._state(job.drafter)
         state.truncate(job.truncate_to)
         if job.steer is not None:
-            state.steer(job.steer.code, job.steer.since)
+            state.steer(job.steer.vector, job.steer.since)
         forced = TeacherForced()
         if job.teacher_forced:
             end = job.skip + job.teacher_forced

@@ -19,14 +19,13 @@ stream        its streams: opened, lost, retried, kept between turns
 drafting      its drafters' jobs, and what became of their drafts
 sending       when drafts are sent
 measuring     what the text adds to its edge's measurements
-codes         the steering codes that it keeps
+steering      the steering vectors that it keeps
 selection     which of several drafters drafts
 """
 
 from __future__ import annotations
 
 from outrider.proto.session.acceptance import accept_drafts
-from outrider.proto.session.codes import Codes, Steer
 from outrider.proto.session.drafting import job_tokens
 from outrider.proto.session.edge import EdgeSession
 from outrider.proto.session.events import (
@@ -52,6 +51,7 @@ from outrider.proto.session.instructions import (
 )
 from outrider.proto.session.measuring import SharedMeasurements
 from outrider.proto.session.selection import PROMPT_TOKENS, Selection
+from outrider.proto.session.steering import DrafterSteering, Steer
 from outrider.proto.session.stream import RetryRules
 from outrider.proto.session.text import DrafterCounts, EdgeStatistics
 from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
@@ -61,13 +61,13 @@ __all__ = [
     "Cancelled",
     "CatchUpJob",
     "CaughtUp",
-    "Codes",
     "Disconnected",
     "Done",
     "DraftJob",
     "Drafted",
     "DrafterCounts",
     "DrafterFailed",
+    "DrafterSteering",
     "EdgeEvent",
     "EdgeInstruction",
     "EdgeSession",

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
 from outrider.proto.session.chain import Chain
-from outrider.proto.session.codes import CodeKeeper, Steer
 from outrider.proto.session.events import CaughtUp, Drafted
 from outrider.proto.session.instructions import CatchUpJob, DraftJob, TeacherForced
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import Selection
+from outrider.proto.session.steering import Steer, VectorKeeper
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
 from outrider.proto.types import Commit, DraftToken
@@ -47,7 +47,7 @@ class Drafting:
         selection: Selection,
         *,
         window: WindowPolicy,
-        codes: CodeKeeper | None,
+        vectors: VectorKeeper | None,
         battery: float,
         job_tokens: Callable[[float], int],
     ) -> None:
@@ -61,7 +61,7 @@ class Drafting:
         self._selection = selection
         self._window = window
         self._learner = window if isinstance(window, LearningRule) else None
-        self._codes = codes
+        self._vectors = vectors
         self._battery = battery
         self._job_tokens = job_tokens
         self._choice_due = True
@@ -168,14 +168,14 @@ class Drafting:
 
     def _steer(self, position: int) -> Steer | None:
         """Return what to steer a job by whose first token follows `position`; None: as before."""
-        if self._codes is None or self.active != self._selection.steered:
+        if self._vectors is None or self.active != self._selection.steered:
             return None
         self._meter.measurements.lead.add(position + 2 - len(self._text.tokens))
-        age = self._codes.age(position)
+        age = self._vectors.age(position)
         if age is not None:
             self._text.statistics.steered_jobs += 1
             self._text.statistics.code_age += age
-        return self._codes.steer(self._text.prompt_length)
+        return self._vectors.steer(self._text.prompt_length)
 
     # --- their results ---
 

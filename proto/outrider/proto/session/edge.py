@@ -21,7 +21,6 @@ from collections.abc import Callable
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable, UnknownToken
 from outrider.proto.policy import Measurements, SurvivalWindow, WindowPolicy
 from outrider.proto.session.chain import Chain
-from outrider.proto.session.codes import CodeKeeper, Codes
 from outrider.proto.session.drafting import Drafting, job_tokens
 from outrider.proto.session.events import (
     Cancelled,
@@ -38,6 +37,7 @@ from outrider.proto.session.instructions import EdgeInstruction, Emit, Reopen, S
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import Selection
 from outrider.proto.session.sending import Sender
+from outrider.proto.session.steering import DrafterSteering, VectorKeeper
 from outrider.proto.session.stream import EdgeStream, RetryRules
 from outrider.proto.session.text import EdgeStatistics, EdgeText
 from outrider.proto.types import Cancel, Commit, FinishReason, Goaway, Open, Opened, Report, Sampling, Steering
@@ -56,7 +56,7 @@ class EdgeSession:
         measurements: Measurements | None = None,
         *,
         send_q: bool = False,
-        codes: Codes | None = None,
+        steering: DrafterSteering | None = None,
         selection: Selection | None = None,
         battery: float = 1.0,
         job_tokens: Callable[[float], int] = job_tokens,
@@ -69,18 +69,22 @@ class EdgeSession:
             retry: how long lost streams are reopened.
             measurements: snapshot of those of earlier texts with the same drafters; the machine's own from now on.
             send_q: send the drafter's probabilities, which earn rewards in the commits.
-            codes: what the drafter takes of what `frame.steering` asks for; None: the drafter is not steered.
+            steering: what the drafter takes of what `frame.steering` requests; None: it is not steered.
             selection: among several drafters; None: there is one.
             battery: share that is left, for rules that price energy.
             job_tokens: most tokens of a drafting job, where each takes so many seconds (0: not known yet).
 
         Raises:
-            InvalidArgument: one of `frame.steering` and `codes` is there without the other.
+            InvalidArgument: one of `frame.steering` and `steering` is there without the other.
         """
-        if (frame.steering is None) != (codes is None):
-            raise InvalidArgument("must come with `codes`, and these with it", field="open.steering")
+        if (frame.steering is None) != (steering is None):
+            raise InvalidArgument(
+                "must come with what the drafter is steered by, and that with it", field="open.steering"
+            )
         selection = selection or Selection.of_one()
-        self._codes = CodeKeeper(frame.steering, codes) if frame.steering is not None and codes is not None else None
+        self._vectors = None
+        if frame.steering is not None and steering is not None:
+            self._vectors = VectorKeeper(frame.steering, steering)
         self._text = EdgeText(frame)
         self._chain = Chain()
         self._stream = EdgeStream(self._text, retry or RetryRules())
@@ -92,7 +96,7 @@ class EdgeSession:
             self._meter,
             selection,
             window=window or SurvivalWindow(),
-            codes=self._codes,
+            vectors=self._vectors,
             battery=battery,
             job_tokens=job_tokens,
         )
@@ -199,7 +203,7 @@ class EdgeSession:
                 return self._opened(event, now)
             case StreamReady(lease):
                 drafting = self._drafting.enabled
-                steering = self._codes.ask(drafting) if self._codes is not None else None
+                steering = self._vectors.request(drafting=drafting) if self._vectors is not None else None
                 return [Send(self._stream.open(lease, now, drafting=drafting, steering=steering))]
             case Disconnected(error):
                 return self._lose(error, now)
@@ -240,7 +244,7 @@ class EdgeSession:
             return self._lose(error, now)
         if reopen is not None:
             return [reopen]
-        self.statistics.steered = opened.steered and self._codes is not None
+        self.statistics.steered = opened.steered and self._vectors is not None
         self._meter.open_stream(self._stream.opened_at, now)
         self.statistics.round_trip_s = self.round_trip_s
         self._chain.resend()
@@ -267,8 +271,8 @@ class EdgeSession:
         text, stream, sampling = self._text, self._stream, begun.sampling
         same = sampling == self.sampling
         text.begin_turn(begun.start, begun.prompt, sampling)
-        if self._codes is not None:
-            self._codes.forget()  # a prompt is read unsteered
+        if self._vectors is not None:
+            self._vectors.forget()  # a prompt is read unsteered
         self._meter.forget_round_trip()
         if begun.measurements is not None:
             self._meter.begin_kind(begun.measurements)
@@ -301,8 +305,8 @@ class EdgeSession:
         if tokens:
             instructions.append(self._emit(commit, known))
             self._drafting.commit(commit, known, since_s)
-            if commit.steering is not None and self._codes is not None and self.statistics.steered:
-                self._take_code(self._codes, commit.steering)
+            if commit.steering is not None and self._vectors is not None and self.statistics.steered:
+                self._take_vector(self._vectors, commit.steering)
         if commit.finish is not None:
             return [*instructions, self._end(commit.finish)]
         self._drafting.resume()
@@ -322,23 +326,23 @@ class EdgeSession:
         self.statistics.steps += 1
         self.statistics.judged += commit.judged
         self._chain.said_complete = False
-        if self._meter.take_commit(commit, now, downlink=self._codes is not None):
+        if self._meter.take_commit(commit, now, downlink=self._vectors is not None):
             self.statistics.round_trip_s = self.round_trip_s
-        if self._codes is not None and self.statistics.steered:
-            self._codes.policy.after_commit(self._meter.steering_view())
+        if self._vectors is not None and self.statistics.steered:
+            self._vectors.policy.after_commit(self._meter.steering_view())
 
-    def _take_code(self, codes: CodeKeeper, code: Steering) -> None:
-        """Take a code of the last position but one, the newest that the verifier has processed.
+    def _take_vector(self, vectors: VectorKeeper, vector: Steering) -> None:
+        """Take a vector of the last position but one, the newest that the verifier has processed.
 
         A bad one costs drafts alone.
         """
         self.statistics.codes += 1
-        self.statistics.code_bytes += len(code.values)
+        self.statistics.code_bytes += len(vector.values)
         try:
-            codes.take(code, len(self.transcript) - 2)
+            vectors.take(vector, len(self.transcript) - 2)
         except InvalidArgument as error:
             if not self.statistics.bad_codes:
-                log.warning("a steering code of %s was dropped: %s", self.verifier, error)
+                log.warning("a steering vector of %s was dropped: %s", self.verifier, error)
             self.statistics.bad_codes += 1
 
     # --- drafters ---
@@ -360,13 +364,13 @@ class EdgeSession:
         if not self.connected:
             return []
         mine, enabled = self._meter.drafter(self.drafter), self._drafting.enabled
-        steered = self._codes if self.statistics.steered else None
+        steered = self._vectors if self.statistics.steered else None
         report = Report(
             enabled,
             mine.drafting_s.value,
             self.round_trip_s,
             mine.calibration.acceptance.rate,
-            steered.ask_anew(enabled) if steered is not None else None,
+            steered.changed_request(drafting=enabled) if steered is not None else None,
         )
         return [Send(report)] if self._stream.changed(report) else []
 

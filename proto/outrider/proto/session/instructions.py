@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.proto.errors import OutriderError
-from outrider.proto.session.codes import Steer
+from outrider.proto.session.steering import Steer
 from outrider.proto.types import DraftToken, EdgeFrame, FinishReason, TopLogprobs
 
 

@@ -32,7 +32,7 @@ class Selection:
     Attributes:
         names: of the drafters.
         current: whose turn it is.
-        steered: the one that steering codes are meant for; None: none of them.
+        steered: the one that steering vectors are meant for; None: none of them.
     """
 
     def __init__(self, selector: Selector, names: tuple[str, ...], *, steered: int | None = 0) -> None:

@@ -40,12 +40,12 @@ class EdgeStatistics:
         resumes: streams opened after the first.
         round_trip_s: smoothed round-trip time of a small message.
         drafter_error: what the newest broken drafter said.
-        steered: whether the verifier sends the codes that the drafter takes.
-        codes: codes received, unreadable ones included.
+        steered: whether the verifier sends the steering vectors that the drafter takes.
+        codes: vectors received, unreadable ones included.
         code_bytes: their bytes on the downlink, without framing.
-        bad_codes: codes dropped because they could not be read.
-        steered_jobs: drafting jobs steered by a code.
-        code_age: sum over these of the positions from the code's own to the one that the first draft follows.
+        bad_codes: vectors dropped because they could not be read.
+        steered_jobs: drafting jobs steered by a vector.
+        code_age: sum over these of the positions from the vector's own to the one that the first draft follows.
         of_drafters: by name, of each that was active or caught up.
         switches: changes of the active drafter.
         read: tokens that idle drafters caught up with.
@@ -82,7 +82,7 @@ class EdgeStatistics:
 
     @property
     def mean_code_age(self) -> float:
-        """Mean age of the code of a steered job, in positions; 0 where no job was steered."""
+        """Mean age of the vector of a steered job, in positions; 0 where no job was steered."""
         return self.code_age / self.steered_jobs if self.steered_jobs else 0.0
 
 

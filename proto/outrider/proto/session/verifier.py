@@ -63,7 +63,7 @@ class VerifierRules:
     batch_invariant: bool = False
     keep_s: float = 300.0  # an idle session, at most, where its edge wants it kept
     release: str = ""  # of Outrider, for people
-    projections: frozenset[str] = frozenset()  # whose steering codes it can make
+    projections: frozenset[str] = frozenset()  # whose steering vectors it can make
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Verified:
 
     tokens_by_target: [k + 1], logp [k + 1] natural logs of their processed probabilities, reward as in Commit.
     logprobs, top_logprobs: [a + 1] as in Commit, of the a drafts that agree and the token after; empty: not asked.
-    steering: the code of the state behind the last draft that agrees, or behind the transcript's end where none does,
-    if `wanted_code` asked for it.
+    steering: the vector of the state behind the last draft that agrees, or behind the transcript's end where none does,
+    if `wanted_vector` asked for it.
     """
 
     block: tuple[int, ...]
@@ -135,7 +135,7 @@ class VerifierSession:
         self._pays = True
         self._told: deque[tuple[int, float]] = deque(maxlen=MOST_TOLD)  # where recent commits ended, and when
         self._steering = frame.steering
-        self._without_code = math.inf  # commits since the last with a code of this projection
+        self._without_vector = math.inf  # commits since the last with a vector of this projection
 
     def opened(self) -> Opened:
         """The answer to Open."""
@@ -227,10 +227,10 @@ class VerifierSession:
         return self._steering is not None and self._steering.projection in self._rules.projections
 
     @property
-    def wanted_code(self) -> SteeringRequest | None:
-        """Which steering code the next commit should carry, unless it ends the text; None: none."""
+    def wanted_vector(self) -> SteeringRequest | None:
+        """Which steering vector the next commit should carry, unless it ends the text; None: none."""
         wish = self._steering
-        if wish is None or not wish.every or not self.steered or self._without_code + 1 < wish.every:
+        if wish is None or not wish.every or not self.steered or self._without_vector + 1 < wish.every:
             return None
         return wish
 
@@ -370,11 +370,11 @@ class VerifierSession:
         _check_vocabulary(draft.tokens, self._rules.vocab_size, "draft.tokens")
 
     def on_report(self, report: Report) -> None:
-        """Remember what the edge measured, which replaces the last report, and which codes it wants from now on."""
+        """Remember what the edge measured, which replaces the last report, and which vectors it wants from now on."""
         self._report = report
         if report.steering is not None:
             if self._steering is None or report.steering.projection != self._steering.projection:
-                self._without_code = math.inf  # what it has is of another projection
+                self._without_vector = math.inf  # what it has is of another projection
             self._steering = report.steering
         if report.acceptance:
             self._acceptance.believe(report.acceptance)
@@ -409,7 +409,7 @@ class VerifierSession:
         self._ready_since = now
         self._plan = None
         steering = verified.steering if self.finish is None else None  # no drafts are made after the end
-        self._without_code = self._without_code + 1 if steering is None else 0
+        self._without_vector = self._without_vector + 1 if steering is None else 0
         return Commit(
             start=start,
             tokens=tokens,

@@ -1,0 +1,95 @@
+"""The steering vectors of one session on its edge: requested, received, and given to the drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from outrider.proto import steering
+from outrider.proto.policy import SteeringPolicy
+from outrider.proto.types import Steering, SteeringRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Steer:
+    """What a drafter computes positions with.
+
+    Attributes:
+        vector: [rank] float32, for positions from `since` on; None: they are computed unsteered.
+        since: first steered position; those before it are computed unsteered.
+    """
+
+    vector: np.ndarray | None
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSteering:
+    """What a drafter can be steered by.
+
+    Attributes:
+        rank: numbers in a vector.
+        policy: rule of which vectors to request.
+    """
+
+    rank: int
+    policy: SteeringPolicy
+
+
+class VectorKeeper:
+    """Keeps the newest vector, and what verifier and drafter know.
+
+    Attributes:
+        policy: rule of which vectors to request.
+    """
+
+    def __init__(self, request: SteeringRequest, drafter: DrafterSteering) -> None:
+        """Begin without a vector; `request` names the projection, and the policy says the rest."""
+        self.policy = drafter.policy
+        self._rank = drafter.rank
+        self._requested = request
+        self._drafter_has: np.ndarray | None = None
+        self._vector: np.ndarray | None = None
+        self._position = 0  # of the vector
+
+    def request(self, *, drafting: bool) -> SteeringRequest:
+        """Return what to request now; none where nothing is drafted."""
+        rate = self.policy.rate
+        every = rate.every if drafting else 0
+        self._requested = replace(self._requested, precision=rate.precision, every=every)
+        return self._requested
+
+    def changed_request(self, *, drafting: bool) -> SteeringRequest | None:
+        """Return what to request now; None where the verifier knows it."""
+        before = self._requested
+        return None if self.request(drafting=drafting) == before else self._requested
+
+    def take(self, vector: Steering, position: int) -> None:
+        """Take in the vector of a position.
+
+        Raises:
+            InvalidArgument: it cannot be read; the one before it stays.
+        """
+        self._vector, self._position = steering.decode(vector, self._rank), position
+
+    def forget(self) -> None:
+        """Steer by nothing until a vector comes."""
+        self._vector = None
+
+    def age(self, position: int) -> int | None:
+        """Return the positions from the vector's own to `position`, which the next draft follows.
+
+        None: there is none young enough, and the drafter is to be steered by nothing.
+        """
+        if self._vector is None or position - self._position > self.policy.max_age:
+            self._vector = None
+            return None
+        return position - self._position
+
+    def steer(self, prompt_length: int) -> Steer | None:
+        """Return what the drafter needs to know before its next job; None: it knows."""
+        if self._vector is self._drafter_has:
+            return None
+        self._drafter_has = self._vector
+        return Steer(self._vector, since=prompt_length)
