@@ -11,6 +11,7 @@ import torch
 
 from outrider.bench.benchmark import library
 from outrider.bench.benchmark.library import LibraryProcess, LibraryText, drafter_folder_of
+from outrider.cloud.testing import save_tiny_target
 from outrider.proto.errors import ConfigError, Internal
 from outrider.proto.types import Sampling
 
@@ -19,11 +20,10 @@ TOKENS = 24
 
 
 def save_llama(folder: Path, seed: int, layers: int) -> Path:
-    """A tiny random Llama as transformers saves it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+    return save_tiny_target(
+        folder,
+        seed=seed,
+        sharpness=1,
         vocab_size=97,
         hidden_size=32,
         intermediate_size=48,
@@ -31,17 +31,10 @@ def save_llama(folder: Path, seed: int, layers: int) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
-        bos_token_id=1,
+        initializer_range=0.08,  # four times the usual, so that texts do not loop at once
         eos_token_id=None,
         pad_token_id=0,
     )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)  # so that texts do not loop at once
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from outrider.bench.comparison.record import Variant, in_front
 from outrider.bench.comparison.rounds import Rounds, SentVectors, synchronous_rounds
@@ -28,16 +27,17 @@ from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Rows, Target, load_target
+from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.text_writer import SteeringVectors, TextRequest, TextWriter, WrittenText
 from outrider.deploy.cli import main
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import choose_prompts
 from outrider.edge.drafters import find_package
-from outrider.edge.drafters.fakes import ScriptedDrafter
 from outrider.edge.drafters.onnx import OnnxDrafter
 from outrider.edge.drafters.prefix import TokenPrefix
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import DraftState
+from outrider.edge.testing import ScriptedDrafter, tiny_drafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedSteering, FixedWindow
 from outrider.proto.session import (
@@ -53,11 +53,9 @@ from outrider.proto.session import (
     VerifierRules,
     VerifierSession,
 )
+from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import Draft, DraftToken, Open, Patience, Sampling, SteeringPrecision, SteeringRequest
-
-sys.path.append(str(Path(__file__).parent.parent / "edge"))
-import tiny_drafter
 
 GREEDY = Sampling(temperature=0.0, max_tokens=40)
 PROMPT = tuple(range(10, 15))
@@ -267,13 +265,7 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-WORDS = json.dumps(
-    {
-        "version": "1.0",
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(tiny_drafter.VOCAB)}, "unk_token": "w0"},
-    }
-)
+WORDS = word_tokenizer(tiny_drafter.VOCAB)
 
 
 @dataclass(frozen=True)
@@ -290,9 +282,7 @@ class Family:
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     folder = tmp_path_factory.mktemp("family")
     found = Family(*(folder / name for name in ("target", "plain", "steered", "projection.safetensors")))
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).eval().save_pretrained(found.target)
-    (found.target / "tokenizer.json").write_text(WORDS)
+    save_tiny_target(found.target, seed=0, sharpness=1, **SIZES)
     projection = Projection((0, 1), hidden=32, rank=tiny_drafter.RANK, target="big").save(found.projection)
     tiny_package(found.plain, tiny_drafter.tiny_graph())
     manifest = tiny_drafter.STEERING_MANIFEST | {"projection": projection}

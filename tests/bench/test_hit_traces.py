@@ -10,7 +10,7 @@ import pytest
 from outrider.bench.replay.record import record_trace
 from outrider.bench.replay.traces import HitTrace, load_traces, save_traces
 from outrider.deploy.prompts import Prompt
-from outrider.edge.drafters.fakes import ScriptedDrafter
+from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Sampling
 

@@ -29,12 +29,13 @@ from outrider.bench.traces.recording import (
     save_costs,
 )
 from outrider.bench.traces.sweep import WARM_UP_TOKENS, Sweep, policy_of
+from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.cli import main
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import Prompt
 from outrider.edge.drafters import NgramDrafter
-from outrider.edge.drafters.fakes import ScriptedDrafter
+from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow
 from outrider.proto.types import Goal, Sampling, token_ids
@@ -62,17 +63,7 @@ MODEL = {
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model with a word a token."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("target")
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**MODEL)).eval().save_pretrained(folder)
-    vocabulary = {f"w{i}": i for i in range(20)}
-    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}
-    tokenizer = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": model}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
+    return save_tiny_target(tmp_path_factory.mktemp("target"), seed=0, sharpness=1, **MODEL)
 
 
 @pytest.fixture(scope="module")

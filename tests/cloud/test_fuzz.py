@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 
 import grpc
@@ -16,6 +15,7 @@ from outrider.cloud.server import VerifierServer
 from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
+from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import Cancel, Commit, Draft, FinishReason, Goaway, Open, Opened, Patience, Report, Sampling
 
 torch.set_num_threads(1)
@@ -34,9 +34,7 @@ def config(tmp_path_factory):
     torch.manual_seed(5)
     shape = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 256, "eos_token_id": 2}
     GPT2LMHeadModel(GPT2Config(**shape)).eval().save_pretrained(folder)
-    vocabulary = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer.json").write_text(word_tokenizer(VOCAB))
     return VerifierConfig(target=str(folder), model="tiny", threads=1, kv_tokens=16384, max_sessions=64, stall_s=5.0)
 
 

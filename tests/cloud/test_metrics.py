@@ -10,51 +10,26 @@ import urllib.error
 import urllib.request
 
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.metrics import VerifierMetrics
 from outrider.cloud.server import VerifierServer
+from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.drafters.fakes import ScriptedDrafter
 from outrider.edge.metrics import EdgeMetrics
+from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.logs import JsonLines
 from outrider.proto.types import Commit, FinishReason, Timing
 
-VOCAB = 61
 TOKENS = 24
 PROMPT = "w7 w8 w9"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny random Llama with a tokenizer, as on disk."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).eval().save_pretrained(folder)
-    vocabulary = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = {
-        "version": "1.0",
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
+    return save_tiny_target(tmp_path_factory.mktemp("tiny"), sharpness=1, max_position_embeddings=512)
 
 
 def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import time
 
@@ -14,6 +13,8 @@ import torch
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
+from outrider.cloud.testing import decode_by_hand, save_tiny_target
+from outrider.cloud.testing.tiny_target import VOCAB
 from outrider.proto import codec
 from outrider.proto.errors import (
     ConfigError,
@@ -30,7 +31,6 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.lease import LeaseClaim, sign_lease
-from outrider.proto.noise import gumbel
 from outrider.proto.rpc_errors import from_rpc_error
 from outrider.proto.types import (
     PROTOCOL_VERSION,
@@ -50,7 +50,6 @@ from outrider.proto.v1 import decoding_pb2 as pb
 
 torch.set_num_threads(1)
 
-VOCAB = 61
 CONTEXT = 4096
 SECRET = b"a secret of the test"
 PROMPT = (5,)  # one token, so that the verifier's patience holds from the first step on
@@ -62,45 +61,14 @@ SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny random Llama with a tokenizer, as on disk."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(60)
-    model.save_pretrained(folder)
-    vocabulary = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
+    return save_tiny_target(tmp_path_factory.mktemp("tiny"), max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """The text after PROMPT with seed 9 at temperature 1, by transformers and the documented rule alone."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder).eval()
-    tokens = list(PROMPT)
-    with torch.inference_mode():
-        for position in range(len(PROMPT), len(PROMPT) + EXPECTED_TOKENS):
-            logp = torch.log_softmax(model(torch.tensor([tokens])).logits[0, -1].double(), -1)
-            noise = torch.from_numpy(gumbel(9, position, torch.arange(VOCAB).numpy()))
-            tokens.append(int((logp + noise).argmax()))
-    return tuple(tokens[len(PROMPT) :])
+    """The text after PROMPT with seed 9 at temperature 1."""
+    texts, _ = decode_by_hand(folder, [PROMPT], [9], EXPECTED_TOKENS)
+    return tuple(texts[0])
 
 
 class RawStream:

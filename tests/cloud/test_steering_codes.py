@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import queue
@@ -31,6 +30,7 @@ from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
 from outrider.proto.session import VerifierRules
 from outrider.proto.steering import decode
+from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import (
     Commit,
     Continue,
@@ -94,9 +94,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
                     if parameter.dim() > 1:
                         parameter.mul_(4)  # so that attention is not nearly uniform
             model.save_pretrained(folder)
-            vocabulary = {f"w{i}": i for i in range(VOCAB)}
-            tokenizer = {"version": "1.0", "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}}
-            (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+            (folder / "tokenizer.json").write_text(word_tokenizer(VOCAB))
             made[architecture] = folder, model
         return made[architecture]
 

@@ -11,6 +11,7 @@ from outrider.cloud.family_index import embedded_targets
 from outrider.cloud.kv_cache import PagedKVCache
 from outrider.cloud.target import Rows, load_target
 from outrider.proto.errors import ModelRefused, NotFound, ResourceExhausted
+from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
 
 torch.set_num_threads(1)
@@ -42,18 +43,6 @@ ARCHITECTURES = {
     "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "eos_token_id": 2},
 }
 
-TOKENIZER = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [],
-    "normalizer": None,
-    "pre_tokenizer": {"type": "Whitespace"},
-    "post_processor": None,
-    "decoder": None,
-    "model": {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(VOCAB)}, "unk_token": "w0"},
-}
-
 
 def save_model(folder, architecture, **changes):
     """A tiny random model and a tokenizer, as a hub repository would hold them; the model."""
@@ -67,7 +56,7 @@ def save_model(folder, architecture, **changes):
             if parameter.dim() > 1:
                 parameter.mul_(4)  # so that attention is not nearly uniform
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (folder / "tokenizer.json").write_text(word_tokenizer(VOCAB))
     return model
 
 
@@ -220,7 +209,7 @@ def test_batch_invariant_mode_computes_the_same_function(folders):
 def test_what_a_loaded_target_says_of_itself(folders):
     target = load(folders("llama")[0], context_length=100)
     assert (target.vocab_size, target.context_length, target.eos_tokens) == (VOCAB, 100, frozenset({2}))
-    assert target.tokenizer_sha256 == tokenizer_hash(json.dumps(TOKENIZER))
+    assert target.tokenizer_sha256 == tokenizer_hash(word_tokenizer(VOCAB))
     assert load(folders("llama")[0], context_length=999).context_length == 128
     assert load(folders("llama")[0], kv_tokens=64).context_length == 64
 

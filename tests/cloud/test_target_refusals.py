@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.cloud import attention
 from outrider.cloud.target import Target, load_target
+from outrider.cloud.testing import tiny_llama
 from outrider.proto.errors import ModelRefused
 
 SMALL = {
@@ -36,8 +35,7 @@ ROPE: dict[str, dict[str, Any]] = {
 
 
 def tiny(**config: Any) -> Any:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**{**SMALL, **config})).eval()
+    return tiny_llama(seed=0, **(SMALL | config))
 
 
 @pytest.mark.parametrize("kind", ROPE)

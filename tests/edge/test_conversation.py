@@ -10,10 +10,10 @@ import pytest
 
 from outrider.edge import Client, Conversation, EdgeConfig, SyncConversation, Tokens, Transcript
 from outrider.edge.drafters import NgramDrafter, ProposalRule
-from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.drafters.onnx import OnnxDrafter
 from outrider.edge.drafters.packages import find_package
 from outrider.edge.event_stream import collect, stream_events
+from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.text import TextStream
 from outrider.proto.errors import DeadlineExceeded, InvalidArgument
 from outrider.proto.session import Done, EdgeStatistics, Emit

@@ -12,20 +12,27 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_drafter import GREEDY, STEERING_MANIFEST, TOKENIZER, steering_graph, tiny_graph, write_package
 
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.doctor import Outcome, speed
 from outrider.edge.doctor.agreement import Visit
 from outrider.edge.drafters import DrafterCache, NgramDrafter, embedded_packages, find_package
 from outrider.edge.drafters import pool as pool_module
-from outrider.edge.drafters.fakes import GarbageDrafter, ScriptedDrafter
 from outrider.edge.drafters.memory import give_back, own_bytes
 from outrider.edge.drafters.onnx import OnnxDrafter
 from outrider.edge.drafters.packages import DrafterPackage, SteeringShape, sha256_of
 from outrider.edge.drafters.pool import LOOK_AGAIN_S, REST_S, DrafterPool, Member
 from outrider.edge.drafters.search import DrafterSearch
 from outrider.edge.preparation import Preparation, Ready
+from outrider.edge.testing import GarbageDrafter, ScriptedDrafter
+from outrider.edge.testing.tiny_drafter import (
+    GREEDY,
+    STEERING_MANIFEST,
+    TOKENIZER,
+    steering_graph,
+    tiny_graph,
+    write_package,
+)
 from outrider.proto.errors import (
     ConfigError,
     DataLoss,
@@ -35,13 +42,14 @@ from outrider.proto.errors import (
     TokenizerMismatch,
     Unavailable,
 )
+from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, RemoteFile
 
 MB = 10**6
 SIZE = 100 * MB  # of each drafter: far more than this process takes meanwhile
 WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
-WORD_TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+WORD_TOKENIZER = word_tokenizer(1)
 
 
 class Clock:

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_drafter import (
+
+from outrider.edge.drafters import NgramDrafter, ProposalRule, embedded_packages, find_package
+from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
+from outrider.edge.drafters.protocol import foresee_one_by_one
+from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
+from outrider.edge.testing.tiny_drafter import (
     CONTEXT,
     GREEDY,
     RANK,
@@ -20,11 +25,6 @@ from tiny_drafter import (
     tiny_graph,
     write_package,
 )
-
-from outrider.edge.drafters import NgramDrafter, ProposalRule, embedded_packages, find_package
-from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
-from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
-from outrider.edge.drafters.protocol import foresee_one_by_one
 from outrider.proto.errors import Internal, InvalidArgument, UnknownToken
 from outrider.proto.types import DraftToken, Sampling, token_ids
 

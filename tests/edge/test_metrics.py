@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from simulated_decoding import HASH, Link, Simulation, drafter_of, hashing_oracle, open_frame, rules
 
 from outrider.deploy.metrics_table import metrics_by_part
 from outrider.edge.decoding import Journal, Subject
@@ -18,9 +17,6 @@ from outrider.proto import codec
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import Cancelled, Done, DrafterFailed, EdgeSession, Send, TurnBegun
 from outrider.proto.types import Commit, Draft, FinishReason, Opened, Sampling, Timing
-
-sys.path.append(str(Path(__file__).parent.parent / "proto"))
-from simulated_decoding import HASH, Link, Simulation, drafter_of, hashing_oracle, open_frame, rules
 
 WHOSE = {"model_name": "m", "drafter": "d"}
 PHASE = "outrider:edge_phase_seconds"

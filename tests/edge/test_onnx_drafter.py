@@ -9,7 +9,10 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_drafter import (
+
+from outrider.edge.drafters import ProposalRule, embedded_packages, find_package, proposals
+from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
+from outrider.edge.testing.tiny_drafter import (
     CANDIDATES,
     CONTEXT,
     GREEDY,
@@ -26,9 +29,6 @@ from tiny_drafter import (
     tiny_graph,
     write_package,
 )
-
-from outrider.edge.drafters import ProposalRule, embedded_packages, find_package, proposals
-from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
 from outrider.proto.errors import Internal, InvalidArgument, ModelRefused, UnknownToken
 from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling, token_ids

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.edge.drafters import NgramDrafter, ProposalRule
-from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.drafters.proposals import GREEDY_CANDIDATES, NO_PROPOSAL
+from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.proto.errors import Internal, InvalidArgument
 from outrider.proto.noise import gumbel
 from outrider.proto.types import DraftToken, Sampling, token_ids

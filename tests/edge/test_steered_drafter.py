@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_drafter import (
+
+from outrider.edge.drafters import NgramDrafter, ProposalRule
+from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
+from outrider.edge.drafters.packages import SteeringShape
+from outrider.edge.drafters.protocol import steering_of
+from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
+from outrider.edge.testing.tiny_drafter import (
     CANDIDATES,
     GREEDY,
     LAYERS,
@@ -28,12 +34,6 @@ from tiny_drafter import (
     tiny_graph,
     write_package,
 )
-
-from outrider.edge.drafters import NgramDrafter, ProposalRule
-from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter, ScriptedDrafter
-from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
-from outrider.edge.drafters.packages import SteeringShape
-from outrider.edge.drafters.protocol import steering_of
 from outrider.proto.errors import InvalidArgument, ModelRefused
 from outrider.proto.noise import gumbel
 from outrider.proto.types import Sampling, token_ids

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
+from simulated_decoding import open_frame
 
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Journal, Subject
@@ -20,9 +20,6 @@ from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.session import Done, EdgeSession
 from outrider.proto.tracing import TRACEPARENT
 from outrider.proto.types import Commit, Draft, FinishReason, Opened, Timing
-
-sys.path.append(str(Path(__file__).parent.parent / "proto"))
-from simulated_decoding import open_frame
 
 OPENED = Opened(committed=0, credit=16, max_tokens=40, verifier="v", context_length=512)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +16,6 @@ from outrider.cloud.server import VerifierServer
 from outrider.deploy.prompts import DOMAINS, HELD_OUT, Prompt, read_prompts
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.routes import DirectRoute
-
-sys.path.append(str(Path(__file__).parent))  # makes the helper modules of this folder importable
 
 TOKENIZER = tokenizer_file(target_folder("reference"))
 

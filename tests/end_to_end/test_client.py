@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from outrider.edge import EdgeConfig, Finished, FinishReason, Provenance, SyncClient, Tokens
-from outrider.edge.drafters.fakes import FailingDrafter, ScriptedDrafter
+from outrider.edge.testing import FailingDrafter, ScriptedDrafter
 from outrider.proto.errors import (
     DeadlineExceeded,
     InvalidArgument,

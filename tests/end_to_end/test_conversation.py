@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import random
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import asynccontextmanager
@@ -20,11 +19,12 @@ import torch
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.server import VerifierServer
+from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig, Finished, FinishReason, SyncClient, Tokens
 from outrider.edge.decoding import Journal
 from outrider.edge.drafters import NgramDrafter
-from outrider.edge.drafters.fakes import FailingDrafter
 from outrider.edge.routes import DirectRoute
+from outrider.edge.testing import FailingDrafter
 from outrider.proto import codec
 from outrider.proto.errors import (
     DeadlineExceeded,
@@ -70,27 +70,15 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory, tokenizer_file) -> Path:
     """A tiny random Llama with the embedded target's tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(3)
-    config = LlamaConfig(
+    return save_tiny_target(
+        tmp_path_factory.mktemp("tiny"),
+        tokenizer=tokenizer_file.read_text(encoding="utf-8"),
         vocab_size=8192,
-        hidden_size=16,
-        intermediate_size=24,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         max_position_embeddings=2048,
         bos_token_id=0,
         eos_token_id=1,
     )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(60)
-    model.save_pretrained(folder)
-    shutil.copy(tokenizer_file, folder / "tokenizer.json")
-    return folder
 
 
 @pytest.fixture

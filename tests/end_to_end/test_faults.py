@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from command_processes import Command, free_port
 from http_streams import Answer, ask_patiently, until_healthy
-from tiny_target import Question, questions, save_tiny_target
+from questions import Question, questions
 
+from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.link.process import LinkProcess
 from outrider.edge.control import CoordinatorClient
 from outrider.proto.errors import OutriderError

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.edge import Sampling
 from outrider.edge.drafters import NgramDrafter
-from outrider.edge.drafters.fakes import FailingDrafter, GarbageDrafter
+from outrider.edge.testing import FailingDrafter, GarbageDrafter
 from outrider.proto.types import Patience
 
 GREEDY = Sampling(max_tokens=20)

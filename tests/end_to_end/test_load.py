@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import pytest
 from command_processes import Command, free_port
 from http_streams import Answer, ask, ask_patiently, figure, until_healthy
-from tiny_target import Question, questions, save_tiny_target
+from questions import Question, questions
+
+from outrider.cloud.testing import save_tiny_target
 
 pytestmark = pytest.mark.soak
 

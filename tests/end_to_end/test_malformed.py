@@ -20,8 +20,9 @@ import pytest
 from command_processes import Command, free_port
 from http_streams import ERROR_FIELDS, Answer, ask_patiently, figure, get, read_answer, until_healthy
 from malformed_http import COMPLETIONS, bad_framing, refused_requests, request
-from tiny_target import Question, questions, save_tiny_target
+from questions import Question, questions
 
+from outrider.cloud.testing import save_tiny_target
 from outrider.proto import codec
 from outrider.proto.streams import ENDED, send_bytes
 from outrider.proto.tokenizer import tokenizer_hash

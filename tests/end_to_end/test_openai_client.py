@@ -22,7 +22,7 @@ from outrider.coordinator.server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.daemon.config import DaemonConfig
 from outrider.edge.daemon.server import Daemon
-from outrider.edge.drafters.fakes import FailingDrafter
+from outrider.edge.testing import FailingDrafter
 
 MODEL = "reference"
 PROMPT = "def main(argv):\n"

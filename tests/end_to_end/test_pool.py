@@ -8,8 +8,8 @@ import pytest
 
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.drafters import NgramDrafter, find_package
-from outrider.edge.drafters.fakes import FailingDrafter
 from outrider.edge.drafters.onnx import OnnxDrafter
+from outrider.edge.testing import FailingDrafter
 
 FAMILY = "general,swift,ngram"
 SELECTORS = ("leader", "exp3")  # with and without reading along; the session's own tests have them all

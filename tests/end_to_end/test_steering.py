@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny_target import save_tiny_target
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.steering import Projection
+from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Journal
 from outrider.edge.drafters.onnx import OnnxState
 from outrider.edge.events import Finished, Tokens
+from outrider.edge.testing.tiny_drafter import RANK, STEERING_MANIFEST, steering_graph, tiny_graph, write_package
 from outrider.proto import codec
 from outrider.proto.errors import Internal
 from outrider.proto.steering import decode, encode
 from outrider.proto.types import Commit, Open, Report, Sampling, Steering, SteeringPrecision, SteeringRequest
-
-sys.path.append(str(Path(__file__).parent.parent / "edge"))  # for the drafter of whole numbers
-
-from tiny_drafter import RANK, STEERING_MANIFEST, steering_graph, tiny_graph, write_package
 
 PROMPTS = ((3, 7, 11), (40, 8, 5, 5))
 LENGTH = Sampling(max_tokens=40, ignore_eos=True)

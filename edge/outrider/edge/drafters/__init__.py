@@ -9,7 +9,6 @@ pool        several drafters, loaded on demand within a limit of memory
 memory      what this process holds
 onnx        an ONNX language model whose KV cache is one numpy buffer
 ngram       prompt lookup, no model at all
-fakes       drafters whose every token is known before
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drafters whose every token is known before: for tests, examples, the simulator and negative controls."""
+"""Drafters whose every token is known before: for tests, examples, simulations and negative controls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """A drafter's graph of short numbers whose every logit can be computed by hand, and its package.
 
+Writing graphs needs onnx, which `pip install 'outrider[cloud]'` brings; running them does not.
+
 The cache entry of token t at position i is the row `E[t] * (i % 5 + 1)`, and where it is steered by a code c the row
 `U c` besides; the logits after position i are `3 sin(S W)`, S being the sum of the entries 0..i. Sums of small whole
 numbers, and of 1024ths of them, are exact, so equality is equality; and hardly any two logits are the same, so that
@@ -10,19 +12,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper
 
-from outrider.edge.drafters import ProposalRule, load_package
+from outrider.edge.drafters import DrafterPackage, ProposalRule, load_package
+from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import Sampling
+
+if TYPE_CHECKING:
+    import onnx
 
 VOCAB, LAYERS, HEADS, HEAD_DIM, CANDIDATES, CONTEXT = 61, 2, 1, 3, 8, 700
 WIDTH = LAYERS * 2 * HEADS * HEAD_DIM
 TABLE = np.random.default_rng(1).integers(-3, 4, (VOCAB, WIDTH)).astype(np.float32)
 WEIGHT = (np.random.default_rng(2).integers(-3072, 3073, (WIDTH, VOCAB)) / 1024).astype(np.float32)
-TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}}}'
+TOKENIZER = word_tokenizer(VOCAB)
 MLP, RANK, STEERING = 2 * HEADS * HEAD_DIM, 3, "steering."
 UP_FROM_CODE = np.random.default_rng(3).integers(-2, 3, (LAYERS, MLP, RANK)).astype(np.float32)
 STEERING_MANIFEST = {"rank": RANK, "mlp": MLP, "projection": "0123456789ab", "gain": {"1": 0.12, "8": 0.08}}
@@ -30,8 +38,19 @@ GREEDY = ProposalRule(Sampling())
 WARM = ProposalRule(Sampling(temperature=1.0, seed=11))
 
 
-def tiny_graph(breaks_at=10**6, logits_name="logits", steered=False, mlp=MLP):
-    """The contract's graph; a token at position `breaks_at` or later makes it fail."""
+def tiny_graph(
+    breaks_at: int = 10**6, logits_name: str = "logits", steered: bool = False, mlp: int = MLP
+) -> onnx.ModelProto:
+    """Make the contract's graph; a token at position `breaks_at` or later makes it fail.
+
+    Args:
+        breaks_at: first position that the graph cannot take.
+        logits_name: of the output that has the logits; another one than `logits` breaks the contract.
+        steered: takes a bias per layer.
+        mlp: length of such a bias.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+
     halves = [f"{kind}.{layer}" for layer in range(LAYERS) for kind in ("key", "value")]
     biases = [f"{STEERING}{layer}" for layer in range(LAYERS)] if steered else []
     constants = {
@@ -92,7 +111,7 @@ def tiny_graph(breaks_at=10**6, logits_name="logits", steered=False, mlp=MLP):
         node("TopK", [logits_name, "candidate_count"], ["candidate_logits", "candidate_tokens"], axis=1),
     ]
     info = helper.make_tensor_value_info
-    cache = [1, HEADS, "c", HEAD_DIM]
+    cache: list[int | str | None] = [1, HEADS, "c", HEAD_DIM]
     graph = helper.make_graph(
         nodes,
         "tiny",
@@ -117,8 +136,10 @@ def tiny_graph(breaks_at=10**6, logits_name="logits", steered=False, mlp=MLP):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
-def steering_graph(layers=LAYERS, rank=RANK, mlp=MLP):
-    """From a code to every layer's bias."""
+def steering_graph(layers: int = LAYERS, rank: int = RANK, mlp: int = MLP) -> onnx.ModelProto:
+    """Make the graph from a steering vector [rank] to every layer's bias [mlp]."""
+    from onnx import TensorProto, helper, numpy_helper
+
     names = [f"{STEERING}{layer}" for layer in range(layers)]
     info = helper.make_tensor_value_info
     graph = helper.make_graph(
@@ -134,8 +155,22 @@ def steering_graph(layers=LAYERS, rank=RANK, mlp=MLP):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
-def write_package(folder, model, steering_model=None, tokenizer=TOKENIZER, **changes):
-    """Checked; `steering_model`: of a steered drafter, whose manifest says so."""
+def write_package(
+    folder: Path,
+    model: onnx.ModelProto | bytes,
+    steering_model: onnx.ModelProto | None = None,
+    tokenizer: str = TOKENIZER,
+    **changes: Any,
+) -> DrafterPackage:
+    """Write a drafter's package into `folder` and load it, which checks it.
+
+    Args:
+        folder: exists.
+        model: of the drafter; `tiny_graph`, or bytes that are no graph.
+        steering_model: of a steered drafter, whose manifest then says so.
+        tokenizer: text of `tokenizer.json`.
+        changes: of fields of the manifest.
+    """
     contents = {"model.onnx": model if isinstance(model, bytes) else model.SerializeToString()}
     if steering_model is not None:
         contents["steering.onnx"] = steering_model.SerializeToString()
@@ -171,36 +206,38 @@ def write_package(folder, model, steering_model=None, tokenizer=TOKENIZER, **cha
     return load_package(folder)
 
 
-def rows_of(prefix, codes=()):
-    """The cache by hand: [positions, WIDTH]; `codes`: of the positions that were steered, by position."""
+def rows_of(prefix: Sequence[int], codes: Mapping[int, Any] | Sequence[tuple[int, Any]] = ()) -> np.ndarray:
+    """Return the cache by hand, [positions, WIDTH]; `codes` has the steering vectors [RANK] by position."""
     rows = TABLE[list(prefix)] * (np.arange(len(prefix)) % 5 + 1)[:, None]
     for position, code in dict(codes).items():
         rows[position] += bias_of(code)
     return rows
 
 
-def bias_of(code):
-    """What a code adds to a row of the cache [WIDTH]."""
+def bias_of(code: Any) -> np.ndarray:
+    """Return what a steering vector [RANK] adds to a row of the cache, [WIDTH]."""
     return (UP_FROM_CODE @ np.asarray(code, dtype=np.float32)).reshape(WIDTH)
 
 
-def log_q_after(prefix, codes=()):
-    """The tiny model by hand: log q [VOCAB] after a prefix."""
+def log_q_after(prefix: Sequence[int], codes: Mapping[int, Any] | Sequence[tuple[int, Any]] = ()) -> np.ndarray:
+    """Return the tiny model's log q after a prefix, by hand, [VOCAB]."""
     logits = 3 * np.sin(rows_of(prefix, codes).sum(axis=0) @ WEIGHT.astype(np.float64))
     return logits - np.log(np.exp(logits).sum())
 
 
-def greedy_by_hand(prefix, n):
+def greedy_by_hand(prefix: Sequence[int], n: int) -> tuple[int, ...]:
+    """Return the n likeliest tokens, one after the other, after a prefix."""
     tokens = list(prefix)
     for _ in range(n):
         tokens.append(int(np.argmax(log_q_after(tokens))))
     return tuple(tokens[len(prefix) :])
 
 
-def entries(cache, n):
-    """The first n rows [n, WIDTH] of a cache [layers, 2, 1, heads, capacity, head_dim]."""
+def entries(cache: np.ndarray, n: int) -> np.ndarray:
+    """Return the first n rows, [n, WIDTH], of a cache [layers, 2, 1, heads, capacity, head_dim]."""
     return cache[..., :n, :].transpose(4, 0, 1, 2, 3, 5).reshape(n, WIDTH)
 
 
-def some_tokens(n, seed=5, vocab=VOCAB):
+def some_tokens(n: int, seed: int = 5, vocab: int = VOCAB) -> tuple[int, ...]:
+    """Draw n random tokens."""
     return tuple(np.random.default_rng(seed).integers(0, vocab, n).tolist())

@@ -1,0 +1,10 @@
+"""Targets for the tests of whoever builds on Outrider's verifier; pytest is not needed.
+
+tiny_target  a random Llama that costs next to nothing, in memory or as a folder that a verifier can serve
+"""
+
+from __future__ import annotations
+
+from outrider.cloud.testing.tiny_target import decode_by_hand, save_tiny_target, tiny_llama
+
+__all__ = ["decode_by_hand", "save_tiny_target", "tiny_llama"]
