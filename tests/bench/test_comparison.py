@@ -18,10 +18,10 @@ from transformers import LlamaForCausalLM
 from outrider.bench.comparison.record import Variant, in_front
 from outrider.bench.comparison.rounds import Rounds, SentVectors, synchronous_rounds
 from outrider.bench.comparison.summary import Summary, Trial
-from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.optimum import synchronous
-from outrider.bench.replay.replay import replay
+from outrider.bench.replay.traced import replay
 from outrider.bench.replay.traces import HitTrace
+from outrider.bench.simulator.costs import Costs
 from outrider.cloud.projections import load_projections
 from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering import Projection

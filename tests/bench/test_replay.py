@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.optimum import (
     SYNCHRONOUS_LENGTHS,
     best_in_hindsight,
@@ -19,9 +18,10 @@ from outrider.bench.replay.optimum import (
     synchronous,
     tokens_per_second,
 )
-from outrider.bench.replay.replay import Policy, Replay, Rival, replay
+from outrider.bench.replay.traced import Policy, Replay, Rival, replay
 from outrider.bench.replay.traces import HitTrace
-from outrider.bench.replay.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
+from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import find_trace
@@ -79,28 +79,39 @@ def random_traces(count: int, tokens: int = 60, share: float = 0.75) -> list[Hit
     ]
 
 
-class Written(Replay):
+class LoggedLink:
     """Notes what is sent and what arrives: (time, up or down, sent or arrived, frame)."""
+
+    def __init__(self, link, log: list[tuple]) -> None:
+        self._link, self._log = link, log
+
+    def __getattr__(self, name: str):
+        return getattr(self._link, name)
+
+    def up(self, frame, now):
+        return self._logged("up", self._link.up(frame, now), now)
+
+    def down(self, frame, now):
+        return self._logged("down", self._link.down(frame, now), now)
+
+    def _logged(self, way, arrivals, now):
+        for arrival, frame in arrivals:
+            self._log += [(now, way, "sent", frame), (arrival, way, "arrived", frame)]
+            yield arrival, frame
+
+
+class Written(Replay):
+    """A replay whose `log` holds what was sent and what arrived, in the order of the times."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.log: list[tuple] = []
+        self._log: list[tuple] = []
+        new_link = self._new_link
+        self._new_link = lambda now: LoggedLink(new_link(now), self._log)
 
-    def _send_up(self, frame) -> None:
-        self.log.append((self._now, "up", "sent", frame))
-        super()._send_up(frame)
-
-    def _send_down(self, frame) -> None:
-        self.log.append((self._now, "down", "sent", frame))
-        super()._send_down(frame)
-
-    def _arrive_up(self, frame) -> None:
-        self.log.append((self._now, "up", "arrived", frame))
-        super()._arrive_up(frame)
-
-    def _arrive_down(self, frame) -> None:
-        self.log.append((self._now, "down", "arrived", frame))
-        super()._arrive_down(frame)
+    @property
+    def log(self) -> list[tuple]:
+        return sorted((entry for entry in self._log if entry[0] <= self.clock.now), key=lambda entry: entry[0])
 
 
 # --- on a link too long for the drafter ---
@@ -195,7 +206,7 @@ def test_drafts_that_never_hit_save_no_step() -> None:
 def test_a_draft_that_comes_during_a_step_counts_from_the_next() -> None:
     # Opened comes at 40 ms, eight drafts leave at 48 and come at 68, in the step from 60 to 70.
     written = Written(trace_of([True] * 12), at(LINK), FREE, RUN_AHEAD)
-    written.run()
+    written.outcome()
     commits = {round(time, 6): frame for time, way, what, frame in written.log if (way, what) == ("down", "sent")}
     assert commits[0.070].judged == 0
     assert commits[0.070].timing.echo == 0
@@ -241,7 +252,7 @@ def test_the_text_is_the_trace_and_the_same_seed_gives_the_same_run(hits, silent
     trace = trace_of(hits, silent=quiet, ended=ended, confidence=confidence)
     shape = LinkShape.of(rtt_ms=30, jitter_ms=jitter_ms, up_mbit=1, down_mbit=5)
     runs = [Written(trace, at(shape), Costs(), policy, seed=3) for _ in range(2)]
-    first, second = (run.run() for run in runs)
+    first, second = (run.outcome() for run in runs)
     assert first == second
     commits = [frame for _, way, what, frame in runs[0].log if (way, what) == ("down", "sent")][1:]
     assert tuple(itertools.chain.from_iterable(c.tokens for c in commits)) == trace.tokens
@@ -270,7 +281,7 @@ def test_an_edge_drafts_beyond_an_end_that_it_cannot_see() -> None:
     hits = [True] * 20
     open_end, ending = (Written(trace_of(hits, ended=e), at(LINK), FREE, RUN_AHEAD) for e in (False, True))
     for run in (open_end, ending):
-        run.run()
+        run.outcome()
     furthest = [
         max(f.start + len(f.tokens) for _, way, _, f in run.log if way == "up" and isinstance(f, Draft))
         for run in (open_end, ending)
@@ -290,7 +301,7 @@ def test_what_has_been_measured_is_kept_from_text_to_text() -> None:
 @pytest.mark.parametrize("policy", [CLOUD, Policy(), synchronous(4)], ids=["cloud", "planned", "synchronous"])
 def test_bytes_are_those_of_the_codec_and_of_framing(policy) -> None:
     run = Written(random_traces(1)[0], at(LINK), Costs(), policy)
-    outcome = run.run()
+    outcome = run.outcome()
     encode = {"up": codec.encode_edge_frame, "down": codec.encode_cloud_frame}
     counted = {"up": outcome.uplink_bytes, "down": outcome.downlink_bytes}
     of_stream = {"up": outcome.statistics.uplink_bytes, "down": outcome.statistics.downlink_bytes}

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.selection import Text, Track, best_single, joined, oracle, play, texts_of
 from outrider.bench.replay.traces import HitTrace
+from outrider.bench.simulator.costs import Costs
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.policies.selection import (
     Alignment,

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.links import BenchLink, LinkRecord
-from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
 from outrider.bench.replay.record import PromptReaders, record_trace
-from outrider.bench.replay.replay import Policy
-from outrider.bench.replay.replay import replay as replay_texts
+from outrider.bench.replay.traced import Policy
+from outrider.bench.replay.traced import replay as replay_texts
 from outrider.bench.replay.traces import HitTrace, load_traces, save_traces
+from outrider.bench.simulator.costs import Costs
 from outrider.bench.traces.probes import DrafterProbe
 from outrider.bench.traces.record import Recorder
 from outrider.bench.traces.recording import (

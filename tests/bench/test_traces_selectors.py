@@ -14,10 +14,10 @@ from rich.console import Console
 
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.outputs import LINE_S, progress
-from outrider.bench.replay.costs import Costs
-from outrider.bench.replay.replay import Policy, replay
 from outrider.bench.replay.selection import play, texts_of
+from outrider.bench.replay.traced import Policy, replay
 from outrider.bench.replay.traces import HitTrace, save_traces
+from outrider.bench.simulator.costs import Costs
 from outrider.bench.traces.plots import draw_pool
 from outrider.bench.traces.pool import Pool, row_names, segments, variants_of
 from outrider.bench.traces.pool_results import BEFORE, DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, PoolReplayed, Row

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from outrider.cloud.batching import credit_of
 from outrider.cloud.grammar import GrammarMatcher
 from outrider.cloud.slots import Outbox, Slot, Slots
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import Continue, Goaway, Open, Sampling
-
-_SESSIONS_WITH_WHOLE_CREDIT = 8
 
 
 class Admission:
@@ -22,9 +21,8 @@ class Admission:
 
     @property
     def credit(self) -> int:
-        """Unverified tokens a session: fewer the more sessions there are, never fewer than one step verifies."""
-        crowd = max(1, self._slots.num_running // _SESSIONS_WITH_WHOLE_CREDIT)
-        return max(min(self._rules.max_drafts, self._rules.max_credit), self._rules.max_credit // crowd)
+        """Unverified tokens that each session may have in flight."""
+        return credit_of(self._rules, self._slots.num_running)
 
     def admit(self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None, now: float) -> Slot:
         """Give the session of a new stream a slot.

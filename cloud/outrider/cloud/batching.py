@@ -13,11 +13,21 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from outrider.proto.policy import StepCost, batching_delay_s
-from outrider.proto.session import VerifierSession
+from outrider.proto.session import VerifierRules, VerifierSession
 
 MAX_PREFILL_ROWS_ALONE = 512  # of prompts in one step, while nobody decodes
 MIN_DELAY_S = 0.0003  # below it a delay costs more than it brings
 _MIN_STEP_S = 1e-4
+_SESSIONS_WITH_WHOLE_CREDIT = 8
+
+
+def credit_of(rules: VerifierRules, num_sessions: int) -> int:
+    """Return the unverified tokens that each session may have in flight.
+
+    They are fewer the more sessions there are, and never fewer than one step verifies.
+    """
+    crowd = max(1, num_sessions // _SESSIONS_WITH_WHOLE_CREDIT)
+    return max(min(rules.max_drafts, rules.max_credit), rules.max_credit // crowd)
 
 
 class Candidate(Protocol):

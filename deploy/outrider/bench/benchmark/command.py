@@ -31,10 +31,10 @@ from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.environment import Environment, environment
 from outrider.bench.links import BenchLink, links_of
 from outrider.bench.record import save
-from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.optimum import best_in_hindsight, best_synchronous, synchronous
-from outrider.bench.replay.replay import Policy, ShapeAt, replay
+from outrider.bench.replay.traced import Policy, ShapeAt, replay
 from outrider.bench.replay.traces import HitTrace
+from outrider.bench.simulator.costs import Costs
 from outrider.cloud.family_index import drafter_folder, resolve_target
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.decode import sampling_of

@@ -11,10 +11,10 @@ from outrider.bench.benchmark.library import LibraryText
 from outrider.bench.benchmark.measure import Measured
 from outrider.bench.benchmark.record import Run, Span
 from outrider.bench.links import LinkRecord
-from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.record import record_trace
-from outrider.bench.replay.replay import Outcome
+from outrider.bench.replay.traced import Outcome
 from outrider.bench.replay.traces import HitTrace
+from outrider.bench.simulator.costs import Costs
 from outrider.cloud.step_timing import StepTiming
 from outrider.edge import Client, Sampling
 from outrider.edge.drafters.protocol import Drafter

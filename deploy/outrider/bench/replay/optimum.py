@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from outrider.bench.replay.costs import Costs
-from outrider.bench.replay.replay import Outcome, Policy, ShapeAt, replay
+from outrider.bench.replay.traced import Outcome, Policy, ShapeAt, replay
 from outrider.bench.replay.traces import HitTrace
+from outrider.bench.simulator.costs import Costs
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow, WindowPolicy
 from outrider.proto.types import Patience

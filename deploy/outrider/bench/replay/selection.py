@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.traces import LISTS, HitTrace
-from outrider.bench.replay.wire import ShapeAt
+from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.wire import ShapeAt
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 

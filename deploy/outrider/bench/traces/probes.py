@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from outrider.bench.replay.costs import Costs
+from outrider.bench.simulator.costs import Costs
 from outrider.bench.traces.recording import DrafterCosts, TargetCosts
 from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Sampler, VerificationInput, processed_logits

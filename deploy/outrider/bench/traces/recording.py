@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic.dataclasses import dataclass as record_dataclass
 
 from outrider.bench.record import RECORD, Metric, from_json, one_of, read, to_json
-from outrider.bench.replay.costs import Costs
 from outrider.bench.replay.traces import HitTrace, load_traces
+from outrider.bench.simulator.costs import Costs
 from outrider.proto.errors import ConfigError
 
 FORMAT = "outrider-trace-costs/1"

@@ -9,10 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.bench.replay.costs import Costs
-from outrider.bench.replay.replay import Outcome, Policy, Rival, replay
 from outrider.bench.replay.selection import Text, in_hindsight, play
-from outrider.bench.replay.wire import ShapeAt
+from outrider.bench.replay.traced import Outcome, Policy, Rival, replay
+from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.wire import ShapeAt
 from outrider.bench.traces.sweep import WARM_UP_TOKENS
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 

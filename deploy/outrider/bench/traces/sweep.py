@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass as record_dataclass
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
-from outrider.bench.replay.replay import Outcome, Policy, replay
+from outrider.bench.replay.traced import Outcome, Policy, replay
 from outrider.bench.traces.recording import Recording
 from outrider.edge.policies.length import RULES, rule_by_name
 from outrider.edge.policies.length.names import USAGE

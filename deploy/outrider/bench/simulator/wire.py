@@ -1,15 +1,21 @@
-"""One direction of a link on a virtual clock: when what is sent arrives, and how many bytes it was."""
+"""A link of given rates and delays on a virtual clock: when what is sent arrives, and how many bytes it was."""
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from outrider.bench.simulator.costs import Costs
 from outrider.deploy.link.shape import LinkShape, WayShape
+from outrider.proto import codec
 from outrider.proto.errors import ConfigError
+from outrider.proto.session import EdgeStatistics
+from outrider.proto.types import CloudFrame, EdgeFrame
 
-FRAME_BYTES = 5 + 9  # gRPC's prefix and HTTP/2's frame header
+GRPC_PREFIX_BYTES = 5
+FRAME_BYTES = GRPC_PREFIX_BYTES + 9  # with HTTP/2's frame header
 _LOOKS_PER_S = 100  # at the link while something leaves
 _LONGEST_OUTAGE_S = 600.0
 
@@ -99,3 +105,50 @@ class Wire:
                 raise ConfigError(f"lets nothing through from {begins:.1f} s on", field="link")
             way = self._way_of(self._shape_at(at))
         return at + left / way.bytes_per_s if left else at, way
+
+
+class WireLink:
+    """Carries the frames of one stream over two wires; nothing is lost.
+
+    Attributes:
+        wire_up, wire_down: of each direction.
+    """
+
+    def __init__(self, shape_at: ShapeAt, costs: Costs, statistics: EdgeStatistics, rng: random.Random) -> None:
+        """Begin a stream.
+
+        Args:
+            shape_at: the link.
+            costs: what frames wait for at their ends.
+            statistics: where its bytes are counted.
+            rng: of the jitter.
+        """
+        self.wire_up = Wire(operator.attrgetter("up"), shape_at, UP, rng)
+        self.wire_down = Wire(operator.attrgetter("down"), shape_at, DOWN, rng)
+        self._costs = costs
+        self._statistics = statistics
+
+    def up(self, frame: EdgeFrame, now: float) -> Iterator[tuple[float, EdgeFrame]]:
+        """Return when the verifier has the frame."""
+        size = len(codec.encode_edge_frame(frame))
+        self._statistics.uplink_bytes += size + GRPC_PREFIX_BYTES
+        yield self.wire_up.send(now, size) + self._costs.cloud_event_s, frame
+
+    def down(self, frame: CloudFrame, now: float) -> Iterator[tuple[float, CloudFrame]]:
+        """Return when the edge has the frame."""
+        size = len(codec.encode_cloud_frame(frame))
+        self._statistics.downlink_bytes += size + GRPC_PREFIX_BYTES
+        yield self.wire_down.send(now, size) + self._costs.edge_event_s, frame
+
+    def arrived_up(self) -> None:
+        """Let the next frame down carry a window update."""
+        self.wire_down.hear()
+
+    def arrived_down(self) -> None:
+        """Let the next frame up carry a window update."""
+        self.wire_up.hear()
+
+    def end(self) -> None:
+        """Send nothing more."""
+        self.wire_up.end()
+        self.wire_down.end()

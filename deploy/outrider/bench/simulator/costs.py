@@ -1,4 +1,4 @@
-"""How long the parts of a real run take; all a replay needs to know of the machines."""
+"""How long the parts of a real run take; all that a simulation needs to know of the machines."""
 
 from __future__ import annotations
 
@@ -33,14 +33,18 @@ class Costs:
     cloud_event_s: float = 0.0003
     commit_s: float = 0.0005
 
+    def batch_s(self, decoding: int, reading: int) -> float:
+        """Return what a step takes with rows of sessions that decode, and of those that read a prompt."""
+        return max(self.pace_s, self.step_s + self.row_s * decoding + self.prefill_row_s * reading)
+
     def verify_s(self, rows: int) -> float:
-        """A decoding step of so many rows."""
-        return max(self.pace_s, self.step_s + self.row_s * rows)
+        """Return what a decoding step of `rows` takes."""
+        return self.batch_s(rows, 0)
 
     def prefill_s(self, rows: int) -> float:
-        """A step that reads so much of a prompt."""
-        return max(self.pace_s, self.step_s + self.prefill_row_s * rows)
+        """Return what a step takes that reads `rows` tokens of a prompt."""
+        return self.batch_s(0, rows)
 
     def propose_s(self, read: int, drafted: int) -> float:
-        """The drafter's own time for a job: it reads so many tokens and drafts so many."""
+        """Return the drafter's own time for a job that reads `read` tokens and drafts `drafted`."""
         return self.catch_up_s * max(0, read - 1) + self.drafting_s * drafted

@@ -1,0 +1,179 @@
+"""A verifier on a virtual clock: its session machines, the engine's rules of a batch, and what a step takes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.bench.simulator.clock import VirtualClock
+from outrider.bench.simulator.costs import Costs
+from outrider.cloud.batching import Batch, Batching, Share, credit_of
+from outrider.proto.session import Verified, VerifierRules, VerifierSession
+from outrider.proto.types import Cancel, CloudFrame, Commit, Continue, Draft, EdgeFrame, Open, Report
+
+PREFILL_CHUNK = 64  # as verifiers have it where nobody sets it
+
+
+class Target(Protocol):
+    """Says what a target would."""
+
+    def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
+        """[k + 1] its token after the transcript and after each of the drafts `block` [k]."""
+        ...
+
+
+class DownStream(Protocol):
+    """The verifier's end of a stream."""
+
+    def send_down(self, frame: CloudFrame) -> None:
+        """Put a frame on its way to the edge."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedSlot:
+    """A session of the verifier.
+
+    Attributes:
+        stream: where its frames go.
+        session: the session machine.
+        num_computed_tokens: of its transcript, in the KV cache.
+        ready_since: when it could have begun its next step, seconds.
+    """
+
+    stream: DownStream
+    session: VerifierSession
+    num_computed_tokens: int
+    ready_since: float
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Committed tokens that the KV cache lacks; 1 while decoding: the last one."""
+        return len(self.session.transcript) - self.num_computed_tokens
+
+
+class SimulatedVerifier:
+    """An engine without model or thread: it takes frames between steps, and steps as `Batching` says.
+
+    Attributes:
+        rules: as of its sessions.
+        batching: with what it has measured of its steps; another verifier may go on with it.
+    """
+
+    def __init__(
+        self, clock: VirtualClock, rules: VerifierRules, target: Target, costs: Costs, batching: Batching | None = None
+    ) -> None:
+        self.rules = rules
+        self.batching = batching or Batching(PREFILL_CHUNK)
+        self._clock = clock
+        self._target = target
+        self._costs = costs
+        self._slots: dict[DownStream, SimulatedSlot] = {}
+        self._waiting: deque[tuple[DownStream, EdgeFrame, float]] = deque()
+        self._busy = False
+        self._alarm = math.inf
+
+    def receive(self, stream: DownStream, frame: EdgeFrame) -> None:
+        """Take a frame that has arrived; a step that runs is finished first."""
+        self._waiting.append((stream, frame, self._clock.now))
+        if not self._busy:
+            self._run()
+
+    def release(self, stream: DownStream) -> None:
+        """Free the slot of a stream that is gone, if it has one."""
+        self._slots.pop(stream, None)
+
+    def slot(self, stream: DownStream) -> SimulatedSlot | None:
+        """Return the slot of a stream, if it has one."""
+        return self._slots.get(stream)
+
+    def credit(self) -> int:
+        """Return how many unverified tokens each session may have in flight."""
+        return credit_of(self.rules, len(self._running()))
+
+    def _running(self) -> list[SimulatedSlot]:
+        return [slot for slot in self._slots.values() if slot.session.finish is None]
+
+    def _run(self) -> None:
+        """Take what has come, then begin a step if one is due."""
+        while self._waiting:
+            self.take(*self._waiting.popleft())
+        running = self._running()
+        batch = self.batching.plan(running, len(running), self._clock.now)
+        if batch.shares:
+            self._begin(batch)
+        elif batch.wake_at < self._alarm:
+            self._alarm = batch.wake_at
+            self._clock.at(self._alarm, self._on_alarm)
+
+    def _on_alarm(self) -> None:
+        self._alarm = math.inf
+        if not self._busy:
+            self._run()
+
+    def take(self, stream: DownStream, frame: EdgeFrame, arrived: float) -> None:
+        """Let a session know of a frame."""
+        if isinstance(frame, Open):
+            self._open(stream, frame)
+            return
+        slot = self._slots.get(stream)
+        if slot is None or (slot.session.finish is not None and not isinstance(frame, Continue | Report)):
+            return
+        match frame:
+            case Draft():
+                slot.session.on_draft(frame, arrived)
+            case Report():
+                slot.session.on_report(frame)
+            case Cancel():
+                slot.stream.send_down(slot.session.on_cancel())
+            case Continue():
+                slot.session = slot.session.continued(frame, arrived)
+                slot.num_computed_tokens = min(slot.num_computed_tokens, frame.start, slot.session.prompt_length - 1)
+                slot.ready_since = arrived
+
+    def _open(self, stream: DownStream, frame: Open) -> None:
+        now = self._clock.now
+        for other in [other for other, slot in self._slots.items() if slot.session.id == frame.session]:
+            self.release(other)
+        session = VerifierSession(frame, self.rules, now)
+        self._slots[stream] = SimulatedSlot(stream, session, 0, now)
+        stream.send_down(session.opened())
+
+    def _begin(self, batch: Batch[SimulatedSlot]) -> None:
+        self._busy = True
+        began, sessions = self._clock.now, [share.slot.session for share in batch.shares]
+        decoding = sum(share.num_rows for share in batch.shares if share.only_decodes)
+        ends = began + self._costs.batch_s(decoding, batch.num_rows - decoding)
+        self._clock.at(ends, lambda: self._end(batch, sessions, began))
+
+    def _end(self, batch: Batch[SimulatedSlot], sessions: Sequence[VerifierSession], began: float) -> None:
+        now = self._clock.now
+        self.batching.measure(batch, now - began, len(self._running()))
+        for share, session in zip(batch.shares, sessions, strict=True):
+            if share.slot.session is session and session.finish is None:  # else it was cancelled meanwhile
+                self._finish(share, began)
+        self._clock.at(now + self._costs.commit_s, self._free)
+
+    def _finish(self, share: Share[SimulatedSlot], began: float) -> None:
+        """Compute a share's tokens and send the commit, where it has one."""
+        slot, now = share.slot, self._clock.now
+        slot.num_computed_tokens += share.num_tokens
+        if share.block is not None:
+            commit = self._verify(slot, share.block, began)
+            slot.num_computed_tokens = len(slot.session.transcript) - 1
+            slot.ready_since = now
+            self._clock.at(now + self._costs.commit_s, lambda: slot.stream.send_down(commit))
+
+    def _verify(self, slot: SimulatedSlot, block: tuple[int, ...], began: float) -> Commit:
+        now = self._clock.now
+        tokens = self._target.after(slot.session.transcript, block)
+        queue_s = max(0.0, began - slot.ready_since)
+        slot.session.credit = self.credit()  # the session lowers it where drafts do not pay
+        return slot.session.on_verified(Verified(block, tokens, (-1.0,) * len(tokens), queue_s, now - began), now)
+
+    def _free(self) -> None:
+        self._busy = False
+        self._run()
