@@ -2,63 +2,81 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 SHARED = ("part", "model_name", "drafter")
 GENERATED = ("outrider:generation_tokens", "Tokens committed.", SHARED)
 SHOWN_POSITIONS = 16  # from the beginning; further ones once a draft there was accepted
 
 
-class SpeculationMetrics:
-    """Counters of the drafts that target steps verified.
+@dataclass(slots=True)
+class VerifiedDrafts:
+    """Drafts that target steps verified. One thread counts; any may read.
+
+    A `Counter` for every position would make a commit dearer than all other metrics together.
+
+    Attributes:
+        draft_tokens: drafts verified.
+        accepted_of: steps by how many of their drafts they accepted.
+    """
+
+    draft_tokens: int = 0
+    accepted_of: list[int] = field(default_factory=lambda: [0] * (SHOWN_POSITIONS + 1))
+
+    def count(self, judged: int, accepted: int) -> None:
+        """Count a step that verified `judged` drafts, at least one, and accepted `accepted` of them."""
+        self.draft_tokens += judged
+        if accepted >= len(self.accepted_of):
+            self.accepted_of += [0] * (accepted + 1 - len(self.accepted_of))
+        self.accepted_of[accepted] += 1
+
+
+class SpeculationMetrics(Collector):
+    """Metrics of verified drafts by part, target and drafter.
 
     Raises:
         ValueError: the registry has these names already.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.drafts = Counter(
-            "outrider:spec_decode_num_drafts", "Target steps that judged drafts.", SHARED, registry=registry
-        )
-        self.draft_tokens = Counter(
-            "outrider:spec_decode_num_draft_tokens", "Draft tokens judged.", SHARED, registry=registry
-        )
-        self.accepted = Counter(
-            "outrider:spec_decode_num_accepted_tokens", "Draft tokens accepted.", SHARED, registry=registry
-        )
-        self.accepted_per_position = Counter(
-            "outrider:spec_decode_num_accepted_tokens_per_pos",
+        self._counted: dict[tuple[str, str, str], VerifiedDrafts] = {}
+        registry.register(self)
+
+    def labels(self, part: str, model: str, drafter: str) -> VerifiedDrafts:
+        """Return where to count the drafts of one part, target and drafter."""
+        return self._counted.setdefault((part, model, drafter), VerifiedDrafts())
+
+    def describe(self) -> Iterator[Metric]:
+        """Name the metrics, without values."""
+        return iter(_families())
+
+    def collect(self) -> Iterator[Metric]:
+        """Show the metrics as they are now."""
+        families = drafts, draft_tokens, accepted, per_position = _families()
+        for labels, counted in list(self._counted.items()):
+            accepted_of = list(counted.accepted_of)
+            drafts.add_metric(labels, sum(accepted_of))
+            draft_tokens.add_metric(labels, counted.draft_tokens)
+            accepted.add_metric(labels, sum(number * steps for number, steps in enumerate(accepted_of)))
+            for position in range(len(accepted_of) - 1):
+                per_position.add_metric((*labels, str(position)), sum(accepted_of[position + 1 :]))
+        return iter(families)
+
+
+def _families() -> tuple[CounterMetricFamily, CounterMetricFamily, CounterMetricFamily, CounterMetricFamily]:
+    prefix = "outrider:spec_decode_num"
+    return (
+        CounterMetricFamily(f"{prefix}_drafts", "Target steps that judged drafts.", labels=SHARED),
+        CounterMetricFamily(f"{prefix}_draft_tokens", "Draft tokens judged.", labels=SHARED),
+        CounterMetricFamily(f"{prefix}_accepted_tokens", "Draft tokens accepted.", labels=SHARED),
+        CounterMetricFamily(
+            f"{prefix}_accepted_tokens_per_pos",
             "Draft tokens accepted, by their position among those judged in one step, from 0.",
-            (*SHARED, "position"),
-            registry=registry,
-        )
-
-    def labels(self, part: str, model: str, drafter: str) -> DraftCounters:
-        """Return the counters of one part, target and drafter."""
-        return DraftCounters(self, (part, model, drafter))
-
-
-class DraftCounters:
-    """`SpeculationMetrics` for one set of labels."""
-
-    def __init__(self, metrics: SpeculationMetrics, labels: tuple[str, str, str]) -> None:
-        self._drafts = metrics.drafts.labels(*labels)
-        self._draft_tokens = metrics.draft_tokens.labels(*labels)
-        self._accepted = metrics.accepted.labels(*labels)
-        self._per_position = metrics.accepted_per_position
-        self._labels = labels
-        self._positions = [self._position(index) for index in range(SHOWN_POSITIONS)]
-
-    def count(self, judged: int, accepted: int) -> None:
-        """Count a step that verified `judged` drafts, at least one, and accepted `accepted` of them."""
-        self._drafts.inc()
-        self._draft_tokens.inc(judged)
-        if accepted:
-            self._accepted.inc(accepted)
-            while accepted > len(self._positions):
-                self._positions.append(self._position(len(self._positions)))
-            for position in self._positions[:accepted]:
-                position.inc()
-
-    def _position(self, index: int) -> Counter:
-        return self._per_position.labels(*self._labels, str(index))
+            labels=(*SHARED, "position"),
+        ),
+    )
