@@ -245,7 +245,7 @@ def test_a_client_that_never_ends_its_head_is_told_so(
     from outrider.edge.daemon.config import DaemonConfig
     from outrider.edge.daemon.server import Daemon
 
-    monkeypatch.setattr("outrider.edge.daemon.framing.HEAD_WITHIN_S", 0.3)
+    monkeypatch.setattr("outrider.edge.daemon.server.HEAD_WITHIN_S", 0.3)
 
     async def main() -> None:
         edge = EdgeConfig(verifier=at.verifier, model="x", tokenizer=tokenizer_file, drafter="none")

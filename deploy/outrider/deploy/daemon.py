@@ -12,7 +12,7 @@ from outrider.proto.errors import ConfigError
 
 
 def edge(options: argparse.Namespace) -> int:
-    """`outrider edge`."""
+    """Run `outrider edge`."""
     return asyncio.run(_edge(options))
 
 
@@ -35,19 +35,19 @@ async def _edge(options: argparse.Namespace) -> int:
         grace_s=options.grace,
     )
     daemon = Daemon(config, Client(edge_config(options)))
-    told, hurried = asyncio.Event(), daemon.gate.cut
+    stopping, hurried = asyncio.Event(), daemon.limiter.cut
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: hurried.set() if told.is_set() else told.set())
+        loop.add_signal_handler(number, lambda: hurried.set() if stopping.is_set() else stopping.set())
     loop.add_signal_handler(signal.SIGHUP, daemon.reload)
     print(f"edge daemon on {await daemon.start()}", flush=True)
-    await told.wait()
+    await stopping.wait()
     await daemon.stop()
     return 0
 
 
 def edge_config(options: argparse.Namespace) -> EdgeConfig:
-    """What the options say of the edge itself."""
+    """Return the settings of the edge itself."""
     return EdgeConfig(
         coordinator=options.coordinator,
         verifier=options.verifier,

@@ -124,7 +124,7 @@ def test_a_template_cannot_reach_into_python(hostile) -> None:
 def test_a_template_cannot_take_all_time_or_memory(greedy, monkeypatch) -> None:
     import resource
 
-    monkeypatch.setattr("outrider.edge.daemon.chat_template.MOST_SECONDS", 0.3)
+    monkeypatch.setattr("outrider.edge.daemon.chat_template.MAX_SECONDS", 0.3)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(InvalidArgument, match="chat_template"):
         ChatTemplate(greedy).render(TURNS)

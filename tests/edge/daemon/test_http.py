@@ -251,9 +251,9 @@ def test_when_told_to_go_running_streams_end_or_are_cut_with_an_error(start) -> 
         running = threading.Thread(target=lambda: replies.append(live.complete(stream=True)))
         running.start()
         live.until(lambda: live.client.running == 1)
-        ending = threading.Thread(target=lambda: live.run(live.daemon.gate.drain(0.3)))
+        ending = threading.Thread(target=lambda: live.run(live.daemon.limiter.drain(0.3)))
         ending.start()
-        live.until(lambda: live.daemon.gate.draining)
+        live.until(lambda: live.daemon.limiter.draining)
         refused = live.complete()
         assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
         assert live.get("/health").status == 503

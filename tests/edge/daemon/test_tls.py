@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from outrider.edge.daemon.config import DaemonConfig
-from outrider.edge.daemon.tls import LiveTls
+from outrider.edge.daemon.server import LiveTls
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
 

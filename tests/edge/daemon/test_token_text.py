@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models
 
-from outrider.edge.daemon.token_text import TokenText
+from outrider.edge.daemon.answers import TokenText
 
 
 def test_the_bytes_of_byte_level_tokens_make_the_text_again(tokenizer_file) -> None:

@@ -1,6 +1,6 @@
 """Messages to a prompt, by the target's own Jinja template, as transformers renders it, in a sandbox with limits.
 
-A template comes with a model, from whoever made that. The sandbox keeps it from Python's internals; the limits keep it
+A template comes with a model, from its maker. The sandbox keeps it from Python's internals; the limits keep it
 from the daemon's time and memory: output, sizes of strings, numbers in calls, and lines executed are all bounded.
 """
 
@@ -19,14 +19,15 @@ from typing import Any
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from outrider.proto.errors import InvalidArgument
 
-MOST_CHARACTERS = 4 << 20  # of a prompt, and of any string on the way to it
-MOST_NUMBER = 1 << 20  # given to a function or filter: widths, repetitions
-MOST_SECONDS = 2.0
+MAX_CHARACTERS = 4 << 20  # of a prompt, and of any string on the way to it
+MAX_NUMBER = 1 << 20  # given to a function or filter: widths, repetitions
+MAX_SECONDS = 2.0
 FIELD = "chat_template"
 _METHODS = ("replace", "join", "format", "format_map", "expandtabs", "translate")
 _FILTERS = ("do_format", "do_replace", "do_join", "sync_do_join")
@@ -38,7 +39,7 @@ class ChatTemplate:
     """One template, compiled. Safe for several threads.
 
     Args:
-        source: of the template.
+        source: text of the template.
         special_tokens: by the names that templates use, such as `bos_token`.
 
     Raises:
@@ -55,7 +56,7 @@ class ChatTemplate:
 
     @classmethod
     def from_text(cls, text: str) -> ChatTemplate | None:
-        """Of the content of a `tokenizer_config.json` or of a template file; None where it holds no template.
+        """Read a `tokenizer_config.json` or a template file, given its content; None where it holds no template.
 
         Raises:
             InvalidArgument: not a template.
@@ -73,10 +74,10 @@ class ChatTemplate:
         return cls(template, {name: token for name, token in tokens.items() if token})
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt, ready for an answer by the assistant.
+        """Return the prompt, ready for an answer by the assistant.
 
         Args:
-            messages: plain JSON values; each has `role` and `content`.
+            messages: plain JSON values, each of which has `role` and `content`.
             variables: more that a template may look at, such as `reasoning_effort`.
 
         Raises:
@@ -84,7 +85,7 @@ class ChatTemplate:
         """
         context = {**self._special_tokens, **variables, "messages": messages, "add_generation_prompt": True}
         try:
-            with _Stopwatch(MOST_SECONDS):
+            with _Stopwatch(MAX_SECONDS):
                 return _joined(self._template.generate(context))
         except (SecurityError, _LimitExceeded) as error:
             raise InvalidArgument(f"was stopped: {error}", field=FIELD) from error
@@ -106,7 +107,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         # `~` is not an operator to the sandbox; as `+` of strings it is.
         parsed = super()._parse(source, name, filename)
-        return _ConcatToAdd().visit(parsed)
+        visited: nodes.Template = _ConcatToAdd().visit(parsed)
+        return visited
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
@@ -154,13 +156,13 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja reads a set
 
     def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
-        """Only what is inside."""
+        """Return only what is inside."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that takes no huge number: `center`, `indent`, `format` and their like."""
+    """Return a filter that takes no huge number: for `center`, `indent`, `format` and their like."""
 
     @functools.wraps(function)  # what jinja marked on it too
     def filtered(*args: Any, **kwargs: Any) -> Any:
@@ -203,24 +205,24 @@ def _joined(pieces: Any) -> str:
 
 
 def _check_size(characters: float) -> None:
-    if characters > MOST_CHARACTERS:
-        raise _LimitExceeded(f"it makes a string of more than {MOST_CHARACTERS} characters")
+    if characters > MAX_CHARACTERS:
+        raise _LimitExceeded(f"it makes a string of more than {MAX_CHARACTERS} characters")
 
 
-def _check_number(value: Any, most: int = MOST_NUMBER) -> None:
-    if isinstance(value, int | float) and abs(value) > most:
-        raise _LimitExceeded(f"it calculates with a number beyond {most}")
+def _check_number(value: Any, limit: int = MAX_NUMBER) -> None:
+    if isinstance(value, int | float) and abs(value) > limit:
+        raise _LimitExceeded(f"it calculates with a number beyond {limit}")
 
 
 def _size(value: Any) -> float:
-    """Characters or entries, or the number itself: what a product or a sum of it can come to."""
+    """Return characters or entries, or the number itself: the size that a product or a sum counts with."""
     if isinstance(value, str | bytes | list | tuple):
         return len(value)
     return abs(value) if isinstance(value, int | float) else 1
 
 
 def _product(value: Any, args: tuple[Any, ...]) -> float:
-    """An upper bound of what replacing, joining or formatting with `args` can make of `value`."""
+    """Return an upper bound of the size that replacing, joining or formatting with `args` can make of `value`."""
     if isinstance(value, str) and _WIDE.search(value):
         raise _LimitExceeded("it formats to a width of more than five digits")
     whole = _size(value) + 1
@@ -237,7 +239,7 @@ def _longest(value: Any) -> float:
 
 
 class _Stopwatch:
-    """Ends what this thread runs after so many seconds: Python asks at every line, and a loop has lines."""
+    """Ends what this thread runs after a number of seconds: Python asks at every line, and a loop has lines."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -267,7 +269,7 @@ def _json_object(text: str) -> dict[str, Any] | None:
 
 
 def _token(value: Any) -> str:
-    """A special token of a tokenizer_config.json: its text, or an object with it as `content`."""
+    """Return a special token of a tokenizer_config.json, which is its text or an object with it as `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""

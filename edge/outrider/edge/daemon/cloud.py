@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outrider.edge.client import Client
+from outrider.edge.daemon.answers import TokenText
 from outrider.edge.daemon.chat_template import ChatTemplate
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.token_text import TokenText
 from outrider.edge.preparation import Ready
 from outrider.proto.address import split_address
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, Unavailable
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What `/health` says; `degraded` is plain cloud streaming, because the drafter failed."""
+    """Answer of `/health`; `degraded` is plain cloud streaming, because the drafter failed."""
 
     status: Literal["ok", "degraded", "unavailable"]
     reason: str = ""
@@ -46,7 +46,7 @@ class Cloud:
 
     Args:
         client: not prepared yet; preparing it is part of the watch.
-        every_s: between two looks.
+        every_s: time between two looks, in s.
     """
 
     def __init__(self, client: Client, every_s: float = LOOK_EVERY_S) -> None:
@@ -62,7 +62,7 @@ class Cloud:
 
     @property
     def health(self) -> Health:
-        """As of the last look, and of the texts since."""
+        """Health by the last look, and by the texts since."""
         if self._error is not None:
             return Health("unavailable", str(self._error))
         if self._drafter_error:
@@ -70,7 +70,7 @@ class Cloud:
         return Health("ok")
 
     def serving(self) -> Served:
-        """What to answer with.
+        """Return what to answer with.
 
         Raises:
             ApiError: 503, the cloud is away.
@@ -80,31 +80,31 @@ class Cloud:
         return self.served
 
     def hopeless(self) -> OutriderError | None:
-        """Why a text that has not begun had better be given up; None while there is hope."""
+        """Return why a text that has not begun should be given up; None while there is hope."""
         away_for_s = time.monotonic() - self._since
         return self._error if self._error is not None and away_for_s > WAIT_FOR_CLOUD_S else None
 
     def lost(self, error: OutriderError) -> None:
-        """A text's stream was lost: look at once."""
+        """Look at once, since a text's stream was lost."""
         if isinstance(error, Unavailable):
             self._look_now.set()
 
     def ended(self, statistics: EdgeStatistics) -> None:
-        """A text has ended, and its drafter did or did not do its work."""
+        """Note whether the drafter of a text that has ended did its work."""
         if statistics.drafter_error:
             self._drafter_error = statistics.drafter_error
         elif statistics.drafted:
             self._drafter_error = ""
 
     async def watch(self) -> None:
-        """For ever."""
+        """Look again and again, for ever."""
         while True:
             self._look_now.clear()
             await self._look()
             try:
                 async with asyncio.timeout(self._every_s):
                     await self._look_now.wait()
-                await asyncio.sleep(0.1)  # of many streams that are lost together, the first calls for all
+                await asyncio.sleep(0.1)  # many streams may be lost together: look once for all of them
             except TimeoutError:
                 pass
 
@@ -138,7 +138,7 @@ class Cloud:
         return Served(ready, _template(ready), TokenText(ready.tokenizer))
 
     async def _reach(self) -> None:
-        """Raises what stands between the daemon and a new text."""
+        """Raise what stands between the daemon and a new text."""
         try:
             address = await self.client.inquire()
         except ResourceExhausted:
@@ -156,7 +156,7 @@ def _template(ready: Ready) -> ChatTemplate | None:
 
 
 async def _answers(address: str) -> bool:
-    """Whether somebody listens there; whether it takes texts, the coordinator has said."""
+    """Return whether somebody listens there; the coordinator has said whether it takes texts."""
     host, port = split_address(address, "address")
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):

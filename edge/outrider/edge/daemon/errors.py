@@ -23,7 +23,7 @@ from outrider.proto.errors import (
 )
 
 RETRY_S = 1.0
-# What the contract names otherwise than OpenAI's API does.
+# Fields that the contract and OpenAI's API name differently.
 _PARAMS = {
     "open.prompt": "prompt",
     "open.model": "model",
@@ -37,15 +37,15 @@ _PARAMS = {
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer.
+    """An error that a client gets instead of an answer.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: what is wrong and how to mend it.
         param: the field of the request at fault.
         code: OpenAI's word for it, for programs.
         retry_after_s: when the same request may succeed; 0: not by itself.
-        headers: more of them.
+        headers: further HTTP headers.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class ApiError(Exception):
         return "server_error" if self.status >= 500 else "invalid_request_error"
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The whole answer."""
+        """Return the whole answer."""
         return json_response(self.body(), self.status, self.headers)
 
 
@@ -87,7 +87,7 @@ DEFECT = ApiError(500, "the daemon failed on this request; its log says why", co
 
 
 def from_outrider(error: OutriderError) -> ApiError:
-    """What an error of the tree is to a client of the daemon.
+    """Return what an error of the tree is to a client of the daemon.
 
     The daemon's own credentials and its choice of tokenizer are the operator's affair: to the client the service is
     not available, and the message says what the operator has to mend.
@@ -112,10 +112,10 @@ def from_outrider(error: OutriderError) -> ApiError:
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON in UTF-8; what cannot be written in UTF-8 is replaced."""
+    """Return JSON in UTF-8; what cannot be written in UTF-8 is replaced."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """An answer of JSON."""
+    """Return an answer of JSON."""
     return Response(json_bytes(value), status, headers, media_type="application/json")

@@ -15,10 +15,10 @@ from pydantic_core import PydanticCustomError
 from outrider.edge.daemon.errors import ApiError
 from outrider.proto.types import MAX_TOKEN_ID
 
-MOST_CHOICES = 128
-MOST_STOPS = 4
-MOST_STOP_CHARACTERS = 4096
-MOST_MESSAGES = 4096
+MAX_CHOICES = 128
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 4096
+MAX_MESSAGES = 4096
 
 
 def _refuse(message: str) -> PydanticCustomError:
@@ -26,7 +26,7 @@ def _refuse(message: str) -> PydanticCustomError:
 
 
 def _unless(*trivial: Any) -> Any:
-    """A field that is refused unless it asks for nothing."""
+    """Return the type of a field that is refused unless it asks for nothing."""
 
     def check(value: Any) -> Any:
         if value is None or any(type(value) is type(nothing) and value == nothing for nothing in trivial):
@@ -46,15 +46,15 @@ def _stop(value: Any) -> Any:
     if value is None or value == []:
         return None
     stops = [value] if isinstance(value, str) else _strings(value)
-    if len(stops) > MOST_STOPS:
-        raise _refuse(f"holds {len(stops)} strings; {MOST_STOPS} at most")
-    if any(not 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in stops):
-        raise _refuse(f"holds a string that is empty or longer than {MOST_STOP_CHARACTERS} characters")
+    if len(stops) > MAX_STOPS:
+        raise _refuse(f"holds {len(stops)} strings; {MAX_STOPS} at most")
+    if any(not 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise _refuse(f"holds a string that is empty or longer than {MAX_STOP_CHARACTERS} characters")
     return stops
 
 
 def _prompt(value: Any) -> Any:
-    """The prompts, each a string or a list of token ids."""
+    """Return the prompts, each a string or a list of token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -82,7 +82,7 @@ def _logit_bias(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """A message's text: a string, or text parts, which are joined by newlines."""
+    """Return a message's text: a string, or text parts joined by newlines."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -114,7 +114,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """What a stream tells beside the text; `include_speculation` is this daemon's own."""
+    """What a stream holds beside the text; `include_speculation` is this daemon's own."""
 
     include_usage: bool | None = None
     include_obfuscation: Ignored
@@ -172,7 +172,7 @@ class Request(Strict):
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int | None, Field(ge=1, le=MOST_CHOICES)] = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     max_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKEN_ID)] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -206,7 +206,7 @@ class Request(Strict):
 
     @property
     def choices(self) -> int:
-        """Texts for each prompt."""
+        """Number of texts for each prompt."""
         return self.n or 1
 
     @property
@@ -216,14 +216,14 @@ class Request(Strict):
 
     @property
     def wants_speculation(self) -> bool:
-        """Whether a stream tells what became of the drafts."""
+        """Whether a stream says what became of the drafts."""
         return bool(self.stream_options and self.stream_options.include_speculation)
 
 
 class ChatRequest(Request):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=MAX_TOKEN_ID)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -260,8 +260,8 @@ class CompletionRequest(Request):
     def _best_of_all(self) -> Self:
         if self.best_of is not None and self.best_of != self.choices:
             raise _refuse("best_of is not supported here beyond n; leave it out")
-        if len(self.prompt) * self.choices > MOST_CHOICES:
-            raise _refuse(f"prompt and n ask for more than {MOST_CHOICES} texts at once")
+        if len(self.prompt) * self.choices > MAX_CHOICES:
+            raise _refuse(f"prompt and n ask for more than {MAX_CHOICES} texts at once")
         return self
 
 
@@ -269,7 +269,7 @@ R = TypeVar("R", bound=Request)
 
 
 def checked(kind: type[R], body: dict[str, Any]) -> R:
-    """The request in a JSON object.
+    """Return the request in a JSON object.
 
     Raises:
         ApiError: 400 that names the first field at fault, or all that are unknown.
@@ -303,7 +303,7 @@ def _sentence(message: str) -> str:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content` of a pydantic location; what it adds for unions and aliases is no field and is left out."""
+    """Return a pydantic location as `messages[0].content`, without what it adds for unions and aliases."""
     path = ""
     for part in location:
         if isinstance(part, int):
@@ -314,5 +314,5 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def schema_text(schema: JsonSchema) -> str:
-    """The JSON schema as text."""
+    """Return the JSON schema as text."""
     return json.dumps(schema.schema_, ensure_ascii=False)

@@ -1,4 +1,8 @@
-"""The daemon: one event loop for HTTP, for gRPC to the cloud, and for the watch over both."""
+"""The daemon: one event loop for HTTP, for gRPC to the cloud, and for the watch over both.
+
+Whatever is no HTTP request is refused in the same shape as everything else, and nobody waits for ever for its rest. TLS
+follows the files of its certificates.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,41 @@ import contextlib
 import errno
 import logging
 import socket
+import ssl
+import uuid
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from outrider.edge.client import Client
 from outrider.edge.daemon.app import Api
+from outrider.edge.daemon.auth import Auth
 from outrider.edge.daemon.cloud import Cloud
 from outrider.edge.daemon.config import DaemonConfig
-from outrider.edge.daemon.framing import MOST_HEADER_BYTES, HttpProtocol
-from outrider.edge.daemon.gate import Gate
-from outrider.edge.daemon.guard import Doors
+from outrider.edge.daemon.errors import ApiError, json_bytes
+from outrider.edge.daemon.limiter import Limiter
 from outrider.edge.daemon.metrics import HttpMetrics
-from outrider.edge.daemon.tls import LiveTls
+from outrider.edge.daemon.reply import Service
 from outrider.edge.metrics import EdgeMetrics
 from outrider.proto.address import join_address
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.access import Keys
+from outrider.proto.plumbing.tls import ServerTls
 
 BACKLOG = 1024
 IDLE_S = 75  # that a connection is kept open for another request
 END_WITHIN_S = 3
+TLS_LOOK_EVERY_S = 2.0
+MAX_HEADER_BYTES = 64 << 10
+HEAD_WITHIN_S = 60.0
+LINGER_S = 2.0  # that a refused client may still write for: cut off at once, it would never see why
+NO_REQUEST = ApiError(
+    400, f"this is no HTTP/1.1 request, or its head has more than {MAX_HEADER_BYTES} bytes", code="invalid_http"
+)
+TOO_SLOW = ApiError(408, f"the head of the request did not come within {HEAD_WITHIN_S:g} s", code="request_timeout")
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +54,7 @@ class Daemon:
     """Serves one client's cloud over HTTP.
 
     Args:
-        config: of the daemon.
+        config: the daemon's settings.
         client: not prepared; the daemon closes it.
 
     Raises:
@@ -50,17 +67,17 @@ class Daemon:
         self._tls = LiveTls(config.tls) if config.tls else None
         keys = Keys.from_file(config.api_keys) if config.api_keys else None
         metrics = EdgeMetrics()
-        figures = HttpMetrics(metrics.registry)
+        http_metrics = HttpMetrics(metrics.registry)
         self.cloud = Cloud(client)
-        self.gate = Gate(config.max_requests, figures)
+        self.limiter = Limiter(config.max_requests, http_metrics)
         self.metrics = metrics
-        api = Api(self.cloud, metrics, figures, self.gate, config.request_timeout_s)
-        self._app = api.application(Doors(config.host, keys))
+        service = Service(self.cloud, metrics, http_metrics, self.limiter, config.request_timeout_s)
+        self._app = Api(service).application(Auth(config.host, keys))
         self._http: _Http | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
-        """Begin to serve, cloud or not; the URL.
+        """Begin to serve, whether the cloud is there or not, and return the URL.
 
         Raises:
             ConfigError: the address cannot be bound.
@@ -79,13 +96,13 @@ class Daemon:
         return f"{'https' if self._tls else 'http'}://{join_address(host, port)}"
 
     def reload(self) -> None:
-        """Read certificates anew; API keys are by themselves."""
+        """Read certificates again; API keys are reread without this."""
         if self._tls is not None:
             self._tls.reload()
 
     async def stop(self) -> None:
-        """Refuse new texts, let those that run end for the grace time, cut them, close everything."""
-        await self.gate.drain(self._config.grace_s)
+        """Refuse new texts, give those that run the grace time to end, then cut them and close everything."""
+        await self.limiter.drain(self._config.grace_s)
         http, *watching = self._tasks
         if self._http is not None:
             self._http.should_exit = True
@@ -106,7 +123,7 @@ class _Http(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do not."""
+        """Leave the signals alone."""
         yield
 
 
@@ -125,7 +142,7 @@ def _http_config(app: Any, tls: LiveTls | None) -> uvicorn.Config:
         backlog=BACKLOG,
         timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=END_WITHIN_S,
-        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ssl_context_factory=None if tls is None else lambda *_: tls.context,
     )
 
@@ -135,8 +152,147 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        why = "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror
+        reason = "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror
         address = join_address(host, port)
-        raise ConfigError(f"cannot listen on {address}: {why}; give another --listen", field="listen") from error
+        raise ConfigError(f"cannot listen on {address}: {reason}; give another --listen", field="listen") from error
     listener.setblocking(False)
     return listener
+
+
+class HttpProtocol(H11Protocol):
+    """Uvicorn's protocol of one connection, with a limit on the time for a request's head, and OpenAI's errors."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the head of the first request."""
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Take more of a request, unless it was refused."""
+        if not self._refused:
+            super().data_received(data)
+            self._watch_head()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the head of another request; until its first byte, Uvicorn watches the time."""
+        super().on_response_complete()
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting, since the client is gone."""
+        self._forget_head()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - Uvicorn's words are replaced
+        """Refuse what cannot be parsed."""
+        self._refuse(NO_REQUEST)
+
+    def _watch_head(self) -> None:
+        if self.conn.their_state is not h11.IDLE or self.timeout_keep_alive_task is not None:
+            self._forget_head()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_WITHIN_S, self._refuse, TOO_SLOW)
+
+    def _forget_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, if no other answer has begun, and close."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+        if self.transport.is_closing():
+            return
+        self._refused = True
+        self._forget_head()
+        if self.cycle is not None:  # its body is what is wrong: so the application shall see its client as gone
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = json_bytes(error.body())
+        headers: list[Any] = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+            (b"x-request-id", uuid.uuid4().hex.encode()),
+        ]
+        answer = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
+        for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.loop.call_later(LINGER_S, self.transport.close)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+
+class LiveTls:
+    """An SSL context for new connections; `reload` gives it the certificate that the files hold now.
+
+    Authorities of client certificates are added by a reload, and taken away only by a restart: OpenSSL cannot forget.
+
+    Raises:
+        ConfigError: a file is unreadable, not PEM, encrypted, or the key is not the certificate's.
+    """
+
+    def __init__(self, files: ServerTls) -> None:
+        self._files = files
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if files.client_ca is not None:
+            self.context.verify_mode = ssl.CERT_REQUIRED
+        self._load(self.context)
+        self._seen = self._stamps()
+
+    async def watch(self) -> None:
+        """Reload whenever a file changes, for ever."""
+        while True:
+            await asyncio.sleep(TLS_LOOK_EVERY_S)
+            if self._stamps() != self._seen:
+                self.reload()
+
+    def reload(self) -> None:
+        """Read the files again; broken ones change nothing."""
+        seen = self._stamps()
+        try:
+            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # a half-written pair must not reach the live one
+            self._load(self.context)
+        except ConfigError as error:
+            log.warning("the old certificate stays: %s", error)
+        else:
+            log.info("certificates read again from %s", self._files.cert)
+        self._seen = seen
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        try:
+            context.load_cert_chain(self._files.cert.expanduser(), self._files.key.expanduser(), password=_no_password)
+        except (OSError, ssl.SSLError, ValueError) as error:
+            pair = f"{self._files.cert} and {self._files.key}"
+            raise ConfigError(f"cannot use {pair}: {_plain(error)}", field="tls_cert") from error
+        if self._files.client_ca is not None:
+            try:
+                context.load_verify_locations(self._files.client_ca.expanduser())
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(
+                    f"cannot use {self._files.client_ca}: {_plain(error)}", field="tls_client_ca"
+                ) from error
+
+    def _stamps(self) -> list[tuple[int, int]]:
+        stamps = []
+        for path in self._files.files:
+            try:
+                found = path.expanduser().stat()
+            except OSError:
+                stamps.append((0, 0))
+            else:
+                stamps.append((found.st_mtime_ns, found.st_size))
+        return stamps
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; take its password off")
+
+
+def _plain(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,4 +1,4 @@
-"""What is told of the drafts beside a text: while it streams, and at its end."""
+"""What an answer says about the drafts: while its text streams, and at its end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from outrider.proto.types import CloudFrame, Commit, Provenance
 
 
 class TextJournal(SessionJournal):
-    """The metrics' journal of one text, which can also be asked while the text is decoded.
+    """The metrics' journal of one text, which can be read while the text is decoded.
 
     Args:
-        metrics: to count into.
+        metrics: count the text.
         request_id: for logs.
         on_lost: called with the error when a stream is lost or refused.
     """
@@ -26,13 +26,13 @@ class TextJournal(SessionJournal):
     def __init__(self, metrics: EdgeMetrics, request_id: str, on_lost: Callable[[OutriderError], None]) -> None:
         super().__init__(metrics, request_id)
         self.drafter = "none"
-        self.most_judged = 0
+        self.max_verified = 0
         self.first_tokens = 0  # of the first commit, which no rate can count
         self._on_lost = on_lost
 
     @property
     def statistics(self) -> EdgeStatistics:
-        """So far; all 0 before the text begins."""
+        """Statistics so far; all 0 before the text begins."""
         return self.machine.statistics if self.machine else EdgeStatistics()
 
     def began(self, subject: Subject, machine: EdgeSession, at: float) -> None:
@@ -45,15 +45,15 @@ class TextJournal(SessionJournal):
         super().received(frame, at)
         if isinstance(frame, Commit):
             self.first_tokens = self.first_tokens or len(frame.tokens)
-            self.most_judged = max(self.most_judged, frame.judged)
+            self.max_verified = max(self.max_verified, frame.judged)
 
     def lost(self, error: OutriderError, at: float) -> None:
-        """Tell who watches the cloud."""
+        """Report the loss to whoever watches the cloud."""
         super().lost(error, at)
         self._on_lost(error)
 
     def live(self, event: Event | None = None) -> dict[str, Any]:
-        """The `speculation` object of a streamed chunk; `event`: whose text it carries, if any.
+        """Return the `speculation` object of a streamed chunk, with the text of `event` by origin.
 
         Both rates leave out the first commit, whose time is the prompt's. `cloud_tokens_per_second` is what the same
         tokens would have come at with one target step each, by the verifier's own times (`SessionJournal`).
@@ -77,28 +77,27 @@ class TextJournal(SessionJournal):
 
 
 def metrics_of(journals: Sequence[TextJournal], seed: int) -> dict[str, Any]:
-    """The `metrics` object of an answer: vLLM's `speculative_decoding`, summed over the texts, and what makes it again.
+    """Return the `metrics` object of an answer: vLLM's `speculative_decoding` over all texts, and what repeats it.
 
     `acceptance_histogram[j]` counts the target steps that accepted exactly j drafts; `num_spec_tokens` is the most that
-    one step judged. With `seed` in a request its n-th choice has the same text again; the texts follow `seed`,
-    `seed` + 1 and so on.
+    one step verified. A request with this `seed` has the same texts again: the n-th choice has `seed` + n.
     """
     accepted_of: Counter[int] = Counter()
     for journal in journals:
         accepted_of.update(journal.accepted_of)
     steps = accepted_of.total()
     accepted = sum(j * count for j, count in accepted_of.items())
-    judged = sum(journal.statistics.judged for journal in journals)
+    verified = sum(journal.statistics.judged for journal in journals)
     errors = [journal.statistics.drafter_error for journal in journals if journal.statistics.drafter_error]
     return {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
-            "draft_acceptance_rate": accepted / judged if judged else 0.0,
+            "draft_acceptance_rate": accepted / verified if verified else 0.0,
             "acceptance_histogram": [accepted_of[j] for j in range(max(accepted_of, default=0) + 1)],
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
-            "num_draft_tokens": judged,
-            "num_spec_tokens": max((journal.most_judged for journal in journals), default=0),
+            "num_draft_tokens": verified,
+            "num_spec_tokens": max((journal.max_verified for journal in journals), default=0),
         },
         "seed": seed,
         "drafter": journals[0].drafter if journals else "none",
@@ -107,7 +106,7 @@ def metrics_of(journals: Sequence[TextJournal], seed: int) -> dict[str, Any]:
 
 
 def _pieces(event: Event | None) -> list[dict[str, Any]]:
-    """Text by origin, neighbours of the same origin together; what is held back until the end counts as own."""
+    """Return text by origin, neighbours of one origin together; text held back until the end counts as the target's."""
     if not isinstance(event, Tokens):
         return [{"text": event.text, "accepted": False}] if event is not None and event.text else []
     pieces: list[dict[str, Any]] = []

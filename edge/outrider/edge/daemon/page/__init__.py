@@ -34,7 +34,7 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """`/` and `/page/FILE`, for GET and HEAD."""
+    """Return the routes of `/` and `/page/FILE`, for GET and HEAD."""
     files = {path.name: path for path in STATIC.iterdir() if path.suffix in MEDIA_TYPES}
 
     async def index(request: Request) -> Response:  # noqa: ARG001 - Starlette's signature

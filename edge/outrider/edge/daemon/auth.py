@@ -1,4 +1,4 @@
-"""What every request passes through: its id, where it may come from, whose it is, one line of log, one count."""
+"""What every request passes: who may come in, its id, its line in the log, its count."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outrider.proto.plumbing.logs import about
 
 REQUEST_ID = "X-Request-Id"
 API = "/v1/"
-_SANE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LOCAL_NAMES = ("localhost",)
 _QUIET = ("/health", "/metrics")  # asked for every few seconds
 
@@ -30,22 +30,22 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class Auth:
     """Who may come in.
 
     Attributes:
-        listen_host: that the daemon listens on.
-        keys: of which a request to the API must show one; None: none is asked for.
+        listen_host: host that the daemon listens on.
+        keys: keys of which a request to the API must show one; None: none is asked for.
     """
 
     listen_host: str
     keys: Keys | None = None
 
     def check(self, path: str, headers: Headers) -> Key | None:
-        """The key that the request shows, if one is asked for.
+        """Return the key that a request shows, if one is asked for.
 
         A browser sends requests on behalf of any page that it shows. So a page from elsewhere is refused by its
-        Origin, and a name that was bound anew to the loopback address (DNS rebinding) by its Host: on loopback and
+        Origin, and a name that was rebound to the loopback address (DNS rebinding) by its Host: on loopback and
         without keys only names of this machine are taken.
 
         Raises:
@@ -82,16 +82,16 @@ class Doors:
 
 
 class Guard:
-    """ASGI middleware around the whole application. `scope["state"]` gets `request_id`, `key` and `began`."""
+    """ASGI middleware around the application; it puts `request_id`, `key` and `began` into `scope["state"]`."""
 
-    def __init__(self, app: ASGIApp, doors: Doors, figures: HttpMetrics, routes: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, auth: Auth, http_metrics: HttpMetrics, routes: frozenset[str]) -> None:
         self._app = app
-        self._doors = doors
-        self._figures = figures
+        self._auth = auth
+        self._http_metrics = http_metrics
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -99,9 +99,9 @@ class Guard:
         request_id = _request_id(headers.get(REQUEST_ID, ""))
         state: dict[str, Any] = scope.setdefault("state", {})
         state.update(request_id=request_id, key=None, began=time.monotonic())
-        answer = _Sending(send, request_id)
+        answer = _Response(send, request_id)
         try:
-            state["key"] = self._doors.check(scope["path"], headers)
+            state["key"] = self._auth.check(scope["path"], headers)
             await self._app(scope, receive, answer)
         except ApiError as error:
             await self._fail(error, scope, receive, answer)
@@ -111,13 +111,15 @@ class Guard:
         finally:
             self._account(scope, answer.status)
 
-    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, answer: _Sending) -> None:
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, answer: _Response) -> None:
         if not answer.status:
             await error.response()(scope, receive, answer)
 
     def _account(self, scope: Scope, status: int) -> None:
         state, path = scope["state"], scope["path"]
-        self._figures.answered(path if path in self._routes else "other", status or 499)  # nginx's: the client left
+        self._http_metrics.answered(
+            path if path in self._routes else "other", status or 499
+        )  # nginx's: the client left
         seconds = time.monotonic() - state["began"]
         whose = f" key={state['key'].name}" if state["key"] is not None else ""
         level = logging.DEBUG if path in _QUIET else logging.INFO
@@ -126,8 +128,8 @@ class Guard:
         log.log(level, line, *fields, extra=about(session=state["request_id"]))
 
 
-class _Sending:
-    """`send` that puts the request's id on the answer and remembers its status; 0: none yet."""
+class _Response:
+    """A `send` that puts the request's id on the answer and remembers its status; 0: none yet."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -142,11 +144,11 @@ class _Sending:
 
 
 def _request_id(given: str) -> str:
-    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _name(host: str) -> str:
-    """The name in a Host header, without its port."""
+    """Return the name in a Host header, without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()

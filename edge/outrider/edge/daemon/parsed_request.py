@@ -1,12 +1,17 @@
-"""From a checked request to what a `Client` is asked for."""
+"""From the body of an HTTP request to what a `Client` is asked for."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 
 from outrider.edge.daemon.chat_template import ChatTemplate
 from outrider.edge.daemon.errors import ApiError
@@ -14,16 +19,20 @@ from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message,
 from outrider.edge.preparation import Ready
 from outrider.proto.types import Grammar, GrammarKind, Sampling
 
+MAX_BYTES = 8 << 20  # as much as a message to a verifier holds
+MAX_DISCARDED_BYTES = 64 << 20
+BODY_WITHIN_S = 60.0
 COMPLETION_TOKENS = 16  # OpenAI's, of a completion that does not say
 CONTEXT_TOKENS = 1 << 20  # as many as the target's context holds: the verifier says where that ends
 SEED_BITS = 53  # a number that JavaScript too keeps whole
+_CLOSE = {"Connection": "close"}
 _SEEDS = 1 << 64
 _IN_THREAD = 4096  # characters; shorter texts are tokenized sooner than a thread takes over
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text to decode: `choice` in the answer."""
+    """One text to decode, which is `choice` of the answer."""
 
     choice: int
     prompt: tuple[int, ...]
@@ -31,16 +40,16 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ParsedRequest:
     """All texts of one request.
 
     Attributes:
-        texts: [prompts x n] with choices counted up; the seed of each text of one prompt is one more than the last's.
-        prompt_tokens: of every prompt once.
-        seed: of the first text.
+        texts: [prompts x n] with choices counted up; the seed of each text of a prompt is one more than the last's.
+        prompt_tokens: tokens of all prompts, each counted once.
+        seed: seed of the first text.
         stop: strings that end a text.
-        logprobs: whether they are wanted.
-        top_logprobs: so many likeliest tokens of each position.
+        logprobs: whether log probabilities are asked for.
+        top_logprobs: number of likeliest tokens to name at each position.
     """
 
     texts: tuple[Text, ...]
@@ -51,8 +60,8 @@ class Wanted:
     top_logprobs: int
 
 
-async def wanted_chat(request: ChatRequest, ready: Ready, template: ChatTemplate | None) -> Wanted:
-    """What a chat asks for.
+async def parse_chat(request: ChatRequest, ready: Ready, template: ChatTemplate | None) -> ParsedRequest:
+    """Parse the request of a chat.
 
     Raises:
         ApiError: the target has no chat template.
@@ -67,26 +76,26 @@ async def wanted_chat(request: ChatRequest, ready: Ready, template: ChatTemplate
     prompt = await _encode(ready, text, add_special_tokens=False)  # the template writes them itself
     max_tokens = request.max_completion_tokens or request.max_tokens or CONTEXT_TOKENS
     top = request.top_logprobs or 0
-    return _wanted(request, [prompt], max_tokens, logprobs=bool(request.logprobs), top_logprobs=top)
+    return _request(request, [prompt], max_tokens, logprobs=bool(request.logprobs), top_logprobs=top)
 
 
-async def wanted_completion(request: CompletionRequest, ready: Ready) -> Wanted:
-    """What a completion asks for. Raises `InvalidArgument`."""
+async def parse_completion(request: CompletionRequest, ready: Ready) -> ParsedRequest:
+    """Parse the request of a completion; raises `InvalidArgument`."""
     prompts = [
         await _encode(ready, prompt, add_special_tokens=True) if isinstance(prompt, str) else tuple(prompt)
         for prompt in request.prompt
     ]
     max_tokens = request.max_tokens or COMPLETION_TOKENS
     logprobs = request.logprobs is not None
-    return _wanted(request, prompts, max_tokens, logprobs=logprobs, top_logprobs=request.logprobs or 0)
+    return _request(request, prompts, max_tokens, logprobs=logprobs, top_logprobs=request.logprobs or 0)
 
 
-def _wanted(
+def _request(
     request: Request, prompts: list[tuple[int, ...]], max_tokens: int, *, logprobs: bool, top_logprobs: int
-) -> Wanted:
+) -> ParsedRequest:
     seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % _SEEDS
     sampling = _sampling(request, min(max_tokens, CONTEXT_TOKENS), seed)
-    return Wanted(
+    return ParsedRequest(
         texts=tuple(_texts(prompts, request.choices, sampling)),
         prompt_tokens=sum(map(len, prompts)),
         seed=seed,
@@ -129,7 +138,7 @@ def _grammar(form: ResponseFormat | None) -> Grammar | None:
 
 
 def _turn(message: Message) -> dict[str, Any]:
-    """As templates know turns. `developer` is OpenAI's newer name for `system`, which templates know."""
+    """Return a turn as templates know it: `developer` is OpenAI's newer name for their `system`."""
     said = message.model_dump(exclude_none=True)
     said["role"] = "system" if message.role == "developer" else message.role
     said.setdefault("content", message.refusal or "")
@@ -141,3 +150,68 @@ async def _encode(ready: Ready, text: str, *, add_special_tokens: bool) -> tuple
         return tuple(ready.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     return encode() if len(text) < _IN_THREAD else await asyncio.to_thread(encode)
+
+
+async def json_object(request: HttpRequest) -> dict[str, Any]:
+    """Read the JSON object in the body of a request.
+
+    Raises:
+        ApiError: 415 another type, 413 too long, 400 no JSON object in UTF-8.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise ApiError(415, "the body must be JSON; send Content-Type: application/json", code="unsupported_media_type")
+    return _parse_json(await _read(request))
+
+
+async def _read(request: HttpRequest) -> bytes:
+    """Read the body.
+
+    The rest of one that is too long is read and thrown away, up to a point: a client that is cut off while it writes
+    would never see the answer.
+    """
+    body = bytearray()
+    taken = 0
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            async for piece in request.stream():
+                taken += len(piece)
+                if taken <= MAX_BYTES:
+                    body += piece
+                elif taken > MAX_DISCARDED_BYTES:
+                    break
+    except ClientDisconnect as error:
+        raise ApiError(400, "the body broke off") from error
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {BODY_WITHIN_S:g} s", headers=_CLOSE) from error
+    if taken > MAX_BYTES:
+        headers = _CLOSE if taken > MAX_DISCARDED_BYTES else None
+        raise ApiError(413, f"the body has more than {MAX_BYTES} bytes", code="body_too_large", headers=headers)
+    return bytes(body)
+
+
+def _parse_json(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(body, parse_constant=_no_constant, parse_float=_finite)
+        if b"\\ud" in body.lower():
+            json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeError as error:
+        raise ApiError(400, "the body is not UTF-8, or holds half a surrogate pair", code="invalid_json") from error
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from error
+    if not isinstance(parsed, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return parsed
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is beyond any number")
+    return value
