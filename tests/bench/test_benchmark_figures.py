@@ -27,7 +27,7 @@ def test_elsewhere_nobody_says() -> None:
     assert run_of("cloud", TRACED, together, None, sessions=2).arrivals_s is None
 
 
-def test_texts_one_after_the_other_take_the_sum_of_their_times_and_those_at_once_the_longest() -> None:
+def test_sequential_texts_take_the_sum_of_their_times_and_parallel_ones_the_longest() -> None:
     texts = [text(10, 2, 0.5), text(100, 4, 0.5)]
     assert run_of("cloud", LinkRecord(30.0), texts, None).seconds == 3.0
     at_once = [text(10, 2, 0.5), text(10.5, 4, 0.5)]

@@ -129,7 +129,7 @@ def test_a_drafter_that_a_code_makes_right_three_times_commits_four_tokens_a_ste
 
 
 @pytest.mark.parametrize("age", [0, 1, 5])
-def test_a_round_is_steered_by_the_code_that_is_so_much_older_than_the_newest_processed_position(age) -> None:
+def test_a_round_is_steered_by_the_code_of_the_given_age(age) -> None:
     text = text_of(30)
     drafter = Obedient(text)
     numbers = np.arange(60) % 3
@@ -221,7 +221,7 @@ def assert_same(rounds: Rounds, found: EdgeStatistics) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_rounds_of_any_drafter_are_those_of_a_session_and_an_engine_that_reads_first_takes_one_step_more(seed) -> None:
+def test_rounds_are_a_sessions_and_an_engine_that_reads_first_takes_one_more(seed) -> None:
     rng = random.Random(seed)
     tokens, share, drafts = rng.randint(1, 70), rng.random(), rng.choice((1, 3, 8))
     text = text_of(tokens, limit=tokens + rng.choice((0, 30)))

@@ -86,7 +86,7 @@ def test_traces_come_back_from_a_file(tmp_path) -> None:
     assert load_traces(path) == []
 
 
-def test_what_the_target_thinks_of_a_draft_is_asked_of_what_was_proposed_and_bounded_by_one() -> None:
+def test_the_targets_view_of_a_draft_is_about_the_proposed_token_and_at_most_one() -> None:
     asked = []
 
     def chances(tokens):

@@ -81,7 +81,7 @@ def test_where_a_drafter_was_silent_there_is_no_draft_to_learn_from() -> None:
     assert rows.outcomes.tolist() == [1, 1]
 
 
-def test_a_block_row_holds_the_share_of_the_block_up_to_the_first_miss_and_the_signals_of_its_first_drafts() -> None:
+def test_a_block_row_has_the_share_up_to_a_miss_and_the_first_drafts_signals() -> None:
     rng = np.random.default_rng(3)
     hits = rng.random(120) < 0.7
     confidence, entropy = rng.random(120), rng.random(120)
@@ -127,7 +127,7 @@ def test_a_head_without_what_it_learnt_from_gives_the_mean_of_what_it_knows(trai
     assert alone == pytest.approx(chance_of(np.array([0.1, 0.9]), 0.0, 0.0), abs=0.1)
 
 
-def test_the_share_of_a_block_falls_with_its_length_and_rises_with_what_is_known_of_it(trained) -> None:
+def test_a_blocks_share_falls_with_its_length_and_rises_with_what_is_known_of_it(trained) -> None:
     weights, verdicts = trained
     shares = weights.block.chances(block_inputs((), (), 0.0, 0, [1, 2, 4, 8, 16])).tolist()
     expected = [sum(0.55**k for k in range(1, n + 1)) / n for n in (1, 2, 4, 8, 16)]
@@ -162,7 +162,7 @@ def test_what_no_trace_knows_or_varies_is_not_guessed_from() -> None:
     assert shares[0] == pytest.approx(shares[1])
 
 
-def test_a_prompt_is_either_learnt_from_or_judged_on_whoever_drafts_and_whatever_the_seed() -> None:
+def test_a_prompt_is_for_training_or_evaluation_whatever_the_drafter_and_seed() -> None:
     traces = [replace(t, drafter=d, seed=s) for t in planted(prompts=10, tokens=5) for d in "ab" for s in (1, 2)]
     learnt, unseen = PolicyTraining(fit=Fit(), held_out=0.3)._split(traces)
     assert (len(learnt), len(unseen)) == (28, 12)

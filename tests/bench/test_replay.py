@@ -162,7 +162,7 @@ def test_a_long_prompt_is_read_in_parts() -> None:
     assert outcome.seconds == pytest.approx(LINK.rtt_s + 3 * 0.010 + 1100 * 0.001)  # 512 + 512 + 76 rows
 
 
-def test_synchronous_speculation_that_hits_twice_in_three_gives_three_tokens_a_round() -> None:
+def test_synchronous_speculation_that_hits_twice_in_three_gives_three_a_round() -> None:
     # Opened comes at 40 ms, four drafts leave at 44, are judged from 64 to 74 beside the first token that the prompt's
     # step gave at 50, and two tokens come at 94: the third draft was wrong. Then each round gives two hits and one own;
     # in the last there is room for two drafts only.
@@ -174,7 +174,7 @@ def test_synchronous_speculation_that_hits_twice_in_three_gives_three_tokens_a_r
     assert outcome.statistics.steps == 6
 
 
-def test_synchronous_speculation_is_not_stepped_on_by_what_was_said_of_an_older_text() -> None:
+def test_synchronous_speculation_is_not_disturbed_by_answers_about_an_older_text() -> None:
     # What the edge said when it knew one token less must not make a verifier of infinite patience step without drafts.
     [hits] = replay([trace_of([True] * 21)], at(LINK), FREE, synchronous(4))
     assert hits.statistics.steps == 6
@@ -184,7 +184,7 @@ def test_synchronous_speculation_is_not_stepped_on_by_what_was_said_of_an_older_
 
 
 @pytest.mark.parametrize("length", [1, 3, 4])
-def test_synchronous_speculation_that_always_hits_gives_one_more_than_its_length_a_round(length) -> None:
+def test_synchronous_speculation_that_always_hits_gives_its_length_plus_one_a_round(length) -> None:
     [outcome] = replay([trace_of([True] * 31)], at(LINK), FREE, synchronous(length))
     round_s = LINK.rtt_s + FREE.step_s + length * FREE.drafting_s
     later = outcome.arrivals[1 : -length - 1]  # the last round is shorter
@@ -437,7 +437,7 @@ def first_choice(arm: int) -> StaticSelector:
     return StaticSelector(arm)
 
 
-def test_a_rival_that_always_has_the_turn_is_as_fast_as_alone_but_for_reading_the_prompt() -> None:
+def test_a_drafter_that_is_always_active_is_as_fast_as_alone_but_for_the_prompt() -> None:
     good, bad = [1, 1, 1, 0] * 10, [0, 1] * 20
     [alone] = replay([trace_of(good)], at(LINK), FREE, Policy())
     [one] = replay(
@@ -448,7 +448,7 @@ def test_a_rival_that_always_has_the_turn_is_as_fast_as_alone_but_for_reading_th
     assert one.seconds == pytest.approx(alone.seconds, rel=0.02)
 
 
-def test_the_leader_soon_leaves_the_turn_to_the_better_drafter_and_is_faster_than_the_other_alone() -> None:
+def test_the_leader_soon_activates_the_better_drafter_and_beats_the_other_alone() -> None:
     good, bad = [1, 1, 1, 1, 1, 0] * 40, [0, 0, 1] * 80
     traces, rivals = [trace_of(bad)], [[rival_of(good, "b")]]
     for rtt_ms in (5, 20):

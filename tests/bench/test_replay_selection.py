@@ -177,7 +177,7 @@ def test_reading_along_never_takes_longer_than_the_wait() -> None:
     assert max(map(len, heard)) == 1, "0.033 s hold one token of 0.02 s"
 
 
-def test_who_reads_along_is_told_of_the_prompt_and_pays_for_reading_it_what_the_wait_does_not_hide() -> None:
+def test_catching_up_starts_with_the_prompt_and_costs_what_the_wait_does_not_hide() -> None:
     told: list[list[float]] = []
 
     class Reader(StaticSelector):
@@ -284,7 +284,7 @@ def shares_of_oracle(
     return {name: best / seconds for name, seconds in spent.items()}
 
 
-def test_the_default_is_above_every_single_drafter_on_a_mix_of_domains_and_below_no_selector() -> None:
+def test_on_mixed_domains_the_default_beats_each_drafter_and_no_selector_beats_it() -> None:
     shares = shares_of_oracle(
         lambda rng: [text_of(rng, [(int(domain), 200)]) for domain in rng.permutation(4)], 50, range(2)
     )
@@ -358,7 +358,7 @@ def test_alignment_alone_takes_the_slower_drafter_on_a_short_link_too() -> None:
     assert np.mean(choices[200:]) > 0.85
 
 
-def test_after_a_change_of_link_the_default_takes_the_other_drafter_within_64_tokens() -> None:
+def test_after_a_change_of_link_the_default_switches_drafter_within_64_tokens() -> None:
     shares = []
     for seed in range(4):
         text = text_of(np.random.default_rng(seed), [(0, 800)], np.array([[0.6], [0.9]]))

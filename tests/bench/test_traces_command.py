@@ -152,9 +152,7 @@ def test_hits_are_those_of_the_targets_own_texts(target, temperature) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_agreement_is_what_the_targets_own_model_gives_to_a_draft_over_what_its_drafter_does(
-    target, target_folder, temperature
-) -> None:
+def test_agreement_is_the_targets_probability_of_a_draft_over_the_drafters(target, target_folder, temperature) -> None:
     import torch
     from transformers import LlamaForCausalLM
 
@@ -174,7 +172,7 @@ def test_agreement_is_what_the_targets_own_model_gives_to_a_draft_over_what_its_
             assert found == pytest.approx(min(1.0, chance / 0.05), abs=1e-3)
 
 
-def test_texts_of_several_seeds_are_those_of_each_alone_though_their_prompt_is_read_once(target, monkeypatch) -> None:
+def test_texts_of_several_seeds_equal_those_alone_though_the_prompt_is_read_once(target, monkeypatch) -> None:
     words = Prompt("p", WORDS), Prompt("q", f"{WORDS} w5 w6")
     sampling = replace(GREEDY, temperature=1.0)
     alone = [
@@ -326,7 +324,7 @@ def test_cloud_streaming_takes_a_step_a_token_and_what_the_link_and_the_prompt_t
     assert (cloud.drafter, cloud.window, cloud.acceptance, cloud.window_mean) == (None, None, None, None)
 
 
-def test_synchronous_rounds_of_a_drafter_that_hits_three_times_in_four_take_a_quarter_of_the_steps() -> None:
+def test_synchronous_rounds_with_three_hits_in_four_take_a_quarter_of_the_steps() -> None:
     grid = Sweep(recording_of(texts=1, tokens=81), [link_of(0)], ["sync3"])
     _, [good], [bad] = grid.cells()
     # The prompt's step gives the first token, at a hit; 1 1 0 | 1 1 1 0 | … : a round ends at each 0.
@@ -336,7 +334,7 @@ def test_synchronous_rounds_of_a_drafter_that_hits_three_times_in_four_take_a_qu
     assert good.ratio > 1.5 > 1 > bad.ratio
 
 
-def test_every_cell_is_there_once_and_each_is_a_replay_of_its_own_drafter_window_and_link() -> None:
+def test_every_cell_is_there_once_and_replays_its_own_drafter_window_and_link() -> None:
     recording = recording_of(texts=2)
     links, windows = [link_of(5), link_of(120)], ["adaptive", "4", "sync4"]
     grid = Sweep(recording, links, windows, goal=Goal.EFFICIENCY, pace_s=0.02)
@@ -366,7 +364,7 @@ def test_every_cell_is_there_once_and_each_is_a_replay_of_its_own_drafter_window
         assert whole.ratio == pytest.approx(whole.tokens_per_second / cloud.tokens_per_second)
 
 
-def test_a_fixed_window_wishes_for_what_it_is_and_the_adaptive_one_for_more_from_a_better_drafter() -> None:
+def test_a_fixed_window_asks_for_its_length_and_an_adaptive_one_more_of_better_ones() -> None:
     grid = Sweep(recording_of(tokens=120), [link_of(60)], ["4", "adaptive"], pace_s=0.03)
     mean = {(f.drafter, f.window): f.window_mean for f, *_ in grid.cells()}
     assert mean["good", "4"] == mean["bad", "4"] == 4.0

@@ -87,7 +87,7 @@ def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, 
 # --- which texts ---
 
 
-def test_a_run_meets_every_prompt_of_its_row_once_in_an_order_by_chance_and_seeds_take_turns() -> None:
+def test_a_run_meets_each_prompt_of_its_row_once_in_random_order_with_seeds_in_turn() -> None:
     variants = variants_of(texts_of(recording_of().traces))
     assert row_names(variants) == (*DOMAINS, "mix", "midway")
     runs = [segments("mix", variants, seed) for seed in range(4)]
@@ -191,7 +191,7 @@ def test_nobody_is_ahead_of_the_oracle_by_more_than_a_round(rows) -> None:
     assert rows["code"].of(ORACLE, ORACLE).seconds == pytest.approx(rows["code"].of(DRAFTER, "coder").seconds)
 
 
-def test_the_leader_is_near_the_best_drafter_everywhere_and_above_each_where_domains_change(rows) -> None:
+def test_the_leader_is_near_the_best_everywhere_and_above_it_where_domains_change(rows) -> None:
     for domain in ("code", "prose"):
         best = max(rows[domain].of(DRAFTER, drafter).speed_up for drafter in DRAFTERS)
         assert rows[domain].of(SELECTOR, "leader").speed_up > 0.9 * best
