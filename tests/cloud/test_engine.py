@@ -243,7 +243,7 @@ def test_a_grammar_is_asked_once_a_step_however_many_drafts_come_meanwhile(askin
     assert matcher.blocks == [(), left]
 
 
-def test_an_answer_about_drafts_that_were_withdrawn_is_worth_what_both_have_in_common() -> None:
+def test_an_answer_about_withdrawn_drafts_is_worth_what_both_have_in_common() -> None:
     with ThreadPoolExecutor(1) as threads:
         matcher = Withheld(16, threads)
         assert matcher.allowed((1, 2)) is None

@@ -589,7 +589,7 @@ def test_the_enumeration_rejects_rules_that_are_wrong(rule):
     assert law != product_law(3)
 
 
-def test_the_enumeration_tells_a_coin_of_exactly_zero_that_accepts_an_impossible_token():
+def test_the_enumeration_notices_a_coin_of_zero_that_accepts_an_impossible_token():
     right = law_of_rule(coin_of_eight_sides(lambda u, a: u < a), p=p_with_a_zero, q=q_of_halves)
     wrong = law_of_rule(coin_of_eight_sides(lambda u, a: u <= a), p=p_with_a_zero, q=q_of_halves)
     exact = product_law(3, p=p_with_a_zero)
@@ -597,7 +597,7 @@ def test_the_enumeration_tells_a_coin_of_exactly_zero_that_accepts_an_impossible
     assert set(wrong) - set(exact), "a text of probability zero is reached"
 
 
-def test_the_chi_square_checker_rejects_a_slightly_wrong_law_and_a_text_of_probability_zero():
+def test_the_chi_square_check_rejects_a_slightly_wrong_law_and_an_impossible_text():
     law = law_of_text(SAMPLINGS["temperature 1"])
     other = law_of_text(SAMPLINGS["hot"])
     counts = Counter({text: round(p * 4000) for text, p in other.items()})

@@ -117,9 +117,7 @@ def test_any_chunking_gives_the_logits_of_torchs_whole_forward(package: Path, ll
         np.testing.assert_allclose(outputs[name][:, :, :40], whole[name][:, :, :40], atol=1e-4)
 
 
-def test_only_the_asked_rows_come_back_and_candidates_are_the_largest_logits_in_order(
-    package: Path, llama: Path
-) -> None:
+def test_only_the_rows_asked_for_return_and_candidates_are_the_largest_logits(package: Path, llama: Path) -> None:
     tokens = random_tokens(9)
     expected = logits_by_torch(llama, tokens)
     session = open_session(package / "model.onnx")

@@ -198,7 +198,7 @@ def law_of_texts(
 BLOCKS = [block for n in range(4) for block in itertools.product(range(VOCAB), repeat=n)]
 
 
-def test_the_law_of_texts_is_the_targets_renormalised_over_the_grammar_for_every_block_of_drafts():
+def test_texts_follow_the_targets_law_renormalised_over_the_grammar_for_every_block():
     exact = product_law()
     assert {"".join(PIECES[t] for t in text[:-1]) for text in exact} == set(WORDS), "and every text is a word"
     for block in BLOCKS:
@@ -520,7 +520,7 @@ def test_short_lists_are_exact_where_all_likely_tokens_are_forbidden(kept):
             assert got.logp[row] == pytest.approx(float(logp[got.tokens[row]]), abs=1e-6)
 
 
-def test_a_forbidden_token_has_no_chance_however_likely_and_a_single_allowed_one_is_certain():
+def test_a_forbidden_token_has_no_chance_and_a_single_allowed_one_is_certain():
     logits = torch.full((1, WIDE), -30.0)
     logits[0, 11] = 30.0
     allowed = np.zeros((1, WIDE), bool)
@@ -571,7 +571,7 @@ def test_a_resume_with_text_that_the_grammar_forbids_is_refused(real):
     assert refused.value.field == "open.committed"
 
 
-def test_a_grammar_that_becomes_too_dear_ends_with_an_error_not_with_a_text_cut_short(real):
+def test_a_grammar_that_becomes_too_costly_ends_in_an_error_not_in_a_cut_text(real):
     matcher = real.begin(Grammar(GrammarKind.REGEX, "abc(a{1000}){1000}")).result()
 
     def go_on():

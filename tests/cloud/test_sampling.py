@@ -174,7 +174,7 @@ def test_a_tiny_temperature_takes_the_argmax_with_probability_one(temperature):
     assert got.logp == (0.0,) * 5
 
 
-def test_the_token_is_the_argmax_of_log_probability_and_noise_at_its_absolute_position():
+def test_the_token_is_the_argmax_of_log_probability_plus_noise_at_its_position():
     sampling = Sampling(temperature=0.8, seed=(1 << 64) - 1)
     logits = random_logits(7, 4, 5000)
     (got,) = Sampler(torch.device("cpu")).sample(logits, [VerificationInput(sampling, [0] * 17, 5, (1, 2, 3))])

@@ -305,7 +305,7 @@ def test_right_drafts_are_accepted_and_wrong_ones_are_not(folder, expected):
     run(folder, scenario)
 
 
-def test_the_edge_is_told_the_goal_and_the_limits_and_gets_log_probabilities_only_where_it_asks(folder, expected):
+def test_the_edge_gets_goal_and_limits_and_log_probabilities_only_where_it_asks(folder, expected):
     async def scenario(bench):
         stream = bench.stream()
         await stream.send(bench.open(drafting=False, logp=False, max_drafts=3))
@@ -568,7 +568,7 @@ def failing(target, times):
 
 
 @pytest.mark.parametrize(("times", "kind"), [(1, "NoneType"), (2, "Internal")])
-def test_a_step_that_fails_is_tried_again_and_then_ends_its_session_but_not_the_verifier(times, kind, folder, expected):
+def test_a_failing_step_is_retried_then_ends_its_session_but_not_the_verifier(times, kind, folder, expected):
     async def scenario(bench):
         stream = bench.stream()
         await stream.send(waiting(bench))

@@ -293,7 +293,7 @@ def codes_off(
 
 
 @pytest.mark.parametrize("precision", SteeringPrecision)
-def test_the_code_is_of_the_newest_state_that_holds_for_every_number_of_accepted_drafts(
+def test_the_code_is_of_the_newest_valid_state_however_many_drafts_are_accepted(
     precision, engine, models, projections, wish
 ):
     _, expected = whole(engine, 1, opening(engine, "plain"))
@@ -344,9 +344,7 @@ def test_codes_go_on_after_a_resume(engine, models, projections, wish):
     assert max(off_by) <= 1
 
 
-def test_of_sessions_that_share_steps_only_those_that_wish_get_codes_of_their_own_projection(
-    engine, models, projections
-):
+def test_among_sessions_that_share_steps_only_those_that_ask_get_codes(engine, models, projections):
     one, two = projections
     wishes = {
         "one": SteeringRequest(one),
@@ -380,7 +378,7 @@ def without_measurements(commit: Commit) -> bytes:
     return codec.encode_cloud_frame(replace(commit, timing=type(commit.timing)()))
 
 
-def test_a_text_and_all_that_a_commit_says_beside_the_code_are_the_same_with_and_without_steering(engine, wish):
+def test_steering_changes_neither_the_text_nor_anything_else_in_a_commit(engine, wish):
     _, plain_commits = whole(engine, 1, opening(engine, "same"))
     opened, steered = whole(engine, 1, opening(engine, "same", steering=wish))
     assert opened.steered

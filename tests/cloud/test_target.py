@@ -88,7 +88,7 @@ def plain(model, tokens):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_interleaved_sessions_in_uneven_chunks_with_truncations_equal_the_plain_forward(architecture, folders):
+def test_interleaved_sessions_in_uneven_truncated_chunks_equal_the_plain_forward(architecture, folders):
     folder, model = folders(architecture)
     target = load(folder)
     one, two = text(1), text(2)

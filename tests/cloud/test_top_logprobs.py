@@ -51,7 +51,7 @@ def top_of(logits: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
 
 @pytest.mark.parametrize("vocab", [40, 5000])
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN, replace(GREEDY, allowed_tokens=(3, 9))])
-def test_they_are_of_the_models_own_distribution_whatever_processing_draws_the_token(vocab, sampling):
+def test_they_are_of_the_models_own_distribution_however_the_token_is_drawn(vocab, sampling):
     logits = rows_of(vocab, 1)
     (got,) = Sampler(CPU).sample(logits, [VerificationInput(sampling, [1, 2], 1, (), logprobs=True, top_logprobs=TOP)])
     expected = top_of(logits, TOP)[0]

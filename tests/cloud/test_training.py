@@ -237,7 +237,7 @@ def test_a_budget_in_minutes_ends_the_run(config: DrafterTraining) -> None:
     assert result.steps > 2
 
 
-def test_a_second_run_into_the_same_folder_is_refused_and_so_is_a_resumption_with_other_settings(
+def test_a_second_run_into_a_folder_or_a_resumption_with_other_settings_is_refused(
     config: DrafterTraining,
 ) -> None:
     train_drafter(config)
@@ -343,7 +343,7 @@ def test_the_rate_warms_up_holds_and_falls_to_zero_under_either_budget() -> None
     assert minutes.spent(1, 600.0) == 1
 
 
-def test_every_token_of_an_epoch_is_read_once_and_the_order_can_be_taken_up_anywhere() -> None:
+def test_every_token_of_an_epoch_is_read_once_and_the_order_resumes_anywhere() -> None:
     sources = [
         Source("a", np.arange(100, dtype=np.uint32), 1.0),
         Source("b", np.arange(100, 200, dtype=np.uint32), 3.0),
