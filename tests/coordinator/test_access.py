@@ -86,7 +86,7 @@ def test_nothing_of_a_request_is_read_before_its_key(serve: Serve, keys: Path) -
     serve(scenario, ScriptedCluster(ready("a")), api_keys=keys)
 
 
-def test_any_key_opens_leases_reports_and_fetches_and_only_an_admin_sees_the_status_and_drains(
+def test_any_key_opens_leases_and_only_an_admins_sees_the_status_and_drains(
     serve: Serve, keys: Path, drafters: Path
 ) -> None:
     write_package(drafters / "a", files={"model.onnx": b"weights"})
@@ -227,7 +227,7 @@ def test_a_peer_on_this_machine_is_known(peer: str) -> None:
 
 
 @pytest.mark.parametrize("peer", ["ipv4:10.0.0.7:5", "ipv6:[2001:db8::1]:5", "ipv4:127.evil:5", "", "vsock:1:2"])
-def test_a_peer_elsewhere_may_not_drain_without_a_key_unless_the_coordinator_was_told_so(peer: str) -> None:
+def test_a_remote_peer_may_not_drain_without_a_key_unless_that_is_allowed(peer: str) -> None:
     closed, opened = Admission(None), Admission(None, remote_drain=True)
     with pytest.raises(PermissionDenied, match="--remote-drain"):
         closed.check_drain(closed.identify((), peer))

@@ -159,7 +159,7 @@ def test_on_a_node_that_is_drained_it_does_as_on_sigterm(build: Build, monkeypat
     assert actor._server.drained == [0.5]  # type: ignore[attr-defined]
 
 
-def test_a_server_that_cannot_start_fails_the_actor_with_its_own_error_and_leaves_no_thread() -> None:
+def test_a_server_that_cannot_start_fails_the_actor_with_its_error_and_no_thread() -> None:
     with pytest.raises(ConfigError) as failure:
         VerifierActor(VerifierConfig(model="broken"))
     assert failure.value.field == "target"

@@ -202,7 +202,7 @@ def test_an_actor_that_drains_hears_that_the_cluster_knows_of_it(start: Callable
     run(scenario)
 
 
-def test_an_actor_that_is_still_loading_is_down_and_stalls_neither_the_loop_nor_the_poll(
+def test_an_actor_that_still_loads_is_down_and_stalls_neither_loop_nor_poll(
     local_ray: None,
 ) -> None:
     options = {"name": "outrider-verifier-slow", "namespace": "outrider", "num_cpus": 0}

@@ -409,7 +409,7 @@ def test_a_call_without_lease_is_told_that_it_is_missing(serve: Serve) -> None:
     relaying(serve, scenario)
 
 
-def test_streams_beyond_the_limit_are_refused_with_a_time_and_one_that_ends_makes_room(serve: Serve) -> None:
+def test_streams_beyond_the_limit_are_refused_with_a_time_until_one_ends(serve: Serve) -> None:
     async def scenario(call: Any, one: Verifier) -> None:
         running = [stream(call.channel) for _ in range(2)]
         for decoding in running:
@@ -439,7 +439,7 @@ def test_without_the_option_nothing_is_relayed(serve: Serve) -> None:
 # --- a verifier that goes and comes back ---
 
 
-def test_the_death_of_a_verifier_is_unavailable_and_after_its_return_the_next_stream_works_at_once(
+def test_a_dead_verifier_is_unavailable_and_serves_at_once_after_its_return(
     serve: Serve,
 ) -> None:
     async def scenario(call: Any, one: Verifier) -> None:
@@ -532,7 +532,7 @@ def test_random_leases_and_frames_get_a_status_each_and_leave_the_relay_working(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_random_bytes_at_every_control_method_get_a_proper_status_and_leave_the_coordinator_working(
+def test_random_bytes_at_every_control_method_get_a_status_and_break_nothing(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     random_ = random.Random(11)
@@ -559,9 +559,7 @@ def test_random_bytes_at_every_control_method_get_a_proper_status_and_leave_the_
 # --- what it costs ---
 
 
-def test_the_relays_own_time_is_counted_and_what_it_adds_to_a_round_trip_is_measured(
-    serve: Serve, record_property: Any
-) -> None:
+def test_the_relays_own_time_and_what_it_adds_to_a_round_trip_are_measured(serve: Serve, record_property: Any) -> None:
     async def round_trips_s(decoding: Any, n: int) -> list[float]:
         times = []
         for _ in range(n):

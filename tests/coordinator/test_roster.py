@@ -74,7 +74,7 @@ def test_an_unreadable_report_or_a_false_name_counts_as_silence() -> None:
         assert only(roster).state is VerifierState.DOWN
 
 
-def test_one_that_vanishes_is_down_and_to_be_replaced_later_and_later_until_it_answers() -> None:
+def test_one_that_vanishes_is_down_and_replaced_later_and_later_until_it_answers() -> None:
     roster = Roster()
     roster.observe(["a"], says("a"))
     roster.observe([], {})
@@ -99,7 +99,7 @@ def test_a_replacement_that_dies_while_it_starts_does_not_reset_the_backoff() ->
     assert asked_at_s == [0, 1, 3, 7, 15]
 
 
-def test_one_that_vanishes_while_draining_was_taken_away_on_purpose_and_is_forgotten() -> None:
+def test_one_that_vanishes_while_draining_was_removed_on_purpose_and_is_forgotten() -> None:
     for last_words in (says("a", state="draining"), {}):
         roster = Roster()
         roster.observe(["a"], says("a", state="draining"))

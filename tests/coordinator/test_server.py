@@ -447,7 +447,7 @@ def test_a_failing_poll_is_logged_and_tried_again(serve: Serve, caplog: pytest.L
 # --- verifiers at fixed addresses ---
 
 
-def test_a_static_verifier_is_ready_while_its_health_service_says_so_and_its_return_counts_as_restart(
+def test_a_static_verifier_follows_its_health_service_and_its_return_is_a_restart(
     serve: Serve,
 ) -> None:
     async def scenario(call: Any) -> None:

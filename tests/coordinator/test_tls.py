@@ -146,7 +146,7 @@ def test_a_bad_certificate_keeps_the_coordinator_from_starting(serve: Serve, iss
     assert refusal.value.field == "tls_key"
 
 
-def test_with_a_certificate_it_may_listen_anywhere_and_without_the_refusal_names_the_remedies(issued: Issued) -> None:
+def test_with_a_certificate_it_may_listen_anywhere_else_the_refusal_names_remedies(issued: Issued) -> None:
     CoordinatorConfig(lease_secret=SECRET, listen="0.0.0.0:1", tls=serving(issued))
     with pytest.raises(ConfigError, match=r"outrider certs.*insecure_listen.*127\.0\.0\.1"):
         CoordinatorConfig(lease_secret=SECRET, listen="0.0.0.0:1")
@@ -198,7 +198,7 @@ def test_a_fixed_verifier_under_mutual_tls_is_found_ready_and_leases_say_so(serv
     serve(scenario, ScriptedCluster())
 
 
-def test_a_fixed_verifier_that_cannot_be_spoken_to_is_down_and_the_log_says_why_once(
+def test_an_unreachable_fixed_verifier_is_down_and_the_log_says_why_once(
     serve: Serve, issued: Issued, strangers: Issued, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(call: Any) -> None:
@@ -237,9 +237,7 @@ def test_what_a_verifier_reports_of_tls_is_read_and_older_ones_speak_plain_text(
     assert (told.tls, told.tls_name) == (True, "verifier.example")
 
 
-def test_the_relay_speaks_tls_on_both_sides_and_the_edge_needs_to_know_the_coordinator_only(
-    serve: Serve, issued: Issued
-) -> None:
+def test_the_relay_speaks_tls_both_ways_and_the_edge_knows_only_the_coordinator(serve: Serve, issued: Issued) -> None:
     cluster = ScriptedCluster()
 
     async def scenario(call: Any) -> None:
@@ -282,7 +280,7 @@ def test_a_relay_without_certificates_for_its_verifiers_says_so_in_its_log(
 # --- what an edge does not put up with ---
 
 
-def test_an_edge_under_tls_does_not_send_a_text_to_a_plain_verifier_on_the_network_unless_told_so(
+def test_an_edge_under_tls_sends_no_text_to_a_plain_remote_verifier_unless_allowed(
     issued: Issued,
 ) -> None:
     strict = secured(issued)
