@@ -32,7 +32,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
 # --- certificates ---
 
 
-def test_the_files_that_certs_makes_are_what_it_says_to_pass_and_servers_and_clients_take_them(tmp_path, capsys):
+def test_the_files_that_certs_makes_are_those_it_names_and_both_sides_take_them(tmp_path, capsys):
     folder = tmp_path / "new" / "certs"
     assert main(["certs", str(folder), "--host", "fleet.example", "--host", "10.1.2.3"]) == 0
     said = capsys.readouterr().out
@@ -154,7 +154,7 @@ def test_an_edges_options_become_its_config(tmp_path, issued, monkeypatch):
     assert "otr_secret" not in repr(config) + repr(config.security)
 
 
-def test_the_key_comes_from_the_environment_where_no_file_is_named_and_the_file_wins(tmp_path, monkeypatch):
+def test_the_key_comes_from_the_environment_unless_a_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_API_KEY", " otr_environment ")
     assert security(parsed("status", "--coordinator", "localhost:1")).api_key == "otr_environment"
     file = tmp_path / "key"

@@ -197,7 +197,7 @@ def test_names_are_unique_within_a_process_and_say_their_unit() -> None:
             assert not {"session", "request", "request_id", "edge", "prompt"} & set(metric.labels)
 
 
-def test_running_processes_show_what_the_dashboard_asks_for_with_the_labels_declared(root, decoded) -> None:
+def test_running_processes_export_what_the_dashboard_queries_with_its_labels(root, decoded) -> None:
     scrapes, _ = decoded
     declared: dict[str, list[Described]] = {}
     for metrics in metrics_by_part().values():
