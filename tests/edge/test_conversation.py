@@ -184,7 +184,7 @@ def test_a_conversation_that_never_spoke_can_be_closed_and_says_so_afterwards():
     asyncio.run(main())
 
 
-def test_the_synchronous_twin_takes_each_event_when_it_is_asked_for_and_closes_what_it_left():
+def test_the_synchronous_twin_takes_events_on_demand_and_closes_what_it_leaves():
     import threading
 
     loop = asyncio.new_event_loop()

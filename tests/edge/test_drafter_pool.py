@@ -191,7 +191,7 @@ def test_the_least_recently_wanted_drafter_makes_room(pools, clock):
     assert shelf.loads == ["a", "b", "c", "b"]
 
 
-def test_a_drafter_that_was_wanted_a_moment_ago_stays_so_that_two_sessions_do_not_take_turns_loading(pools, clock):
+def test_a_drafter_wanted_a_moment_ago_stays_so_that_two_sessions_do_not_thrash(pools, clock):
     shelf = Shelf("a", "b")
     pool = pools(shelf.members, limit_bytes=1.5 * SIZE, clock=clock)
     pool.want((0,))
@@ -304,7 +304,7 @@ def test_where_the_system_does_not_say_files_are_what_counts(pools, monkeypatch)
     assert pool.bytes == (SIZE,)
 
 
-def test_a_drafter_that_turns_out_larger_than_its_files_drives_out_what_is_less_wanted(pools, monkeypatch, clock):
+def test_a_drafter_larger_than_its_files_evicts_what_is_less_wanted(pools, monkeypatch, clock):
     measured(monkeypatch, SIZE, SIZE, 2 * SIZE)
     pool = pools(Shelf("a", "b", "c").members, limit_bytes=3.5 * SIZE, clock=clock)
     pool.want((1,))
@@ -588,7 +588,7 @@ def test_of_an_offered_drafter_only_the_manifest_is_fetched_until_it_is_loaded(o
     assert sorted(offered.fetched[2:]) == ["model.onnx", "tokenizer.json"]
 
 
-def test_all_begins_with_what_the_coordinator_offers_and_leaves_out_what_does_not_fit(offered):
+def test_all_starts_with_the_coordinators_offer_and_omits_what_does_not_fit(offered):
     found = offered.search.all(tokenizer_hash(WORD_TOKENIZER))
     assert [one.member.name for one in found] == ["far", "further", "ngram"]
     assert [one.member.name for one in offered.search.all("0" * 64)] == ["ngram"]

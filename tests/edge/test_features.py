@@ -168,7 +168,7 @@ def test_counts_of_fewer_tokens_than_tell_anything_stay_at_the_edge():
     assert told_hits({}, versions) == ()
 
 
-def test_no_more_drafters_are_told_of_than_the_contract_allows_and_the_most_compared_are():
+def test_at_most_the_allowed_number_of_drafters_is_reported_the_most_compared_first():
     counts = {f"d{i}": DrafterCounts(hits=1, compared=10 + i) for i in range(MOST_DRAFTERS_TOLD + 4)}
     told = told_hits(counts, dict.fromkeys(counts, "1"))
     assert len(told) == MOST_DRAFTERS_TOLD

@@ -29,7 +29,7 @@ def test_a_drafter_is_known_by_name_and_version():
     assert NOT_KNOWN.acceptance_of("code", "1") is None
 
 
-def test_the_newest_lease_of_a_kind_of_text_counts_and_others_stand_in_until_there_is_one():
+def test_the_newest_lease_of_a_kind_of_text_counts_and_others_stand_in_before_it():
     priors = FleetPriors()
     assert priors.of("tiny", CODE) is NOT_KNOWN
     priors.learn(ANY, saying(0.5))

@@ -149,7 +149,7 @@ def test_beyond_the_contexts_end_nothing_would_have_been_proposed(plain):
     assert_foresees(state, twin, some_tokens(9, seed=7))
 
 
-def test_where_no_candidate_is_allowed_nothing_would_have_been_proposed_and_the_rest_is_known(plain):
+def test_where_no_candidate_is_allowed_nothing_is_proposed_and_the_rest_is_known(plain):
     likely = np.argsort(-log_q_after((3, 1, 4)))
     rule = ProposalRule(Sampling(allowed_tokens=(int(likely[-1]), 5)))
     state, twin = plain.open(rule), plain.open(rule)
@@ -201,7 +201,7 @@ def test_nothing_can_be_foreseen_after_an_empty_prefix_or_for_an_unknown_token(p
     assert state.foresee(()) == ()
 
 
-def test_scripted_and_garbage_drafters_foresee_their_script_and_say_no_more_than_they_know():
+def test_scripted_and_garbage_drafters_foresee_their_script_and_no_more():
     scripted = ScriptedDrafter((9, 8, 7)).open(GREEDY)
     scripted.extend((5,))
     foreseen = scripted.foresee((8, 1, 1))

@@ -106,7 +106,7 @@ def test_after_a_loss_the_next_text_connects_anew() -> None:
     run(scenario)
 
 
-def test_the_loss_of_one_text_leaves_the_others_their_stream_and_the_next_connects_anew() -> None:
+def test_losing_one_text_leaves_the_others_their_stream_and_the_next_reconnects() -> None:
     async def scenario(verifier: Verifier, channels: Channels) -> None:
         lost = channels.open_stream(verifier.address, EdgeStatistics())
         going_on = channels.open_stream(verifier.address, EdgeStatistics())
@@ -131,7 +131,7 @@ def test_the_loss_of_one_text_leaves_the_others_their_stream_and_the_next_connec
     run(scenario)
 
 
-def test_a_verifier_that_came_up_after_refused_connections_is_reached_without_waiting_for_a_backoff() -> None:
+def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff() -> None:
     async def scenario(verifier: Verifier, channels: Channels) -> None:
         address = verifier.address
         await verifier.server.stop(None)

@@ -231,7 +231,7 @@ def test_a_simulated_text_is_counted_exactly() -> None:
     assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="length") == 1
 
 
-def test_the_turns_of_a_conversation_are_texts_and_the_time_between_them_counts_nowhere() -> None:
+def test_turns_of_a_conversation_are_texts_and_the_time_between_them_is_not_counted() -> None:
     metrics = EdgeMetrics()
     journal, machine = machine_of(metrics)
     for turn_at in (1.0, 1000.0):

@@ -62,7 +62,7 @@ def test_proposals_at_a_temperature_share_the_verifiers_noise(drafter):
         prefix.append(token)
 
 
-def test_a_greedy_session_asks_the_graph_for_few_candidates_and_others_for_all_that_are_useful(drafter, monkeypatch):
+def test_a_greedy_session_asks_for_few_candidates_and_others_for_all_useful_ones(drafter, monkeypatch):
     monkeypatch.setattr(proposals, "GREEDY_CANDIDATES", 3)
     assert drafter.open(GREEDY)._candidate_tokens.shape == (3,)
     for sampling in (Sampling(temperature=0.5), Sampling(repetition_penalty=1.2), Sampling(allowed_tokens=(1,))):

@@ -90,7 +90,7 @@ def test_with_all_tokens_as_candidates_the_rule_is_the_brute_force_one(sampling,
     assert choice.perturbed_probability == pytest.approx(np.exp(noisy.max()) / np.exp(noisy).sum(), rel=1e-4)
 
 
-def test_at_temperature_zero_the_argmax_is_proposed_with_its_plain_probability_whatever_the_seed():
+def test_at_temperature_zero_the_argmax_and_its_probability_hold_for_any_seed():
     logits = np.array([0.5, 2.0, -1.0, 1.9], dtype=np.float32)
     plain = np.exp(logits) / np.exp(logits).sum()
     for seed in range(20):
@@ -112,7 +112,7 @@ def test_few_candidates_are_enough_where_only_the_argmax_can_be_proposed():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(frequency_penalty=0.0001)])
-def test_entropy_counts_the_tokens_that_are_no_candidates_as_if_they_were_like_the_last(sampling):
+def test_entropy_counts_tokens_beyond_the_candidates_as_if_like_the_last(sampling):
     weights = np.array([5.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0])
     q = weights / weights.sum()
     whole = -(q * np.log(q)).sum()

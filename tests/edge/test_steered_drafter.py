@@ -102,7 +102,7 @@ def test_until_it_is_steered_it_drafts_bit_for_bit_as_the_unsteered_one(drafter,
 
 @pytest.mark.parametrize("length", [1, 2, 20, PREFILL_TOKENS, PREFILL_TOKENS + 1, FIRST_CAPACITY + 3])
 @pytest.mark.parametrize("behind", [0, 1, 5, PREFILL_TOKENS + 7])
-def test_the_prompt_is_computed_unsteered_and_what_follows_it_by_the_code_however_much_is_left(drafter, length, behind):
+def test_the_prompt_is_computed_unsteered_and_all_that_follows_with_the_code(drafter, length, behind):
     tokens = some_tokens(length + behind)
     state = drafter.open(GREEDY)
     state.steer(ONE, since=length)
@@ -124,7 +124,7 @@ def test_a_code_changes_what_is_drafted(drafter):
     assert len({draft[0] for draft in drafts}) == 1, "the prompt's last position is unsteered"
 
 
-def test_proposals_at_a_temperature_are_of_the_steered_logits_and_the_verifiers_noise(drafter):
+def test_proposals_at_a_temperature_use_steered_logits_and_the_verifiers_noise(drafter):
     state = drafter.open(WARM)
     state.steer(ONE, since=3)
     state.extend((3, 1, 4))
@@ -149,7 +149,7 @@ def test_a_new_code_leaves_what_is_computed_and_counts_from_there_on(drafter):
     np.testing.assert_array_equal(computed(state), rows_of((3, 1, 4, *first, *second, *third[:-1]), codes))
 
 
-def test_a_rollback_recomputes_with_the_newest_code_behind_the_prompt_and_with_none_in_it(drafter):
+def test_a_rollback_recomputes_with_the_newest_code_but_for_the_prompt(drafter):
     state = drafter.open(GREEDY)
     state.extend((3, 1, 4, 1))
     state.steer(ONE, since=4)
@@ -206,7 +206,7 @@ verbs = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(verbs, max_size=14), st.integers(1, 80))
-def test_whatever_happens_each_position_has_the_code_that_was_newest_when_it_was_computed(drafter, steps, prompt):
+def test_each_position_has_the_code_that_was_newest_when_it_was_computed(drafter, steps, prompt):
     state = drafter.open(WARM)
     state.extend(some_tokens(prompt))
     newest, since = None, 0

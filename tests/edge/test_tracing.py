@@ -55,7 +55,7 @@ def seconds(span) -> float:
     return (span.end_time - span.start_time) / 1e9
 
 
-def test_a_commit_becomes_five_spans_under_the_session_that_add_up_to_the_round_trip() -> None:
+def test_a_commit_becomes_five_spans_that_add_up_to_the_round_trip() -> None:
     made, exporter = tracing()
     journal = made.journal(Journal())
     begin(journal)

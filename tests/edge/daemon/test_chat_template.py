@@ -172,6 +172,6 @@ def test_the_stopwatch_leaves_no_trace_function_behind() -> None:
         "{% for i in range(40) %}{% set n.s = twice(n.s) %}{% endfor %}",
     ],
 )
-def test_what_blocks_and_macros_make_is_bounded_by_its_length_and_not_by_the_time_it_takes(doubling) -> None:
+def test_output_of_blocks_and_macros_is_bounded_by_its_length_not_by_time(doubling) -> None:
     with pytest.raises(InvalidArgument, match="a string of more than"):
         ChatTemplate(doubling).render(TURNS)

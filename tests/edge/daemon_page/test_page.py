@@ -29,7 +29,7 @@ def refusal(status, message, headers=None, **error):
     return JSONResponse({"error": {"message": message, **error}}, status, headers)
 
 
-def test_drafts_and_the_targets_own_tokens_are_told_apart_by_colour_and_by_another_sign(page, daemon) -> None:
+def test_drafts_and_the_targets_own_tokens_differ_in_colour_and_in_another_sign(page, daemon) -> None:
     ask(page)
     answer = page.locator(".message.answer .text")
     expect(answer).to_have_text("Once upon a time")

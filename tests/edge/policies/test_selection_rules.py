@@ -64,7 +64,7 @@ class Dice:
 # --- the view ---
 
 
-def test_a_round_takes_drafting_the_round_trip_and_the_step_and_a_switch_reads_what_is_unread() -> None:
+def test_a_round_takes_drafting_round_trip_and_step_and_a_switch_has_to_catch_up() -> None:
     arms = [Arm("fast", 0.001, 0.0002), Arm("slow", 0.01, 0.002)]
     view = SelectionView.of_rounds(arms, (0, 30), drafts=5, round_trip_s=0.04, step_s=0.02, row_s=0.001, current=0)
     assert view.waiting_s == pytest.approx(0.066)
