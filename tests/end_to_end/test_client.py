@@ -202,7 +202,7 @@ def test_a_missing_drafter_names_those_that_there_are() -> None:
     asyncio.run(main())
 
 
-def test_a_drafter_package_that_was_tampered_with_leaves_cloud_streaming_and_says_so(serving, edge, tmp_path) -> None:
+def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(serving, edge, tmp_path) -> None:
     from outrider.deploy.cluster import embedded_drafters
 
     broken = tmp_path / "broken"

@@ -262,7 +262,7 @@ def test_eos_and_stop_tokens_are_part_of_the_transcript(verifiers, clients) -> N
     asyncio.run(main())
 
 
-def test_a_turn_left_in_the_middle_keeps_what_was_given_out_and_the_next_one_goes_on(verifiers, clients) -> None:
+def test_a_turn_left_midway_keeps_what_was_given_out_and_the_next_goes_on(verifiers, clients) -> None:
     async def main() -> None:
         frames = Frames()
         async with verifiers() as servers, clients(*servers) as client, client.conversation(journal=frames) as talk:
@@ -646,7 +646,7 @@ def test_a_continue_while_a_turn_runs_or_where_nothing_is_kept_is_refused(verifi
     asyncio.run(main())
 
 
-def test_a_stream_without_keeping_ends_with_its_text_and_a_half_closed_one_is_kept_no_longer(verifiers) -> None:
+def test_a_stream_without_keeping_ends_with_its_text_as_does_a_half_closed_one(verifiers) -> None:
     async def main() -> None:
         async with verifiers() as (server,):
             async with raw(server, keep_s=0.0) as stream:

@@ -40,7 +40,7 @@ def said(events: str) -> str:
     return "".join(json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines)
 
 
-def test_from_nothing_to_a_streamed_chat_within_three_minutes_and_nothing_is_left_of_it(
+def test_from_nothing_to_a_streamed_chat_in_three_minutes_and_nothing_remains(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator, daemon = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"

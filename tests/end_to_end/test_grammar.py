@@ -92,7 +92,7 @@ def test_a_text_stays_valid_and_the_same_through_cut_streams(serving, edge, rela
     asyncio.run(main())
 
 
-def test_other_kinds_hold_too_and_sessions_without_a_grammar_beside_them_are_as_alone(serving, edge) -> None:
+def test_other_kinds_hold_too_and_sessions_without_a_grammar_are_undisturbed(serving, edge) -> None:
     digits = Grammar(GrammarKind.REGEX, "(yes|no), [0-9]{3}")
     sentence = Grammar(GrammarKind.LARK, 'start: "The " WORD " is " WORD "."\nWORD: /[a-z]{1,8}/')
 
@@ -126,7 +126,7 @@ def test_a_bad_schema_is_refused_by_name_and_nothing_of_it_remains(serving, edge
     asyncio.run(main())
 
 
-def test_log_probabilities_come_with_every_token_and_are_the_models_own_also_under_a_grammar(serving, edge) -> None:
+def test_every_token_has_the_models_own_log_probability_also_under_a_grammar(serving, edge) -> None:
     async def main() -> None:
         async with serving() as address, edge(address, drafter="general") as client:
             free = await client.complete("Once upon", max_tokens=6, top_logprobs=3)

@@ -167,7 +167,7 @@ def test_stop_strings_that_span_tokens_are_never_shown(at) -> None:
     at.run(main())
 
 
-def test_choices_follow_the_seed_one_by_one_and_a_seed_that_was_made_up_makes_the_text_again(at) -> None:
+def test_choices_follow_the_seed_one_by_one_and_a_drawn_seed_repeats_the_text(at) -> None:
     async def main() -> None:
         asked: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20}
         three = await at.openai.completions.create(**asked, seed=5, n=3)

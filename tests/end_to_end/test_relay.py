@@ -66,9 +66,7 @@ async def directly(relaying: Fleet, cache: Path) -> tuple[int, ...]:
     return tokens
 
 
-def test_a_relayed_text_is_the_direct_one_and_goes_on_unchanged_when_its_verifier_dies(
-    tokenizer_file: Path, tmp_path: Path
-) -> None:
+def test_a_relayed_text_equals_the_direct_one_also_when_its_verifier_dies(tokenizer_file: Path, tmp_path: Path) -> None:
     tokenizer_json = tokenizer_file.read_text()
 
     async def main() -> None:

@@ -141,7 +141,7 @@ def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, projection
     asyncio.run(main())
 
 
-def test_a_code_is_of_the_last_processed_position_and_reaches_the_drafter_as_it_left(
+def test_a_code_is_of_the_last_processed_position_and_reaches_the_drafter_unchanged(
     target, projection, package, monkeypatch
 ):
     """The tap, the projection and the wire, against torch's own forward pass; and what the drafter is told."""

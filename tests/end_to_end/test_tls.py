@@ -92,7 +92,7 @@ def edge(issued: Issued, running: Running, cache: Path, **fields: Any) -> EdgeCo
     return EdgeConfig(**{"coordinator": running.address, "cache": cache, "drafter": "ngram"} | own | fields)
 
 
-def test_a_session_with_every_secret_at_the_lowest_log_level_decodes_and_shows_none_of_them(
+def test_a_session_with_every_secret_logs_none_at_the_lowest_level(
     issued: Issued,
     keys: Path,
     verifier: VerifierActor,
@@ -144,7 +144,7 @@ def test_a_session_with_every_secret_at_the_lowest_log_level_decodes_and_shows_n
     assert [secret for secret in secrets if secret in said] == []
 
 
-def test_an_edge_without_certificate_or_with_the_wrong_authority_is_told_what_to_give(
+def test_an_edge_without_certificate_or_with_a_wrong_authority_learns_the_option(
     issued: Issued, keys: Path, verifier: VerifierActor, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -165,7 +165,7 @@ def test_an_edge_without_certificate_or_with_the_wrong_authority_is_told_what_to
     asyncio.run(main())
 
 
-def test_a_verifier_sends_a_session_away_whose_key_is_spent_and_the_text_goes_on_unchanged(
+def test_a_session_whose_key_is_spent_is_sent_away_and_its_text_goes_on_unchanged(
     issued: Issued, keys: Path, verifier: VerifierActor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cloud_server, "REFILL", 0.001)
