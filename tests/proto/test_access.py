@@ -140,7 +140,7 @@ def test_a_missing_file_is_named(tmp_path):
         Keys.from_file(tmp_path / "nowhere.toml")
 
 
-def test_a_file_that_others_may_write_is_refused_and_one_that_they_may_read_is_warned_of(tmp_path, caplog):
+def test_a_file_that_others_may_write_is_refused_and_a_readable_one_warned_of(tmp_path, caplog):
     with pytest.raises(ConfigError, match="chmod 600"):
         Keys.from_file(written(tmp_path / "open.toml", key(), mode=0o666))
     Keys.from_file(written(tmp_path / "readable.toml", key(), mode=0o644))
@@ -245,7 +245,7 @@ def test_a_new_rate_holds_from_the_next_admission():
     st.integers(1, 1000),
     st.lists(st.tuples(st.floats(0, 30), st.integers(0, 500)), min_size=1, max_size=30),
 )
-def test_over_any_time_no_more_is_spent_than_a_minutes_worth_and_the_rate_but_for_the_last_text(rate, texts):
+def test_spending_over_any_time_is_at_most_a_minutes_worth_the_rate_and_one_text(rate, texts):
     bucket, now_s, spent, largest = Bucket(rate, 0.0), 0.0, 0, 0
     for pause_s, tokens in texts:
         now_s += pause_s

@@ -532,7 +532,7 @@ def test_a_code_of_64_numbers_adds_little_more_than_its_numbers_to_a_commit(prec
 @pytest.mark.parametrize(
     ("seconds", "carried"), [(-0.001, 0.0), (1.0000004, 1.0), (2e-7, 0.0), (1e9, 0xFFFFFFFF / 1e6)]
 )
-def test_a_duration_travels_as_whole_microseconds_and_stops_at_the_ends_of_its_range(seconds, carried):
+def test_a_duration_travels_in_whole_microseconds_clamped_to_its_range(seconds, carried):
     commit = t.Commit(1, (2,), 0, 1, timing=t.Timing(1, seconds, seconds, seconds))
     assert codec.decode_cloud_frame(codec.encode_cloud_frame(commit)).timing == t.Timing(1, carried, carried, carried)
 

@@ -202,7 +202,7 @@ links = st.builds(
     fickle_credit=st.booleans(),
     send_q=st.booleans(),
 )
-def test_every_turn_has_the_text_of_a_fresh_open_whatever_happens_within_and_between_turns(
+def test_every_turn_has_the_text_of_a_fresh_open_whatever_happens_in_between(
     seed, said, link, right, window, patience, max_credit, fickle_credit, send_q
 ):
     oracle = hashing_oracle(seed, eos_odds=0.02)
@@ -411,7 +411,7 @@ def test_a_kept_session_is_told_only_what_is_new():
     assert other.transcript == [3, 1, 2, 4, 6, 7]
 
 
-def test_where_no_verifier_keeps_the_session_the_next_turn_opens_with_the_whole_transcript():
+def test_where_no_verifier_keeps_the_session_the_next_turn_sends_the_transcript():
     kept_nothing = edge_at_rest(keep_s=0.0)
     broken, sent_away = edge_at_rest(), edge_at_rest()
     assert broken.on_disconnected(Unavailable("cut"), 0.5) == []

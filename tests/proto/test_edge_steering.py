@@ -160,7 +160,7 @@ class Watched(EdgeSession):
     right=st.sampled_from([0.9, 0.5, 0.0]),
     dies_after=st.sampled_from([1 << 30, 1 << 30, 5]),
 )
-def test_the_text_is_the_targets_own_and_every_job_has_the_newest_code_whatever_codes_come(
+def test_whatever_codes_come_the_text_is_the_targets_and_jobs_have_the_newest_code(
     seed, codes, policy, link, right, dies_after
 ):
     frame = open_frame(sampling=Sampling(max_tokens=60))
@@ -233,7 +233,7 @@ def reports(instructions):
     return [i.frame for i in instructions if isinstance(i, Send) and isinstance(i.frame, Report)]
 
 
-def test_a_session_opens_with_the_policys_wish_and_believes_the_verifier_about_codes():
+def test_a_session_opens_with_the_policys_request_and_believes_the_verifiers_answer():
     edge = HandDrivenEdge(
         open_frame(steering=WISH), steering=DrafterSteering(RANK, FixedSteering(SteeringRate(HALVES.precision, 4)))
     )
@@ -261,7 +261,7 @@ def test_a_wish_and_what_reads_its_codes_come_together():
         HandDrivenEdge(open_frame(), steering=DrafterSteering(RANK, FixedSteering()))
 
 
-def test_where_the_verifier_has_no_such_projection_the_text_goes_on_unsteered_and_nothing_is_wished():
+def test_without_such_a_projection_the_text_goes_on_unsteered_without_requests():
     edge = steered_edge(Moody(1), opened=False)
     assert not edge.statistics.steered
     for _ in range(10):
@@ -271,7 +271,7 @@ def test_where_the_verifier_has_no_such_projection_the_text_goes_on_unsteered_an
     assert (edge.statistics.codes, edge.statistics.steered_jobs) == (0, 0)
 
 
-def test_the_first_jobs_are_unsteered_and_each_code_is_told_once_with_the_prompts_length():
+def test_first_jobs_are_unsteered_and_each_code_comes_once_with_the_prompts_length():
     edge = steered_edge()
     assert told(draft(edge, 2)) is None
     commit(edge, (5, 6), code_of(3))

@@ -60,12 +60,12 @@ def in_flight(*chances: float, **fields) -> EdgeView:
 # === what a round takes and gives ===============================================================================
 
 
-def test_a_round_takes_the_round_trip_a_step_and_for_each_draft_its_drafting_its_row_and_its_bytes() -> None:
+def test_a_round_takes_round_trip_and_step_and_per_draft_its_drafting_row_and_bytes() -> None:
     assert waiting_s(USUAL) == pytest.approx(0.04 + 0.03 + 0.001)
     assert draft_s(USUAL) == pytest.approx(0.002 + 0.001 + 2 * 0.0005)
 
 
-def test_drafts_in_flight_are_worth_the_sum_of_the_chances_that_all_up_to_each_agree() -> None:
+def test_drafts_in_flight_are_worth_the_sum_of_their_chances_to_be_reached() -> None:
     assert expected_in_flight(in_flight(0.9, 0.5, 0.8)) == pytest.approx(0.9 + 0.9 * 0.5 + 0.9 * 0.5 * 0.8)
     assert expected_in_flight(USUAL) == 0
     evenly = replace(USUAL, in_flight=3, survival=0.5**3)
@@ -128,14 +128,14 @@ def test_specdec_stops_once_a_rejection_is_likelier_than_the_threshold(threshold
     assert rule.more(in_flight(*chances, acceptance=acceptance)) == wished
 
 
-def test_specdec_never_stops_at_a_threshold_of_1_and_makes_one_draft_at_a_threshold_of_0() -> None:
+def test_specdec_never_stops_at_threshold_1_and_makes_one_draft_at_threshold_0() -> None:
     view = in_flight(0.5)
     assert SpecDecWindow(1.0, most=10, head=Said(0.5)).more(view) == 9
     assert SpecDecWindow(0.0, head=Said(0.5)).more(view) == 0
     assert SpecDecWindow(0.0, head=Said()).more(USUAL) == 1
 
 
-def test_specdec_asks_its_head_about_all_that_the_drafter_says_of_each_draft_and_once_only() -> None:
+def test_specdec_asks_its_head_once_about_all_that_is_known_of_each_draft() -> None:
     head = Said(0.9, 0.9)
     rule = SpecDecWindow(0.5, head=head)
     view = in_flight(0.8, 0.5, perturbed=(0.7, NAN), entropy=(1.5, 2.5), temperature=0.7)
@@ -270,7 +270,7 @@ def test_flexspec_makes_one_draft_to_find_out_unless_a_usual_one_would_not_pay()
 # === AIMD =======================================================================================================
 
 
-def test_aimd_grows_by_its_increase_with_a_window_of_hits_and_shrinks_by_its_factor_with_a_miss() -> None:
+def test_aimd_adds_after_a_window_of_hits_and_shrinks_by_its_factor_on_a_miss() -> None:
     rule = AimdWindow(start=8, increase=2, decrease=0.5, most=64)
     rule.settled(8, False)
     assert rule.tokens == pytest.approx(10)
@@ -389,7 +389,7 @@ def test_a_rule_that_makes_no_sense_is_refused(make) -> None:
     assert caught.value.field == "window"
 
 
-def test_every_rule_goes_as_far_in_pieces_as_its_window_and_never_further_than_it_may() -> None:
+def test_every_rule_goes_in_pieces_as_far_as_its_window_and_no_further() -> None:
     unmeasured = replace(USUAL, step_s=0.0, round_trip_s=0.0, drafting_s=0.0, row_s=0.0)
     for name, usual in itertools.product(RULES, (USUAL, unmeasured)):
         rule, drafts = rule_by_name(NUMBERED.get(name, name)), 0

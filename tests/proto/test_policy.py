@@ -228,7 +228,7 @@ def test_where_steps_are_to_be_few_drafts_go_further_on_a_long_link() -> None:
     assert SurvivalWindow().more(replace(view, goal=Goal.EFFICIENCY)) > SurvivalWindow().more(view)
 
 
-def test_where_drafting_and_verifying_take_turns_the_window_makes_tokens_come_fastest() -> None:
+def test_where_drafting_and_verifying_alternate_the_window_is_the_fastest() -> None:
     """Against every fixed length: rounds of step + round trip + drafting, which give 1 + a + a^2 + … tokens."""
     for acceptance, drafting_s, round_trip_s in itertools.product((0.4, 0.6, 0.8, 0.9), (0.001, 0.003), (0.0, 0.01)):
 
@@ -385,7 +385,7 @@ ROUND_TRIPS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.045, 0.06, 0.1, 0.2)
 
 
 @pytest.mark.parametrize("acceptance", [0.8, 0.9, 0.95])
-def test_with_a_fast_drafter_the_plan_is_nearly_as_fast_as_the_better_of_never_and_always_waiting(
+def test_with_a_fast_drafter_the_plan_is_near_the_better_of_no_and_full_patience(
     acceptance: float,
 ) -> None:
     for round_trip_s in ROUND_TRIPS:
@@ -407,7 +407,7 @@ def usual_verifier(**changes: object) -> VerifierView:
     return replace(view, **changes)  # type: ignore[arg-type]
 
 
-def test_on_a_short_link_the_verifier_waits_for_a_good_drafter_but_not_longer_than_that_pays() -> None:
+def test_on_a_short_link_the_verifier_waits_for_a_good_drafter_while_that_pays() -> None:
     patience = patience_for(usual_verifier())
     assert 1 < patience.drafts <= 16
     assert 0.003 < patience.seconds < 2 * STEP_S
@@ -488,7 +488,7 @@ def share_saved_by_running_ahead(view: VerifierView, misses: int = 4000) -> floa
 
 @pytest.mark.parametrize("round_trip_s", [0.03, 0.12, 0.2, 0.3])
 @pytest.mark.parametrize("acceptance", [0.3, 0.5, 0.7, 0.9])
-def test_drafts_overtake_where_a_simulated_target_is_spared_more_than_a_hundredth_of_its_time(
+def test_drafts_overtake_where_they_spare_a_target_over_a_hundredth_of_its_time(
     round_trip_s: float, acceptance: float
 ) -> None:
     view = VerifierView(acceptance, 0.03, 0.0, 0.001, round_trip_s, most_drafts=16)

@@ -599,7 +599,7 @@ def test_log_probabilities_come_only_where_asked_for():
     assert verify(verifier_session(frame=open_frame(logp=True)), 4).logp == (-1.0,)
 
 
-def test_a_commit_echoes_how_many_draft_messages_have_come_and_how_long_ago_the_last():
+def test_a_commit_echoes_how_many_draft_messages_came_and_the_age_of_the_last():
     session = verifier_session()
     assert verify(session, 4, now=1.0).timing.echo == 0
     session.on_draft(Draft(0, 3, (7,)), 1.25)
@@ -609,7 +609,7 @@ def test_a_commit_echoes_how_many_draft_messages_have_come_and_how_long_ago_the_
     assert verify(session, 4, now=3.0).timing.hold_s == 1.5
 
 
-def test_what_the_edge_has_seen_of_acceptance_counts_until_the_verifier_has_seen_some():
+def test_the_edges_view_of_acceptance_counts_until_the_verifier_has_its_own():
     fine, poor = verifier_session(), verifier_session()
     for session, rate in ((fine, 0.98), (poor, 0.05)):
         session.on_report(Report(True, drafting_s=0.0005, round_trip_s=0.005, acceptance=rate))
@@ -736,7 +736,7 @@ def unsure_draft(edge, *tokens, now):
     return edge.on_drafted(edge.next_job(8), tokens, (), 0.001, now)
 
 
-def test_the_rest_of_a_chain_that_will_hardly_be_read_waits_for_the_next_commit_where_the_verifier_plans():
+def test_an_unlikely_rest_of_a_chain_waits_for_a_commit_where_the_verifier_plans():
     edge = measured_edge(planned=True, measurements=hopeless())
     assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, (1, 2))]
     assert unsure_draft(edge, 4, 5, now=0.1495) == [], "not worth a message"
@@ -744,7 +744,7 @@ def test_the_rest_of_a_chain_that_will_hardly_be_read_waits_for_the_next_commit_
     assert sent(unsure_draft(edge, 6, now=0.1695)) == [Draft(0, 6, (4, 5, 6))]
 
 
-def test_the_rest_of_a_chain_goes_in_time_where_the_verifier_may_wait_for_it_for_ever():
+def test_the_rest_of_a_chain_goes_in_time_where_the_verifier_may_wait_forever():
     edge = measured_edge(planned=False, measurements=hopeless())
     assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, (1, 2))]
     assert sent(unsure_draft(edge, 4, 5, now=0.1495)) == [Draft(0, 6, (4, 5))]
@@ -967,7 +967,7 @@ def test_a_verifier_that_took_over_another_text_is_an_error():
     assert done.error.field == "opened.committed"
 
 
-def test_the_drafter_dying_while_the_stream_reopens_is_reported_to_the_next_verifier():
+def test_a_drafter_that_dies_while_a_stream_reopens_is_reported_to_the_verifier():
     edge = edge_session()
     job = edge.next_job(8)
     edge.on_disconnected(Unavailable("gone"), 0.1)
@@ -1172,7 +1172,7 @@ def test_held_drafts_beyond_a_credit_that_has_shrunk_are_not_sent():
     assert edge.in_flight == 3 or edge.next_job(8) is not None, "what was kept goes on"
 
 
-def test_held_drafts_go_though_another_text_of_the_client_has_changed_the_window_meanwhile():
+def test_held_drafts_go_though_another_text_has_changed_the_window_meanwhile():
     edge = HandDrivenEdge(open_frame(), SurvivalWindow())
     edge.open_frame(b"", -0.1)
     edge.on_opened(Opened(0, 64, 40, "v", 512, planned=False), 0.0)

@@ -134,7 +134,7 @@ def test_one_drafter_is_never_asked_to_foresee_and_nobody_reads() -> None:
     assert edge.statistics.read == 0
 
 
-def test_a_selector_that_does_not_read_along_costs_no_reading_and_a_late_starter_reads_all_at_once() -> None:
+def test_a_selector_without_catch_up_costs_no_reading_and_late_ones_read_at_once() -> None:
     oracle, frame = hashing_oracle(6, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=120))
 
     class Second(StaticSelector):
@@ -152,7 +152,7 @@ def test_a_selector_that_does_not_read_along_costs_no_reading_and_a_late_starter
     assert statistics.of("b").committed > 60
 
 
-def test_views_are_of_rounds_where_the_link_is_shorter_than_a_step_and_of_a_stream_elsewhere() -> None:
+def test_views_are_of_rounds_where_the_link_is_shorter_than_a_step_else_of_a_stream() -> None:
     def looked_at(delay_s: float) -> SelectionView:
         class Looking(Leader):
             def choose(self, view: SelectionView) -> int:
@@ -178,7 +178,7 @@ def test_views_are_of_rounds_where_the_link_is_shorter_than_a_step_and_of_a_stre
     assert far.alone_s == pytest.approx(0.03, rel=0.2)
 
 
-def test_a_broken_drafter_leaves_the_turn_to_the_others_and_the_last_one_to_the_cloud() -> None:
+def test_a_broken_drafter_yields_to_the_others_and_the_last_one_to_the_cloud() -> None:
     oracle, frame = hashing_oracle(9, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=100))
     first, second = drafter_of(oracle, 1, 0.9, dies_after=5), drafter_of(oracle, 2, 0.9)
     simulation = Simulation(frame, oracle, first, rivals=[second], selector=Leader(experts=FixedShare(arms=2)))

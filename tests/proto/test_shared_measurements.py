@@ -96,7 +96,7 @@ def test_a_text_alone_is_given_no_copies() -> None:
     assert edge.measurements is shared.newest
 
 
-def test_a_snapshot_changes_how_far_the_next_job_goes_and_what_drafts_in_flight_are_worth() -> None:
+def test_a_snapshot_changes_the_next_jobs_length_and_the_worth_of_drafts_in_flight() -> None:
     edge = HandDrivenEdge(open_frame(), SurvivalWindow(), selection=Selection.of_one("a"))
     edge.open_frame(b"", -0.1)
     edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)

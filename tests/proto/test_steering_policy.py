@@ -64,7 +64,7 @@ def missed(rate, mbit, rank):
 # === a drafter's gain ===========================================================================================
 
 
-def test_gain_goes_in_straight_lines_through_what_is_known_and_falls_to_nothing_behind_it():
+def test_gain_is_linear_between_known_points_and_falls_to_nothing_beyond_them():
     gain = Gain(((1, 0.2), (5, 0.1)))
     at = {age: gain.by_every(age, 0.0)[1] for age in (0, 1, 3, 5, 7.5, 10, 30)}
     assert at == pytest.approx({0: 0.2, 1: 0.2, 3: 0.15, 5: 0.1, 7.5: 0.05, 10: 0.0, 30: 0.0})
@@ -97,7 +97,7 @@ def test_gains_out_of_order_are_refused(known):
 
 @pytest.mark.parametrize("rank", [64, 256])
 @pytest.mark.parametrize("mbit", MBITS)
-def test_the_choice_is_the_best_whatever_was_asked_for_before_or_within_a_hair_of_it(rank, mbit):
+def test_the_choice_is_the_best_or_within_a_hair_of_it_whatever_came_before(rank, mbit):
     for now in RATES:
         rate = choose(view(mbit), now, rank, Gain())
         assert missed(rate, mbit, rank) < 0.03
@@ -131,7 +131,7 @@ def test_what_is_not_known_changes_nothing():
         assert choose(view(0.05, commit_s=0.0), rate, 64, Gain()) == rate
 
 
-def test_fewer_bytes_are_asked_for_where_it_surely_pays_and_more_where_it_surely_pays():
+def test_fewer_or_more_bytes_are_requested_only_where_that_surely_pays():
     price = byte_s(0.1)
     assert choose(view(0.1, 0.1 * price), ALL, 256, Gain()) == LEAST
     assert choose(view(0.1, price), ALL, 256, Gain()) == ALL, "a byte may cost nothing"
@@ -315,7 +315,7 @@ def told(round_trips):
     return downlink
 
 
-def test_a_bytes_time_is_read_off_commits_of_different_sizes_whatever_else_a_round_trip_holds():
+def test_a_bytes_time_is_read_off_commits_of_different_sizes():
     rng = random.Random(1)
     sizes = [rng.choice((20, 40, 120)) for _ in range(64)]
     downlink = told((size, 0.03 + 0.002 * index + 1e-4 * size) for index, size in enumerate(sizes))  # it drifts

@@ -112,7 +112,7 @@ def test_a_blocking_channel_speaks_tls_too(issued):
     asyncio.run(whole())
 
 
-def test_a_client_without_certificate_is_refused_under_mutual_tls_and_told_which_options(issued):
+def test_mutual_tls_refuses_a_client_without_certificate_and_names_the_options(issued):
     said = asked(serving(issued, mutual=True), ClientTls(issued.ca))
     assert said.startswith("failed")
     assert "--tls-cert" in explain(said)
@@ -132,7 +132,7 @@ def test_a_server_of_another_authority_is_refused_and_the_option_named(issued, s
     assert "--tls-ca" in explain(said)
 
 
-def test_a_certificate_for_another_name_is_refused_with_the_option_that_helps_and_it_does(issued):
+def test_a_certificate_for_another_name_is_refused_and_the_option_named_helps(issued):
     said = asked(serving(issued), ClientTls(issued.ca, server_name="elsewhere.example"))
     assert said.startswith("failed")
     assert "--tls-server-name" in explain(said)
@@ -350,7 +350,7 @@ def test_without_options_there_is_no_tls():
 # --- names ---
 
 
-def test_a_host_that_the_certificate_has_needs_no_other_name_and_any_other_gets_the_first(tmp_path):
+def test_a_host_in_the_certificate_needs_no_other_name_and_any_other_gets_the_first(tmp_path):
     made = issue(tmp_path, ("10.0.0.7", "verifier.example", "*.pods.example", "127.0.0.1"))
     for host in ("verifier.example", "127.0.0.1", "a.pods.example"):
         assert name_to_expect(made.server_cert, host) == ""
