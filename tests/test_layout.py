@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import hashlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -192,7 +193,7 @@ def test_embedded_drafters_and_target_share_one_tokenizer() -> None:
         assert find_package(name).tokenizer_sha256 == of_target
 
 
-def test_importing_the_session_loads_neither_grpc_nor_protobuf_nor_any_rule_that_learns() -> None:
+def test_importing_the_session_loads_no_grpc_no_protobuf_and_no_learning_rule() -> None:
     program = "import sys, outrider.proto.session; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "outrider.proto.session.verifier" in loaded
@@ -229,3 +230,17 @@ def test_no_embedded_graph_holds_a_large_weight_twice(root) -> None:
         weights = [tensor.raw_data for tensor in onnx.load(path).graph.initializer]
         large = [weight for weight in weights if len(weight) > 1 << 18]
         assert len(set(large)) == len(large), path
+
+
+def test_the_name_of_a_test_is_a_sentence_of_less_than_80_characters(root) -> None:
+    files = list((root / "tests").rglob("test_*.py"))
+    assert len(files) > 100
+    functions = (node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [node.name for node in functions if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert [name for name in names if name.startswith("test_") and len(name) >= 80] == []
+
+
+def test_no_test_edits_the_path_of_imports(root) -> None:
+    """Helpers of one folder are found by pytest's `pythonpath`; those of several are shipped."""
+    editing = re.compile(r"\bsys\.path\.(?:append|insert|extend)\(")
+    assert [path for path in (root / "tests").rglob("*.py") if editing.search(path.read_text(encoding="utf-8"))] == []
