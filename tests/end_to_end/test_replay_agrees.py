@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from outrider.bench.benchmark.measure import Measured, measure_text
-from outrider.bench.benchmark.replayed import costs_of, traces_of
+from outrider.bench.benchmark.runs import costs_of, traces_of
 from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.replay.optimum import tokens_per_second
 from outrider.bench.replay.traced import Outcome, Policy, replay
