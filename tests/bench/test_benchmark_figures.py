@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.bench.benchmark.measure import Diary, Measured
+from outrider.bench.benchmark.measure import Measured, TextObserver
 from outrider.bench.benchmark.runs import run_of
 from outrider.bench.links import LinkRecord
 from outrider.deploy.prompts import Prompt
@@ -13,7 +13,7 @@ TRACED = LinkRecord(105.0, trace="step")
 
 def text(began: float, tokens: int, per_token_s: float) -> Measured:
     arrivals = tuple(began + (n + 1) * per_token_s for n in range(tokens))
-    return Measured(Prompt("1", "x"), tuple(range(tokens)), began, arrivals, EdgeStatistics(), Diary())
+    return Measured(Prompt("1", "x"), tuple(range(tokens)), began, arrivals, EdgeStatistics(), TextObserver())
 
 
 def test_on_a_link_that_changes_the_longest_text_says_when_its_tokens_came() -> None:

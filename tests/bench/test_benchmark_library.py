@@ -82,8 +82,8 @@ def test_in_a_process_of_its_own_an_assistant_saves_steps_and_changes_no_token(t
     for text in texts:
         assert text.steps < TOKENS
         assert text.accepted == text.questioned == TOKENS - text.steps  # the drafter is the target itself
-        assert len(text.arrivals_s) == TOKENS
-        assert 0 < text.first_token_s <= text.arrivals_s[-1] <= text.seconds
+        assert len(text.arrivals) == TOKENS
+        assert 0 < text.first_token_s <= text.arrivals[-1] <= text.seconds
 
 
 def test_what_the_library_says_of_its_failure_is_told(target, tmp_path) -> None:
@@ -103,8 +103,8 @@ def test_generate_takes_one_step_a_token(target) -> None:
     texts = here(target)
     assert [text.tokens for text in texts] == [greedy(target, prompt) for prompt in PROMPTS]
     for text in texts:
-        assert text.steps == len(text.arrivals_s) == TOKENS
-        assert list(text.arrivals_s) == sorted(text.arrivals_s)
+        assert text.steps == len(text.arrivals) == TOKENS
+        assert list(text.arrivals) == sorted(text.arrivals)
         assert text.accepted == text.questioned == 0
 
 
@@ -135,14 +135,14 @@ def test_the_end_token_of_the_generation_config_ends_a_text(target, tmp_path) ->
     GenerationConfig(eos_token_id=whole[5], pad_token_id=0).save_pretrained(tmp_path)
     for texts in (here(tmp_path), here(tmp_path, tmp_path)):
         assert texts[0].tokens == whole[: whole.index(whole[5]) + 1]
-        assert len(texts[0].arrivals_s) == len(texts[0].tokens)
+        assert len(texts[0].arrivals) == len(texts[0].tokens)
 
 
-def test_drafts_are_judged_up_to_the_first_wrong_one_of_a_step() -> None:
+def test_drafts_are_verified_up_to_the_first_wrong_one_of_a_step() -> None:
     watch = library._Watch()
     # A prompt of 3 with 4 drafts, of which 2 are right; 4 drafts, all right; 4 drafts, and the text ends after one.
     watch.rows, watch.commits = [7, 5, 5], [3, 5, 2]
-    assert watch.judged(3) == (2 + 4 + 1, 3 + 4 + 1)
+    assert watch.verified(3) == (2 + 4 + 1, 3 + 4 + 1)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ from outrider.proto.lease import LEASE_METADATA
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.streams import ENDED, send_bytes
+from outrider.proto.streams import ENDED, GRPC_PREFIX_BYTES, send_bytes
 from outrider.proto.types import CloudFrame, EdgeFrame, Lease
 
-GRPC_PREFIX_BYTES = 5  # flag and length before every message
 LAST_WORDS_S = 0.2
 # With these gRPC reports a connection lost in its various moments; a verifier's own word carries a detail.
 BROKEN = (

@@ -19,6 +19,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+GRPC_PREFIX_BYTES = 5  # flag and length before every message
 # The stream has ended; the reading side meets the same end and tells why.
 ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.InternalError)
 # On a server: the client is gone, and nobody reads what could not be sent.

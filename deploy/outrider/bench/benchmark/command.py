@@ -52,7 +52,7 @@ WARM_UP_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What was learnt before the links: the texts, where the drafter hits in them, what the machines take."""
+    """What is known before the links: the texts, where the drafter hits in them, what the machines take."""
 
     texts: dict[str, tuple[int, ...]]
     traces: list[HitTrace]
@@ -72,7 +72,7 @@ class Seen:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """`outrider bench`."""
+    """Run `outrider bench`."""
     return asyncio.run(Bench(options).run())
 
 
@@ -121,7 +121,7 @@ class Bench:
         return 1 if different else 0
 
     def _library_modes(self, link: BenchLink) -> list[str]:
-        """The runs of transformers itself beside those over `link`: it knows neither links nor a pace."""
+        """Return the modes of transformers to run beside `link`: it knows neither links nor a pace."""
         return [mode for mode in LIBRARY if mode in self._modes and link.is_none and not self._pace_s]
 
     def _say(self, text: str) -> None:
@@ -153,7 +153,7 @@ class Bench:
     # --- before the links ---
 
     async def _learn(self, verifier: VerifierProcess) -> Known:
-        """The target's texts, straight from the verifier, and what a few drafted ones show of costs."""
+        """Get the target's texts straight from the verifier, and the costs from a few drafted ones."""
         self._say(f"{len(self._prompts)} prompts: the target's own texts, and the drafter's hits in them")
         async with Client(self._edge(verifier, verifier.address, "cloud")) as client:
             plain = await self._together(client, self._prompts, len(self._prompts))
@@ -212,7 +212,7 @@ class Bench:
         link: BenchLink,
         verifier: VerifierProcess,
     ) -> Seen:
-        """Every prompt by every mode in turn, so that a slow moment of the machine meets them all."""
+        """Decode every prompt in every mode in turn, so that a slow moment of the machine meets them all."""
         seen = Seen({mode: [] for mode in clients}, {mode: [] for mode in clients}, {}, {mode: [] for mode in library})
         prompt_ids = self._prompt_ids(verifier) if library else []
         share = 1 if self._options.sessions == 1 else len(self._prompts)
@@ -238,7 +238,7 @@ class Bench:
         return seen
 
     async def _together(self, client: Client, prompts: Sequence[Prompt], sessions: int) -> list[Measured]:
-        """Decode prompts, so many at once; in their order."""
+        """Decode prompts, `sessions` at once, and return them in their order."""
         room = asyncio.Semaphore(sessions)
 
         async def one(prompt: Prompt) -> Measured:
@@ -250,7 +250,7 @@ class Bench:
     def _runs(
         self, mode: str, link: BenchLink, texts: list[Measured], carried: Bytes | None, fields: dict[str, object]
     ) -> list[Run]:
-        """All prompts together, and each domain where there are several."""
+        """Return a run of all prompts, and one of each domain where there are several."""
         timeline = timeline_of(texts[len(texts) // 2], link.shape.rtt_s / 2)
         runs = [run_of(mode, link.record, texts, carried, timeline=timeline, **fields, **self._common)]
         domains = list(dict.fromkeys(text.prompt.domain for text in texts))
@@ -294,7 +294,7 @@ class Bench:
     # --- many sessions on unlike links ---
 
     async def _mixed(self, verifier: VerifierProcess, known: Known) -> list[Run]:
-        """All sessions at once, the links dealt out among them in turn."""
+        """Run all sessions at once, the links dealt out among them in turn."""
         runs = []
         for mode in (mode for mode in ("cloud", "outrider") if mode in self._modes):
             self._say(f"{self._options.sessions} sessions on {len(self._links)} links, {mode}")
@@ -337,7 +337,6 @@ class Bench:
             yield process
 
     def _prompt_ids(self, verifier: VerifierProcess) -> list[tuple[int, ...]]:
-        """Each prompt's token ids."""
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(verifier.tokenizer))

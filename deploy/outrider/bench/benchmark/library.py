@@ -17,12 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from outrider.cloud.config import DTYPES
 from outrider.deploy.child import Child
 from outrider.proto.errors import ConfigError, Internal
+from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import Sampling
 
 _END_WITHIN_S = 5.0
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +33,28 @@ class LibraryText:
     Attributes:
         tokens: [n] new tokens, with the end token where there is one.
         seconds: from the call of `generate` to its return.
-        arrivals_s: [n] when each token was handed to the streamer, from the call on.
+        arrivals: [n] seconds from the call on, when each token was handed to the streamer.
         steps: forward passes of the target, the prompt's included.
         accepted: draft tokens in the text; 0 without an assistant.
-        questioned: drafts that the target judged, up to the first wrong one of each step.
+        questioned: drafts that the target verified, up to the first wrong one of each step.
     """
 
     tokens: tuple[int, ...]
     seconds: float
-    arrivals_s: tuple[float, ...]
+    arrivals: tuple[float, ...]
     steps: int
     accepted: int
     questioned: int
 
     @property
     def first_token_s(self) -> float:
-        """When the first token came."""
-        return self.arrivals_s[0]
+        """Seconds from the call to the first token."""
+        return self.arrivals[0]
+
+    @property
+    def statistics(self) -> EdgeStatistics:
+        """The counts, as an edge keeps them."""
+        return EdgeStatistics(steps=self.steps, hits=self.accepted, compared=self.questioned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +115,7 @@ class LibraryProcess:
         await self._ask(asdict(self._request))
 
     async def text(self, prompt: Sequence[int], max_tokens: int | None = None) -> LibraryText:
-        """What follows `prompt` [n], token ids; at most `max_tokens`, None: as the sampling says.
+        """Return what follows `prompt` [n], token ids; at most `max_tokens`, None: as the sampling says.
 
         Raises:
             ConfigError: the prompt holds no token.
@@ -119,7 +125,7 @@ class LibraryProcess:
             raise ConfigError("holds no token", field="prompt")
         limit = self._request.max_tokens if max_tokens is None else max_tokens
         text = await self._ask({"prompt": list(prompt), "max_tokens": limit})
-        return LibraryText(**text | {"tokens": tuple(text["tokens"]), "arrivals_s": tuple(text["arrivals_s"])})
+        return LibraryText(**text | {"tokens": tuple(text["tokens"]), "arrivals": tuple(text["arrivals"])})
 
     async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         answer = await self._child.ask(question)
@@ -129,7 +135,7 @@ class LibraryProcess:
 
 
 def drafter_folder_of(folder: Path | None) -> Path:
-    """`folder`, if it holds a drafter as transformers saves it (what `outrider train drafter` writes).
+    """Return `folder` if it holds a drafter as transformers saves it (what `outrider train drafter` writes).
 
     Raises:
         ConfigError: it is None or holds something else, such as an ONNX package.
@@ -182,11 +188,11 @@ class _Watch:
         self._prompt_seen = False
 
     def forward(self, _model: Any, _arguments: Any, keywords: dict[str, Any], _output: Any) -> None:
-        """The hook."""
+        """Note the rows of a forward pass."""
         self.rows.append(int(keywords["input_ids"].shape[-1]))
 
     def put(self, tokens: Any) -> None:
-        """The streamer's half that is called with the prompt first, and then with every commit."""
+        """Take what is streamed: the prompt first, then every commit."""
         if not self._prompt_seen:
             self._prompt_seen = True
             return
@@ -195,10 +201,10 @@ class _Watch:
         self.arrivals_s.extend([time.perf_counter() - self.began_s] * count)
 
     def end(self) -> None:
-        """The streamer's other half."""
+        """End the stream, as a streamer must."""
 
-    def judged(self, prompt_tokens: int) -> tuple[int, int]:
-        """Accepted drafts, and drafts judged up to the first wrong one of each step."""
+    def verified(self, prompt_tokens: int) -> tuple[int, int]:
+        """Return accepted drafts, and drafts verified up to the first wrong one of each step."""
         accepted = questioned = 0
         for step, (rows, commit) in enumerate(zip(self.rows, self.commits, strict=True)):
             drafts = rows - (1 if step else prompt_tokens)
@@ -210,7 +216,7 @@ class _Watch:
 
 
 def _models(request: _Request) -> tuple[Any, Any]:
-    """Target and assistant; None without one."""
+    """Load the target and the assistant; None without one."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -254,11 +260,11 @@ def _text(target: Any, assistant: Any, request: _Request, prompt: Sequence[int],
     finally:
         hook.remove()
     seconds = time.perf_counter() - watch.began_s
-    accepted, questioned = watch.judged(len(prompt))
+    accepted, questioned = watch.verified(len(prompt))
     return LibraryText(
         tokens=tuple(generated[0, len(prompt) :].tolist()),
         seconds=seconds,
-        arrivals_s=tuple(watch.arrivals_s),
+        arrivals=tuple(watch.arrivals_s),
         steps=len(watch.rows),
         accepted=accepted,
         questioned=questioned,

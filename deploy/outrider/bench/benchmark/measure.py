@@ -1,4 +1,4 @@
-"""Decoding prompts over an emulated link, and what was seen of it."""
+"""Decoding prompts over an emulated link, and what is observed of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Measured:
     began: float
     arrivals: tuple[float, ...]
     statistics: EdgeStatistics
-    journal: Diary
+    journal: TextObserver
 
     @property
     def seconds(self) -> float:
@@ -43,7 +43,7 @@ class Measured:
         return self.arrivals[0] - self.began
 
 
-class Diary(Journal):
+class TextObserver(Journal):
     """Keeps what it sees: (began, ended, tokens), (frame, at), (frame, at)."""
 
     def __init__(self) -> None:
@@ -52,30 +52,30 @@ class Diary(Journal):
         self.commits: list[tuple[Commit, float]] = []
 
     def drafted(self, began: float, ended: float, tokens: int) -> None:
-        """A drafting job."""
+        """Keep a drafting job."""
         self.jobs.append((began, ended, tokens))
 
     def sent(self, frame: EdgeFrame, at: float) -> None:
-        """Drafts are kept."""
+        """Keep drafts."""
         if isinstance(frame, Draft):
             self.drafts.append((frame, at))
 
     def received(self, frame: CloudFrame, at: float) -> None:
-        """Commits are kept."""
+        """Keep commits."""
         if isinstance(frame, Commit):
             self.commits.append((frame, at))
 
 
 async def measure_text(client: Client, prompt: Prompt, sampling: Sampling) -> Measured:
-    """Decode one prompt."""
+    """Decode one prompt, and return what was observed."""
     tokens: list[int] = []
     arrivals: list[float] = []
-    diary = Diary()
+    observer = TextObserver()
     began = time.monotonic()
-    async for event in client.generate(prompt.text, sampling, journal=diary):
+    async for event in client.generate(prompt.text, sampling, journal=observer):
         if isinstance(event, Tokens):
             tokens += event.tokens
             arrivals += [time.monotonic()] * len(event.tokens)
         else:
-            return Measured(prompt, tuple(tokens), began, tuple(arrivals), event.statistics, diary)
+            return Measured(prompt, tuple(tokens), began, tuple(arrivals), event.statistics, observer)
     raise AssertionError("generate ends with Finished or an error")

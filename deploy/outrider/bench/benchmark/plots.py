@@ -120,7 +120,7 @@ def _speed(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
 
 
 def _axis_of_rtt(axes: Any, rtts_ms: Sequence[float], least: float) -> None:
-    """Linear, or logarithmic where the range is wide; a round-trip time of 0 has its own place left of the logarithm.
+    """Scale the axis linearly, or logarithmically where the range is wide; 0 has its own place left of the logarithm.
 
     The ticks are the round-trip times that were measured, named where they are the share `least` of the
     axis or more to the right of the name before.
@@ -149,7 +149,7 @@ def _legend(figure: Any, lines: Mapping[str, Any]) -> None:
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
-    """Names at the right ends of the lines, pushed apart where they would overlap; those elsewhere beside the point."""
+    """Name the lines at their right ends, pushed apart where names would overlap, or beside the last point."""
     last = max(x for x, _, _ in ends)
     at_end = sorted((y, mode) for x, y, mode in ends if x == last)
     heights = _spread([y for y, _ in at_end], 0.058 * axes.get_ylim()[1])
@@ -179,7 +179,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
 
 
 def _spread(values: Sequence[float], least: float) -> list[float]:
-    """The rising `values`, moved as little as need be so that neighbours are `least` apart."""
+    """Return the rising `values`, moved as little as need be so that neighbours are `least` apart."""
     groups: list[list[float]] = []  # values that touch stand around their mean
     for value in values:
         groups.append([value])
@@ -319,7 +319,7 @@ def _bytes(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
 
 
 def _course(figure: Any, runs: Sequence[Run], link: LinkRecord) -> tuple[str, str] | None:
-    """Speed over time on a link that changes, and below it how the link was."""
+    """Draw speed over time on a link that changes, and below it how the link was."""
     over_link = [run for run in runs if run.link == link and run.arrivals_s]
     shown = [(mode, run) for mode in COURSE_MODES if (run := fastest(over_link, mode)) is not None]
     if not shown:
@@ -350,7 +350,7 @@ def _course(figure: Any, runs: Sequence[Run], link: LinkRecord) -> tuple[str, st
 
 
 def speed_over_time(arrivals_s: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Moments (s) and tokens a second around them, from when each token came (rising, s).
+    """Return moments (s) and tokens a second around them, from when each token came (rising, s).
 
     The window is `COURSE_WINDOW_S` wide with the moment in its middle; what of it lies before 0 or after the last
     token does not count.
@@ -366,7 +366,7 @@ def speed_over_time(arrivals_s: Sequence[float]) -> tuple[list[float], list[floa
 
 
 def _trace_of(link: LinkRecord) -> LinkTrace | None:
-    """The trace that was played; None where it can no longer be had by its name."""
+    """Return the trace that was played; None where its name is no longer known."""
     try:
         return find_trace(link.trace or "")
     except ConfigError:
@@ -374,7 +374,7 @@ def _trace_of(link: LinkRecord) -> LinkTrace | None:
 
 
 def _strip(axes: Any, trace: LinkTrace, end_s: float) -> None:
-    """The link's round trip, and the rate from the edge where that changes."""
+    """Draw the link's round trip, and the rate from the edge where that changes."""
     rounds = math.ceil(end_s / trace.duration_s)
     points = [replace(p, time_s=p.time_s + n * trace.duration_s) for n in range(rounds) for p in trace.points]
     points = [point for point in points if point.time_s < end_s]
@@ -396,13 +396,13 @@ def _strip(axes: Any, trace: LinkTrace, end_s: float) -> None:
 
 
 def _rate_changes(points: Sequence[TracePoint]) -> bool:
-    """By more than the usual flutter."""
+    """Return whether rates vary by more than the usual flutter."""
     rates = [point.up_mbit for point in points if math.isfinite(point.up_mbit)]
     return bool(rates) and max(rates) > 1.5 * min(rates)
 
 
 def _families(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs over links that differ in their round-trip time alone, most links first.
+    """Group runs over links that differ in their round-trip time alone, most links first.
 
     What had no link at all, as transformers' own decoding, stands in the first.
     """
@@ -419,7 +419,6 @@ def _families(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _family_name(link: LinkRecord) -> str:
-    """What the links of a family have in common."""
     if replace(link, rtt_ms=0.0) == LinkRecord(0.0):
         return "unlimited bandwidth, no jitter"
     rates = ("unlimited" if rate is None else f"{rate:g} Mbit/s" for rate in (link.up_mbit, link.down_mbit))
@@ -440,13 +439,13 @@ def _name(mode: str) -> str:
 
 
 def _pale(colour: str) -> str:
-    """`#rrggbb`, mixed with white."""
+    """Mix `#rrggbb` with white."""
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(255 - 0.42 * (255 - part)):02x}" for part in parts)
 
 
 def _evenly(links: Sequence[LinkRecord], most: int) -> list[LinkRecord]:
-    """At most `most` of the links, the first and the last among them."""
+    """Return at most `most` of the links, the first and the last among them."""
     if len(links) <= most:
         return list(links)
     return [links[round(n * (len(links) - 1) / (most - 1))] for n in range(most)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
 from outrider.bench.benchmark.library import LibraryText
 from outrider.bench.benchmark.measure import Measured
 from outrider.bench.benchmark.record import Run, Span
 from outrider.bench.links import LinkRecord
+from outrider.bench.metrics import bytes_per_token, latencies, pooled
 from outrider.bench.replay.record import record_trace
 from outrider.bench.replay.traced import Outcome
 from outrider.bench.replay.traces import HitTrace
@@ -27,7 +27,7 @@ Bytes = tuple[int, int]  # TCP payload up and down
 
 
 def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Bytes | None, **fields: object) -> Run:
-    """A run of texts that were decoded over a link.
+    """Return a run of texts that were decoded over a link.
 
     Args:
         mode: of the run.
@@ -36,33 +36,30 @@ def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Byte
         carried: by the link; None: there was no link to count at.
         fields: of `Run` that the caller knows.
     """
-    tokens = sum(len(text.tokens) for text in texts)
     seconds = max(text.arrivals[-1] for text in texts) - min(text.began for text in texts)
     arrivals_s = None
     if fields.get("sessions", 1) == 1:  # one after the other, and other modes' texts between them
         seconds = sum(text.seconds for text in texts)
         arrivals_s = _arrivals_s(texts) if link.trace else None
-    statistics = [text.statistics for text in texts]
-    compared = sum(s.compared for s in statistics)
-    steered = sum(s.steered_jobs for s in statistics)
+    together = pooled(texts, seconds)
+    steered = sum(text.statistics.steered_jobs for text in texts)
     return Run(
         mode,
         link,
-        steps_per_token=sum(s.steps for s in statistics) / tokens,
-        acceptance=sum(s.hits for s in statistics) / compared if compared else None,
-        **_speeds(tokens, seconds, [text.first_token_s for text in texts], [text.arrivals for text in texts]),
-        uplink_bytes_per_token=carried[0] / tokens if carried else None,
-        downlink_bytes_per_token=carried[1] / tokens if carried else None,
+        **together,
+        **latencies(texts),
+        uplink_bytes_per_token=carried[0] / together["tokens"] if carried else None,
+        downlink_bytes_per_token=carried[1] / together["tokens"] if carried else None,
         session_tokens_per_second=tuple(len(text.tokens) / text.seconds for text in texts),
         window_mean=_window_mean(texts),
-        code_age_mean=sum(s.code_age for s in statistics) / steered if steered else None,
+        code_age_mean=sum(text.statistics.code_age for text in texts) / steered if steered else None,
         arrivals_s=arrivals_s,
         **fields,  # type: ignore[arg-type]
     )
 
 
 def step_fields(steps: Sequence[StepTiming], sessions: int) -> dict[str, float]:
-    """Where the time of the verifier's usual steps went: those of at least half of the sessions, prompts left out."""
+    """Return where the time of usual steps went: those of at least half of the sessions, prompts left out."""
     usual = [step for step in steps if 2 * step.sessions >= sessions and step.rows <= 17 * step.sessions]
     if not usual:
         return {}
@@ -73,56 +70,25 @@ def step_fields(steps: Sequence[StepTiming], sessions: int) -> dict[str, float]:
 
 
 def replayed_run(mode: str, link: LinkRecord, outcomes: Sequence[Outcome], **fields: object) -> Run:
-    """A run that was computed from recorded hits."""
-    tokens = sum(len(o.arrivals) for o in outcomes)
-    seconds = sum(o.seconds for o in outcomes)
-    compared = sum(o.statistics.compared for o in outcomes)
+    """Return a run that was computed from recorded hits."""
     return Run(
         mode,
         link,
         replayed=True,
-        steps_per_token=sum(o.statistics.steps for o in outcomes) / tokens,
-        acceptance=sum(o.statistics.hits for o in outcomes) / compared if compared else None,
-        **_speeds(tokens, seconds, [o.first_token_s for o in outcomes], [o.arrivals for o in outcomes]),
-        uplink_bytes_per_token=sum(o.uplink_bytes for o in outcomes) / tokens,
-        downlink_bytes_per_token=sum(o.downlink_bytes for o in outcomes) / tokens,
+        **pooled(outcomes),
+        **latencies(outcomes),
+        **bytes_per_token(outcomes),
         **fields,  # type: ignore[arg-type]
     )
 
 
 def library_run(mode: str, texts: Sequence[LibraryText], **fields: object) -> Run:
-    """A run of transformers itself."""
-    tokens = sum(len(text.tokens) for text in texts)
-    seconds = sum(text.seconds for text in texts)
-    questioned = sum(text.questioned for text in texts)
-    return Run(
-        mode,
-        LinkRecord(0.0),
-        steps_per_token=sum(text.steps for text in texts) / tokens,
-        acceptance=sum(text.accepted for text in texts) / questioned if questioned else None,
-        **_speeds(tokens, seconds, [text.first_token_s for text in texts], [text.arrivals_s for text in texts]),
-        **fields,  # type: ignore[arg-type]
-    )
-
-
-def _speeds(
-    tokens: int, seconds: float, first_tokens_s: Sequence[float], arrivals: Sequence[Sequence[float]]
-) -> dict[str, Any]:
-    """The fields of a `Run` that say how fast it was, whoever decoded."""
-    gaps_ms = _gaps_ms(arrivals)
-    return {
-        "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "ttft_ms_p50": median(first_tokens_s) * 1e3,
-        "token_gap_ms_p50": gaps_ms[50],
-        "token_gap_ms_p99": gaps_ms[99],
-        "token_gaps_ms": gaps_ms,
-    }
+    """Return a run of transformers itself."""
+    return Run(mode, LinkRecord(0.0), **pooled(texts), **latencies(texts), **fields)  # type: ignore[arg-type]
 
 
 def timeline_of(text: Measured, one_way_s: float) -> tuple[Span, ...]:
-    """What the parts did in the first moments of a text; the verifier's steps as it told them, shifted by the link."""
+    """Return what the parts did in the first moments of a text; the verifier's steps are shifted by the link."""
     began = text.began
     spans = [Span("draft", start - began, end - began) for start, end, _ in text.journal.jobs]
     spans += [Span("up", at - began, at + one_way_s - began) for _, at in text.journal.drafts]
@@ -139,19 +105,13 @@ def _step(commit: Commit, ended: float) -> tuple[float, float]:
 
 
 def _arrivals_s(texts: Sequence[Measured]) -> tuple[float, ...]:
-    """[n] of the longest text, to a tenth of a millisecond. In every mode it is the same one: the texts are equal."""
+    """Return [n] arrivals of the longest text, to 0.1 ms. It is the same one in every mode: the texts are equal."""
     longest = max(texts, key=lambda text: len(text.tokens))
     return tuple(round(at - longest.began, 4) for at in longest.arrivals)
 
 
-def _gaps_ms(arrivals: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """[101] quantiles of the times between tokens; the tokens of one commit arrive together."""
-    gaps = sorted(b - a for times in arrivals for a, b in itertools.pairwise(times)) or [0.0]
-    return tuple(1e3 * gaps[round(q / 100 * (len(gaps) - 1))] for q in range(101))
-
-
 def _window_mean(texts: Sequence[Measured]) -> float | None:
-    """Unverified tokens in flight when a message of drafts has gone out."""
+    """Return the mean of unverified tokens in flight when a message of drafts has gone out."""
     windows: list[int] = []
     known: Callable[[float, Measured], int] = lambda at, text: max(  # noqa: E731 - a name for one line
         (c.start + len(c.tokens) for c, when in text.journal.commits if when <= at), default=0
@@ -164,7 +124,7 @@ def _window_mean(texts: Sequence[Measured]) -> float | None:
 
 
 def costs_of(texts: Sequence[Measured], steps: Sequence[StepTiming], *, pace_s: float, round_trip_s: float) -> Costs:
-    """The costs that drafted texts show.
+    """Return the costs that drafted texts show.
 
     Args:
         texts: decoded with drafts, over a link whose round trip is next to nothing.
@@ -193,12 +153,12 @@ def costs_of(texts: Sequence[Measured], steps: Sequence[StepTiming], *, pace_s: 
 
 
 def prompt_length(text: Measured) -> int:
-    """In tokens: where its first commit begins."""
+    """Return the prompt's tokens: where the first commit begins."""
     return text.journal.commits[0][0].start
 
 
 def traces_of(texts: Sequence[Measured], client: Client, drafter: Drafter, sampling: Sampling) -> list[HitTrace]:
-    """Where `drafter` hits in texts that the target wrote."""
+    """Record where `drafter` hits in texts that the target wrote."""
     return [
         record_trace(
             text.prompt,

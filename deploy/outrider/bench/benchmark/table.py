@@ -45,7 +45,7 @@ class Condition:
 
 
 def by_condition(benchmark: Benchmark) -> dict[Condition, tuple[Run, ...]]:
-    """The runs of each condition, in the order of the first of each; within one, by link, mode and sync length."""
+    """Group runs by condition, in the order of the first of each; within one, by link, mode and sync length."""
     found: dict[Condition, list[Run]] = {}
     for run in benchmark.runs:
         condition = Condition(run.pace_ms, run.temperature, run.sessions, run.domain)
@@ -54,7 +54,7 @@ def by_condition(benchmark: Benchmark) -> dict[Condition, tuple[Run, ...]]:
 
 
 def by_link(runs: Sequence[Run]) -> dict[LinkRecord, tuple[Run, ...]]:
-    """The runs over each link, in the order given."""
+    """Group runs by link, in the order given."""
     found: dict[LinkRecord, list[Run]] = {}
     for run in runs:
         found.setdefault(run.link, []).append(run)
@@ -62,7 +62,7 @@ def by_link(runs: Sequence[Run]) -> dict[LinkRecord, tuple[Run, ...]]:
 
 
 def fastest(runs: Sequence[Run], mode: str) -> Run | None:
-    """The fastest run of a mode, for sync that of the best length; None where no speed is known.
+    """Return the fastest run of a mode, for sync that of the best length; None where no speed is known.
 
     Where there are both, only measured runs count, and only those that were not told to save target steps.
     """
@@ -73,14 +73,14 @@ def fastest(runs: Sequence[Run], mode: str) -> Run | None:
 
 
 def _down_the_rows(link: LinkRecord, rows: int) -> list[str]:
-    """[rows] the link's name, a part a row: a table has more height to spare than width."""
+    """Return [rows] the link's name, a part a row: a table has more height to spare than width."""
     parts = link_parts(link)
     cells = [*parts[: rows - 1], " ".join(parts[rows - 1 :])]
     return [*cells, *[""] * (rows - len(cells))]
 
 
 def mode_name(run: Run) -> str:
-    """The mode with its variant: `sync 4`, `outrider eff.`, and `*` where it was replayed."""
+    """Return the mode with its variant: `sync 4`, `outrider eff.`, and `*` where it was replayed."""
     length = f" {run.sync_length}" if run.sync_length is not None else ""
     goal = " eff." if run.goal == "efficiency" else ""
     return run.mode + length + goal + ("*" if run.replayed else "")
@@ -116,7 +116,7 @@ def ratios(runs: Sequence[Run]) -> Grid | None:
 
 
 def notes(condition: Condition, runs: Sequence[Run]) -> Iterator[str]:
-    """What must be said about the runs of a condition."""
+    """Yield what must be said about the runs of a condition."""
     if condition.pace_ms:
         yield f"A paced target stands for a larger one: every step takes at least {condition.pace_ms:g} ms"
     if any(run.replayed for run in runs):

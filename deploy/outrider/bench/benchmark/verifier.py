@@ -49,7 +49,7 @@ class VerifierProcess:
         self.address = answer["address"]
 
     async def step_timings(self) -> list[StepTiming]:
-        """Of the steps since the last time that this was asked."""
+        """Return the times of the steps since the last call."""
         return [StepTiming(*values) for values in (await self._ask({}))["steps"]]
 
     async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:

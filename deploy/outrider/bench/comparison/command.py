@@ -101,7 +101,7 @@ class _Comparing:
         self._writer = TextWriter(target, self._projections, oldest=max(options.age))
 
     def of(self, prompts: Sequence[Prompt]) -> Comparison:
-        """The whole comparison."""
+        """Compare the drafters on texts after `prompts`."""
         options = self._options
         tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
         encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
@@ -128,7 +128,7 @@ class _Comparing:
             yield from steering_costs(self._target, codes, projection, text)
 
     def _wanted_projections(self) -> dict[str, Projection]:
-        """Those whose codes are wanted, by id."""
+        """Return the projections whose steering vectors are wanted, by id."""
         options = self._options
         found = load_projections(
             [str(path) for path in options.steering], self._target, name=options.target, model=options.target

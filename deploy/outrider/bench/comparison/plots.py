@@ -48,7 +48,7 @@ def draw(comparison: Comparison, path: Path) -> None:
 
 
 def _by_domain(axes: Any, comparison: Comparison, temperature: float) -> None:
-    """Bars with the confidence interval of each."""
+    """Draw bars with the confidence interval of each."""
     variants = in_front(comparison.variants)
     width = 0.8 / len(variants)
     for index, variant in enumerate(variants):
@@ -72,7 +72,7 @@ def _by_domain(axes: Any, comparison: Comparison, temperature: float) -> None:
 
 
 def _by_age(axes: Any, comparison: Comparison, temperature: float) -> None:
-    """Lines over the age, of all prompts together, with their intervals; without codes the age does not matter."""
+    """Draw lines over the age, of all prompts together, with intervals; without vectors age does not matter."""
     by_variant = comparison.by_variant(temperature, None)
     for variant, figure in by_variant.items():
         if variant.age is None:
@@ -100,7 +100,7 @@ def _by_age(axes: Any, comparison: Comparison, temperature: float) -> None:
 
 
 def _errors(figures: Sequence[VariantResult]) -> list[list[float]] | None:
-    """[2][bars], below and above; None where they are not known."""
+    """Return [2][bars], below and above; None where they are not known."""
     below, above = list[float](), list[float]()
     for figure in figures:
         if figure.interval is None:

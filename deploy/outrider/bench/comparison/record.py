@@ -137,7 +137,7 @@ class SteeringCost:
 
 @dataclass(frozen=True, slots=True, config=RECORD)
 class Comparison:
-    """Everything.
+    """All results of a comparison.
 
     Attributes:
         environment: on what and by which command.
@@ -163,20 +163,20 @@ class Comparison:
 
     @property
     def temperatures(self) -> tuple[float, ...]:
-        """In the order of the command."""
+        """Temperatures, in the order of the command."""
         return tuple(dict.fromkeys(figure.temperature for figure in self.figures))
 
     @property
     def domains(self) -> tuple[str | None, ...]:
-        """In the order of the prompts, and None for all of them at last."""
+        """Domains, in the order of the prompts, and None for all of them at last."""
         return tuple(dict.fromkeys(figure.domain for figure in self.figures))
 
     def by_variant(self, temperature: float, domain: str | None) -> Mapping[Variant, VariantResult]:
-        """The figures of one temperature and domain."""
+        """Return the results of one temperature and domain."""
         return {f.variant: f for f in self.figures if (f.temperature, f.domain) == (temperature, domain)}
 
     def name(self, variant: Variant) -> str:
-        """The drafter's label, and its codes where it is compared with several kinds of them."""
+        """Return the drafter's label, and its codes where it is compared with several kinds of them."""
         several = len({other.codes for other in self.variants if other.drafter == variant.drafter}) > 1
         codes = "no codes" if variant.codes == NO_CODES else variant.codes
         return f"{variant.drafter} ({codes})" if several else variant.drafter

@@ -97,7 +97,6 @@ class Summary:
         return Ratio(self._trial.temperature, None, variant, other, float(np.mean(ratios)), interval)
 
     def _in(self, domain: str | None) -> np.ndarray:
-        """[n] bool."""
         return np.ones(len(self._domain_of), dtype=bool) if domain is None else self._domain_of == domain
 
     def _efficiency(self, domain: str | None, variant: Variant) -> float:
@@ -105,7 +104,7 @@ class Summary:
         return float(self._tokens[here].sum() / self._steps[variant][here].sum())
 
     def _resampled(self, domain: str | None, variant: Variant) -> np.ndarray:
-        """[resamples] block efficiencies."""
+        """Return [resamples] block efficiencies."""
         tokens, steps = self._bootstrap.sums(self._tokens, domain), self._bootstrap.sums(self._steps[variant], domain)
         efficiencies: np.ndarray = tokens / steps
         return efficiencies

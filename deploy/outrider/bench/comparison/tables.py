@@ -27,7 +27,7 @@ def tables(comparison: Comparison) -> Group:
 
 
 def grids(comparison: Comparison) -> list[Grid]:
-    """By temperature: figures by domain, ratios, and by age where there are several; then what a verifier pays."""
+    """Return results by domain, ratios, and results by age where there are several; then what a verifier pays."""
     found: list[Grid] = []
     for temperature in comparison.temperatures:
         condition = f"T = {temperature:g}, {comparison.drafts} drafts a round"
@@ -50,7 +50,7 @@ def _results(comparison: Comparison, temperature: float, condition: str) -> Grid
 
 
 def _by_age(comparison: Comparison, temperature: float, condition: str) -> Grid:
-    """Of all prompts together; each steered drafter's variants are one block, what it does without codes its first."""
+    """Return results of all prompts together: a block a steered drafter, which begins without codes."""
     headings = ("drafter", "codes", "age", "efficiency", "95 %", "accept", "tokens", "steps", "first", "next")
     by_variant = comparison.by_variant(temperature, None)
     steered = [drafter.label for drafter in comparison.drafters if drafter.projection is not None]

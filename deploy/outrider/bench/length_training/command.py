@@ -38,7 +38,7 @@ class PolicyTraining:
     most_rows: int = 400_000
 
     def train(self, traces: Sequence[HitTrace]) -> tuple[Trained, Mapping[str, Verdict]]:
-        """Both networks, and how they do on the held-out prompts.
+        """Return both networks, and how they do on the held-out prompts.
 
         Raises:
             ConfigError: there are too few traces.
@@ -62,7 +62,7 @@ class PolicyTraining:
         return Trained(**networks, made=made), verdicts
 
     def _split(self, traces: Sequence[HitTrace]) -> tuple[list[HitTrace], list[HitTrace]]:
-        """By prompt, so that no drafter and no seed gives away another's text."""
+        """Split by prompt, so that no drafter and no seed gives away another's text."""
         prompts = sorted({(trace.domain, trace.id) for trace in traces})
         rng = np.random.default_rng(self.fit.seed)
         held = {prompts[i] for i in rng.permutation(len(prompts))[: round(self.held_out * len(prompts))]}
@@ -77,7 +77,7 @@ class PolicyTraining:
 
 
 def train_policy(options: argparse.Namespace) -> int:
-    """`outrider train policy`."""
+    """Run `outrider train policy`."""
     check_file(options.output, "output")
     traces = [trace for path in options.traces for trace in load_traces(path.expanduser())]
     fit = Fit(hidden=options.hidden, steps=options.steps, seed=options.seed)
@@ -93,7 +93,7 @@ def train_policy(options: argparse.Namespace) -> int:
 
 
 def _hash(paths: Sequence[Path]) -> str:
-    """Of all files, in their order."""
+    """Return the hash of all files, in their order."""
     whole = hashlib.sha256()
     for path in paths:
         whole.update(hashlib.sha256(path.expanduser().read_bytes()).digest())

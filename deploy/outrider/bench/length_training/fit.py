@@ -41,7 +41,7 @@ class Fit:
     seed: int = 0
 
     def network(self, names: tuple[str, ...], sayings: frozenset[str], rows: Rows) -> Network:
-        """The network.
+        """Fit a network.
 
         Args:
             names: [f] of the inputs.
@@ -75,14 +75,14 @@ class Fit:
         return Network(names, means, scales, hidden, hidden_bias, output, float(output_bias[0]))
 
     def _batches(self, rows: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        """Which rows each step sees: all of them in a new order, and then all again."""
+        """Yield the rows of each step: all of them in a random order, and then all again."""
         orders = (rng.permutation(rows) for _ in itertools.count())
         batches = (order[i : i + self.batch] for order in orders for i in range(0, rows, self.batch))
         return itertools.islice(batches, self.steps)
 
 
 def _moments(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each column's known values; 0 where there are none, or all are the same."""
+    """Return mean and standard deviation of each column's known values; 0 where there are none, or all are equal."""
     columns = [column[~np.isnan(column)] for column in inputs.T]
     means = np.array([column.mean() if len(column) else 0.0 for column in columns])
     scales = np.array([column.std() if len(column) else 0.0 for column in columns])
@@ -98,7 +98,7 @@ def _blank(inputs: int, hidden: int, rng: np.random.Generator) -> tuple[np.ndarr
 
 
 def _gradients(weights: list[np.ndarray], z: np.ndarray, outcomes: np.ndarray) -> list[np.ndarray]:
-    """Of the mean cross-entropy, for each of the weights."""
+    """Return the gradients of the mean cross-entropy, for each of the weights."""
     hidden, hidden_bias, output, output_bias = weights
     units = np.tanh(z @ hidden + hidden_bias)
     chances = 1 / (1 + np.exp(-(units @ output + output_bias)))

@@ -55,7 +55,7 @@ class Verdict:
 
 
 def judge(network: Network, learnt: Rows, unseen: Rows) -> Verdict:
-    """The network on `unseen`; `learnt`: what it was trained on."""
+    """Judge the network on `unseen`; `learnt`: what it was trained on."""
     chances, outcomes = network.chances(unseen.inputs), unseen.outcomes
     order = np.argsort(chances, kind="stable")
     tenths = [tenth for tenth in np.array_split(order, _BINS) if len(tenth)]

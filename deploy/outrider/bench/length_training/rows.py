@@ -32,13 +32,13 @@ class Rows:
 
     @classmethod
     def joined(cls, parts: Sequence[Self], width: int) -> Self:
-        """One after the other; `width`: f, where there are none."""
+        """Join parts one after the other; `width`: f, where there are none."""
         if not parts:
             return cls(np.empty((0, width)), np.empty(0))
         return cls(np.concatenate([p.inputs for p in parts]), np.concatenate([p.outcomes for p in parts]))
 
     def some(self, most: int, rng: np.random.Generator) -> Self:
-        """At most so many of them, drawn without replacement."""
+        """Return at most `most` of them, drawn without replacement."""
         if len(self) <= most:
             return self
         drawn = rng.choice(len(self), most, replace=False)
@@ -46,7 +46,7 @@ class Rows:
 
 
 def draft_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
-    """One for every draft: whether it hits, given that those before it in its chain do.
+    """Return a row for every draft: whether it hits, given that those before it in its chain do.
 
     A draft behind r hits in a row may have had any number up to r unsettled drafts before it, and which depends on the
     link: its depth is drawn evenly, at most `DEEPEST`.
@@ -62,7 +62,7 @@ def draft_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
 
 
 def block_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
-    """One for every position: the share that is accepted of a block of some length that begins there.
+    """Return a row for every position: the share that is accepted of a block of some length that begins there.
 
     Length and the number of drafts that are there already are drawn. Their signals are those along the target's text:
     what the drafter would say behind a miss nobody has recorded.
@@ -86,7 +86,7 @@ def block_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
 
 
 def _hits_from(hits: np.ndarray) -> np.ndarray:
-    """[n] hits in a row from each position on."""
+    """Return [n] hits in a row from each position on."""
     runs = np.zeros(len(hits) + 1, dtype=int)
     for i in range(len(hits) - 1, -1, -1):
         runs[i] = runs[i + 1] + 1 if hits[i] else 0
@@ -94,5 +94,5 @@ def _hits_from(hits: np.ndarray) -> np.ndarray:
 
 
 def _hits_before(hits: np.ndarray) -> np.ndarray:
-    """[n] hits in a row right before each position."""
+    """Return [n] hits in a row right before each position."""
     return np.concatenate(([0], _hits_from(hits[::-1])[::-1][:-1]))

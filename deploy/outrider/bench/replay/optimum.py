@@ -21,19 +21,19 @@ _WAITS_S = (0.0, 0.003, 0.006, 0.012, 0.025, 0.05, 0.1, math.inf)
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A policy, and what it gave."""
+    """A policy, and its outcomes."""
 
     policy: Policy
     outcomes: list[Outcome]
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all texts, from the request to the last token."""
+        """Tokens a second over all texts, from the request to the last token."""
         return tokens_per_second(self.outcomes)
 
 
 def tokens_per_second(outcomes: Sequence[Outcome]) -> float:
-    """Over all texts, from the request to the last token.
+    """Return tokens a second over all texts, from the request to the last token.
 
     Raises:
         ConfigError: there is no text.
@@ -44,14 +44,14 @@ def tokens_per_second(outcomes: Sequence[Outcome]) -> float:
 
 
 def synchronous(length: int) -> Policy:
-    """Classical speculative decoding: draft so many, wait for the verdict, begin again (Leviathan et al. 2023)."""
+    """Return classical speculative decoding: draft, wait for the verdict, begin again (Leviathan et al. 2023)."""
     return Policy(window=FixedWindow(length), patience=Patience(math.inf, length))
 
 
 def best_synchronous(
     traces: Sequence[HitTrace], shape_at: ShapeAt, costs: Costs, *, warm_up_tokens: int = 0
 ) -> tuple[int, Best]:
-    """The length that gives most tokens a second, and what it gives."""
+    """Return the length that gives most tokens a second, and its outcome."""
     tried = {
         length: Best(
             synchronous(length), replay(traces, shape_at, costs, synchronous(length), warm_up_tokens=warm_up_tokens)
@@ -63,7 +63,7 @@ def best_synchronous(
 
 
 def best_in_hindsight(traces: Sequence[HitTrace], shape_at: ShapeAt, costs: Costs, *, warm_up_tokens: int = 0) -> Best:
-    """The best of all policies at hand for these texts on this link: every window with every patience.
+    """Return the best of all policies at hand for these texts on this link: every window with every patience.
 
     First every window is tried with the planned patience and every patience with the default window, then the best
     three of each with each other; synchronous speculation and cloud streaming are policies too.

@@ -28,7 +28,7 @@ def record_trace(
     chances: Chances | None = None,
     ended: bool = False,
 ) -> HitTrace:
-    """Ask `drafter` what it would have said in place of each token of the text: one batched pass.
+    """Ask `drafter` what it would have proposed in place of each token of the text, in one batched pass.
 
     Args:
         prompt: whose text it is.
@@ -81,7 +81,7 @@ def trace_of(
     chances: Chances | None = None,
     ended: bool = False,
 ) -> HitTrace:
-    """What `drafter` has `foreseen` in place of `tokens` [n] as a trace; the rest is as for `record_trace`."""
+    """Return what `drafter` has `foreseen` in place of `tokens` [n] as a trace; the rest is as for `record_trace`."""
     silent = tuple(draft.id < 0 for draft in foreseen)
     return HitTrace(
         id=prompt.id,
@@ -104,7 +104,7 @@ def trace_of(
 
 
 def _agreement(foreseen: Sequence[DraftToken], chances: Chances) -> Iterable[float]:
-    """[n] min(1, p / q), an estimate of 1 - TV by one draft (`policies.selection.rewards`); NaN: nothing proposed."""
+    """Return [n] min(1, p / q), an estimate of 1 - TV (`policies.selection.rewards`); NaN: nothing proposed."""
     likely = chances([max(0, draft.id) for draft in foreseen])
     q = [draft.confidence for draft in foreseen]
     return (min(1.0, p / own) if own > 0 else math.nan for p, own in zip(likely, q, strict=True))
@@ -123,7 +123,7 @@ class PromptReaders:
         self._states: dict[tuple[int, ...], dict[str, tuple[float, DraftState]]] = {}
 
     def foresee(self, request: TextRequest, tokens: Sequence[int]) -> dict[str, tuple[float, tuple[DraftToken, ...]]]:
-        """What each drafter, by name, gives to the prompt's end (`prompt_log_q`), and says in place of `tokens` [n].
+        """Return what each drafter, by name, gives to the prompt's end (`prompt_log_q`), and proposes for `tokens` [n].
 
         To be asked once for every request.
         """

@@ -101,7 +101,7 @@ class HitTrace:
             raise ConfigError("holds the token that ended it before its end", field="trace.tokens")
 
     def first(self, tokens: int) -> HitTrace:
-        """The beginning of the text."""
+        """Return the trace of the first `tokens` of the text."""
         n = min(tokens, len(self.tokens))
         return replace(self, ended=False, **{name: getattr(self, name)[:n] for name in LISTS})
 
@@ -111,12 +111,12 @@ class HitTrace:
         return sum(self.hits) / len(self.hits)
 
     def silent_at(self, i: int) -> bool:
-        """Whether the drafter proposes nothing after prompt + tokens[:i]."""
+        """Return whether the drafter proposes nothing after prompt + tokens[:i]."""
         return bool(self.silent) and self.silent[i]
 
 
 def save_traces(traces: Iterable[HitTrace], path: Path) -> None:
-    """One JSON object a line; what is not known is null, and a list that was not recorded is left out."""
+    """Write one JSON object a line; what is not known is null, and a list that was not recorded is left out."""
     path.write_text("".join(_to_line(trace) + "\n" for trace in traces), encoding="utf-8")
 
 

@@ -12,9 +12,9 @@ from outrider.deploy.link.shape import LinkShape, WayShape
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError
 from outrider.proto.session import EdgeStatistics
+from outrider.proto.streams import GRPC_PREFIX_BYTES
 from outrider.proto.types import CloudFrame, EdgeFrame
 
-GRPC_PREFIX_BYTES = 5
 FRAME_BYTES = GRPC_PREFIX_BYTES + 9  # with HTTP/2's frame header
 _LOOKS_PER_S = 100  # at the link while something leaves
 _LONGEST_OUTAGE_S = 600.0

@@ -76,7 +76,7 @@ def _panels(
     value: Value,
     what: str,
 ) -> Any:
-    """A panel for each of `panels`, with a line for each of `lines`.
+    """Draw a panel for each of `panels`, with a line for each of `lines`.
 
     Args:
         replayed: whose results are drawn.
@@ -134,12 +134,12 @@ def draw_pool(replayed: PoolReplayed, folder: Path) -> None:
 
 
 def _slug(link: LinkRecord) -> str:
-    """For a file's name."""
+    """Return the link's name for a file."""
     return "".join(letter if letter.isalnum() else "-" for letter in link.trace or f"{link.rtt_ms:g}ms")
 
 
 def _speed_up(rows: Sequence[Row]) -> Any:
-    """A panel a row of texts: a point and an interval for each drafter, selector and the oracle."""
+    """Draw a panel a row of texts: a point and an interval for each drafter, selector and the oracle."""
     names = [f"{name} alone" if kind == DRAFTER else name for kind, name in rows[0].columns]
     drawn = canvas((1.6 + 1.7 * len(rows), 1.1 + 0.24 * len(names)))
     drawn.suptitle("Speed-up over cloud streaming, with 95 % confidence intervals")
@@ -161,7 +161,7 @@ def _speed_up(rows: Sequence[Row]) -> Any:
 
 
 def _regret(rows: Sequence[Row]) -> Any:
-    """A line of two panels a row of texts: the same curves over tokens, and over their logarithm."""
+    """Draw two panels a row of texts: the same curves over tokens, and over their logarithm."""
     drawn = canvas((9.0, 1.0 + 2.2 * len(rows)))
     drawn.suptitle("Regret: seconds behind the oracle")
     panels = drawn.subplots(len(rows), 2, sharey="row", squeeze=False)
@@ -184,7 +184,7 @@ def _regret(rows: Sequence[Row]) -> Any:
 
 
 def _shown(row: Row) -> tuple[float, float]:
-    """Least and most seconds: who does much worse than most leaves the panel, so that these can be told apart."""
+    """Return the panel's least and most seconds: curves much worse than usual leave it, to tell the others apart."""
     curves = [cell.regret_s for _, cell, _ in _lines(row)]
     most = max(map(max, curves))
     usual = median(curve[-1] for curve in curves)
@@ -193,7 +193,7 @@ def _shown(row: Row) -> tuple[float, float]:
 
 
 def _lines(row: Row) -> list[tuple[str, Cell, dict[str, Any]]]:
-    """Name, cell and style of each selector, and of the best drafter alone where drafters were played."""
+    """Return name, cell and style of each selector, and of the best drafter alone where drafters were played."""
     selectors = [cell for cell in row.cells if cell.kind == SELECTOR]
     found: list[tuple[str, Cell, dict[str, Any]]] = [
         (cell.name, cell, {"color": HUES[i % len(HUES)], "linestyle": LINES[i // len(HUES) % len(LINES)]})
@@ -207,7 +207,7 @@ def _lines(row: Row) -> list[tuple[str, Cell, dict[str, Any]]]:
 
 
 def _choices(rows: Sequence[Row], drafters: Sequence[str]) -> Any:
-    """A line a selector, a column a domain: whose drafts, as stacked shares, around the change to that domain."""
+    """Draw whose drafts, as stacked shares, surround a change of domain: a line a selector, a column a domain."""
     changes = [change for row in rows for change in row.changes]
     names = list(dict.fromkeys(change.name for change in changes))
     domains = list(dict.fromkeys(change.domain for change in changes))

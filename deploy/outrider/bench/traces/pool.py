@@ -25,7 +25,7 @@ Variants = Mapping[tuple[str, str], Sequence[Text]]  # of each prompt, by domain
 
 
 def variants_of(texts: Sequence[Text]) -> Variants:
-    """Prompts in their order."""
+    """Group texts by prompt, in their order."""
     found: dict[tuple[str, str], list[Text]] = {}
     for text in texts:
         trace = text.tracks[0].trace
@@ -34,13 +34,13 @@ def variants_of(texts: Sequence[Text]) -> Variants:
 
 
 def row_names(variants: Variants) -> tuple[str, ...]:
-    """The domains; where there are several, their mix and `midway` too."""
+    """Return the domains; where there are several, their mix and `midway` too."""
     domains = tuple(dict.fromkeys(domain for domain, _ in variants))
     return (*domains, MIX, MIDWAY) if len(domains) > 1 else domains
 
 
 def segments(row: str, variants: Variants, seed: int) -> list[Segment]:
-    """What a selector meets in one run, in an order by chance: a text of each prompt of the row, by turns of the seed.
+    """Return what a selector meets in one run, in random order: a text of each prompt of the row, by turns of the seed.
 
     `midway` joins each prompt's text with one of another domain, which changes with the seed.
     """
@@ -55,7 +55,7 @@ def segments(row: str, variants: Variants, seed: int) -> list[Segment]:
 
 
 def _midway(segments: Sequence[Segment], domains: Sequence[str], seed: int) -> list[Segment]:
-    """Each begins one text, and goes on with one of the domain that is so many places further."""
+    """Join each text with one of another domain, how many places further changes with the seed."""
     further = 1 + seed % (len(domains) - 1)
     after = {domain: domains[(i + further) % len(domains)] for i, domain in enumerate(domains)}
     own = {domain: [segment for segment in segments if segment.domains == (domain,)] for domain in domains}
@@ -97,11 +97,11 @@ class Pool:
                 raise ConfigError(f"has a domain {domain!r}, which is the name of a row; rename it", field="traces")
 
     def __len__(self) -> int:
-        """Runs."""
+        """Return the number of runs."""
         return len(self.links) * len(row_names(variants_of(texts_of(self.recording.traces)))) * self.seeds
 
     def rows(self, done: Callable[[], object]) -> Iterator[Row]:
-        """Link by link; `done` is called after each run."""
+        """Yield rows link by link; `done` is called after each run."""
         variants = variants_of(texts_of(self.recording.traces))
         for link in self.links:
             stage = self.stage(link)
@@ -110,7 +110,7 @@ class Pool:
                 yield self._row(link, stage, name, runs, done)
 
     def _columns(self) -> list[tuple[str, str]]:
-        """Kind and name of each."""
+        """Return kind and name of each column."""
         drafters = self.recording.traces if STATIC in self.selectors else ()
         selectors = [name for name in self.selectors if name != STATIC]
         return [*((DRAFTER, name) for name in drafters), *((SELECTOR, name) for name in selectors), (ORACLE, ORACLE)]
@@ -157,6 +157,6 @@ class Pool:
 
 
 def _positions(tokens: int) -> np.ndarray:
-    """Rising, from 1 to `tokens`."""
+    """Return rising positions from 1 to `tokens`."""
     places = np.concatenate([np.geomspace(1, tokens, NOTED), np.linspace(1, tokens, NOTED)])
     return np.unique(np.rint(places).astype(np.int64))

@@ -93,7 +93,7 @@ class Row:
 
     @property
     def columns(self) -> tuple[tuple[str, str], ...]:
-        """Kind and name of each."""
+        """Kind and name of each column."""
         return tuple((cell.kind, cell.name) for cell in self.cells)
 
 
@@ -123,7 +123,7 @@ class PoolReplayed:
 
     @property
     def links(self) -> tuple[LinkRecord, ...]:
-        """In the order of the command."""
+        """Links, in the order of the command."""
         return tuple(dict.fromkeys(row.link for row in self.rows))
 
     def over(self, link: LinkRecord) -> tuple[Row, ...]:
@@ -213,11 +213,11 @@ class Accumulator:
 
 
 def _in_a_row(trajectories: Sequence[Trajectory]) -> np.ndarray:
-    """[tokens of all] seconds up to and with each token of texts that come one after the other."""
+    """Return [tokens of all] seconds up to and with each token of texts that come one after the other."""
     begins = np.cumsum([0.0, *(trajectory.seconds for trajectory in trajectories[:-1])])
     return np.concatenate([begin + trajectory.at_s for begin, trajectory in zip(begins, trajectories, strict=True)])
 
 
 def _shares(counts: np.ndarray) -> np.ndarray:
-    """[positions, K] of each position's texts; none where it has none."""
+    """Return [positions, K] shares of each position's texts; 0 where it has none."""
     return counts / np.maximum(1, counts.sum(axis=1, keepdims=True))

@@ -27,10 +27,10 @@ BLOCKS = 4  # after a prompt
 
 
 class TargetChances:
-    """Of one text. At temperature 0 its distribution is taken at temperature 1, as the verifier takes it."""
+    """The target's probabilities along one text; at temperature 0 those at 1, as the verifier takes them."""
 
     def __init__(self, written: WrittenText) -> None:
-        """Process the logits of all places of the text."""
+        """Process the logits of all positions of the text."""
         if written.logits is None:
             raise ValueError("the text was written without its logits")
         prompt = written.request.prompt
@@ -40,7 +40,7 @@ class TargetChances:
             self._log_totals = torch.logsumexp(self._scores, dim=-1)
 
     def of(self, tokens: Sequence[int]) -> list[float]:
-        """[n] probabilities of `tokens` [n], the i-th after prompt and text up to place i; 0 beyond the vocabulary."""
+        """Return [n] probabilities of `tokens` [n], each after the text before it; 0 beyond the vocabulary."""
         wanted = torch.tensor(tokens, device=self._scores.device)
         known = wanted.clamp(max=self._scores.shape[1] - 1)
         p = torch.exp(self._scores.gather(1, known[:, None])[:, 0] - self._log_totals)
@@ -56,7 +56,7 @@ class TargetProbe:
         self._sampler = Sampler(target.device)
 
     def costs(self, texts: Sequence[WrittenText]) -> TargetCosts:
-        """Of the middle ones by length; the very first step is not counted: it makes the target ready."""
+        """Return costs from texts of middle length; the very first step does not count: it makes the target ready."""
         ordered = sorted(texts, key=lambda text: text.prompt_length)
         first = max(0, (len(ordered) - TEXTS) // 2)
         chosen = ordered[first : first + TEXTS]
@@ -77,7 +77,7 @@ class TargetProbe:
     def _steps_after(
         self, text: WrittenText, drafts: Sequence[int], repeats: int
     ) -> tuple[float, list[tuple[int, float]]]:
-        """Seconds of reading the prompt; (rows, seconds) of steps after it. What the drafts say does not matter."""
+        """Return seconds of reading the prompt, and (rows, seconds) of steps after it, whatever the drafts are."""
         prompt, pool = text.transcript[: text.prompt_length], self._target.pool
         drafts = [count for count in drafts if len(prompt) + 1 + count <= self._target.context_length]
         transcript = [*prompt, text.transcript[text.prompt_length]]
@@ -96,7 +96,7 @@ class TargetProbe:
         return reading_s, steps
 
     def _step(self, cache: SessionCache, verified: VerificationInput, rows: Sequence[int]) -> float:
-        """Seconds of one that puts `rows` into the cache, the last of which are verified."""
+        """Return the seconds of a step that puts `rows` into the cache, the last of which are verified."""
         began = time.perf_counter()
         logits = self._target.forward([Rows(cache, tuple(rows), len(verified.block) + 1)])
         self._sampler.sample(logits, [verified])
@@ -113,7 +113,7 @@ class DrafterProbe:
         self._reading: list[tuple[int, float]] = []  # tokens of a prompt, seconds with the one that was drafted
 
     def after(self, text: WrittenText) -> None:
-        """One prompt, and a few blocks after it."""
+        """Time one prompt, and a few blocks after it."""
         state = self._drafter.open(ProposalRule(self._sampling, prompt_length=text.prompt_length))
         try:
             began = time.thread_time()
@@ -125,7 +125,7 @@ class DrafterProbe:
             state.close()
 
     def costs(self) -> DrafterCosts:
-        """Of what was tried; a drafter that never said anything counts as a usual one."""
+        """Return the medians; a drafter that never proposed anything counts as a usual one."""
         token_s = median(self._token_s) if self._token_s else Costs().drafting_s
         read = [max(0.0, seconds - token_s) / (tokens - 1) for tokens, seconds in self._reading if tokens > 1]
         return DrafterCosts(token_s, median(read) if read else 0.0)

@@ -30,7 +30,7 @@ PROBED_TEXTS = 24  # whose prompts the drafters are timed after
 
 
 def record(options: argparse.Namespace) -> int:
-    """`outrider traces record`."""
+    """Run `outrider traces record`."""
     costs_file = costs_path(options.output, "output")
     sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=options.max_tokens)
     seeds = _seeds(options)
@@ -59,14 +59,14 @@ class Recorder:
     def __init__(
         self, target: Target, drafters: Mapping[str, Drafter], sampling: Sampling, seeds: Sequence[int] = ()
     ) -> None:
-        """`seeds`: of a text each after every prompt; none: one text, by the seed of `sampling`."""
+        """Take what is recorded; `seeds`: of the texts after each prompt; none: one text, by the seed of `sampling`."""
         self._target = target
         self._drafters = drafters
         self._samplings = [replace(sampling, seed=seed) for seed in seeds or (sampling.seed,)]
         self._console = Console(stderr=True, highlight=False)
 
     def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
-        """One trace for every prompt, seed and drafter, prompt by prompt, and what the machines took."""
+        """Return a trace for every prompt, seed and drafter, prompt by prompt, and what the machines took."""
         texts, traces = self._traces(self._requests(prompts))
         target_costs = TargetProbe(self._target, self._samplings[0]).costs(texts)
         self._say(f"a step takes {target_costs.step_s * 1e3:.1f} ms + {target_costs.row_s * 1e3:.2f} ms a row")
@@ -122,7 +122,7 @@ class Recorder:
         return [replace(trace, drafter=name) for name, trace in found.items()]
 
     def _drafter_costs(self, texts: Sequence[WrittenText]) -> dict[str, DrafterCosts]:
-        """By trying each after some of the prompts."""
+        """Measure each drafter after some of the prompts."""
         probes = {name: DrafterProbe(drafter, self._samplings[0]) for name, drafter in self._drafters.items()}
         for text in texts[:: -(-len(texts) // PROBED_TEXTS)]:
             for probe in probes.values():  # in turn: a slow moment meets them all

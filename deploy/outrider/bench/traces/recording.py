@@ -52,7 +52,7 @@ class CostSheet:
     format: Annotated[str, one_of(FORMAT)] = FORMAT
 
     def of(self, drafter: str, *, pace_s: float = 0.0) -> Costs:
-        """For a replay; what only a network shows is as in `Costs`.
+        """Return the costs for a replay; what only a network shows is as in `Costs`.
 
         Args:
             drafter: that drafts.
@@ -62,7 +62,7 @@ class CostSheet:
 
 
 def costs_path(traces: Path, field_name: str) -> Path:
-    """Where the costs of these traces are.
+    """Return the file of the costs of these traces.
 
     Raises:
         ConfigError: the name that `field_name` gives does not end in .jsonl.
@@ -117,11 +117,11 @@ class Recording:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """Of the prompts, in their order."""
+        """Domains of the prompts, in their order."""
         return tuple(dict.fromkeys(trace.domain for trace in self.texts))
 
     def only(self, names: Sequence[str]) -> Recording:
-        """The same of these drafters alone, in that order; of all where none is named.
+        """Return the recording of these drafters alone, in that order; of all where none is named.
 
         Raises:
             ConfigError: one was not recorded, or is named twice.
@@ -138,7 +138,7 @@ class Recording:
 
 
 def load_recording(path: Path) -> Recording:
-    """What `outrider traces record` wrote.
+    """Return what `outrider traces record` wrote.
 
     Raises:
         ConfigError: as `load_traces`, `load_costs` and `Recording`.

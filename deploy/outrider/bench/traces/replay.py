@@ -121,7 +121,7 @@ def _stream(options: argparse.Namespace, recording: Recording) -> Callable[[Benc
 
 
 def arms_of(recording: Recording) -> list[Arm]:
-    """The drafters, at what they were measured to cost."""
+    """Return the drafters, at what they were measured to cost."""
     return [Arm(name, **asdict(recording.costs.drafters[name])) for name in recording.traces]
 
 

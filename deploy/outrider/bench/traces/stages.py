@@ -46,16 +46,16 @@ class Trajectory:
 
     @property
     def seconds(self) -> float:
-        """Of the whole text."""
+        """Seconds of the whole text."""
         return float(self.at_s[-1])
 
     def elapsed(self) -> list[float]:
-        """[n] as `at_s`."""
+        """Return [n] `at_s`."""
         return [float(seconds) for seconds in self.at_s]
 
 
 def in_seconds(trajectory: Trajectory) -> float:
-    """What the best of several has least of."""
+    """Return the trajectory's seconds, by which the best is chosen."""
     return trajectory.seconds
 
 
@@ -63,19 +63,19 @@ class Stage(Protocol):
     """A link with machines at both ends."""
 
     def cloud_s(self, text: Text) -> float:
-        """Seconds of cloud streaming, measured as `Trajectory.seconds` is."""
+        """Return seconds of cloud streaming, measured as `Trajectory.seconds` is."""
         ...
 
     def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
-        """The texts one after the other with one drafter."""
+        """Play the texts one after the other with one drafter."""
         ...
 
     def trajectories(self, texts: Sequence[Text], selector: Selector) -> list[Trajectory]:
-        """The texts one after the other; the selector keeps what it has learned."""
+        """Play the texts one after the other; the selector keeps what it has learned."""
         ...
 
     def best(self, texts: Sequence[Text]) -> list[Trajectory]:
-        """In hindsight: on each stretch between changes of domain the drafter that is the fastest there."""
+        """Play each stretch between changes of domain with the drafter that is the fastest there."""
         ...
 
 
@@ -97,20 +97,20 @@ class RoundsStage:
     _known: dict[tuple[object, ...], Trajectory] = field(init=False, default_factory=dict)  # of one drafter on one text
 
     def cloud_s(self, text: Text) -> float:
-        """A step a token, and the link once."""
+        """Return a step a token, and the link once."""
         events_s = self.costs.cloud_event_s + self.costs.edge_event_s
         return self.shape_at(0.0).rtt_s + events_s + text.tokens * (self.costs.verify_s(1) + self.costs.commit_s)
 
     def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
-        """The texts with one drafter; what it gives on one does not depend on the others."""
+        """Play the texts with one drafter; one text does not depend on the others."""
         return [self._alone(text, arm) for text in texts]
 
     def trajectories(self, texts: Sequence[Text], selector: Selector) -> list[Trajectory]:
-        """The texts one after the other."""
+        """Play the texts one after the other."""
         return [self._trajectory(text, selector) for text in texts]
 
     def best(self, texts: Sequence[Text]) -> list[Trajectory]:
-        """In hindsight."""
+        """Play in hindsight."""
         return [self._best(text) for text in texts]
 
     def _best(self, text: Text) -> Trajectory:
@@ -153,7 +153,7 @@ class StreamStage:
     _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by the tokens of a text
 
     def cloud_s(self, text: Text) -> float:
-        """From the request to the last token, as the others."""
+        """Return seconds from the request to the last token, as for the others."""
         tokens = text.tracks[0].trace.tokens
         if tokens not in self._cloud_s:
             [outcome] = self._replayed([text], 0, replace(self.policy(), drafting=False))
@@ -161,7 +161,7 @@ class StreamStage:
         return self._cloud_s[tokens]
 
     def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
-        """The texts with one drafter; edge and verifier keep what they have measured."""
+        """Play the texts with one drafter; edge and verifier keep what they have measured."""
         key = (arm, *(text.tracks[arm].trace.tokens for text in texts))
         if key not in self._known:
             outcomes = self._replayed(texts, arm, self.policy())
@@ -169,7 +169,7 @@ class StreamStage:
         return self._known[key]
 
     def trajectories(self, texts: Sequence[Text], selector: Selector) -> list[Trajectory]:
-        """The texts one after the other; edge and verifier keep what they have measured."""
+        """Play the texts one after the other; edge and verifier keep what they have measured."""
         first, *others = self.costs
         if not others:
             return self.alone(texts, 0)
@@ -190,7 +190,7 @@ class StreamStage:
         return [_trajectory_of(outcome, outcome.turns) for outcome in outcomes]
 
     def best(self, texts: Sequence[Text]) -> list[Trajectory]:
-        """In hindsight; of texts that do not change the best drafter of each, as `alone` gives it."""
+        """Play in hindsight; of texts that do not change, take the best drafter of each, as `alone` plays it."""
         self._known.clear()  # a new run begins
         unchanged = [text for text in texts if not text.changes]
         alone = zip(*(self.alone(unchanged, arm) for arm in range(len(self.costs))), strict=True)
@@ -218,11 +218,11 @@ class Aligned(Selector):
 
     @property
     def reads_along(self) -> bool:  # type: ignore[override]  # elsewhere a fact about a class
-        """As the inner one."""
+        """Whether the inner selector reads along."""
         return self._inner.reads_along
 
     def begin_text(self) -> Selector:
-        """End the text before it, and take the next."""
+        """End the text before, and begin the next."""
         if self._last is not None and self.reads_along:
             unread = [max(self._told) - told for told in self._told]
             nothing = replace(self._last, committed=0, judged=0, accepted=0, agreement=math.nan, seconds=0.0)
@@ -233,19 +233,19 @@ class Aligned(Selector):
         return self
 
     def choose(self, view: SelectionView) -> int:
-        """The arm of the round that begins."""
+        """Return the arm of the round that begins."""
         return self._inner.choose(view)
 
     def read_prompt(self, log_q: Sequence[float]) -> None:
-        """What each gave to the prompt."""
+        """Pass on what each drafter gave to the prompt."""
         self._inner.read_prompt(log_q)
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        """Idle arms to read with."""
+        """Return idle arms to catch up."""
         return self._inner.score(view, chosen)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave."""
+        """Pass on what the round came to."""
         self._last = outcome
         self._told = [told + len(hits) for told, hits in zip(self._told, outcome.hits, strict=True)]
         self._inner.learn(outcome)

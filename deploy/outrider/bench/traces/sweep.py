@@ -10,6 +10,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass as record_dataclass
 
 from outrider.bench.links import BenchLink, LinkRecord
+from outrider.bench.metrics import bytes_per_token, pooled
 from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
 from outrider.bench.replay.traced import Outcome, Policy, replay
@@ -85,22 +86,22 @@ class Replayed:
 
     @property
     def links(self) -> tuple[LinkRecord, ...]:
-        """In the order of the command."""
+        """Links, in the order of the command."""
         return tuple(dict.fromkeys(figure.link for figure in self.figures))
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """In the order of the command."""
+        """Drafters, in the order of the command."""
         return tuple(dict.fromkeys(figure.drafter for figure in self.figures if figure.drafter is not None))
 
     @property
     def windows(self) -> tuple[str, ...]:
-        """In the order of the command."""
+        """Windows, in the order of the command."""
         return tuple(dict.fromkeys(figure.window for figure in self.figures if figure.window is not None))
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """In the order of the prompts; none where there is but one."""
+        """Domains, in the order of the prompts; none where there is one alone."""
         return tuple(dict.fromkeys(figure.domain for figure in self.figures if figure.domain is not None))
 
     def over(self, link: LinkRecord, domain: str | None = None) -> tuple[WindowResult, ...]:
@@ -129,7 +130,7 @@ class NotedWindow:
         return count
 
     def settled(self, hits: int, missed: bool) -> None:
-        """Tell a policy that learns."""
+        """Pass verified drafts on to a policy that learns."""
         if isinstance(self.inner, LearningRule):
             self.inner.settled(hits, missed)
 
@@ -220,19 +221,11 @@ class Sweep:
 
 def result_of(link: LinkRecord, outcomes: Sequence[Outcome], cloud: Sequence[Outcome], **named: Any) -> WindowResult:
     """Return the result of texts, of which `cloud` are the same by cloud streaming; `named`: its other fields."""
-    tokens = sum(len(outcome.arrivals) for outcome in outcomes)
-    compared = sum(outcome.statistics.compared for outcome in outcomes)
-    speed = tokens_per_second(outcomes)
     return WindowResult(
         link,
-        tokens=tokens,
-        seconds=sum(outcome.seconds for outcome in outcomes),
-        tokens_per_second=speed,
-        ratio=speed / tokens_per_second(cloud),
-        steps_per_token=sum(outcome.statistics.steps for outcome in outcomes) / tokens,
-        acceptance=sum(outcome.statistics.hits for outcome in outcomes) / compared if compared else None,
+        **pooled(outcomes),
+        ratio=tokens_per_second(outcomes) / tokens_per_second(cloud),
         first_token_ms=1e3 * median(outcome.first_token_s for outcome in outcomes),
-        uplink_bytes_per_token=sum(outcome.uplink_bytes for outcome in outcomes) / tokens,
-        downlink_bytes_per_token=sum(outcome.downlink_bytes for outcome in outcomes) / tokens,
+        **bytes_per_token(outcomes),
         **named,
     )

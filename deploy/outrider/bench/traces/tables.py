@@ -67,7 +67,7 @@ def _row(name: str, result: WindowResult, mark: str) -> tuple[str, ...]:
 
 
 def _by_domain(replayed: Replayed, link: LinkRecord, window: str, drafters: Sequence[str]) -> Block:
-    """The best drafter of each domain is marked."""
+    """Return a row a domain, its best drafter marked."""
     rows = []
     for index, domain in enumerate(replayed.domains):
         own = {f.drafter: f for f in replayed.over(link, domain) if f.window == window}
