@@ -301,7 +301,7 @@ class Simulation:
     def _draft(self, job: DraftJob) -> None:
         prefix = self._prefixes[job.drafter][: job.truncate_to] + job.extend_with
         assert len(prefix) == job.start
-        wanted = tuple(self.edge.transcript) + self.edge.drafts
+        wanted = tuple(self.edge.transcript) + self.edge._chain.tokens
         assert prefix == wanted, "the drafter would continue another text"
         forced_from = job.truncate_to + job.skip
         if job.teacher_forced:

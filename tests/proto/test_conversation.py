@@ -158,7 +158,7 @@ class Talk(Simulation):
             self._opening_credit = frame.credit
         granted = self._granted
         super()._arrive_down(stream, data)
-        if isinstance(frame, Commit) and frame.turn != self.edge.turn:
+        if isinstance(frame, Commit) and frame.turn != self.edge._stream.turn:
             self._granted = granted  # of an earlier turn, and ignored
 
     def _take(self, stream, frame: EdgeFrame, arrived: float) -> None:

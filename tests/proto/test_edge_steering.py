@@ -219,7 +219,7 @@ def consent(**changes):
 
 def commit(edge, tokens, code=None, **changes):
     start = changes.pop("start", len(edge.transcript))
-    return edge.on_commit(Commit(start, tokens, 0, 32, steering=code, turn=edge.turn, **changes), 1.0)
+    return edge.on_commit(Commit(start, tokens, 0, 32, steering=code, turn=edge._stream.turn, **changes), 1.0)
 
 
 def draft(edge, most=4):

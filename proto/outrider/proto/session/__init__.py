@@ -10,6 +10,8 @@ edge begins another *turn* by naming the tokens that are new; both halves are th
 
 acceptance    the one place where verified drafts become text
 verifier      the cloud's half
+admission     its rules, and the frames that break them
+received      the drafts that it has received
 edge          the edge's half: `EdgeSession.handle(event, now) -> instructions`
 events        what goes into it, beside the verifier's frames
 instructions  what comes out of it, drafting jobs included
@@ -26,6 +28,7 @@ selection     which of several drafters drafts
 from __future__ import annotations
 
 from outrider.proto.session.acceptance import accept_drafts
+from outrider.proto.session.admission import VerifierRules
 from outrider.proto.session.drafting import job_tokens
 from outrider.proto.session.edge import EdgeSession
 from outrider.proto.session.events import (
@@ -54,7 +57,7 @@ from outrider.proto.session.selection import PROMPT_TOKENS, Selection
 from outrider.proto.session.steering import DrafterSteering, Steer
 from outrider.proto.session.stream import RetryRules
 from outrider.proto.session.text import DrafterCounts, EdgeStatistics
-from outrider.proto.session.verifier import Verified, VerifierRules, VerifierSession
+from outrider.proto.session.verifier import Verified, VerifierSession
 
 __all__ = [
     "PROMPT_TOKENS",

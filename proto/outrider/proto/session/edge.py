@@ -33,14 +33,14 @@ from outrider.proto.session.events import (
     StreamReady,
     TurnBegun,
 )
-from outrider.proto.session.instructions import EdgeInstruction, Emit, Reopen, Send
+from outrider.proto.session.instructions import EdgeInstruction, Reopen, Send
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import Selection
 from outrider.proto.session.sending import Sender
 from outrider.proto.session.steering import DrafterSteering, VectorKeeper
 from outrider.proto.session.stream import EdgeStream, RetryRules
 from outrider.proto.session.text import EdgeStatistics, EdgeText
-from outrider.proto.types import Cancel, Commit, FinishReason, Goaway, Open, Opened, Report, Sampling, Steering
+from outrider.proto.types import Cancel, Commit, FinishReason, Goaway, Open, Opened, Sampling, Steering
 
 log = logging.getLogger(__name__)
 
@@ -89,18 +89,16 @@ class EdgeSession:
         self._chain = Chain()
         self._stream = EdgeStream(self._text, retry or RetryRules())
         self._meter = Meter(selection.names, measurements or Measurements())
+        parts = self._text, self._chain, self._stream, self._meter
         self._drafting = Drafting(
-            self._text,
-            self._chain,
-            self._stream,
-            self._meter,
+            *parts,
             selection,
             window=window or SurvivalWindow(),
             vectors=self._vectors,
             battery=battery,
             job_tokens=job_tokens,
         )
-        self._sender = Sender(self._text, self._chain, self._stream, self._meter, self._drafting, send_q=send_q)
+        self._sender = Sender(*parts, self._drafting, vectors=self._vectors, send_q=send_q)
 
     # --- what a shell may look at ---
 
@@ -115,11 +113,6 @@ class EdgeSession:
         return self._text.prompt_length
 
     @property
-    def drafts(self) -> tuple[int, ...]:
-        """Drafted tokens that no commit has met yet."""
-        return self._chain.tokens
-
-    @property
     def in_flight(self) -> int:
         """Number of drafted tokens that no commit has met yet."""
         return len(self._chain)
@@ -128,11 +121,6 @@ class EdgeSession:
     def sampling(self) -> Sampling:
         """Sampling parameters of the present turn."""
         return self._text.frame.sampling
-
-    @property
-    def turn(self) -> int:
-        """Number of turns begun on the present stream after its first."""
-        return self._stream.turn
 
     @property
     def done(self) -> bool:
@@ -198,7 +186,7 @@ class EdgeSession:
             case Drafted():
                 return self._drafted(event, now)
             case CaughtUp():
-                return self._flush(now) if self._drafting.take_reading(event) else []
+                return self._sender.flush(now) if self._drafting.take_reading(event) else []
             case Opened():
                 return self._opened(event, now)
             case StreamReady(lease):
@@ -225,12 +213,9 @@ class EdgeSession:
         draft = self._drafting.draft()
         if draft is not None:
             return [draft]
-        held = [] if self.done else self._sender.flush(now, 0)
+        held = [] if self.done else self._sender.flush(now, allowance=0)
         catch_up = self._drafting.catch_up()
         return held if catch_up is None else [*held, catch_up]
-
-    def _flush(self, now: float) -> list[EdgeInstruction]:
-        return self._sender.flush(now, self._drafting.allowance())
 
     # --- streams ---
 
@@ -250,7 +235,7 @@ class EdgeSession:
         self._chain.resend()
         if len(self._chain) > opened.credit:
             self._drafting.abandon()
-        return [*self._flush(now), *self._reports()]
+        return [*self._sender.flush(now), *self._sender.report()]
 
     def _lose(self, error: OutriderError, now: float) -> list[EdgeInstruction]:
         """Give a stream up, and the text with it where no other can help."""
@@ -283,7 +268,7 @@ class EdgeSession:
             return [Reopen(0.0, Unavailable("no verifier keeps the session"))]
         self._meter.begin_turn(now)
         frame = stream.begin_turn(begun.start, begun.prompt, None if same else sampling, self._chain.number)
-        return [Send(frame), *self._reports()]
+        return [Send(frame), *self._sender.report()]
 
     # --- commits ---
 
@@ -303,7 +288,7 @@ class EdgeSession:
             stream.credit = commit.credit
         instructions: list[EdgeInstruction] = []
         if tokens:
-            instructions.append(self._emit(commit, known))
+            instructions.append(text.emit(commit, known))
             self._drafting.commit(commit, known, since_s)
             if commit.steering is not None and self._vectors is not None and self.statistics.steered:
                 self._take_vector(self._vectors, commit.steering)
@@ -311,16 +296,7 @@ class EdgeSession:
             return [*instructions, self._end(commit.finish)]
         self._drafting.resume()
         stream.forget_retries()
-        return [*instructions, *self._reports(), *self._flush(now)]
-
-    def _emit(self, commit: Commit, known: int) -> Emit:
-        new = slice(known, None)
-        tokens = commit.tokens[new]
-        drafted = tuple(i < commit.accepted for i in range(known, len(commit.tokens)))
-        self.statistics.committed += len(tokens)
-        self.statistics.accepted += sum(drafted)
-        start = len(self.transcript)
-        return Emit(start, tokens, drafted, commit.logp[new], commit.logprobs[new], commit.top_logprobs[new])
+        return [*instructions, *self._sender.report(), *self._sender.flush(now)]
 
     def _measure(self, commit: Commit, now: float) -> None:
         self.statistics.steps += 1
@@ -352,27 +328,12 @@ class EdgeSession:
             self._drafting.take(drafted)
         except UnknownToken as error:
             return self._drafter_failed(error, self.drafter)
-        return [] if self.done else self._flush(now)
+        return [] if self.done else self._sender.flush(now)
 
     def _drafter_failed(self, error: OutriderError, drafter: int) -> list[EdgeInstruction]:
         """Go on with the other drafters, or as plain cloud streaming where it was the last, and say so."""
         self._drafting.fail(error, drafter)
-        return self._reports()
-
-    def _reports(self) -> list[EdgeInstruction]:
-        """Report when what the verifier's patience rests on has changed by a quarter."""
-        if not self.connected:
-            return []
-        mine, enabled = self._meter.drafter(self.drafter), self._drafting.enabled
-        steered = self._vectors if self.statistics.steered else None
-        report = Report(
-            enabled,
-            mine.drafting_s.value,
-            self.round_trip_s,
-            mine.calibration.acceptance.rate,
-            steered.changed_request(drafting=enabled) if steered is not None else None,
-        )
-        return [Send(report)] if self._stream.changed(report) else []
+        return self._sender.report()
 
     def _end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> EdgeInstruction:
         self._stream.end_turn(error)

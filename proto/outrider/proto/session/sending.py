@@ -1,4 +1,7 @@
-"""When an edge sends its drafts: in one message just in time for a step, or as soon as no more come."""
+"""When an edge sends its drafts, and reports what it measures.
+
+Drafts go in one message just in time for a step, or as soon as no more come.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,42 @@ from outrider.proto.session.chain import Chain
 from outrider.proto.session.drafting import Drafting
 from outrider.proto.session.instructions import EdgeInstruction, Send
 from outrider.proto.session.measuring import Meter
+from outrider.proto.session.steering import VectorKeeper
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
-from outrider.proto.types import DraftToken, Goal, token_ids
+from outrider.proto.types import DraftToken, Goal, Report, token_ids
 
 
 class Sender:
-    """Puts the chain of one text on the wire."""
+    """Puts the chain of one text, and what the verifier should know beside it, on the wire."""
 
     def __init__(
-        self, text: EdgeText, chain: Chain, stream: EdgeStream, meter: Meter, drafting: Drafting, *, send_q: bool
+        self,
+        text: EdgeText,
+        chain: Chain,
+        stream: EdgeStream,
+        meter: Meter,
+        drafting: Drafting,
+        *,
+        vectors: VectorKeeper | None,
+        send_q: bool,
     ) -> None:
         self._text = text
         self._chain = chain
         self._stream = stream
         self._meter = meter
         self._drafting = drafting
+        self._vectors = vectors
         self._send_q = send_q
 
-    def flush(self, now: float, allowance: int) -> list[EdgeInstruction]:
-        """Send what is drafted when the chain is complete, or when more of it would come too late for a step."""
+    def flush(self, now: float, *, allowance: int | None = None) -> list[EdgeInstruction]:
+        """Send what is drafted when the chain is complete, or when more of it would come too late for a step.
+
+        `allowance`: that of the drafters, if it was just computed.
+        """
         chain, stream, drafting = self._chain, self._stream, self._drafting
+        if allowance is None:
+            allowance = drafting.allowance()
         unsent = chain.unsent(stream.credit)  # it may have shrunk
         if not stream.connected:
             return []
@@ -41,6 +59,19 @@ class Sender:
         if allowance and not whole_block and not self._due(now):
             return []
         return [self._send(unsent, now, complete=not allowance and not drafting.job_runs)]
+
+    def report(self) -> list[EdgeInstruction]:
+        """Report when what the verifier's patience rests on has changed by a quarter."""
+        if not self._stream.connected:
+            return []
+        drafting, meter = self._drafting, self._meter
+        mine = meter.drafter(drafting.active)
+        request = None
+        if self._vectors is not None and self._text.statistics.steered:
+            request = self._vectors.changed_request(drafting=drafting.enabled)
+        acceptance = mine.calibration.acceptance.rate
+        report = Report(drafting.enabled, mine.drafting_s.value, meter.round_trip_s, acceptance, request)
+        return [Send(report)] if self._stream.changed(report) else []
 
     def _say_complete(self, now: float, allowance: int) -> list[EdgeInstruction]:
         """Tell a waiting verifier that it waits in vain, where that is so."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from outrider.proto.errors import InvalidArgument, OutriderError
-from outrider.proto.session.instructions import Done
-from outrider.proto.types import FinishReason, Open, Sampling
+from outrider.proto.session.instructions import Done, Emit
+from outrider.proto.types import Commit, FinishReason, Open, Sampling
 
 
 @dataclass(slots=True)
@@ -131,6 +131,21 @@ class EdgeText:
         )
         self.turns += 1
         self.done, self.finish = False, None
+
+    def emit(self, commit: Commit, known: int) -> Emit:
+        """Count the commit's tokens after the first `known`, and return what hands them to the user."""
+        new = slice(known, None)
+        drafted = tuple(i < commit.accepted for i in range(known, len(commit.tokens)))
+        self.statistics.committed += len(drafted)
+        self.statistics.accepted += sum(drafted)
+        return Emit(
+            len(self.tokens),
+            commit.tokens[new],
+            drafted,
+            commit.logp[new],
+            commit.logprobs[new],
+            commit.top_logprobs[new],
+        )
 
     def end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> Done:
         """End the turn."""

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, replace
 
-from outrider.proto.errors import (
-    InvalidArgument,
-    PromptTooLong,
-    ResourceExhausted,
-    TokenizerMismatch,
-    UnknownToken,
-    UnsupportedProtocol,
-)
+from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import (
     Acceptance,
     Plan,
@@ -25,8 +17,9 @@ from outrider.proto.policy import (
     plan_for,
 )
 from outrider.proto.session.acceptance import accept_drafts
+from outrider.proto.session.admission import VerifierRules, check_continue, check_draft, check_open
+from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.types import (
-    PROTOCOL_VERSION,
     Commit,
     Continue,
     Draft,
@@ -34,7 +27,6 @@ from outrider.proto.types import (
     Goal,
     Open,
     Opened,
-    Patience,
     Report,
     Steering,
     SteeringRequest,
@@ -42,28 +34,7 @@ from outrider.proto.types import (
     TopLogprobs,
 )
 
-MOST_TOLD = 64
 PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, so many are asked for after so many tokens
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierRules:
-    """What a verifier tells its sessions; fixed while it runs."""
-
-    name: str
-    model: str
-    tokenizer_sha256: str
-    vocab_size: int
-    context_length: int
-    eos_tokens: frozenset[int]
-    max_drafts: int = 16
-    max_credit: int = 64
-    patience: Patience | None = None  # None: planned, from each session's own measurements
-    goal: Goal = Goal.LATENCY
-    batch_invariant: bool = False
-    keep_s: float = 300.0  # an idle session, at most, where its edge wants it kept
-    release: str = ""  # of Outrider, for people
-    projections: frozenset[str] = frozenset()  # whose steering vectors it can make
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +67,7 @@ class VerifierSession:
         Raises:
             UnsupportedProtocol, TokenizerMismatch, PromptTooLong, UnknownToken, InvalidArgument.
         """
-        _check_open(frame, rules)
+        check_open(frame, rules)
         self.id = frame.session
         self.sampling = replace(
             frame.sampling, max_tokens=min(frame.sampling.max_tokens, rules.context_length - len(frame.prompt))
@@ -106,7 +77,6 @@ class VerifierSession:
         self.finish: FinishReason | None = None
         self.keep_s = min(frame.keep_s, rules.keep_s)
         self.turn = 0
-        self.chain = -1
         self.credit = rules.max_credit
         self._frame = frame
         self._first_chain = 0  # of this turn
@@ -117,23 +87,16 @@ class VerifierSession:
         self._resumed = len(frame.committed)
         self._max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
         self._window = frame.window or rules.max_credit
-        self._wish = frame.patience
+        self._patience = frame.patience
         self._wants_logp = frame.logp
         self._drafting = frame.drafting
-        self._drafts: list[int] = []
-        self._q: list[float] = []
-        self._alive = True
-        self._complete = False
-        self._acceptance = Acceptance()
+        self._received = ReceivedDrafts(self.transcript, rules.max_credit, now, chain=-1, acceptance=Acceptance())
         self._report = Report(frame.drafting)
         self._ready_since = now
         self._drafts_heard = 0
         self._newest_arrival = now
-        self._since_miss = 0  # tokens committed since a draft last missed
-        self._missed_at = now
         self._plan: Plan | None = None
         self._pays = True
-        self._told: deque[tuple[int, float]] = deque(maxlen=MOST_TOLD)  # where recent commits ended, and when
         self._steering = frame.steering
         self._without_vector = math.inf  # commits since the last with a vector of this projection
 
@@ -151,7 +114,7 @@ class VerifierSession:
             vocab_size=rules.vocab_size,
             goal=rules.goal,
             max_drafts=self._max_drafts,
-            planned=self._wish is None and rules.patience is None,
+            planned=self._patience is None and rules.patience is None,
             keep_s=self.keep_s,
             release=rules.release,
             steered=self.steered,
@@ -171,20 +134,7 @@ class VerifierSession:
             raise InvalidArgument(
                 "comes while a turn still runs; cancel it or wait for its last commit", field="frame.continuation"
             )
-        if frame.start > len(self.transcript):
-            raise InvalidArgument(
-                f"{frame.start} lies beyond the transcript, which ends at {len(self.transcript)}",
-                field="continuation.start",
-            )
-        if frame.chain < self._first_chain:
-            raise InvalidArgument(
-                f"is {frame.chain}, the last turn began with {self._first_chain}", field="continuation.chain"
-            )
-        prompt = (*self.transcript[: frame.start], *frame.prompt)
-        if not prompt:
-            raise InvalidArgument("leaves no token at all; give at least one", field="continuation.prompt")
-        _check_vocabulary(frame.prompt, self._rules.vocab_size, "continuation.prompt")
-        _check_prompt_length(prompt, self._rules.context_length, "continuation.prompt")
+        prompt = check_continue(frame, self.transcript, self._first_chain, self._rules)
         sampling = frame.sampling or self._frame.sampling
         session = VerifierSession(
             replace(
@@ -199,10 +149,15 @@ class VerifierSession:
             now,
         )
         session.turn = self.turn + 1
-        session.chain = frame.chain - 1
         session.credit = session._granted = self._granted
         session._first_chain = frame.chain
-        session._acceptance = self._acceptance
+        session._received = ReceivedDrafts(
+            session.transcript,
+            self._rules.max_credit,
+            now,
+            chain=frame.chain - 1,
+            acceptance=self._received.acceptance,
+        )
         session._report = self._report
         return session
 
@@ -212,14 +167,19 @@ class VerifierSession:
         return len(self.transcript) - self.prompt_length
 
     @property
+    def chain(self) -> int:
+        """Number of the newest chain; -1 before the first."""
+        return self._received.chain
+
+    @property
     def waiting_drafts(self) -> int:
         """Drafts at hand that follow the transcript."""
-        return len(self._drafts)
+        return len(self._received)
 
     @property
     def waits_for_drafts(self) -> bool:
         """Whether more drafts of the chain may come before the next commit."""
-        return self._drafting and not self._complete
+        return self._drafting and not self._received.complete
 
     @property
     def steered(self) -> bool:
@@ -246,13 +206,13 @@ class VerifierSession:
         self._pays = worthwhile > 0 and (not self.joins_any_step or overtakes(view))
         if not worthwhile and self.generated % PROBE_EVERY == 0:
             worthwhile = 1  # acceptance that is never put to the question could never be seen to have risen
-        return tuple(self._drafts[: max(0, min(worthwhile, self._most_useful()))])
+        return tuple(self._received.tokens[: max(0, min(worthwhile, self._max_useful()))])
 
     def q_of(self, block: tuple[int, ...]) -> tuple[float, ...]:
         """[k] the drafter's probability of each draft in `block`, NaN where it was not sent."""
-        return tuple(self._q[: len(block)])
+        return tuple(self._received.q[: len(block)])
 
-    def _most_useful(self) -> int:
+    def _max_useful(self) -> int:
         return min(self._max_drafts, self.sampling.max_tokens - self.generated - 1)
 
     def ready_at(self, step_s: float, row_s: float = 0.0) -> float:
@@ -262,26 +222,26 @@ class VerifierSession:
             step_s: as of `block`.
             row_s: as of `block`.
         """
-        patience = self._wish or self._rules.patience or self._planned(step_s, row_s).patience
-        enough = min(patience.drafts, self._most_useful(), self._window, self.credit)
-        if not self.waits_for_drafts or len(self._drafts) >= enough:
+        patience = self._patience or self._rules.patience or self._planned(step_s, row_s).patience
+        enough = min(patience.drafts, self._max_useful(), self._window, self.credit)
+        if not self.waits_for_drafts or len(self._received) >= enough:
             return self._ready_since
         return self._ready_since + patience.seconds
 
     @property
     def joins_any_step(self) -> bool:
         """Whether a step that begins for others should take this session along, drafts or not: it costs a row."""
-        return self._wish is None and self._rules.patience is None and self._rules.goal is Goal.LATENCY
+        return self._patience is None and self._rules.patience is None and self._rules.goal is Goal.LATENCY
 
     def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
         """What it would bring into a step now, and when the drafts are here that it waits for."""
         plan = self._planned(step_s, row_s)
-        acceptance = self._acceptance.rate
-        tokens_now = expected_tokens(acceptance, min(len(self._drafts), self._max_drafts))
+        acceptance = self._received.acceptance.rate
+        tokens_now = expected_tokens(acceptance, min(len(self._received), self._max_drafts))
         if not self.waits_for_drafts:
             return Prospect(0.0, tokens_now, tokens_now)
         wait_s = max(0.0, self._ready_since + plan.expected_s - now)
-        return Prospect(wait_s, tokens_now, expected_tokens(acceptance, max(plan.drafts, len(self._drafts))))
+        return Prospect(wait_s, tokens_now, expected_tokens(acceptance, max(plan.drafts, len(self._received))))
 
     def _planned(self, step_s: float, row_s: float) -> Plan:
         """The plan made for what was at hand when the session became ready; drafts that come do not change it."""
@@ -291,15 +251,15 @@ class VerifierSession:
 
     def _view(self, step_s: float, row_s: float, now: float) -> VerifierView:
         return VerifierView(
-            acceptance=self._acceptance.rate,
+            acceptance=self._received.acceptance.rate,
             step_s=step_s,
             row_s=row_s,
             drafting_s=self._report.drafting_s,
             round_trip_s=self._report.round_trip_s,
             most_drafts=self._max_drafts,
-            at_hand=len(self._drafts),
-            since_miss=self._since_miss,
-            since_miss_s=now - self._missed_at,
+            at_hand=len(self._received),
+            since_miss=self._received.since_miss,
+            since_miss_s=now - self._received.missed_at,
             goal=self._rules.goal,
         )
 
@@ -314,60 +274,11 @@ class VerifierSession:
         """
         if draft.chain < self._first_chain:
             return  # of an earlier turn
-        self._check_draft(draft)
+        check_draft(draft, self.prompt_length, self._rules)
         self._drafts_heard += 1
         self._newest_arrival = now
-        if draft.chain < self.chain or (draft.chain == self.chain and not self._alive):
-            return
-        if draft.chain > self.chain:
-            self.chain = draft.chain
-            self._alive = True
-            self._complete = False
-            self._drop_drafts()
-        path = draft.first_path()
-        if draft.start > len(self.transcript) + len(self._drafts):
-            self._complete = True  # a hole: what is missing will not come in order, so do not wait for it
-            return
-        q = draft.q or (math.nan,) * len(path)
-        for i, token in enumerate(path):
-            if not self._take_draft(draft.start + i, token, q[i]):
-                return
-        overtaken = draft.start + len(path) < len(self.transcript) + bool(path)
-        if draft.complete and not overtaken:  # else it was said of an older text; the next commit is answered anew
-            self._complete = True
-
-    def _take_draft(self, position: int, token: int, q: float) -> bool:
-        """Whether the chain still lives after `token` at `position`."""
-        ahead = position - len(self.transcript)
-        if ahead < 0:
-            hit = self.transcript[position] == token
-            self._acceptance.add(hit)
-            if not hit:
-                self._kill_chain()
-                self._missed(position)
-                return False
-        elif ahead < len(self._drafts):
-            if self._drafts[ahead] != token:
-                raise InvalidArgument(f"contradicts what chain {self.chain} said at {position}", field="draft.tokens")
-        elif ahead >= self._rules.max_credit:
-            raise ResourceExhausted(
-                f"more than {self._rules.max_credit} unverified tokens; respect the credit", field="draft.tokens"
-            )
-        else:
-            self._drafts.append(token)
-            self._q.append(q)
-        return True
-
-    def _check_draft(self, draft: Draft) -> None:
-        if draft.start < self.prompt_length:
-            raise InvalidArgument(
-                f"{draft.start} lies inside the prompt; text begins at {self.prompt_length}", field="draft.start"
-            )
-        if draft.start + len(draft.tokens) > self._rules.context_length + self._rules.max_credit:
-            raise InvalidArgument(
-                f"{draft.start} lies beyond the context of {self._rules.context_length}", field="draft.start"
-            )
-        _check_vocabulary(draft.tokens, self._rules.vocab_size, "draft.tokens")
+        if self._received.receive(draft):
+            self._plan = None  # what it waits for will not come
 
     def on_report(self, report: Report) -> None:
         """Remember what the edge measured, which replaces the last report, and which vectors it wants from now on."""
@@ -377,7 +288,7 @@ class VerifierSession:
                 self._without_vector = math.inf  # what it has is of another projection
             self._steering = report.steering
         if report.acceptance:
-            self._acceptance.believe(report.acceptance)
+            self._received.acceptance.believe(report.acceptance)
         self._drafting = report.drafting
 
     def on_cancel(self) -> Commit:
@@ -400,12 +311,7 @@ class VerifierSession:
         self.transcript.extend(tokens)
         if not self._pays:
             self.credit = PROBE if self.generated % PROBE_EVERY < len(tokens) else 0
-        self._told.append((len(self.transcript), now))
-        self._since_miss += len(tokens)
-        self._follow(tokens)
-        if self._complete and self._alive:  # the edge drafts on only when it hears of this commit
-            self._since_miss, self._missed_at = -len(self._drafts), now
-        self._complete = False
+        self._received.commit(tokens, now)
         self._ready_since = now
         self._plan = None
         steering = verified.steering if self.finish is None else None  # no drafts are made after the end
@@ -431,68 +337,3 @@ class VerifierSession:
             logprobs=verified.logprobs[: len(tokens)],
             top_logprobs=verified.top_logprobs[: len(tokens)],
         )
-
-    def _follow(self, tokens: tuple[int, ...]) -> None:
-        first = len(self.transcript) - len(tokens)
-        for position, token in enumerate(tokens, first):
-            if not self._drafts:
-                return  # drafts for these positions may still come, and will be compared then
-            hit = self._drafts[0] == token
-            self._acceptance.add(hit)
-            if not hit:
-                self._kill_chain()
-                self._missed(position)
-                return
-            del self._drafts[0], self._q[0]
-
-    def _missed(self, position: int) -> None:
-        """The draft for `position` was wrong; the edge was told so by the commit that held it."""
-        self._since_miss = len(self.transcript) - position - 1
-        self._missed_at = next((at for end, at in self._told if end > position), self._missed_at)
-        self._plan = None  # what it waits for will not come
-
-    def _kill_chain(self) -> None:
-        self._alive = False
-        self._drop_drafts()
-
-    def _drop_drafts(self) -> None:
-        self._drafts.clear()
-        self._q.clear()
-
-
-def _check_open(frame: Open, rules: VerifierRules) -> None:
-    if frame.protocol_version != PROTOCOL_VERSION:
-        raise UnsupportedProtocol(
-            f"is {frame.protocol_version}, this verifier speaks {PROTOCOL_VERSION}; update the older side",
-            field="open.protocol_version",
-        )
-    if frame.tokenizer_sha256 != rules.tokenizer_sha256:
-        raise TokenizerMismatch(
-            f"is {frame.tokenizer_sha256[:12]}…, the target {rules.model!r} has {rules.tokenizer_sha256[:12]}…; "
-            "fetch the target's tokenizer from the coordinator",
-            field="open.tokenizer_sha256",
-        )
-    _check_prompt_length(frame.prompt, rules.context_length, "open.prompt")
-    if len(frame.prompt) + len(frame.committed) >= rules.context_length:
-        raise InvalidArgument("fills the target's context; there is nothing left to generate", field="open.committed")
-    _check_vocabulary(frame.prompt, rules.vocab_size, "open.prompt")
-    _check_vocabulary(frame.committed, rules.vocab_size, "open.committed")
-    sampling = frame.sampling
-    _check_vocabulary(sampling.allowed_tokens, rules.vocab_size, "sampling.allowed_tokens")
-    _check_vocabulary(sampling.stop_tokens, rules.vocab_size, "sampling.stop_tokens")
-    _check_vocabulary(tuple(token for token, _ in sampling.logit_bias), rules.vocab_size, "sampling.bias_tokens")
-    over = rules.eos_tokens & set(frame.committed) if not sampling.ignore_eos else set()
-    if over or set(sampling.stop_tokens) & set(frame.committed):
-        raise InvalidArgument("holds a token that ends the text; there is nothing to resume", field="open.committed")
-
-
-def _check_prompt_length(prompt: tuple[int, ...], context_length: int, field_name: str) -> None:
-    if len(prompt) >= context_length:
-        raise PromptTooLong(
-            f"has {len(prompt)} tokens; the target holds {context_length}, text included; shorten it", field=field_name
-        )
-
-
-def _check_vocabulary(tokens: tuple[int, ...], vocab_size: int, field_name: str) -> None:
-    if tokens and max(tokens) >= vocab_size:
-        raise UnknownToken(f"token id {max(tokens)} is not in the vocabulary of {vocab_size}", field=field_name)

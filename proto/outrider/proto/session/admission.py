@@ -1,0 +1,132 @@
+"""What a verifier takes: its rules, and the frames that break them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.proto.errors import (
+    InvalidArgument,
+    PromptTooLong,
+    TokenizerMismatch,
+    UnknownToken,
+    UnsupportedProtocol,
+)
+from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Open, Patience
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierRules:
+    """What a verifier announces to its sessions; fixed while it runs.
+
+    Attributes:
+        name: of the verifier.
+        model: name of its target.
+        tokenizer_sha256: hash of the target's tokenizer.
+        vocab_size: token ids of the target.
+        context_length: tokens that the target holds, prompt included.
+        eos_tokens: ids that end a text.
+        max_drafts: drafts verified in a step at most.
+        max_credit: unverified drafts of a session at most.
+        patience: how long to wait for drafts; None: planned, from each session's own measurements.
+        goal: of the deployment.
+        batch_invariant: whether a text is the same whatever shares its steps.
+        keep_s: seconds that an idle session is kept at most, where its edge wants that.
+        release: version of Outrider, for people.
+        projections: whose steering vectors it can make.
+    """
+
+    name: str
+    model: str
+    tokenizer_sha256: str
+    vocab_size: int
+    context_length: int
+    eos_tokens: frozenset[int]
+    max_drafts: int = 16
+    max_credit: int = 64
+    patience: Patience | None = None
+    goal: Goal = Goal.LATENCY
+    batch_invariant: bool = False
+    keep_s: float = 300.0
+    release: str = ""
+    projections: frozenset[str] = frozenset()
+
+
+def check_continue(
+    frame: Continue, transcript: Sequence[int], first_chain: int, rules: VerifierRules
+) -> tuple[int, ...]:
+    """Return the prompt of the turn that `frame` begins; `first_chain`: number with which the last turn began.
+
+    Raises:
+        InvalidArgument, PromptTooLong, UnknownToken: the frame cannot follow the transcript.
+    """
+    if frame.start > len(transcript):
+        raise InvalidArgument(
+            f"{frame.start} lies beyond the transcript, which ends at {len(transcript)}", field="continuation.start"
+        )
+    if frame.chain < first_chain:
+        raise InvalidArgument(f"is {frame.chain}, the last turn began with {first_chain}", field="continuation.chain")
+    prompt = (*transcript[: frame.start], *frame.prompt)
+    if not prompt:
+        raise InvalidArgument("leaves no token at all; give at least one", field="continuation.prompt")
+    _check_vocabulary(frame.prompt, rules.vocab_size, "continuation.prompt")
+    _check_prompt_length(prompt, rules.context_length, "continuation.prompt")
+    return prompt
+
+
+def check_draft(draft: Draft, prompt_length: int, rules: VerifierRules) -> None:
+    """Refuse drafts that no text of this prompt can hold.
+
+    Raises:
+        InvalidArgument, UnknownToken: with the field named.
+    """
+    if draft.start < prompt_length:
+        raise InvalidArgument(
+            f"{draft.start} lies inside the prompt; text begins at {prompt_length}", field="draft.start"
+        )
+    if draft.start + len(draft.tokens) > rules.context_length + rules.max_credit:
+        raise InvalidArgument(f"{draft.start} lies beyond the context of {rules.context_length}", field="draft.start")
+    _check_vocabulary(draft.tokens, rules.vocab_size, "draft.tokens")
+
+
+def check_open(frame: Open, rules: VerifierRules) -> None:
+    """Refuse a session before any compute.
+
+    Raises:
+        UnsupportedProtocol, TokenizerMismatch, PromptTooLong, UnknownToken, InvalidArgument: with the field named.
+    """
+    if frame.protocol_version != PROTOCOL_VERSION:
+        raise UnsupportedProtocol(
+            f"is {frame.protocol_version}, this verifier speaks {PROTOCOL_VERSION}; update the older side",
+            field="open.protocol_version",
+        )
+    if frame.tokenizer_sha256 != rules.tokenizer_sha256:
+        raise TokenizerMismatch(
+            f"is {frame.tokenizer_sha256[:12]}…, the target {rules.model!r} has {rules.tokenizer_sha256[:12]}…; "
+            "fetch the target's tokenizer from the coordinator",
+            field="open.tokenizer_sha256",
+        )
+    _check_prompt_length(frame.prompt, rules.context_length, "open.prompt")
+    if len(frame.prompt) + len(frame.committed) >= rules.context_length:
+        raise InvalidArgument("fills the target's context; there is nothing left to generate", field="open.committed")
+    _check_vocabulary(frame.prompt, rules.vocab_size, "open.prompt")
+    _check_vocabulary(frame.committed, rules.vocab_size, "open.committed")
+    sampling = frame.sampling
+    _check_vocabulary(sampling.allowed_tokens, rules.vocab_size, "sampling.allowed_tokens")
+    _check_vocabulary(sampling.stop_tokens, rules.vocab_size, "sampling.stop_tokens")
+    _check_vocabulary(tuple(token for token, _ in sampling.logit_bias), rules.vocab_size, "sampling.bias_tokens")
+    over = rules.eos_tokens & set(frame.committed) if not sampling.ignore_eos else set()
+    if over or set(sampling.stop_tokens) & set(frame.committed):
+        raise InvalidArgument("holds a token that ends the text; there is nothing to resume", field="open.committed")
+
+
+def _check_prompt_length(prompt: tuple[int, ...], context_length: int, field_name: str) -> None:
+    if len(prompt) >= context_length:
+        raise PromptTooLong(
+            f"has {len(prompt)} tokens; the target holds {context_length}, text included; shorten it", field=field_name
+        )
+
+
+def _check_vocabulary(tokens: tuple[int, ...], vocab_size: int, field_name: str) -> None:
+    if tokens and max(tokens) >= vocab_size:
+        raise UnknownToken(f"token id {max(tokens)} is not in the vocabulary of {vocab_size}", field=field_name)

@@ -1,0 +1,118 @@
+"""The drafts that a verifier has received for one text, and how they have met it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from outrider.proto.errors import InvalidArgument, ResourceExhausted
+from outrider.proto.policy import Acceptance
+from outrider.proto.types import Draft
+
+MAX_COMMITS = 64  # whose times are kept
+
+
+class ReceivedDrafts:
+    """The newest chain of drafts, as far as it agrees with the transcript.
+
+    Attributes:
+        chain: number of the chain; that of the newest that may not come any more where none has come.
+        tokens: drafts that follow the transcript.
+        q: the drafter's probability of each; NaN: not sent.
+        complete: whether the edge sends no more of them before the next commit.
+        acceptance: chance that a draft agrees.
+        since_miss: tokens committed since a draft last missed.
+        missed_at: when the edge could know of that miss.
+    """
+
+    def __init__(
+        self, transcript: list[int], max_credit: int, now: float, *, chain: int, acceptance: Acceptance
+    ) -> None:
+        self.chain = chain
+        self.tokens: list[int] = []
+        self.q: list[float] = []
+        self.complete = False
+        self.acceptance = acceptance
+        self.since_miss = 0
+        self.missed_at = now
+        self._transcript = transcript
+        self._max_credit = max_credit
+        self._alive = True  # no draft of the chain has missed
+        self._commits: deque[tuple[int, float]] = deque(maxlen=MAX_COMMITS)  # where they ended, and when
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def receive(self, draft: Draft) -> bool:
+        """Take in drafts of the newest chain, and ignore stale ones; return whether one has missed.
+
+        Raises:
+            InvalidArgument: it contradicts what the chain has said before.
+            ResourceExhausted: it brings more unverified tokens than any credit allows.
+        """
+        if draft.chain < self.chain or (draft.chain == self.chain and not self._alive):
+            return False
+        if draft.chain > self.chain:
+            self.chain = draft.chain
+            self._alive = True
+            self.complete = False
+            self._drop()
+        path = draft.first_path()
+        if draft.start > len(self._transcript) + len(self.tokens):
+            self.complete = True  # a hole: what is missing will not come in order, so do not wait for it
+            return False
+        q = draft.q or (math.nan,) * len(path)
+        for i, token in enumerate(path):
+            if not self._take(draft.start + i, token, q[i]):
+                return True
+        overtaken = draft.start + len(path) < len(self._transcript) + bool(path)
+        if draft.complete and not overtaken:  # else it spoke of an older text; the next commit is answered again
+            self.complete = True
+        return False
+
+    def _take(self, position: int, token: int, q: float) -> bool:
+        """Whether the chain still lives after `token` at `position`."""
+        ahead = position - len(self._transcript)
+        if ahead < 0:
+            return self._compare(position, self._transcript[position] == token)
+        if ahead < len(self.tokens):
+            if self.tokens[ahead] != token:
+                raise InvalidArgument(f"contradicts what chain {self.chain} said at {position}", field="draft.tokens")
+        elif ahead >= self._max_credit:
+            raise ResourceExhausted(
+                f"more than {self._max_credit} unverified tokens; respect the credit", field="draft.tokens"
+            )
+        else:
+            self.tokens.append(token)
+            self.q.append(q)
+        return True
+
+    def commit(self, tokens: tuple[int, ...], now: float) -> None:
+        """Follow the transcript, which ends with `tokens` since a commit of now."""
+        end = len(self._transcript)
+        self._commits.append((end, now))
+        self.since_miss += len(tokens)
+        for position, token in enumerate(tokens, end - len(tokens)):
+            if not self.tokens:
+                break  # drafts for these positions may still come, and will be compared then
+            if not self._compare(position, self.tokens[0] == token):
+                break
+            del self.tokens[0], self.q[0]
+        if self.complete and self._alive:  # the edge drafts on only when it hears of this commit
+            self.since_miss, self.missed_at = -len(self.tokens), now
+        self.complete = False
+
+    def _compare(self, position: int, hit: bool) -> bool:
+        """Count a draft of that position; one that missed ends the chain."""
+        self.acceptance.add(hit)
+        if not hit:
+            self._alive = False
+            self._drop()
+            self.since_miss = len(self._transcript) - position - 1
+            # The edge knows of it by the commit that held the position.
+            self.missed_at = next((at for end, at in self._commits if end > position), self.missed_at)
+        return hit
+
+    def _drop(self) -> None:
+        self.tokens.clear()
+        self.q.clear()
