@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import re
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_thread import LoopThread
 
 SECRET = b"a secret of the two of them"
 COORDINATOR = "127.0.0.1:50050"
@@ -28,9 +27,7 @@ class Cluster:
         self.coordinator = self.daemon = ""
         self.verifier: Any = None
         self._stack = AsyncExitStack()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._loop = LoopThread()
         self._call(self._start(tokenizer_file.read_text(encoding="utf-8"), cache))
         for _ in range(2000):
             if self._is_healthy():
@@ -75,12 +72,10 @@ class Cluster:
             return False
 
     def _call(self, work: Any) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
+        self._loop.run(work, within_s=120)
 
     def close(self) -> None:
         self._call(self._stack.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
         self._loop.close()
 
     def is_at_rest(self) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
-import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_thread import LoopThread
 from tokenizers import Tokenizer
 
 from outrider.edge.daemon.config import DaemonConfig
@@ -121,16 +121,12 @@ class LiveDaemon:
 
     def __init__(self, client: ScriptedClient, **config: Any) -> None:
         self.client = client
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._loop = LoopThread()
+        self.run = self._loop.run
         self.daemon = self.run(_make(client, config))
         self.url = self.run(self.daemon.start())
         self.port = int(self.url.rpartition(":")[2])
         self.until(lambda: client.away is not None or self.get("/health").status == 200)
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     def until(self, holds: Callable[[], object]) -> None:
         async def wait() -> None:
@@ -167,8 +163,6 @@ class LiveDaemon:
 
     def close(self) -> None:
         self.run(self.daemon.stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
         self._loop.close()
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from loop_thread import LoopThread
 
 pytest.importorskip("playwright.sync_api", reason="needs playwright")
 from playwright.sync_api import expect
@@ -30,9 +29,7 @@ def real() -> Iterator[Real]:
     from outrider.edge.daemon.config import DaemonConfig
     from outrider.edge.daemon.server import Daemon
 
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
+    loop = LoopThread()
     verifier = VerifierServer(VerifierConfig(threads=1))
     target = target_folder("reference")
 
@@ -51,11 +48,9 @@ def real() -> Iterator[Real]:
         await daemon.stop()
         await verifier.stop(0)
 
-    daemon, url = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+    daemon, url = loop.run(start())
     yield Real(url, verifier)
-    asyncio.run_coroutine_threadsafe(stop(), loop).result(30)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    loop.run(stop())
     loop.close()
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import ipaddress
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,27 +19,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loop_thread import LoopThread
 
 from outrider.proto import codec
 from outrider.proto.channel import SERVER_OPTIONS
 
 PLACES = 2
-
-
-class Loop:
-    """An event loop in a thread of its own, for servers that outlive a test."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
 
 
 @dataclass(frozen=True)
@@ -68,7 +52,7 @@ def cloud() -> Iterator[Cloud]:
     from outrider.coordinator.server import CoordinatorServer
     from outrider.deploy.cluster import embedded_drafters
 
-    loop = Loop()
+    loop = LoopThread()
     verifier = VerifierServer(VerifierConfig(threads=1, name="a", max_sessions=PLACES))
     address = loop.run(verifier.start())
 

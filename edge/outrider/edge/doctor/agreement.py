@@ -235,7 +235,7 @@ async def compare_clocks(visit: Visit) -> Finding:
     try:
         issued_s = expiry_s(visit.lease.token) - visit.lease.expires_in_s
     except Unauthenticated as error:
-        return skipped(f"it runs evenly; the coordinator's cannot be told, since the lease {error.message}")
+        return skipped(f"it runs evenly; the coordinator's is not known, since the lease {error.message}")
     before, after = visit.leased_between
     ahead_s = max(0.0, before - issued_s) or min(0.0, after - issued_s)  # 0: within the time that the call took
     words = f"within {max(after - before, 0.001):.3f} s of the coordinator's, and it runs evenly"

@@ -149,7 +149,7 @@ async def time_round_trips(at: Endpoint) -> Finding:
         )
     if slow_s > MAX_UNEVENNESS * median_s and slow_s - median_s > 0.05:
         return warning(
-            f"{words}: uneven, which delays what misses",
+            f"{words}: uneven, which makes rejected drafts expensive",
             f"a wire instead of Wi-Fi, or less load; `outrider bench --rtt {1000 * median_s:.0f} "
             f"--jitter {1000 * (slow_s - median_s) / 2:.0f}` shows what it costs",
             **metrics,
@@ -297,6 +297,6 @@ def _compare_texts(alone: Completion, drafted: Completion, visit: Visit) -> Find
         )
     return ok(
         f"{TOKENS} tokens, the same both ways; {s.accepted} were accepted drafts, {s.steps} target steps; {speeds} "
-        "(so few tell little; `outrider bench` measures)",
+        "(too few to judge speed by; `outrider bench` measures it)",
         **metrics,
     )

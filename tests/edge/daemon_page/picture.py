@@ -1,7 +1,7 @@
 """Makes the README's picture of the page: the shipped models, a link of 20 ms, steps of 30 ms that stand for a larger
 target, and the daemon, in one process but for the link.
 
-    .venv/bin/python tests/edge/daemon_page/figure.py docs/figures/page.png
+    .venv/bin/python tests/edge/daemon_page/picture.py docs/figures/page.png
 """
 
 from __future__ import annotations
