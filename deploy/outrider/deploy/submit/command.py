@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from outrider.deploy.submit.jobs import connect, follow, job_of, ray_errors
 from outrider.deploy.submit.place import Place, absolute
-from outrider.deploy.submit.upload import find_inputs, find_wheel, link_inputs
+from outrider.deploy.submit.upload import find_wheel, link_inputs
 from outrider.proto.errors import ConfigError
 
 OUTPUT_KEY = "outrider_output"  # of the job's metadata: whoever follows it later learns where its files are
@@ -61,8 +59,6 @@ def send(client: Any, arguments: list[str], written: list[str], options: argpars
         written: names below the job's folder that the command says it writes.
         options: of `outrider submit`.
     """
-    here = Path.cwd()
-    inputs = find_inputs(options.input, here)
     job_id = options.name or f"outrider-{arguments[0]}-{uuid.uuid4().hex[:8]}"
     place = absolute(options.output or job_id)
     words = ["python", "-m", "outrider.deploy.submit.entry", "--output", place]
@@ -71,7 +67,7 @@ def send(client: Any, arguments: list[str], written: list[str], options: argpars
         folder = Path(temporary)
         unpacked = folder / "unpacked"
         unpacked.mkdir()
-        link_inputs(inputs, here, unpacked)
+        inputs = link_inputs(options.input, Path.cwd(), unpacked)
         if options.wheel != "none":
             by_pip = options.install == "pip"
             wheel = find_wheel(options.wheel, unpacked if by_pip else folder)
@@ -114,7 +110,7 @@ def _leave_mark(place: str, job_id: str, named: str) -> bool:
 def _see_through(client: Any, job_id: str, address: str) -> int:
     """Follow a job, say where its files are, and end as it ended."""
     try:
-        job = asyncio.run(follow(client, job_id, Console()))
+        job = asyncio.run(follow(client, job_id))
     except KeyboardInterrupt:
         print(f"\n{job_id} goes on. {_how_to_go_on(address, job_id)}", flush=True)
         return DETACHED

@@ -1,18 +1,14 @@
-"""Ray's job client with its errors translated, and a job's log as a person sees it."""
+"""Ray's job client with its errors translated, and the following of a job's log."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import re
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from outrider.proto.errors import ConfigError, NotFound, OutriderError, Unauthenticated, Unavailable
 
@@ -23,8 +19,6 @@ END_POLL_S = 0.3
 OVERRIDING = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 # Ray is to send inputs whole, whatever a .gitignore among them says.
 SENDING_ALL = {"RAY_RUNTIME_ENV_IGNORE_GITIGNORE": "1"}
-# The lines of `outrider.cloud.training.report.LineReporter`: a stage, its share, its metrics.
-PROGRESS_LINE = re.compile(r"^(?P<stage>[a-z][\w ,.:=/-]{0,60}?) (?P<percent>\d{1,3}(?:\.\d+)?)% ?(?P<metrics>.*)$")
 
 
 def connect(address: str) -> Any:
@@ -85,34 +79,16 @@ def job_of(client: Any, job_id: str) -> Any:
         return client.get_job_info(job_id)
 
 
-async def follow(client: Any, job_id: str, console: Console) -> Any:
-    """Show the log from its beginning until the job has ended, and return its `JobDetails`.
+async def follow(client: Any, job_id: str) -> Any:
+    """Print the log from its beginning until the job has ended, and return its `JobDetails`.
 
-    On a terminal, a progress line moves a bar below the log; elsewhere every line is printed as it is.
+    A stream that breaks is opened again, which begins at the log's beginning; what was printed is then left out.
 
     Raises:
         Unavailable: the server stays away.
     """
-    columns = (TextColumn("[bold]{task.fields[job]}"), TextColumn("{task.description}"), BarColumn(bar_width=24))
-    watched = console.is_terminal
-    with Progress(
-        *columns, TaskProgressColumn(), TimeElapsedColumn(), console=console, transient=True, disable=not watched
-    ) as bar:
-        task = bar.add_task("waiting", total=None, job=job_id)
-        async with aclosing(_lines(client, job_id)) as lines:
-            async for line in lines:
-                if watched and (found := PROGRESS_LINE.match(line)):
-                    done = min(100.0, float(found["percent"]))
-                    bar.update(task, description=found["stage"], total=100.0, completed=done)
-                else:
-                    console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return await asyncio.to_thread(job_of, client, job_id)
-
-
-async def _lines(client: Any, job_id: str) -> AsyncGenerator[str]:
-    """Yield the log's lines, each once; a broken stream is opened again, which begins at the log's beginning."""
-    seen = 0
-    begun = ""
+    printed = 0  # characters
+    last = "\n"
     failures = 0
     while True:
         at = 0
@@ -120,19 +96,18 @@ async def _lines(client: Any, job_id: str) -> AsyncGenerator[str]:
             with ray_errors(client.get_address(), "hand out the log"):
                 async for piece in client.tail_job_logs(job_id):
                     failures = 0
-                    *whole, begun = (begun + piece[max(0, seen - at) :]).split("\n")
+                    print(piece[max(0, printed - at) :], end="", flush=True)
+                    last = piece[-1:] or last
                     at += len(piece)
-                    seen = max(seen, at)
-                    for line in whole:
-                        yield line
+                    printed = max(printed, at)
         except Unavailable:
             failures += 1
             if failures >= ATTEMPTS:
                 raise
         for _ in range(10):  # the log ends a moment before the job's state says so
-            if (await asyncio.to_thread(job_of, client, job_id)).status.is_terminal():
-                if begun:
-                    yield begun
-                return
+            job = await asyncio.to_thread(job_of, client, job_id)
+            if job.status.is_terminal():
+                print("" if last == "\n" else "\n", end="")
+                return job
             await asyncio.sleep(END_POLL_S)
         await asyncio.sleep(RETRY_S)

@@ -16,36 +16,30 @@ CHECKOUT = Path(__file__).resolve().parents[4]
 ERROR_LINES = 3
 
 
-def find_inputs(spelled: Iterable[str], folder: Path) -> dict[str, str]:
-    """Map each input, as the user spelled it, to its name in the job.
+def link_inputs(spelled: Iterable[str], folder: Path, into: Path) -> dict[str, str]:
+    """Lay links to the inputs into the folder that Ray is to pack, and map the user's spelling to their names there.
 
     What lies in `folder` keeps its relative path, anything else its last name.
 
     Raises:
         ConfigError: one is not there, or two would have the same name.
     """
-    inputs: dict[str, str] = {}
-    for text in spelled:
-        path = (folder / Path(text).expanduser()).resolve()
+    paths = {text: (folder / Path(text).expanduser()).resolve() for text in spelled}
+    names = {}
+    for text, path in paths.items():
         if not path.exists():
             raise ConfigError(f"there is no {text}", field="input")
         inside = path.is_relative_to(folder.resolve())
-        name = path.relative_to(folder.resolve()).as_posix() if inside else path.name
-        for other, taken in inputs.items():
-            if name == taken and path != (folder / Path(other).expanduser()).resolve():
-                raise ConfigError(f"{text} and {other} would both be {name} in the job", field="input")
-        if name == ".":
+        names[text] = path.relative_to(folder.resolve()).as_posix() if inside else path.name
+        if names[text] == ".":
             raise ConfigError("names the whole folder; name what the job needs of it", field="input")
-        inputs[text] = name
-    return inputs
-
-
-def link_inputs(inputs: dict[str, str], folder: Path, into: Path) -> None:
-    """Lay links to the inputs into the folder that Ray is to pack."""
-    for text, name in sorted(inputs.items(), key=lambda item: item[1]):
-        if not (into / name).exists():  # else it is in a folder that is given as well
+    for text, name in sorted(names.items(), key=lambda item: item[1]):  # a folder before what lies in it
+        if not (into / name).exists():
             (into / name).parent.mkdir(parents=True, exist_ok=True)
-            (into / name).symlink_to((folder / Path(text).expanduser()).resolve())
+            (into / name).symlink_to(paths[text])
+        elif (into / name).resolve() != paths[text]:
+            raise ConfigError(f"{text} and another input would both be {name} in the job", field="input")
+    return names
 
 
 def find_wheel(wanted: str, folder: Path) -> Path:
