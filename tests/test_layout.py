@@ -232,6 +232,15 @@ def test_no_embedded_graph_holds_a_large_weight_twice(root) -> None:
         assert len(set(large)) == len(large), path
 
 
+def test_what_is_shipped_for_tests_needs_no_test_runner_and_is_light() -> None:
+    shipped = {"outrider.proto.testing", "outrider.edge.testing.tiny_drafter", "outrider.cloud.testing"}
+    shipped |= {"outrider.edge.testing", "outrider.coordinator.testing"}
+    program = f"import sys, {', '.join(sorted(shipped))}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert shipped <= set(loaded)
+    assert not {"pytest", "hypothesis", "torch", "transformers", "ray", "onnx"} & set(loaded)
+
+
 def test_the_name_of_a_test_is_a_sentence_of_less_than_80_characters(root) -> None:
     files = list((root / "tests").rglob("test_*.py"))
     assert len(files) > 100

@@ -12,15 +12,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -30,6 +26,7 @@ from outrider.cloud.export import package as publishing
 from outrider.cloud.export.check import open_session, run_in_chunks
 from outrider.cloud.export.model import CacheShape
 from outrider.cloud.export.quantised import BLOCK, QuantisedMatrix, quantise
+from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash
 
@@ -54,11 +51,7 @@ ONE_LAYER_SHAPE = CacheShape(layers=1, kv_heads=2, head_dim=16)
 
 def save_model(model: PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<bos>": 0, "<eos>": 1} | {letter: 2 + index for index, letter in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
+    save_byte_tokenizer(folder)
     return folder
 
 
@@ -66,8 +59,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> Path:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tied embeddings, and a training.json to be summarised."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=True))
+    model = tiny_llama(seed=0, **COMMON, tie_word_embeddings=True)
     folder = save_model(model, tmp_path_factory.mktemp("llama") / "source")
     (folder / "training.json").write_text(json.dumps({"steps": 3, "losses": [[1, 2.0]]}))
     return folder

@@ -22,8 +22,6 @@ from tokenizers import Tokenizer, models
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -40,6 +38,7 @@ from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import biases_by, load_steering, steered_by, steering_of
 from outrider.cloud.export.steering_graph import write_steering_graph
 from outrider.cloud.steering import Projection, projection_id
+from outrider.cloud.testing import tiny_llama
 from outrider.deploy import training as command
 from outrider.proto.errors import InvalidArgument, NotFound
 
@@ -87,9 +86,8 @@ def with_steering(folder: Path, copy: Path, scale: float) -> Path:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("llama") / "source"
-    save_drafter(LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)), folder)
+    save_drafter(tiny_llama(seed=0, **SIZES, tie_word_embeddings=True), folder)
     (folder / "training.json").write_text('{"steps": 3, "steering_gain": {"8": 0.08, "1": 0.125}}')
     save_steering(folder)
     return folder

@@ -23,6 +23,7 @@ from transformers import (
 
 from outrider.cloud.export.steered import STEERING_FILE
 from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, decoder_layers, default_layers, projection_id
+from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.settings import ARMS, Arm, SteerTraining
 from outrider.cloud.training.steer import AGES, tokens_a_round, train_steering
@@ -47,8 +48,8 @@ def _one_thread() -> None:
 
 
 def llama(hidden: int, layers: int, seed: int, spread: float = 0.02) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+    return tiny_llama(
+        seed=seed,
         **SMALL,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -56,7 +57,6 @@ def llama(hidden: int, layers: int, seed: int, spread: float = 0.02) -> LlamaFor
         initializer_range=spread,
         tie_word_embeddings=True,
     )
-    return LlamaForCausalLM(config)
 
 
 @pytest.fixture(scope="module")
@@ -369,8 +369,7 @@ def test_bad_settings_name_their_field(config: SteerTraining, field: str, bad: d
 
 
 def test_layers_and_drafters_that_do_not_fit_the_target_are_refused(config: SteerTraining, tmp_path: Path) -> None:
-    other = LlamaForCausalLM(LlamaConfig(**{**SMALL, "vocab_size": 50}, hidden_size=16, num_hidden_layers=1))
-    other.save_pretrained(tmp_path / "other")
+    tiny_llama(**(SMALL | {"vocab_size": 50})).save_pretrained(tmp_path / "other")
     for field, bad in (("layers", {"layers": (6,)}), ("drafter", {"drafter": tmp_path / "other"})):
         with pytest.raises(InvalidArgument) as refused:
             train_steering(replace(config, **bad))

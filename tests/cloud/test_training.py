@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
+from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
 from outrider.cloud.training.acceptance import Row, measure_acceptance
 from outrider.cloud.training.blocks import BlockSampler, Source
 from outrider.cloud.training.corpus import join_documents, load_domain, split_held_out
@@ -52,27 +50,20 @@ PLAIN = "one two three four five six seven eight nine ten\n" * 40
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama over 258 byte-level tokens that has seen the test corpus for a second or two."""
     folder = tmp_path_factory.mktemp("target")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<bos>": BOS, "<eos>": EOS} | {letter: 2 + index for index, letter in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
-    torch.manual_seed(0)
-    target = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=258,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            intermediate_size=48,
-            max_position_embeddings=64,
-            tie_word_embeddings=True,
-            bos_token_id=BOS,
-            eos_token_id=EOS,
-        )
+    tokenizer = save_byte_tokenizer(folder)
+    target = tiny_llama(
+        seed=0,
+        vocab_size=258,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
     )
     framed = [[BOS, *tokenizer.encode(text).ids, EOS] for text in (*LINES, PLAIN)]
     stream = torch.tensor([token for document in framed for token in document])

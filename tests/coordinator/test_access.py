@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from outrider.coordinator.admission import Admission, Caller
-from outrider.coordinator.fakes import ScriptedCluster, ready, write_package
+from outrider.coordinator.testing import ScriptedCluster, ready, write_package
 from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.security import Security
 from outrider.proto import codec

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.coordinator.fakes import ScriptedCluster, ready, write_package
 from outrider.coordinator.fleet import (
     BROADER_TRIALS,
     HALF_LIFE,
@@ -23,6 +22,7 @@ from outrider.coordinator.fleet import (
     Hits,
 )
 from outrider.coordinator.statistics import FleetStatistics
+from outrider.coordinator.testing import ScriptedCluster, ready, write_package
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.features import PromptClass, TextFeatures
 from outrider.edge.routes import CoordinatorRoute

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.fakes import ScriptedCluster, ready
 from outrider.coordinator.metrics import MAX_MODELS, CoordinatorMetrics
+from outrider.coordinator.testing import ScriptedCluster, ready
 from outrider.proto.errors import ConfigError, NotFound
 from outrider.proto.types import LeaseRequest, SessionReport
 

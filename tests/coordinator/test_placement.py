@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from outrider.coordinator.cluster import VerifierState
-from outrider.coordinator.fakes import TOKENIZER_SHA256, ready
 from outrider.coordinator.placement import place
+from outrider.coordinator.testing import TOKENIZER_SHA256, ready
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
 
 DOWN, DRAINING = VerifierState.DOWN, VerifierState.DRAINING

@@ -14,8 +14,8 @@ from outrider.cloud import actor
 from outrider.cloud.config import VerifierConfig
 from outrider.coordinator import ray_cluster
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
-from outrider.coordinator.fakes import TOKENIZER_JSON, TOKENIZER_SHA256
 from outrider.coordinator.ray_cluster import RayCluster
+from outrider.coordinator.testing import TOKENIZER_JSON, TOKENIZER_SHA256
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 from outrider.proto.types import LeaseRequest
 

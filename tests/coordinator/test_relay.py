@@ -16,9 +16,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from outrider.coordinator.cluster import VerifierState
-from outrider.coordinator.fakes import ScriptedCluster, ready
 from outrider.coordinator.metrics import RelayMetrics
 from outrider.coordinator.relay import Relay
+from outrider.coordinator.testing import ScriptedCluster, ready
 from outrider.proto import codec
 from outrider.proto.errors import (
     Internal,

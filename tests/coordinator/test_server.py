@@ -16,8 +16,8 @@ from grpc_health.v1 import health_pb2
 
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.fakes import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, ready, write_package
 from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.testing import TOKENIZER_JSON, TOKENIZER_SHA256, ScriptedCluster, ready, write_package
 from outrider.proto import codec
 from outrider.proto.errors import (
     ConfigError,

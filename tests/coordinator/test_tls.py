@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from outrider.coordinator.cluster import StaticCluster, VerifierInfo, VerifierState
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.coordinator.fakes import TOKENIZER_JSON, ScriptedCluster, ready, write_package
+from outrider.coordinator.testing import TOKENIZER_JSON, ScriptedCluster, ready, write_package
 from outrider.deploy.certs import Issued, issue
 from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.link import Channels, relay_metadata

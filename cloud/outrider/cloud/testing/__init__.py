@@ -5,6 +5,6 @@ tiny_target  a random Llama that costs next to nothing, in memory or as a folder
 
 from __future__ import annotations
 
-from outrider.cloud.testing.tiny_target import decode_by_hand, save_tiny_target, tiny_llama
+from outrider.cloud.testing.tiny_target import decode_by_hand, save_byte_tokenizer, save_tiny_target, tiny_llama
 
-__all__ = ["decode_by_hand", "save_tiny_target", "tiny_llama"]
+__all__ = ["decode_by_hand", "save_byte_tokenizer", "save_tiny_target", "tiny_llama"]

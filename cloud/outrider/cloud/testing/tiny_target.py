@@ -12,6 +12,7 @@ from outrider.proto.noise import gumbel
 from outrider.proto.testing import word_tokenizer
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import LlamaForCausalLM
 
 VOCAB = 61
@@ -64,6 +65,21 @@ def save_tiny_target(
     vocab_size = (TINY | config)["vocab_size"]
     (folder / "tokenizer.json").write_text(tokenizer or word_tokenizer(vocab_size), encoding="utf-8")
     return folder
+
+
+def save_byte_tokenizer(folder: Path) -> Tokenizer:
+    """Write a tokenizer of 258 tokens, `<bos>`, `<eos>` and the 256 bytes, as transformers saves one; return it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<bos>": 0, "<eos>": 1} | {letter: 2 + index for index, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return tokenizer
 
 
 def decode_by_hand(
