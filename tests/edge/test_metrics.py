@@ -6,16 +6,17 @@ import math
 from dataclasses import replace
 
 import pytest
+from checked_simulation import HASH, CheckedSimulation, open_frame, rules
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from simulated_decoding import HASH, Link, Simulation, drafter_of, hashing_oracle, open_frame, rules
 
+from outrider.bench.simulator.faults import Faults
+from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.deploy.metrics_table import metrics_by_part
 from outrider.edge.decoding import Journal, Subject
 from outrider.edge.metrics import MAX_SERIES, EdgeMetrics
-from outrider.proto import codec
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
-from outrider.proto.session import Cancelled, Done, DrafterFailed, EdgeSession, Send, TurnBegun
+from outrider.proto.session import Cancelled, Done, Drafted, DrafterFailed, EdgeSession, TurnBegun
 from outrider.proto.types import Commit, Draft, FinishReason, Opened, Sampling, Timing
 
 WHOSE = {"model_name": "m", "drafter": "d"}
@@ -23,7 +24,7 @@ PHASE = "outrider:edge_phase_seconds"
 SHARED = {"part": "edge", **WHOSE}
 
 
-class JournalledSimulation(Simulation):
+class JournalledSimulation(CheckedSimulation):
     """A simulated decoding that keeps a journal, as the edge's loop does."""
 
     def __init__(self, journal: Journal, *args, **options) -> None:
@@ -36,20 +37,19 @@ class JournalledSimulation(Simulation):
         self.journal.ended(self.done, self.now)
         return text
 
-    def _apply(self, instructions) -> None:
-        for instruction in instructions:
-            if isinstance(instruction, Send):
-                self.journal.sent(instruction.frame, self.now)
-        super()._apply(instructions)
+    def send(self, frame) -> None:
+        self.journal.sent(frame, self.now)
+        super().send(frame)
 
-    def _drafted(self, job, tokens, q, foreseen, seconds) -> None:
-        self.journal.drafted(self.now - seconds, self.now, len(tokens))
-        super()._drafted(job, tokens, q, foreseen, seconds)
+    def handle(self, event) -> None:
+        if isinstance(event, Drafted):
+            self.journal.drafted(self.now - event.seconds, self.now, len(event.drafts))
+        super().handle(event)
 
-    def _arrive_down(self, stream, data) -> None:
-        if stream.open and stream is self._stream:
-            self.journal.received(codec.decode_cloud_frame(data), self.now)
-        super()._arrive_down(stream, data)
+    def receive(self, stream, frame) -> None:
+        if stream is self.stream:
+            self.journal.received(frame, self.now)
+        super().receive(stream, frame)
 
 
 def values(metrics: EdgeMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
@@ -79,7 +79,12 @@ def simulate(metrics: EdgeMetrics | None, right: float, seed: int, *, tokens: in
     clock = Clock()
     journal = metrics.journal("r") if metrics else clock
     drafter = drafter_of(oracle, seed, right, confidence="telling") if metrics else None
-    settings = {"verifier": rules(context_length=4096), "link": Link(delay_s=0.02), "step_s": 0.03, "drafting_s": 0.002}
+    settings = {
+        "verifier": rules(context_length=4096),
+        "link": Faults(delay_s=0.02),
+        "step_s": 0.03,
+        "drafting_s": 0.002,
+    }
     simulation = JournalledSimulation(journal, frame, oracle, drafter, **settings | options)
     simulation.run()
     if metrics is None:
@@ -197,7 +202,7 @@ def test_losses_sheds_and_fallbacks_are_told_apart() -> None:
 @pytest.mark.parametrize(("right", "row_s", "delay_s"), [(0.8, 0.0, 0.02), (0.9, 0.001, 0.005), (0.3, 0.002, 0.06)])
 def test_the_estimated_speed_up_is_near_the_one_against_real_cloud_streaming(right, row_s, delay_s) -> None:
     metrics = EdgeMetrics()
-    options = {"row_s": row_s, "link": Link(delay_s=delay_s)}
+    options = {"row_s": row_s, "link": Faults(delay_s=delay_s)}
     decoding_s = simulate(metrics, right, 5, **options)
     truth = simulate(None, right, 5, **options) / decoding_s
     estimate = value(metrics, "outrider:edge_cloud_streaming_seconds_total", **WHOSE) / value(

@@ -7,11 +7,11 @@ import itertools
 import sys
 
 import pytest
+from checked_simulation import open_frame
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
-from simulated_decoding import open_frame
 
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Journal, Subject

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass
 
 import pytest
+from checked_simulation import CheckedSimulation, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge, drafts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
+from outrider.bench.simulator.faults import Faults
+from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.edge.policies.selection import FixedShare, Leader
 from outrider.proto import codec
 from outrider.proto.errors import (
@@ -52,9 +53,6 @@ from outrider.proto.types import (
     Sampling,
 )
 
-MOST_EVENTS = 60_000
-
-
 # === both halves together =======================================================================================
 
 
@@ -70,7 +68,7 @@ class Turn:
     evicted: bool = False
 
 
-class Talk(Simulation):
+class Talk(CheckedSimulation):
     """A simulation that goes on after Done, on the stream that is open or on another."""
 
     def __init__(self, turns: list[Turn], oracle, drafter, *, verifier, **options) -> None:
@@ -83,90 +81,58 @@ class Talk(Simulation):
         self._opening_credit = 0
 
     def run_turns(self) -> None:
-        self._begin_text()
+        self.begin()
         for number, turn in enumerate(self._turns):
             if number:
                 self._begin(turn)
             if turn.leave_s < math.inf:
-                self._at(self.now + turn.leave_s, lambda number=number: self._leave(number))
+                self.clock.at(self.now + turn.leave_s, lambda number=number: self._leave(number))
             self._number = number
-            self._run_until(lambda: self.done is not None)
+            self.run_until(lambda: self.done is not None)
             self._check(turn)
             until = self.now + turn.pause_s
-            self._at(until, lambda: None)
-            self._run_until(lambda until=until: self.now >= until)
-            session = self._stream.session
-            if turn.evicted and self._stream.open and session is not None and session.finish is not None:
-                self._stream.session = None
-                self._send_down(self._stream, Goaway("its pages are needed"))
+            self.clock.at(until, lambda: None)
+            self.run_until(lambda until=until: self.now >= until)
+            slot = self.verifier.slot(self.stream)
+            if turn.evicted and slot is not None and slot.session.finish is not None:
+                self.verifier.release(self.stream)
+                self.stream.send_down(Goaway("its pages are needed"))
 
     def _begin(self, turn: Turn) -> None:
         prompt_length = self.edge.prompt_length
         start = prompt_length + round(turn.kept * (len(self.edge.transcript) - prompt_length))
         self.emitted.clear()
         self.done = None
-        self._handle(TurnBegun(start, turn.prompt, turn.sampling))
+        self.handle(TurnBegun(start, turn.prompt, turn.sampling))
 
     def _leave(self, number: int) -> None:
         if self._number == number:
-            self._handle(Cancelled())
+            self.handle(Cancelled())
 
     def _check(self, turn: Turn) -> None:
         assert self.done is not None
         assert self.done.error is None
         prompt = tuple(self.edge.transcript[: self.edge.prompt_length])
-        whole = own_text(self._oracle, open_frame(prompt=prompt, sampling=turn.sampling), self._rules)
+        whole = own_text(self.oracle, open_frame(prompt=prompt, sampling=turn.sampling), self.rules)
         text = tuple(self.emitted)
         assert prompt[len(prompt) - len(turn.prompt) :] == turn.prompt
         assert text == (whole[: len(text)] if self.done.finish is FinishReason.CANCELLED else whole)
 
-    def _run_until(self, over) -> None:
-        for _ in range(MOST_EVENTS):
-            if over():
-                return
-            assert self._heap, f"deadlock at {self.now:.3f} s after {len(self.emitted)} tokens"
-            self._next_event()
-        raise AssertionError("too many events")
-
-    def _next_event(self) -> None:
-        self.now, _, event = heapq.heappop(self._heap)
-        event()
-        assert self.emitted == self.edge.transcript[self.edge.prompt_length :], "emitted is not the transcript"
-
-    def _apply(self, instructions: list[EdgeInstruction]) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Send(Continue() as frame):
-                    self.continued.append(frame)
-                    self._granted = self._opening_credit
-                    self._send_up(self._stream, frame)
-                case Done():
-                    assert self.done is None, "Done twice"
-                    self.done = instruction
-                    self._stream.open = self.edge.connected
-                case _:
-                    super()._apply([instruction])
-
-    def _send_up(self, stream, frame: EdgeFrame) -> None:
+    def send(self, frame: EdgeFrame) -> None:
         if isinstance(frame, Open):
             self.opens.append(frame)
-        super()._send_up(stream, frame)
+        if isinstance(frame, Continue):
+            self.continued.append(frame)
+            self._granted = self._opening_credit
+        super().send(frame)
 
-    def _arrive_down(self, stream, data: bytes) -> None:
-        frame: CloudFrame = codec.decode_cloud_frame(data)
-        if isinstance(frame, Opened) and stream is self._stream:
+    def receive(self, stream, frame: CloudFrame) -> None:
+        if isinstance(frame, Opened) and stream is self.stream:
             self._opening_credit = frame.credit
         granted = self._granted
-        super()._arrive_down(stream, data)
+        super().receive(stream, frame)
         if isinstance(frame, Commit) and frame.turn != self.edge._stream.turn:
             self._granted = granted  # of an earlier turn, and ignored
-
-    def _take(self, stream, frame: EdgeFrame, arrived: float) -> None:
-        if isinstance(frame, Continue):
-            if stream.session is not None:
-                stream.session = stream.session.continued(frame, arrived)
-        else:
-            super()._take(stream, frame, arrived)
 
 
 prompts = st.lists(st.integers(1, 7), min_size=1, max_size=6).map(tuple)
@@ -180,7 +146,7 @@ turns = st.builds(
     evicted=st.sampled_from([False, False, True]),
 )
 links = st.builds(
-    Link,
+    Faults,
     delay_s=st.sampled_from([0.03, 0.2, 0.0]),
     jitter_s=st.sampled_from([0.0, 0.05]),
     duplicated=st.sampled_from([0.0, 0.3]),
@@ -237,13 +203,13 @@ def test_what_the_drafter_read_in_earlier_turns_is_not_read_again():
     oracle = hashing_oracle(1, eos_odds=0)
     read: list[int] = []
     talk = Talk(said, oracle, drafter_of(oracle, 1, 1.0), verifier=rules())
-    drafting = talk._draft
+    drafting = talk.drafters.draft
 
-    def counting(job) -> None:
+    def counting(job):
         read.append(len(job.extend_with))
-        drafting(job)
+        return drafting(job)
 
-    talk._draft = counting
+    talk.drafters.draft = counting
     talk.run_turns()
     assert sum(read) < len(talk.edge.transcript) + 20
     assert talk.edge.statistics.accepted > 6

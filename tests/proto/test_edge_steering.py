@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checked_simulation import CheckedSimulation, CheckedVerifier, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
+from outrider.bench.simulator.faults import Faults
+from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
 from outrider.proto.policy import FixedSteering, FixedWindow, Measurements, PricedSteering, SteeringRate, SteeringView
 from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, Reopen, Send
@@ -68,33 +70,28 @@ class Moody:
         self.rate = SteeringRate(self._rng.choice(list(SteeringPrecision)), self._rng.choice((0, 1, 2, 4, 8)))
 
 
-class SteeredSimulation(Simulation):
-    """A text with codes in its commits; checks every job's steering against the codes that came."""
+class SteeringVerifier(CheckedVerifier):
+    """Puts codes into its commits where they are asked for."""
 
-    def __init__(self, frame, oracle, drafter, *, codes, policy, **options):
-        super().__init__(frame, oracle, drafter, verifier=VERIFIER, **options)
-        self._frame = replace(frame, steering=WISH)
-        self.edge = Watched(
-            self._frame, FixedWindow(16), steering=DrafterSteering(RANK, policy), job_tokens=lambda _: 8
-        )
-        self.edge.codes_tell = codes != "noise"
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.wishes = []
-        self._codes_are = codes
+        self.codes_are = "right"
         self._codes_rng = random.Random(1)
 
-    def _take(self, stream, frame, arrived):
+    def take(self, stream, frame, arrived):
         if isinstance(frame, Open | Report) and frame.steering is not None:
             self.wishes.append(frame.steering)
-        super()._take(stream, frame, arrived)
+        super().take(stream, frame, arrived)
 
-    def _send_down(self, stream, frame):
-        if isinstance(frame, Commit) and stream.session is not None and stream.session.wanted_vector is not None:
-            code = self._code(frame.start + len(frame.tokens) - 2)
-            frame = replace(frame, steering=code if frame.finish is None else None)
-        super()._send_down(stream, frame)
+    def verify(self, slot, block, began):
+        commit = super().verify(slot, block, began)
+        if slot.session.wanted_vector is None or commit.finish is not None:
+            return commit
+        return replace(commit, steering=self._code(commit.start + len(commit.tokens) - 2))
 
     def _code(self, position):
-        match self._codes_are:
+        match self.codes_are:
             case "right":
                 return code_of(position)
             case "noise":
@@ -105,6 +102,27 @@ class SteeredSimulation(Simulation):
             case "malformed":
                 bad = Steering(1.0, b"123", SteeringPrecision.INT8), Steering(1.0, b"\0\x7e" * 4, HALVES.precision)
                 return self._codes_rng.choice((*bad, code_of(position)))
+
+
+class SteeredSimulation(CheckedSimulation):
+    """A text with codes in its commits; checks every job's steering against the codes that came."""
+
+    verifier_kind = SteeringVerifier
+
+    def __init__(self, frame, oracle, drafter, *, codes, policy, **options):
+        edge = Watched(
+            replace(frame, steering=WISH),
+            FixedWindow(16),
+            steering=DrafterSteering(RANK, policy),
+            job_tokens=lambda _: 8,
+        )
+        edge.codes_tell = codes != "noise"
+        super().__init__(frame, oracle, drafter, verifier=VERIFIER, edge=edge, **options)
+        self.verifier.codes_are = codes
+
+    @property
+    def wishes(self):
+        return self.verifier.wishes
 
 
 class Watched(EdgeSession):
@@ -150,7 +168,7 @@ class Watched(EdgeSession):
         [FixedSteering, lambda: FixedSteering(HALVES), lambda: PricedSteering(RANK), lambda: Moody(3)]
     ),
     link=st.builds(
-        Link,
+        Faults,
         delay_s=st.sampled_from([0.03, 0.2, 0.0]),
         jitter_s=st.sampled_from([0.0, 0.05]),
         duplicated=st.sampled_from([0.0, 0.3]),

@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checked_simulation import CheckedSimulation, open_frame, own_text, rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
+from outrider.bench.simulator.faults import Faults
+from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.edge.policies.length import (
     RULES,
     AimdWindow,
@@ -540,8 +542,8 @@ def test_a_file_of_weights_that_is_whole_is_taken_and_one_that_is_not_there_is_n
 @pytest.mark.parametrize("confidence", ["none", "telling"])
 def test_no_rule_changes_the_text(name: str, seed: int, temperature: float, confidence: str) -> None:
     frame = open_frame(sampling=Sampling(max_tokens=40, temperature=temperature))
-    oracle, link = hashing_oracle(seed, eos_odds=0.0), Link(delay_s=0.04, jitter_s=0.02, breaks_every_s=0.8)
-    simulation = Simulation(
+    oracle, link = hashing_oracle(seed, eos_odds=0.0), Faults(delay_s=0.04, jitter_s=0.02, breaks_every_s=0.8)
+    simulation = CheckedSimulation(
         frame,
         oracle,
         drafter_of(oracle, seed, right=0.7, silent=0.1, confidence=confidence),

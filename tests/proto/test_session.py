@@ -6,11 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
+from checked_simulation import HASH, CheckedSimulation, open_frame, own_text, rules
 from hand_driven import HandDrivenEdge
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simulated_decoding import HASH, Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
+from outrider.bench.simulator.faults import Faults
+from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import (
     DataLoss,
     Internal,
@@ -58,7 +60,7 @@ PROMPT_LENGTH = 3
 windows = st.sampled_from([SurvivalWindow(), FixedWindow(64), FixedWindow(4), FixedWindow(1), FixedWindow(0)])
 patiences = st.sampled_from([None, Patience(0.0), Patience(0.01, 4), Patience(math.inf, 1), Patience(math.inf, 1000)])
 links = st.builds(
-    Link,
+    Faults,
     delay_s=st.sampled_from([0.03, 0.2, 0.001, 0.0]),
     jitter_s=st.sampled_from([0.0, 0.05]),
     duplicated=st.sampled_from([0.0, 0.3]),
@@ -134,7 +136,7 @@ def test_the_text_is_the_oracles_own_whatever_link_drafter_and_policies_do(
         window=announced_window,
     )
     oracle = hashing_oracle(seed)
-    simulation = Simulation(
+    simulation = CheckedSimulation(
         frame,
         oracle,
         drafter_of(oracle, seed, **drafter) if drafter else None,
@@ -164,7 +166,9 @@ def test_the_text_is_the_oracles_own_whatever_link_drafter_and_policies_do(
 @given(seed=st.integers(0, 1 << 30), cancel_at=st.floats(0, 1.5), link=links)
 def test_a_cancelled_text_is_a_beginning_of_the_oracles_own(seed, cancel_at, link):
     oracle, frame = hashing_oracle(seed, eos_odds=0), open_frame()
-    simulation = Simulation(frame, oracle, drafter_of(oracle, seed, 0.8), link=link, seed=seed, cancel_at=cancel_at)
+    simulation = CheckedSimulation(
+        frame, oracle, drafter_of(oracle, seed, 0.8), link=link, seed=seed, cancel_at=cancel_at
+    )
     text = simulation.run()
     assert text == own_text(oracle, frame, rules())[: len(text)]
     wanted = FinishReason.CANCELLED if len(text) < frame.sampling.max_tokens else FinishReason.LENGTH
@@ -173,7 +177,7 @@ def test_a_cancelled_text_is_a_beginning_of_the_oracles_own(seed, cancel_at, lin
 
 def timed(drafter, **options):
     oracle, frame = hashing_oracle(5, eos_odds=0), open_frame(sampling=Sampling(max_tokens=200))
-    simulation = Simulation(frame, oracle, drafter and drafter_of(oracle, 5, **drafter), **options)
+    simulation = CheckedSimulation(frame, oracle, drafter and drafter_of(oracle, 5, **drafter), **options)
     assert simulation.run() == own_text(oracle, frame, rules())
     return simulation
 
@@ -194,37 +198,37 @@ def test_infinite_patience_takes_the_fewest_steps():
 
 
 def test_a_text_survives_many_broken_streams_and_counts_them():
-    simulation = timed({"right": 0.8}, link=Link(breaks_every_s=0.3))
+    simulation = timed({"right": 0.8}, link=Faults(breaks_every_s=0.3))
     assert simulation.edge.statistics.resumes >= 3
-    assert simulation.streams == simulation.edge.statistics.resumes + 1
+    assert simulation.num_streams == simulation.edge.statistics.resumes + 1
 
 
 @pytest.mark.parametrize("delay_s", [0.01, 0.05, 0.1])
 @pytest.mark.parametrize("queues_while_busy", [False, True])
 def test_the_measured_round_trip_is_the_links_own(delay_s, queues_while_busy):
-    simulation = timed({"right": 0.9}, link=Link(delay_s=delay_s), queues_while_busy=queues_while_busy)
+    simulation = timed({"right": 0.9}, link=Faults(delay_s=delay_s), queues_while_busy=queues_while_busy)
     assert simulation.edge.statistics.round_trip_s == pytest.approx(2 * delay_s, rel=0.02)
 
 
 def test_reordered_messages_leave_the_measured_round_trip_near_the_links_own():
     for delay_s in (0.01, 0.05, 0.1):
-        simulation = timed({"right": 0.9}, link=Link(delay_s=delay_s, reordered=0.3))
+        simulation = timed({"right": 0.9}, link=Faults(delay_s=delay_s, reordered=0.3))
         assert simulation.edge.statistics.round_trip_s == pytest.approx(2 * delay_s, rel=0.5)
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.1])
 def test_on_a_long_link_a_message_goes_for_every_step_and_not_for_every_token(delay_s):
     statistics = timed(
-        {"right": 0.95}, link=Link(delay_s=delay_s), verifier=rules(patience=Patience(0.0))
+        {"right": 0.95}, link=Faults(delay_s=delay_s), verifier=rules(patience=Patience(0.0))
     ).edge.statistics
     assert statistics.messages < 1.5 * statistics.steps
     assert statistics.messages < statistics.drafted / 2
 
 
 def test_holding_drafts_back_costs_little_time(monkeypatch):
-    held = [timed({"right": 0.9}, link=Link(delay_s=delay_s)).now for delay_s in (0.005, 0.02, 0.05)]
+    held = [timed({"right": 0.9}, link=Faults(delay_s=delay_s)).now for delay_s in (0.005, 0.02, 0.05)]
     monkeypatch.setattr("outrider.proto.session.sending.due_to_flush", lambda *_, **__: True)
-    at_once = [timed({"right": 0.9}, link=Link(delay_s=delay_s)).now for delay_s in (0.005, 0.02, 0.05)]
+    at_once = [timed({"right": 0.9}, link=Faults(delay_s=delay_s)).now for delay_s in (0.005, 0.02, 0.05)]
     assert sum(held) < 1.2 * sum(at_once)
 
 
@@ -239,15 +243,15 @@ def test_a_text_begins_with_what_the_last_one_has_measured():
 
 def test_the_goal_of_few_steps_takes_fewer_and_gives_the_same_text():
     for delay_s, never_more in ((0.005, 1.0), (0.05, 0.8)):  # on a short link waiting is what is soonest, too
-        soonest = timed({"right": 0.9}, link=Link(delay_s=delay_s), verifier=rules(goal=Goal.LATENCY))
-        fewest = timed({"right": 0.9}, link=Link(delay_s=delay_s), verifier=rules(goal=Goal.EFFICIENCY))
+        soonest = timed({"right": 0.9}, link=Faults(delay_s=delay_s), verifier=rules(goal=Goal.LATENCY))
+        fewest = timed({"right": 0.9}, link=Faults(delay_s=delay_s), verifier=rules(goal=Goal.EFFICIENCY))
         assert fewest.edge.statistics.steps <= never_more * soonest.edge.statistics.steps
         assert fewest.emitted == soonest.emitted
 
 
 def test_acceptance_is_counted_also_where_the_target_overtook_the_drafts():
     statistics = timed(
-        {"right": 0.8}, link=Link(delay_s=0.1), drafting_s=0.01, verifier=rules(patience=Patience(0.0))
+        {"right": 0.8}, link=Faults(delay_s=0.1), drafting_s=0.01, verifier=rules(patience=Patience(0.0))
     ).edge.statistics
     assert statistics.hits > statistics.accepted
     # A wrong draft is one of eight tokens at random, so it is right once in eight times.

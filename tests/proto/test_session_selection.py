@@ -7,17 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checked_simulation import CheckedSimulation, open_frame, own_text, rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_decoding import Link, Simulation, drafter_of, hashing_oracle, open_frame, own_text, rules
 
+from outrider.bench.simulator.faults import Faults
+from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.edge.policies.selection import Exp3, FixedShare, Hedge, Leader, MetaSdUcb, RandomSelector
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import FixedWindow
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.session.selection import Conditions
-from outrider.proto.types import Sampling
+from outrider.proto.types import Sampling, token_ids
 
 SELECTORS = {
     "random": lambda arms, rng: RandomSelector(arms, rng),
@@ -40,10 +42,10 @@ def pool(oracle, rights, seed, **options):
     rights=st.lists(st.sampled_from([0.0, 0.4, 0.8, 1.0]), min_size=2, max_size=4),
     link=st.sampled_from(
         [
-            Link(),
-            Link(delay_s=0.001),
-            Link(delay_s=0.1, jitter_s=0.05, duplicated=0.2, reordered=0.2),
-            Link(delay_s=0.03, breaks_every_s=0.3, goaway_every_s=0.7),
+            Faults(),
+            Faults(delay_s=0.001),
+            Faults(delay_s=0.1, jitter_s=0.05, duplicated=0.2, reordered=0.2),
+            Faults(delay_s=0.03, breaks_every_s=0.3, goaway_every_s=0.7),
         ]
     ),
     dies_after=st.sampled_from([math.inf, math.inf, 0, 5, 20]),
@@ -53,7 +55,7 @@ def test_the_text_is_the_targets_own_whoever_drafts(seed, selector, rights, link
     oracle, frame = hashing_oracle(seed), open_frame()
     first, *rivals = pool(oracle, rights, seed, silent=silent)
     rivals[-1] = drafter_of(oracle, seed + 7, rights[-1], dies_after=dies_after)
-    simulation = Simulation(
+    simulation = CheckedSimulation(
         frame,
         oracle,
         first,
@@ -84,18 +86,18 @@ def test_the_better_drafter_gets_the_turn_and_every_hit_is_told_once_and_right()
         """Says the same of a prefix whenever it is asked, as shared noise has it."""
 
         def propose(prefix, count):
-            tokens, q = (), ()
+            drafts = ()
             for _ in range(count):
-                key = (index, prefix + tokens)
+                key = (index, prefix + token_ids(drafts))
                 if key not in said:
-                    said[key] = drafter(prefix + tokens, 1)
-                tokens, q = tokens + said[key][0], q + said[key][1]
-            return tokens, q
+                    said[key] = drafter(key[1], 1)
+                drafts += said[key]
+            return drafts
 
         return propose
 
     drafters = [remembering(0, bad), remembering(1, good)]
-    simulation = Simulation(
+    simulation = CheckedSimulation(
         frame,
         oracle,
         drafters[0],
@@ -107,7 +109,7 @@ def test_the_better_drafter_gets_the_turn_and_every_hit_is_told_once_and_right()
     for arm, drafter in enumerate(drafters):
         prefix = frame.prompt
         for token in text:
-            truth[arm].append(drafter(prefix, 1)[0][0] == token)
+            truth[arm].append(drafter(prefix, 1)[0].id == token)
             prefix += (token,)
         known = [(i, hit) for i, hit in enumerate(heard[arm]) if hit is not None]
         assert all(truth[arm][i] == hit for i, hit in known)
@@ -122,12 +124,12 @@ def test_the_better_drafter_gets_the_turn_and_every_hit_is_told_once_and_right()
 
 def test_one_drafter_is_never_asked_to_foresee_and_nobody_reads() -> None:
     oracle, frame = hashing_oracle(4), open_frame(sampling=Sampling(max_tokens=60))
-    simulation = Simulation(frame, oracle, drafter_of(oracle, 4, 0.8))
+    simulation = CheckedSimulation(frame, oracle, drafter_of(oracle, 4, 0.8))
     jobs = []
     edge = simulation.edge
-    draft = simulation._draft
-    simulation._draft = lambda job: jobs.append(job) or draft(job)
-    simulation._catch_up = jobs.append
+    draft = simulation.drafters.draft
+    simulation.drafters.draft = lambda job: jobs.append(job) or draft(job)
+    simulation.drafters.catch_up = jobs.append
     simulation.run()
     assert len(jobs) > 5
     assert all(job.teacher_forced == 0 and job.skip == 0 and job.drafter == 0 for job in jobs)
@@ -143,7 +145,7 @@ def test_a_selector_without_catch_up_costs_no_reading_and_late_ones_read_at_once
         def choose(self, view: SelectionView) -> int:
             return 0 if view.current is None else 1
 
-    simulation = Simulation(
+    simulation = CheckedSimulation(
         frame, oracle, drafter_of(oracle, 1, 0.5), rivals=[drafter_of(oracle, 2, 0.9)], selector=Second()
     )
     assert simulation.run() == own_text(oracle, frame, rules())
@@ -161,13 +163,13 @@ def test_views_are_of_rounds_where_the_link_is_shorter_than_a_step_else_of_a_str
 
         views: list[SelectionView] = []
         oracle, frame = hashing_oracle(8, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
-        Simulation(
+        CheckedSimulation(
             frame,
             oracle,
             drafter_of(oracle, 1, 0.6),
             rivals=[drafter_of(oracle, 2, 0.6)],
             selector=Looking(experts=FixedShare(arms=2)),
-            link=Link(delay_s=delay_s),
+            link=Faults(delay_s=delay_s),
             step_s=0.03,
         ).run()
         return views[-1]
@@ -181,13 +183,13 @@ def test_views_are_of_rounds_where_the_link_is_shorter_than_a_step_else_of_a_str
 def test_a_broken_drafter_yields_to_the_others_and_the_last_one_to_the_cloud() -> None:
     oracle, frame = hashing_oracle(9, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=100))
     first, second = drafter_of(oracle, 1, 0.9, dies_after=5), drafter_of(oracle, 2, 0.9)
-    simulation = Simulation(frame, oracle, first, rivals=[second], selector=Leader(experts=FixedShare(arms=2)))
+    simulation = CheckedSimulation(frame, oracle, first, rivals=[second], selector=Leader(experts=FixedShare(arms=2)))
     assert simulation.run() == own_text(oracle, frame, rules())
     assert simulation.failed == [0]
     assert simulation.edge.statistics.of("b").committed > 50
     assert "died" in simulation.edge.statistics.drafter_error
     dead = [drafter_of(oracle, i, 0.9, dies_after=5) for i in (1, 2)]
-    simulation = Simulation(frame, oracle, dead[0], rivals=dead[1:], selector=Leader(experts=FixedShare(arms=2)))
+    simulation = CheckedSimulation(frame, oracle, dead[0], rivals=dead[1:], selector=Leader(experts=FixedShare(arms=2)))
     assert simulation.run() == own_text(oracle, frame, rules())
     assert sorted(simulation.failed) == [0, 1]
 
@@ -215,7 +217,7 @@ def test_a_selector_is_told_what_commits_gave(monkeypatch) -> None:
 
     oracle, frame = hashing_oracle(2, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
     drafters = pool(oracle, (0.8, 0.8), 1)
-    simulation = Simulation(frame, oracle, drafters[0], rivals=drafters[1:], selector=Listening(), send_q=True)
+    simulation = CheckedSimulation(frame, oracle, drafters[0], rivals=drafters[1:], selector=Listening(), send_q=True)
     simulation.run()
     statistics = simulation.edge.statistics
     assert sum(outcome.accepted for outcome in outcomes) == statistics.accepted
@@ -232,7 +234,7 @@ def test_a_rule_that_learns_is_told_of_every_draft_that_met_the_text(right) -> N
 
     told: list[tuple[int, bool]] = []
     oracle, frame = hashing_oracle(5, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
-    simulation = Simulation(frame, oracle, drafter_of(oracle, 5, right), window=Learning(6))
+    simulation = CheckedSimulation(frame, oracle, drafter_of(oracle, 5, right), window=Learning(6))
     simulation.run()
     statistics = simulation.edge.statistics
     assert sum(hits for hits, _ in told) == statistics.hits
@@ -253,8 +255,8 @@ def test_everybody_reads_the_prompt_before_the_first_choice_and_its_end_is_score
     frame = open_frame(prompt=(3, 1) * (prompt_tokens // 2) + (2,) * (prompt_tokens % 2))
     first, *rivals = pool(oracle, (0.5, 0.5, 0.5), 3)
     leader = Listening(experts=FixedShare(arms=3))
-    simulation = Simulation(
-        frame, oracle, first, rivals=rivals, selector=leader, link=Link(delay_s=0.2), drafting_s=0.001
+    simulation = CheckedSimulation(
+        frame, oracle, first, rivals=rivals, selector=leader, link=Faults(delay_s=0.2), drafting_s=0.001
     )
     assert simulation.run() == own_text(oracle, frame, rules())
     if prompt_tokens == 1:

@@ -6,9 +6,10 @@ import math
 import random
 from dataclasses import asdict
 
+from checked_simulation import CheckedSimulation, open_frame
 from hand_driven import HandDrivenEdge, drafts_of
-from simulated_decoding import Simulation, drafter_of, hashing_oracle, open_frame
 
+from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
 from outrider.proto.session import DraftJob, EdgeSession, Selection, SharedMeasurements, StreamReady
 from outrider.proto.session.events import Drafted, EdgeEvent
@@ -18,7 +19,7 @@ from outrider.proto.types import Commit, Opened, Sampling, Timing
 def measured_text() -> Measurements:
     """Measurements of a whole text."""
     oracle, frame = hashing_oracle(3, eos_odds=0), open_frame(sampling=Sampling(max_tokens=60))
-    simulation = Simulation(frame, oracle, drafter_of(oracle, 3, 0.7, confidence="telling"))
+    simulation = CheckedSimulation(frame, oracle, drafter_of(oracle, 3, 0.7, confidence="telling"))
     simulation.run()
     return simulation.edge.measurements
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checked_simulation import open_frame, rules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from simulated_decoding import open_frame, rules
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import Verified, VerifierSession

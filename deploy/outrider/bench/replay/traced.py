@@ -222,7 +222,7 @@ class Replay(Simulation):
         return Outcome(
             self.clock.now,
             self.arrivals[0],
-            self.machine.statistics,
+            self.edge.statistics,
             tuple(self.arrivals),
             self._wires.wire_up.bytes,
             self._wires.wire_down.bytes,

@@ -104,8 +104,8 @@ class Simulation:
     """One text from Open to Done, and further turns on the same session.
 
     Attributes:
-        machine: the edge's.
-        tokens: [n] of the turn, as the user got them.
+        edge: the session machine of the edge.
+        emitted: [n] tokens of the turn, as the user got them.
         arrivals: [n] seconds, when each came.
         active: [n] the active drafter when the token came.
         done: how the turn ended; None: it runs.
@@ -116,7 +116,7 @@ class Simulation:
     def __init__(
         self,
         clock: VirtualClock,
-        machine: EdgeSession,
+        edge: EdgeSession,
         verifier: SimulatedVerifier,
         drafters: Drafters,
         new_link: Callable[[float], Link],
@@ -125,15 +125,15 @@ class Simulation:
 
         Args:
             clock: of the verifier.
-            machine: that has begun a text and has not been told of anything yet.
+            edge: that has begun a text and has not been told of anything yet.
             verifier: may have other edges.
             drafters: of the edge.
             new_link: makes that of a stream which opens at a time.
         """
         self.clock = clock
-        self.machine = machine
+        self.edge = edge
         self.verifier = verifier
-        self.tokens: list[int] = []
+        self.emitted: list[int] = []
         self.arrivals: list[float] = []
         self.active: list[int] = []
         self.done: Done | None = None
@@ -160,10 +160,10 @@ class Simulation:
 
     def handle(self, event: EdgeEvent) -> None:
         """Tell the edge's machine of an event, and do what it says."""
-        active = self.machine.drafter  # the next one may be chosen with the same event
-        for instruction in self.machine.handle(event, self.clock.now):
+        active = self.edge.drafter  # the next one may be chosen with the same event
+        for instruction in self.edge.handle(event, self.clock.now):
             if isinstance(instruction, Emit):
-                self.tokens += instruction.tokens
+                self.emitted += instruction.tokens
                 self.arrivals += [self.clock.now] * len(instruction.tokens)
                 self.active += [active] * len(instruction.tokens)
             self.follow(instruction)
@@ -184,7 +184,7 @@ class Simulation:
                     self.clock.at(self.clock.now + after_s, self._reopen)
             case Done():
                 self.done = instruction
-                if not self.machine.connected:
+                if not self.edge.connected:
                     self.leave_stream()
 
     def send(self, frame: EdgeFrame) -> None:

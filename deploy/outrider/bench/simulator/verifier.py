@@ -162,12 +162,13 @@ class SimulatedVerifier:
         slot, now = share.slot, self._clock.now
         slot.num_computed_tokens += share.num_tokens
         if share.block is not None:
-            commit = self._verify(slot, share.block, began)
+            commit = self.verify(slot, share.block, began)
             slot.num_computed_tokens = len(slot.session.transcript) - 1
             slot.ready_since = now
             self._clock.at(now + self._costs.commit_s, lambda: slot.stream.send_down(commit))
 
-    def _verify(self, slot: SimulatedSlot, block: tuple[int, ...], began: float) -> Commit:
+    def verify(self, slot: SimulatedSlot, block: tuple[int, ...], began: float) -> Commit:
+        """Let the target verify `block` in the step that `began`, and make text of what it says."""
         now = self._clock.now
         tokens = self._target.after(slot.session.transcript, block)
         queue_s = max(0.0, began - slot.ready_since)

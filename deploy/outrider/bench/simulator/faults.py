@@ -1,0 +1,103 @@
+"""A bad link on a virtual clock: it delays, duplicates and reorders frames, and its streams break."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from outrider.bench.simulator.clock import VirtualClock
+from outrider.bench.simulator.simulation import Drafters, Simulation
+from outrider.bench.simulator.verifier import SimulatedVerifier
+from outrider.proto import codec
+from outrider.proto.errors import Unavailable
+from outrider.proto.session import EdgeSession
+from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame, Goaway, Opened
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """How bad a link is. Times in seconds, chances from 0 to 1.
+
+    Attributes:
+        delay_s: of every frame.
+        jitter_s: most that a frame is late beside that.
+        duplicated: chance that a frame comes twice; a commit, what opens a stream, or drafts.
+        reordered: chance that drafts come after frames that were sent later.
+        breaks_every_s: mean time between breaks; 0: none.
+        goaway_every_s: mean time between verifiers that drain; 0: none does.
+    """
+
+    delay_s: float = 0.02
+    jitter_s: float = 0.0
+    duplicated: float = 0.0
+    reordered: float = 0.0
+    breaks_every_s: float = 0.0
+    goaway_every_s: float = 0.0
+
+
+class FaultyLink:
+    """Carries the frames of one stream, each of them through the codec."""
+
+    def __init__(self, faults: Faults, rng: random.Random, now: float) -> None:
+        self._faults = faults
+        self._rng = rng
+        self._up_until = self._down_until = now
+
+    def up(self, frame: EdgeFrame, now: float) -> Iterator[tuple[float, EdgeFrame]]:
+        """Return when the verifier has the frame, and when its copy."""
+        data = codec.encode_edge_frame(frame)
+        arrival = self._up_until = max(self._up_until, now + self._delay_s())
+        if isinstance(frame, Draft) and self._rng.random() < self._faults.reordered:
+            arrival += self._rng.uniform(0, 3 * self._faults.delay_s)
+        yield arrival, codec.decode_edge_frame(data)
+        if isinstance(frame, Draft) and self._rng.random() < self._faults.duplicated:
+            yield arrival + self._delay_s(), codec.decode_edge_frame(data)
+
+    def down(self, frame: CloudFrame, now: float) -> Iterator[tuple[float, CloudFrame]]:
+        """Return when the edge has the frame, and when its copy."""
+        data = codec.encode_cloud_frame(frame)
+        arrival = self._down_until = max(self._down_until, now + self._delay_s())
+        yield arrival, codec.decode_cloud_frame(data)
+        if isinstance(frame, Commit | Opened) and self._rng.random() < self._faults.duplicated:
+            yield arrival + self._delay_s(), codec.decode_cloud_frame(data)
+
+    def arrived_up(self) -> None:
+        """Nothing follows from it."""
+
+    def arrived_down(self) -> None:
+        """Nothing follows from it."""
+
+    def _delay_s(self) -> float:
+        return self._faults.delay_s + self._rng.uniform(0, self._faults.jitter_s)
+
+
+class FaultySimulation(Simulation):
+    """A text on a bad link, whose streams break and are sent away."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        edge: EdgeSession,
+        verifier: SimulatedVerifier,
+        drafters: Drafters,
+        faults: Faults,
+        rng: random.Random,
+    ) -> None:
+        super().__init__(clock, edge, verifier, drafters, partial(FaultyLink, faults, rng))
+        self._faults = faults
+        self._rng = rng
+
+    def open_stream(self) -> None:
+        """Open a stream that may break."""
+        super().open_stream()
+        stream, now = self.stream, self.clock.now
+        if stream is None:
+            return
+        if self._faults.breaks_every_s:
+            lasts_s = self._rng.expovariate(1 / self._faults.breaks_every_s)
+            self.clock.at(now + lasts_s, lambda: self.lose_stream(stream, Unavailable("the link broke")))
+        if self._faults.goaway_every_s:
+            lasts_s = self._rng.expovariate(1 / self._faults.goaway_every_s)
+            self.clock.at(now + lasts_s, lambda: stream.send_down(Goaway("drains")))

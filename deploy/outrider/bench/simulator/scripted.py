@@ -1,0 +1,125 @@
+"""A target and drafters without any model: what they say is a function of what came before."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outrider.proto.errors import Internal, OutriderError
+from outrider.proto.session import CatchUpJob, CaughtUp, Drafted, DrafterFailed, DraftJob, TeacherForced
+from outrider.proto.types import DraftToken
+
+Oracle = Callable[[tuple[int, ...]], int]  # the target's token after a prefix
+Proposer = Callable[[tuple[int, ...], int], tuple[DraftToken, ...]]  # after a prefix, at most so many drafts
+
+_CATCH_UP_S = 0.001
+
+
+def hashing_oracle(seed: int, vocab: int = 8, eos_odds: float = 0.01) -> Oracle:
+    """Return a target whose next token is a fixed, unpredictable function of everything before; its EOS is 0."""
+
+    def next_token(prefix: tuple[int, ...]) -> int:
+        rng = random.Random(f"{seed} {prefix}")
+        return 0 if rng.random() < eos_odds else rng.randrange(1, vocab)
+
+    return next_token
+
+
+@dataclass(frozen=True, slots=True)
+class OracleTarget:
+    """A target that says what its oracle says."""
+
+    oracle: Oracle
+
+    def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
+        """Return [k + 1] tokens after the transcript and after each of the drafts `block` [k]."""
+        before = tuple(transcript)
+        return tuple(self.oracle(before + block[:j]) for j in range(len(block) + 1))
+
+
+def drafter_of(
+    oracle: Oracle,
+    seed: int,
+    right: float,
+    silent: float = 0.0,
+    dies_after: int = 1 << 30,
+    confidence: str = "none",
+    vocab: int = 8,
+) -> Proposer:
+    """Return a drafter that proposes the oracle's tokens, or others.
+
+    Args:
+        oracle: of the target.
+        seed: of all its chances.
+        right: chance of the oracle's token.
+        silent: chance of fewer tokens than asked for.
+        dies_after: calls, at the next of which it raises `Internal`.
+        confidence: `none`, `telling` (high where it is right) or `false` (the other way round).
+        vocab: size of the vocabulary.
+    """
+    rng, calls = random.Random(seed), itertools.count()
+
+    def believed(hit: bool) -> float:
+        if confidence == "none":
+            return math.nan
+        return rng.uniform(0.7, 1.0) if hit == (confidence == "telling") else rng.uniform(0.0, 0.6)
+
+    def propose(prefix: tuple[int, ...], count: int) -> tuple[DraftToken, ...]:
+        if next(calls) >= dies_after:
+            raise Internal("the drafter has died")
+        if rng.random() < silent:
+            count = rng.randrange(count)
+        drafts: tuple[DraftToken, ...] = ()
+        for _ in range(count):
+            right_one = oracle(prefix)
+            token = right_one if rng.random() < right else rng.randrange(vocab)
+            prefix += (token,)
+            drafts += (DraftToken(token, believed(token == right_one)),)
+        return drafts
+
+    return propose
+
+
+class ScriptedDrafters:
+    """Drafters that keep a prefix each, and take their time.
+
+    Attributes:
+        prefixes: of each, as it was left.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer], drafting_s: float, rng: random.Random) -> None:
+        self.prefixes: list[tuple[int, ...]] = [()] * len(proposers)
+        self._proposers = proposers
+        self._drafting_s = drafting_s
+        self._rng = rng
+
+    def draft(self, job: DraftJob) -> tuple[Drafted | DrafterFailed, float]:
+        """Propose tokens; each takes half to twice the usual time."""
+        prefix = self.prefixes[job.drafter][: job.truncate_to] + job.extend_with
+        forced_from = job.truncate_to + job.skip
+        try:
+            forced = self._teacher_force(job.drafter, prefix, forced_from, forced_from + job.teacher_forced)
+            drafts = self._proposers[job.drafter](prefix, job.count)
+        except OutriderError as error:
+            return DrafterFailed(error, job.drafter), self._drafting_s
+        self.prefixes[job.drafter] = prefix + tuple(draft.id for draft in drafts)
+        seconds = self._drafting_s * max(1, len(drafts)) * self._rng.uniform(0.5, 2)
+        return Drafted(job, drafts, seconds, TeacherForced(forced)), seconds
+
+    def catch_up(self, job: CatchUpJob) -> tuple[CaughtUp | DrafterFailed, float]:
+        """Read committed tokens; the log probability of the prompt's is lower the later the drafter."""
+        prefix = self.prefixes[job.drafter][: job.truncate_to] + job.tokens
+        try:
+            forced = self._teacher_force(job.drafter, prefix, job.start, len(prefix))
+        except OutriderError as error:
+            return DrafterFailed(error, job.drafter), self._drafting_s
+        self.prefixes[job.drafter] = prefix
+        log_q = (-1.0 - job.drafter,) * job.score
+        return CaughtUp(job, TeacherForced(forced, log_q), _CATCH_UP_S), self._drafting_s
+
+    def _teacher_force(self, drafter: int, prefix: tuple[int, ...], start: int, end: int) -> tuple[DraftToken, ...]:
+        said = [self._proposers[drafter](prefix[:position], 1) for position in range(start, end)]
+        return tuple(drafts[0] if drafts else DraftToken(-1) for drafts in said)

@@ -1,0 +1,218 @@
+"""A text in the simulator whose every event is followed by checks of what must always hold."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from outrider.bench.simulator.clock import VirtualClock
+from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.faults import Faults, FaultySimulation
+from outrider.bench.simulator.scripted import Oracle, OracleTarget, Proposer, ScriptedDrafters
+from outrider.bench.simulator.verifier import SimulatedVerifier
+from outrider.proto.policy import Measurements, WindowPolicy
+from outrider.proto.policy.selection import Selector
+from outrider.proto.session import Cancelled, Done, DrafterFailed, EdgeSession, Reopen, Selection, VerifierRules
+from outrider.proto.types import Commit, Draft, Open, Opened, Sampling
+
+HASH = "ab" * 32
+MAX_EVENTS = 60_000
+FREE = Costs(step_s=0.0, row_s=0.0, prefill_row_s=0.0, job_s=0.0, edge_event_s=0.0, cloud_event_s=0.0, commit_s=0.0)
+
+
+def rules(**changes) -> VerifierRules:
+    defaults = {
+        "name": "v",
+        "model": "m",
+        "tokenizer_sha256": HASH,
+        "vocab_size": 8,
+        "context_length": 512,
+        "eos_tokens": frozenset({0}),
+    }
+    return VerifierRules(**(defaults | changes))
+
+
+def open_frame(**changes) -> Open:
+    defaults = {
+        "model": "m",
+        "tokenizer_sha256": HASH,
+        "prompt": (3, 1, 2),
+        "sampling": Sampling(max_tokens=40),
+        "session": "s",
+    }
+    return Open(**(defaults | changes))
+
+
+def own_text(oracle: Oracle, frame: Open, verifier: VerifierRules) -> tuple[int, ...]:
+    """What plain decoding gives."""
+    sampling, text = frame.sampling, ()
+    most = min(sampling.max_tokens, verifier.context_length - len(frame.prompt))
+    while len(text) < most:
+        text += (oracle(frame.prompt + text),)
+        ended = text[-1] in verifier.eos_tokens and not sampling.ignore_eos
+        if ended or text[-1] in sampling.stop_tokens:
+            break
+    return text
+
+
+class CheckedVerifier(SimulatedVerifier):
+    """May take frames in the midst of a step, and grant any credit."""
+
+    def __init__(self, *args, rng: random.Random, fickle_credit: bool, queues_while_busy: bool) -> None:
+        super().__init__(*args)
+        self._rng = rng
+        self._fickle_credit = fickle_credit
+        self._queues_while_busy = queues_while_busy
+
+    def receive(self, stream, frame) -> None:
+        if self._busy and not self._queues_while_busy:
+            self.take(stream, frame, self._clock.now)
+        else:
+            super().receive(stream, frame)
+
+    def credit(self) -> int:
+        return self._rng.randint(1, self.rules.max_credit) if self._fickle_credit else super().credit()
+
+    def verify(self, slot, block, began) -> Commit:
+        before = tuple(slot.session.transcript)
+        commit = super().verify(slot, block, began)
+        assert tuple(slot.session.transcript) == before + commit.tokens, "a commit appends and nothing else"
+        return commit
+
+
+class CheckedDrafters(ScriptedDrafters):
+    """Asserts that every job continues the text as it is."""
+
+    def __init__(self, *args, edge: EdgeSession) -> None:
+        super().__init__(*args)
+        self._edge = edge
+        self.failed: list[int] = []
+
+    def draft(self, job):
+        prefix = self.prefixes[job.drafter][: job.truncate_to] + job.extend_with
+        assert len(prefix) == job.start
+        wanted = tuple(self._edge.transcript) + self._edge._chain.tokens
+        assert prefix == wanted, "the drafter would continue another text"
+        if job.teacher_forced:
+            forced_until = job.truncate_to + job.skip + job.teacher_forced
+            assert forced_until <= len(self._edge.transcript), "only committed tokens are forced"
+        return super().draft(job)
+
+    def catch_up(self, job):
+        prefix = self.prefixes[job.drafter][: job.truncate_to] + job.tokens
+        begun = len(self._edge.transcript) > self._edge.prompt_length
+        assert job.drafter != self._edge.drafter or not begun, "whose turn it is drafts, and need not read"
+        assert job.drafter not in self.failed, "it is broken"
+        assert prefix == tuple(self._edge.transcript[: len(prefix)]), "the drafter would read another text"
+        return super().catch_up(job)
+
+
+class CheckedSimulation(FaultySimulation):
+    """One text from Open to Done; fails where it can never go on."""
+
+    verifier_kind = CheckedVerifier
+
+    def __init__(
+        self,
+        frame: Open,
+        oracle: Oracle,
+        drafter: Proposer | None,
+        *,
+        verifier: VerifierRules | None = None,
+        window: WindowPolicy | None = None,
+        link: Faults | None = None,
+        seed: int = 0,
+        step_s: float = 0.03,
+        row_s: float = 0.0,
+        drafting_s: float = 0.002,
+        most_per_job: int = 8,
+        cancel_at: float = math.inf,
+        fickle_credit: bool = False,
+        queues_while_busy: bool = True,
+        measurements: Measurements | None = None,
+        send_q: bool = False,
+        rivals: Sequence[Proposer] = (),
+        selector: Selector | None = None,
+        edge: EdgeSession | None = None,
+    ) -> None:
+        self.rules = verifier or rules()
+        self.oracle = oracle
+        clock, rng = VirtualClock(), random.Random(seed)
+        selection = Selection(selector, tuple("abcdef"[: 1 + len(rivals)])) if selector is not None else None
+        edge = edge or EdgeSession(
+            frame if drafter is not None else replace(frame, drafting=False),
+            window,
+            measurements=measurements,
+            send_q=send_q,
+            selection=selection,
+            job_tokens=lambda _: most_per_job,
+        )
+        drafters = [] if drafter is None else [drafter, *rivals]
+        self.drafters = CheckedDrafters(drafters, drafting_s, rng, edge=edge)
+        costs = replace(FREE, step_s=step_s, row_s=row_s, prefill_row_s=row_s)
+        checked = self.verifier_kind(
+            clock,
+            self.rules,
+            OracleTarget(oracle),
+            costs,
+            rng=rng,
+            fickle_credit=fickle_credit,
+            queues_while_busy=queues_while_busy,
+        )
+        super().__init__(clock, edge, checked, self.drafters, link or Faults(), rng)
+        self.draft_frames = 0
+        self._granted = 0
+        if cancel_at < math.inf:
+            clock.at(cancel_at, lambda: self.handle(Cancelled()))
+
+    @property
+    def now(self) -> float:
+        return self.clock.now
+
+    @property
+    def failed(self) -> list[int]:
+        """The drafters that have broken."""
+        return self.drafters.failed
+
+    def run(self, limit_s: float = 10_000.0) -> tuple[int, ...]:
+        """The emitted text."""
+        self.begin()
+        self.run_until(lambda: self.done is not None, limit_s)
+        late = Commit(self.edge.prompt_length, (7,), 0, 1)
+        assert not self.edge.handle(late, self.now), "speaks after Done"
+        return tuple(self.emitted)
+
+    def run_until(self, over, limit_s: float = 10_000.0) -> None:
+        for _ in range(MAX_EVENTS):
+            if over():
+                return
+            self.clock.advance()
+            assert self.now < limit_s, "no end in sight"
+            assert self.emitted == self.edge.transcript[self.edge.prompt_length :], "emitted is not the transcript"
+        raise AssertionError("too many events")
+
+    def handle(self, event) -> None:
+        if isinstance(event, DrafterFailed):
+            self.failed.append(event.drafter)
+        super().handle(event)
+
+    def follow(self, instruction) -> None:
+        assert self.done is None or not isinstance(instruction, Done | Reopen), f"says {instruction} after Done"
+        super().follow(instruction)
+
+    def send(self, frame) -> None:
+        self.draft_frames += isinstance(frame, Draft)
+        if isinstance(frame, Draft) and frame.tokens:
+            unverified = frame.start + len(frame.tokens) - len(self.edge.transcript)
+            assert unverified <= self._granted, f"{unverified} unverified tokens on {self._granted} of credit"
+        super().send(frame)
+
+    def receive(self, stream, frame) -> None:
+        if stream is self.stream:
+            if isinstance(frame, Opened):
+                self._granted = frame.credit
+            if isinstance(frame, Commit) and frame.start + len(frame.tokens) > len(self.edge.transcript):
+                self._granted = frame.credit
+        super().receive(stream, frame)
