@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from outrider.coordinator.fleet import (
     BROADER_TRIALS,
     HALF_LIFE,
-    MOST_DRAFTERS,
-    MOST_SHOWN,
-    MOST_UNSERVED,
+    MAX_DRAFTERS,
+    MAX_SHOWN,
+    MAX_UNSERVED,
     REPORT_COMPARED,
     FleetAcceptance,
     Hits,
+    _Cells,
 )
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.testing import ScriptedCluster, ready, write_package
@@ -111,12 +112,13 @@ def test_a_new_version_begins_with_nothing_of_the_old_one() -> None:
 
 
 def test_what_was_seen_a_half_life_ago_weighs_half() -> None:
-    kept = Hits()
+    cells = _Cells()
     for _ in range(32):
-        kept = kept.plus(REPORT_COMPARED, REPORT_COMPARED)
-    before = kept
+        cells.add((CODE, 2), Hits(REPORT_COMPARED, REPORT_COMPARED))
+    before = cells.of[CODE, 2]
     for _ in range(int(HALF_LIFE) // REPORT_COMPARED):
-        kept = kept.plus(0, REPORT_COMPARED)
+        cells.add((CODE, 2), Hits(0, REPORT_COMPARED))
+    kept = cells.of[CODE, 2]
     assert kept.hits == pytest.approx(before.hits / 2)
     assert kept.trials < HALF_LIFE / math.log(2) + REPORT_COMPARED, "it fills up"
 
@@ -143,7 +145,7 @@ def test_invented_versions_push_out_each_other_and_none_that_many_texts_had() ->
     for i in range(500):
         known.add(text(hits(1.0, REPORT_COMPARED, drafter=f"invented{i}")), ())
     told = known.prior("tiny", 0, 0)
-    assert len(told) == MOST_UNSERVED
+    assert len(told) == MAX_UNSERVED
     assert "general" in {prior.drafter for prior in told}
     assert "invented499" in {prior.drafter for prior in told}, "what is new gets its chance"
 
@@ -162,13 +164,13 @@ def test_drafters_of_the_catalogue_have_room_whatever_else_is_reported() -> None
 
 def test_of_too_many_drafters_the_one_that_was_longest_not_reported_goes() -> None:
     known = FleetAcceptance()
-    names = [(f"d{i}", "1") for i in range(MOST_DRAFTERS + 1)]
+    names = [(f"d{i}", "1") for i in range(MAX_DRAFTERS + 1)]
     for name, _ in names[:-1]:
         known.add(text(hits(0.5, drafter=name)), set(names))
     known.add(text(hits(0.5, drafter="d0")), set(names))
     known.add(text(hits(0.5, drafter=names[-1][0])), set(names))
     left = {row[1] for row in known.rows()}
-    assert len(left) == MOST_DRAFTERS
+    assert len(left) == MAX_DRAFTERS
     assert "d0" in left
     assert "d1" not in left
 
@@ -190,7 +192,7 @@ def test_whatever_is_reported_rates_stay_rates(told: list[tuple[str, int, int, i
                 assert 0 <= prior.acceptance <= 1
                 assert 0 < prior.trials < math.inf
     assert FleetAcceptance().shown == ()
-    assert len(known.shown) <= MOST_SHOWN
+    assert len(known.shown) <= MAX_SHOWN
     again = FleetAcceptance()
     again.take_over(known.rows())
     assert again.rows() == known.rows()

@@ -1,9 +1,8 @@
-"""Who may ask the coordinator for what, and how much of it.
+"""API keys and their limits, as far as a coordinator sees their use.
 
-What a coordinator sees of a key's use: the leases that it grants, and the reports that edges hand in when their texts
-end. So it counts a session from its lease until its report, or until its lease expires where none comes; and tokens as
-reported. An edge that reports too little is not caught here: verifiers count what they generate for each key
-themselves, by what the signed lease says, and send sessions away once its tokens are spent.
+A coordinator sees the leases that it grants and the reports that edges send when their texts end. It counts a session
+from its lease until its report, or until its lease expires, and tokens as reported. An edge that reports too few is
+not caught here: verifiers count the tokens of each key themselves, and end its sessions once they are spent.
 """
 
 from __future__ import annotations
@@ -22,7 +21,12 @@ AUTHORIZATION = "authorization"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a call: with which API key (None: none is asked for), and whether from this machine."""
+    """The origin of a call.
+
+    Attributes:
+        key: API key; None: the coordinator has none.
+        local: whether it comes from this machine.
+    """
 
     key: Key | None = None
     local: bool = True
@@ -35,12 +39,12 @@ class _Running:
 
 
 class Admission:
-    """One coordinator's. One event loop.
+    """Checks callers and counts their sessions and tokens, in one event loop.
 
     Args:
-        keys: that callers must have; None: none is asked for.
-        remote_drain: without keys, other machines may drain verifiers too.
-        clock: monotonic, in seconds.
+        keys: API keys that callers must have; None: anybody may call.
+        remote_drain: whether other machines may drain verifiers where there are no keys.
+        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class Admission:
         self._running: dict[tuple[str, str], _Running] = {}  # by key and session
 
     def identify(self, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> Caller:
-        """Who calls with this metadata from `peer`, as gRPC names it; raises `Unauthenticated`."""
+        """Return who calls with this metadata from `peer`, as gRPC names it; raises `Unauthenticated`."""
         local = is_local_peer(peer)
         if self._keys is None:
             return Caller(None, local)
@@ -63,14 +67,14 @@ class Admission:
         return Caller(self._keys.check_header(header), local)
 
     def check_status(self, caller: Caller) -> None:
-        """Raises `PermissionDenied` where the caller may not see the whole view."""
+        """Raise `PermissionDenied` unless the caller may see the status of the fleet."""
         if caller.key is not None and not caller.key.admin:
             raise PermissionDenied(
                 f"key {caller.key.name!r} may not; its table in the keys file needs `admin = true`", field="api_key"
             )
 
     def check_drain(self, caller: Caller) -> None:
-        """Raises `PermissionDenied` where the caller may not drain verifiers."""
+        """Raise `PermissionDenied` unless the caller may drain verifiers."""
         self.check_status(caller)
         if caller.key is None and not caller.local and not self._remote_drain:
             raise PermissionDenied(
@@ -79,7 +83,7 @@ class Admission:
             )
 
     def grant(self, caller: Caller, session: str, lease_seconds: float) -> None:
-        """Room for a session that gets a lease now; one that has its room already keeps it.
+        """Count a session that gets a lease; a session that is counted already counts once.
 
         Raises:
             ResourceExhausted: the key's sessions or tokens are used up; has `retry_after_s`.
@@ -98,7 +102,7 @@ class Admission:
         self._running[key.name, session] = _Running(ticket, now_s + lease_seconds)
 
     def settle(self, caller: Caller, report: SessionReport) -> None:
-        """A session has ended: its room is free, and its tokens are counted."""
+        """Count the tokens of a session that has ended, and free its place."""
         if caller.key is None:
             return
         running = self._running.pop((caller.key.name, report.session), None)
@@ -107,7 +111,7 @@ class Admission:
         self._limits.spend(caller.key, report.committed_tokens, self._clock())
 
     def running(self) -> dict[str, int]:
-        """Sessions by name of those keys that have a limit to them."""
+        """Return the number of sessions by name of key, for keys with a limit on sessions."""
         self._expire(self._clock())
         names = [name for name, _ in self._running]
         return {name: names.count(name) for name in sorted(set(names))}

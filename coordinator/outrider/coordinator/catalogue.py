@@ -1,4 +1,4 @@
-"""The drafters that the fleet offers, and every byte that can be fetched, known by its hash alone."""
+"""The drafters that the fleet offers, and their files by hash."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """What one look at the folders found; replaced whole, so that readers need no lock."""
+    """The result of one scan of the folders; replaced as a whole, so that readers need no lock."""
 
     manifests: tuple[DrafterManifest, ...] = ()
     content_by_sha256: Mapping[str, Content] = field(default_factory=dict)
@@ -34,7 +34,10 @@ class _Scan:
 
 
 class Catalogue:
-    """Drafter packages below some folders, plus tokenizers. `rescan` may run in any thread, the rest in one loop."""
+    """Drafter packages below some folders, tokenizers and chat templates.
+
+    `rescan` may run in any thread, everything else belongs to one event loop.
+    """
 
     def __init__(self, folders: tuple[Path, ...] = ()) -> None:
         self._folders = folders
@@ -49,7 +52,7 @@ class Catalogue:
 
     @property
     def manifests(self) -> tuple[DrafterManifest, ...]:
-        """All drafters, by name; of one name the newest version comes first."""
+        """All drafters, sorted by name, the newest version of each first."""
         return self._scan.manifests
 
     @property
@@ -58,7 +61,7 @@ class Catalogue:
         return self._scan.refused
 
     def fits(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
-        """Return the drafters that share this tokenizer; empty asks for all."""
+        """Return the drafters with this tokenizer; empty: all drafters."""
         return tuple(m for m in self.manifests if tokenizer_sha256 in ("", m.tokenizer_sha256))
 
     def tokenizer(self, tokenizer_sha256: str) -> RemoteFile | None:
@@ -66,7 +69,7 @@ class Catalogue:
         return self._tokenizers.get(tokenizer_sha256)
 
     def add_tokenizer(self, tokenizer_json: str) -> RemoteFile:
-        """Serve the text of a `tokenizer.json` as well; raises `ConfigError` when it is none."""
+        """Serve the text of a `tokenizer.json`; raises `ConfigError` when it is none."""
         try:
             identity = tokenizer_hash(tokenizer_json)
         except (ValueError, AttributeError) as error:
@@ -82,11 +85,11 @@ class Catalogue:
         return self._chat_templates.get(model)
 
     def knows_chat_template(self, model: str) -> bool:
-        """Whether `add_chat_template` was called for that model."""
+        """Return whether the chat template of the model was added, even an empty one."""
         return model in self._chat_templates
 
     def add_chat_template(self, model: str, template_json: str) -> None:
-        """Serve the chat template of a model as well; empty: it has none."""
+        """Serve the chat template of a model; empty: it has none."""
         self._chat_templates[model] = None
         if template_json:
             data = template_json.encode()
@@ -114,7 +117,7 @@ class Catalogue:
         return reader
 
     def rescan(self) -> bool:
-        """Look at the folders again; whether the drafters changed. Hashes only packages that were touched."""
+        """Scan the folders again, hashing only packages that were touched, and return whether the drafters changed."""
         with self._scanning:
             before = self._scan
             looked = {folder: self._look(folder) for folder in self._package_folders()}
@@ -123,20 +126,20 @@ class Catalogue:
             return self._scan.manifests != before.manifests
 
     async def refresh(self) -> bool:
-        """`rescan` in a thread, then wake whoever awaits a change."""
+        """Run `rescan` in a thread, wake all who wait for a change, and return whether there was one."""
         changed = await asyncio.to_thread(self.rescan)
         if changed:
             self._wake()
         return changed
 
     async def changed(self) -> bool:
-        """Wait until the drafters changed; False: the catalogue was closed, no change will come."""
+        """Wait until the drafters change; return False once the catalogue is closed."""
         if not self._closed:
             await self._changed.wait()
         return not self._closed
 
     def close(self) -> None:
-        """Release everybody who waits for a change."""
+        """Wake all who wait for a change; there will be none."""
         self._closed = True
         self._wake()
 
@@ -193,7 +196,7 @@ def _version_key(version: str) -> list[tuple[int, int, str]]:
 
 
 def _walk(folder: Path, depth: int) -> Iterator[Path]:
-    """`folder` and what is below; hidden folders are skipped, so that a package can be copied in and then renamed."""
+    """Yield `folder` and those below it, but no hidden ones: a package can be copied in and then renamed."""
     if not folder.is_dir():
         return
     yield folder

@@ -1,4 +1,4 @@
-"""What the coordinator needs to know of its verifiers, whoever runs them; and the simplest such fleet."""
+"""The protocol of a fleet of verifiers, and the simplest fleet: verifiers at fixed addresses."""
 
 from __future__ import annotations
 
@@ -34,9 +34,13 @@ class VerifierState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class VerifierInfo:
-    """One verifier at one moment. `model` is empty while it has never answered; `step_s` is a smoothed target step.
+    """The state of one verifier at one moment.
 
-    `tls`: it speaks TLS, and its certificate has the name `tls_name`; empty: the host of `address`.
+    Attributes:
+        model: its target; empty while it has never answered.
+        step_s: smoothed time of a target step, in seconds.
+        tls: whether it speaks TLS.
+        tls_name: name in its certificate; empty: the host of `address`.
     """
 
     name: str
@@ -56,7 +60,7 @@ class VerifierInfo:
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> Self:
-        """Read what a verifier says of itself; keys beyond the fields are left alone.
+        """Read a verifier's own report, ignoring unknown keys.
 
         Raises:
             InvalidArgument: a field is missing or cannot be read.
@@ -81,11 +85,11 @@ class VerifierInfo:
             raise InvalidArgument(f"cannot be read: {error!r}", field="verifier.info") from error
 
     def down(self) -> VerifierInfo:
-        """Return the same verifier, not answering."""
+        """Return this verifier as it is while it does not answer."""
         return replace(self, state=VerifierState.DOWN, sessions=0, kv_pages_free=0)
 
     def status(self) -> VerifierStatus:
-        """As operators and edges see it."""
+        """Return what operators and edges see."""
         return VerifierStatus(
             name=self.name,
             address="" if self.state is VerifierState.DOWN else self.address,
@@ -102,14 +106,14 @@ class VerifierInfo:
 
 
 class Cluster(Protocol):
-    """The fleet of verifiers. Every method may raise `Unavailable` when the fleet itself cannot be asked."""
+    """A fleet of verifiers; every method may raise `Unavailable` when the fleet itself does not answer."""
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
-        """All verifiers as they are now, sorted by name; those that do not answer are `down`."""
+        """Return all verifiers as they are now, sorted by name; those that do not answer are `down`."""
         ...
 
     async def drain(self, name: str) -> int:
-        """Ask the sessions of verifier `name` to move, and take no more; how many there were.
+        """Ask the sessions of verifier `name` to move, admit no more, and return how many there were.
 
         Raises:
             NotFound: there is no such verifier.
@@ -125,14 +129,14 @@ class Cluster(Protocol):
         ...
 
     async def close(self) -> None:
-        """Let go of connections; the verifiers go on."""
+        """Close connections; the verifiers go on."""
         ...
 
 
 class StaticCluster:
-    """Verifiers at fixed addresses, found ready or not by the standard gRPC health service.
+    """Verifiers at fixed addresses, probed by the standard gRPC health service.
 
-    What health cannot tell (sessions, step time) stays 0, so load is spread by the leases that were granted.
+    Sessions and step time, which health does not report, stay 0; granted leases spread the load.
     """
 
     def __init__(
@@ -164,7 +168,7 @@ class StaticCluster:
         self._trouble: dict[str, str] = {}
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
-        """Probe all at once; a verifier that is down counts one restart when it is ready again."""
+        """Probe all verifiers at once, and count a restart of each that is ready after it was down."""
         names = sorted(self._verifiers)
         states = await asyncio.gather(*(self._probe(name) for name in names))
         for name, state in zip(names, states, strict=True):
@@ -172,17 +176,17 @@ class StaticCluster:
         return tuple(self._infos[name] for name in names)
 
     async def drain(self, name: str) -> int:
-        """Give the verifier no more leases until it was restarted. Its sessions go on: 0 of them were asked."""
+        """Give the verifier no more leases until it restarts; its sessions go on, so that 0 are asked to move."""
         self._require(name)
         self._draining.add(name)
         return 0
 
     async def tokenizer_json(self, name: str) -> str:
-        """As the constructor was told."""
+        """Return the tokenizer in the verifier's settings."""
         return self._require(name).tokenizer_json
 
     async def chat_template_json(self, name: str) -> str:
-        """As the constructor was told."""
+        """Return the chat template in the verifier's settings."""
         return self._require(name).chat_template_json
 
     async def close(self) -> None:
@@ -231,7 +235,7 @@ class StaticCluster:
         return VerifierState.READY if serving else VerifierState.DRAINING
 
     def _note_silence(self, name: str, error: grpc.aio.AioRpcError) -> None:
-        """Log why a probe failed: a certificate that does not fit once, loudly; a verifier that is away softly."""
+        """Log why a probe failed: a warning once for a wrong certificate, debug for a verifier that is away."""
         details = error.details() or ""
         trouble = explain(details) if self._verifiers[name].tls or "handshake" in details else ""
         if trouble and trouble != self._trouble.get(name):

@@ -21,7 +21,7 @@ ACCESS = "access"
 class StaticVerifier(Settings):
     """A verifier at a fixed address, for fleets without Ray.
 
-    Without Ray there is nobody to ask for the target's texts: `tokenizer_json` is that of its `tokenizer.json`.
+    `tokenizer_json` is the text of the target's `tokenizer.json`, which only Ray could ask the verifier for.
     """
 
     name: str = option(REQUIRED, "name that leases are bound to", check=no_empty_text)
@@ -45,10 +45,11 @@ def _long_enough(secret: bytes) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig(GrpcServerSettings):
-    """How one coordinator places sessions and serves drafters.
+    """Settings of placement, drafters, access and relay.
 
-    `verifier_tls` is how to speak to verifiers that speak TLS (None: they do not, or are never spoken to), and
-    `verifiers` are fixed ones, instead of Ray.
+    Attributes:
+        verifier_tls: how to speak to verifiers that speak TLS; None: none does.
+        verifiers: fixed verifiers instead of a Ray cluster.
     """
 
     listen: str = "127.0.0.1:50050"

@@ -1,9 +1,8 @@
-"""How often each drafter hits, over the texts of all edges: by drafter version, kind of prompt and kind of link.
+"""The hit rate of each drafter over the texts of all edges, by drafter version, kind of prompt and kind of link.
 
-Only sums are kept. What a report adds is told apart neither by session nor by edge, and fades. Priors change how soon a
-text appears and never the text, so a liar can make others slower for a while and nothing else; for how long, and by how
-much, is bounded here: a report weighs as `REPORT_COMPARED` tokens at most, in a cell that holds the weight of some
-`HALF_LIFE / ln 2` tokens once it is full.
+Only sums are kept, without session or edge, and they fade. Priors change how soon a text appears and never the text, so
+a false report can make others slower for a while and nothing else. Its effect is bounded: a report weighs at most
+`REPORT_COMPARED` tokens, in a cell that holds the weight of some `HALF_LIFE / ln 2` tokens once it is full.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 
 from outrider.proto.types import (
     LINK_CLASSES,
@@ -25,9 +25,9 @@ from outrider.proto.types import (
 REPORT_COMPARED = 256  # tokens of one text that count for one drafter, at most
 HALF_LIFE = 8192.0  # compared tokens after which older ones of the same cell weigh half
 BROADER_TRIALS = 64.0  # that other links, and other kinds of prompt, weigh in an answer at most
-MOST_DRAFTERS = 64  # of all models; the one least recently reported goes
-MOST_UNSERVED = 8  # of one model, of versions that are not in the catalogue; the one least established goes
-MOST_SHOWN = 256
+MAX_DRAFTERS = 64  # of all models; the one least recently reported goes
+MAX_UNSERVED = 8  # of one model, of versions that are not in the catalogue; the one least established goes
+MAX_SHOWN = 256
 
 Drafter = tuple[str, str]  # name, version
 _Identity = tuple[str, str, str]  # model, name, version
@@ -37,43 +37,52 @@ CellRow = tuple[str, str, str, int, int, float, float]  # identity, class, hits,
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Of compared tokens (`trials`), those that hit; faded, hence not whole numbers."""
+    """Tokens that were tried and those of them that hit; faded, hence not whole numbers."""
 
     hits: float = 0.0
     trials: float = 0.0
 
-    def plus(self, hits: float, trials: float) -> Hits:
-        """With one text more: it counts in part where it is long, and makes older ones count less."""
-        weight = min(1.0, REPORT_COMPARED / trials) if trials else 0.0
-        fade = 0.5 ** (weight * trials / HALF_LIFE)
-        return Hits(fade * self.hits + weight * hits, fade * self.trials + weight * trials)
-
     @property
     def rate(self) -> float:
-        """Between 0 and 1; 0 without trials."""
+        """Share of trials that hit, 0 to 1; 0 without trials."""
         return min(1.0, self.hits / self.trials) if self.trials else 0.0
 
+    def plus(self, other: Hits) -> Hits:
+        """Return the sum of both."""
+        return Hits(self.hits + other.hits, self.trials + other.trials)
+
+    def times(self, weight: float) -> Hits:
+        """Return these with `weight` in place of 1."""
+        return Hits(weight * self.hits, weight * self.trials)
+
+    def limited(self, max_trials: float) -> Hits:
+        """Return these with the weight of `max_trials` at most."""
+        return self.times(max_trials / self.trials) if self.trials > max_trials else self
+
     def backed_by(self, broader: Hits) -> Hits:
-        """With what broader counts say of the same, as a few trials: all there is to go by while these are few."""
+        """Return these with a few trials at the rate of `broader`, which decide while there are few of their own."""
         weight = min(BROADER_TRIALS, broader.trials)
-        return Hits(self.hits + weight * broader.rate, self.trials + weight)
+        return self.plus(Hits(weight * broader.rate, weight))
 
 
 @dataclass(slots=True)
 class _Cells:
-    """Of one drafter: its counts by class."""
+    """The hits of one drafter by class."""
 
     of: dict[_Class, Hits] = field(default_factory=dict)
 
-    def add(self, which: _Class, hits: Hits) -> None:
-        self.of[which] = self.of.get(which, Hits()).plus(hits.hits, hits.trials)
+    def add(self, which: _Class, text: Hits) -> None:
+        """Count a text, in part where it is long, and fade the earlier ones."""
+        text = text.limited(REPORT_COMPARED)
+        fade = 0.5 ** (text.trials / HALF_LIFE)
+        self.of[which] = self.of.get(which, Hits()).times(fade).plus(text)
 
     @property
     def trials(self) -> float:
         return sum(hits.trials for hits in self.of.values())
 
     def answer(self, which: _Class) -> Hits:
-        """What is known for `which`: its own texts, backed by other links', backed by other prompts'."""
+        """Return the hits of a class, backed by those of other links, which other prompts back."""
         prompt_class, link_class = which
         found = _sum(self.of.values())
         if prompt_class:
@@ -86,17 +95,17 @@ class _Cells:
 
 
 class FleetAcceptance:
-    """The sums of one coordinator. Pure but for its state; one event loop."""
+    """The hits of all drafters that one coordinator knows."""
 
     def __init__(self) -> None:
         self._drafters: OrderedDict[_Identity, _Cells] = OrderedDict()  # most recently reported last
 
     def add(self, report: SessionReport, served: Collection[Drafter]) -> None:
-        """Count one text in.
+        """Count a text.
 
         Args:
-            report: of one text, checked before.
-            served: the drafters of the catalogue. Others (embedded ones, an edge's own) count as long as there are few.
+            report: checked report of the text.
+            served: drafters of the catalogue; of others, such as an edge's own, only a few are kept.
         """
         which = (report.prompt_class, report.link_class)
         for name, version, hits in _by_drafter(report.drafter_hits):
@@ -105,14 +114,14 @@ class FleetAcceptance:
                 self._make_room(report.model, served)
             self._drafters.setdefault(identity, _Cells()).add(which, hits)
             self._drafters.move_to_end(identity)
-        while len(self._drafters) > MOST_DRAFTERS:
+        while len(self._drafters) > MAX_DRAFTERS:
             self._drafters.popitem(last=False)
 
     def prior(self, model: str, prompt_class: int, link_class: int) -> tuple[DrafterPrior, ...]:
-        """What to expect of the drafters of `model` in such a text, those first of which most is known; 0: any class.
+        """Return what to expect of the drafters of `model`, those with most trials first; class 0: any.
 
-        A cell with few trials of its own is filled up from other links with the same kind of prompt, and these from all
-        prompts; what is filled up counts as `BROADER_TRIALS` trials at most.
+        A class with few trials is backed by other links with the same kind of prompt, and these by all prompts; either
+        counts as `BROADER_TRIALS` trials at most.
         """
         answers = (
             _prior_of(identity, cells.answer((prompt_class, link_class)))
@@ -123,16 +132,16 @@ class FleetAcceptance:
 
     @property
     def shown(self) -> tuple[ClassAcceptance, ...]:
-        """The cells themselves, those with most trials first."""
+        """The hits by drafter and class, those with most trials first."""
         cells = [
             ClassAcceptance(identity[0], *which, _prior_of(identity, hits))
             for identity, cells in self._drafters.items()
             for which, hits in cells.of.items()
         ]
-        return tuple(sorted(cells, key=lambda cell: -cell.of.trials)[:MOST_SHOWN])
+        return tuple(sorted(cells, key=lambda cell: -cell.of.trials)[:MAX_SHOWN])
 
     def rows(self) -> list[CellRow]:
-        """All there is, to be saved."""
+        """Return all hits as rows to be saved."""
         return [
             (*identity, *which, hits.hits, hits.trials)
             for identity, cells in self._drafters.items()
@@ -140,7 +149,7 @@ class FleetAcceptance:
         ]
 
     def take_over(self, rows: Iterable[CellRow]) -> None:
-        """Begin from what `rows` gave; raises `ValueError` or `TypeError` where it is something else."""
+        """Begin with saved rows; raises `ValueError` or `TypeError` where they are something else."""
         drafters: OrderedDict[_Identity, _Cells] = OrderedDict()
         for model, name, version, prompt_class, link_class, hits, trials in rows:
             right = 0 <= prompt_class < PROMPT_CLASSES and 0 <= link_class < LINK_CLASSES and 0 <= hits <= trials
@@ -148,31 +157,28 @@ class FleetAcceptance:
                 raise ValueError(f"no such cell: {(prompt_class, link_class, hits, trials)}")
             cells = drafters.setdefault((str(model), str(name), str(version)), _Cells())
             cells.of[int(prompt_class), int(link_class)] = Hits(float(hits), float(trials))
-        self._drafters = OrderedDict(list(drafters.items())[-MOST_DRAFTERS:])
+        self._drafters = OrderedDict(list(drafters.items())[-MAX_DRAFTERS:])
 
     def _make_room(self, model: str, served: Collection[Drafter]) -> None:
-        """For one more version that is not served: invented ones push out each other, and none that many report."""
+        """Drop the least known drafter that is not served, if they are many: invented ones push out each other."""
         unserved = [one for one in self._drafters if one[0] == model and one[1:] not in served]
-        if len(unserved) >= MOST_UNSERVED:
+        if len(unserved) >= MAX_UNSERVED:
             del self._drafters[min(unserved, key=lambda identity: self._drafters[identity].trials)]
 
 
-def _by_drafter(told: Iterable[DrafterHits]) -> Iterator[tuple[str, str, Hits]]:
-    """One entry a drafter, whatever a report says twice: it is one text."""
+def _by_drafter(reported: Iterable[DrafterHits]) -> Iterator[tuple[str, str, Hits]]:
+    """Yield one entry for each drafter, even where a report of the one text names it twice."""
     found: defaultdict[Drafter, Hits] = defaultdict(Hits)
-    for each in told:
-        so_far = found[each.drafter, each.drafter_version]
-        found[each.drafter, each.drafter_version] = Hits(so_far.hits + each.hits, so_far.trials + each.compared)
+    for each in reported:
+        drafter = (each.drafter, each.drafter_version)
+        found[drafter] = found[drafter].plus(Hits(each.hits, each.compared))
     for (name, version), hits in found.items():
         if hits.trials:
             yield name, version, hits
 
 
 def _sum(many: Iterable[Hits]) -> Hits:
-    hits = trials = 0.0
-    for each in many:
-        hits, trials = hits + each.hits, trials + each.trials
-    return Hits(hits, trials)
+    return reduce(Hits.plus, many, Hits())
 
 
 def _prior_of(identity: _Identity, hits: Hits) -> DrafterPrior:

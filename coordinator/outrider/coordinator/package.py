@@ -1,4 +1,4 @@
-"""One drafter package: a folder with `manifest.json` and the files that it lists, every one checked by its hash."""
+"""A drafter package: a folder with `manifest.json` and the files that it lists, each checked by its hash."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Stamp = tuple[int, int, int, int]
 
 
 def stamp(status: os.stat_result) -> Stamp:
-    """Size, times of change in ns, and inode: differs once somebody wrote to the file or replaced it.
+    """Return size, times of change in ns and inode, which differ once a file was written to or replaced.
 
-    Writes within one tick of the file system's clock (ms) can go unseen; whoever fetches checks the hash as well.
+    Writes within one tick of the file system's clock (ms) can go unseen; an edge that fetches checks the hash too.
     """
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
@@ -37,7 +37,7 @@ class Content(Protocol):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Length in bytes."""
         ...
 
     def open(self) -> BinaryIO:
@@ -47,14 +47,14 @@ class Content(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredContent:
-    """A file that had the right hash when it bore this stamp."""
+    """A file that had the right hash when it had this stamp."""
 
     path: Path
     stamp: Stamp
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Length in bytes."""
         return self.stamp[0]
 
     def open(self) -> BinaryIO:
@@ -71,13 +71,13 @@ class StoredContent:
 
 @dataclass(frozen=True, slots=True)
 class MemoryContent:
-    """Bytes that came from elsewhere."""
+    """Bytes that are in no file."""
 
     data: bytes
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Length in bytes."""
         return len(self.data)
 
     def open(self) -> BinaryIO:

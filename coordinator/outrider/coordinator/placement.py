@@ -1,4 +1,4 @@
-"""Which verifier takes a session: a pure function of what is known about them."""
+"""The choice of a verifier for a session: a pure function of what is known about the fleet."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def place(
 ) -> VerifierInfo:
     """Choose the least loaded verifier that can take one more session.
 
-    Load is sessions, then target step. Room is judged by the sessions that a verifier reports; leases that it has
-    yet to see (`pending`, by name) only decide between those with room, because most are opened before it reports.
+    Load is sessions first, then the time of a target step. A verifier has room while it reports fewer sessions than it
+    admits. Pending leases only decide between verifiers with room, because most are opened before the next report.
 
     Args:
-        verifiers: everything known.
-        model: the wanted target; empty takes the first there is.
-        tokenizer_sha256: the edge's; empty: it has none yet.
-        avoid: names to use only when nothing else is left.
-        pending: leases granted but not yet seen as sessions.
+        verifiers: the fleet.
+        model: target; empty: the first that is served.
+        tokenizer_sha256: tokenizer of the edge; empty: it has none yet.
+        avoid: names of verifiers to choose only when no other is left.
+        pending: by name of verifier, leases that were granted and are not yet reported as sessions.
 
     Raises:
         NotFound: no verifier serves the model.

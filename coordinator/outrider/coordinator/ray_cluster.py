@@ -27,7 +27,7 @@ _RAY_FAILURES = (ray.exceptions.RayError, ConnectionError, RuntimeError)
 
 
 def connect_ray(address: str) -> None:
-    """Join the Ray cluster at `address` (`auto`: the one on this machine), unless this process is in one already.
+    """Join the Ray cluster at `address` (`auto`: the one on this machine), unless this process has joined one.
 
     Call it before any gRPC server or channel exists: Ray forks helpers, and gRPC does not survive a fork.
 
@@ -43,7 +43,7 @@ def connect_ray(address: str) -> None:
 
 
 def verifier_names(namespace: str = NAMESPACE) -> tuple[str, ...]:
-    """The verifiers of the cluster that this process has joined, those that load or restart among them; sorted.
+    """Return the sorted names of the verifiers in the joined cluster, also of those that load or restart.
 
     Raises:
         Unavailable: Ray does not answer.
@@ -57,17 +57,16 @@ def verifier_names(namespace: str = NAMESPACE) -> tuple[str, ...]:
 
 
 class RayCluster:
-    """The actors of one namespace whose names begin with `ACTOR_PREFIX`.
+    """A fleet of the actors in one namespace whose names begin with `ACTOR_PREFIX`.
 
-    All talk with Ray blocks, so it happens in worker threads; a poll waits `info_timeout_s` at most, for all actors
-    together.
+    Calls of Ray block, so worker threads make them.
 
     Args:
-        info_timeout_s: an actor that takes longer to answer is down for this poll.
-        drain_grace_s: how long a drained actor lets its sessions move.
-        respawn: starts a new actor under a verifier's name (without prefix) when Ray has given the old one up, and
-            returns its handle. Make it a detached actor if it should outlive the coordinator. None: lost ones stay
-            down.
+        namespace: Ray namespace of the actors.
+        info_timeout_s: seconds that a poll waits for all actors together; an actor that takes longer is down.
+        drain_grace_s: seconds that the sessions of a drained actor have to move.
+        respawn: starts a new actor under a verifier's name (without prefix) after Ray has given the old one up, and
+            returns its handle; a detached actor outlives the coordinator. None: lost verifiers stay down.
     """
 
     def __init__(
@@ -86,13 +85,13 @@ class RayCluster:
         self._respawn = respawn
         self._roster = Roster()
         self._polling = asyncio.Lock()
-        self._asked: dict[str, ray.ObjectRef] = {}
+        self._asked: dict[str, ray.ObjectRef[Any]] = {}
         # Ray ends an actor that is not detached when its first handle goes.
         self._respawned: dict[str, object] = {}
 
     @classmethod
     def connect(cls, address: str, **options: Any) -> Self:
-        """`connect_ray`, then the cluster; raises `Unavailable`."""
+        """Join the cluster by `connect_ray` and return its fleet; raises `Unavailable`."""
         connect_ray(address)
         return cls(**options)
 
@@ -102,7 +101,7 @@ class RayCluster:
             return await asyncio.to_thread(self._poll)
 
     async def drain(self, name: str) -> int:
-        """Ask the sessions of verifier `name` to move; how many there were.
+        """Ask the sessions of verifier `name` to move, and return how many there were.
 
         Raises:
             NotFound: there is no such actor.
@@ -141,7 +140,7 @@ class RayCluster:
         return self._roster.infos
 
     def _reports(self, listed: tuple[str, ...]) -> dict[str, Mapping[str, Any]]:
-        # An actor that is still loading answers much later: its question is kept, not asked anew at every poll.
+        # An actor that is still loading answers much later: its question is kept, and not repeated at every poll.
         asked = {name: self._asked.get(name) or self._ask(name) for name in listed}
         waiting = {name: ref for name, ref in asked.items() if ref is not None}
         refs = list(waiting.values())
@@ -150,21 +149,22 @@ class RayCluster:
         answers = {name: self._answer(name, ref) for name, ref in waiting.items() if ref in done}
         return {name: answer for name, answer in answers.items() if answer is not None}
 
-    def _ask(self, name: str) -> ray.ObjectRef | None:
+    def _ask(self, name: str) -> ray.ObjectRef[Any] | None:
         try:
-            return self._actor(name).info.remote()
+            asked: ray.ObjectRef[Any] = self._actor(name).info.remote()
+            return asked
         except (NotFound, *_RAY_FAILURES) as error:
             logger.debug("verifier %s cannot be asked: %s", name, error)
             return None
 
     def _acknowledge_drain(self, name: str) -> None:
-        """Tell a verifier that its end will be taken for wanted; nobody waits for it."""
+        """Tell a verifier, without waiting, that its end will count as intended."""
         try:
             self._actor(name).acknowledge_drain.remote()
         except (NotFound, AttributeError, *_RAY_FAILURES) as error:  # gone meanwhile, or of an earlier release
             logger.debug("the drain of verifier %s cannot be acknowledged: %s", name, error)
 
-    def _answer(self, name: str, ref: ray.ObjectRef) -> Mapping[str, Any] | None:
+    def _answer(self, name: str, ref: ray.ObjectRef[Any]) -> Mapping[str, Any] | None:
         try:
             answer = ray.get(ref, timeout=self._info_timeout_s)
         except _RAY_FAILURES as error:

@@ -1,7 +1,7 @@
-"""Decoding streams passed on to the verifiers, for edges that can reach the coordinator only.
+"""A relay of decoding streams to the verifiers, for edges that can reach the coordinator only.
 
-Frames stay bytes: nothing here reads them. Where a stream goes is said by the lease in the call's metadata, which the
-coordinator itself has signed, and which names one verifier of the fleet; no other place can be reached.
+Frames stay bytes, which nothing here reads. The lease in the call's metadata, signed by the coordinator itself, names
+the verifier of the fleet that a stream goes to; no other place can be reached.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class _Connection:
 
 
 class Relay:
-    """Passes `Decoding.Decode` on. One event loop.
+    """Passes `Decoding.Decode` on, in one event loop.
 
     Args:
-        secret: that leases are signed with.
-        verifiers: the fleet as it is now.
-        metrics: kept up to date.
+        secret: key that leases are signed with.
+        verifiers: returns the fleet as it is now.
+        metrics: counts streams and frames.
         tls: how to speak to verifiers that speak TLS.
-        most_streams: at once.
+        max_streams: streams at once, at most.
         clock: Unix time in seconds.
     """
 
@@ -74,19 +74,19 @@ class Relay:
         metrics: RelayMetrics,
         *,
         tls: ClientTls | None = None,
-        most_streams: int = 256,
+        max_streams: int = 256,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._secret = secret
         self._verifiers = verifiers
         self._metrics = metrics
         self._credentials = ClientCredentials(tls) if tls is not None else None
-        self._most_streams = most_streams
+        self._max_streams = max_streams
         self._clock = clock
         self._connections: dict[tuple[str, str], _Connection] = {}  # by name and address
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """The methods of the Decoding service: bytes in, bytes out."""
+        """Return the methods of the Decoding service, which take and give bytes."""
         return {"Decode": grpc.stream_stream_rpc_method_handler(self._decode)}
 
     async def close(self) -> None:
@@ -120,14 +120,14 @@ class Relay:
         context.set_trailing_metadata(trailing)
 
     def _route(self, metadata: Iterable[tuple[str, str | bytes]]) -> VerifierInfo:
-        """The verifier that the lease in `metadata` is for."""
+        """Return the verifier that the lease in `metadata` is for."""
         token = next((value for name, value in metadata if name == LEASE_METADATA), b"")
         if not isinstance(token, bytes):
             raise InvalidArgument("must be bytes", field=LEASE_METADATA)
         claim = read_lease(token, self._secret, now_s=self._clock())
-        if self._metrics.streams >= self._most_streams:
+        if self._metrics.streams >= self._max_streams:
             raise ResourceExhausted(
-                f"{self._most_streams} streams are relayed, which is all that this coordinator may",
+                f"{self._max_streams} streams are relayed, which is all that this coordinator may",
                 retry_after_s=RETRY_WHEN_FULL_S,
             )
         for verifier in self._verifiers():
@@ -136,7 +136,7 @@ class Relay:
         raise Unavailable(f"verifier {claim.verifier!r} is down", retry_after_s=RETRY_WHEN_LOST_S)
 
     async def _pass_on(self, verifier: VerifierInfo, context: Any) -> tuple[grpc.StatusCode, str, Any]:
-        """Frames both ways until the verifier ends the stream; the status with which it did."""
+        """Pass frames both ways until the verifier ends the stream, and return its status."""
         metadata = [
             (name, value)
             for name, value in context.invocation_metadata() or ()
@@ -156,7 +156,7 @@ class Relay:
                 await asyncio.gather(uplink, return_exceptions=True)
 
     async def _uplink(self, context: Any, call: Any) -> None:
-        """One frame at a time: the edge's next is taken once gRPC has room for this one."""
+        """Pass on one frame at a time; read the next from the edge once gRPC has room for this one."""
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
                 began = time.perf_counter()
@@ -200,7 +200,7 @@ class Relay:
 
     @asynccontextmanager
     async def _connected(self, verifier: VerifierInfo) -> AsyncIterator[_Connection]:
-        """The connection to `verifier`, which all its streams share until one breaks."""
+        """Share one connection to `verifier` among its streams, until one breaks."""
         which = (verifier.name, verifier.address)
         connection = self._connections.get(which)
         if connection is None:
@@ -224,7 +224,7 @@ class Relay:
         return open_channel(verifier.address, _VERIFIER_OPTIONS, credentials, verifier.tls_name)
 
     def _retire(self, verifier: VerifierInfo, connection: _Connection) -> None:
-        """A broken connection: the next stream connects anew, instead of waiting for gRPC's backoff."""
+        """Drop a broken connection, so that the next stream connects at once instead of after gRPC's backoff."""
         self._retire_at((verifier.name, verifier.address), connection)
 
     def _retire_at(self, which: tuple[str, str], connection: _Connection) -> None:

@@ -1,4 +1,4 @@
-"""Who is in a cluster of restartable verifiers: what they last said, who is lost, whom to replace. Pure."""
+"""The members of a cluster of restartable verifiers: last reports, losses and replacements. Pure."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class Roster:
 
     @property
     def infos(self) -> tuple[VerifierInfo, ...]:
-        """Everybody, by name."""
+        """All verifiers, sorted by name."""
         return tuple(self._members[name].info for name in sorted(self._members))
 
     @property
     def leaving(self) -> tuple[str, ...]:
-        """Those that drain, by name: their end is wanted."""
+        """Names of the verifiers that drain, whose end is intended."""
         return tuple(name for name, member in sorted(self._members.items()) if member.leaving)
 
     def observe(self, listed: Collection[str], reports: Mapping[str, Mapping[str, Any]]) -> None:
         """Take in one poll.
 
-        A listed verifier without a report is down, and will be back by itself. One that is no longer listed is dead
-        for good: it is lost, except if it was draining, which means that somebody took it away on purpose.
+        A listed verifier without a report is down, and comes back by itself. A verifier that is no longer listed is
+        dead for good: it is lost, unless it was draining, because then it was taken away on purpose.
 
         Args:
             listed: names that the cluster knows.
-            reports: what each that answered says of itself, with its `incarnation`.
+            reports: by name, the report of each verifier that answered, with its `incarnation`.
         """
         for name in sorted({*listed, *self._members}):
             member = self._members.get(name)
@@ -65,7 +65,7 @@ class Roster:
                 self._members[name] = replace(member, info=member.info.down(), lost=True)
 
     def to_respawn(self, now_s: float) -> tuple[str, ...]:
-        """Name the lost verifiers to replace at time `now_s`: each again, later and later, until it answers."""
+        """Return the lost verifiers to replace at time `now_s`; each is tried less and less often until it answers."""
         due = [name for name, m in sorted(self._members.items()) if m.lost and now_s >= m.respawn_at_s]
         for name in due:
             member = self._members[name]
@@ -74,7 +74,7 @@ class Roster:
         return tuple(due)
 
     def drained(self, name: str) -> None:
-        """Take verifier `name` for draining from now on, whatever it said last."""
+        """Treat verifier `name` as draining from now on, whatever its last report says."""
         member = self._members.get(name)
         if member is not None and member.info.state is VerifierState.READY:
             info = replace(member.info, state=VerifierState.DRAINING)

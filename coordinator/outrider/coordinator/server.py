@@ -1,4 +1,4 @@
-"""The coordinator's gRPC server: bytes to `ControlService` and back, and the tasks that keep its view fresh."""
+"""The coordinator's gRPC server, and the tasks that keep its view of the fleet fresh."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Reply = TypeVar("Reply")
 
 
 class CoordinatorServer:
-    """One coordinator. Build it anywhere, start and stop it in one event loop.
+    """A coordinator; start and stop it in one event loop.
 
     Args:
-        config: checked already.
-        cluster: the verifiers; None builds what the config names. Ray is joined before the gRPC server exists.
+        config: its settings.
+        cluster: the fleet; None: the one that the settings name. Ray is joined before the gRPC server exists.
     """
 
     def __init__(self, config: CoordinatorConfig, cluster: Cluster | None = None) -> None:
@@ -55,7 +55,7 @@ class CoordinatorServer:
         self.service: ControlService | None = None
 
     async def start(self) -> str:
-        """Look at the fleet once, listen, and return the bound host:port.
+        """Ask the fleet once, listen, and return the bound host:port.
 
         Raises:
             ConfigError: the address cannot be bound, a certificate or the file of API keys is no good, or the extra
@@ -81,12 +81,12 @@ class CoordinatorServer:
         return address
 
     async def wait(self) -> None:
-        """Until the server was stopped."""
+        """Wait until the server is stopped."""
         if self._server is not None:
             await self._server.wait_for_termination()
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Take no more calls, let running ones end for `grace_s`, then cut them. Sessions at verifiers go on."""
+        """Take no more calls and cut running ones after `grace_s` seconds; sessions at verifiers go on."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -109,7 +109,7 @@ class CoordinatorServer:
 
     @property
     def metrics_address(self) -> str:
-        """Where Prometheus finds the metrics, host:port; empty: nowhere."""
+        """Address of the metrics for Prometheus, host:port; empty: they are not served."""
         return self._metrics_server.address if self._metrics_server is not None else ""
 
     def _build(self, service: ControlService) -> grpc.aio.Server:
@@ -129,7 +129,7 @@ class CoordinatorServer:
                 lambda: service.verifiers,
                 relay,
                 tls=config.verifier_tls,
-                most_streams=config.relay_streams,
+                max_streams=config.relay_streams,
             )
             handlers = grpc.method_handlers_generic_handler(codec.DECODING_SERVICE, self._relay.handlers())
             server.add_generic_rpc_handlers((handlers,))
@@ -158,12 +158,12 @@ def cluster_from_config(config: CoordinatorConfig) -> Cluster:
     return RayCluster.connect(config.ray_address, drain_grace_s=config.drain_grace_s)
 
 
-def control_handlers(service: ControlService, most_bytes: int) -> dict[str, grpc.RpcMethodHandler]:
-    """Make the methods of `Control`. Bytes stay bytes up to here, so that malformed ones get an answer that says so.
+def control_handlers(service: ControlService, max_bytes: int) -> dict[str, grpc.RpcMethodHandler]:
+    """Return the methods of `Control`, which decode bytes themselves: malformed ones get an answer that says so.
 
-    Who calls is looked at before what it says; a request of more than `most_bytes` is not read.
+    The caller is checked before its request, and a request of more than `max_bytes` is not read.
     """
-    door = _Door(service.admission, service.metrics, most_bytes)
+    door = _Entry(service.admission, service.metrics, max_bytes)
 
     async def list_drafters(tokenizer_sha256: str, _: Caller) -> tuple[DrafterManifest, ...]:
         return await service.list_drafters(tokenizer_sha256)
@@ -197,13 +197,13 @@ def control_handlers(service: ControlService, most_bytes: int) -> dict[str, grpc
     }
 
 
-class _Door:
-    """Lets calls in: who is it, is it not too long, and what does it say."""
+class _Entry:
+    """Checks the caller and the length of a call, and decodes it."""
 
-    def __init__(self, admission: Admission, metrics: CoordinatorMetrics, most_bytes: int) -> None:
+    def __init__(self, admission: Admission, metrics: CoordinatorMetrics, max_bytes: int) -> None:
         self._admission = admission
         self._metrics = metrics
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     def unary(
         self,
@@ -245,13 +245,13 @@ class _Door:
 
     def _admit(self, data: bytes, context: Any) -> Caller:
         caller = self._admission.identify(context.invocation_metadata() or (), context.peer())
-        if len(data) > self._most_bytes:
-            raise ResourceExhausted(f"is {len(data)} bytes long; at most {self._most_bytes} are taken", field="frame")
+        if len(data) > self._max_bytes:
+            raise ResourceExhausted(f"is {len(data)} bytes long; at most {self._max_bytes} are taken", field="frame")
         return caller
 
 
 def _generator(items: AsyncIterator[Reply]) -> Any:
-    """Return the same, known to have `aclose`: a cut call must close its file at once."""
+    """Return `items` as a generator, which has `aclose`: a cut call must close its file at once."""
     return items
 
 

@@ -50,7 +50,7 @@ _SHA256 = re.compile(r"([0-9a-f]{64})?")
 
 
 class ControlService:
-    """What a coordinator does. One event loop; `clock` is Unix time in seconds and can be replaced in tests.
+    """The work of a coordinator, in one event loop; `clock` is Unix time in seconds.
 
     Raises:
         ConfigError: the file of API keys is no good.
@@ -86,14 +86,14 @@ class ControlService:
 
     @property
     def verifiers(self) -> tuple[VerifierInfo, ...]:
-        """The fleet as last seen, with those that are being drained marked so."""
+        """The fleet as last seen, with those that are being drained marked as draining."""
         return tuple(
             replace(v, state=VerifierState.DRAINING) if self._draining[v.name] and v.state is VerifierState.READY else v
             for v in self._known
         )
 
     async def refresh(self) -> None:
-        """Look at the fleet again. When it cannot be asked, the last view stays: its verifiers may well be fine."""
+        """Ask the fleet again; while it does not answer, keep the last view, since its verifiers may well be fine."""
         async with self._refreshing:
             if time.monotonic() - self._refreshed_s < REFRESH_GAP_S:
                 return
@@ -106,9 +106,9 @@ class ControlService:
             await self._learn_chat_templates()
 
     async def open_lease(self, request: LeaseRequest, caller: Caller = ANYBODY) -> Lease:
-        """Permission for one session on the verifier that suits it best.
+        """Return the permission for one session on the verifier that suits it best.
 
-        An inquiry gets the same without a token, and counts nowhere.
+        An inquiry gets the same without a token, and is not counted.
 
         Raises:
             UnsupportedProtocol: the edge speaks another version of the contract.
@@ -193,7 +193,7 @@ class ControlService:
         self._unsaved = True
 
     async def status(self) -> ClusterStatus:
-        """Return the whole view."""
+        """Return the state of the fleet, its drafters and its statistics."""
         return ClusterStatus(
             verifiers=tuple(verifier.status() for verifier in self.verifiers),
             drafters=self.catalogue.manifests,
@@ -205,7 +205,7 @@ class ControlService:
         )
 
     async def drain(self, name: str) -> int:
-        """Give verifier `name` no more sessions and ask those that it has to move; how many there were.
+        """Give verifier `name` no more sessions, ask those that it has to move, and return how many there were.
 
         Raises:
             NotFound: there is no such verifier.
@@ -226,7 +226,7 @@ class ControlService:
             self._draining[name] -= 1
 
     async def watch(self, tokenizer_sha256: str) -> AsyncIterator[tuple[DrafterManifest, ...]]:
-        """Yield the drafters with this tokenizer (empty: all), now and each time that they change.
+        """Yield the drafters with this tokenizer (empty: all), at once and after every change.
 
         Raises:
             InvalidArgument: not a hash.
@@ -245,7 +245,7 @@ class ControlService:
                 raise Unavailable("the coordinator stops", retry_after_s=1.0)
 
     async def save(self) -> None:
-        """Write the statistics to the state file, if there is one and there is news."""
+        """Write the statistics to the state file, if there is one and they have changed."""
         if self._config.state is None or not self._unsaved:
             return
         self._unsaved = False

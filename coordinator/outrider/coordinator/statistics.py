@@ -1,4 +1,4 @@
-"""What the fleet has learned from finished sessions, and the prior that it gives to the next one."""
+"""Statistics of finished sessions, and the prior that they give to the next one."""
 
 from __future__ import annotations
 
@@ -10,37 +10,23 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 
-from outrider.coordinator.fleet import Drafter, FleetAcceptance
+from outrider.coordinator.fleet import Drafter, FleetAcceptance, Hits
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import DraftingPrior, EdgeStatus, SessionReport
 
 logger = logging.getLogger(__name__)
 
 RECENT_REPORTS = 64
-# One session can move the average by so much at most, and the average forgets: drafters and texts change.
+# A session weighs this many verified drafts at most, and the average remembers this many: drafters and texts change.
 REPORT_TOKENS = 20_000
 MEMORY_TOKENS = 400_000
 # Reports come from strangers: what they name must not grow the table without end.
 MAX_ROWS = 1024
 MAX_EDGES = 256
 MAX_NAME_LENGTH = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """Drafts that were verified, and how many of them held. Decayed, hence not whole numbers."""
-
-    accepted: float = 0.0
-    judged: float = 0.0
-
-    def plus(self, accepted: float, judged: float) -> Judged:
-        """With one more session counted in."""
-        weight = min(1.0, REPORT_TOKENS / judged) if judged else 0.0
-        total_accepted, total_judged = self.accepted + weight * accepted, self.judged + weight * judged
-        fade = min(1.0, MEMORY_TOKENS / total_judged) if total_judged else 1.0
-        return Judged(total_accepted * fade, total_judged * fade)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +37,12 @@ class _Edge:
 
 
 class FleetStatistics:
-    """Acceptance by (model, drafter, version), the newest reports, and the newest of each edge.
+    """Acceptance by model, drafter and version, the newest reports, and the newest of each edge.
 
-    `acceptance` has more of it, by kind of prompt and link: what reports say of those is summed up there, and is in no
-    report that is kept.
-
-    `clock` is monotonic, in seconds.
+    Attributes:
+        recent: newest reports, without kinds of prompt and link, which only sums may tell.
+        leases_granted: leases since the beginning, saved ones included.
+        acceptance: hits of drafters by kind of prompt and link.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,13 +51,13 @@ class FleetStatistics:
         self.recent: deque[SessionReport] = deque(maxlen=RECENT_REPORTS)
         self.leases_granted = 0
         self.acceptance = FleetAcceptance()
-        self._rows: OrderedDict[tuple[str, str, str], Judged] = OrderedDict()
+        self._rows: OrderedDict[tuple[str, str, str], Hits] = OrderedDict()  # accepted drafts of those verified
 
     def add(self, report: SessionReport, served: Collection[Drafter] = ()) -> None:
-        """Count a finished session in; raises `InvalidArgument` for figures that cannot be.
+        """Count a finished session; raises `InvalidArgument` for impossible numbers.
 
         Args:
-            report: of one text.
+            report: report of one text.
             served: drafters of the catalogue.
         """
         check_report(report)
@@ -82,13 +68,14 @@ class FleetStatistics:
         if not report.judged_tokens:
             return
         key = (report.model, report.drafter, report.drafter_version)
-        self._rows[key] = self._rows.pop(key, Judged()).plus(report.accepted_tokens, report.judged_tokens)
+        session = Hits(report.accepted_tokens, report.judged_tokens).limited(REPORT_TOKENS)
+        self._rows[key] = self._rows.pop(key, Hits()).plus(session).limited(MEMORY_TOKENS)
         while len(self._rows) > MAX_ROWS:
             self._rows.popitem(last=False)
 
     @property
     def edges(self) -> tuple[EdgeStatus, ...]:
-        """Those that named themselves, the newest report first."""
+        """Edges that gave their name, the newest report first."""
         now_s = self._clock()
         return tuple(
             EdgeStatus(name, edge.last, max(0.0, now_s - edge.came_at_s), edge.sessions)
@@ -112,20 +99,19 @@ class FleetStatistics:
         prompt_class: int = 0,
         link_class: int = 0,
     ) -> DraftingPrior:
-        """Say what to expect of `model` with one of `drafters` (name, version); without news of those, with any.
+        """Return what to expect of `model` with one of `drafters` (name, version), or with any if those are unknown.
 
-        The classes are for what is said of each drafter; 0: any.
+        The classes select the hits of each drafter; 0: any.
         """
         rows = {key: row for key, row in self._rows.items() if key[0] == model}
         fitting = [row for key, row in rows.items() if key[1:] in drafters]
         chosen = fitting or list(rows.values())
-        judged = sum(row.judged for row in chosen)
-        acceptance = sum(row.accepted for row in chosen) / judged if judged else 0.0
-        return DraftingPrior(acceptance, step_s, self.acceptance.prior(model, prompt_class, link_class))
+        verified = reduce(Hits.plus, chosen, Hits())
+        return DraftingPrior(verified.rate, step_s, self.acceptance.prior(model, prompt_class, link_class))
 
     def save(self, path: Path) -> None:
-        """Write to `path`, whole or not at all; raises `OSError`."""
-        rows = [[*key, row.accepted, row.judged] for key, row in self._rows.items()]
+        """Write the statistics to `path`, whole or not at all; raises `OSError`."""
+        rows = [[*key, row.hits, row.trials] for key, row in self._rows.items()]
         whole = json.dumps(
             {"leases_granted": self.leases_granted, "judged": rows, "acceptance": self.acceptance.rows()}
         )
@@ -134,23 +120,23 @@ class FleetStatistics:
         beside.replace(path)
 
     def load(self, path: Path) -> None:
-        """Take over what `save` wrote. A file that is missing or unreadable costs the prior, never the start."""
+        """Begin with what `save` wrote; without a readable file, begin with nothing."""
         try:
             parsed = json.loads(path.read_text())
-            rows = {(str(m), str(d), str(v)): Judged(float(a), float(j)) for m, d, v, a, j in parsed["judged"]}
+            rows = {(str(m), str(d), str(v)): Hits(float(a), float(j)) for m, d, v, a, j in parsed["judged"]}
             leases_granted = int(parsed["leases_granted"])
             self.acceptance.take_over(parsed.get("acceptance", ()))  # which older releases did not write
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("statistics in %s cannot be read and start anew: %r", path, error)
+            logger.warning("statistics in %s cannot be read and start from nothing: %r", path, error)
             return
         self.leases_granted = leases_granted
         self._rows = OrderedDict(list(rows.items())[-MAX_ROWS:])
 
 
 def check_report(report: SessionReport) -> None:
-    """Refuse figures that contradict themselves; raises `InvalidArgument` with the field."""
+    """Refuse numbers that contradict each other; raises `InvalidArgument` with the field."""
     for name in ("session", "model", "verifier", "drafter", "drafter_version", "edge"):
         if len(getattr(report, name)) > MAX_NAME_LENGTH:
             raise InvalidArgument(f"is longer than {MAX_NAME_LENGTH} characters", field=f"report.{name}")

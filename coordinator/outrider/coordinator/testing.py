@@ -1,4 +1,4 @@
-"""Stand-ins for tests and examples: a fleet that says what it is told, and drafter packages of a few bytes."""
+"""Fakes for tests and examples: a scripted fleet, and drafter packages of a few bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHAT_TEMPLATE_JSON = json.dumps({"chat_template": "{{ messages[-1]['content'] }}
 
 
 def ready(name: str, **fields: object) -> VerifierInfo:
-    """Make a verifier of model `tiny` that is ready, with `fields` replaced."""
+    """Return a verifier of model `tiny` that is ready, with `fields` replaced."""
     info = VerifierInfo(
         name=name,
         address="127.0.0.1:1",
@@ -43,14 +43,14 @@ class ScriptedCluster:
         self._tokenizer_json = tokenizer_json
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
-        """Return what the script says now."""
+        """Return the scripted verifiers."""
         self.refreshes += 1
         if not self.reachable:
             raise Unavailable("the cluster is away")
         return tuple(self.verifiers[name] for name in sorted(self.verifiers))
 
     async def drain(self, name: str) -> int:
-        """Mark it draining; return its sessions."""
+        """Mark the verifier as draining and return its sessions."""
         if name not in self.verifiers:
             raise NotFound(f"there is no verifier {name!r}", field="verifier")
         self.drained.append(name)
