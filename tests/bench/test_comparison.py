@@ -372,7 +372,7 @@ def test_texts_and_rounds_are_those_of_real_sessions_of_the_same_target_and_draf
         codes = None
         if projections:
             codes = SentVectors(text.vectors[drafter.package.steering.projection], SteeringPrecision.INT8, 0)
-            assert edge.statistics.codes == edge.statistics.steps - 1  # none with the last
+            assert edge.statistics.vectors == edge.statistics.steps - 1  # none with the last
         rounds = synchronous_rounds(drafter, text, sampling, codes, drafts=8)
         assert_same(rounds, edge.statistics)
         hits += rounds.accepted

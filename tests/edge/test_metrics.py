@@ -150,8 +150,8 @@ def test_steering_codes_their_bytes_and_their_age_are_counted() -> None:
     for codes in (3, 4):
         journal, machine = machine_of(metrics)
         statistics = machine.statistics
-        statistics.codes, statistics.code_bytes, statistics.bad_codes = codes, 64 * codes, 1
-        statistics.steered_jobs, statistics.code_age = 2 * codes, 10 * codes
+        statistics.vectors, statistics.vector_bytes, statistics.bad_vectors = codes, 64 * codes, 1
+        statistics.steered_jobs, statistics.vector_age = 2 * codes, 10 * codes
     journal.ended(Done(FinishReason.EOS), 1.0)
     shown = {"codes": 7, "bytes": 448, "bad_codes": 2, "age_positions": 70}
     for name, count in shown.items():

@@ -125,14 +125,14 @@ def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, projection
                 assert [tokens for tokens, _ in found] == expected
                 statistics = [each for _, each in found]
                 assert all(each.steered == (how != "off") and not each.drafter_error for each in statistics)
-                codes = sum(each.codes for each in statistics)
+                codes = sum(each.vectors for each in statistics)
                 if how == "off":
                     assert (codes, frames.wishes()) == (0, [])
                     continue
                 assert codes > (10 if how == "on" else 0)  # chosen, they end: no draft of this drafter is ever right
-                assert sum(each.code_bytes for each in statistics) == RANK * codes
+                assert sum(each.vector_bytes for each in statistics) == RANK * codes
                 assert sum(each.steered_jobs for each in statistics) > 10
-                assert all(each.mean_code_age >= 1 for each in statistics if each.steered_jobs)
+                assert all(each.mean_vector_age >= 1 for each in statistics if each.steered_jobs)
                 assert all(wish.projection == projection[1] for wish in frames.wishes())
                 if how == "on":
                     assert set(frames.wishes()) == {SteeringRequest(projection[1], INT8, 1)}
@@ -214,9 +214,9 @@ def test_the_text_is_the_same_with_codes_that_are_wrong_lost_or_malformed(
         assert [tokens for tokens, _ in found] == expected
         statistics = [each for _, each in found]
         assert not any(each.drafter_error for each in statistics)
-        codes, steps = sum(each.codes for each in statistics), sum(each.steps for each in statistics)
+        codes, steps = sum(each.vectors for each in statistics), sum(each.steps for each in statistics)
         assert (codes < 0.6 * steps) == (kind == "lost")
-        assert sum(each.bad_codes for each in statistics) == (codes if kind == "malformed" else 0)
+        assert sum(each.bad_vectors for each in statistics) == (codes if kind == "malformed" else 0)
         assert (sum(each.steered_jobs for each in statistics) == 0) == (kind == "malformed")
 
     asyncio.run(main())
@@ -228,7 +228,7 @@ def test_without_the_projection_or_with_another_drafter_all_is_as_before(target,
             found = await texts_of(client)
         assert [tokens for tokens, _ in found] == expected
         for _, statistics in found:
-            assert (statistics.steered, statistics.codes, statistics.steered_jobs) == (False, 0, 0)
+            assert (statistics.steered, statistics.vectors, statistics.steered_jobs) == (False, 0, 0)
         assert sum(statistics.drafted for _, statistics in found) > 20, "it goes on drafting"
         async with serving(target, projection[0]) as address:
             frames = Frames()
@@ -236,7 +236,7 @@ def test_without_the_projection_or_with_another_drafter_all_is_as_before(target,
                 found = await texts_of(client, frames)
         assert [tokens for tokens, _ in found] == expected
         assert frames.wishes() == []
-        assert not any(statistics.steered or statistics.codes for _, statistics in found)
+        assert not any(statistics.steered or statistics.vectors for _, statistics in found)
 
     asyncio.run(main())
 
@@ -255,7 +255,7 @@ def test_turns_of_a_conversation_begin_unsteered_and_have_the_texts_of_fresh_one
                 fresh = await client.complete((*transcript, *prompt), SAMPLINGS[1])
                 assert turn.tokens == fresh.tokens
                 assert turn.statistics.steered
-                assert turn.statistics.codes > 0
+                assert turn.statistics.vectors > 0
                 transcript = (*transcript, *prompt, *turn.tokens)
 
     asyncio.run(main())
@@ -278,7 +278,7 @@ def test_a_stream_that_breaks_leaves_the_text_and_the_steering(target, projectio
                     statistics = event.statistics
         assert tokens == expected[0]
         assert (statistics.resumes, statistics.steered) == (1, True)
-        assert statistics.codes > 10
+        assert statistics.vectors > 10
 
     asyncio.run(main())
 

@@ -136,9 +136,9 @@ class Watched(EdgeSession):
         self.ages = []
 
     def handle(self, event, now, measurements=None):
-        before = self.statistics.codes - self.statistics.bad_codes
+        before = self.statistics.vectors - self.statistics.bad_vectors
         instructions = super().handle(event, now, measurements)
-        if self.statistics.codes - self.statistics.bad_codes > before:
+        if self.statistics.vectors - self.statistics.bad_vectors > before:
             self.newest = event.start + len(event.tokens) - 2
             assert self.newest == len(self.transcript) - 2, "of the newest position that the verifier has processed"
         for instruction in instructions:
@@ -188,11 +188,11 @@ def test_whatever_codes_come_the_text_is_the_targets_and_jobs_have_the_newest_co
     assert simulation.run() == own_text(oracle, frame, VERIFIER)
     statistics = simulation.edge.statistics
     ages = simulation.edge.ages
-    assert (statistics.steered_jobs, statistics.code_age) == (len(ages), sum(ages))
-    assert statistics.mean_code_age == (sum(ages) / len(ages) if ages else 0)
+    assert (statistics.steered_jobs, statistics.vector_age) == (len(ages), sum(ages))
+    assert statistics.mean_vector_age == (sum(ages) / len(ages) if ages else 0)
     assert all(age >= 1 for age in ages), "no draft knows its own future"
     assert all(wish.projection == WISH.projection for wish in simulation.wishes)
-    assert statistics.bad_codes == 0 or codes == "malformed"
+    assert statistics.bad_vectors == 0 or codes == "malformed"
 
 
 def test_the_simulation_sends_codes_and_steers_by_them():
@@ -206,12 +206,12 @@ def test_the_simulation_sends_codes_and_steers_by_them():
         simulation.run()
         statistics = simulation.edge.statistics
         assert statistics.steered
-        assert statistics.steps // 4 < statistics.codes <= statistics.steps
+        assert statistics.steps // 4 < statistics.vectors <= statistics.steps
         assert statistics.steered_jobs > 20
-        assert (statistics.bad_codes > 0) == (codes == "malformed")
+        assert (statistics.bad_vectors > 0) == (codes == "malformed")
         if codes == "right":
-            assert statistics.codes == statistics.steps - 1  # the last commit ends the text
-            assert statistics.code_bytes == 2 * RANK * statistics.codes
+            assert statistics.vectors == statistics.steps - 1  # the last commit ends the text
+            assert statistics.vector_bytes == 2 * RANK * statistics.vectors
 
 
 # === rule by rule ===============================================================================================
@@ -269,7 +269,7 @@ def test_a_session_without_codes_is_as_ever():
     assert not edge.statistics.steered
     commit(edge, (5,), code_of(2))
     assert edge.next_job(4).steer is None
-    assert edge.statistics.codes == 0
+    assert edge.statistics.vectors == 0
 
 
 def test_a_wish_and_what_reads_its_codes_come_together():
@@ -286,7 +286,7 @@ def test_without_such_a_projection_the_text_goes_on_unsteered_without_requests()
         instructions = commit(edge, (5,), code_of(2))
         assert all(report.steering is None for report in reports(instructions))
         assert draft(edge).steer is None
-    assert (edge.statistics.codes, edge.statistics.steered_jobs) == (0, 0)
+    assert (edge.statistics.vectors, edge.statistics.steered_jobs) == (0, 0)
 
 
 def test_first_jobs_are_unsteered_and_each_code_comes_once_with_the_prompts_length():
@@ -310,12 +310,12 @@ def test_an_age_is_counted_from_the_codes_position_to_the_one_that_the_job_follo
     ages = []
     for _ in range(3):
         draft(edge, 2)
-        ages.append(edge.statistics.code_age - sum(ages))
+        ages.append(edge.statistics.vector_age - sum(ages))
     assert ages == [1, 3, 5], "two drafts further every time"
     commit(edge, (1,))  # the first draft was right, and no code came
     draft(edge, 1)
-    assert edge.statistics.code_age - sum(ages) == 7
-    assert edge.statistics.mean_code_age == 4
+    assert edge.statistics.vector_age - sum(ages) == 7
+    assert edge.statistics.mean_vector_age == 4
 
 
 def test_a_code_that_is_too_old_steers_no_more_until_another_comes():
@@ -325,7 +325,7 @@ def test_a_code_that_is_too_old_steers_no_more_until_another_comes():
     for _ in range(62):
         commit(edge, (7,))
     assert told(draft(edge, 1)) is None
-    assert edge.statistics.code_age == 1 + 63
+    assert edge.statistics.vector_age == 1 + 63
     for _ in range(2):
         commit(edge, (7,))
     assert told(draft(edge, 1)) == "none"
@@ -359,7 +359,7 @@ def test_another_turn_begins_unsteered_and_its_codes_count_behind_its_prompt():
     job = draft(edge)
     assert (told(job), job.steer.since) == (6, 7)
     assert edge.statistics.steered
-    assert (edge.statistics.codes, edge.statistics.steered_jobs) == (1, 1), "of this turn"
+    assert (edge.statistics.vectors, edge.statistics.steered_jobs) == (1, 1), "of this turn"
 
 
 def test_after_a_broken_stream_the_old_code_steers_until_a_new_one_comes():
@@ -380,7 +380,7 @@ def test_after_a_broken_stream_the_old_code_steers_until_a_new_one_comes():
     assert told(draft(edge)) is None
     commit(edge, (9,), code_of(5))
     assert told(draft(edge)) is None
-    assert edge.statistics.codes == 2
+    assert edge.statistics.vectors == 2
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_a_malformed_code_is_dropped_counted_and_logged_and_the_one_before_it_st
     (logged,) = caplog.records
     assert logged.message.startswith("a steering vector of v was dropped: steering.")
     assert told(draft(edge)) is None
-    assert (edge.statistics.codes, edge.statistics.bad_codes, edge.statistics.steered_jobs) == (3, 2, 2)
+    assert (edge.statistics.vectors, edge.statistics.bad_vectors, edge.statistics.steered_jobs) == (3, 2, 2)
     assert not edge.done
     commit(edge, (8,), code_of(5))
     assert told(draft(edge)) == 5
@@ -417,7 +417,7 @@ def test_a_replayed_commit_brings_no_code():
     assert told(draft(edge)) == 3
     commit(edge, (5, 6), code_of(3), start=3)
     commit(edge, (6,), code_of(3), start=4)
-    assert edge.statistics.codes == 1
+    assert edge.statistics.vectors == 1
     assert told(draft(edge)) is None
 
 

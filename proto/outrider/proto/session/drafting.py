@@ -174,7 +174,7 @@ class Drafting:
         age = self._vectors.age(position)
         if age is not None:
             self._text.statistics.steered_jobs += 1
-            self._text.statistics.code_age += age
+            self._text.statistics.vector_age += age
         return self._vectors.steer(self._text.prompt_length)
 
     # --- their results ---

@@ -312,14 +312,14 @@ class EdgeSession:
 
         A bad one costs drafts alone.
         """
-        self.statistics.codes += 1
-        self.statistics.code_bytes += len(vector.values)
+        self.statistics.vectors += 1
+        self.statistics.vector_bytes += len(vector.values)
         try:
             vectors.take(vector, len(self.transcript) - 2)
         except InvalidArgument as error:
-            if not self.statistics.bad_codes:
+            if not self.statistics.bad_vectors:
                 log.warning("a steering vector of %s was dropped: %s", self.verifier, error)
-            self.statistics.bad_codes += 1
+            self.statistics.bad_vectors += 1
 
     # --- drafters ---
 

@@ -1,4 +1,4 @@
-"""Which of several drafters drafts: what a session tells its selector, and what the idle ones have still to read."""
+"""Which of several drafters is active: what its selector sees and learns, and what idle drafters still have to read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session.instructions import CatchUpJob
 
-READ_TOKENS = 16  # that an idle drafter reads at once: a commit that comes meanwhile has to wait for so long
-PROMPT_TOKENS = 64  # of a prompt's end, that tell whose subject it is before there is any text
-ROUND_DRAFTS = 8  # of a round, as selectors reckon with
+READ_TOKENS = 16  # of a catch-up job; a commit that comes meanwhile has to wait for it
+PROMPT_TOKENS = 64  # of a prompt's end, which show whose subject it is before there is any text
+ROUND_DRAFTS = 8  # drafts of a round in what selectors see
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What rounds cost beside their drafter. Seconds; of the verifier's steps, beside rows and for each of them."""
+    """What a round costs beside its drafter, in seconds.
+
+    Attributes:
+        round_trip_s: round-trip time of a small message.
+        step_s: a step of the verifier, without its rows.
+        row_s: each row of a step.
+    """
 
     round_trip_s: float
     step_s: float
@@ -25,18 +31,18 @@ class Conditions:
 
 
 class Selection:
-    """The drafters of one session: whose turn it is, how far each has read, and what is known of its hits.
+    """The drafters of one session: which is active, how far each has read, and what is known of its hits.
 
-    A drafter is an index into their names. The turn passes on only where a chain begins anew.
+    A drafter is an index into their names. Another one becomes active only where a chain begins.
 
     Attributes:
-        names: of the drafters.
-        current: whose turn it is.
+        names: names of the drafters.
+        current: the active drafter.
         steered: the one that steering vectors are meant for; None: none of them.
     """
 
     def __init__(self, selector: Selector, names: tuple[str, ...], *, steered: int | None = 0) -> None:
-        """All of them still have to read the prompt.
+        """Begin with drafters that still have to read the prompt.
 
         Raises:
             InvalidArgument: there is no drafter, two share a name, or none of them is the steered one.
@@ -50,12 +56,12 @@ class Selection:
         self.current = 0
         self.steered = steered
         self._selector = selector
-        self._prefix = [0] * drafters  # so much of each one's prefix is known to agree with the text
+        self._prefix = [0] * drafters  # tokens of each one's prefix that are known to agree with the text
         self._first = 0  # position of the first token of text
         self._scored = [(0.0, 0)] * drafters  # sum of log q of tokens of the prompt's end, and how many
-        self._prompt_news = False  # that the selector has not been told
-        self._heard = [0] * drafters  # tokens of text of which it is known, or never will be, whether it hits
-        self._news: list[list[bool | None]] = []  # that the selector has not been told
+        self._prompt_news = False  # that the selector has not learned
+        self._heard = [0] * drafters  # tokens of text of which it is known, or never will be, whether each hits
+        self._news: list[list[bool | None]] = []  # that the selector has not learned
         self._confidence: list[list[float]] = []  # in what each would have proposed there
         self._forget_news()
         self._failed: set[int] = set()
@@ -68,12 +74,12 @@ class Selection:
 
     @property
     def drafters(self) -> int:
-        """How many."""
+        """Number of drafters."""
         return len(self.names)
 
     @property
     def agreed(self) -> int:
-        """So much of the current drafter's prefix is known to agree with transcript and drafts."""
+        """Tokens of the active drafter's prefix that are known to agree with transcript and drafts."""
         return self._prefix[self.current]
 
     @agreed.setter
@@ -81,7 +87,7 @@ class Selection:
         self._prefix[self.current] = length
 
     def begin_text(self, first: int, kept: int) -> None:
-        """The text begins at position `first`; of all prefixes `kept` tokens at most are still right."""
+        """Begin a text at position `first`; at most `kept` tokens of every prefix are still right."""
         if self._view is not None:  # so that every drafter's next news are of the same token
             for drafter in range(self.drafters):
                 self._pad(drafter, max(self._heard))
@@ -100,7 +106,7 @@ class Selection:
     # --- hits ---
 
     def note(self, drafter: int, position: int, hit: bool, confidence: float) -> None:
-        """It proposed, or would have, the committed token of that position, or another one, with such a probability."""
+        """Take in whether a drafter's proposal of that position, of such a probability, is the committed token."""
         if self.drafters > 1 and position >= self.first_unheard(drafter):
             self._pad(drafter, position - self._first)
             self._news[drafter].append(hit)
@@ -108,20 +114,20 @@ class Selection:
             self._heard[drafter] += 1
 
     def _pad(self, drafter: int, tokens: int) -> None:
-        """Of what it has not said of the first `tokens` of the text nothing will be known."""
+        """Take as unknown what the drafter has not said of the first `tokens` of the text."""
         unknown = tokens - self._heard[drafter]
         self._news[drafter] += [None] * unknown
         self._confidence[drafter] += [math.nan] * unknown
         self._heard[drafter] = tokens
 
     def note_prompt(self, drafter: int, log_q: Sequence[float]) -> None:
-        """It gave so much to tokens of the prompt's end, nats each."""
+        """Take in a drafter's log probabilities of tokens of the prompt's end."""
         total, n = self._scored[drafter]
         self._scored[drafter] = (total + sum(log_q), n + len(log_q))
         self._prompt_news = self._prompt_news or bool(log_q)
 
     def first_unheard(self, drafter: int) -> int:
-        """The first position of the text of which nothing is known of it."""
+        """Return the first position of the text at which nothing is known of the drafter."""
         return self._first + self._heard[drafter]
 
     def forced_from(self, committed: int) -> int:
@@ -130,10 +136,10 @@ class Selection:
             return committed
         return max(self.agreed, self.first_unheard(self.current), committed - READ_TOKENS)
 
-    # --- whose turn it is ---
+    # --- the active drafter ---
 
     def choose(self, arms: Sequence[Arm], conditions: Conditions, committed: int) -> int:
-        """Whose turn it is from now on; the text has `committed` tokens, prompt included."""
+        """Choose and return the active drafter; the text has `committed` tokens, prompt included."""
         if self.drafters == 1:
             return self.current
         self._view = self._look(arms, conditions, committed)
@@ -147,7 +153,7 @@ class Selection:
         return chosen
 
     def learn(self, *, committed: int, judged: int, accepted: int, agreement: float, seconds: float) -> None:
-        """A commit came: so many tokens after so long, `accepted` of `judged` drafts."""
+        """Let the selector learn from a commit, which came after `seconds`, and from what is known since the last."""
         if self._view is None:
             return
         for drafter in self._failed:
@@ -171,7 +177,7 @@ class Selection:
         )
 
     def fail(self, drafter: int) -> bool:
-        """It is broken and gets no turn any more; whether another is left."""
+        """Leave a broken drafter out from now on; return whether another is left."""
         self._failed.add(drafter)
         return len(self._failed) < self.drafters
 

@@ -41,11 +41,11 @@ class EdgeStatistics:
         round_trip_s: smoothed round-trip time of a small message.
         drafter_error: what the newest broken drafter said.
         steered: whether the verifier sends the steering vectors that the drafter takes.
-        codes: vectors received, unreadable ones included.
-        code_bytes: their bytes on the downlink, without framing.
-        bad_codes: vectors dropped because they could not be read.
+        vectors: vectors received, unreadable ones included.
+        vector_bytes: their bytes on the downlink, without framing.
+        bad_vectors: vectors dropped because they could not be read.
         steered_jobs: drafting jobs steered by a vector.
-        code_age: sum over these of the positions from the vector's own to the one that the first draft follows.
+        vector_age: sum over these of the positions from the vector's own to the one that the first draft follows.
         of_drafters: by name, of each that was active or caught up.
         switches: changes of the active drafter.
         read: tokens that idle drafters caught up with.
@@ -65,11 +65,11 @@ class EdgeStatistics:
     round_trip_s: float = 0.0
     drafter_error: str = ""
     steered: bool = False
-    codes: int = 0
-    code_bytes: int = 0
-    bad_codes: int = 0
+    vectors: int = 0
+    vector_bytes: int = 0
+    bad_vectors: int = 0
     steered_jobs: int = 0
-    code_age: int = 0
+    vector_age: int = 0
     of_drafters: dict[str, DrafterCounts] = field(default_factory=dict)
     switches: int = 0
     read: int = 0
@@ -81,9 +81,9 @@ class EdgeStatistics:
         return self.of_drafters[drafter]
 
     @property
-    def mean_code_age(self) -> float:
+    def mean_vector_age(self) -> float:
         """Mean age of the vector of a steered job, in positions; 0 where no job was steered."""
-        return self.code_age / self.steered_jobs if self.steered_jobs else 0.0
+        return self.vector_age / self.steered_jobs if self.steered_jobs else 0.0
 
 
 class EdgeText:
