@@ -64,7 +64,7 @@ def by_link(runs: Sequence[Run]) -> dict[LinkRecord, tuple[Run, ...]]:
 def fastest(runs: Sequence[Run], mode: str) -> Run | None:
     """Return the fastest run of a mode, for sync that of the best length; None where no speed is known.
 
-    Where there are both, only measured runs count, and only those that were not told to save target steps.
+    Where there are both, only measured runs count, and only those whose goal was not to save target steps.
     """
     known = [run for run in runs if run.mode == mode and run.tokens_per_second]
     known = [run for run in known if not run.replayed] or known

@@ -30,12 +30,12 @@ class PolicyTraining:
     Attributes:
         fit: of each.
         held_out: share of the prompts that they are judged on and do not learn from.
-        most_rows: that each learns from; of more, so many are drawn.
+        max_rows: rows that each learns from; of more, these are drawn.
     """
 
     fit: Fit
     held_out: float = 0.2
-    most_rows: int = 400_000
+    max_rows: int = 400_000
 
     def train(self, traces: Sequence[HitTrace]) -> tuple[Trained, Mapping[str, Verdict]]:
         """Return both networks, and how they do on the held-out prompts.
@@ -47,9 +47,9 @@ class PolicyTraining:
         networks, verdicts = {}, {}
         for name, inputs, rows_of in (("head", DRAFT_INPUTS, draft_rows), ("block", BLOCK_INPUTS, block_rows)):
             rng = np.random.default_rng(self.fit.seed)
-            rows: Rows = rows_of(learnt, rng).some(self.most_rows, rng)
+            rows: Rows = rows_of(learnt, rng).some(self.max_rows, rng)
             networks[name] = self.fit.network(inputs, SAYINGS, rows)
-            verdicts[name] = judge(networks[name], rows, rows_of(unseen, rng).some(self.most_rows, rng))
+            verdicts[name] = judge(networks[name], rows, rows_of(unseen, rng).some(self.max_rows, rng))
         made = {
             "texts": len(traces),
             "prompts": len({trace.id for trace in traces}),

@@ -103,5 +103,5 @@ def _gradients(weights: list[np.ndarray], z: np.ndarray, outcomes: np.ndarray) -
     units = np.tanh(z @ hidden + hidden_bias)
     chances = 1 / (1 + np.exp(-(units @ output + output_bias)))
     error = (chances - outcomes) / len(outcomes)
-    behind = np.outer(error, output) * (1 - units**2)
-    return [z.T @ behind, behind.sum(axis=0), units.T @ error, np.array([error.sum()])]
+    hidden_error = np.outer(error, output) * (1 - units**2)
+    return [z.T @ hidden_error, hidden_error.sum(axis=0), units.T @ error, np.array([error.sum()])]

@@ -48,7 +48,7 @@ class Rows:
 def draft_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
     """Return a row for every draft: whether it hits, given that those before it in its chain do.
 
-    A draft behind r hits in a row may have had any number up to r unsettled drafts before it, and which depends on the
+    A draft after r hits in a row may have had any number up to r unsettled drafts before it, and which depends on the
     link: its depth is drawn evenly, at most `DEEPEST`.
     """
     parts = []
@@ -65,7 +65,7 @@ def block_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
     """Return a row for every position: the share that is accepted of a block of some length that begins there.
 
     Length and the number of drafts that are there already are drawn. Their signals are those along the target's text:
-    what the drafter would say behind a miss nobody has recorded.
+    what the drafter would propose after a miss nobody has recorded.
     """
     parts = []
     for trace in traces:

@@ -56,9 +56,9 @@ class HitTrace:
         ended: whether the text ended by itself (EOS, its last token), not for its length.
         silent: [n] whether the drafter proposes nothing there; empty: nowhere.
         entropy: [n] of the drafter's processed distribution there, nats; NaN: it does not say; empty: not recorded.
-        certainty: [n] softmax of (log q + G) at what it proposes there, G the shared noise; likewise.
-        agreement: [n] min(1, p / q) of what it proposes there, p the target's processed probability of it; likewise.
-            At temperature 0 both are those at temperature 1, as in the verifier's rewards.
+        certainty: [n] softmax of (log q + G) at what it proposes there, G the shared noise; NaN and empty as above.
+        agreement: [n] min(1, p / q) of what it proposes there, p the target's processed probability of it; NaN and
+            empty as above. At temperature 0 both are those at temperature 1, as in the verifier's rewards.
         seed: of the text.
         prompt_log_q: nats a token, that the drafter gave to the prompt's end; NaN: not recorded.
 

@@ -141,7 +141,7 @@ class Accumulator:
         positions: [g] tokens since the beginning of a run at which regret is noted.
         seconds: [prompts] that the texts took.
         regret_s: [g] summed over runs.
-        settled_s: of this column and of the oracle, behind changes of domain.
+        settled_s: [2] seconds of this column and of the oracle, after changes of domain have settled.
         chosen: [K] tokens.
         around: [BEFORE + AFTER, K] texts, by the domain that begins.
     """

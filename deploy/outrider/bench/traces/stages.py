@@ -134,12 +134,12 @@ class RoundsStage:
 
 @dataclass(frozen=True, slots=True)
 class StreamStage:
-    """A turn passes on where a chain of drafts begins anew; idle drafters read along while the current one waits.
+    """The session machine: another drafter may become active with each chain; idle ones catch up while it waits.
 
     Attributes:
         costs: [K] of the verifier and the events, with each drafter's own.
         shape_at: the link.
-        policy: makes that of both sides, anew for every run.
+        policy: makes the policy of both sides for a run.
         seed: of the jitter.
     """
 
@@ -206,14 +206,14 @@ class StreamStage:
 
 
 class Aligned(Selector):
-    """Tells its inner selector, at a text's end, of as many tokens of every drafter.
+    """One selector for many sessions: at a text's end it has heard of as many tokens of every drafter.
 
-    Else that would wait for those that idle drafters have not read, and take the next text's for them.
+    Otherwise it would wait for those that idle drafters have not read, and take the next text's for them.
     """
 
     def __init__(self, inner: Selector, arms: int) -> None:
         self._inner = inner
-        self._told = [0] * arms  # tokens of this text
+        self._heard = [0] * arms  # tokens of this text
         self._last: RoundOutcome | None = None
 
     @property
@@ -224,12 +224,12 @@ class Aligned(Selector):
     def begin_text(self) -> Selector:
         """End the text before, and begin the next."""
         if self._last is not None and self.reads_along:
-            unread = [max(self._told) - told for told in self._told]
+            unread = [max(self._heard) - heard for heard in self._heard]
             nothing = replace(self._last, committed=0, judged=0, accepted=0, agreement=math.nan, seconds=0.0)
             hits = tuple((None,) * tokens for tokens in unread)
             confidence = tuple((math.nan,) * tokens for tokens in unread)
             self._inner.learn(replace(nothing, hits=hits, confidence=confidence))
-        self._told = [0] * len(self._told)
+        self._heard = [0] * len(self._heard)
         return self
 
     def choose(self, view: SelectionView) -> int:
@@ -247,7 +247,7 @@ class Aligned(Selector):
     def learn(self, outcome: RoundOutcome) -> None:
         """Pass on what the round came to."""
         self._last = outcome
-        self._told = [told + len(hits) for told, hits in zip(self._told, outcome.hits, strict=True)]
+        self._heard = [heard + len(hits) for heard, hits in zip(self._heard, outcome.hits, strict=True)]
         self._inner.learn(outcome)
 
 
