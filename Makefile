@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test soak check lint proto clean
+.PHONY: demo test soak check lint proto docs clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -29,6 +29,10 @@ lint: $(READY)
 # The generated half of the contract; a test fails where it is not what this makes.
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto outrider/proto/v1/decoding.proto
+
+# The reference of commands and options; a test fails where it is not what the declarations say.
+docs: $(READY)
+	$(BIN)/python -m outrider.deploy.reference > docs/cli.md
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 DOCS = ("architecture", "exactness", "benchmarks", "steering", "selection", "python", "operations", "kubernetes")
-DOCS += ("models",)
+DOCS += ("models", "cli")
 MAX_README_LINES = 200
 MAX_FOLLOWED_FILES = 16
 OUTSIDE = ("http://", "https://")
@@ -36,7 +36,7 @@ def commands(page: Path) -> list[str]:
     blocks = "\n".join(re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
     lines = re.findall(r"^(?:\.venv/bin/)?(outrider .*)$", blocks, re.MULTILINE)
     inline = [" ".join(code.split()) for code in re.findall(r"`(outrider [^`]+)`", without_code(text))]
-    inline += [f"outrider bench {code}" for code in re.findall(r"`(--rtt [^`]+)`", without_code(text))]
+    inline += [f"outrider bench {code}" for code in re.findall(r"`(--rtt \d[^`]*)`", without_code(text))]
     return [command for command in (*lines, *inline) if "…" not in command.replace('"…"', "")]
 
 
@@ -90,7 +90,7 @@ def test_a_token_passes_through_few_files_and_both_halves(root) -> None:
 
 def test_commands_of_the_pages_parse(root, monkeypatch, capsys) -> None:
     """A command that is only named, without arguments, is asked for its help."""
-    from outrider.deploy.cli import build_parser
+    from outrider.deploy.cli import parse
 
     monkeypatch.chdir(root)
     wrong = []
@@ -101,7 +101,7 @@ def test_commands_of_the_pages_parse(root, monkeypatch, capsys) -> None:
                 continue
             seen += 1
             try:
-                build_parser().parse_args(given if any(word.startswith("-") for word in given) else [*given, "--help"])
+                parse(given if any(word.startswith("-") for word in given) else [*given, "--help"])
             except SystemExit as end:
                 if not end.code:
                     continue
@@ -112,7 +112,7 @@ def test_commands_of_the_pages_parse(root, monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("wrong", ["outrider bench --no-such-option", "outrider nothing"])
 def test_a_command_that_does_not_parse_is_noticed(wrong) -> None:
-    from outrider.deploy.cli import build_parser
+    from outrider.deploy.cli import parse
 
     with pytest.raises(SystemExit):
-        build_parser().parse_args(arguments(wrong))
+        parse(arguments(wrong))

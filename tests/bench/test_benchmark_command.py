@@ -154,7 +154,7 @@ def test_sessions_on_unlike_links_at_once_are_one_run_a_mode(prompt, tmp_path) -
         (["--up", "1,2", "--rtt", "5"], 1, "up: has 2 entries where --rtt has 1"),
         (["--modes", "cloud,magic"], 2, "--modes: 'magic' is none of cloud, sync,"),
         (["--trace", "nowhere"], 1, "trace: there is no file nowhere"),
-        (["--pace", "-1"], 2, "--pace: -1 is not in 0..inf"),
+        (["--pace", "-1"], 2, "--pace: -1.0 is below 0"),
         (["--rtt", "fast"], 2, "--rtt: 'fast' is not a number"),
         (["--prompts", "nowhere.jsonl"], 1, "prompts: cannot read"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -24,9 +23,16 @@ from outrider.proto.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def benchmark() -> Benchmark:
-    options = argparse.Namespace(target="reference", dtype="float32", max_tokens=48, seed=7)
     found = environment(
-        options, drafter="general", drafter_version="1", target_threads=1, drafter_threads=None, prompts=4
+        target="reference",
+        dtype="float32",
+        max_tokens=48,
+        seed=7,
+        drafter="general",
+        drafter_version="1",
+        target_threads=1,
+        drafter_threads=None,
+        prompts=4,
     )
     full = Run(
         mode="outrider",

@@ -16,7 +16,7 @@ from outrider.bench.length_training.judge import judge
 from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.traces.sweep import NotedWindow, policy_of
-from outrider.deploy.cli import build_parser, main
+from outrider.deploy.cli import main, parse
 from outrider.edge import EdgeConfig
 from outrider.edge.policies.length import AimdWindow, SpecDecWindow, ThresholdWindow, load_trained
 from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, LENGTHS, block_inputs, draft_inputs
@@ -250,7 +250,7 @@ def test_texts_too_short_for_a_block_are_refused() -> None:
 
 def test_every_command_takes_a_number_or_a_rule_for_its_window(capsys: pytest.CaptureFixture[str]) -> None:
     def window(text: str):
-        return build_parser().parse_args(["edge", "--coordinator", "a:1", "--window", text]).window
+        return parse(["edge", "--coordinator", "a:1", "--window", text]).values["window"]
 
     assert [window(text) for text in ("8", "specdec++:0.3", "aimd")] == [8, "specdec++:0.3", "aimd"]
     for wrong, says in (("0", "below 1"), ("fast", "is none of"), ("threshold:2", "0 to 1"), ("speckv@/no", "read")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -39,7 +38,7 @@ from outrider.cloud.export.steered import biases_by, load_steering, steered_by, 
 from outrider.cloud.export.steering_graph import write_steering_graph
 from outrider.cloud.steering import Projection, projection_id
 from outrider.cloud.testing import tiny_llama
-from outrider.deploy import training as command
+from outrider.deploy.cli import main
 from outrider.proto.errors import InvalidArgument, NotFound
 
 LAYERS, MLP, RANK, VOCABULARY, CANDIDATES = 2, 72, 8, 96, 8
@@ -286,10 +285,8 @@ def test_another_u_or_another_projection_is_another_version(package: Path, llama
 def test_the_command_says_which_projection_the_verifier_needs(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = argparse.Namespace(
-        source=llama, output=tmp_path / "out", name="tiny", precision="int8", candidates=CANDIDATES, target="big"
-    )
-    assert command.export(options) == 0
+    line = f"export {llama} {tmp_path / 'out'} --name tiny --precision int8 --candidates {CANDIDATES} --target big"
+    assert main(line.split()) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert f"--steering {llama / 'projection.safetensors'}" in said
     assert projection_id(llama / "projection.safetensors") in said

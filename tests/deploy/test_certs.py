@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import stat
 from pathlib import Path
 
 import pytest
 
+from outrider.deploy.arguments import Given
 from outrider.deploy.certs import Issued, issue
-from outrider.deploy.cli import build_parser, main
-from outrider.deploy.options import connection, security, serving_tls
+from outrider.deploy.cli import main, parse
+from outrider.deploy.credentials import api_key, security, serving_tls
 from outrider.edge import EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.access import Keys, secret_sha256
@@ -25,8 +25,8 @@ from outrider.proto.plumbing.tls import (
 )
 
 
-def parsed(*arguments: str) -> argparse.Namespace:
-    return build_parser().parse_args(arguments)
+def parsed(*arguments: str) -> Given:
+    return parse(arguments)
 
 
 # --- certificates ---
@@ -147,7 +147,7 @@ def test_an_edges_options_become_its_config(tmp_path, issued, monkeypatch):
     file.write_text("otr_secret\n")
     tls = ["--tls-ca", str(issued.ca), "--tls-cert", str(issued.client_cert), "--tls-key", str(issued.client_key)]
     options = parsed("generate", "--coordinator", "c.example:1", *tls, "--api-key-file", str(file), "x")
-    config = EdgeConfig(coordinator=options.coordinator, **connection(options))
+    config = options(EdgeConfig, api_key=api_key(options))
     assert config.security.tls == ClientTls(issued.ca, issued.client_cert, issued.client_key)
     assert config.security.metadata == (("authorization", "Bearer otr_secret"),)
     assert security(options) == config.security
@@ -170,7 +170,7 @@ def test_a_key_file_that_holds_none_is_refused_by_its_option(tmp_path, content):
         file.write_bytes(content)
     with pytest.raises(ConfigError) as refusal:
         security(parsed("status", "--coordinator", "localhost:1", "--api-key-file", str(file)))
-    assert refusal.value.field == "api-key-file"
+    assert refusal.value.field == "api_key_file"
 
 
 def test_public_authorities_are_named_public():
@@ -191,7 +191,12 @@ def test_every_server_takes_certificates(command, issued):
 
 @pytest.mark.parametrize("command", ["up", "coordinator"])
 def test_relay_and_keys_are_off_unless_asked_for(command):
-    options = parsed(command)
-    assert (options.relay, options.api_keys, options.remote_drain) == (False, None, False)
-    asked = parsed(command, "--relay", "--relay-streams", "9", "--api-keys", "k", "--remote-drain")
-    assert (asked.relay, asked.relay_streams, asked.api_keys, asked.remote_drain) == (True, 9, Path("k"), True)
+    options = parsed(command).values
+    assert (options["relay"], options["api_keys"], options["remote_drain"]) == (False, None, False)
+    asked = parsed(command, "--relay", "--relay-streams", "9", "--api-keys", "k", "--remote-drain").values
+    assert tuple(asked[name] for name in ("relay", "relay_streams", "api_keys", "remote_drain")) == (
+        True,
+        9,
+        Path("k"),
+        True,
+    )

@@ -6,23 +6,22 @@ import re
 
 import pytest
 
-from outrider.deploy.cli import build_parser, main
-from outrider.deploy.daemon import edge_config
-from outrider.deploy.options import drafting
+from outrider.deploy.cli import main, parse
 from outrider.edge.config import EdgeConfig
 from outrider.edge.drafters import embedded_packages
 from outrider.edge.policies.selection import SELECTORS
 
 
 def test_one_drafter_alone_is_what_it_always_was():
-    said = drafting(build_parser().parse_args(["run", "hello"]))
+    said = parse(["run", "hello"]).fields(EdgeConfig)
+    assert said
     unsaid = EdgeConfig(verifier="127.0.0.1:1", model="m")
     assert said == {name: getattr(unsaid, name) for name in said}
 
 
 def test_a_list_of_drafters_its_rule_and_its_memory_reach_the_edge():
     line = "edge --coordinator 127.0.0.1:1 --drafter general,ngram --selector exp3 --drafter-memory 64"
-    config = edge_config(build_parser().parse_args(line.split()))
+    config = parse(line.split())(EdgeConfig)
     assert config.drafters == ("general", "ngram")
     assert (config.selector, config.drafter_memory_mb) == ("exp3", 64)
 
@@ -37,7 +36,7 @@ def test_a_list_of_drafters_its_rule_and_its_memory_reach_the_edge():
 )
 def test_a_mistake_is_one_line(arguments, says, capfd):
     with pytest.raises(SystemExit, match="2"):
-        build_parser().parse_args(["run", *arguments, "hello"])
+        parse(["run", *arguments, "hello"])
     said = capfd.readouterr().err
     assert says in said
     assert len(said.splitlines()) == 1
@@ -50,20 +49,22 @@ def test_a_wish_that_cannot_be_meant_is_one_line_too(capfd):
     assert len(said.splitlines()) == 1
 
 
-def test_the_help_names_every_selector():
-    shown = re.sub(r"\s+", " ", _subparser("run").format_help())
+def test_the_help_names_every_selector(capfd):
+    shown = re.sub(r"\s+", " ", _help("run", capfd))
     assert all(name in shown for name in SELECTORS)
 
 
-def test_every_command_that_drafts_takes_several():
+def test_every_command_that_drafts_takes_several(capfd):
     for command in ("run", "edge", "demo", "bench", "doctor", "generate"):
-        shown = _subparser(command).format_help()
+        shown = _help(command, capfd)
         assert "--selector" in shown
         assert "--drafter-memory" in shown
 
 
-def _subparser(command):
-    return build_parser()._subparsers._group_actions[0].choices[command]
+def _help(command, capfd):
+    with pytest.raises(SystemExit, match="0"):
+        parse([command, "--help"])
+    return capfd.readouterr().out
 
 
 @pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import replace
 
 import pytest
 
+from outrider.deploy.commands.serving import ActorSettings
 from outrider.deploy.fleet import Change, Replica, of_model, plan, ray_options
 from outrider.proto.errors import ConfigError, NotFound
 
@@ -48,7 +49,7 @@ def test_one_model_at_a_time_is_scaled() -> None:
 
 
 def test_placement_and_resources_are_told_to_ray() -> None:
-    options = argparse.Namespace(cpus=2.0, gpus=1.0, resource=["big=0.5"], placement="spread")
+    options = ActorSettings(cpus=2.0, gpus=1.0, resource=("big=0.5",), placement="spread")
     assert ray_options(options) == {
         "lifetime": "detached",
         "num_cpus": 2.0,
@@ -58,5 +59,5 @@ def test_placement_and_resources_are_told_to_ray() -> None:
     }
     for wrong in ("big", "big=", "=1", "big=some", "big=0", "big=-1"):
         with pytest.raises(ConfigError) as refusal:
-            ray_options(argparse.Namespace(**{**vars(options), "resource": [wrong]}))
+            ray_options(replace(options, resource=(wrong,)))
         assert refusal.value.field == "resource"

@@ -19,7 +19,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from outrider.deploy.cli import build_parser, main
+from outrider.deploy.cli import main, parse
+from outrider.deploy.commands.operating import SubmitSettings
 from outrider.deploy.submit import command, entry
 from outrider.deploy.submit.command import send
 from outrider.deploy.submit.jobs import follow
@@ -311,8 +312,8 @@ class Server:
 def sent(*arguments: str, server: Server | None = None) -> Server:
     """Send a job as the command line would."""
     server = server or Server()
-    options = build_parser().parse_args(["submit", *arguments])
-    send(server, *command._checked_command(options.arguments), options)
+    options = parse(["submit", *arguments])(SubmitSettings)
+    send(server, *command._checked_command(options.arguments, parse), options)
     return server
 
 
@@ -350,7 +351,7 @@ def test_the_options_that_name_outputs_are_known(tmp_path: Path) -> None:
         (["run", "x", "--json"], []),
         (["bench", "--report", "/elsewhere"], []),
     ]:
-        assert command._checked_command(["--", *words]) == (words, written)
+        assert command._checked_command(("--", *words), parse) == (words, written)
 
 
 def test_a_place_that_only_nodes_can_write_is_left_to_them(
@@ -379,9 +380,9 @@ def test_what_ray_refuses_names_the_option(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_options_of_the_command_are_its_own() -> None:
-    options = build_parser().parse_args(["submit", "--output", "here", "--", "train", "drafter", "--output", "there"])
+    options = parse(["submit", "--output", "here", "--", "train", "drafter", "--output", "there"])(SubmitSettings)
     assert options.output == "here"
-    assert options.arguments[-2:] == ["--output", "there"]
+    assert options.arguments[-2:] == ("--output", "there")
 
 
 def test_a_url_is_a_place_as_it_is_and_a_path_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.deploy.cli import build_parser
-from outrider.deploy.daemon import edge_config
+from outrider.deploy.cli import parse
 from outrider.edge import EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedSteering, PricedSteering
@@ -31,7 +30,7 @@ def test_the_option_has_a_flag_a_key_and_an_environment_variable(tmp_path, monke
     arguments = ["edge", "--verifier", "127.0.0.1:1", "--model", "m"]
 
     def steering(*more):
-        return edge_config(build_parser().parse_args([*arguments, *more])).steering
+        return parse([*arguments, *more])(EdgeConfig).steering
 
     assert steering() == "auto"
     file = tmp_path / "outrider.toml"
@@ -49,4 +48,4 @@ def test_the_option_has_a_flag_a_key_and_an_environment_variable(tmp_path, monke
 )
 def test_every_command_that_drafts_has_the_option(command):
     positional = ["hello"] if command[0] in ("run", "generate") else []
-    assert build_parser().parse_args([*command, *positional, "--steer", "off"]).steer == "off"
+    assert parse([*command, *positional, "--steer", "off"]).values["steer"] == "off"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider.cloud.config import VerifierConfig
-from outrider.deploy.cli import main
+from outrider.deploy.cli import main, parse
 from outrider.deploy.cluster import local_cluster
 from outrider.deploy.fleet import scale
 from outrider.edge import Client, EdgeConfig, Sampling
@@ -27,8 +26,7 @@ SAMPLED = Sampling(max_tokens=160, temperature=1.0, seed=5, ignore_eos=True)
 
 
 async def scale_to(count: int) -> None:
-    options = argparse.Namespace(count=count, ray_address="auto", model="", drain_grace=30.0)
-    assert await asyncio.to_thread(scale, options) == 0
+    assert await asyncio.to_thread(scale, parse(["scale", str(count)])) == 0
 
 
 async def until(control: CoordinatorClient, holds: Callable[[ClusterStatus], bool]) -> ClusterStatus:

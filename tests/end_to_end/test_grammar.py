@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -16,7 +15,7 @@ import jsonschema
 import pytest
 
 from outrider.cloud.grammar import GrammarMatcher, Grammars
-from outrider.deploy.options import grammar as grammar_option
+from outrider.deploy.commands.edge import GrammarSettings
 from outrider.edge import FinishReason, Grammar, GrammarKind, Sampling, Tokens
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.types import Patience
@@ -180,14 +179,16 @@ def test_the_command_line_names_a_grammar_by_a_file(tmp_path) -> None:
     lark.write_text('start: "yes"', encoding="utf-8")
 
     def named(json_schema: Path | None = None, grammar_file: Path | None = None) -> Grammar | None:
-        return grammar_option(argparse.Namespace(json_schema=json_schema, grammar_file=grammar_file))
+        return GrammarSettings(json_schema=json_schema, grammar_file=grammar_file).grammar()
 
     assert named() is None
     assert named(json_schema=schema) == PERSON
     assert named(grammar_file=lark) == Grammar(GrammarKind.LARK, 'start: "yes"')
     with pytest.raises(ConfigError) as missing:
         named(grammar_file=tmp_path / "none")
-    assert missing.value.field == "grammar-file"
+    assert missing.value.field == "grammar_file"
+    with pytest.raises(ConfigError, match="give one"):
+        named(json_schema=schema, grammar_file=lark)
 
 
 class Withheld(GrammarMatcher):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.settings import REQUIRED, Settings, above, at_least, between, declared, option
+from outrider.proto.settings import REQUIRED, Settings, above, at_least, between, declared, option
 
 
 class Goal(Enum):
@@ -87,7 +87,7 @@ def test_a_subclass_that_only_changes_a_default_keeps_the_rest_of_the_declaratio
         ("keep_s", -0.1, "-0.1 is below 0"),
         ("keep_s", float("nan"), "nan is not a finite number"),
         ("keep_s", float("inf"), "inf is not a finite number"),
-        ("keep_s", "long", "'long' is not a finite number"),
+        ("keep_s", "long", "'long' is not a number"),
         ("share", 1.1, "1.1 is not in 0..1"),
         ("memory_mb", 0, "0 is not above 0"),
         ("loud", 1, "1 is not true or false"),
@@ -151,7 +151,7 @@ def test_text_becomes_the_value_or_one_of_several(field: str, text: str, value: 
     [
         ("rows", "many", "'many' is not a whole number"),
         ("rows", "0", "0 is below 1"),
-        ("keep_s", "warm", "'warm' is not a finite number"),
+        ("keep_s", "warm", "'warm' is not a number"),
         ("keep_s", "nan", "nan is not a finite number"),
         ("loud", "loud", "'loud' is not true or false"),
         ("goal", "fun", "'fun' is none of speed, cost"),

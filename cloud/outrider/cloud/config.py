@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.proto.plumbing.serving import GrpcServerSettings
-from outrider.proto.plumbing.settings import above, at_least, no_empty_text, option
+from outrider.proto.settings import above, at_least, no_empty_text, option
 from outrider.proto.tracing import trace_endpoint_option
 from outrider.proto.types import Goal, Patience
 

@@ -10,8 +10,8 @@ from outrider.proto.channel import MOST_MESSAGE_BYTES
 from outrider.proto.errors import ConfigError
 from outrider.proto.lease import MIN_SECRET_BYTES
 from outrider.proto.plumbing.serving import GrpcServerSettings
-from outrider.proto.plumbing.settings import REQUIRED, Settings, above, at_least, no_empty_text, option
 from outrider.proto.plumbing.tls import ClientTls
+from outrider.proto.settings import REQUIRED, Settings, above, at_least, no_empty_text, option
 
 MIB = 1 << 20
 ACCESS = "access"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import shlex
@@ -45,8 +44,11 @@ class Environment:
 
 
 def environment(
-    options: argparse.Namespace,
     *,
+    target: str,
+    dtype: str,
+    max_tokens: int,
+    seed: int,
     drafter: str,
     drafter_version: str | None,
     target_threads: int | None,
@@ -54,7 +56,7 @@ def environment(
     prompts: int,
     hf_drafter: str | None = None,
 ) -> Environment:
-    """Return the environment of a command that runs here and now with `options`."""
+    """Return the environment of a command that runs here and now."""
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(),
@@ -63,15 +65,15 @@ def environment(
         cpu=_cpu(),
         cores=_cores(),
         packages={name: _version(name) for name in PACKAGES},
-        target=str(options.target),
-        dtype=options.dtype,
+        target=target,
+        dtype=dtype,
         drafter=drafter,
         drafter_version=drafter_version,
         target_threads=target_threads,
         drafter_threads=drafter_threads,
         prompts=prompts,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
+        max_tokens=max_tokens,
+        seed=seed,
         revision=_revision(),
         hf_drafter=hf_drafter,
     )

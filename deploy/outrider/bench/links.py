@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pydantic.dataclasses import dataclass as record_dataclass
 
+from outrider.bench.commands import LinkListSettings
 from outrider.bench.record import RECORD, Metric
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace, find_trace
@@ -58,16 +59,16 @@ class BenchLink:
         return self.trace is None and self.shape == LinkShape()
 
 
-def links_of(options: argparse.Namespace) -> list[BenchLink]:
+def links_of(settings: LinkListSettings) -> list[BenchLink]:
     """Return fixed links by --rtt, --up, --down and --jitter, then traced ones.
 
     Raises:
         ConfigError: lists of different lengths; each may have one entry, which then holds for all round trips.
     """
-    rtts = options.rtt
-    columns = {name: _spread(getattr(options, name), len(rtts), name) for name in ("up", "down", "jitter")}
+    rtts = settings.rtt
+    columns = {name: _spread(getattr(settings, name), len(rtts), name) for name in ("up", "down", "jitter")}
     fixed = [_fixed(*values) for values in zip(rtts, columns["up"], columns["down"], columns["jitter"], strict=True)]
-    return fixed + [_traced(name, options.jitter[0]) for name in options.trace]
+    return fixed + [_traced(name, settings.jitter[0]) for name in settings.trace]
 
 
 def link_name(link: LinkRecord) -> str:
@@ -88,10 +89,10 @@ def link_parts(link: LinkRecord) -> list[str]:
     return [part for part in parts if part]
 
 
-def _spread(values: list[float], count: int, name: str) -> list[float]:
+def _spread(values: Sequence[float], count: int, name: str) -> list[float]:
     if len(values) not in (1, count):
         raise ConfigError(f"has {len(values)} entries where --rtt has {count}; give one, or as many", field=name)
-    return values * count if len(values) == 1 else values
+    return [*values] * (count if len(values) == 1 else 1)
 
 
 def _fixed(rtt_ms: float, up_mbit: float, down_mbit: float, jitter_ms: float) -> BenchLink:

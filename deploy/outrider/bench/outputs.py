@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -27,36 +26,38 @@ Made = TypeVar("Made", bound="DataclassInstance")
 
 
 def hand_out(
-    options: argparse.Namespace,
+    json: Path | None,
+    plot: Path | None,
     make: Callable[[], Made],
     table: Callable[[Made], RenderableType],
     draw: Callable[[Made, Path], object],
     *,
     check_plot: Callable[[Path], None],
 ) -> None:
-    """Print what `make` returns as a table; write it to --json and draw it into --plot, where these are given.
+    """Print what `make` returns as a table, write it to `json` and draw it into `plot`.
 
     Args:
-        options: of the command, with `json` and `plot`.
+        json: the command's --json; None: not given.
+        plot: the command's --plot; None: not given.
         make: does the work.
         table: renders the result.
-        draw: draws the result into --plot.
-        check_plot: refuses a --plot into which nothing could be drawn.
+        draw: draws the result.
+        check_plot: refuses a path into which nothing could be drawn.
 
     Raises:
         ConfigError: before anything is made, that an output cannot be written; afterwards, that it could not.
     """
-    if options.json:
-        check_file(options.json, "json")
-    if options.plot:
+    if json:
+        check_file(json, "json")
+    if plot:
         check_drawing("plot")
-        check_plot(options.plot)
+        check_plot(plot)
     made = make()
     Console(width=WIDTH, highlight=False).print(table(made))
-    if options.json:
-        save(made, options.json)
-    if options.plot:
-        draw(made, options.plot)
+    if json:
+        save(made, json)
+    if plot:
+        draw(made, plot)
 
 
 def check_file(path: Path, field: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime as dt
 import ipaddress
 import os
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.operating import CertsSettings, NewKeySettings
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.access import Key, Keys, new_secret, secret_sha256
 
@@ -46,8 +47,9 @@ class Issued:
         return (self.ca, self.ca_key, self.server_cert, self.server_key, self.client_cert, self.client_key)
 
 
-def certs(options: argparse.Namespace) -> int:
-    """`outrider certs`."""
+def certs(given: Given) -> int:
+    """Run `outrider certs`."""
+    options = given(CertsSettings)
     hosts = tuple(dict.fromkeys([*options.host, *LOCAL, *([] if options.host else [socket.gethostname()])]))
     issued = issue(options.folder.expanduser(), hosts, days=options.days, client=options.client)
     print(f"made an authority, a server's certificate for {', '.join(hosts)} and a client's for {options.client}")
@@ -61,8 +63,9 @@ def certs(options: argparse.Namespace) -> int:
     return 0
 
 
-def key(options: argparse.Namespace) -> int:
-    """`outrider key`."""
+def key(given: Given) -> int:
+    """Run `outrider key`."""
+    options = given(NewKeySettings)
     secret = new_secret()
     made = Key(
         name=options.name,

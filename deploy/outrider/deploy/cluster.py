@@ -31,11 +31,7 @@ async def local_cluster(
     verifier: VerifierConfig,
     *,
     verifiers: int = 1,
-    listen: str = "127.0.0.1:0",
-    insecure_listen: bool = False,
-    lease_seconds: float = 600.0,
-    access: Mapping[str, Any] | None = None,
-    drafters: tuple[Path, ...] = (),
+    coordinator: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """Start a local Ray, `verifiers` actors of the same target, and a coordinator; end them all on leaving.
 
@@ -45,11 +41,7 @@ async def local_cluster(
     Args:
         verifier: of each; its name is a prefix, its threads default to an equal share of the cores.
         verifiers: how many.
-        listen: of the coordinator.
-        insecure_listen: allow that to be more than loopback.
-        lease_seconds: how long a lease lasts.
-        access: more fields of `CoordinatorConfig`: TLS, API keys, relay.
-        drafters: folders of drafter packages, beside the embedded family.
+        coordinator: fields of its `CoordinatorConfig`; its drafters come beside the embedded family.
 
     Raises:
         ConfigError: an extra is missing, or an option is wrong.
@@ -67,14 +59,9 @@ async def local_cluster(
         raise ConfigError(f"needs {error.name}; pip install 'outrider[all]'", field="cluster") from error
 
     secret = secrets.token_bytes(SECRET_BYTES)
-    coordinator_config = CoordinatorConfig(
-        lease_secret=secret,
-        listen=listen,
-        insecure_listen=insecure_listen,
-        lease_seconds=lease_seconds,
-        drafters=(embedded_drafters(), *drafters),
-        **(access or {}),
-    )
+    asked = {"listen": "127.0.0.1:0", **(coordinator or {})}
+    drafters = (embedded_drafters(), *asked.pop("drafters", ()))
+    coordinator_config = CoordinatorConfig(lease_secret=secret, drafters=drafters, **asked)
     verifier = replace(verifier, threads=verifier.threads or max(1, (os.cpu_count() or 1) // verifiers))
     join_or_start_ray(NAMESPACE)  # before any gRPC server or channel: Ray forks
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -11,38 +10,43 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.live import Live
 
-from outrider.deploy.options import security
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.operating import DrainSettings, StatusSettings
+from outrider.deploy.credentials import security
 from outrider.deploy.status import as_json, tables
+from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.security import Security
 from outrider.proto.errors import Unavailable
 from outrider.proto.types import ClusterStatus
 
 
-def status(options: argparse.Namespace) -> int:
+def status(given: Given) -> int:
     """`outrider status`."""
-    show = _print_json if options.json else _print_tables
-    if options.watch is None:
-        show(asyncio.run(_status(options.coordinator, security(options))))
-    elif options.json or not Console().is_terminal:
-        asyncio.run(_repeat(options.coordinator, security(options), options.watch, show))
+    settings, address = given(StatusSettings), given.fields(EdgeConfig)["coordinator"]
+    show = _print_json if settings.json else _print_tables
+    if settings.watch is None:
+        show(asyncio.run(_status(address, security(given))))
+    elif settings.json or not Console().is_terminal:
+        asyncio.run(_repeat(address, security(given), settings.watch, show))
     else:
         with Live(screen=True, auto_refresh=False) as live:
             asyncio.run(
                 _repeat(
-                    options.coordinator,
-                    security(options),
-                    options.watch,
+                    address,
+                    security(given),
+                    settings.watch,
                     lambda seen: live.update(tables(seen), refresh=True),
                 )
             )
     return 0
 
 
-def drain(options: argparse.Namespace) -> int:
+def drain(given: Given) -> int:
     """`outrider drain`."""
-    sessions = asyncio.run(_drain(options.coordinator, options.name, security(options)))
-    print(f"{options.name} takes no more sessions; {sessions} were asked to move")
+    name, address = given(DrainSettings).name, given.fields(EdgeConfig)["coordinator"]
+    sessions = asyncio.run(_drain(address, name, security(given)))
+    print(f"{name} takes no more sessions; {sessions} were asked to move")
     return 0
 
 

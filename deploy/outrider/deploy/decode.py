@@ -2,105 +2,99 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from outrider.deploy.options import connection, drafting, grammar
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.edge import GrammarSettings, PromptSettings, StopSettings
+from outrider.deploy.credentials import api_key
 from outrider.deploy.prompts import Prompt, read_prompts
 from outrider.deploy.show import LiveText, figures
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
 
 
-def run(options: argparse.Namespace) -> int:
-    """`outrider run`: a verifier in this process, an edge in this process, gRPC between them."""
-    return asyncio.run(_decode(options, _local_client(options)))
+def run(given: Given) -> int:
+    """Run `outrider run`: a verifier in this process, an edge in this process, gRPC between them."""
+    return asyncio.run(_decode(given, _local_client))
 
 
-def generate(options: argparse.Namespace) -> int:
-    """`outrider generate`: an edge against a running cluster."""
-    return asyncio.run(_decode(options, _remote_client(options)))
+def generate(given: Given) -> int:
+    """Run `outrider generate`: an edge against a running cluster."""
+    return asyncio.run(_decode(given, _remote_client))
 
 
 @asynccontextmanager
-async def _local_client(options: argparse.Namespace) -> AsyncIterator[Client]:
+async def _local_client(given: Given) -> AsyncIterator[Client]:
     try:
+        from outrider.cloud.config import VerifierConfig
         from outrider.cloud.server import VerifierServer
-        from outrider.deploy.servers import verifier_config
     except ImportError as error:
         raise ConfigError(f"needs {error.name}; pip install 'outrider[cloud]'", field="run") from error
 
-    config = verifier_config(options)
+    config = given(VerifierConfig)
     server = VerifierServer(config)
     address = await server.start()
     try:
         with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
             tokenizer = Path(folder) / "tokenizer.json"
             tokenizer.write_text(server.tokenizer_json, encoding="utf-8")
-            async with Client(_edge_config(options, verifier=address, model=options.target, tokenizer=tokenizer)) as it:
-                yield it
+            async with Client(given(EdgeConfig, verifier=address, model=config.target, tokenizer=tokenizer)) as client:
+                yield client
     finally:
         await server.stop()
 
 
 @asynccontextmanager
-async def _remote_client(options: argparse.Namespace) -> AsyncIterator[Client]:
-    where = {"coordinator": options.coordinator, "model": options.model, "cache": options.cache}
-    config = _edge_config(options, **where, **connection(options))
-    async with Client(config) as client:
+async def _remote_client(given: Given) -> AsyncIterator[Client]:
+    async with Client(given(EdgeConfig, api_key=api_key(given))) as client:
         yield client
 
 
-def _edge_config(options: argparse.Namespace, **where: Any) -> EdgeConfig:
-    return EdgeConfig(
-        window=options.window,
-        **drafting(options),
-        **where,
-    )
-
-
-async def _decode(options: argparse.Namespace, opening: Any) -> int:
-    prompts = _prompts(options)
-    sampling = replace(sampling_of(options), grammar=grammar(options))
-    async with opening as client:
-        if options.json:
-            await _decode_json(client, prompts, sampling, options)
+async def _decode(given: Given, opening: Callable[[Given], AbstractAsyncContextManager[Client]]) -> int:
+    settings = given(PromptSettings)
+    prompts = _prompts(settings)
+    sampling = given(Sampling, grammar=given(GrammarSettings).grammar())
+    stop = given(StopSettings).stop
+    async with opening(given) as client:
+        if settings.json:
+            await _decode_json(client, prompts, sampling, stop, settings.sessions)
         else:
-            await _decode_live(client, prompts, sampling, options)
+            await _decode_live(client, prompts, sampling, stop)
     return 0
 
 
-async def _decode_json(client: Client, prompts: list[Prompt], sampling: Sampling, options: argparse.Namespace) -> None:
-    """One object a prompt, in order; up to `--sessions` decode at once."""
-    room = asyncio.Semaphore(options.sessions)
+async def _decode_json(
+    client: Client, prompts: list[Prompt], sampling: Sampling, stop: Sequence[str], sessions: int
+) -> None:
+    """One object a prompt, in order; up to `sessions` decode at once."""
+    room = asyncio.Semaphore(sessions)
 
     async def one(prompt: Prompt) -> str:
         async with room:
-            completion = await client.complete(prompt.text, sampling, stop=options.stop)
+            completion = await client.complete(prompt.text, sampling, stop=stop)
         return json.dumps(record(prompt, completion))
 
     for finished in [asyncio.create_task(one(prompt)) for prompt in prompts]:
         print(await finished, flush=True)
 
 
-async def _decode_live(client: Client, prompts: list[Prompt], sampling: Sampling, options: argparse.Namespace) -> None:
+async def _decode_live(client: Client, prompts: list[Prompt], sampling: Sampling, stop: Sequence[str]) -> None:
     console = Console(highlight=False)
     live = LiveText(console)
     for prompt in prompts:
         if len(prompts) > 1:
             console.rule(f"{prompt.domain} {prompt.id}".strip())
         console.print(prompt.text, style="dim", end="", markup=False, soft_wrap=True)
-        events = client.generate(prompt.text, sampling, stop=options.stop)
+        events = client.generate(prompt.text, sampling, stop=stop)
         completion = await client.collect(prompt.text, events, live.show)
         console.print(figures(completion), style="dim", markup=False, soft_wrap=True)
     console.print(f"({live.legend}; drafter {client.drafter_name})")
@@ -123,27 +117,10 @@ def record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     }
 
 
-def sampling_of(options: argparse.Namespace) -> Sampling:
-    """The sampling parameters among the options."""
-    return Sampling(
-        temperature=options.temperature,
-        seed=options.seed,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        max_tokens=options.max_tokens,
-    )
-
-
-def _prompts(options: argparse.Namespace) -> list[Prompt]:
-    if options.prompt is not None and options.prompts is not None:
-        raise ConfigError("give PROMPT or --prompts FILE, not both", field="prompt")
-    if options.prompts is not None:
-        return read_prompts(options.prompts, options.limit)
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+def _prompts(settings: PromptSettings) -> list[Prompt]:
+    if settings.prompts is not None:
+        return read_prompts(settings.prompts, settings.limit)
+    text = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     if not text:
-        raise ConfigError("is missing; give PROMPT, `-` for standard input, or --prompts FILE", field="prompt")
+        raise ConfigError("is empty on standard input; write a text to continue", field="prompt")
     return [Prompt("1", text)]

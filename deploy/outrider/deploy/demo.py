@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from outrider.cloud.config import VerifierConfig
+from outrider.deploy.arguments import Given
 from outrider.deploy.cluster import LocalCluster, local_cluster
-from outrider.deploy.decode import sampling_of
-from outrider.deploy.options import drafting
+from outrider.deploy.commands.decoding import BuiltInPrompts, DemoSettings
+from outrider.deploy.commands.edge import StopSettings
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
-from outrider.deploy.servers import verifier_config
 from outrider.deploy.show import LiveText, figures
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 
@@ -53,18 +54,18 @@ class Tally:
         return all(ours.tokens == theirs.tokens for ours, theirs in zip(self.outrider, self.cloud, strict=True))
 
 
-def demo(options: argparse.Namespace) -> int:
+def demo(given: Given) -> int:
     """`outrider demo`; fails unless every text is identical."""
-    return asyncio.run(_demo(options))
+    return asyncio.run(_demo(given))
 
 
-async def _demo(options: argparse.Namespace) -> int:
+async def _demo(given: Given) -> int:
     console = Console(highlight=False)
     console.print("starting a local Ray, a verifier actor and the coordinator …")
-    async with local_cluster(verifier_config(options), verifiers=options.verifiers) as cluster:
+    async with local_cluster(given(VerifierConfig), verifiers=given(DemoSettings).verifiers) as cluster:
         console.print(f"coordinator on {cluster.coordinator}; verifiers: {', '.join(cluster.actors)}\n")
-        tallies = await _compare(cluster, options, console)
-    console.print(_table(tallies, options))
+        tallies = await _compare(cluster, given, console)
+    console.print(_table(tallies, given))
     if not all(tally.identical for tally in tallies.values()):
         console.print("the texts differ from cloud streaming", style="bold red")
         return 1
@@ -72,26 +73,21 @@ async def _demo(options: argparse.Namespace) -> int:
     return 0
 
 
-async def _compare(cluster: LocalCluster, options: argparse.Namespace, console: Console) -> dict[str, Tally]:
+async def _compare(cluster: LocalCluster, given: Given, console: Console) -> dict[str, Tally]:
     live = LiveText(console)
     tallies: dict[str, Tally] = {}
-    sampling = sampling_of(options)
-    speculating = EdgeConfig(
-        coordinator=cluster.coordinator,
-        window=options.window,
-        **drafting(options),
-        cache=options.cache,
-    )
-    streaming = EdgeConfig(coordinator=cluster.coordinator, drafter="none", cache=options.cache)
+    sampling, stop, quiet = given(Sampling), given(StopSettings).stop, given(DemoSettings).quiet
+    speculating = given(EdgeConfig, coordinator=cluster.coordinator)
+    streaming = EdgeConfig(coordinator=cluster.coordinator, drafter="none", cache=speculating.cache)
     async with Client(speculating) as ours, Client(streaming) as cloud:
         await ours.complete("warming up", Sampling(max_tokens=16))
         await cloud.complete("warming up", Sampling(max_tokens=16))
-        if not options.quiet:
+        if not quiet:
             console.print(f"drafter {ours.drafter_name}; {live.legend}")
-        for prompt in _prompts(options):
+        for prompt in _prompts(given(BuiltInPrompts)):
             tally = tallies.setdefault(prompt.domain or "prompts", Tally())
-            tally.outrider.append(await _ours(ours, prompt, sampling, live, options, console))
-            tally.cloud.append(await cloud.complete(prompt.text, sampling, stop=options.stop))
+            tally.outrider.append(await _ours(ours, prompt, sampling, stop, None if quiet else live, console))
+            tally.cloud.append(await cloud.complete(prompt.text, sampling, stop=stop))
     return tallies
 
 
@@ -99,31 +95,30 @@ async def _ours(
     client: Client,
     prompt: Prompt,
     sampling: Sampling,
-    live: LiveText,
-    options: argparse.Namespace,
+    stop: Sequence[str],
+    live: LiveText | None,
     console: Console,
 ) -> Completion:
-    if options.quiet:
-        return await client.complete(prompt.text, sampling, stop=options.stop)
+    if live is None:
+        return await client.complete(prompt.text, sampling, stop=stop)
     console.rule(f"{prompt.domain} {prompt.id}".strip())
     console.print(prompt.text[-400:], style="dim", end="", markup=False, soft_wrap=True)
-    events = client.generate(prompt.text, sampling, stop=options.stop)
+    events = client.generate(prompt.text, sampling, stop=stop)
     completion = await client.collect(prompt.text, events, live.show)
     console.print(figures(completion), style="dim", markup=False, soft_wrap=True)
     return completion
 
 
-def _prompts(options: argparse.Namespace) -> list[Prompt]:
-    if options.prompts is not None:
-        return read_prompts(options.prompts)
-    return held_out(options.per_domain)
+def _prompts(settings: BuiltInPrompts) -> list[Prompt]:
+    return held_out(settings.per_domain) if settings.prompts is None else read_prompts(settings.prompts)
 
 
-def _table(tallies: dict[str, Tally], options: argparse.Namespace) -> Table:
+def _table(tallies: dict[str, Tally], given: Given) -> Table:
+    sampling = given(Sampling)
     table = Table(
         box=box.SIMPLE,
         padding=0,
-        title=f"T = {options.temperature:g}, {options.max_tokens} tokens a prompt, {options.dtype}",
+        title=f"T = {sampling.temperature:g}, {sampling.max_tokens} tokens a prompt, {given(VerifierConfig).dtype}",
         caption="cloud: the same verifier without drafts; accept: chance that a draft is right, given those before it; "
         "up, down, cloud B: bytes a token; same: texts identical to cloud streaming",
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.deploy.options import connection, drafting
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.edge import DoctorSettings
+from outrider.deploy.credentials import api_key
 from outrider.edge import EdgeConfig
 from outrider.edge.doctor import Examined, Outcome, examine
 from outrider.proto.release import release
@@ -19,10 +20,10 @@ OUTCOME_WIDTH = max(len(outcome.value) for outcome in Outcome)
 CHECK_WIDTH = 20
 
 
-def doctor(options: argparse.Namespace) -> int:
+def doctor(given: Given) -> int:
     """Run `outrider doctor` and return 1 if a check failed."""
-    config = _config(options)
-    if options.json:
+    config = given(EdgeConfig, api_key=api_key(given))
+    if given(DoctorSettings).json:
         examined = asyncio.run(examine(config))
         print(json.dumps({"release": release(), "checks": [one.record() for one in examined]}))
     else:
@@ -30,19 +31,6 @@ def doctor(options: argparse.Namespace) -> int:
         examined = asyncio.run(examine(config, lambda one: _show(console, one)))
         console.print(_verdict(examined))
     return int(any(one.finding.outcome is Outcome.FAILED for one in examined))
-
-
-def _config(options: argparse.Namespace) -> EdgeConfig:
-    return EdgeConfig(
-        coordinator=options.coordinator,
-        verifier=options.verifier,
-        tokenizer=options.tokenizer,
-        model=options.model,
-        cache=options.cache,
-        window=options.window,
-        **drafting(options),
-        **connection(options),
-    )
 
 
 def _show(console: Console, one: Examined) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.operating import ScaleSettings
+from outrider.deploy.commands.serving import ActorSettings
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 
 ANSWER_TIMEOUT_S = 60.0
@@ -51,10 +53,11 @@ def plan(replicas: Sequence[Replica], count: int) -> Change:
     return Change(start=tuple(itertools.islice(free, count - len(staying))))
 
 
-def scale(options: argparse.Namespace) -> int:
+def scale(given: Given) -> int:
     """`outrider scale`."""
     from outrider.coordinator.ray_cluster import connect_ray
 
+    options = given(ScaleSettings)
     connect_ray(options.ray_address)
     fleet = Fleet()
     replicas = of_model(fleet.replicas(), options.model)
@@ -66,7 +69,7 @@ def scale(options: argparse.Namespace) -> int:
             field="count",
         )
     fleet.start(change.start, recipe_of)
-    fleet.remove(change.remove, options.drain_grace)
+    fleet.remove(change.remove, options.drain_grace_s)
     print(f"{options.count} verifiers")
     return 0
 
@@ -147,14 +150,14 @@ class Fleet:
         return ray.get_actor(ACTOR_PREFIX + name, namespace=NAMESPACE)
 
 
-def ray_options(options: argparse.Namespace) -> dict[str, Any]:
+def ray_options(settings: ActorSettings) -> dict[str, Any]:
     """What the options of `outrider verifier` say to Ray of a detached actor; raises `ConfigError`."""
     return {
         "lifetime": "detached",
-        "num_cpus": options.cpus,
-        "num_gpus": options.gpus,
-        "resources": dict(map(_resource, options.resource)),
-        "scheduling_strategy": PLACEMENT[options.placement],
+        "num_cpus": settings.cpus,
+        "num_gpus": settings.gpus,
+        "resources": dict(map(_resource, settings.resource)),
+        "scheduling_strategy": PLACEMENT[settings.placement],
     }
 
 

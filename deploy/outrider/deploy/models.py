@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from typing import TYPE_CHECKING
@@ -11,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cloud.family_index import embedded_targets, target_folder
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.training import ModelsSettings
 from outrider.edge.drafters import DrafterPackage, embedded_packages, find_package
 from outrider.edge.drafters.memory import give_back, own_bytes
 from outrider.proto.errors import ConfigError
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 CACHED_TOKENS = 512
 
 
-def models(options: argparse.Namespace) -> int:
-    """`outrider models`."""
+def models(given: Given) -> int:
+    """Run `outrider models`."""
     console = Console()
     console.print(_targets(), _drafters())
-    if options.memory:
+    if given(ModelsSettings).memory:
         console.print(_memory())
     console.print("any other --target is a folder or a hub name, such as Qwen/Qwen3-8B", highlight=False)
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import signal
@@ -11,82 +10,50 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import VerifierConfig
+from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.deploy.arguments import Given
 from outrider.deploy.cluster import embedded_drafters, local_cluster
-from outrider.deploy.options import lease_secret, metrics, serving_tls
+from outrider.deploy.commands.serving import ActorSettings, FixedVerifierSettings, SecretSettings, UpSettings
+from outrider.deploy.credentials import lease_secret, serving_tls
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ClientTls
-from outrider.proto.types import Goal
 
 logger = logging.getLogger(__name__)
 
 
-def up(options: argparse.Namespace) -> int:
-    """`outrider up`."""
-    return asyncio.run(_up(options))
+def up(given: Given) -> int:
+    """Run `outrider up`."""
+    return asyncio.run(_up(given))
 
 
-async def _up(options: argparse.Namespace) -> int:
-    verifier_metrics = "127.0.0.1:0" if options.metrics_listen else ""
-    logs = {"log_level": options.log_level, "log_format": options.log_format}
-    cluster = local_cluster(
-        replace(verifier_config(options), metrics_listen=verifier_metrics, **logs),
-        verifiers=options.verifiers,
-        listen=options.listen,
-        insecure_listen=options.insecure_listen,
-        lease_seconds=options.lease_seconds,
-        access=_access(options) | metrics(options),
-        drafters=tuple(options.drafters),
-    )
-    if not (options.relay or is_local_address(options.listen, "listen")):
+async def _up(given: Given) -> int:
+    asked = given.fields(CoordinatorConfig)
+    verifiers = given(UpSettings).verifiers
+    config = given(VerifierConfig, metrics_listen="127.0.0.1:0" if asked["metrics_listen"] else "", **given.logging)
+    tls = serving_tls(given)
+    if not (asked["relay"] or is_local_address(asked["listen"], "listen")):
         logger.warning("the verifiers listen on 127.0.0.1: edges on other machines need --relay")
-    async with cluster as running:
-        print(f"coordinator on {running.coordinator}, {options.verifiers} verifier(s) of {options.target}")
-        needs = (" --tls-ca FILE" if options.tls_cert else "") + (" --api-key-file FILE" if options.api_keys else "")
+    async with local_cluster(config, verifiers=verifiers, coordinator=asked | {"tls": tls}) as running:
+        print(f"coordinator on {running.coordinator}, {verifiers} verifier(s) of {config.target}")
+        needs = (" --tls-ca FILE" if tls else "") + (" --api-key-file FILE" if asked["api_keys"] else "")
         print(f"try: outrider generate --coordinator {running.coordinator}{needs} 'Once upon a time'", flush=True)
-        _tell_metrics("the coordinator", options.metrics_listen)
+        _tell_metrics("the coordinator", asked["metrics_listen"])
         for name, address in (await asyncio.to_thread(_metrics_addresses, running.actors)).items():
             _tell_metrics(name, address)
         await until_told_to_go()
     return 0
 
 
-def coordinator(options: argparse.Namespace) -> int:
-    """`outrider coordinator`."""
-    return asyncio.run(_coordinator(options))
+def coordinator(given: Given) -> int:
+    """Run `outrider coordinator`."""
+    return asyncio.run(_coordinator(given))
 
 
-async def _coordinator(options: argparse.Namespace) -> int:
-    from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+async def _coordinator(given: Given) -> int:
     from outrider.coordinator.server import CoordinatorServer
 
-    config = CoordinatorConfig(
-        lease_secret=_required_secret(options.lease_secret_file),
-        listen=options.listen,
-        insecure_listen=options.insecure_listen,
-        lease_seconds=options.lease_seconds,
-        drafters=(embedded_drafters(), *options.drafters),
-        ray_address="" if options.verifier else options.ray_address,
-        verifiers=tuple(
-            StaticVerifier(
-                name,
-                address,
-                options.model,
-                _read(options.tokenizer),
-                tls=options.verifier_tls_ca is not None,
-                tls_name=options.verifier_tls_name,
-                chat_template_json=_read_chat_template(options.chat_template),
-            )
-            for name, address in map(_named_address, options.verifier)
-        ),
-        state=options.state,
-        verifier_tls=ClientTls.from_options(options.verifier_tls_ca, options.tls_cert, options.tls_key)
-        if options.verifier_tls_ca is not None
-        else None,
-        **_access(options),
-        **metrics(options),
-    )
-    server = CoordinatorServer(config)
+    server = CoordinatorServer(coordinator_config(given))
     print(f"coordinator on {await server.start()}", flush=True)
     _tell_metrics("coordinator", server.metrics_address)
     await until_told_to_go()
@@ -94,39 +61,58 @@ async def _coordinator(options: argparse.Namespace) -> int:
     return 0
 
 
-def verifier(options: argparse.Namespace) -> int:
-    """`outrider verifier`."""
-    config = replace(
-        verifier_config(options),
-        name=options.name,
-        listen=options.listen,
-        advertise=options.advertise,
-        insecure_listen=options.insecure_listen,
-        tls=serving_tls(options),
-        drain_grace_s=options.drain_grace,
-        trace_endpoint=options.trace_endpoint,
-        **metrics(options),
+def coordinator_config(given: Given) -> CoordinatorConfig:
+    """Return the settings of `outrider coordinator`; raises `ConfigError`."""
+    fixed, tls = given(FixedVerifierSettings), serving_tls(given)
+    verifiers = tuple(
+        StaticVerifier(
+            name,
+            address,
+            fixed.model,
+            _read_tokenizer(fixed.tokenizer),
+            tls=fixed.verifier_tls_ca is not None,
+            tls_name=fixed.verifier_tls_name,
+            chat_template_json=_read_chat_template(fixed.chat_template),
+        )
+        for name, address in map(_named_address, fixed.verifier)
     )
-    secret = lease_secret(options.lease_secret_file)
-    if options.ray_address:
-        config = replace(config, log_level=options.log_level, log_format=options.log_format)
-        return _verifier_actor(options, config, secret)
-    return asyncio.run(_verifier(config, secret, options.drain_grace))
+    towards = None
+    if fixed.verifier_tls_ca is not None:
+        towards = ClientTls(fixed.verifier_tls_ca, tls.cert if tls else None, tls.key if tls else None)
+    return given(
+        CoordinatorConfig,
+        lease_secret=_required_secret(given(SecretSettings).lease_secret_file),
+        tls=tls,
+        drafters=(embedded_drafters(), *given.fields(CoordinatorConfig)["drafters"]),
+        verifiers=verifiers,
+        verifier_tls=towards,
+        **({"ray_address": ""} if verifiers else {}),
+    )
 
 
-async def _verifier(config: VerifierConfig, secret: bytes, drain_grace_s: float) -> int:
+def verifier(given: Given) -> int:
+    """Run `outrider verifier`."""
+    config = given(VerifierConfig, tls=serving_tls(given))
+    secret = lease_secret(given(SecretSettings).lease_secret_file)
+    actor = given(ActorSettings)
+    if actor.ray_address:
+        return _verifier_actor(actor, replace(config, **given.logging), secret)
+    return asyncio.run(_verifier(config, secret))
+
+
+async def _verifier(config: VerifierConfig, secret: bytes) -> int:
     from outrider.cloud.server import VerifierServer
 
     server = VerifierServer(config, secret)
     print(f"verifier {config.name} of {config.model_id} on {await server.start()}", flush=True)
     _tell_metrics(config.name, server.metrics_address)
     await until_told_to_go()
-    await server.drain(drain_grace_s)
+    await server.drain(config.drain_grace_s)
     await server.stop()
     return 0
 
 
-def _verifier_actor(options: argparse.Namespace, config: VerifierConfig, secret: bytes) -> int:
+def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: bytes) -> int:
     """Start a detached actor in a running Ray cluster, and leave it there."""
     import ray
 
@@ -135,8 +121,8 @@ def _verifier_actor(options: argparse.Namespace, config: VerifierConfig, secret:
     from outrider.deploy.cluster import wait_until_loaded
     from outrider.deploy.fleet import ray_options
 
-    connect_ray(options.ray_address)
-    actor = start_verifier_actor(config.name, config, lease_secret=secret, ray_options=ray_options(options))
+    connect_ray(settings.ray_address)
+    actor = start_verifier_actor(config.name, config, lease_secret=secret, ray_options=ray_options(settings))
     wait_until_loaded(config.name, actor)
     info = ray.get(actor.info.remote())
     print(f"verifier {config.name} of {config.model_id} on {info['address']}", flush=True)
@@ -155,35 +141,6 @@ def _tell_metrics(name: str, address: str) -> None:
         print(f"metrics of {name} on http://{address}/metrics", flush=True)
 
 
-def verifier_config(options: argparse.Namespace) -> VerifierConfig:
-    """What the options of `add_target` say of a verifier."""
-    return VerifierConfig(
-        target=options.target,
-        dtype=options.dtype,
-        device=options.device,
-        threads=options.target_threads,
-        kv_tokens=options.kv_tokens,
-        context_length=options.context_length,
-        patience=options.patience,
-        keep_s=options.keep,
-        batch_invariant=options.batch_invariant,
-        max_sessions=options.max_sessions,
-        goal=Goal[options.goal.upper()],
-        steering=tuple(str(path.expanduser().absolute()) for path in options.steering),
-    )
-
-
-def _access(options: argparse.Namespace) -> dict[str, Any]:
-    """What the options of `add_tls` and `add_access` say of a coordinator."""
-    return {
-        "tls": serving_tls(options),
-        "api_keys": options.api_keys,
-        "remote_drain": options.remote_drain,
-        "relay": options.relay,
-        "relay_streams": options.relay_streams,
-    }
-
-
 def _named_address(text: str) -> tuple[str, str]:
     name, equals, address = text.partition("=")
     if not (name and equals and address):
@@ -195,7 +152,7 @@ def _required_secret(path: Path | None) -> bytes:
     if path is None:
         raise ConfigError(
             "is missing; make one with `openssl rand -hex 32 > FILE` and give it to the verifiers too",
-            field="lease-secret-file",
+            field="lease_secret_file",
         )
     return lease_secret(path)
 
@@ -206,10 +163,10 @@ def _read_chat_template(path: Path | None) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", field="chat-template") from error
+        raise ConfigError(f"cannot read {path}: {error}", field="chat_template") from error
 
 
-def _read(path: Path | None) -> str:
+def _read_tokenizer(path: Path | None) -> str:
     if path is None:
         raise ConfigError("is missing; fixed verifiers need the target's tokenizer.json", field="tokenizer")
     try:

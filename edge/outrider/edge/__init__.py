@@ -10,16 +10,22 @@ from outrider.edge import Client, EdgeConfig
     async with Client(EdgeConfig(coordinator="127.0.0.1:50050")) as client:
         async for event in client.generate("def main():", max_tokens=64):
             print(event.text, end="", flush=True)
+
+Names are loaded when they are used: the command line reads settings below this package without numpy or ONNX Runtime.
 """
 
 from __future__ import annotations
 
-from outrider.edge.client import Client
-from outrider.edge.config import EdgeConfig
-from outrider.edge.conversation import Conversation, Transcript
-from outrider.edge.events import Completion, Event, Finished, Tokens
-from outrider.edge.sync_client import SyncClient, SyncConversation
-from outrider.proto.types import FinishReason, Grammar, GrammarKind, Provenance, Sampling
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.edge.client import Client
+    from outrider.edge.config import EdgeConfig
+    from outrider.edge.conversation import Conversation, Transcript
+    from outrider.edge.events import Completion, Event, Finished, Tokens
+    from outrider.edge.sync_client import SyncClient, SyncConversation
+    from outrider.proto.types import FinishReason, Grammar, GrammarKind, Provenance, Sampling
 
 __all__ = [
     "Client",
@@ -38,3 +44,19 @@ __all__ = [
     "Tokens",
     "Transcript",
 ]
+
+_MODULES = {
+    "outrider.edge.client": ("Client",),
+    "outrider.edge.config": ("EdgeConfig",),
+    "outrider.edge.conversation": ("Conversation", "Transcript"),
+    "outrider.edge.events": ("Completion", "Event", "Finished", "Tokens"),
+    "outrider.edge.sync_client": ("SyncClient", "SyncConversation"),
+    "outrider.proto.types": ("FinishReason", "Grammar", "GrammarKind", "Provenance", "Sampling"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from outrider.edge.security import Security
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.settings import Settings, above, at_least, between, option
 from outrider.proto.plumbing.tls import ClientTls
+from outrider.proto.settings import Settings, above, at_least, between, option
 from outrider.proto.tracing import trace_endpoint_option
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.settings import option
+from outrider.proto.settings import option
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

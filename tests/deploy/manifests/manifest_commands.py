@@ -19,7 +19,7 @@ from unittest import mock
 from dockerfile_stages import DOCKERFILE, programs, stages
 from manifest_documents import ROOT
 
-from outrider.deploy.cli import build_parser
+from outrider.deploy.cli import COMMANDS, parse
 
 # Not options: of the config file, and of the API key that options may name a file for.
 OTHER_NAMES = {"OUTRIDER_CONFIG", "OUTRIDER_API_KEY"}
@@ -103,7 +103,8 @@ def _read_outrider(arguments: list[str], environment: Mapping[str, str], reading
     said = io.StringIO()
     try:
         with _environment(environment), contextlib.redirect_stderr(said):
-            reading.outrider.append(_parser().parse_args(arguments))
+            given = parse(arguments)
+            reading.outrider.append(argparse.Namespace(command=given.command, **given.values))
     except SystemExit:
         reading.complaints.append(said.getvalue().strip())
 
@@ -138,13 +139,8 @@ def unknown_names(environment: Mapping[str, str], readings: list[Reading]) -> li
 
 @functools.cache
 def _option_names(command: str) -> set[str]:
-    (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return {
-        f"{PREFIX}{command}_{option.removeprefix('--')}".upper().replace("-", "_")
-        for action in commands.choices[command]._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    }
+    entry = COMMANDS[command]
+    return {argument.variable(entry.table or command) for argument in entry.load().arguments}
 
 
 def _listens_safely(options: argparse.Namespace) -> Iterator[str]:
@@ -164,11 +160,6 @@ def _ray_commands() -> dict[str, Any]:
         from ray.scripts.scripts import cli
     commands: dict[str, Any] = cli.commands
     return commands
-
-
-@functools.cache
-def _parser() -> argparse.ArgumentParser:
-    return build_parser()
 
 
 @functools.cache

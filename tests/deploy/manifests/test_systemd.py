@@ -12,7 +12,7 @@ import tomllib
 import pytest
 from manifest_documents import ROOT
 
-from outrider.deploy.cli import build_parser
+from outrider.deploy.cli import parse
 
 UNIT = ROOT / "deploy" / "systemd" / "outrider-edge.service"
 CONFIG = ROOT / "deploy" / "systemd" / "edge.toml"
@@ -40,13 +40,13 @@ def arguments() -> list[str]:
 
 def test_the_daemon_takes_its_options_and_every_key_of_the_config_file(monkeypatch) -> None:
     monkeypatch.delenv("OUTRIDER_CONFIG", raising=False)
-    options = build_parser().parse_args(arguments())
+    options = parse(arguments())
     table = tomllib.loads(CONFIG.read_text(encoding="utf-8"))["edge"]
     assert options.command == "edge"
     for key, value in table.items():
-        assert str(getattr(options, key.replace("-", "_"))) == str(value)
-    assert options.listen.startswith("127.0.0.1:")
-    assert options.cloud_tls_ca is not None
+        assert str(options.values[key.replace("-", "_")]) == str(value)
+    assert options.values["listen"].startswith("127.0.0.1:")
+    assert options.values["cloud_tls_ca"] is not None
 
 
 def test_an_unknown_key_of_the_config_file_is_refused(tmp_path) -> None:
@@ -54,7 +54,7 @@ def test_an_unknown_key_of_the_config_file_is_refused(tmp_path) -> None:
     wrong.write_text(CONFIG.read_text(encoding="utf-8") + "drafters = 2\n")
     said = io.StringIO()
     with pytest.raises(SystemExit), contextlib.redirect_stderr(said):
-        build_parser().parse_args([str(wrong) if word == str(CONFIG) else word for word in arguments()])
+        parse([str(wrong) if word == str(CONFIG) else word for word in arguments()])
     assert "drafters" in said.getvalue()
 
 
@@ -81,8 +81,8 @@ def test_the_unit_is_locked_in() -> None:
 
 
 def test_it_has_time_to_let_answers_end() -> None:
-    options = build_parser().parse_args(arguments())
-    assert float(unit()["TimeoutStopSec"][0].removesuffix("s")) > 2 * options.grace
+    options = parse(arguments()).values
+    assert float(unit()["TimeoutStopSec"][0].removesuffix("s")) > 2 * options["grace"]
 
 
 def test_systemd_finds_nothing_wrong_with_it(tmp_path) -> None:

@@ -46,13 +46,17 @@ def test_a_mistake_is_one_line_that_names_the_option(options, sentence, capsys) 
 
 
 def test_options_come_from_the_config_file_and_the_environment(tmp_path, monkeypatch) -> None:
-    from outrider.deploy.cli import build_parser
+    from outrider.deploy.cli import parse
+    from outrider.edge.config import EdgeConfig
+    from outrider.edge.daemon.config import DaemonConfig
 
     file = tmp_path / "outrider.toml"
     file.write_text('[edge]\nmax-requests = 7\ncoordinator = "c:1"\n')
     monkeypatch.setitem(os.environ, "OUTRIDER_EDGE_REQUEST_TIMEOUT", "9")
-    options = build_parser().parse_args(["edge", "--config", str(file)])
-    assert (options.max_requests, options.coordinator, options.request_timeout) == (7, "c:1", 9.0)
+    given = parse(["edge", "--config", str(file)])
+    config = given(DaemonConfig)
+    assert (config.max_requests, config.request_timeout_s) == (7, 9.0)
+    assert given(EdgeConfig).coordinator == "c:1"
 
 
 def test_a_missing_extra_is_one_line_that_names_it() -> None:

@@ -287,7 +287,7 @@ def carry_out(
             f"{config.output} holds checkpoints; resume that run or choose another folder", field="output"
         )
     transformers.utils.logging.disable_progress_bar()  # one bar is enough
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
     torch.manual_seed(config.seed)
     with reporter or reporter_for_stdout() as told:
         target = load_target(config)

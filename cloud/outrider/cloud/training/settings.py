@@ -1,4 +1,4 @@
-"""What a training run is told: frozen, validated records."""
+"""The settings of training runs."""
 
 from __future__ import annotations
 
@@ -7,194 +7,125 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outrider.proto.errors import InvalidArgument
-
-DTYPES = ("float32", "bfloat16", "float16")
-
-
-def _require_positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-        raise InvalidArgument(f"{value} is not a positive number", field=name)
+from outrider.cloud.config import DTYPES
+from outrider.proto.errors import ConfigError
+from outrider.proto.settings import REQUIRED, Settings, above, at_least, between, no_empty_text, option
 
 
-@dataclass(frozen=True)
-class DrafterShape:
-    """A small Llama: RoPE, grouped query heads, gated MLP, tied embeddings; with a window, a small Mistral.
-
-    Attributes:
-        hidden: width of the residual stream.
-        layers: decoder layers.
-        heads, kv_heads: query heads, and the key/value heads they share.
-        head_dim: width of a head; even, for RoPE.
-        mlp: width of the gated MLP.
-        context: longest sequence, in tokens.
-        window: positions that a layer sees, the own one counted; None: all.
-    """
-
-    hidden: int = 192
-    layers: int = 3
-    heads: int = 6
-    kv_heads: int = 2
-    head_dim: int = 32
-    mlp: int = 512
-    context: int = 2048
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "context"):
-            _require_positive(f"shape.{name}", getattr(self, name))
-        if self.window is not None:
-            _require_positive("shape.window", self.window)
-        if self.heads % self.kv_heads:
-            raise InvalidArgument(
-                f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly", field="shape.kv_heads"
-            )
-        if self.head_dim % 2:
-            raise InvalidArgument(f"RoPE turns pairs: even widths only, not {self.head_dim}", field="shape.head_dim")
+def _require_drafter(folder: Path, name: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} holds no config.json; `train drafter` writes one", field=name)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
-    """What every training run is told: whose words it learns, from which text, for how long.
+class DrafterShape(Settings):
+    """A small Llama: RoPE, grouped query heads, gated MLP, tied embeddings; with a window, a small Mistral."""
 
-    Attributes:
-        target: folder or hub name of a transformers causal language model with safetensors weights.
-        corpus: `.jsonl` files (`{"id", "text"}` a line) or plain text files; each file is a domain.
-        output: folder for what is trained, its checkpoints and the token cache.
-        domain_weights: share of each domain in what is read; equal for all if empty.
-        self_text_tokens: how many tokens the target writes itself before training, all domains together.
-        self_text_fraction: share of blocks taken from that text instead of the corpus.
-        self_text_greedy: share of that text's rows written at T = 0; the others at T = 1.
-        self_text_rows, self_text_new_tokens: rows written at once, and the most tokens written a row.
-        block: tokens in a training sequence.
-        blocks_per_step, blocks_per_pass: sequences an optimizer step, and how many go through the models at once.
-        positions_per_chunk: positions whose full-vocabulary distributions the loss holds at once.
-        steps, minutes: the budget, exactly one of the two. The learning rate follows it.
-        warm_up_steps: of linear growth of the learning rates.
-        clip: largest norm of the whole gradient.
-        held_out_tokens: tokens a domain kept from training to measure acceptance on.
-        measure_every_minutes: between measurements of acceptance; the end is always measured.
-        patience: a run ends early after so many measurements without a better one, and publishes its best; 0: never.
-        checkpoint_every_steps, checkpoint_every_minutes: whichever comes first.
-        threads: of torch on the CPU.
-        device, dtype: where both models run; dtype is the target's, the drafter trains in float32.
-        seed: of everything random.
-        resume: go on from the newest checkpoint in `output`, if there is one.
+    hidden: int = option(192, "width of the drafter", check=at_least(1))
+    layers: int = option(3, "depth of the drafter", check=at_least(1))
+    heads: int = option(6, "query heads", check=at_least(1))
+    kv_heads: int = option(2, "key and value heads, which query heads share", check=at_least(1))
+    head_dim: int = option(32, "width of a head; even, for RoPE", check=at_least(1))
+    mlp: int = option(512, "width of its gated MLP", check=at_least(1))
+    context: int = option(2048, "longest sequence, in tokens", check=at_least(1))
+    window: int | None = option(None, "positions that a layer sees, its own included; not set: all", check=at_least(1))
+
+    def check_together(self) -> None:
+        """Refuse heads that do not fit together."""
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.heads} query heads cannot share {self.kv_heads} evenly", field="kv_heads")
+        if self.head_dim % 2:
+            raise ConfigError(f"RoPE turns pairs: even widths only, not {self.head_dim}", field="head_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Settings):
+    """Whose words a drafter learns, from which text, for how long.
+
+    `domain_weights` is the share of each domain in what is read; equal for all if empty.
     """
 
-    target: str
-    corpus: tuple[Path, ...]
-    output: Path
+    target: str = option(REQUIRED, "embedded name, folder, or hub name", metavar="NAME", check=no_empty_text)
+    corpus: tuple[Path, ...] = option(
+        REQUIRED, '.jsonl of {"id","text"}, or text files; each is a domain', many="words"
+    )
+    output: Path = option(REQUIRED, "folder for drafter, checkpoints and caches", metavar="DIR")
     domain_weights: Mapping[str, float] = field(default_factory=dict)
-    self_text_tokens: int = 0
-    self_text_fraction: float = 0.0
-    self_text_greedy: float = 0.5
-    self_text_rows: int = 192
-    self_text_new_tokens: int = 256
-    block: int = 512
-    blocks_per_step: int = 4
-    blocks_per_pass: int = 4
-    positions_per_chunk: int = 256
-    steps: int | None = None
-    minutes: float | None = None
-    warm_up_steps: int = 40
-    clip: float = 1.0
-    held_out_tokens: int = 8192
-    measure_every_minutes: float = 10.0
-    patience: int = 0
-    checkpoint_every_steps: int = 1_000_000
-    checkpoint_every_minutes: float = 5.0
-    threads: int = 1
-    device: str = "cpu"
-    dtype: str = "float32"
-    seed: int = 0
-    resume: bool = False
+    self_text_tokens: int = option(
+        0, "tokens that the target writes itself before training", flag="self-text", check=at_least(0)
+    )
+    self_text_fraction: float = option(
+        0.0, "share of blocks taken from that text instead of the corpus", check=between(0, 1)
+    )
+    self_text_greedy: float = option(0.5, "share of that text written at T = 0, the rest at T = 1", check=between(0, 1))
+    self_text_rows: int = option(192, "rows of it written at once", check=at_least(1))
+    self_text_new_tokens: int = option(256, "tokens of it a row", check=at_least(1))
+    block: int = option(512, "tokens in a training sequence", check=at_least(2))
+    blocks_per_step: int = option(4, "sequences an optimizer step", check=at_least(1))
+    blocks_per_pass: int = option(4, "sequences that go through the models at once", check=at_least(1))
+    positions_per_chunk: int = option(256, "full-vocabulary distributions that the loss holds", check=at_least(1))
+    steps: int | None = option(None, "budget in steps", check=at_least(1))
+    minutes: float | None = option(None, "budget in time; or", metavar="M", check=above(0))
+    warm_up_steps: int = option(40, "steps over which the learning rates grow", check=at_least(0))
+    clip: float = option(1.0, "largest norm of the whole gradient", check=above(0))
+    held_out_tokens: int = option(8192, "tokens a domain kept to measure acceptance on", check=at_least(1))
+    measure_every_minutes: float = option(10.0, "time between measurements of acceptance", check=above(0))
+    patience: int = option(0, "end after N measurements without gain; 0: never", check=at_least(0))
+    checkpoint_every_steps: int = option(1_000_000, "steps between checkpoints, or", check=at_least(1))
+    checkpoint_every_minutes: float = option(5.0, "time between checkpoints", check=above(0))
+    threads: int = option(1, "torch threads on the CPU; 0: one a core", check=at_least(0))
+    device: str = option("cpu", "torch device of both models: cpu, cuda, cuda:1", metavar="DEVICE")
+    dtype: str = option("float32", "of the target; drafters train in float32", choices=DTYPES)
+    seed: int = option(0, "seed of everything random", check=at_least(0))
+    resume: bool = option(False, "go on from the newest checkpoint in the output")
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "corpus", tuple(Path(path) for path in self.corpus))
-        object.__setattr__(self, "output", Path(self.output))
-        if not self.target:
-            raise InvalidArgument("name a folder or a hub model", field="target")
+    def check_together(self) -> None:
+        """Refuse what does not go together."""
         if not self.corpus:
-            raise InvalidArgument("name at least one .jsonl or text file", field="corpus")
+            raise ConfigError("name at least one .jsonl or text file", field="corpus")
         for path in self.corpus:
             if not path.is_file():
-                raise InvalidArgument(f"{path} is not a file; give paths of .jsonl or text files", field="corpus")
+                raise ConfigError(f"{path} is not a file; give paths of .jsonl or text files", field="corpus")
         if len({path.name for path in self.corpus}) < len(self.corpus):
-            raise InvalidArgument("two files share a name; a domain is named after its file", field="corpus")
-        for name in (
-            "self_text_rows",
-            "self_text_new_tokens",
-            "block",
-            "blocks_per_step",
-            "blocks_per_pass",
-            "positions_per_chunk",
-            "clip",
-            "held_out_tokens",
-            "measure_every_minutes",
-            "checkpoint_every_steps",
-            "checkpoint_every_minutes",
-            "threads",
-        ):
-            _require_positive(name, getattr(self, name))
+            raise ConfigError("two files share a name; a domain is named after its file", field="corpus")
         if (self.steps is None) == (self.minutes is None):
-            raise InvalidArgument("give a budget by either steps or minutes", field="steps")
-        _require_positive("steps" if self.minutes is None else "minutes", self.steps or self.minutes or 0)
-        if self.block < 2:
-            raise InvalidArgument(f"{self.block} is below 2", field="block")
+            raise ConfigError("give a budget by either steps or minutes", field="steps")
         if self.blocks_per_step % self.blocks_per_pass:
-            raise InvalidArgument(f"does not divide blocks_per_step ({self.blocks_per_step})", field="blocks_per_pass")
-        if not 0 <= self.self_text_fraction <= 1:
-            raise InvalidArgument(f"{self.self_text_fraction} is not in [0, 1]", field="self_text_fraction")
-        if not 0 <= self.self_text_greedy <= 1:
-            raise InvalidArgument(f"{self.self_text_greedy} is not in [0, 1]", field="self_text_greedy")
+            raise ConfigError(f"does not divide blocks_per_step ({self.blocks_per_step})", field="blocks_per_pass")
         if (self.self_text_fraction > 0) != (self.self_text_tokens > 0):
-            raise InvalidArgument("give self_text_tokens and self_text_fraction, or neither", field="self_text_tokens")
-        for name in ("warm_up_steps", "patience"):
-            if getattr(self, name) < 0:
-                raise InvalidArgument(f"{getattr(self, name)} is negative", field=name)
-        if self.dtype not in DTYPES:
-            raise InvalidArgument(f"{self.dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
+            raise ConfigError("give self_text_tokens and self_text_fraction, or neither", field="self_text_tokens")
         for name, weight in self.domain_weights.items():
             if not (math.isfinite(weight) and weight >= 0):
-                raise InvalidArgument(
+                raise ConfigError(
                     f"the weight of {name!r} is {weight}; weights are finite and not negative", field="domain_weights"
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterTraining(Training):
-    """How to distil a drafter from a target, beside what every training is told.
+    """How to distil a drafter from a target; `shape` is that of a new one.
 
-    Attributes:
-        shape: of a new drafter.
-        start: folder of a drafter to go on from, as `train drafter` writes it, instead of a new one; None: a new one.
-        matrix_lr, other_lr: of Muon for the layers' matrices, of AdamW for embedding and norms.
-        decay_fraction: last share of the budget, over which both fall linearly to zero.
-        warm_start: start a new drafter from the target's embedding (see `drafter.start_embedding`).
+    `matrix_lr` is of Muon for the layers' matrices, `other_lr` of AdamW for embedding and norms.
     """
 
-    start: Path | None = None
+    start: Path | None = option(None, "drafter to go on from; not set: a new one", metavar="DIR")
     shape: DrafterShape = DrafterShape()
-    matrix_lr: float = 0.02
-    other_lr: float = 3e-3
-    decay_fraction: float = 0.4
-    warm_start: bool = True
+    matrix_lr: float = option(0.02, "learning rate of the layers' matrices", check=above(0))
+    other_lr: float = option(3e-3, "learning rate of everything else", check=above(0))
+    decay_fraction: float = option(
+        0.4, "last share of the budget, over which both fall linearly to zero", check=between(0, 1)
+    )
+    warm_start: bool = option(True, "start a new drafter from the target's embedding")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_positive("matrix_lr", self.matrix_lr)
-        _require_positive("other_lr", self.other_lr)
+    def check_together(self) -> None:
+        """Refuse what does not go together."""
+        Training.check_together(self)
         if self.start is not None:
-            object.__setattr__(self, "start", Path(self.start))
-            if not (self.start / "config.json").is_file():
-                raise InvalidArgument(f"{self.start} holds no config.json; `train drafter` writes one", field="start")
+            _require_drafter(self.start, "start")
         if self.block > self.shape.context:
-            raise InvalidArgument(f"{self.block} exceeds the context, {self.shape.context}", field="block")
-        if not 0 <= self.decay_fraction <= 1:
-            raise InvalidArgument(f"{self.decay_fraction} is not in [0, 1]", field="decay_fraction")
+            raise ConfigError(f"{self.block} exceeds the context, {self.shape.context}", field="block")
         if self.self_text_fraction == 1:
-            raise InvalidArgument("leaves nothing of the corpus; give less than 1", field="self_text_fraction")
+            raise ConfigError("leaves nothing of the corpus; give less than 1", field="self_text_fraction")
 
 
 @dataclass(frozen=True)
@@ -230,47 +161,46 @@ ARMS: Mapping[str, Arm] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SteerTraining(Training):
-    """How to train a drafter that a target steers (SD²), beside what every training is told.
+    """How to train a drafter that a target steers (SD²).
 
-    Attributes:
-        drafter: folder of the drafter to begin with, as `train drafter` writes it.
-        model: the target's id, by which edges ask for it; written into the projection.
-        arms: which of `ARMS` to train side by side on the same sequences: "steered" is the method, "distilled" what it
-            is held against, "random" the paper's ages of codes, the others its ablations. Each is written to a folder
-            of its name in `output`.
-        rank: numbers in a code.
-        layers: of the target whose input is tapped; empty: 3, L/2 and L - 3.
-        oldest: the most positions that a code may be old.
-        unsteered: share of the sequences that are left without codes, so that the drafter stays good without.
-        matrix_lr, steering_lr: peaks of Muon, of the drafter's matrices and of those of projection and steering.
-        other_lr: peak of AdamW, of embedding, norms and whatever else is no matrix. All fall to zero on a cosine.
+    `matrix_lr` and `steering_lr` are peaks of Muon for the drafter's matrices and those of projection and steering,
+    `other_lr` of AdamW for the rest. All fall to zero on a cosine.
     """
 
-    drafter: Path
-    model: str = ""
-    arms: tuple[str, ...] = (STEERED,)
-    rank: int = 64
-    layers: tuple[int, ...] = ()
-    oldest: int = 8
-    unsteered: float = 0.1
-    matrix_lr: float = 0.01
-    steering_lr: float = 0.02
-    other_lr: float = 2e-3
+    drafter: Path = option(REQUIRED, "what `train drafter` wrote", metavar="DIR")
+    model: str = option("", "the target's id, by which edges ask for it", metavar="NAME")
+    arms: tuple[str, ...] = option(
+        (STEERED,),
+        f"trained side by side on the same text, each into a folder of its name: {', '.join(ARMS)}",
+        metavar="A,B",
+        choices=tuple(ARMS),
+        many="commas",
+    )
+    rank: int = option(64, "numbers in a code", check=at_least(1))
+    layers: tuple[int, ...] = option(
+        (),
+        "layers of the target whose input is tapped; none named: 3, L/2 and L-3",
+        metavar="A,B",
+        flag="tap-layers",
+        many="commas",
+        check=at_least(0),
+    )
+    oldest: int = option(8, "most positions that a code may be old", check=at_least(1))
+    unsteered: float = option(0.1, "share of the sequences without codes, so that the drafter stays good without")
+    matrix_lr: float = option(0.01, "peak learning rate of the drafter's matrices", check=above(0))
+    steering_lr: float = option(0.02, "peak learning rate of projection and steering", check=above(0))
+    other_lr: float = option(2e-3, "peak learning rate of everything else", check=above(0))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "drafter", Path(self.drafter))
-        if not (self.drafter / "config.json").is_file():
-            raise InvalidArgument(f"{self.drafter} holds no config.json; `train drafter` writes one", field="drafter")
-        if unknown := set(self.arms) - set(ARMS):
-            raise InvalidArgument(f"no such arm: {sorted(unknown)}; there are {', '.join(ARMS)}", field="arms")
-        if not self.arms or len(set(self.arms)) < len(self.arms):
-            raise InvalidArgument("name at least one arm, and none twice", field="arms")
-        for name in ("rank", "oldest", "matrix_lr", "steering_lr", "other_lr"):
-            _require_positive(name, getattr(self, name))
+    def check_together(self) -> None:
+        """Refuse what does not go together."""
+        Training.check_together(self)
+        _require_drafter(self.drafter, "drafter")
+        for name in ("arms", "layers"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ConfigError("names something twice; once is enough", field=name)
+        if not self.arms:
+            raise ConfigError(f"name at least one; there are {', '.join(ARMS)}", field="arms")
         if not 0 <= self.unsteered < 1:
-            raise InvalidArgument(f"{self.unsteered} is not in [0, 1)", field="unsteered")
+            raise ConfigError(f"{self.unsteered} is not in [0, 1)", field="unsteered")
         if self.oldest >= self.block:
-            raise InvalidArgument(f"{self.oldest} is not below the block of {self.block}", field="oldest")
-        if any(layer < 0 for layer in self.layers) or len(set(self.layers)) < len(self.layers):
-            raise InvalidArgument(f"{self.layers} are not different layers, 0 or more", field="layers")
+            raise ConfigError(f"{self.oldest} is not below the block of {self.block}", field="oldest")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -28,6 +28,7 @@ from outrider.bench.benchmark.runs import (
 )
 from outrider.bench.benchmark.table import tables
 from outrider.bench.benchmark.verifier import VerifierProcess
+from outrider.bench.commands import BenchSettings, LinkListSettings
 from outrider.bench.environment import Environment, environment
 from outrider.bench.links import BenchLink, links_of
 from outrider.bench.record import save
@@ -35,15 +36,14 @@ from outrider.bench.replay.optimum import best_in_hindsight, best_synchronous, s
 from outrider.bench.replay.traced import Policy, ShapeAt, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.costs import Costs
+from outrider.cloud.config import VerifierConfig
 from outrider.cloud.family_index import drafter_folder, resolve_target
 from outrider.cloud.step_timing import StepTiming
-from outrider.deploy.decode import sampling_of
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.deploy.link.process import LinkProcess
-from outrider.deploy.options import drafting
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
-from outrider.deploy.servers import verifier_config
 from outrider.edge import Client, EdgeConfig, Sampling
-from outrider.proto.types import Goal
 
 MEASURED = ("cloud", "sync", "outrider")
 LIBRARY = ("hf-generate", "hf-assisted")
@@ -71,28 +71,34 @@ class Seen:
     by_library: dict[str, list[LibraryText]]
 
 
-def bench(options: argparse.Namespace) -> int:
+def bench(given: Given) -> int:
     """Run `outrider bench`."""
-    return asyncio.run(Bench(options).run())
+    return asyncio.run(Bench(given).run())
 
 
 class Bench:
     """One benchmark from its options to its record."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, given: Given) -> None:
+        options = given(BenchSettings)
+        self._given = given
         self._options = options
         self._console = Console(stderr=True, highlight=False)
-        self._links = links_of(options)
+        self._links = links_of(given(LinkListSettings))
         self._modes = options.modes
-        self._prompts = read_prompts(options.prompts) if options.prompts else held_out(options.per_domain)
-        self._sampling = sampling_of(options)
+        prompts = given(BuiltInPrompts)
+        self._prompts = held_out(prompts.per_domain) if prompts.prompts is None else read_prompts(prompts.prompts)
+        self._sampling = given(Sampling)
+        self._verifier = given(VerifierConfig, pace_s=options.pace / 1e3)
+        self._goal = self._verifier.goal.name.lower()
+        drafter = given.fields(EdgeConfig)["drafter"]
         self._pace_s = options.pace / 1e3
         assisted = any("hf-assisted" in self._library_modes(link) for link in self._links)
-        if assisted and options.drafter != "auto":
-            drafter_folder_of(options.hf_drafter or drafter_folder(options.drafter))  # fails now rather than at the end
+        if assisted and drafter != "auto":
+            drafter_folder_of(options.hf_drafter or drafter_folder(drafter))  # fails now rather than at the end
         self._common = {
             "pace_ms": options.pace,
-            "temperature": options.temperature,
+            "temperature": self._sampling.temperature,
             "sessions": options.sessions,
         }
 
@@ -100,8 +106,7 @@ class Bench:
         """Measure, show, write."""
         runs: list[Run] = []
         with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
-            config = replace(verifier_config(self._options), pace_s=self._pace_s)
-            async with VerifierProcess(config, Path(folder) / "tokenizer.json") as verifier:
+            async with VerifierProcess(self._verifier, Path(folder) / "tokenizer.json") as verifier:
                 known = await self._learn(verifier)
                 if self._options.mixed:
                     runs += await self._mixed(verifier, known)
@@ -132,14 +137,17 @@ class Bench:
     def _edge(self, verifier: VerifierProcess, address: str, mode: str, length: int = 0) -> EdgeConfig:
         options = self._options
         policy = synchronous(length) if mode == "sync" else None
-        return EdgeConfig(
+        chosen: dict[str, Any] = {"drafter": "none"} if mode == "cloud" else {}
+        if mode == "sync":
+            chosen = {"window": length}
+        return self._given(
+            EdgeConfig,
             verifier=address,
-            model=options.target,
+            model=self._verifier.target,
             tokenizer=verifier.tokenizer,
-            **drafting(options) | ({"drafter": "none"} if mode == "cloud" else {}),
-            window=length if mode == "sync" else options.window,
             patience=policy.patience if policy else None,
             logprobs=not options.no_logprobs,
+            **chosen,
         )
 
     @asynccontextmanager
@@ -147,7 +155,7 @@ class Bench:
         if link.is_none:
             yield None
             return
-        async with LinkProcess(verifier.address, link.shape, link.trace, seed=self._options.seed) as process:
+        async with LinkProcess(verifier.address, link.shape, link.trace, seed=self._sampling.seed) as process:
             yield process
 
     # --- before the links ---
@@ -194,10 +202,10 @@ class Bench:
             seen = await self._measure(clients, library, process, link, verifier)
         runs = []
         for mode, measured in seen.texts.items():
-            fields = {
+            fields: dict[str, object] = {
                 **step_fields(seen.steps[mode], self._options.sessions),
                 "identical_to_cloud": self._identical(measured, known),
-                "goal": self._options.goal if mode == "outrider" else None,
+                "goal": self._goal if mode == "outrider" else None,
                 "sync_length": length if mode == "sync" else None,
             }
             runs += self._runs(mode, link, measured, seen.carried.get(mode), fields)
@@ -274,7 +282,7 @@ class Bench:
     def _replayed(self, link: BenchLink, known: Known, shape_at: ShapeAt) -> list[Run]:
         if "optimum" not in self._modes or self._options.sessions > 1 or not known.traces:
             return []
-        goal = Goal[self._options.goal.upper()]
+        goal = self._verifier.goal
         best = best_in_hindsight(known.traces, shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
         runs = [replayed_run("optimum", link.record, best.outcomes, **self._common)]
         logprobs = not self._options.no_logprobs
@@ -286,7 +294,7 @@ class Bench:
             outcomes = replay(known.traces, shape_at, known.costs, policy, warm_up_tokens=WARM_UP_TOKENS)
             runs.append(
                 replayed_run(
-                    mode, link.record, outcomes, goal=self._options.goal if mode == "outrider" else None, **self._common
+                    mode, link.record, outcomes, goal=self._goal if mode == "outrider" else None, **self._common
                 )
             )
         return runs
@@ -327,11 +335,15 @@ class Bench:
         options = self._options
         assistant = (options.hf_drafter or drafter_folder(drafter)) if mode == "hf-assisted" else None
         async with LibraryProcess(
-            Path(resolve_target(options.target)),
-            Sampling(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed),
+            Path(resolve_target(self._verifier.target)),
+            Sampling(
+                temperature=self._sampling.temperature,
+                max_tokens=self._sampling.max_tokens,
+                seed=self._sampling.seed,
+            ),
             assistant_folder=drafter_folder_of(assistant) if mode == "hf-assisted" else None,
-            threads=options.target_threads,
-            dtype=options.dtype,
+            threads=self._verifier.threads,
+            dtype=self._verifier.dtype,
         ) as process:
             await process.text(warm_up, WARM_UP_TOKENS)
             yield process
@@ -345,11 +357,14 @@ class Bench:
     def _environment(self, drafter: str, version: str | None) -> Environment:
         options = self._options
         return environment(
-            options,
+            target=self._verifier.target,
+            dtype=self._verifier.dtype,
+            max_tokens=self._sampling.max_tokens,
+            seed=self._sampling.seed,
             drafter=drafter,
             drafter_version=version,
-            target_threads=options.target_threads or None,
-            drafter_threads=options.drafter_threads,
+            target_threads=self._verifier.threads or None,
+            drafter_threads=self._given.fields(EdgeConfig)["threads"],
             prompts=len(self._prompts),
             hf_drafter=str(options.hf_drafter) if options.hf_drafter else None,
         )

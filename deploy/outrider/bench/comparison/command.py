@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer
 
+from outrider.bench.commands import CompareSettings
 from outrider.bench.comparison.plots import check_plot, draw
 from outrider.bench.comparison.record import NO_CODES, Comparison, DrafterRecord, SteeringCost, Variant, in_front
 from outrider.bench.comparison.rounds import Rounds, SentVectors, synchronous_rounds
@@ -22,11 +21,13 @@ from outrider.bench.comparison.tables import tables
 from outrider.bench.drafters import find_packages, load_drafters
 from outrider.bench.environment import Environment, environment
 from outrider.bench.outputs import hand_out
+from outrider.cloud.config import VerifierConfig
 from outrider.cloud.projections import load_projections
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_codes import SteeringCodes
 from outrider.cloud.target import Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
+from outrider.deploy.arguments import Given
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.edge.drafters.packages import DrafterPackage
 from outrider.edge.drafters.protocol import Drafter
@@ -36,15 +37,14 @@ from outrider.proto.types import Sampling, SteeringPrecision
 _PRECISIONS = {"int8": SteeringPrecision.INT8, "float16": SteeringPrecision.FLOAT16}
 
 
-def compare(options: argparse.Namespace) -> int:
+def compare(given: Given) -> int:
     """Run `outrider compare`."""
-    for name in ("temperature", "age", "precision"):
-        _check_list(name, getattr(options, name))
-    hand_out(options, lambda: _compare(options), tables, draw, check_plot=check_plot)
+    options, steering = given(CompareSettings), given.fields(VerifierConfig)["steering"]
+    hand_out(options.json, options.plot, lambda: _compare(options, steering), tables, draw, check_plot=check_plot)
     return 0
 
 
-def _compare(options: argparse.Namespace) -> Comparison:
+def _compare(options: CompareSettings, steering: Sequence[str]) -> Comparison:
     prompts = choose_prompts(options.prompts, options.per_domain)
     packages = find_packages(options.package, "package")
     if options.threads:
@@ -52,12 +52,7 @@ def _compare(options: argparse.Namespace) -> Comparison:
     target = load_target(options.target, device=options.device, dtype=options.dtype)
     drafters = load_drafters(packages, target.tokenizer_sha256, "package")
     contenders = [Contender(label, package, drafters[label]) for label, package in packages.items() if package]
-    return _Comparing(options, target, contenders).of(prompts)
-
-
-def _check_list(name: str, entries: Sequence[Any]) -> None:
-    if not entries or len(set(entries)) != len(entries):
-        raise ConfigError("must name something, and nothing twice", field=name)
+    return _Comparing(options, steering, target, contenders).of(prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +82,11 @@ class Contender:
 class _Comparing:
     """One comparison from its drafters to its record."""
 
-    def __init__(self, options: argparse.Namespace, target: Target, contenders: Sequence[Contender]) -> None:
+    def __init__(
+        self, options: CompareSettings, steering: Sequence[str], target: Target, contenders: Sequence[Contender]
+    ) -> None:
         self._options = options
+        self._steering = steering
         self._target = target
         self._contenders = contenders
         self._console = Console(stderr=True, highlight=False)
@@ -130,9 +128,7 @@ class _Comparing:
     def _wanted_projections(self) -> dict[str, Projection]:
         """Return the projections whose steering vectors are wanted, by id."""
         options = self._options
-        found = load_projections(
-            [str(path) for path in options.steering], self._target, name=options.target, model=options.target
-        )
+        found = load_projections(list(self._steering), self._target, name=options.target, model=options.target)
         steered = {contender.projection: contender for v, contender in self._variants.items() if v.codes != NO_CODES}
         wanted: dict[str, Projection] = {}
         for name, contender in steered.items():
@@ -170,7 +166,10 @@ class _Comparing:
     def _environment(self, prompts: int) -> Environment:
         options = self._options
         return environment(
-            options,
+            target=options.target,
+            dtype=options.dtype,
+            max_tokens=options.max_tokens,
+            seed=options.seed,
             drafter=", ".join(contender.label for contender in self._contenders),
             drafter_version=None,
             target_threads=options.threads or None,

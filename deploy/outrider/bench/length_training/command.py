@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,11 +10,13 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from outrider.bench.commands import PolicySettings
 from outrider.bench.length_training.fit import Fit
 from outrider.bench.length_training.judge import Verdict, judge, tables
 from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
 from outrider.bench.outputs import check_file
 from outrider.bench.replay.traces import HitTrace, load_traces
+from outrider.deploy.arguments import Given
 from outrider.edge.policies.length import Trained, save_trained
 from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS
 from outrider.proto.errors import ConfigError
@@ -76,8 +77,9 @@ class PolicyTraining:
         return learnt, [trace for trace in traces if (trace.domain, trace.id) in held]
 
 
-def train_policy(options: argparse.Namespace) -> int:
+def train_policy(given: Given) -> int:
     """Run `outrider train policy`."""
+    options = given(PolicySettings)
     check_file(options.output, "output")
     traces = [trace for path in options.traces for trace in load_traces(path.expanduser())]
     fit = Fit(hidden=options.hidden, steps=options.steps, seed=options.seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -12,6 +11,7 @@ import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from outrider.bench.commands import RecordSettings
 from outrider.bench.drafters import Packages, find_packages, load_drafters
 from outrider.bench.environment import environment
 from outrider.bench.outputs import check_file, progress
@@ -21,6 +21,7 @@ from outrider.bench.traces.probes import DrafterProbe, TargetChances, TargetProb
 from outrider.bench.traces.recording import CostSheet, DrafterCosts, costs_path, save_costs
 from outrider.cloud.target import Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
+from outrider.deploy.arguments import Given
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.errors import ConfigError
@@ -29,8 +30,9 @@ from outrider.proto.types import Sampling
 PROBED_TEXTS = 24  # whose prompts the drafters are timed after
 
 
-def record(options: argparse.Namespace) -> int:
+def record(given: Given) -> int:
     """Run `outrider traces record`."""
+    options = given(RecordSettings)
     costs_file = costs_path(options.output, "output")
     sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=options.max_tokens)
     seeds = _seeds(options)
@@ -133,17 +135,20 @@ class Recorder:
         self._console.print(text, style="dim")
 
 
-def _seeds(options: argparse.Namespace) -> range:
+def _seeds(options: RecordSettings) -> range:
     if options.seeds > 1 and options.temperature == 0:
         raise ConfigError("has no effect at temperature 0; set --temperature, or leave it out", field="seeds")
     return range(1, options.seeds + 1)
 
 
-def _environment(options: argparse.Namespace, packages: Packages, prompts: int) -> dict[str, object]:
+def _environment(options: RecordSettings, packages: Packages, prompts: int) -> dict[str, object]:
     versions = [package.version if package is not None else "-" for package in packages.values()]
     return asdict(
         environment(
-            options,
+            target=options.target,
+            dtype=options.dtype,
+            max_tokens=options.max_tokens,
+            seed=options.seed,
             drafter=", ".join(packages),
             drafter_version=", ".join(versions),
             target_threads=options.threads or None,

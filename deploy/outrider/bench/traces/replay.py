@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from rich.console import Console
 
+from outrider.bench.commands import ReplaySettings, check_once
 from outrider.bench.environment import command_line
 from outrider.bench.links import BenchLink, links_of
 from outrider.bench.outputs import check_plot_folder, hand_out, progress
@@ -19,17 +19,17 @@ from outrider.bench.traces.recording import Recording, load_recording
 from outrider.bench.traces.stages import RoundsStage, Stage, StreamStage
 from outrider.bench.traces.sweep import Replayed, Sweep, WindowResult, policy_of
 from outrider.bench.traces.tables import pool_tables, sweep_tables
-from outrider.deploy.options import check_once
+from outrider.deploy.arguments import Given
 from outrider.edge.policies.selection import selector_named
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import Arm
-from outrider.proto.types import Goal
 
 ROUNDS, STREAM = "rounds", "stream"
 
 
-def replay(options: argparse.Namespace) -> int:
+def replay(given: Given) -> int:
     """Run `outrider traces replay`."""
+    options = given(ReplaySettings)
     recording, links = load_recording(options.traces).only(options.drafter), _links(options)
     if options.selector:
         _replay_pool(options, recording, links)
@@ -38,24 +38,23 @@ def replay(options: argparse.Namespace) -> int:
     return 0
 
 
-def _replay_windows(options: argparse.Namespace, recording: Recording, links: Sequence[BenchLink]) -> None:
-    goal = Goal[options.goal.upper()]
-    sweep = Sweep(recording, links, _windows(options.window), goal, options.pace / 1e3, options.seed)
+def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> None:
+    sweep = Sweep(recording, links, _windows(options.window), options.goal, options.pace / 1e3, options.seed)
 
     def replayed() -> Replayed:
         return Replayed(
             command=command_line(),
-            goal=options.goal,
+            goal=options.goal.name.lower(),
             pace_ms=options.pace,
             seed=options.seed,
             costs=asdict(recording.costs),
             figures=_results(sweep),
         )
 
-    hand_out(options, replayed, sweep_tables, draw_sweep, check_plot=check_plot_folder)
+    hand_out(options.json, options.plot, replayed, sweep_tables, draw_sweep, check_plot=check_plot_folder)
 
 
-def _replay_pool(options: argparse.Namespace, recording: Recording, links: Sequence[BenchLink]) -> None:
+def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> None:
     stages = {ROUNDS: _rounds, STREAM: _stream}
     pool = Pool(recording, links, _selectors(options.selector), stages[options.play](options, recording), options.seeds)
 
@@ -71,7 +70,7 @@ def _replay_pool(options: argparse.Namespace, recording: Recording, links: Seque
             rows=_rows(pool),
         )
 
-    hand_out(options, replayed, pool_tables, draw_pool, check_plot=check_plot_folder)
+    hand_out(options.json, options.plot, replayed, pool_tables, draw_pool, check_plot=check_plot_folder)
 
 
 def _results(sweep: Sweep) -> tuple[WindowResult, ...]:
@@ -86,7 +85,7 @@ def _results(sweep: Sweep) -> tuple[WindowResult, ...]:
     return tuple(results)
 
 
-def _links(options: argparse.Namespace) -> list[BenchLink]:
+def _links(options: ReplaySettings) -> list[BenchLink]:
     for name in ("up", "down", "jitter"):
         if not getattr(options, name):
             raise ConfigError("is empty; give one number, or as many as --rtt has", field=name)
@@ -106,17 +105,18 @@ def _windows(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _rounds(options: argparse.Namespace, recording: Recording) -> Callable[[BenchLink], Stage]:
+def _rounds(options: ReplaySettings, recording: Recording) -> Callable[[BenchLink], Stage]:
     costs = recording.costs.of(next(iter(recording.traces)), pace_s=options.pace / 1e3)
     return lambda link: RoundsStage(arms_of(recording), link.shape_at, costs, options.rounds)
 
 
-def _stream(options: argparse.Namespace, recording: Recording) -> Callable[[BenchLink], Stage]:
+def _stream(options: ReplaySettings, recording: Recording) -> Callable[[BenchLink], Stage]:
     costs = [recording.costs.of(name, pace_s=options.pace / 1e3) for name in recording.traces]
     if not options.window:
         raise ConfigError("names no policy; name adaptive, or some N", field="window")
-    name, goal = options.window[0], Goal[options.goal.upper()]
+    name = options.window[0]
     policy_of(name)
+    goal = options.goal
     return lambda link: StreamStage(costs, link.shape_at, lambda: replace(policy_of(name), goal=goal), options.seed)
 
 

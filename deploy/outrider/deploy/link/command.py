@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.operating import LinkSettings
 from outrider.deploy.link import punctual
 from outrider.deploy.link.relay import Relay
 from outrider.deploy.link.shape import LinkShape
@@ -12,8 +12,9 @@ from outrider.deploy.servers import until_told_to_go
 from outrider.proto.errors import ConfigError
 
 
-def link(options: argparse.Namespace) -> int:
-    """`outrider link`."""
+def link(given: Given) -> int:
+    """Run `outrider link`."""
+    options = given(LinkSettings)
     trace = _trace(options)
     shape = LinkShape.of(
         rtt_ms=options.rtt or 0.0,
@@ -25,7 +26,7 @@ def link(options: argparse.Namespace) -> int:
     return punctual.run(_link(options, shape, trace))
 
 
-async def _link(options: argparse.Namespace, shape: LinkShape, trace: LinkTrace | None) -> int:
+async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None) -> int:
     relay = Relay(options.to, shape, options.seed)
     print(f"link to {options.to} on {await relay.start(options.listen)}", flush=True)
     if trace is not None:
@@ -37,7 +38,7 @@ async def _link(options: argparse.Namespace, shape: LinkShape, trace: LinkTrace 
     return 0
 
 
-def _trace(options: argparse.Namespace) -> LinkTrace | None:
+def _trace(options: LinkSettings) -> LinkTrace | None:
     if options.trace is None:
         return None
     fixed = [name for name in ("rtt", "up", "down") if getattr(options, name) is not None]

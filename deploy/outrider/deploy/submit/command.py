@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import shlex
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.operating import SubmitSettings
 from outrider.deploy.submit.jobs import connect, follow, job_of, ray_errors
 from outrider.deploy.submit.place import Place, absolute
 from outrider.deploy.submit.upload import find_wheel, link_inputs
@@ -26,12 +27,13 @@ WRITING = ("output", "report", "json", "plot")
 UNPACKED = "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"
 
 
-def submit(options: argparse.Namespace) -> int:
+def submit(given: Given) -> int:
     """Run `outrider submit` and return its exit status."""
+    options = given(SubmitSettings)
     if sum(map(bool, (options.follow, options.stop, options.arguments))) != 1:
         raise ConfigError("give a command after --, or --follow ID, or --stop ID", field="arguments")
     if options.arguments:
-        arguments, written = _checked_command(options.arguments)
+        arguments, written = _checked_command(options.arguments, given.parse)
     client = connect(options.address)
     if options.stop:
         job_of(client, options.stop)
@@ -50,7 +52,7 @@ def submit(options: argparse.Namespace) -> int:
     return _see_through(client, job_id, options.address)
 
 
-def send(client: Any, arguments: list[str], written: list[str], options: argparse.Namespace) -> str:
+def send(client: Any, arguments: list[str], written: list[str], options: SubmitSettings) -> str:
     """Upload wheel and inputs, start the job and return its id.
 
     Args:
@@ -134,18 +136,16 @@ def _how_to_go_on(address: str, job_id: str) -> str:
     return f"Follow it: {base} --follow {job_id}\nStop it: {base} --stop {job_id}"
 
 
-def _checked_command(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _checked_command(words: Sequence[str], parse: Callable[[Sequence[str]], Given]) -> tuple[list[str], list[str]]:
     """Return the command without its `--`, and what it says that it writes in the job's folder.
 
     A mistake in the command ends here, before anything is uploaded.
     """
-    from outrider.deploy.cli import build_parser
-
-    arguments = list(words[1:] if words[:1] == ["--"] else words)
+    arguments = list(words[1:] if words[:1] == ("--",) else words)
     if not arguments or arguments[0] == "submit":
         raise ConfigError("must be another command of outrider, such as `-- train drafter …`", field="arguments")
-    parsed = build_parser().parse_args(arguments)
-    named = [getattr(parsed, name, None) for name in WRITING]
+    values = parse(arguments).values
+    named = [values.get(name) for name in WRITING]
     return arguments, [path.as_posix() for path in named if isinstance(path, Path) and not path.is_absolute()]
 
 

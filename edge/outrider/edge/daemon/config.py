@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outrider.proto.address import split_address
 from outrider.proto.plumbing.serving import ListeningSettings
-from outrider.proto.plumbing.settings import above, at_least, option
+from outrider.proto.settings import above, at_least, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

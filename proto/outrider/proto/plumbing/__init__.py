@@ -3,6 +3,5 @@
 access    API keys of tenants, and their limits
 logs      log lines for people and for machines
 serving   the settings that servers share
-settings  options, declared once on the settings that they set
 tls       certificates, and channels and ports that use them
 """

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from outrider.proto.address import is_loopback, split_address
 from outrider.proto.errors import ConfigError
-from outrider.proto.plumbing.settings import Settings, option
 from outrider.proto.plumbing.tls import ServerTls
+from outrider.proto.settings import Settings, option
 
 ADDRESS = "HOST:PORT"
 

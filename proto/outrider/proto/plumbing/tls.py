@@ -20,29 +20,29 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc
 
 from outrider.proto.errors import ConfigError
+from outrider.proto.settings import REQUIRED, option
 
 if TYPE_CHECKING:
     from cryptography import x509
 
 logger = logging.getLogger(__name__)
 
+GROUP = "TLS (`outrider certs` makes certificates for tests)"
 PUBLIC = Path("public")  # in place of a file: the authorities that gRPC brings
 SOON = dt.timedelta(days=7)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """The PEM files of a server.
+    """The PEM files of a server."""
 
-    Attributes:
-        cert: its certificate, followed by those between it and the authority.
-        key: its private key, not encrypted.
-        client_ca: authorities whose certificates clients must show; None: clients need none.
-    """
-
-    cert: Path
-    key: Path
-    client_ca: Path | None = None
+    cert: Path = option(
+        REQUIRED, "its certificate, followed by those between it and the authority", flag="tls-cert", group=GROUP
+    )
+    key: Path = option(REQUIRED, "private key of the certificate, not encrypted", flag="tls-key", group=GROUP)
+    client_ca: Path | None = option(
+        None, "take only clients with certificates of these authorities", flag="tls-client-ca", group=GROUP
+    )
 
     @classmethod
     def from_options(cls, cert: Path | None, key: Path | None, client_ca: Path | None) -> Self | None:

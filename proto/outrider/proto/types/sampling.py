@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from outrider.proto.settings import at_least, option
 from outrider.proto.types.checks import require, require_tokens
 
+GROUP = "sampling"
 MOST_STOP_TOKENS = 256  # they are looked through at every token
 MOST_GRAMMAR_BYTES = 1 << 16
 
@@ -51,17 +53,19 @@ class Sampling:
     top-p, min-p. At temperature 0 the argmax before temperature is taken.
     """
 
-    temperature: float = 0.0
-    seed: int = 0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = option(0.0, "0 is greedy", metavar="T", group=GROUP)
+    seed: int = option(0, "seed of the noise; same seed, same text", group=GROUP)
+    top_k: int = option(0, "most likely tokens kept; 0 is off", metavar="K", group=GROUP)
+    top_p: float = option(1.0, "nucleus; 1 is off", metavar="P", group=GROUP)
+    min_p: float = option(
+        0.0, "least probability, relative to the most likely token; 0 is off", metavar="P", group=GROUP
+    )
+    repetition_penalty: float = option(1.0, "1 is off", group=GROUP)
+    presence_penalty: float = option(0.0, "0 is off", group=GROUP)
+    frequency_penalty: float = option(0.0, "0 is off", group=GROUP)
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_tokens: tuple[int, ...] = ()
-    max_tokens: int = 128
+    max_tokens: int = option(128, "tokens to generate at most", group=GROUP, check=at_least(1))
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None

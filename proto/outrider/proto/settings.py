@@ -15,7 +15,6 @@ code raises `ConfigError` with the same message and `field`. A subclass that cha
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import math
 import sys
@@ -38,6 +37,7 @@ Many = Literal["repeat", "commas", "words", "rest"]
 UNITS = {"_s": "S", "_ms": "MS", "_mb": "MB"}
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
 _METADATA = "outrider.option"
+_DECLARED: dict[type[Any], Mapping[str, Declared]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +171,8 @@ class Declared:
     def _check_one(self, value: Any) -> None:
         if not _fits(value, self.kind):
             raise ValueError(f"{value!r} is not {_name(self.kind)}")
+        if self.kind is float and not math.isfinite(value):
+            raise ValueError(f"{value} is not a finite number")
         if self.option.choices and value not in self.option.choices:
             raise ValueError(f"{value!r} is none of {', '.join(self.option.choices)}")
         if self.option.check is not None:
@@ -183,8 +185,7 @@ class Settings:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name, field in declared(kind).items():
+        for name, field in declared(type(self)).items():
             field.check(getattr(self, name))
         self.check_together()
 
@@ -192,9 +193,14 @@ class Settings:
         """Raise `ConfigError` where fields that are right by themselves do not go together."""
 
 
-@functools.cache
-def declared(kind: type) -> Mapping[str, Declared]:
+def declared(kind: type[Any]) -> Mapping[str, Declared]:
     """Return the fields of a dataclass that options set, by name."""
+    if kind not in _DECLARED:
+        _DECLARED[kind] = _declared(kind)
+    return _DECLARED[kind]
+
+
+def _declared(kind: type[Any]) -> Mapping[str, Declared]:
     options: dict[str, Option] = {}
     hints: dict[str, Any] = {}
     for base in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
@@ -244,7 +250,7 @@ def no_empty_text(value: str) -> None:
         raise ValueError("is empty")
 
 
-_NAMES = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false", Path: "a path"}
+_NAMES = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path"}
 _SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -266,7 +272,7 @@ def _fits(value: Any, kind: type) -> bool:
     if kind is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     if kind is float:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool)
     return isinstance(value, kind)
 
 

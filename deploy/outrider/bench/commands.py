@@ -1,0 +1,199 @@
+"""What each command that measures takes: bench, compare, traces, train policy.
+
+Loads neither numpy nor torch: help and completion read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.cloud.config import DTYPES, TARGET, VerifierConfig
+from outrider.deploy.arguments import Command, part
+from outrider.deploy.commands.decoding import BuiltInPrompts
+from outrider.deploy.commands.edge import StopSettings
+from outrider.edge.config import DRAFTING, EdgeConfig
+from outrider.proto.errors import ConfigError
+from outrider.proto.settings import REQUIRED, Settings, at_least, between, option
+from outrider.proto.types import Goal, Sampling
+
+MODES = ("cloud", "sync", "outrider", "optimum", "hf-generate", "hf-assisted")
+SELECTORS = "selectors (the recorded drafters are one pool then, and windows are left out)"
+
+
+def check_once(entries: Sequence[object], field: str) -> None:
+    """Refuse a list that names something twice."""
+    if len(set(entries)) != len(entries):
+        raise ConfigError("names something twice; once is enough", field=field)
+
+
+def listed(default: tuple[Any, ...], text: str, **more: Any) -> Any:
+    """Declare a list with commas."""
+    return option(default, text, metavar="LIST", many="commas", **more)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkListSettings(Settings):
+    """Emulated links."""
+
+    rtt: tuple[float, ...] = listed((2.0, 30.0, 120.0), "round trips, ms; 0: no link", check=at_least(0))
+    up: tuple[float, ...] = listed((20.0,), "Mbit/s from the edge, one or one a round trip", check=at_least(0))
+    down: tuple[float, ...] = listed((100.0,), "Mbit/s to the edge", check=at_least(0))
+    jitter: tuple[float, ...] = listed((0.0,), "ms added each way, at most; uniform", check=at_least(0))
+    trace: tuple[str, ...] = listed((), "more links: built-in traces, or CSV files")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings(Settings):
+    """Which ways of decoding are measured, and where the results go."""
+
+    sessions: int = option(1, "decoded at once", check=at_least(1))
+    mixed: bool = option(False, "deal the sessions out among all links at once")
+    pace: float = option(0.0, "each target step takes at least that: a larger target", metavar="MS", check=at_least(0))
+    modes: tuple[str, ...] = listed(
+        MODES,
+        "ways of decoding; those of transformers (hf-) run only where --rtt has a 0 and there is no --pace",
+        choices=MODES,
+    )
+    sync_length: int = option(0, "draft tokens a round; 0: the best by replay", check=at_least(0))
+    hf_drafter: Path | None = option(None, "the drafter for hf-assisted", metavar="DIR")
+    no_logprobs: bool = option(False, "commits without log probabilities")
+    json: Path | None = option(None, "write the record")
+    report: Path | None = option(None, "write plots and an HTML page", metavar="DIR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WritingSettings(Settings):
+    """A target that writes texts on its own, and after which prompts."""
+
+    target: str = option("reference", "embedded name, folder, or hub name", metavar="NAME")
+    dtype: str = option("float32", "of the target", choices=DTYPES)
+    device: str = option("cpu", "torch device of the target: cpu, cuda, cuda:1", metavar="DEVICE")
+    threads: int = option(0, "torch threads; 0: torch's choice", check=at_least(0))
+    prompts: Path | None = option(None, "file, or folder of DOMAIN.jsonl; not set: built-in", metavar="PATH")
+    per_domain: int = option(10, "prompts a domain", check=at_least(1))
+    max_tokens: int = option(128, "tokens of a text", check=at_least(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareSettings(WritingSettings):
+    """Which drafters are compared, and how."""
+
+    package: tuple[str, ...] = option(
+        REQUIRED,
+        "a drafter: an embedded name, FOLDER, or NAME=FOLDER",
+        metavar="PACKAGE",
+        positional=True,
+        many="words",
+    )
+    drafts: int = option(8, "drafts in a round", metavar="K", check=at_least(1))
+    temperature: tuple[float, ...] = listed((0.0, 1.0), "temperatures; 0 is greedy", check=at_least(0))
+    age: tuple[int, ...] = listed(
+        (0,),
+        "positions by which codes are older than the freshest; the first counts for the ratios",
+        check=at_least(0),
+    )
+    precision: tuple[str, ...] = listed(
+        ("int8",),
+        "how codes travel: int8, float16, none at all; the first counts for the ratios",
+        choices=("int8", "float16", "none"),
+    )
+    seed: int = option(0, "seed of the noise, and of the resampling", check=at_least(0))
+    json: Path | None = option(None, "write all results")
+    plot: Path | None = option(None, "draw them: .png, .pdf or .svg")
+
+    def check_together(self) -> None:
+        """Refuse lists that are empty, or name something twice."""
+        for name in ("temperature", "age", "precision"):
+            if not getattr(self, name):
+                raise ConfigError("must name something", field=name)
+            check_once(getattr(self, name), name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSettings(WritingSettings):
+    """Which drafters are recorded on which texts."""
+
+    drafter: tuple[str, ...] = listed(
+        ("general", "ngram"),
+        "drafters: embedded names, package folders, NAME=FOLDER, or ngram; steered ones get no codes",
+    )
+    temperature: float = option(0.0, "0 is greedy", metavar="T", check=at_least(0))
+    seed: int = option(0, "seed of the noise; same seed, same text", check=at_least(0))
+    seeds: int = option(0, "texts a prompt, by seeds 1 to N; 0: one, by --seed", check=at_least(0))
+    output: Path = option(
+        REQUIRED, ".jsonl of a trace a line; what the machines took is written beside it, to .costs.json"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings(LinkListSettings):
+    """Which recording is replayed, with which windows or selectors."""
+
+    traces: Path = option(REQUIRED, "what `traces record` wrote", metavar="FILE", positional=True)
+    rtt: tuple[float, ...] = (2.0, 10.0, 60.0, 200.0)
+    window: tuple[str, ...] = listed(
+        ("adaptive", "4", "8", "16"),
+        "adaptive, N unverified tokens at most, syncN: rounds of N drafts that wait for the verdict, or a rule: "
+        "threshold[:X], specdec++[:X][@FILE], speckv[@FILE], flexspec[:X], aimd",
+    )
+    goal: Goal = option(Goal.LATENCY, "soonest tokens, or fewest target steps")
+    pace: float = option(0.0, "each target step takes at least that: a larger target", metavar="MS", check=at_least(0))
+    drafter: tuple[str, ...] = listed((), "drafters among the recorded ones; none named: all")
+    seed: int = option(0, "seed of the jitter", check=at_least(0))
+    selector: tuple[str, ...] = listed(
+        (),
+        "static (each drafter alone), random, metasd-bd, metasd-be, exp3, thompson, halving, discounted, sliding, "
+        "hedge, leader, routing; none named: windows as above",
+        group=SELECTORS,
+    )
+    play: str = option(
+        "rounds",
+        "rounds: draft, wait for the verdict, begin again; stream: the session, with the first --window",
+        choices=("rounds", "stream"),
+        group=SELECTORS,
+    )
+    rounds: int = option(6, "drafts of a round", metavar="K", group=SELECTORS, check=at_least(1))
+    seeds: int = option(20, "runs, by orders and draws of chance", group=SELECTORS, check=at_least(1))
+    json: Path | None = option(None, "write all results")
+    plot: Path | None = option(None, "draw them: PNG files", metavar="DIR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings(Settings):
+    """How length rules are trained on recorded traces."""
+
+    traces: tuple[Path, ...] = option(
+        REQUIRED, "what `traces record` wrote", metavar="FILE", positional=True, many="words"
+    )
+    output: Path = option(REQUIRED, "JSON of weights, for --window")
+    hidden: int = option(16, "units of each network", check=at_least(1))
+    steps: int = option(4000, "steps of training, 256 rows each", check=at_least(1))
+    held_out: float = option(0.2, "share of the prompts kept for judging", check=between(0, 1))
+    seed: int = option(0, "seed of everything random", check=at_least(0))
+
+
+BENCH = Command(
+    "outrider.bench.benchmark.command:bench",
+    (
+        part(LinkListSettings),
+        part(BuiltInPrompts),
+        part(BenchSettings),
+        part(Sampling),
+        part(StopSettings),
+        part(EdgeConfig, DRAFTING),
+        part(VerifierConfig, TARGET),
+    ),
+)
+COMPARE = Command(
+    "outrider.bench.comparison.command:compare",
+    (part(CompareSettings), part(VerifierConfig, "steering")),
+)
+RECORD = Command("outrider.bench.traces.record:record", (part(RecordSettings),))
+REPLAY = Command(
+    "outrider.bench.traces.replay:replay",
+    (part(ReplaySettings),),
+)
+TRAIN_POLICY = Command("outrider.bench.length_training.command:train_policy", (part(PolicySettings),))

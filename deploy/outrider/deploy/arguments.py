@@ -1,0 +1,307 @@
+"""The command line, made from declared settings.
+
+`outrider run --max-tokens 64`, OUTRIDER_RUN_MAX_TOKENS=64, and `max-tokens = 64` under `[run]` in the file that
+`--config` or OUTRIDER_CONFIG names mean the same. The command line wins over the environment, that over the file, and
+that over the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from outrider.proto.errors import OutriderError
+from outrider.proto.settings import REQUIRED, Declared, declared
+
+T = TypeVar("T")
+PREFIX = "OUTRIDER_"
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+_MADE_BY = "_made_by"  # where a parser leaves them in the namespace that it makes
+
+
+class Parser(argparse.ArgumentParser):
+    """Say in one line what is wrong, and where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2."""
+        sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
+        sys.exit(2)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A declared field as one command takes it; `default` may be a function that makes it."""
+
+    kind: type[Any]
+    field: Declared
+    flag: str
+    default: Any
+    group: str
+
+    @property
+    def name(self) -> str:
+        """The name among the values, and in the environment."""
+        return self.flag.replace("-", "_")
+
+    @property
+    def value(self) -> Any:
+        """The default, made if it is to be; `REQUIRED` where there is none."""
+        return self.default() if callable(self.default) and self.default is not REQUIRED else self.default
+
+    @property
+    def help(self) -> str:
+        """Help text with what follows from the declaration."""
+        notes = ["repeatable"] if self.field.several and self.field.option.many == "repeat" else []
+        if not self.field.option.positional:
+            notes += ["required"] if self.default is REQUIRED else shown_default(self.value)
+        return self.field.option.help + (f" ({'; '.join(notes)})" if notes else "")
+
+    def variable(self, table: str) -> str:
+        """The environment variable of a command with that table."""
+        return f"{PREFIX}{table}_{self.name}".upper()
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        """Have `parser` take it; a value that is not given leaves no trace."""
+        option, metavar = self.field.option, self.field.metavar or None
+        how: dict[str, Any] = {"help": self.help.replace("%", "%%"), "default": argparse.SUPPRESS}
+        if self.field.kind is bool:
+            how |= {"action": "store_true"}
+        elif self.field.several and option.many == "rest":
+            how |= {"nargs": argparse.REMAINDER, "metavar": metavar}
+        else:
+            how |= {"type": self._typed, "metavar": metavar}
+            if self.field.choices and not self.field.several:
+                how["metavar"] = "{" + ",".join(self.field.choices) + "}"
+            if self.field.several and option.many == "repeat":
+                how["action"] = "append"
+            elif self.field.several and option.many == "words":
+                how["nargs"] = "+"
+            elif option.positional and self.default is not REQUIRED:
+                how["nargs"] = "?"
+        action = parser.add_argument(*([self.name] if option.positional else [f"--{self.flag}"]), **how)
+        if self.field.choices and not self.field.several:
+            action.choices = _Choices(self.field)
+
+    def from_line(self, value: Any) -> Any:
+        """Return the field's value from what argparse made of the command line."""
+        return tuple(value) if isinstance(value, list) else value
+
+    def from_text(self, text: str) -> Any:
+        """Return the field's value from an environment variable; raises `ValueError`."""
+        listed = self.field.several and self.field.option.many != "commas"
+        if listed and text.startswith("[") and text.endswith("]"):
+            return tuple(self._parsed(entry.strip()) for entry in text[1:-1].split(",") if entry.strip())
+        return (self._parsed(text),) if listed else self._parsed(text)
+
+    def from_toml(self, value: Any) -> Any:
+        """Return the field's value from one of a TOML file; raises `ValueError`."""
+        if isinstance(value, list):
+            if not self.field.several:
+                raise ValueError("is a list where one value belongs")
+            return tuple(self.field.parse(str(entry)) for entry in value)
+        return self.from_text(str(value))
+
+    def _parsed(self, text: str) -> Any:
+        if self.field.several and self.field.option.many == "commas":
+            return tuple(self.field.parse(entry.strip()) for entry in text.split(",") if text.strip())
+        return self.field.parse(text)
+
+    def _typed(self, text: str) -> Any:
+        try:
+            return self._parsed(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(message_of(error)) from error
+
+
+class _Choices(tuple[str, ...]):
+    """Words that completion offers; a value has been checked by the time that argparse looks."""
+
+    def __new__(cls, field: Declared) -> _Choices:
+        return super().__new__(cls, field.choices)
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some fields of a settings class that a command takes; `part` makes it."""
+
+    arguments: tuple[Argument, ...]
+
+
+def part(
+    kind: type[Any],
+    *names: str,
+    required: Sequence[str] = (),
+    flags: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Part:
+    """Choose what a command takes of a settings class.
+
+    Args:
+        kind: the class.
+        names: fields, or groups of them; none: all.
+        required: fields without which the command does not run.
+        flags: other flags than those declared.
+        defaults: other defaults than those declared, or functions that make them.
+    """
+    fields = declared(kind).values()
+    chosen = [field for field in fields if not names or field.name in names or field.option.group in names]
+    return Part(
+        tuple(
+            Argument(
+                kind,
+                field,
+                (flags or {}).get(field.name, field.flag),
+                REQUIRED if field.name in required else (defaults or {}).get(field.name, field.default),
+                field.option.group,
+            )
+            for field in chosen
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: the function `module:name` that runs it, which gets `Given`, and what it takes."""
+
+    run: str
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[Argument, ...]:
+        """All that it takes."""
+        return tuple(argument for part in self.parts for argument in part.arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one command line, with environment and config file, gives a command.
+
+    Attributes:
+        command: its words.
+        run: the function `module:name` that runs it.
+        values: by the name of the option.
+        parse: takes another command line apart, as of a command that runs commands.
+    """
+
+    command: str
+    run: str
+    arguments: tuple[Argument, ...]
+    values: Mapping[str, Any]
+    parse: Callable[[Sequence[str]], Given]
+
+    def __call__(self, kind: type[T], /, **more: Any) -> T:
+        """Build settings of that class, with `more` fields that are no options of the command; raises `ConfigError`."""
+        return kind(**self.fields(kind) | more)
+
+    def fields(self, kind: type[Any]) -> dict[str, Any]:
+        """Return the fields of that class that the command takes."""
+        return {a.field.name: self.values[a.name] for a in self.arguments if a.kind is kind}
+
+    @property
+    def logging(self) -> dict[str, Any]:
+        """How this process logs, for processes that it starts."""
+        return {name: self.values[name] for name in ("log_level", "log_format")}
+
+    def flag_of(self, field: str) -> str:
+        """Return the option, without its dashes, that sets the field an error names."""
+        name = field.rpartition(".")[2]
+        flag = name.replace("_", "-")
+        flags = [argument.flag for argument in self.arguments if argument.field.name == name]
+        return flag if flag in flags else next(iter(flags), flag)
+
+
+def fill(parser: Parser, command: Command, table: str) -> None:
+    """Have `parser` take the arguments of a command, whose config-file table is `table`."""
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help=f"TOML file whose [{table}] sets options (or {CONFIG_VARIABLE})"
+    )
+    parser.epilog = (
+        f"Every option can be set by an environment variable, {PREFIX}{table.upper()}_ and its name in capitals, or by "
+        f"a key in the config file. The command line wins over the environment, and that over the file."
+    )
+    groups: dict[str, argparse._ActionsContainer] = {"": parser}
+    for argument in command.arguments:
+        if argument.group not in groups:
+            groups[argument.group] = parser.add_argument_group(argument.group)
+        argument.add_to(groups[argument.group])
+    parser.set_defaults(**{_MADE_BY: (parser, command, table)})
+
+
+def resolve(line: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Command, dict[str, Any]]:
+    """Return the command that `line` names, and its values from line, environment, config file and defaults.
+
+    What is wrong with them ends the process with one line on standard error, and status 2.
+    """
+    parser, command, table = getattr(line, _MADE_BY)
+    given = vars(line)
+    path = given.get("config") or environment.get(CONFIG_VARIABLE)
+    written = _read_table(parser, Path(path), table, command) if path else {}
+    values, missing = {}, []
+    for argument in command.arguments:
+        variable = argument.variable(table)
+        try:
+            if argument.name in given:
+                values[argument.name] = argument.from_line(given[argument.name])
+            elif not argument.field.option.positional and variable in environment:
+                origin = variable
+                values[argument.name] = argument.from_text(environment[variable])
+            elif argument.flag in written:
+                origin = f"{path}: {argument.flag}"
+                values[argument.name] = argument.from_toml(written[argument.flag])
+            elif argument.value is not REQUIRED:
+                values[argument.name] = argument.value
+            else:
+                missing.append(f"--{argument.flag}")
+        except ValueError as error:
+            parser.error(f"{origin}: {message_of(error)}")
+    if missing:
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
+    return command, values
+
+
+def _read_table(parser: Parser, path: Path, table: str, command: Command) -> dict[str, Any]:
+    """Return the keys of `[table]`, with dashes, each of which is an option of the command."""
+    try:
+        content = tomllib.loads(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        parser.error(f"cannot read {path}: {error.strerror}")
+    except ValueError as error:
+        parser.error(f"{path} is not TOML: {error}")
+    keys = content.get(table, {})
+    if not isinstance(keys, dict):
+        parser.error(f"{path}: {table} is not a table")
+    known = [argument.flag for argument in command.arguments if not argument.field.option.positional]
+    written = {key.replace("_", "-"): value for key, value in keys.items()}
+    for key in written:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            parser.error(f"{path}: [{table}] has no option {key}{f'; did you mean {near[0]}?' if near else ''}")
+    return written
+
+
+def message_of(error: ValueError) -> str:
+    """Return what is wrong, without the field of an error of ours: the option stands before it."""
+    return error.message if isinstance(error, OutriderError) else str(error)
+
+
+def shown_default(value: Any) -> list[str]:
+    """Return the note on a default; none where it means that nothing is set, which help texts put into words."""
+    if value is None or value is False or value in ("", ()):
+        return []
+    if isinstance(value, Enum):
+        value = value.name.lower()
+    elif isinstance(value, tuple):
+        value = ",".join(f"{entry:g}" if isinstance(entry, float) else str(entry) for entry in value)
+    elif isinstance(value, float):
+        value = f"{value:g}"
+    return [f"default: {value}"]

@@ -1,0 +1,44 @@
+"""Commands that decode with verifier and edge on one machine: run, demo."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.cloud.config import TARGET, VerifierConfig
+from outrider.deploy.arguments import Command, part
+from outrider.deploy.commands.edge import TEXTS, StopSettings, edge_part
+from outrider.edge.config import DRAFTING
+from outrider.proto.settings import Settings, at_least, option
+from outrider.proto.types import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltInPrompts(Settings):
+    """Prompts of the built-in domains, or others."""
+
+    prompts: Path | None = option(None, "prompts other than the built-in ones")
+    per_domain: int = option(2, "built-in prompts a domain", check=at_least(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings(Settings):
+    """How the demonstration is shown, and on how many verifiers."""
+
+    quiet: bool = option(False, "the table only")
+    verifiers: int = option(1, "actors of the same target", check=at_least(1))
+
+
+RUN = Command("outrider.deploy.decode:run", (*TEXTS, edge_part(DRAFTING), part(VerifierConfig, TARGET)))
+DEMO = Command(
+    "outrider.deploy.demo:demo",
+    (
+        part(BuiltInPrompts),
+        part(DemoSettings),
+        edge_part("cache"),
+        part(Sampling),
+        part(StopSettings),
+        edge_part(DRAFTING),
+        part(VerifierConfig, TARGET),
+    ),
+)

@@ -1,0 +1,131 @@
+"""Commands of an edge alone: generate, edge, doctor."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.deploy.arguments import Command, Part, part
+from outrider.edge.config import CONNECTION, DEFAULT_CACHE, DRAFTING, EdgeConfig
+from outrider.edge.daemon.config import DaemonConfig
+from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.tls import ServerTls
+from outrider.proto.settings import Settings, at_least, option
+from outrider.proto.types import Grammar, GrammarKind, Sampling
+
+GRAMMAR = "grammar (texts follow it and end where it does; give one)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSettings(Settings):
+    """Which prompts are decoded, and how the texts are shown."""
+
+    prompt: str | None = option(None, "text to continue; - reads standard input", metavar="PROMPT", positional=True)
+    prompts: Path | None = option(None, '.jsonl of {"id","prompt"}, or text')
+    limit: int = option(0, "first N of --prompts; 0: all", check=at_least(0))
+    json: bool = option(False, "one JSON object a prompt")
+    sessions: int = option(1, "with --json: decoded at once", check=at_least(1))
+
+    def check_together(self) -> None:
+        """Refuse two sources of prompts, or none."""
+        if self.prompt is not None and self.prompts is not None:
+            raise ConfigError("give PROMPT or --prompts FILE, not both", field="prompt")
+        if not (self.prompt or self.prompts):
+            raise ConfigError("is missing; give PROMPT, `-` for standard input, or --prompts FILE", field="prompt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopSettings(Settings):
+    """What else ends a text."""
+
+    stop: tuple[str, ...] = option((), "ends the text", group="sampling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSettings(Settings):
+    """What the texts may be."""
+
+    json_schema: Path | None = option(None, "JSON that the schema allows", group=GRAMMAR)
+    grammar_file: Path | None = option(None, "grammar in llguidance's Lark", group=GRAMMAR)
+
+    def check_together(self) -> None:
+        """Refuse two grammars."""
+        if self.json_schema and self.grammar_file:
+            raise ConfigError("cannot stand beside --json-schema; give one", field="grammar_file")
+
+    def grammar(self) -> Grammar | None:
+        """Read the grammar; None: texts are free.
+
+        Raises:
+            ConfigError: the file cannot be read.
+            InvalidArgument: it is empty or too large; whether it is right is for the verifier to say.
+        """
+        for name, kind in (("json_schema", GrammarKind.JSON_SCHEMA), ("grammar_file", GrammarKind.LARK)):
+            path: Path | None = getattr(self, name)
+            if path is not None:
+                try:
+                    return Grammar(kind, path.expanduser().read_text(encoding="utf-8"))
+                except (OSError, UnicodeDecodeError) as error:
+                    why = getattr(error, "strerror", None) or "it is not UTF-8"
+                    raise ConfigError(f"cannot read {path}: {why}", field=name) from error
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeySettings(Settings):
+    """Where a client's API key is."""
+
+    api_key_file: Path | None = option(None, "holds the key; else OUTRIDER_API_KEY does", group=CONNECTION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorSettings(Settings):
+    """How findings are shown."""
+
+    json: bool = option(False, "as one JSON object")
+
+
+def cache() -> Path:
+    """Return the folder for downloads that XDG_CACHE_HOME names, or else the usual one."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return Path(home) / "outrider" if home else DEFAULT_CACHE
+
+
+def edge_part(*names: str, required: tuple[str, ...] = ()) -> Part:
+    """Choose what a command takes of an edge's settings."""
+    return part(EdgeConfig, *names, required=required, defaults={"cache": cache})
+
+
+WHERE = ("coordinator", "verifier", "model", "tokenizer", "cache")
+TEXTS = (part(PromptSettings), part(Sampling), part(StopSettings), part(GrammarSettings))
+GENERATE = Command(
+    "outrider.deploy.decode:generate",
+    (
+        edge_part("coordinator", "model", "cache", DRAFTING, CONNECTION, required=("coordinator",)),
+        part(KeySettings),
+        *TEXTS,
+    ),
+)
+EDGE = Command(
+    "outrider.deploy.daemon:edge",
+    (
+        edge_part(*WHERE, "chat_template"),
+        part(DaemonConfig),
+        edge_part(DRAFTING, "battery"),
+        part(ServerTls, defaults={"cert": None, "key": None}),
+        part(
+            EdgeConfig,
+            CONNECTION,
+            flags={
+                f"tls_{name}": f"cloud-tls-{name.replace('_', '-')}" for name in ("ca", "cert", "key", "server_name")
+            },
+        ),
+        part(KeySettings),
+        edge_part("trace_endpoint", "trace_ratio"),
+    ),
+)
+DOCTOR = Command(
+    "outrider.deploy.doctor:doctor",
+    (edge_part(*WHERE), part(DoctorSettings), edge_part(CONNECTION), part(KeySettings), edge_part(DRAFTING)),
+)

@@ -1,0 +1,128 @@
+"""Commands that operate a deployment: status, drain, scale, certs, key, link, submit, completion."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.deploy.arguments import Command, part
+from outrider.deploy.commands.edge import KeySettings
+from outrider.edge.config import CONNECTION, EdgeConfig
+from outrider.proto.settings import REQUIRED, Settings, at_least, option
+
+ADDRESS = "HOST:PORT"
+
+
+def job_server() -> str:
+    """Return where Ray's own commands would go, if that is an HTTP address."""
+    named = [os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")]
+    return next((address for address in named if address.startswith("http")), "http://127.0.0.1:8265")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusSettings(Settings):
+    """How a deployment's state is shown."""
+
+    json: bool = option(False, "as one JSON object")
+    watch: float | None = option(None, "again every S seconds", metavar="S", check=at_least(0.1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainSettings(Settings):
+    """Which verifier is drained."""
+
+    name: str = option(REQUIRED, "of the verifier", metavar="NAME", positional=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleSettings(Settings):
+    """How many verifiers a Ray cluster is to have."""
+
+    count: int = option(REQUIRED, "verifiers to have", positional=True, check=at_least(0))
+    ray_address: str = option("auto", "address of the Ray cluster", metavar="ADDRESS")
+    model: str = option("", "target; empty: the only one there is", metavar="NAME")
+    drain_grace_s: float = option(30.0, "time for sessions to move away", check=at_least(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertsSettings(Settings):
+    """Which certificates are made."""
+
+    folder: Path = option(REQUIRED, "to make; nothing in it is overwritten", metavar="DIR", positional=True)
+    host: tuple[str, ...] = option((), "name or IP by which servers are reached", metavar="NAME")
+    days: int = option(90, "days that the certificates are valid", check=at_least(1))
+    client: str = option("edge", "name in the client's certificate", metavar="NAME")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewKeySettings(Settings):
+    """Whom a new API key is for, and what it allows."""
+
+    name: str = option(REQUIRED, "of whoever gets it", metavar="NAME", positional=True)
+    max_sessions: int | None = option(None, "texts at once", check=at_least(1))
+    tokens_per_minute: int | None = option(None, "tokens generated a minute, on average", check=at_least(1))
+    admin: bool = option(False, "may ask for the status and drain verifiers")
+    append: Path | None = option(None, "append the table to this keys file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSettings(Settings):
+    """An emulated link, and between what."""
+
+    to: str = option(REQUIRED, "a verifier, or any TCP server", metavar=ADDRESS)
+    listen: str = option("127.0.0.1:0", "address on loopback; port 0 takes a free one", metavar=ADDRESS)
+    rtt: float | None = option(None, "round trip; not set: nothing added", metavar="MS", check=at_least(0))
+    jitter: float = option(0.0, "added each way, at most; uniform", metavar="MS", check=at_least(0))
+    up: float | None = option(None, "Mbit/s; 0: outage; not set: no limit", metavar="MBIT", check=at_least(0))
+    down: float | None = option(None, "the same, to the edge", metavar="MBIT", check=at_least(0))
+    queue: float = option(256.0, "queue before each bottleneck", metavar="KIB", check=at_least(3))
+    trace: str | None = option(None, "round trip and rates over time: built-in, or CSV", metavar="NAME|FILE")
+    seed: int = option(0, "seed of the jitter", check=at_least(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitSettings(Settings):
+    """Which command becomes a job, where, and with what."""
+
+    address: str = option(REQUIRED, "the cluster's job server", metavar="URL")
+    name: str = option("", "id of the job; empty: a new one", metavar="ID")
+    input: tuple[str, ...] = option((), "file or folder that the command reads", metavar="FILE")
+    output: str = option(
+        "",
+        "place for what it writes: a folder that the nodes share, or a URL such as s3://BUCKET/FOLDER; not set: ./ID",
+        metavar="PLACE",
+    )
+    no_wait: bool = option(False, "do not follow the job")
+    cpus: float | None = option(None, "CPUs that Ray reserves for the command", metavar="N", check=at_least(0))
+    gpus: float | None = option(None, "GPUs that Ray reserves for the command", metavar="N", check=at_least(0))
+    wheel: str = option("auto", "wheel to install; auto: this checkout's; none: the cluster's", metavar="FILE")
+    install: str = option(
+        "modules",
+        "the wheel alone, where the cluster has its dependencies; or with them, from a package index",
+        choices=("modules", "pip"),
+    )
+    env: tuple[str, ...] = option((), "variable for the command", metavar="NAME=VALUE")
+    follow: str = option("", "a job that runs, or has ended: show its log", metavar="ID")
+    stop: str = option("", "ask a job to stop", metavar="ID")
+    arguments: tuple[str, ...] = option(
+        (), "command of outrider, and its options", metavar="-- COMMAND", positional=True, many="rest"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionSettings(Settings):
+    """For which shell."""
+
+    shell: str = option(REQUIRED, "the shell", choices=("bash", "zsh", "fish"), positional=True)
+
+
+CONNECTED = (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator",)), part(KeySettings))
+STATUS = Command("outrider.deploy.control:status", (*CONNECTED, part(StatusSettings)))
+DRAIN = Command("outrider.deploy.control:drain", (part(DrainSettings), *CONNECTED))
+SCALE = Command("outrider.deploy.fleet:scale", (part(ScaleSettings),))
+CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
+KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
+LINK = Command("outrider.deploy.link.command:link", (part(LinkSettings),))
+SUBMIT = Command("outrider.deploy.submit.command:submit", (part(SubmitSettings, defaults={"address": job_server}),))
+COMPLETION = Command("outrider.deploy.completion:completion", (part(CompletionSettings),))

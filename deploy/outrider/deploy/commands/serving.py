@@ -1,0 +1,90 @@
+"""Commands that serve in the cloud: up, coordinator, verifier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.cloud.config import TARGET, VerifierConfig
+from outrider.coordinator.config import ACCESS, CoordinatorConfig
+from outrider.deploy.arguments import Command, part
+from outrider.proto.plumbing.tls import ServerTls
+from outrider.proto.settings import Settings, at_least, option
+
+NO_CERTIFICATE = {"cert": None, "key": None}
+LISTENING = ("listen", "insecure_listen", "metrics")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpSettings(Settings):
+    """How large a local cluster is."""
+
+    verifiers: int = option(1, "actors of the same target", check=at_least(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecretSettings(Settings):
+    """What coordinator and verifiers share."""
+
+    lease_secret_file: Path | None = option(None, "secret that coordinator and verifiers share")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedVerifierSettings(Settings):
+    """Verifiers at fixed addresses, and what there is nobody to ask for without Ray."""
+
+    verifier: tuple[str, ...] = option((), "fixed verifier, instead of Ray", metavar="NAME=HOST:PORT")
+    model: str = option("reference", "target of the fixed verifiers", metavar="NAME")
+    tokenizer: Path | None = option(None, "tokenizer.json of that target")
+    chat_template: Path | None = option(None, "chat template of that target, or its tokenizer_config.json")
+    verifier_tls_ca: Path | None = option(None, "speak TLS to verifiers; their authority")
+    verifier_tls_name: str = option("", "name that the certificates of fixed verifiers have", metavar="NAME")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSettings(Settings):
+    """What a verifier that runs as an actor asks of Ray."""
+
+    ray_address: str = option("", "start as a detached actor in that Ray cluster and leave", metavar="ADDRESS")
+    cpus: float = option(1.0, "CPUs that Ray reserves for it", metavar="N", check=at_least(0))
+    gpus: float = option(0.0, "GPUs that Ray reserves for it", metavar="N", check=at_least(0))
+    resource: tuple[str, ...] = option((), "resource of your own that Ray reserves", metavar="NAME=N")
+    placement: str = option("pack", "on few nodes of the cluster, or on many", choices=("pack", "spread"))
+
+
+UP = Command(
+    "outrider.deploy.servers:up",
+    (
+        part(CoordinatorConfig, *LISTENING, "lease_seconds", "drafters", ACCESS),
+        part(ServerTls, defaults=NO_CERTIFICATE),
+        part(UpSettings),
+        part(VerifierConfig, TARGET),
+    ),
+)
+COORDINATOR = Command(
+    "outrider.deploy.servers:coordinator",
+    (
+        part(
+            CoordinatorConfig,
+            *LISTENING,
+            "lease_seconds",
+            "drafters",
+            "ray_address",
+            "state",
+            ACCESS,
+            defaults={"ray_address": "auto"},
+        ),
+        part(ServerTls, defaults=NO_CERTIFICATE),
+        part(FixedVerifierSettings),
+        part(SecretSettings),
+    ),
+)
+VERIFIER = Command(
+    "outrider.deploy.servers:verifier",
+    (
+        part(VerifierConfig, *LISTENING, "advertise", "name", "drain_grace_s", "trace_endpoint", TARGET),
+        part(ServerTls, defaults=NO_CERTIFICATE),
+        part(ActorSettings),
+        part(SecretSettings),
+    ),
+)

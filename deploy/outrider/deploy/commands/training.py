@@ -1,0 +1,74 @@
+"""Commands that make and show models: train, export, models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.cloud.training.settings import DrafterShape, DrafterTraining, SteerTraining
+from outrider.deploy.arguments import Command, part
+from outrider.proto.settings import REQUIRED, Settings, above, at_least, option
+
+TRAINING = (
+    "target",
+    "corpus",
+    "output",
+    "minutes",
+    "steps",
+    "patience",
+    "resume",
+    "self_text_tokens",
+    "self_text_greedy",
+    "threads",
+    "device",
+    "seed",
+)
+DEFAULTS = {"target": "reference", "self_text_tokens": 1_000_000, "threads": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateSettings(Settings):
+    """How fast a drafter learns."""
+
+    rate: float = option(1.0, "factor of both learning rates", check=above(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportSettings(Settings):
+    """Which model becomes which package."""
+
+    source: Path = option(
+        REQUIRED,
+        "a transformers model, such as train wrote; with steering.safetensors and projection.safetensors in it, such "
+        "as train steer wrote, the package is of a steered drafter",
+        metavar="FOLDER",
+        positional=True,
+    )
+    output: Path = option(REQUIRED, "folder to make", metavar="PACKAGE", positional=True)
+    name: str = option(REQUIRED, "name under which edges ask for it", metavar="NAME")
+    target: str = option("reference", "the model that it drafts for", metavar="NAME")
+    precision: str = option("float32", "of the weights", choices=("float32", "int8"))
+    candidates: int = option(64, "most likely tokens it gives out", metavar="K", check=at_least(1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsSettings(Settings):
+    """What is shown of the embedded models."""
+
+    memory: bool = option(False, "load every drafter, and show the memory that it takes")
+
+
+TRAIN_DRAFTER = Command(
+    "outrider.deploy.training:train_drafter",
+    (
+        part(DrafterTraining, *TRAINING, "start", defaults=DEFAULTS),
+        part(RateSettings),
+        part(DrafterShape, "hidden", "layers", "mlp", "window"),
+    ),
+)
+TRAIN_STEER = Command(
+    "outrider.deploy.training:train_steer",
+    (part(SteerTraining, *TRAINING, "drafter", "arms", "rank", "layers", "oldest", defaults=DEFAULTS),),
+)
+EXPORT = Command("outrider.deploy.training:export", (part(ExportSettings),))
+MODELS = Command("outrider.deploy.models:models", (part(ModelsSettings),))

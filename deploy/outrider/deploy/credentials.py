@@ -1,0 +1,62 @@
+"""Certificates, keys and secrets that options name files for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outrider.deploy.arguments import Given
+from outrider.deploy.commands.edge import KeySettings
+from outrider.edge.config import EdgeConfig
+from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.tls import ClientTls, ServerTls
+
+if TYPE_CHECKING:
+    from outrider.edge.security import Security
+
+logger = logging.getLogger(__name__)
+
+
+def serving_tls(given: Given) -> ServerTls | None:
+    """Return the certificates that a server is given; None: plain text."""
+    return ServerTls.from_options(**given.fields(ServerTls))
+
+
+def security(given: Given) -> Security:
+    """Return how a client of the coordinator alone proves who it is."""
+    from outrider.edge.security import Security
+
+    fields = given.fields(EdgeConfig)
+    tls = ClientTls.from_options(*(fields[f"tls_{name}"] for name in ("ca", "cert", "key", "server_name")))
+    return Security(tls, api_key(given), fields["plaintext"])
+
+
+def api_key(given: Given) -> str:
+    """Return the content of the key's file, or else OUTRIDER_API_KEY; empty without either. Raises `ConfigError`."""
+    path = given(KeySettings).api_key_file
+    if path is None:
+        return os.environ.get("OUTRIDER_API_KEY", "").strip()
+    try:
+        text = path.expanduser().read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field="api_key_file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not text", field="api_key_file") from error
+    if not text:
+        raise ConfigError(f"{path} is empty", field="api_key_file")
+    if path.expanduser().stat().st_mode & stat.S_IROTH:
+        logger.warning("anybody on this machine may read the API key in %s; chmod 600 it", path)
+    return text
+
+
+def lease_secret(path: Path | None) -> bytes:
+    """Return the content of the file that coordinator and verifiers share; empty without one. Raises `ConfigError`."""
+    if path is None:
+        return b""
+    try:
+        return path.expanduser().read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field="lease_secret_file") from error

@@ -1,0 +1,87 @@
+"""Shells complete commands, options and their words, in a real bash."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.deploy.cli import main
+
+# What bash does at a tab, with the words so far; the function that `complete -F` names answers in COMPREPLY.
+TAB = r"""
+eval "$(outrider completion bash)"
+COMP_LINE="$1"
+COMP_POINT=${#COMP_LINE}
+read -ra COMP_WORDS <<< "$COMP_LINE"
+[[ $COMP_LINE == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+COMP_TYPE=9
+COMP_WORDBREAKS=$' \t\n"\'><=;|&(:'
+registered=$(complete -p outrider)
+function=$(sed 's/.*-F \([^ ]*\).*/\1/' <<< "$registered")
+"$function" outrider "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
+printf '%s\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture
+def bash(tmp_path: Path):
+    shell = shutil.which("bash")
+    if shell is None:
+        pytest.skip("needs bash")
+    program = tmp_path / "bin" / "outrider"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nimport sys\nfrom outrider.deploy.cli import main\nsys.exit(main())\n")
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+    def complete(line: str) -> list[str]:
+        ended = subprocess.run(
+            [shell, "--norc", "-c", TAB, "tab", line],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment,
+            cwd=tmp_path,
+        )
+        return [word.strip() for word in ended.stdout.split("\n") if word.strip()]
+
+    return complete
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("outrider ver", ["verifier"]),
+        ("outrider tra", ["traces", "train"]),
+        ("outrider train st", ["steer"]),
+        ("outrider edge --max-r", ["--max-requests"]),
+        ("outrider verifier --kv", ["--kv-tokens"]),
+        ("outrider traces replay --pl", ["--play", "--plot"]),
+        ("outrider verifier --goal ", ["efficiency", "latency"]),
+        ("outrider run --dtype b", ["bfloat16"]),
+        ("outrider completion ", ["bash", "fish", "zsh"]),
+    ],
+)
+def test_a_tab_completes_commands_options_and_words(bash, line, words) -> None:
+    assert sorted(word for word in bash(line) if not word.startswith("-h") and word not in ("--help", "--config")) == (
+        words
+    )
+
+
+def test_a_tab_completes_files_where_an_option_takes_one(bash, tmp_path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert bash("outrider edge --tokenizer tok") == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize(("shell", "says"), [("bash", "complete "), ("zsh", "compdef"), ("fish", "complete ")])
+def test_each_shell_gets_its_code(shell, says, capsys) -> None:
+    assert main(["completion", shell]) == 0
+    code = capsys.readouterr().out
+    assert says in code
+    assert "outrider" in code

@@ -1,0 +1,31 @@
+"""docs/cli.md is what the declarations of the options say."""
+
+from __future__ import annotations
+
+import pytest
+
+from outrider.deploy.cli import COMMANDS
+from outrider.deploy.reference import VARIABLES, reference
+
+
+@pytest.fixture
+def text(monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return reference()
+
+
+def test_the_page_is_what_the_declarations_say(root, text) -> None:
+    written = (root / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert written == text, "run `make docs`"
+
+
+def test_every_command_and_option_is_in_it(text) -> None:
+    sections = {part.partition("\n")[0]: part for part in text.split("## outrider ")[1:]}
+    assert set(sections) == {name for name, entry in COMMANDS.items() if entry.declared}
+    for name, section in sections.items():
+        for argument in COMMANDS[name].load().arguments:
+            shown = argument.field.metavar if argument.field.option.positional else f"`--{argument.flag}"
+            assert shown in section, f"{name} {argument.flag}"
+    assert "| `--kv-tokens N` | `32768` |" in sections["verifier"]
+    assert "| `--coordinator HOST:PORT` | required |" in sections["status"]
