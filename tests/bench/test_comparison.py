@@ -55,7 +55,16 @@ from outrider.proto.session import (
 )
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import Draft, DraftToken, Open, Patience, Sampling, SteeringPrecision, SteeringRequest
+from outrider.proto.types import (
+    CommittedToken,
+    Draft,
+    DraftToken,
+    Open,
+    Patience,
+    Sampling,
+    SteeringPrecision,
+    SteeringRequest,
+)
 
 GREEDY = Sampling(temperature=0.0, max_tokens=40)
 PROMPT = tuple(range(10, 15))
@@ -236,7 +245,7 @@ def test_rounds_are_a_sessions_and_an_engine_that_reads_first_takes_one_more(see
 
     def step(verifier: VerifierSession, block: tuple[int, ...]) -> Verified:
         at = len(verifier.transcript)
-        return Verified(block, truth[at : at + len(block) + 1], (-1.0,) * (len(block) + 1))
+        return Verified(block, tuple(map(CommittedToken, truth[at : at + len(block) + 1], (-1.0,) * (len(block) + 1))))
 
     drafter = ScriptedDrafter(script)
     rounds = synchronous_rounds(drafter, text, GREEDY, None, drafts=drafts)
@@ -344,7 +353,7 @@ def real_session(
         rows = Rows(cache, (*verifier.transcript[cache.length :], *block), len(block) + 1)
         (sampled,) = sampler.sample(target.forward([rows]), [judged])
         (code,) = codes.of([verifier.wanted_vector], [judged], [sampled])
-        return Verified(block, sampled.tokens, sampled.logp, steering=code)
+        return Verified(block, sampled.tokens, steering=code)
 
     state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt)))
     edge_codes = DrafterSteering(tiny_drafter.RANK, FixedSteering()) if projections else None

@@ -30,7 +30,7 @@ from outrider.proto import codec
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow
 from outrider.proto.policy.selection import StaticSelector
-from outrider.proto.types import Draft, Goal, Patience
+from outrider.proto.types import Draft, Goal, Patience, token_ids
 
 FREE = Costs(
     step_s=0.010,
@@ -255,7 +255,7 @@ def test_the_text_is_the_trace_and_the_same_seed_gives_the_same_run(hits, silent
     first, second = (run.outcome() for run in runs)
     assert first == second
     commits = [frame for _, way, what, frame in runs[0].log if (way, what) == ("down", "sent")][1:]
-    assert tuple(itertools.chain.from_iterable(c.tokens for c in commits)) == trace.tokens
+    assert tuple(itertools.chain.from_iterable(token_ids(c.tokens) for c in commits)) == trace.tokens
     assert commits[-1].finish.name == ("EOS" if ended else "LENGTH")
     assert len(first.arrivals) == len(trace.tokens)
     assert list(first.arrivals) == sorted(first.arrivals)

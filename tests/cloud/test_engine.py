@@ -20,7 +20,7 @@ from outrider.cloud.slots import Outbox, Slot
 from outrider.cloud.target import Rows, load_target
 from outrider.proto.errors import ConfigError, Internal, Unavailable
 from outrider.proto.session import VerifierRules
-from outrider.proto.types import Commit, Draft, Open, Opened, Patience, Sampling
+from outrider.proto.types import Commit, Draft, Open, Opened, Patience, Sampling, token_ids
 
 POISON = 666
 RUN_AHEAD = Patience(0.0)
@@ -95,7 +95,7 @@ def test_the_texts_beside_a_failure_are_what_they_are_alone(engine) -> None:
         engine.post_open(key, opened(engine, f"text{key}", (5, 6, 7)), box)
         for i, prompt in enumerate(beside):
             engine.post_open(100 + i, opened(engine, f"beside{i}", prompt), Collected())
-        tokens = [token for item in box.until_end() if isinstance(item, Commit) for token in item.tokens]
+        tokens = [token for item in box.until_end() if isinstance(item, Commit) for token in token_ids(item.tokens)]
         engine.post_close(key)
         return tokens
 
@@ -236,7 +236,7 @@ def test_a_grammar_is_asked_once_a_step_however_many_drafts_come_meanwhile(askin
     assert matcher.blocks == [()]
     engine._step(batch)
     assert isinstance(box.items.get(timeout=60), Opened)
-    [token] = box.items.get(timeout=60).tokens
+    [token] = token_ids(box.items.get(timeout=60).tokens)
     left = drafts[1:] if token == drafts[0] else ()
     planned(engine, soon())
     answered(matcher)
@@ -276,5 +276,5 @@ def test_a_text_with_a_grammar_is_as_long_as_without_and_asks_once_a_token(engin
         matcher.gate.set()
         frame = opened(engine, "masked", (5, 6, 7))
         engine.post_open(1, frame, box, matcher)
-        tokens = [token for item in box.until_end() if isinstance(item, Commit) for token in item.tokens]
+        tokens = [token for item in box.until_end() if isinstance(item, Commit) for token in token_ids(item.tokens)]
     assert len(tokens) == frame.sampling.max_tokens == len(matcher.blocks)

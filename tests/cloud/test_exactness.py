@@ -24,7 +24,7 @@ import torch
 from outrider.cloud.sampling import Sampled, Sampler, VerificationInput, processed_logits
 from outrider.proto.noise import gumbel_for_proposals, row_key
 from outrider.proto.session import Verified, VerifierRules, VerifierSession, accept_drafts
-from outrider.proto.types import Draft, FinishReason, Open, Sampling
+from outrider.proto.types import CommittedToken, Draft, FinishReason, Open, Sampling, token_ids
 
 torch.set_num_threads(1)
 
@@ -150,7 +150,7 @@ class Texts:
             rows = [logits_after((*j.transcript, *j.block[:k])) for j in judged for k in range(j.rows)]
             sampled = self.sampler.sample(torch.tensor(rows, dtype=torch.float32), judged)
             for i, j, result in zip(list(running), judged, sampled, strict=True):
-                sessions[i].on_verified(Verified(j.block, result.tokens, result.logp), float(step))
+                sessions[i].on_verified(Verified(j.block, result.tokens), float(step))
             running = [i for i in running if sessions[i].finish is None]
             step += 1
         assert all(s.finish is FinishReason.LENGTH for s in sessions)
@@ -359,9 +359,11 @@ def law_under_settle(strategy, sampling, eos):
                 chance *= p_after(text + block[:j])[token]
             if not chance:
                 continue
-            tokens, accepted, finish = accept_drafts(
-                block, draws, generated=len(text), sampling=sampling, eos_tokens=eos
+            by_target = tuple(map(CommittedToken, draws))
+            committed, accepted, finish = accept_drafts(
+                block, by_target, generated=len(text), sampling=sampling, eos_tokens=eos
             )
+            tokens = token_ids(committed)
             assert tokens[:accepted] == block[:accepted]
             if finish is None:
                 todo.append((text + tokens, chance, step + 1))
@@ -401,8 +403,8 @@ class Unprocessed(Sampler):
         )
         mixed = []
         for j, r, w in zip(sessions, right, raw, strict=True):
-            tokens = [w.tokens[i] if w.tokens[i] == j.block[i] else r.tokens[i] for i in range(len(j.block))]
-            mixed.append(Sampled((*tokens, r.tokens[-1]), r.logp, None))
+            tokens = [w.tokens[i] if w.tokens[i].id == j.block[i] else r.tokens[i] for i in range(len(j.block))]
+            mixed.append(Sampled((*tokens, r.tokens[-1]), None))
         return mixed
 
 
@@ -424,7 +426,8 @@ class ForgetfulPenalty(Sampler):
         tokens = self._choose(scores, sessions).tolist()
         results, first = [], 0
         for j in sessions:
-            results.append(Sampled(tuple(tokens[first : first + j.rows]), (0.0,) * j.rows, None))
+            of_session = tokens[first : first + j.rows]
+            results.append(Sampled(tuple([CommittedToken(token, 0.0) for token in of_session]), None))
             first += j.rows
         return results
 

@@ -16,7 +16,19 @@ from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.testing import word_tokenizer
-from outrider.proto.types import Cancel, Commit, Draft, FinishReason, Goaway, Open, Opened, Patience, Report, Sampling
+from outrider.proto.types import (
+    Cancel,
+    Commit,
+    Draft,
+    FinishReason,
+    Goaway,
+    Open,
+    Opened,
+    Patience,
+    Report,
+    Sampling,
+    token_ids,
+)
 
 torch.set_num_threads(1)
 
@@ -57,7 +69,7 @@ async def honest_text(channel, server, seed):
     while True:
         frame = codec.decode_cloud_frame(await asyncio.wait_for(call.read(), 20))
         if isinstance(frame, Commit):
-            tokens += frame.tokens
+            tokens += token_ids(frame.tokens)
             if frame.finish is not None:
                 assert frame.finish is FinishReason.LENGTH
                 return tokens
@@ -185,7 +197,7 @@ def test_random_drafts_of_any_kind_never_change_the_text_of_their_own_session(co
                 tokens = tuple(token if rng.random() < 0.8 else rng.randrange(VOCAB) for token in ahead)
                 frames.append(codec.encode_edge_frame(Draft(rng.randrange(3), start, tokens)))
             seen = await send_and_look(channel, frames, 64)
-            tokens = tuple(token for frame in seen if isinstance(frame, Commit) for token in frame.tokens)
+            tokens = tuple(token for frame in seen if isinstance(frame, Commit) for token in token_ids(frame.tokens))
             ended_by_error = not isinstance(seen[-1], Commit)  # it contradicted its own chain
             assert tokens == (wanted[: len(tokens)] if ended_by_error else wanted)
             whole += not ended_by_error

@@ -34,7 +34,7 @@ from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument
 from outrider.proto.noise import gumbel
 from outrider.proto.session import Verified, VerifierRules, VerifierSession, accept_drafts
-from outrider.proto.types import Draft, Grammar, GrammarKind, Open, Sampling
+from outrider.proto.types import CommittedToken, Draft, Grammar, GrammarKind, Open, Sampling, token_ids
 from outrider.proto.v1 import decoding_pb2 as pb
 
 torch.set_num_threads(1)
@@ -185,9 +185,11 @@ def law_of_texts(
             rows.append(normalised({t: weights[t] for t in range(VOCAB) if answer.tokens[j, t]}))
         for draws in itertools.product(*rows):
             p = math.prod((row[t] for row, t in zip(rows, draws, strict=True)), start=chance)
-            tokens, _, finish = accept_drafts(
-                answer.block, draws, generated=len(text), sampling=sampling, eos_tokens=frozenset({EOS})
+            by_target = tuple(map(CommittedToken, draws))
+            committed, _, finish = accept_drafts(
+                answer.block, by_target, generated=len(text), sampling=sampling, eos_tokens=frozenset({EOS})
             )
+            tokens = token_ids(committed)
             if finish is None:
                 todo.append((text + tokens, p, step + 1))
             else:
@@ -233,10 +235,10 @@ def decode(seed: int, sampling: Sampling, drafts: Any, matcher: GrammarMatcher, 
         judged = VerificationInput(session.sampling, session.transcript, len(PROMPT), answer.block, (), answer.tokens)
         rows = [logits_after((*session.transcript, *answer.block[:j])) for j in range(judged.rows)]
         (sampled,) = sampler.sample(torch.tensor(rows, dtype=torch.float32), [judged])
-        commit = session.on_verified(Verified(answer.block, sampled.tokens, sampled.logp), float(step))
+        commit = session.on_verified(Verified(answer.block, sampled.tokens), float(step))
         if commit.finish is not None:
             return tuple(session.transcript[len(PROMPT) :])
-        matcher.advance(commit.tokens)
+        matcher.advance(token_ids(commit.tokens))
     raise AssertionError
 
 
@@ -349,7 +351,7 @@ class MaskAfterTheCuts(Sampler):
         ]
         tokens = (scores + torch.from_numpy(np.stack(noise))).argmax(dim=-1).tolist()
         right = Sampler(CPU).sample(torch.zeros(session.rows, VOCAB), [replace(session, allowed=None)])[0]
-        return replace(right, tokens=tuple(tokens))
+        return replace(right, tokens=tuple(map(CommittedToken, tokens)))
 
 
 @pytest.mark.parametrize("wrong", [MaskOfTheCommittedText, LetsForbiddenDraftsIn, ForgetsToGoBack, GoesBackTooFar])
@@ -514,10 +516,11 @@ def test_short_lists_are_exact_where_all_likely_tokens_are_forbidden(kept):
         scores = processed_logits(logits, session)
         for row in range(3):
             noise = gumbel(i, 3 + row, np.arange(WIDE)) if sampling.temperature else 0.0
-            assert got.tokens[row] == int((scores[row].numpy() + noise).argmax())
-            assert allowed[row, got.tokens[row]]
+            token = got.tokens[row]
+            assert token.id == int((scores[row].numpy() + noise).argmax())
+            assert allowed[row, token.id]
             logp = scores[row] - torch.logsumexp(scores[row], dim=-1)
-            assert got.logp[row] == pytest.approx(float(logp[got.tokens[row]]), abs=1e-6)
+            assert token.logp == pytest.approx(float(logp[token.id]), abs=1e-6)
 
 
 def test_a_forbidden_token_has_no_chance_and_a_single_allowed_one_is_certain():
@@ -528,7 +531,7 @@ def test_a_forbidden_token_has_no_chance_and_a_single_allowed_one_is_certain():
     for temperature in (0.0, 1.0, 50.0):
         session = VerificationInput(Sampling(temperature=temperature), [3], 1, (), (), allowed)
         (got,) = Sampler(CPU).sample(logits, [session])
-        assert (got.tokens, got.logp) == ((900,), (0.0,))
+        assert got.tokens == (CommittedToken(900, 0.0),)
     assert int(torch.isfinite(adjusted_logits(logits, session)).sum()) == 1
 
 

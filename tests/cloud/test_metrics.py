@@ -21,7 +21,7 @@ from outrider.edge.metrics import EdgeMetrics
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.logs import JsonLines
-from outrider.proto.types import Commit, FinishReason, Timing
+from outrider.proto.types import Commit, CommittedToken, FinishReason, Timing
 
 TOKENS = 24
 PROMPT = "w7 w8 w9"
@@ -197,7 +197,11 @@ def test_a_commit_is_counted_by_what_was_accepted_of_it() -> None:
     metrics = VerifierMetrics("tiny", "verifier")
     for accepted, judged in ((0, 0), (0, 4), (3, 4), (20, 20)):
         timing = Timing(queue_s=0.001)
-        metrics.commit(Commit(3, tuple(range(accepted + 1)), accepted, 16, judged=judged, timing=timing))
+        metrics.commit(
+            Commit(
+                3, tuple(map(CommittedToken, tuple(range(accepted + 1)))), accepted, 16, judged=judged, timing=timing
+            )
+        )
     metrics.commit(Commit(30, (), 0, 16, finish=FinishReason.CANCELLED))
     shared = {"part": "verifier", "model_name": "tiny", "drafter": ""}
     whose = {"model_name": "tiny", "verifier": "verifier"}

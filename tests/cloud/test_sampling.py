@@ -170,8 +170,7 @@ def test_a_tiny_temperature_takes_the_argmax_with_probability_one(temperature):
     logits = random_logits(6, 5)
     sampling = Sampling(temperature=temperature, seed=4)
     (got,) = Sampler(torch.device("cpu")).sample(logits, [VerificationInput(sampling, [0], 1, (0,) * 4)])
-    assert list(got.tokens) == logits.argmax(dim=-1).tolist()
-    assert got.logp == (0.0,) * 5
+    assert list(got.tokens) == [(token, 0.0, None, ()) for token in logits.argmax(dim=-1).tolist()]
 
 
 def test_the_token_is_the_argmax_of_log_probability_plus_noise_at_its_position():
@@ -179,7 +178,7 @@ def test_the_token_is_the_argmax_of_log_probability_plus_noise_at_its_position()
     logits = random_logits(7, 4, 5000)
     (got,) = Sampler(torch.device("cpu")).sample(logits, [VerificationInput(sampling, [0] * 17, 5, (1, 2, 3))])
     every = torch.arange(5000).numpy()
-    for j, (token, logp) in enumerate(zip(got.tokens, got.logp, strict=True)):
+    for j, (token, logp, *_) in enumerate(got.tokens):
         law = torch.log_softmax(logits[j].double() / 0.8, -1)
         assert token == int((law + torch.from_numpy(gumbel(sampling.seed, 17 + j, every))).argmax())
         assert logp == pytest.approx(float(law[token]), abs=1e-6)

@@ -36,6 +36,7 @@ from outrider.proto.types import (
     PROTOCOL_VERSION,
     Cancel,
     Commit,
+    CommittedToken,
     Draft,
     FinishReason,
     Goal,
@@ -45,6 +46,7 @@ from outrider.proto.types import (
     Patience,
     Report,
     Sampling,
+    token_ids,
 )
 from outrider.proto.v1 import decoding_pb2 as pb
 
@@ -100,7 +102,7 @@ class RawStream:
         while True:
             frame = await self.receive()
             assert isinstance(frame, Commit), frame
-            tokens += frame.tokens
+            tokens += token_ids(frame.tokens)
             if frame.finish is not None:
                 return tokens, frame.finish
 
@@ -290,11 +292,11 @@ def test_right_drafts_are_accepted_and_wrong_ones_are_not(folder, expected):
         await stream.send(waiting(bench), Draft(0, START, (*expected[:5], (expected[5] + 1) % VOCAB), complete=True))
         await stream.opened()
         commit = await stream.receive()
-        assert (commit.tokens, commit.accepted, commit.judged) == (expected[:6], 5, 6)
-        assert len(commit.logp) == 6
+        assert (token_ids(commit.tokens), commit.accepted, commit.judged) == (expected[:6], 5, 6)
+        assert all(token.logp is not None for token in commit.tokens)
         await stream.send(Draft(1, START + 6, expected[6:9], q=(0.5, 0.5, 0.5), complete=True))
         commit = await stream.receive()
-        assert (commit.tokens, commit.accepted, commit.chain) == (expected[6:10], 3, 1)
+        assert (token_ids(commit.tokens), commit.accepted, commit.chain) == (expected[6:10], 3, 1)
         assert 0 < commit.reward <= 1
         assert commit.timing.echo == 2
         assert commit.timing.hold_s > 0
@@ -312,7 +314,7 @@ def test_the_edge_gets_goal_and_limits_and_log_probabilities_only_where_it_asks(
         opened = await stream.opened()
         assert (opened.goal, opened.max_drafts) == (Goal.EFFICIENCY, 3)
         commit = await stream.receive()
-        assert (commit.tokens, commit.logp) == (expected[: len(commit.tokens)], ())
+        assert commit.tokens == tuple(map(CommittedToken, expected[: len(commit.tokens)]))
 
     run(folder, scenario, goal=Goal.EFFICIENCY)
 
@@ -438,7 +440,7 @@ def test_draining_sends_goaway_and_admits_nobody_and_the_text_goes_on_elsewhere(
         stream = bench.stream()
         await stream.send(waiting(bench), Draft(0, START, expected[:3], complete=True))
         await stream.opened()
-        tokens = (await stream.receive()).tokens
+        tokens = token_ids((await stream.receive()).tokens)
         draining = asyncio.create_task(bench.server.drain())
         assert isinstance(await stream.receive(), Goaway)
         assert await stream.receive() is None
@@ -545,7 +547,7 @@ def test_a_long_prompt_does_not_stall_a_session_that_decodes(folder):
             await busy.receive()
             between += 1
         assert between >= 15, "some 1500 / 16 steps lie between, each with a commit of the other"
-        return (await first).tokens + (await long.rest())[0]
+        return token_ids((await first).tokens) + (await long.rest())[0]
 
     chunked = run(folder, scenario, prefill_chunk=16)
 

@@ -12,7 +12,7 @@ import torch
 from outrider.cloud.sampling import Sampler, VerificationInput, processed_logits
 from outrider.cloud.shortlist import Law, Shortlist
 from outrider.proto.noise import NoiseSieve, gumbel, row_key
-from outrider.proto.types import Sampling
+from outrider.proto.types import Sampling, token_ids
 
 torch.set_num_threads(1)
 
@@ -97,9 +97,9 @@ def decides_as_the_whole_row(sampler, samplings, kinds=KINDS, trials=4):
         logits = torch.cat([rows_of(kind, 1000 * KINDS.index(kind) + n) for n in range(len(sessions))])
         for n, (session, got) in enumerate(zip(sessions, sampler.sample(logits, sessions), strict=True)):
             for j, (token, logp) in enumerate(plain(logits[n * ROWS : (n + 1) * ROWS], session)):
-                if got.tokens[j] != token:
+                if got.tokens[j].id != token:
                     return False
-                assert got.logp[j] == pytest.approx(logp, abs=1e-6, nan_ok=True), (kind, session.sampling)
+                assert got.tokens[j].logp == pytest.approx(logp, abs=1e-6, nan_ok=True), (kind, session.sampling)
     return True
 
 
@@ -165,7 +165,7 @@ def test_a_tiny_temperature_takes_the_argmax_with_probability_one():
     logits = rows_of("normal", 1)
     for temperature in (5e-324, 1e-300, 1e-12, 1e-4):
         (got,) = Sampler(CPU).sample(logits, [judged(Sampling(temperature=temperature), 1)])
-        assert list(got.tokens) == logits.argmax(dim=-1).tolist()
+        assert list(token_ids(got.tokens)) == logits.argmax(dim=-1).tolist()
 
 
 def test_one_sessions_rows_that_are_no_numbers_leave_the_others_alone():
@@ -173,7 +173,8 @@ def test_one_sessions_rows_that_are_no_numbers_leave_the_others_alone():
     session = judged(Sampling(temperature=1.0), 5)
     (alone,) = Sampler(CPU).sample(logits, [session])
     broken = torch.full((ROWS, VOCAB), math.nan)
-    assert Sampler(CPU).sample(torch.cat([broken, logits]), [session, session])[1].tokens == alone.tokens
+    beside = Sampler(CPU).sample(torch.cat([broken, logits]), [session, session])[1]
+    assert token_ids(beside.tokens) == token_ids(alone.tokens)
 
 
 def test_near_ties_are_decided_by_the_portable_noise_alone():
@@ -217,4 +218,4 @@ def test_one_sampler_serves_another_vocabulary_too():
     for vocab in (VOCAB, 5000, VOCAB):
         logits = torch.zeros(1, vocab)
         logits[0, vocab - 1] = 100.0
-        assert sampler.sample(logits, [judged(Sampling(temperature=1.0), 1, 1)])[0].tokens == (vocab - 1,)
+        assert sampler.sample(logits, [judged(Sampling(temperature=1.0), 1, 1)])[0].tokens[0].id == vocab - 1

@@ -33,6 +33,7 @@ from outrider.proto.steering import decode
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import (
     Commit,
+    CommittedToken,
     Continue,
     Draft,
     Open,
@@ -172,7 +173,11 @@ def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed)
         VerificationInput(TEXT, [1, 2], 1, block),
         VerificationInput(TEXT, [1, 2], 1, (7,)),
     ]
-    sampled = [Sampled((9,), (0.0,), None), Sampled(said, (0.0,) * 5, None), Sampled((7, 8), (0.0,) * 2, None)]
+    sampled = [
+        Sampled(tuple(map(CommittedToken, (9,), (0.0,))), None),
+        Sampled(tuple(map(CommittedToken, said, (0.0,) * 5)), None),
+        Sampled(tuple(map(CommittedToken, (7, 8), (0.0,) * 2)), None),
+    ]
     assert newest_rows(judged, sampled) == [0, 1 + agreed, 1 + (K + 1) + 1]
 
 
@@ -264,7 +269,7 @@ def whole(engine: Engine, key: int, frame: Open) -> tuple[Opened, list[Commit]]:
 
 
 def tokens_of(commits: list[Commit]) -> tuple[int, ...]:
-    return tuple(token for commit in commits for token in commit.tokens)
+    return tuple(token.id for commit in commits for token in commit.tokens)
 
 
 def codes_off(

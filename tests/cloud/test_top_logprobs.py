@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 import random
@@ -22,7 +23,17 @@ from outrider.cloud.target import load_model, load_target
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import VerifierRules
-from outrider.proto.types import MOST_TOP_LOGPROBS, Commit, Draft, Open, Opened, Patience, Sampling
+from outrider.proto.types import (
+    MOST_TOP_LOGPROBS,
+    Commit,
+    CommittedToken,
+    Draft,
+    Open,
+    Opened,
+    Patience,
+    Sampling,
+    token_ids,
+)
 from outrider.proto.v1 import decoding_pb2 as pb
 
 torch.set_num_threads(1)
@@ -55,12 +66,12 @@ def test_they_are_of_the_models_own_distribution_however_the_token_is_drawn(voca
     logits = rows_of(vocab, 1)
     (got,) = Sampler(CPU).sample(logits, [VerificationInput(sampling, [1, 2], 1, (), logprobs=True, top_logprobs=TOP)])
     expected = top_of(logits, TOP)[0]
-    assert [token for token, _ in got.top_logprobs[0]] == [token for token, _ in expected]
-    assert [logp for _, logp in got.top_logprobs[0]] == pytest.approx([logp for _, logp in expected], abs=1e-5)
-    own = float(torch.log_softmax(logits.double(), dim=-1)[0, got.tokens[0]])
-    assert got.logprobs[0] == pytest.approx(own, abs=1e-5)
+    assert [token for token, _ in got.tokens[0].top] == [token for token, _ in expected]
+    assert [logp for _, logp in got.tokens[0].top] == pytest.approx([logp for _, logp in expected], abs=1e-5)
+    own = float(torch.log_softmax(logits.double(), dim=-1)[0, got.tokens[0].id])
+    assert got.tokens[0].logprob == pytest.approx(own, abs=1e-5)
     if sampling.allowed_tokens:
-        assert got.logp[0] > own, "the processed one is another"
+        assert got.tokens[0].logp > own, "the processed one is another"
 
 
 def test_the_chosen_token_has_one_value_in_both_lists():
@@ -70,8 +81,8 @@ def test_the_chosen_token_has_one_value_in_both_lists():
     ]
     found = 0
     for got in Sampler(CPU).sample(logits, sessions):
-        of_chosen = dict(got.top_logprobs[0]).get(got.tokens[0])
-        assert of_chosen is None or of_chosen == got.logprobs[0]
+        of_chosen = dict(got.tokens[0].top).get(got.tokens[0].id)
+        assert of_chosen is None or of_chosen == got.tokens[0].logprob
         found += of_chosen is not None
     assert found
 
@@ -80,7 +91,7 @@ def test_among_equals_the_lower_token_comes_first_and_no_more_than_asked_come():
     logits = torch.zeros(1, 3000)
     logits[0, [7, 2900]] = 1.0
     (got,) = Sampler(CPU).sample(logits, [VerificationInput(GREEDY, [1], 1, (), logprobs=True, top_logprobs=4)])
-    assert [token for token, _ in got.top_logprobs[0]] == [7, 2900, 0, 1]
+    assert [token for token, _ in got.tokens[0].top] == [7, 2900, 0, 1]
 
 
 def test_there_is_one_list_for_each_draft_that_agrees_and_for_the_token_after_them():
@@ -89,8 +100,10 @@ def test_there_is_one_list_for_each_draft_that_agrees_and_for_the_token_after_th
     for agreed in range(5):
         block = (*best[:agreed], *[(token + 1) % 5000 for token in best[agreed:4]])
         (got,) = Sampler(CPU).sample(logits, [VerificationInput(GREEDY, [1], 1, block, logprobs=True, top_logprobs=2)])
-        assert len(got.logprobs) == len(got.top_logprobs) == agreed + 1
-        assert [[t for t, _ in row] for row in got.top_logprobs] == [
+        told, untold = got.tokens[: agreed + 1], got.tokens[agreed + 1 :]
+        assert all(token.logprob is not None for token in told)
+        assert all((token.logprob, token.top) == (None, ()) for token in untold)
+        assert [[t for t, _ in token.top] for token in told] == [
             [t for t, _ in row] for row in top_of(logits[: agreed + 1], 2)
         ]
 
@@ -101,7 +114,7 @@ def test_a_session_that_did_not_ask_costs_nothing(monkeypatch):
 
     monkeypatch.setattr(sampling_module, "with_logprobs", must_not_run)
     (got,) = Sampler(CPU).sample(rows_of(5000, 1), [VerificationInput(GREEDY, [1], 1, ())])
-    assert (got.logprobs, got.top_logprobs) == ((), ())
+    assert [(token.logprob, token.top) for token in got.tokens] == [(None, ())]
 
 
 # === the engine, on the reference target ========================================================================
@@ -160,10 +173,8 @@ def decode(engine: Engine, key: int, frame: Open) -> list[Commit]:
 
 
 def assert_those_of_the_plain_model(model: Any, prompt: tuple[int, ...], commits: list[Commit]) -> None:
-    text = [token for commit in commits for token in commit.tokens]
-    logprobs = [value for commit in commits for value in commit.logprobs]
-    top = [of_token for commit in commits for of_token in commit.top_logprobs]
-    assert len(text) == len(logprobs) == len(top)
+    tokens = [token for commit in commits for token in commit.tokens]
+    text, logprobs, top = token_ids(tokens), [token.logprob for token in tokens], [token.top for token in tokens]
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([[*prompt, *text]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     logp = torch.log_softmax(logits.float(), dim=-1)
@@ -180,7 +191,7 @@ def assert_those_of_the_plain_model(model: Any, prompt: tuple[int, ...], commits
 def test_they_equal_a_plain_forward_with_drafts_accepted_and_rejected_in_one_step(engine, plain_model, sampling):
     prompt = tuple(random.Random(3).randrange(5, 8000) for _ in range(23))  # read in chunks of 5
     expected = [
-        token for commit in decode(engine, 1, opening(engine, prompt, sampling, "plain")) for token in commit.tokens
+        token.id for commit in decode(engine, 1, opening(engine, prompt, sampling, "plain")) for token in commit.tokens
     ]
     box = Collected()
     engine.post_open(2, opening(engine, prompt, sampling, "drafted", drafting=True, patience=FOREVER), box)
@@ -192,7 +203,7 @@ def test_they_equal_a_plain_forward_with_drafts_accepted_and_rejected_in_one_ste
         commits.append(box.next_commit())
     engine.post_close(2)
     assert any(0 < commit.accepted < commit.judged for commit in commits), "accepted and rejected in one step"
-    text = [token for commit in commits for token in commit.tokens]
+    text = [token.id for commit in commits for token in commit.tokens]
     assert text == expected[: len(text)]
     assert_those_of_the_plain_model(plain_model, prompt, commits)
 
@@ -200,18 +211,19 @@ def test_they_equal_a_plain_forward_with_drafts_accepted_and_rejected_in_one_ste
 def test_they_equal_a_plain_forward_after_a_resume(engine, plain_model):
     prompt = (5, 6, 7, 300)
     whole = decode(engine, 1, opening(engine, prompt, DRAWN, "whole"))
-    text = tuple(token for commit in whole for token in commit.tokens)
+    text = tuple(token.id for commit in whole for token in commit.tokens)
     resumed = decode(engine, 2, opening(engine, prompt, DRAWN, "resumed", committed=text[:7]))
-    assert tuple(token for commit in resumed for token in commit.tokens) == text[7:]
+    assert tuple(token.id for commit in resumed for token in commit.tokens) == text[7:]
     assert_those_of_the_plain_model(plain_model, (*prompt, *text[:7]), resumed)
 
 
 def test_a_commit_says_nothing_of_it_to_a_session_that_did_not_ask(engine):
     commits = decode(engine, 1, opening(engine, (5, 6), GREEDY, "silent", logprobs=False, top_logprobs=0))
-    assert all((commit.logprobs, commit.top_logprobs) == ((), ()) for commit in commits)
-    assert all(len(commit.logp) == len(commit.tokens) for commit in commits)
+    said = [token for commit in commits for token in commit.tokens]
+    assert all(token.logp is not None and (token.logprob, token.top) == (None, ()) for token in said)
     only = decode(engine, 2, opening(engine, (5, 6), GREEDY, "no-list", top_logprobs=0, logp=False))
-    assert all((len(commit.logprobs), commit.top_logprobs, commit.logp) == (1, (), ()) for commit in only)
+    said = [token for commit in only for token in commit.tokens]
+    assert all(token.logprob is not None and (token.logp, token.top) == (None, ()) for token in said)
 
 
 # === on the wire ================================================================================================
@@ -219,14 +231,18 @@ def test_a_commit_says_nothing_of_it_to_a_session_that_did_not_ask(engine):
 
 def test_a_commit_with_them_travels_whole():
     top = (((7, -0.5), (9, -1.5)), ((1, -0.25), (2, -2.0)), ((3, 0.0), (4, -8.0)))
-    commit = Commit(5, (7, 2, 3), 2, 10, logprobs=(-0.5, -2.0, 0.0), top_logprobs=top)
+    commit = Commit(5, tuple(map(CommittedToken, (7, 2, 3), itertools.repeat(None), (-0.5, -2.0, 0.0), top)), 2, 10)
     assert codec.decode_cloud_frame(codec.encode_cloud_frame(commit)) == commit
 
 
 def test_each_number_costs_four_bytes_and_each_token_two():
     def size(count: int) -> int:
         top = tuple(tuple((300 + i, -float(i)) for i in range(count)) for _ in range(4))
-        return len(codec.encode_cloud_frame(Commit(5, (1, 2, 3, 4), 4, 10, logprobs=(0.0,) * 4, top_logprobs=top)))
+        return len(
+            codec.encode_cloud_frame(
+                Commit(5, tuple(map(CommittedToken, (1, 2, 3, 4), itertools.repeat(None), (0.0,) * 4, top)), 4, 10)
+            )
+        )
 
     assert size(20) - size(10) - 4 * 10 * 6 in range(4)  # and lengths that grow
 
@@ -260,5 +276,5 @@ def test_the_order_of_the_likeliest_is_the_same_in_any_batch():
     session = VerificationInput(GREEDY, [1], 1, (), logprobs=True, top_logprobs=20)
     together = Sampler(CPU).sample(logits, [session] * 6)
     alone = [Sampler(CPU).sample(logits[i : i + 1], [session])[0] for i in range(6)]
-    assert [got.top_logprobs for got in together] == [got.top_logprobs for got in alone]
-    assert np.all(np.diff([[value for _, value in got.top_logprobs[0]] for got in together]) <= 0)
+    assert [got.tokens for got in together] == [got.tokens for got in alone]
+    assert np.all(np.diff([[value for _, value in got.tokens[0].top] for got in together]) <= 0)

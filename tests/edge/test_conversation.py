@@ -17,7 +17,7 @@ from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafte
 from outrider.edge.text import TextStream
 from outrider.proto.errors import DeadlineExceeded, InvalidArgument
 from outrider.proto.session import Done, EdgeStatistics, Emit
-from outrider.proto.types import FinishReason, Provenance, Sampling, token_ids
+from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling, token_ids
 
 TEXT = tuple(range(300, 340)) * 3
 GREEDY = Sampling()
@@ -122,7 +122,10 @@ def told(tokenizer, items: list[Emit | Done], stop: tuple[str, ...] = (), deadli
 
 def test_a_text_is_told_with_its_prompts_length_its_provenance_and_its_end(tokenizer):
     tokens = tuple(tokenizer.encode("one two three").ids)
-    items = [Emit(4, tokens[:1], (False,), (-1.0,)), Emit(5, tokens[1:], (True,) * (len(tokens) - 1), ())]
+    items = [
+        Emit(4, tuple(map(CommittedToken, tokens[:1], (-1.0,))), (False,)),
+        Emit(5, tuple(map(CommittedToken, tokens[1:])), (True,) * (len(tokens) - 1)),
+    ]
     completion, decoding = told(tokenizer, [*items, Done(FinishReason.EOS)])
     assert completion.prompt_tokens == 4
     assert (completion.text, completion.tokens) == ("one two three", tokens)
@@ -132,7 +135,10 @@ def test_a_text_is_told_with_its_prompts_length_its_provenance_and_its_end(token
 
 def test_tokens_behind_the_one_that_completes_a_stop_string_are_not_told(tokenizer):
     tokens = tuple(tokenizer.encode("one two three four five").ids)
-    items = [Emit(4, tokens, (False,) * len(tokens), ()), Emit(4 + len(tokens), tokens, (False,) * len(tokens), ())]
+    items = [
+        Emit(4, tuple(map(CommittedToken, tokens)), (False,) * len(tokens)),
+        Emit(4 + len(tokens), tuple(map(CommittedToken, tokens)), (False,) * len(tokens)),
+    ]
     completion, decoding = told(tokenizer, [*items, Done(FinishReason.STOP_STRING)], stop=("thre",))
     assert completion.text == "one two "
     assert completion.tokens == tokens[: len(completion.tokens)]

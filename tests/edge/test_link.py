@@ -14,10 +14,10 @@ from outrider.proto import codec
 from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import Cancel, Commit, Opened
+from outrider.proto.types import Cancel, Commit, CommittedToken, Opened
 
 OPENED = Opened(0, 8, 16, "v", 512)
-COMMIT = Commit(start=4, tokens=(5, 6), accepted=1, credit=16)
+COMMIT = Commit(start=4, tokens=tuple(map(CommittedToken, (5, 6))), accepted=1, credit=16)
 
 
 class Verifier:

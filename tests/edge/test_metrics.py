@@ -17,7 +17,7 @@ from outrider.edge.decoding import Journal, Subject
 from outrider.edge.metrics import MAX_SERIES, EdgeMetrics
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import Cancelled, Done, Drafted, DrafterFailed, EdgeSession, TurnBegun
-from outrider.proto.types import Commit, Draft, FinishReason, Opened, Sampling, Timing
+from outrider.proto.types import Commit, CommittedToken, Draft, FinishReason, Opened, Sampling, Timing
 
 WHOSE = {"model_name": "m", "drafter": "d"}
 PHASE = "outrider:edge_phase_seconds"
@@ -107,7 +107,7 @@ def machine_of(metrics: EdgeMetrics, model: str = "m", drafter: str = "d", *, er
 
 def commit(start: int, *, accepted: int, judged: int, n: int | None = None, **timing: float) -> Commit:
     tokens = tuple(range(1, 1 + (accepted + 1 if n is None else n)))
-    return Commit(start, tokens, accepted, 16, judged=judged, timing=Timing(**timing))
+    return Commit(start, tuple(map(CommittedToken, tokens)), accepted, 16, judged=judged, timing=Timing(**timing))
 
 
 def test_speculation_counts_are_named_and_counted_as_vllm_does() -> None:

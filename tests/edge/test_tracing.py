@@ -19,7 +19,7 @@ from outrider.edge.tracing import MOST_COMMITS, Tracing
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.session import Done, EdgeSession
 from outrider.proto.tracing import TRACEPARENT
-from outrider.proto.types import Commit, Draft, FinishReason, Opened, Timing
+from outrider.proto.types import Commit, CommittedToken, Draft, FinishReason, Opened, Timing
 
 OPENED = Opened(committed=0, credit=16, max_tokens=40, verifier="v", context_length=512)
 
@@ -41,7 +41,9 @@ def begin(journal: Journal, at: float = 0.0) -> EdgeSession:
 
 
 def commit(start: int, echo: int, hold_s: float, queue_s: float, verify_s: float, *, judged: int = 0) -> Commit:
-    return Commit(start, (1,), 0, 16, judged=judged, timing=Timing(echo, hold_s, queue_s, verify_s))
+    return Commit(
+        start, tuple(map(CommittedToken, (1,))), 0, 16, judged=judged, timing=Timing(echo, hold_s, queue_s, verify_s)
+    )
 
 
 def spans_by_name(exporter: InMemorySpanExporter) -> dict[str, list]:

@@ -49,6 +49,7 @@ from outrider.proto.types import (
     Opened,
     Patience,
     Sampling,
+    token_ids,
 )
 
 SECRET = b"a secret of the test"
@@ -569,7 +570,7 @@ class Raw:
         while True:
             frame = await self.next()
             if isinstance(frame, Commit):
-                tokens += frame.tokens
+                tokens += token_ids(frame.tokens)
                 if frame.finish is not None:
                     return tokens
 

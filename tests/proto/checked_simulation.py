@@ -15,7 +15,7 @@ from outrider.bench.simulator.verifier import SimulatedVerifier
 from outrider.proto.policy import Measurements, WindowPolicy
 from outrider.proto.policy.selection import Selector
 from outrider.proto.session import Cancelled, Done, DrafterFailed, EdgeSession, Reopen, Selection, VerifierRules
-from outrider.proto.types import Commit, Draft, Open, Opened, Sampling
+from outrider.proto.types import Commit, CommittedToken, Draft, Open, Opened, Sampling, token_ids
 
 HASH = "ab" * 32
 MAX_EVENTS = 60_000
@@ -78,7 +78,7 @@ class CheckedVerifier(SimulatedVerifier):
     def verify(self, slot, block, began) -> Commit:
         before = tuple(slot.session.transcript)
         commit = super().verify(slot, block, began)
-        assert tuple(slot.session.transcript) == before + commit.tokens, "a commit appends and nothing else"
+        assert tuple(slot.session.transcript) == before + token_ids(commit.tokens), "a commit appends and nothing else"
         return commit
 
 
@@ -180,7 +180,7 @@ class CheckedSimulation(FaultySimulation):
         """The emitted text."""
         self.begin()
         self.run_until(lambda: self.done is not None, limit_s)
-        late = Commit(self.edge.prompt_length, (7,), 0, 1)
+        late = Commit(self.edge.prompt_length, (CommittedToken(7),), 0, 1)
         assert not self.edge.handle(late, self.now), "speaks after Done"
         return tuple(self.emitted)
 

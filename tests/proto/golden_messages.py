@@ -137,10 +137,17 @@ EXAMPLES = {
     "commit": _cloud(
         t.Commit(
             start=1000,
-            tokens=(7, 200, 70000),
+            tokens=tuple(
+                map(
+                    t.CommittedToken,
+                    (7, 200, 70000),
+                    (-0.5, -0.25, -2.0),
+                    (-0.75, -0.125, -4.0),
+                    (((7, -0.75), (8, -1.5)), ((200, -0.125), (3, -3.0)), ((1, -0.5), (70000, -4.0))),
+                )
+            ),
             accepted=2,
             credit=61,
-            logp=(-0.5, -0.25, -2.0),
             reward=0.875,
             steering=t.Steering(0.5, b"\x01\x02\xff\x80", t.SteeringPrecision.INT8),
             timing=t.Timing(5, 0.001, 0.002, 0.03),
@@ -148,11 +155,9 @@ EXAMPLES = {
             chain=3,
             judged=4,
             turn=1,
-            logprobs=(-0.75, -0.125, -4.0),
-            top_logprobs=(((7, -0.75), (8, -1.5)), ((200, -0.125), (3, -3.0)), ((1, -0.5), (70000, -4.0))),
         )
     ),
-    "commit, least": _cloud(t.Commit(0, (1,), 0, 0)),
+    "commit, least": _cloud(t.Commit(0, tuple(map(t.CommittedToken, (1,))), 0, 0)),
     "commit of the end alone": _cloud(t.Commit(5, (), 0, 0, finish=t.FinishReason.LENGTH)),
     "goaway": _cloud(t.Goaway("draining", 1.5)),
     "lease request": Example(

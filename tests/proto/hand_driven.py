@@ -22,12 +22,17 @@ from outrider.proto.session import (
     TeacherForced,
     TurnBegun,
 )
-from outrider.proto.types import Commit, DraftToken, FinishReason, Goaway, Open, Opened, Sampling
+from outrider.proto.types import Commit, CommittedToken, DraftToken, FinishReason, Goaway, Open, Opened, Sampling
 
 
 def drafts_of(tokens: Sequence[int], confidence: Sequence[float] = ()) -> tuple[DraftToken, ...]:
     """Drafts of these ids; without confidence it is not known."""
     return tuple(map(DraftToken, tokens, confidence or [math.nan] * len(tokens)))
+
+
+def committed(*ids: int) -> tuple[CommittedToken, ...]:
+    """Tokens of which nothing else was asked."""
+    return tuple(map(CommittedToken, ids))
 
 
 class HandDrivenEdge(EdgeSession):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hand_driven import committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,12 +108,12 @@ edge_frames = opens | drafts() | reports_of_edges | st.builds(t.Cancel, words)
 def commits(draw):
     content = draw(some_tokens)
     n = len(content)
+    of_each = st.just((None,) * n) | st.tuples(*(singles for _ in range(n)))
     return t.Commit(
         start=draw(counts),
-        tokens=content,
+        tokens=tuple(map(t.CommittedToken, content, draw(of_each), draw(of_each))),
         accepted=draw(st.integers(0, n)),
         credit=draw(counts),
-        logp=draw(st.just(()) | st.tuples(*(singles for _ in range(n)))),
         reward=draw(st.none() | singles),
         steering=draw(st.none() | codes),
         timing=draw(st.builds(t.Timing, counts, microseconds, microseconds, microseconds)),
@@ -300,10 +301,9 @@ VALID_CLOUD = [
     codec.encode_cloud_frame(
         t.Commit(
             1,
-            (2, 3),
+            tuple(map(t.CommittedToken, (2, 3), (-0.5, -1.0))),
             1,
             4,
-            (-0.5, -1.0),
             0.5,
             t.Steering(0.5, b"ab", t.SteeringPrecision.INT8),
             t.Timing(1, 2.0, 3.0, 4.0),
@@ -466,7 +466,15 @@ def test_a_draft_of_four_tokens_takes_few_bytes():
 
 
 def test_a_commit_without_log_probabilities_takes_few_bytes():
-    commit = t.Commit(1000, (17, 5000, 40_000), 2, 64, timing=t.Timing(40, 0.02, 0.001, 0.03), chain=3, judged=8)
+    commit = t.Commit(
+        1000,
+        committed(17, 5000, 40_000),
+        2,
+        64,
+        timing=t.Timing(40, 0.02, 0.001, 0.03),
+        chain=3,
+        judged=8,
+    )
     assert len(codec.encode_cloud_frame(commit)) <= 40
 
 
@@ -501,10 +509,9 @@ UNSTEERED = [
     (
         t.Commit(
             4,
-            (7, 300, 40_000),
+            tuple(map(t.CommittedToken, (7, 300, 40_000), (-0.5, -1.0, -2.0))),
             2,
             64,
-            logp=(-0.5, -1.0, -2.0),
             reward=0.5,
             timing=t.Timing(3, 0.001, 0.002, 0.03),
             chain=1,
@@ -523,7 +530,7 @@ def test_a_frame_without_steering_has_the_bytes_that_it_had_before_there_was_any
 
 @pytest.mark.parametrize(("precision", "most"), [(t.SteeringPrecision.INT8, 75), (t.SteeringPrecision.FLOAT16, 142)])
 def test_a_code_of_64_numbers_adds_little_more_than_its_numbers_to_a_commit(precision, most):
-    without = t.Commit(1000, (17, 5000, 40_000), 2, 64, chain=3, judged=8)
+    without = t.Commit(1000, committed(17, 5000, 40_000), 2, 64, chain=3, judged=8)
     code = t.Steering(0.125, bytes(64 * precision.number_bytes), precision)
     added = len(codec.encode_cloud_frame(replace(without, steering=code))) - len(codec.encode_cloud_frame(without))
     assert added <= most
@@ -533,7 +540,7 @@ def test_a_code_of_64_numbers_adds_little_more_than_its_numbers_to_a_commit(prec
     ("seconds", "carried"), [(-0.001, 0.0), (1.0000004, 1.0), (2e-7, 0.0), (1e9, 0xFFFFFFFF / 1e6)]
 )
 def test_a_duration_travels_in_whole_microseconds_clamped_to_its_range(seconds, carried):
-    commit = t.Commit(1, (2,), 0, 1, timing=t.Timing(1, seconds, seconds, seconds))
+    commit = t.Commit(1, committed(2), 0, 1, timing=t.Timing(1, seconds, seconds, seconds))
     assert codec.decode_cloud_frame(codec.encode_cloud_frame(commit)).timing == t.Timing(1, carried, carried, carried)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 from checked_simulation import CheckedSimulation, open_frame, own_text, rules
-from hand_driven import HandDrivenEdge, drafts_of
+from hand_driven import HandDrivenEdge, committed, drafts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +41,7 @@ from outrider.proto.types import (
     Cancel,
     CloudFrame,
     Commit,
+    CommittedToken,
     Continue,
     Draft,
     EdgeFrame,
@@ -51,6 +52,7 @@ from outrider.proto.types import (
     Patience,
     Report,
     Sampling,
+    token_ids,
 )
 
 # === both halves together =======================================================================================
@@ -233,11 +235,11 @@ def test_a_continue_survives_the_wire(frame):
 def test_what_keeping_adds_to_the_other_frames_survives_the_wire():
     opening = open_frame(keep_s=2.5)
     opened = Opened(0, 1, 2, "v", 3, keep_s=1.5)
-    commit = Commit(1, (2,), 0, 3, turn=4)
+    commit = Commit(1, committed(2), 0, 3, turn=4)
     assert codec.decode_edge_frame(codec.encode_edge_frame(opening)) == opening
     assert codec.decode_cloud_frame(codec.encode_cloud_frame(opened)) == opened
     assert codec.decode_cloud_frame(codec.encode_cloud_frame(commit)) == commit
-    plain = codec.encode_cloud_frame(Commit(1, (2,), 0, 3))
+    plain = codec.encode_cloud_frame(Commit(1, committed(2), 0, 3))
     assert len(codec.encode_cloud_frame(commit)) == len(plain) + 2, "a text of one turn pays nothing"
 
 
@@ -258,7 +260,7 @@ def finished(**changes) -> VerifierSession:
     session = VerifierSession(open_frame(**{"sampling": Sampling(max_tokens=2), "keep_s": 9.0} | changes), rules(), 0.0)
     session.opened()
     for token in (4, 5):
-        commit = session.on_verified(Verified((), (token,), (0.0,)), 1.0)
+        commit = session.on_verified(Verified((), tuple(map(CommittedToken, (token,), (0.0,)))), 1.0)
     assert commit.finish is FinishReason.LENGTH
     return session
 
@@ -310,7 +312,7 @@ def test_a_turn_counts_its_text_anew_and_forgets_what_comes_after_its_start():
     assert session.sampling.max_tokens == 2, "the sampling is that of the last turn"
     longer = finished().continued(Continue(5, (6,), Sampling(max_tokens=600)), 2.0)
     assert longer.sampling.max_tokens == 512 - 6
-    commit = longer.on_verified(Verified((), (1,), (0.0,)), 3.0)
+    commit = longer.on_verified(Verified((), tuple(map(CommittedToken, (1,), (0.0,)))), 3.0)
     assert (commit.start, commit.turn) == (6, 1)
 
 
@@ -329,8 +331,8 @@ def test_drafts_of_earlier_turns_are_ignored_and_those_of_this_one_taken():
     assert later.waiting_drafts == 0
     later.on_draft(Draft(3, 6, (1, 2)), 2.2)
     assert later.block() == (1, 2)
-    commit = later.on_verified(Verified((1, 2), (1, 2, 3), (0.0,) * 3), 2.3)
-    assert (commit.tokens, commit.accepted, commit.timing.echo) == ((1, 2, 3), 2, 1)
+    commit = later.on_verified(Verified((1, 2), tuple(map(CommittedToken, (1, 2, 3), (0.0,) * 3))), 2.3)
+    assert (token_ids(commit.tokens), commit.accepted, commit.timing.echo) == ((1, 2, 3), 2, 1)
     with pytest.raises(InvalidArgument, match=r"draft\.start"):
         later.on_draft(Draft(3, 5, (1,)), 2.4)
 
@@ -356,8 +358,8 @@ def edge_at_rest(keep_s: float = 9.0, **changes) -> HandDrivenEdge:
     edge = HandDrivenEdge(open_frame(**{"sampling": Sampling(max_tokens=2), "keep_s": 9.0} | changes), FixedWindow(4))
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 2, "v", 512, vocab_size=8, keep_s=keep_s), 0.1)
-    instructions = edge.on_commit(Commit(3, (4, 5), 0, 64, finish=FinishReason.LENGTH), 0.2)
-    assert instructions == [Emit(3, (4, 5), (False, False), ()), Done(FinishReason.LENGTH)]
+    instructions = edge.on_commit(Commit(3, committed(4, 5), 0, 64, finish=FinishReason.LENGTH), 0.2)
+    assert instructions == [Emit(3, committed(4, 5), (False, False)), Done(FinishReason.LENGTH)]
     return edge
 
 
@@ -395,26 +397,28 @@ def test_where_no_verifier_keeps_the_session_the_next_turn_sends_the_transcript(
 def test_a_stream_that_is_lost_in_a_later_turn_is_resumed_with_that_turns_text():
     edge = edge_at_rest()
     edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0)
-    edge.on_commit(Commit(6, (7,), 0, 64, turn=1), 1.1)
+    edge.on_commit(Commit(6, committed(7), 0, 64, turn=1), 1.1)
     (instruction,) = edge.on_goaway(Goaway("drains"), 1.2)
     assert isinstance(instruction, Reopen)
     frame = edge.open_frame(b"", 1.3)
     assert (frame.prompt, frame.committed) == ((3, 1, 2, 4, 5, 6), (7,))
     edge.on_opened(Opened(1, 64, 9, "w", 512, vocab_size=8, keep_s=9.0), 1.4)
-    assert edge.on_commit(Commit(7, (1,), 0, 64), 1.5)[0] == Emit(7, (1,), (False,), ()), "the new stream's first turn"
+    assert edge.on_commit(Commit(7, committed(1), 0, 64), 1.5)[0] == Emit(7, committed(1), (False,)), (
+        "the new stream's first turn"
+    )
 
 
 def test_commits_of_a_turn_that_was_left_are_ignored():
     edge = edge_at_rest()
     edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0)
     assert frames(edge.on_cancel()) == [Cancel("cancelled")]
-    assert edge.on_commit(Commit(6, (7,), 0, 64, turn=1), 1.1) == []
+    assert edge.on_commit(Commit(6, committed(7), 0, 64, turn=1), 1.1) == []
     assert edge.transcript == [3, 1, 2, 4, 5, 6]
     edge.on_turn(6, (2,), Sampling(max_tokens=9), 1.2)
-    assert edge.on_commit(Commit(7, (1,), 0, 64, turn=1), 1.3) == []
+    assert edge.on_commit(Commit(7, committed(1), 0, 64, turn=1), 1.3) == []
     assert edge.on_commit(Commit(8, (), 0, 64, finish=FinishReason.CANCELLED, turn=1), 1.3) == []
     assert not edge.done
-    assert edge.on_commit(Commit(7, (3,), 0, 64, turn=2), 1.4)[0] == Emit(7, (3,), (False,), ())
+    assert edge.on_commit(Commit(7, committed(3), 0, 64, turn=2), 1.4)[0] == Emit(7, committed(3), (False,))
 
 
 def test_a_stream_that_was_opened_for_a_turn_that_was_left_is_opened_anew():
@@ -465,7 +469,7 @@ def test_the_drafter_goes_on_from_what_it_has_read():
     assert job is not None
     assert (job.truncate_to, job.extend_with) == (0, (3, 1, 2, 4, 5, 6)), "it has read nothing yet"
     edge.on_drafted(job, (1, 2, 3, 4), (0.9,) * 4, 0.01, 1.1)
-    edge.on_commit(Commit(6, (1, 2, 7), 2, 64, finish=FinishReason.EOS, turn=1), 1.2)
+    edge.on_commit(Commit(6, committed(1, 2, 7), 2, 64, finish=FinishReason.EOS, turn=1), 1.2)
     edge.on_turn(9, (5,), Sampling(max_tokens=40), 1.3)
     job = edge.next_job(4)
     assert job is not None
@@ -477,7 +481,7 @@ def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
     job = edge.next_job(4)
-    edge.on_commit(Commit(3, (4,), 0, 64, finish=FinishReason.EOS), 0.2)
+    edge.on_commit(Commit(3, committed(4), 0, 64, finish=FinishReason.EOS), 0.2)
     edge.on_turn(4, (6,), Sampling(), 0.3)
     assert edge.next_job(4) is None, "it still runs"
     assert not [f for f in frames(edge.on_drafted(job, (4, 1), (0.5, 0.5), 0.01, 0.4)) if getattr(f, "tokens", ())]
@@ -493,9 +497,9 @@ def test_what_was_foreseen_of_the_last_turns_text_is_not_taken_for_this_ones(dra
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 64, 128, "v", 512, vocab_size=8, keep_s=9.0), 0.1)
     edge.on_drafted(edge.next_job(4), (1, 1, 1, 1), (0.5,) * 4, 0.01, 0.1)
-    edge.on_commit(Commit(3, (4, 5, 6, 7), 0, 64), 0.2)
+    edge.on_commit(Commit(3, committed(4, 5, 6, 7), 0, 64), 0.2)
     job = edge.next_job(4) if drafting else next(read for _ in range(9) if (read := readings(edge)).tokens[-1] == 7)
-    edge.on_commit(Commit(7, (2,), 0, 64, finish=FinishReason.EOS), 0.3)
+    edge.on_commit(Commit(7, committed(2), 0, 64, finish=FinishReason.EOS), 0.3)
     edge.on_turn(3, (6,), Sampling(max_tokens=40), 0.4)
     assert edge.next_job(4) is edge.next_catch_up() is None, "it still runs"
     late = TeacherForced(drafts_of((4, 5, 6, 7), (0.9,) * 4))
@@ -536,7 +540,7 @@ def test_statistics_are_a_turns_own():
     edge = edge_at_rest()
     first = edge.statistics
     edge.on_turn(5, (6,), Sampling(max_tokens=1), 1.0)
-    edge.on_commit(Commit(6, (7,), 0, 64, finish=FinishReason.LENGTH, turn=1), 1.1)
+    edge.on_commit(Commit(6, committed(7), 0, 64, finish=FinishReason.LENGTH, turn=1), 1.1)
     assert (first.committed, edge.statistics.committed) == (2, 1)
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from checked_simulation import CheckedSimulation, CheckedVerifier, open_frame, own_text, rules
-from hand_driven import HandDrivenEdge
+from hand_driven import HandDrivenEdge, committed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +24,7 @@ from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, Reope
 from outrider.proto.steering import encode
 from outrider.proto.types import (
     Commit,
+    CommittedToken,
     Continue,
     Goaway,
     Open,
@@ -237,7 +238,8 @@ def consent(**changes):
 
 def commit(edge, tokens, code=None, **changes):
     start = changes.pop("start", len(edge.transcript))
-    return edge.on_commit(Commit(start, tokens, 0, 32, steering=code, turn=edge._stream.turn, **changes), 1.0)
+    turn = edge._stream.turn
+    return edge.on_commit(Commit(start, committed(*tokens), 0, 32, steering=code, turn=turn, **changes), 1.0)
 
 
 def draft(edge, most=4):
@@ -399,7 +401,7 @@ def test_a_malformed_code_is_dropped_counted_and_logged_and_the_one_before_it_st
     commit(edge, (5,), code_of(2))
     assert told(draft(edge)) == 2
     with caplog.at_level(logging.WARNING):
-        assert commit(edge, (6,), bad)[0].tokens == (6,)
+        assert commit(edge, (6,), bad)[0].tokens == committed(6)
         commit(edge, (7,), bad)
     (logged,) = caplog.records
     assert logged.message.startswith("a steering vector of v was dropped: steering.")
@@ -482,10 +484,9 @@ def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
         held_s = now - edge._meter._sent_at[-1][0] - 0.03 - byte_s * size
         answer = Commit(
             len(edge.transcript),
-            tokens,
+            tuple(map(CommittedToken, tokens, (0.0,) * len(tokens))),
             0,
             32,
-            logp=(0.0,) * len(tokens),
             steering=code,
             timing=Timing(echo=edge.statistics.messages, hold_s=held_s, verify_s=0.01),
         )
@@ -511,7 +512,7 @@ def test_a_new_streams_first_round_trip_is_not_compared_with_the_old_ones():
     def answered(at):
         draft(edge, 1)
         timing = Timing(echo=edge.statistics.messages - sent_before, hold_s=0.0, verify_s=0.01)
-        edge.on_commit(Commit(len(edge.transcript), (7,), 0, 32, timing=timing), at)
+        edge.on_commit(Commit(len(edge.transcript), committed(7), 0, 32, timing=timing), at)
         return measurements.downlink.many.weight
 
     sent_before = 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from checked_simulation import HASH, CheckedSimulation, open_frame, own_text, rules
-from hand_driven import HandDrivenEdge
+from hand_driven import HandDrivenEdge, committed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +41,7 @@ from outrider.proto.types import (
     PROTOCOL_VERSION,
     Cancel,
     Commit,
+    CommittedToken,
     Draft,
     FinishReason,
     Goal,
@@ -53,6 +54,7 @@ from outrider.proto.types import (
     SteeringPrecision,
     SteeringRequest,
     Timing,
+    token_ids,
 )
 
 PROMPT_LENGTH = 3
@@ -269,7 +271,7 @@ def verifier_session(now=0.0, **changes):
 def verify(session, *tokens, block=None, now=1.0):
     block = session.block() if block is None else block
     tokens = tokens + (6,) * (len(block) + 1 - len(tokens))
-    return session.on_verified(Verified(block, tokens, (-1.0,) * len(tokens)), now)
+    return session.on_verified(Verified(block, tuple(map(CommittedToken, tokens, (-1.0,) * len(tokens)))), now)
 
 
 @pytest.mark.parametrize(
@@ -347,8 +349,10 @@ def test_an_open_that_cannot_be_served_is_refused_with_the_field_at_fault(frame,
         (lambda: Steering(1.0, b"abc", SteeringPrecision.FLOAT16), "steering.values"),
         (lambda: Steering(math.inf, b"ab", SteeringPrecision.INT8), "steering.scale"),
         (lambda: Commit(0, (), 0, 1), "commit.tokens"),
-        (lambda: Commit(0, (1,), 2, 1), "commit.accepted"),
-        (lambda: Commit(0, (1,), 0, 1, logp=(0.0, 0.0)), "commit.logp"),
+        (lambda: Commit(0, committed(1), 2, 1), "commit.accepted"),
+        (lambda: Commit(0, (CommittedToken(1, 0.0), CommittedToken(2)), 0, 1), "commit.logp"),
+        (lambda: Commit(0, (CommittedToken(1), CommittedToken(2, None, 0.0)), 0, 1), "commit.logprobs"),
+        (lambda: Commit(0, (CommittedToken(1, top=((1, 0.0),)), CommittedToken(2)), 0, 1), "commit.top_logprobs"),
         (lambda: FixedWindow(-1), "window"),
     ],
 )
@@ -374,10 +378,9 @@ def test_drafts_are_judged_accepted_and_followed_by_the_targets_own_token():
     commit = verify(session, 1, 2, 5)
     assert commit == Commit(
         3,
-        (1, 2, 5),
+        tuple(map(CommittedToken, (1, 2, 5), (-1.0,) * 3)),
         2,
         session.credit,
-        logp=(-1.0,) * 3,
         timing=Timing(2, 0.5),
         chain=0,
         judged=4,
@@ -390,7 +393,7 @@ def test_a_chain_lives_on_where_its_next_draft_equals_the_targets_own_token():
     session = verifier_session(max_drafts=2)
     session.on_draft(Draft(0, 3, (1, 2, 3, 4)), 0.0)
     commit = verify(session, 1, 2, 3)
-    assert (commit.tokens, commit.accepted) == ((1, 2, 3), 2)
+    assert (token_ids(commit.tokens), commit.accepted) == ((1, 2, 3), 2)
     assert session.block() == (4,)
     session.on_draft(Draft(0, 7, (5,)), 0.0)
     assert session.block() == (4, 5)
@@ -599,8 +602,8 @@ def test_a_late_contradiction_dates_the_miss_back_to_the_commit_that_told_of_it(
 
 def test_log_probabilities_come_only_where_asked_for():
     session = verifier_session(frame=open_frame(logp=False))
-    assert verify(session, 4).logp == ()
-    assert verify(verifier_session(frame=open_frame(logp=True)), 4).logp == (-1.0,)
+    assert verify(session, 4).tokens == (CommittedToken(4),)
+    assert verify(verifier_session(frame=open_frame(logp=True)), 4).tokens == (CommittedToken(4, -1.0),)
 
 
 def test_a_commit_echoes_how_many_draft_messages_came_and_the_age_of_the_last():
@@ -643,12 +646,14 @@ def test_cancelling_ends_the_text_with_an_empty_commit():
     ],
 )
 def test_eos_is_settled_before_stop_tokens_and_these_before_the_length(sampling, targets, wanted):
-    assert accept_drafts((1, 0), targets, generated=0, sampling=sampling, eos_tokens=frozenset({0})) == wanted
+    by_target = committed(*targets)
+    tokens, *rest = accept_drafts((1, 0), by_target, generated=0, sampling=sampling, eos_tokens=frozenset({0}))
+    assert (token_ids(tokens), *rest) == wanted
 
 
 def test_settling_needs_one_token_more_than_the_block():
     with pytest.raises(ValueError, match="one token more"):
-        accept_drafts((1,), (1,), generated=0, sampling=Sampling(), eos_tokens=frozenset())
+        accept_drafts((1,), committed(1), generated=0, sampling=Sampling(), eos_tokens=frozenset())
 
 
 # === the edge's half ============================================================================================
@@ -686,8 +691,8 @@ def test_the_edge_drafts_ahead_of_what_is_verified_in_one_chain():
 def test_a_contradicted_chain_is_left_for_a_new_one_and_the_drafter_rewound():
     edge = edge_session()
     draft(edge, 1, 2, 4)
-    out = edge.on_commit(Commit(3, (1, 5), 1, 16), 0.1)
-    assert [i for i in out if isinstance(i, Emit)] == [Emit(3, (1, 5), (True, False), ())]
+    out = edge.on_commit(Commit(3, committed(1, 5), 1, 16), 0.1)
+    assert [i for i in out if isinstance(i, Emit)] == [Emit(3, committed(1, 5), (True, False))]
     job, out = draft(edge, 7)
     assert (job.truncate_to, job.extend_with) == (4, (5,))
     assert sent(out) == [Draft(1, 5, (7,))]
@@ -696,7 +701,7 @@ def test_a_contradicted_chain_is_left_for_a_new_one_and_the_drafter_rewound():
 def test_a_commit_that_agrees_with_the_chain_leaves_it_in_flight():
     edge = edge_session()
     draft(edge, 1, 2, 4)
-    edge.on_commit(Commit(3, (1, 2), 1, 16), 0.1)
+    edge.on_commit(Commit(3, committed(1, 2), 1, 16), 0.1)
     assert edge.in_flight == 1
     job, out = draft(edge, 7)
     assert (job.truncate_to, job.extend_with) == (6, ())
@@ -706,7 +711,7 @@ def test_a_commit_that_agrees_with_the_chain_leaves_it_in_flight():
 def test_a_job_overtaken_by_commits_sends_only_what_is_still_ahead():
     edge = edge_session()
     job = edge.next_job(8)
-    edge.on_commit(Commit(3, (1, 2), 0, 16), 0.1)
+    edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.1)
     out = edge.on_drafted(job, (1, 2, 4), (), 0.001, 0.2)
     assert sent(out) == [Draft(0, 5, (4,))]
 
@@ -714,7 +719,7 @@ def test_a_job_overtaken_by_commits_sends_only_what_is_still_ahead():
 def test_a_job_contradicted_by_a_commit_sends_nothing_of_it():
     edge = edge_session()
     job = edge.next_job(8)
-    edge.on_commit(Commit(3, (1, 2), 0, 16), 0.1)
+    edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.1)
     assert sent(edge.on_drafted(job, (1, 7, 4), (), 0.001, 0.2)) == []
     assert (edge.next_job(8).truncate_to, edge.in_flight) == (4, 0)
 
@@ -724,7 +729,7 @@ def measured_edge(*, round_trip_s=0.1, step_s=0.03, window=64, planned=False, **
     edge = HandDrivenEdge(open_frame(), FixedWindow(window), **options)
     edge.open_frame(b"", -round_trip_s)
     edge.on_opened(Opened(0, 64, 40, "v", 512, planned=planned), 0.0)
-    edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=step_s)), 0.1)
+    edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=step_s)), 0.1)
     return edge
 
 
@@ -744,7 +749,7 @@ def test_an_unlikely_rest_of_a_chain_waits_for_a_commit_where_the_verifier_plans
     edge = measured_edge(planned=True, measurements=hopeless())
     assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, (1, 2))]
     assert unsure_draft(edge, 4, 5, now=0.1495) == [], "not worth a message"
-    edge.on_commit(Commit(4, (1, 2), 2, 64, timing=Timing(verify_s=0.03)), 0.15)
+    edge.on_commit(Commit(4, committed(1, 2), 2, 64, timing=Timing(verify_s=0.03)), 0.15)
     assert sent(unsure_draft(edge, 6, now=0.1695)) == [Draft(0, 6, (4, 5, 6))]
 
 
@@ -778,7 +783,7 @@ def test_a_whole_block_is_not_held():
     edge = HandDrivenEdge(open_frame(), FixedWindow(32))
     edge.open_frame(b"", -0.1)
     edge.on_opened(Opened(0, 64, 40, "v", 512, max_drafts=3), 0.0)
-    edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
+    edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
     assert draft(edge, 1, 2, now=0.101)[1] == []
     assert sent(draft(edge, 4, now=0.102)[1]) == [Draft(0, 4, (1, 2, 4))]
 
@@ -798,7 +803,7 @@ def test_held_drafts_go_when_the_drafter_has_nothing_more_to_say():
 def test_of_held_drafts_what_a_commit_has_overtaken_is_not_sent():
     edge = measured_edge()
     assert draft(edge, 1, 2, 4, now=0.101)[1] == []
-    out = edge.on_commit(Commit(4, (1, 2), 0, 64, timing=Timing(verify_s=0.03)), 0.102)
+    out = edge.on_commit(Commit(4, committed(1, 2), 0, 64, timing=Timing(verify_s=0.03)), 0.102)
     assert sent(out) == []
     assert edge.in_flight == 1
     assert sent(draft(edge, 5, now=0.1215)[1]) == [Draft(0, 6, (4, 5))]
@@ -809,14 +814,14 @@ def test_of_a_chain_partly_sent_the_rest_follows_where_it_left_off():
     edge = measured_edge()
     assert sent(draft(edge, 1, 2, now=0.1195)[1]) == [Draft(0, 4, (1, 2))]
     assert draft(edge, 4, 5, now=0.121)[1] == []
-    edge.on_commit(Commit(4, (1,), 1, 64, timing=Timing(verify_s=0.03)), 0.13)
+    edge.on_commit(Commit(4, committed(1), 1, 64, timing=Timing(verify_s=0.03)), 0.13)
     assert sent(draft(edge, 6, now=0.1495)[1]) == [Draft(0, 6, (4, 5, 6))]
 
 
 def test_held_drafts_of_a_contradicted_chain_are_never_sent():
     edge = measured_edge()
     assert draft(edge, 1, 2, 4, now=0.101)[1] == []
-    out = edge.on_commit(Commit(4, (7,), 0, 64, timing=Timing(verify_s=0.03)), 0.119)
+    out = edge.on_commit(Commit(4, committed(7), 0, 64, timing=Timing(verify_s=0.03)), 0.119)
     assert sent(out) == []
     job, out = draft(edge, 5, now=0.1385)
     assert (job.truncate_to, job.extend_with) == (4, (7,))
@@ -842,7 +847,7 @@ def test_the_echo_and_the_hold_give_the_round_trip_of_that_message(echo, measure
     draft(edge, 1, now=0.2)
     draft(edge, 2, now=0.3)
     before = edge.statistics.round_trip_s
-    edge.on_commit(Commit(3, (1, 2), 2, 16, timing=Timing(echo, hold_s=0.05)), 0.45)
+    edge.on_commit(Commit(3, committed(1, 2), 2, 16, timing=Timing(echo, hold_s=0.05)), 0.45)
     link = edge.measurements.round_trip
     assert link.weight == 1.0, "what an Open measured gives way to the first draft message"
     assert edge.statistics.round_trip_s >= before
@@ -856,17 +861,19 @@ def test_the_ordinals_begin_anew_with_each_stream():
     edge.on_disconnected(Unavailable("gone"), 1.0)
     edge.open_frame(b"", 2.0)
     edge.on_opened(Opened(0, 16, 40, "v", 512), 2.0)  # the draft goes again, at once
-    edge.on_commit(Commit(3, (1,), 1, 16, timing=Timing(1, hold_s=0.05)), 2.3)
+    edge.on_commit(Commit(3, committed(1), 1, 16, timing=Timing(1, hold_s=0.05)), 2.3)
     assert edge.measurements.round_trip.y == pytest.approx(0.25)
 
 
 def test_a_draft_that_meets_a_committed_token_counts_however_it_met_it():
     edge = edge_session()
     draft(edge, 1, 2, 4)
-    edge.on_commit(Commit(3, (1, 5), 1, 16), 0.1)  # one hit and one miss; what follows was not put to the question
+    edge.on_commit(
+        Commit(3, committed(1, 5), 1, 16), 0.1
+    )  # one hit and one miss; what follows was not put to the question
     assert (edge.statistics.hits, edge.statistics.compared) == (1, 2)
     job = edge.next_job(8)
-    edge.on_commit(Commit(5, (6, 7), 0, 16), 0.2)
+    edge.on_commit(Commit(5, committed(6, 7), 0, 16), 0.2)
     edge.on_drafted(job, (6, 4, 4), (), 0.001, 0.3)  # overtaken
     assert (edge.statistics.hits, edge.statistics.compared) == (2, 4)
 
@@ -880,7 +887,7 @@ def test_the_edge_drafts_further_behind_a_draft_that_it_may_trust():
         edge = HandDrivenEdge(open_frame(), SurvivalWindow(), measurements=measurements)
         edge.open_frame(b"", -0.1)
         edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)
-        edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
+        edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
         edge.on_drafted(edge.next_job(1), (1,), (confidence,), 0.002, 0.102)
         return edge.allowance()
 
@@ -892,10 +899,10 @@ def test_drafts_survive_by_what_their_confidence_has_been_worth():
     for position in range(3, 33):  # what it is sure of is wrong
         job = edge.next_job(1)
         edge.on_drafted(job, (1,), (0.99,), 0.001, 0.0)
-        edge.on_commit(Commit(position, (2,), 0, 16), 0.0)
+        edge.on_commit(Commit(position, committed(2), 0, 16), 0.0)
     edge.on_drafted(edge.next_job(1), (1,), (0.99,), 0.001, 0.0)
     sure = edge.survival
-    edge.on_commit(Commit(33, (2,), 0, 16), 0.0)
+    edge.on_commit(Commit(33, committed(2), 0, 16), 0.0)
     edge.on_drafted(edge.next_job(1), (1,), (0.5,), 0.001, 0.0)
     assert sure < edge.survival < 1
 
@@ -903,7 +910,7 @@ def test_drafts_survive_by_what_their_confidence_has_been_worth():
 def test_a_replayed_commit_changes_nothing():
     edge = edge_session()
     draft(edge, 1, 2, 4)
-    commit = Commit(3, (1, 2), 1, 16, judged=3)
+    commit = Commit(3, committed(1, 2), 1, 16, judged=3)
     edge.on_commit(commit, 0.1)
     before = replace(edge.statistics)
     assert edge.on_commit(replace(commit, credit=3), 0.2) == []
@@ -914,15 +921,26 @@ def test_a_replayed_commit_changes_nothing():
 
 def test_a_commit_that_overlaps_what_is_known_emits_the_rest():
     edge = edge_session()
-    edge.on_commit(Commit(3, (1, 2), 0, 16), 0.1)
-    (emit,) = [i for i in edge.on_commit(Commit(4, (2, 5), 1, 16, (-1.0, -2.0)), 0.2) if isinstance(i, Emit)]
-    assert emit == Emit(5, (5,), (False,), (-2.0,))
+    edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.1)
+    (emit,) = [
+        i
+        for i in edge.on_commit(Commit(4, tuple(map(CommittedToken, (2, 5), (-1.0, -2.0))), 1, 16), 0.2)
+        if isinstance(i, Emit)
+    ]
+    assert emit == Emit(5, tuple(map(CommittedToken, (5,), (-2.0,))), (False,))
 
 
-@pytest.mark.parametrize("commit", [Commit(3, (7,), 0, 16), Commit(4, (1, 5), 0, 16), Commit(2, (2, 1), 0, 16)])
+@pytest.mark.parametrize(
+    "commit",
+    [
+        Commit(3, committed(7), 0, 16),
+        Commit(4, committed(1, 5), 0, 16),
+        Commit(2, committed(2, 1), 0, 16),
+    ],
+)
 def test_a_commit_that_contradicts_the_transcript_ends_the_text_with_an_error(commit):
     edge = edge_session()
-    edge.on_commit(Commit(3, (1, 2), 0, 16), 0.1)
+    edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.1)
     (done,) = edge.on_commit(commit, 0.2)
     assert isinstance(done, Done)
     assert done.error.field == "commit.tokens"
@@ -930,7 +948,7 @@ def test_a_commit_that_contradicts_the_transcript_ends_the_text_with_an_error(co
 
 def test_a_lost_commit_makes_the_edge_resume():
     edge = edge_session()
-    (reopen,) = edge.on_commit(Commit(5, (1,), 0, 16), 0.1)
+    (reopen,) = edge.on_commit(Commit(5, committed(1), 0, 16), 0.1)
     assert isinstance(reopen, Reopen)
     assert edge.open_frame(b"", 0.2).committed == ()
 
@@ -938,7 +956,7 @@ def test_a_lost_commit_makes_the_edge_resume():
 def test_after_reopening_the_unverified_drafts_go_again_as_a_new_chain():
     edge = edge_session()
     draft(edge, 1, 2, 4)
-    edge.on_commit(Commit(3, (1,), 1, 16), 0.1)
+    edge.on_commit(Commit(3, committed(1), 1, 16), 0.1)
     edge.on_disconnected(Unavailable("gone"), 0.2)
     assert edge.open_frame(b"new", 0.3).committed == (1,)
     out = edge.on_opened(Opened(1, 16, 40, "other", 512), 0.4)
@@ -948,7 +966,7 @@ def test_after_reopening_the_unverified_drafts_go_again_as_a_new_chain():
 def test_a_second_opened_is_ignored():
     edge = edge_session()
     draft(edge, 1)
-    edge.on_commit(Commit(3, (1, 2), 1, 16), 0.1)
+    edge.on_commit(Commit(3, committed(1, 2), 1, 16), 0.1)
     assert edge.on_opened(Opened(0, 16, 40, "v", 512), 0.2) == []
     assert not edge.done
 
@@ -957,11 +975,12 @@ def test_a_commit_of_the_lost_stream_that_comes_while_reopening_does_no_harm():
     edge = edge_session()
     edge.on_disconnected(Unavailable("gone"), 0.1)
     assert edge.open_frame(b"new", 0.2).committed == ()
-    edge.on_commit(Commit(3, (1, 2), 0, 16), 0.25)
+    edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.25)
     out = edge.on_opened(Opened(0, 16, 40, "other", 512), 0.3)
     assert not any(isinstance(i, Done | Reopen) for i in out)
-    assert edge.on_commit(Commit(3, (1,), 0, 16), 0.4) == []
-    assert [i.tokens for i in edge.on_commit(Commit(4, (2, 5), 0, 16), 0.5) if isinstance(i, Emit)] == [(5,)]
+    assert edge.on_commit(Commit(3, committed(1), 0, 16), 0.4) == []
+    out = edge.on_commit(Commit(4, committed(2, 5), 0, 16), 0.5)
+    assert [i.tokens for i in out if isinstance(i, Emit)] == [committed(5)]
 
 
 def test_a_verifier_that_took_over_another_text_is_an_error():
@@ -987,7 +1006,7 @@ def test_a_drafter_that_dies_while_a_stream_reopens_is_reported_to_the_verifier(
 def test_a_new_verifier_is_told_what_the_last_one_knew():
     edge = edge_session(now=0.0)
     draft(edge, 1)
-    edge.on_commit(Commit(3, (1, 2), 1, 16), 0.1)
+    edge.on_commit(Commit(3, committed(1, 2), 1, 16), 0.1)
     edge.on_disconnected(Unavailable("gone"), 0.2)
     edge.open_frame(b"new", 0.3)
     (report,) = sent(edge.on_opened(Opened(2, 16, 40, "other", 512), 0.31), Report)
@@ -997,9 +1016,9 @@ def test_a_new_verifier_is_told_what_the_last_one_knew():
 def test_a_report_is_sent_when_what_it_says_has_changed_by_a_quarter():
     edge = edge_session()
     draft(edge, 1)
-    assert [r.drafting_s for r in sent(edge.on_commit(Commit(3, (5,), 0, 16), 0.1), Report)] == [0.001]
+    assert [r.drafting_s for r in sent(edge.on_commit(Commit(3, committed(5), 0, 16), 0.1), Report)] == [0.001]
     draft(edge, 1)
-    assert sent(edge.on_commit(Commit(4, (5,), 0, 16), 0.2), Report) == []
+    assert sent(edge.on_commit(Commit(4, committed(5), 0, 16), 0.2), Report) == []
 
 
 def test_complete_is_said_when_the_drafter_has_nothing_to_say():
@@ -1007,7 +1026,7 @@ def test_complete_is_said_when_the_drafter_has_nothing_to_say():
     _, out = draft(edge)
     assert sent(out) == [Draft(0, 3, (), complete=True)]
     assert edge.next_job(8) is None
-    edge.on_commit(Commit(3, (5,), 0, 16), 0.1)
+    edge.on_commit(Commit(3, committed(5), 0, 16), 0.1)
     assert edge.next_job(8) is not None, "it is asked again after the next commit"
 
 
@@ -1029,10 +1048,10 @@ def test_no_draft_is_made_where_the_text_has_no_room_for_it():
 def test_credit_that_shrank_while_a_job_ran_is_respected():
     edge = edge_session(credit=8)
     job = edge.next_job(8)
-    edge.on_commit(Commit(3, (1,), 0, 2), 0.1)
+    edge.on_commit(Commit(3, committed(1), 0, 2), 0.1)
     (frame,) = sent(edge.on_drafted(job, (1, 2, 4, 5, 6), (), 0.001, 0.2))
     assert (frame.start, frame.tokens, frame.complete) == (4, (2, 4), True)
-    edge.on_commit(Commit(4, (2, 4), 2, 8), 0.3)
+    edge.on_commit(Commit(4, committed(2, 4), 2, 8), 0.3)
     assert edge.next_job(8).truncate_to == 6, "what was not sent is forgotten by the drafter too"
 
 
@@ -1063,7 +1082,7 @@ def test_backoff_doubles_to_its_limit_and_is_forgotten_after_a_commit():
     assert edge.on_disconnected(Unavailable("no", retry_after_s=7.0), 5.0)[0].after_s == 7.0
     edge.open_frame(b"", 6.0)
     edge.on_opened(Opened(0, 16, 40, "v", 512), 6.0)
-    edge.on_commit(Commit(3, (1,), 0, 16), 6.1)
+    edge.on_commit(Commit(3, committed(1), 0, 16), 6.1)
     assert edge.on_disconnected(Unavailable("no"), 7.0)[0].after_s == 0.1
 
 
@@ -1123,13 +1142,13 @@ def test_cancelling_tells_the_verifier_and_ends_at_once():
     edge = edge_session()
     assert edge.on_cancel(FinishReason.STOP_STRING) == [Send(Cancel("stop_string")), Done(FinishReason.STOP_STRING)]
     assert edge.on_cancel() == []
-    assert edge.on_commit(Commit(3, (1,), 0, 16), 0.1) == []
+    assert edge.on_commit(Commit(3, committed(1), 0, 16), 0.1) == []
 
 
 def test_the_last_commit_ends_the_text_with_its_reason():
     edge = edge_session()
-    assert edge.on_commit(Commit(3, (1, 0), 0, 16, finish=FinishReason.EOS), 0.1) == [
-        Emit(3, (1, 0), (False, False), ()),
+    assert edge.on_commit(Commit(3, committed(1, 0), 0, 16, finish=FinishReason.EOS), 0.1) == [
+        Emit(3, committed(1, 0), (False, False)),
         Done(FinishReason.EOS),
     ]
     assert edge.done
@@ -1138,7 +1157,7 @@ def test_the_last_commit_ends_the_text_with_its_reason():
 def test_the_verifier_is_told_what_acceptance_the_edge_has_seen():
     edge = edge_session()
     draft(edge, 1)
-    (report,) = sent(edge.on_commit(Commit(3, (5,), 0, 16), 0.1), Report)
+    (report,) = sent(edge.on_commit(Commit(3, committed(5), 0, 16), 0.1), Report)
     assert report.acceptance == edge.measurements.of("").calibration.acceptance.rate
 
 
@@ -1170,9 +1189,9 @@ def test_a_session_judges_no_more_drafts_than_pay():
 def test_held_drafts_beyond_a_credit_that_has_shrunk_are_not_sent():
     edge = measured_edge()
     assert draft(edge, 1, 2, 4, 5, 6, 7, now=0.101)[1] == []
-    out = edge.on_commit(Commit(4, (1,), 0, 2, timing=Timing(verify_s=0.03)), 0.102)
+    out = edge.on_commit(Commit(4, committed(1), 0, 2, timing=Timing(verify_s=0.03)), 0.102)
     assert sum(len(frame.tokens) for frame in sent(out)) <= 2
-    out = edge.on_commit(Commit(5, (2, 4), 0, 64, timing=Timing(verify_s=0.03)), 0.135)
+    out = edge.on_commit(Commit(5, committed(2, 4), 0, 64, timing=Timing(verify_s=0.03)), 0.135)
     assert edge.in_flight == 3 or edge.next_job(8) is not None, "what was kept goes on"
 
 
@@ -1180,7 +1199,7 @@ def test_held_drafts_go_though_another_text_has_changed_the_window_meanwhile():
     edge = HandDrivenEdge(open_frame(), SurvivalWindow())
     edge.open_frame(b"", -0.1)
     edge.on_opened(Opened(0, 64, 40, "v", 512, planned=False), 0.0)
-    edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
+    edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
     assert draft(edge, 1, 2, now=0.101)[1] == []
     measurements = edge.measurements.copy()
     for _ in range(300):  # before this text asks for its next job, another learns that drafts are worth nothing
@@ -1201,10 +1220,10 @@ def test_a_verifier_on_which_rows_are_too_dear_asks_for_a_few_drafts_now_and_the
         block = session.block(**costs)
         assert len(block) <= 1
         tokens = (5,) * (len(block) + 1)
-        session.on_verified(Verified(block, tokens, (0.0,) * len(tokens)), 0.0)
+        session.on_verified(Verified(block, tuple(map(CommittedToken, tokens, (0.0,) * len(tokens)))), 0.0)
         allowed.append(session.credit)
     assert 2 <= sum(credit > 0 for credit in allowed) <= 8
     session.credit = 64
     session.block(step_s=0.03, row_s=0.0)
-    session.on_verified(Verified((), (5,), (0.0,)), 0.0)
+    session.on_verified(Verified((), tuple(map(CommittedToken, (5,), (0.0,)))), 0.0)
     assert session.credit == 64, "and for as many as before once they pay"

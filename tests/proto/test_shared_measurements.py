@@ -7,7 +7,7 @@ import random
 from dataclasses import asdict
 
 from checked_simulation import CheckedSimulation, open_frame
-from hand_driven import HandDrivenEdge, drafts_of
+from hand_driven import HandDrivenEdge, committed, drafts_of
 
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
@@ -51,7 +51,14 @@ def events(edge: EdgeSession, seed: int) -> list[tuple[EdgeEvent, float]]:
     start = len(edge.transcript)
     return [
         (
-            Commit(start + 3 * i, (5, 6, 7), 0, 32, judged=2, timing=Timing(verify_s=rng.uniform(0.02, 0.05))),
+            Commit(
+                start + 3 * i,
+                committed(5, 6, 7),
+                0,
+                32,
+                judged=2,
+                timing=Timing(verify_s=rng.uniform(0.02, 0.05)),
+            ),
             1.0 + 0.1 * i + rng.uniform(0, 0.05),
         )
         for i in range(10)
@@ -101,7 +108,7 @@ def test_a_snapshot_changes_the_next_jobs_length_and_the_worth_of_drafts_in_flig
     edge = HandDrivenEdge(open_frame(), SurvivalWindow(), selection=Selection.of_one("a"))
     edge.open_frame(b"", -0.1)
     edge.on_opened(Opened(0, 64, 200, "v", 512), 0.0)
-    edge.on_commit(Commit(3, (1,), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
+    edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
     edge.on_drafted(edge.next_job(2), (1, 2), (0.9, 0.9), 0.002, 0.102)
     before, allowed = edge.survival, edge.allowance()
     snapshot = edge.measurements.copy()
@@ -120,7 +127,7 @@ def test_what_this_text_has_shown_outlives_a_snapshot() -> None:
     for position in range(3, 43):  # what it is sure of is wrong in this text
         (job,) = [instruction for instruction in instructions if isinstance(instruction, DraftJob)]
         edge.handle(Drafted(job, drafts_of((1,), (0.99,)), 0.001), 0.2)
-        instructions = edge.handle(Commit(position, (2,), 0, 32), 0.3)
+        instructions = edge.handle(Commit(position, committed(2), 0, 32), 0.3)
     (job,) = [instruction for instruction in instructions if isinstance(instruction, DraftJob)]
     rosy = Measurements()
     for _ in range(300):

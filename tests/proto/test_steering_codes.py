@@ -15,7 +15,16 @@ from hypothesis.extra.numpy import arrays
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import Verified, VerifierSession
 from outrider.proto.steering import decode, encode
-from outrider.proto.types import Continue, Draft, FinishReason, Report, Sampling, Steering, SteeringPrecision
+from outrider.proto.types import (
+    CommittedToken,
+    Continue,
+    Draft,
+    FinishReason,
+    Report,
+    Sampling,
+    Steering,
+    SteeringPrecision,
+)
 from outrider.proto.types import SteeringRequest as Request
 
 FLOAT16, INT8 = SteeringPrecision.FLOAT16, SteeringPrecision.INT8
@@ -124,7 +133,9 @@ def commit_of(session: VerifierSession, *tokens: int, block: tuple[int, ...] = (
     """A step as the engine makes it: a code where one is wanted."""
     wish = session.wanted_vector
     code = encode(np.arange(4.0), wish.precision) if wish is not None else None
-    return session.on_verified(Verified(block, tokens, (-1.0,) * len(tokens), steering=code), 1.0)
+    return session.on_verified(
+        Verified(block, tuple(map(CommittedToken, tokens, (-1.0,) * len(tokens))), steering=code), 1.0
+    )
 
 
 def which_have_codes(session: VerifierSession, count: int) -> list[bool]:

@@ -28,7 +28,7 @@ from outrider.proto.policy import (
     commit_bytes,
 )
 from outrider.proto.policy.steering import ALL, FIRST, LEAST, NONE, RATES, saved_s
-from outrider.proto.types import Commit, Steering, SteeringPrecision
+from outrider.proto.types import Commit, CommittedToken, Steering, SteeringPrecision
 
 INT8, FLOAT16 = SteeringPrecision.INT8, SteeringPrecision.FLOAT16
 MBITS = (0.05, 0.1, 0.5, 5.0, 100.0)
@@ -332,13 +332,13 @@ def test_equal_sizes_tell_nothing():
 
 
 def test_a_commits_size_is_told_but_for_what_all_have():
-    plain = Commit(100, (300, 301), 1, 32)
+    plain = Commit(100, tuple(map(CommittedToken, (300, 301))), 1, 32)
     base = len(codec.encode_cloud_frame(plain)) - commit_bytes(plain)
     for changes in (
-        {"tokens": (300,) * 9},
-        {"logp": (-0.5, -1.5)},
-        {"logp": (-0.5, -1.5), "logprobs": (-0.5, -1.5)},
-        {"logp": (-0.5, -1.5), "logprobs": (-0.5, -1.5), "top_logprobs": (((300, -0.5), (301, -2.0)),) * 2},
+        {"tokens": (CommittedToken(300),) * 9},
+        {"tokens": (CommittedToken(300, -0.5),) * 2},
+        {"tokens": (CommittedToken(300, -0.5, -1.5),) * 2},
+        {"tokens": (CommittedToken(300, -0.5, -0.5, ((300, -0.5), (301, -2.0))),) * 2},
         {"steering": Steering(0.5, bytes(64), INT8)},
         {"steering": Steering(0.5, bytes(512), FLOAT16)},
     ):

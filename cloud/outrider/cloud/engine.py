@@ -22,7 +22,7 @@ from outrider.cloud.target import Target
 from outrider.proto.errors import Internal, InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import Verified, VerifierRules
-from outrider.proto.types import Cancel, Commit, Continue, Draft, EdgeFrame, Open, Report
+from outrider.proto.types import Cancel, Commit, Continue, Draft, EdgeFrame, Open, Report, token_ids
 
 IDLE_S = 0.5
 BACKLOG_S = 0.05  # between looks at a client that leaves its commits unread
@@ -232,7 +232,7 @@ class Engine:
         slot.session.credit = self._admission.credit
         commit = slot.session.on_verified(verified, now)
         if slot.matcher is not None:
-            slot.matcher.advance(commit.tokens)
+            slot.matcher.advance(token_ids(commit.tokens))
         slot.forget_drafts()
         slot.ready_since = now
         self._send(slot, commit)

@@ -102,11 +102,8 @@ def _verified(
     return Verified(
         verification.block,
         result.tokens,
-        result.logp,
         max(0.0, times.began - slot.ready_since),
         times.verify_s,
         result.reward,
-        result.logprobs,
-        result.top_logprobs,
         code,
     )

@@ -16,7 +16,7 @@ import torch
 
 from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, Shortlist
 from outrider.proto.noise import TorchNoise, row_key
-from outrider.proto.types import Sampling, TopLogprobs
+from outrider.proto.types import CommittedToken, Sampling, TopLogprobs, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +60,13 @@ class Sampled:
     """What a session's rows say.
 
     Attributes:
-        tokens: [k + 1] the target's.
-        logp: [k + 1] log of their processed probabilities.
+        tokens: [k + 1] the target's, with `logp`; the a drafts that agree and the token after them have `logprob` and
+            `top` too, where wanted.
         reward: of the drafts; None: no q.
-        logprobs: [a + 1] log of the model's own probability, before any processing, of the a drafts that agree and of
-            the token after them; empty: not wanted.
-        top_logprobs: [a + 1] the likeliest tokens of those positions, likewise.
     """
 
-    tokens: tuple[int, ...]
-    logp: tuple[float, ...]
+    tokens: tuple[CommittedToken, ...]
     reward: float | None
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 class Sampler:
@@ -202,7 +196,7 @@ def _per_session(
     for session in sessions:
         rows = slice(first, first + session.rows)
         reward = _reward(logp_of_asked[rows], session)
-        sampled.append(Sampled(tuple(tokens[rows]), tuple(logp_of_tokens[rows]), reward))
+        sampled.append(Sampled(tuple(map(CommittedToken, tokens[rows], logp_of_tokens[rows])), reward))
         first += session.rows
     return sampled
 
@@ -224,14 +218,18 @@ def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: VerificationI
         logits: [k + 1, vocab] float32, of the target.
         session: whose rows they are.
     """
-    agreed = (draft == token for draft, token in zip(session.block, sampled.tokens, strict=False))
+    agreed = (draft == token.id for draft, token in zip(session.block, sampled.tokens, strict=False))
     count = sum(itertools.takewhile(bool, agreed)) + 1
     rows = logits[:count]
     log_sums = torch.logsumexp(rows, dim=-1, keepdim=True)
-    tokens = torch.tensor(sampled.tokens[:count], device=logits.device)
-    logprobs = (rows.gather(1, tokens[:, None]) - log_sums)[:, 0].tolist()
-    top = _likeliest(rows, log_sums, session.top_logprobs) if session.top_logprobs else ()
-    return replace(sampled, logprobs=tuple(logprobs), top_logprobs=top)
+    committed, beyond = sampled.tokens[:count], sampled.tokens[count:]
+    ids = torch.tensor(token_ids(committed), device=logits.device)
+    logprobs = (rows.gather(1, ids[:, None]) - log_sums)[:, 0].tolist()
+    tops = _likeliest(rows, log_sums, session.top_logprobs) if session.top_logprobs else ((),) * count
+    known = [
+        token._replace(logprob=logprob, top=top) for token, logprob, top in zip(committed, logprobs, tops, strict=True)
+    ]
+    return replace(sampled, tokens=(*known, *beyond))
 
 
 def _likeliest(logits: torch.Tensor, log_sums: torch.Tensor, count: int) -> tuple[TopLogprobs, ...]:

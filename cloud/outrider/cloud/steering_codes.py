@@ -15,7 +15,7 @@ from outrider.cloud.steering import Projection
 from outrider.cloud.target import Target
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.steering import encode
-from outrider.proto.types import Steering, SteeringPrecision, SteeringRequest
+from outrider.proto.types import CommittedToken, Steering, SteeringPrecision, SteeringRequest
 
 log = logging.getLogger(__name__)
 
@@ -74,14 +74,13 @@ def newest_rows(inputs: Sequence[VerificationInput], sampled: Sequence[Sampled])
     drafts agree, a + 1 tokens are committed, the last of which has not been processed: the newest that has is p + a.
     """
     firsts = itertools.accumulate((each.rows for each in inputs), initial=0)
-    return [
-        first + _agreed(each.block, result.tokens) for first, each, result in zip(firsts, inputs, sampled, strict=False)
-    ]
+    agreed = (_agreed(each.block, result.tokens) for each, result in zip(inputs, sampled, strict=True))
+    return [first + hits for first, hits in zip(firsts, agreed, strict=False)]
 
 
-def _agreed(block: tuple[int, ...], tokens_by_target: tuple[int, ...]) -> int:
+def _agreed(block: tuple[int, ...], tokens_by_target: tuple[CommittedToken, ...]) -> int:
     """How many of the drafts `block` [k] the target says too, before the first that it does not."""
-    return next((j for j, draft in enumerate(block) if draft != tokens_by_target[j]), len(block))
+    return next((j for j, draft in enumerate(block) if draft != tokens_by_target[j].id), len(block))
 
 
 def _encoded(code: np.ndarray, precision: SteeringPrecision) -> Steering | None:

@@ -248,7 +248,7 @@ class TextWriter:
         ]
         logits = logits[[end - 1 for end in ends]]
         for sheet, sampled in zip(sheets, self._sampler.sample(logits, inputs), strict=True):
-            sheet.session.on_verified(Verified((), sampled.tokens, sampled.logp), 0.0)
+            sheet.session.on_verified(Verified((), sampled.tokens), 0.0)
         return logits
 
     def _rows(self, sheet: _Sheet) -> Rows:

@@ -13,7 +13,7 @@ from outrider.edge.events import Completion, Event, Finished, Tokens
 from outrider.edge.text import TextStream
 from outrider.proto.errors import DeadlineExceeded
 from outrider.proto.session import Done, Emit
-from outrider.proto.types import FinishReason, Provenance, TopLogprobs
+from outrider.proto.types import FinishReason, Provenance, TopLogprobs, token_ids
 
 T = TypeVar("T")
 
@@ -108,8 +108,11 @@ async def _until(items: AsyncGenerator[Emit | Done], until: float | None) -> Asy
 
 def _tokens_event(item: Emit, text: TextStream) -> Tokens:
     """Return the event of emitted tokens, as far as a stop string lets them be part of the text."""
-    pieces = text.push(item.tokens)
+    pieces = text.push(token_ids(item.tokens))
     n = len(pieces)
     provenance = tuple(Provenance.DRAFT if drafted else Provenance.TARGET for drafted in item.drafted[:n])
-    logprobs, top_logprobs = item.logprobs[:n], item.top_logprobs[:n]
-    return Tokens(item.start, item.tokens[:n], provenance, item.logp[:n], pieces, logprobs, top_logprobs)
+    tokens = item.tokens[:n]
+    logp = tuple(token.logp for token in tokens if token.logp is not None)
+    logprobs = tuple(token.logprob for token in tokens if token.logprob is not None)
+    tops = tuple(token.top for token in tokens if token.top)
+    return Tokens(item.start, token_ids(tokens), provenance, logp, pieces, logprobs, tops)

@@ -25,7 +25,7 @@ from outrider.proto.session import (
     Started,
     StreamReady,
 )
-from outrider.proto.types import CloudFrame, EdgeFrame, Goaway
+from outrider.proto.types import CloudFrame, EdgeFrame, Goaway, token_ids
 
 
 class Link(Protocol):
@@ -163,7 +163,7 @@ class Simulation:
         active = self.edge.drafter  # the next one may be chosen with the same event
         for instruction in self.edge.handle(event, self.clock.now):
             if isinstance(instruction, Emit):
-                self.emitted += instruction.tokens
+                self.emitted += token_ids(instruction.tokens)
                 self.arrivals += [self.clock.now] * len(instruction.tokens)
                 self.active += [active] * len(instruction.tokens)
             self.follow(instruction)

@@ -12,7 +12,7 @@ from outrider.bench.simulator.clock import VirtualClock
 from outrider.bench.simulator.costs import Costs
 from outrider.cloud.batching import Batch, Batching, Share, credit_of
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
-from outrider.proto.types import Cancel, CloudFrame, Commit, Continue, Draft, EdgeFrame, Open, Report
+from outrider.proto.types import Cancel, CloudFrame, Commit, CommittedToken, Continue, Draft, EdgeFrame, Open, Report
 
 PREFILL_CHUNK = 64  # as verifiers have it where nobody sets it
 
@@ -170,10 +170,10 @@ class SimulatedVerifier:
     def verify(self, slot: SimulatedSlot, block: tuple[int, ...], began: float) -> Commit:
         """Let the target verify `block` in the step that `began`, and make text of what it says."""
         now = self._clock.now
-        tokens = self._target.after(slot.session.transcript, block)
+        tokens = tuple([CommittedToken(token, -1.0) for token in self._target.after(slot.session.transcript, block)])
         queue_s = max(0.0, began - slot.ready_since)
         slot.session.credit = self.credit()  # the session lowers it where drafts do not pay
-        return slot.session.on_verified(Verified(block, tokens, (-1.0,) * len(tokens), queue_s, now - began), now)
+        return slot.session.on_verified(Verified(block, tokens, queue_s, now - began), now)
 
     def _free(self) -> None:
         self._busy = False

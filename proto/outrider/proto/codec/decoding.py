@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,11 +65,12 @@ def _draft_from_wire(wire: pb.Draft) -> t.Draft:
 
 
 def _commit_to_wire(commit: t.Commit) -> pb.Commit:
+    tokens = commit.tokens
     wire = pb.Commit(
         start=commit.start,
-        tokens=commit.tokens,
+        tokens=[token.id for token in tokens],
         accepted=commit.accepted,
-        logp=commit.logp,
+        logp=[token.logp for token in tokens if token.logp is not None],
         reward=commit.reward,
         credit=commit.credit,
         timing=pb.Timing(
@@ -81,9 +83,9 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
         chain=commit.chain,
         judged=commit.judged,
         turn=commit.turn,
-        logprobs=commit.logprobs,
-        top_tokens=[token for top in commit.top_logprobs for token, _ in top],
-        top_logp=[logp for top in commit.top_logprobs for _, logp in top],
+        logprobs=[token.logprob for token in tokens if token.logprob is not None],
+        top_tokens=[likely for token in tokens for likely, _ in token.top],
+        top_logp=[logp for token in tokens for _, logp in token.top],
     )
     if commit.steering is not None:
         s = commit.steering
@@ -95,9 +97,8 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
 def _commit_from_wire(wire: pb.Commit) -> t.Commit:
     return t.Commit(
         start=wire.start,
-        tokens=tuple(wire.tokens),
+        tokens=_committed_from_wire(wire),
         accepted=wire.accepted,
-        logp=tuple(wire.logp),
         reward=wire.reward if wire.HasField("reward") else None,
         steering=_steering_from_wire(wire.steering) if wire.HasField("steering") else None,
         credit=wire.credit,
@@ -108,19 +109,31 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
         chain=wire.chain,
         judged=wire.judged,
         turn=wire.turn,
-        logprobs=tuple(wire.logprobs),
-        top_logprobs=_top_logprobs_from_wire(wire),
     )
 
 
-def _top_logprobs_from_wire(wire: pb.Commit) -> tuple[t.TopLogprobs, ...]:
+def _committed_from_wire(wire: pb.Commit) -> tuple[t.CommittedToken, ...]:
+    logp = _of_each(wire, wire.logp, "commit.logp")
+    logprobs = _of_each(wire, wire.logprobs, "commit.logprobs")
+    return tuple(map(t.CommittedToken, wire.tokens, logp, logprobs, _top_logprobs_from_wire(wire)))
+
+
+def _of_each(wire: pb.Commit, numbers: Sequence[float], field: str) -> Iterable[float | None]:
+    if not numbers:
+        return itertools.repeat(None)
+    if len(numbers) != len(wire.tokens):
+        raise InvalidArgument("must hold one for each token, or none", field=field)
+    return numbers
+
+
+def _top_logprobs_from_wire(wire: pb.Commit) -> Iterable[t.TopLogprobs]:
     if not wire.top_tokens and not wire.top_logp:
-        return ()
+        return itertools.repeat(())
     each, odd = divmod(len(wire.top_tokens), max(1, len(wire.tokens)))
     if odd or each == 0 or len(wire.top_logp) != len(wire.top_tokens):
         raise InvalidArgument("must hold equally many tokens and numbers for each token", field="commit.top_logprobs")
     pairs = list(zip(wire.top_tokens, wire.top_logp, strict=True))
-    return tuple(tuple(pairs[first : first + each]) for first in range(0, len(pairs), each))
+    return (tuple(pairs[first : first + each]) for first in range(0, len(pairs), each))
 
 
 def _steering_from_wire(wire: pb.Steering) -> t.Steering:

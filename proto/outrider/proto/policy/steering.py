@@ -219,6 +219,8 @@ class PricedSteering:
 
 def commit_bytes(commit: Commit) -> int:
     """Return the approximate bytes of a commit on the wire, without what all commits have."""
-    size = _TOKEN_BYTES * len(commit.tokens) + _NUMBER_BYTES * (len(commit.logp) + len(commit.logprobs))
-    size += sum((_TOKEN_BYTES + _NUMBER_BYTES) * len(top) for top in commit.top_logprobs)
+    size = 0
+    for token in commit.tokens:
+        numbers = (token.logp is not None) + (token.logprob is not None)
+        size += _TOKEN_BYTES + _NUMBER_BYTES * numbers + (_TOKEN_BYTES + _NUMBER_BYTES) * len(token.top)
     return size + (len(commit.steering.values) + VECTOR_BYTES if commit.steering is not None else 0)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from outrider.proto.types import FinishReason, Sampling
+from outrider.proto.types import CommittedToken, FinishReason, Sampling
 
 
 def accept_drafts(
     block: tuple[int, ...],
-    tokens_by_target: tuple[int, ...],
+    tokens_by_target: tuple[CommittedToken, ...],
     *,
     generated: int,
     sampling: Sampling,
     eos_tokens: frozenset[int],
-) -> tuple[tuple[int, ...], int, FinishReason | None]:
+) -> tuple[tuple[CommittedToken, ...], int, FinishReason | None]:
     """Follow the drafts while they agree, then take the target's own token; end where the text ends.
 
     Args:
@@ -27,14 +27,14 @@ def accept_drafts(
         The committed tokens, how many of the first were drafts, and why the text ends (None: it goes on). EOS is
         settled before stop tokens, and these before the length limit.
     """
-    tokens: list[int] = []
+    tokens: list[CommittedToken] = []
     for j, token in enumerate(tokens_by_target):
         tokens.append(token)
-        agreed = j < len(block) and block[j] == token
+        agreed = j < len(block) and block[j] == token.id
         accepted = j + agreed
-        if token in eos_tokens and not sampling.ignore_eos:
+        if token.id in eos_tokens and not sampling.ignore_eos:
             return tuple(tokens), accepted, FinishReason.EOS
-        if token in sampling.stop_tokens:
+        if token.id in sampling.stop_tokens:
             return tuple(tokens), accepted, FinishReason.STOP_TOKEN
         if generated + len(tokens) >= sampling.max_tokens:
             return tuple(tokens), accepted, FinishReason.LENGTH

@@ -265,11 +265,11 @@ class Drafting:
         hits, missed = 0, False
         for token in tokens:
             position = len(text.tokens)
-            text.tokens.append(token)
+            text.tokens.append(token.id)
             if not chain:
                 continue  # a running job may be proposing this position, and is compared when it is done
             draft = chain.drafts[0]
-            hit = draft.id == token
+            hit = draft.id == token.id
             self._compare(position, draft.confidence, hit)
             hits, missed = hits + hit, not hit
             if hit:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.proto.errors import OutriderError
 from outrider.proto.session.steering import Steer
-from outrider.proto.types import DraftToken, EdgeFrame, FinishReason, TopLogprobs
+from outrider.proto.types import CommittedToken, DraftToken, EdgeFrame, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +22,13 @@ class Emit:
 
     Attributes:
         start: position of the first.
-        tokens: [n] ids.
+        tokens: [n] the tokens.
         drafted: [n] whether each was an accepted draft.
-        logp: [n] natural logs of what each was drawn with; empty: not asked for.
-        logprobs: [n] natural logs in the target's own distribution; empty: not asked for.
-        top_logprobs: [n] likeliest tokens of each position; empty: not asked for.
     """
 
     start: int
-    tokens: tuple[int, ...]
+    tokens: tuple[CommittedToken, ...]
     drafted: tuple[bool, ...]
-    logp: tuple[float, ...]
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 from outrider.proto.errors import InvalidArgument, LeaseExpired, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.session.instructions import Reopen
 from outrider.proto.session.text import EdgeText
-from outrider.proto.types import MAX_TOKEN_ID, Commit, Continue, Open, Opened, Report, Sampling, SteeringRequest
+from outrider.proto.types import (
+    MAX_TOKEN_ID,
+    Commit,
+    Continue,
+    Open,
+    Opened,
+    Report,
+    Sampling,
+    SteeringRequest,
+    token_ids,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +131,7 @@ class EdgeStream:
         if known < 0:
             raise Unavailable("a commit was lost; resuming")
         mine = text.tokens[commit.start : commit.start + len(commit.tokens)]
-        if commit.start < text.prompt_length or commit.tokens[:known] != tuple(mine):
+        if commit.start < text.prompt_length or token_ids(commit.tokens[:known]) != tuple(mine):
             raise InvalidArgument("contradicts the transcript", field="commit.tokens")
         return known
 

@@ -134,18 +134,10 @@ class EdgeText:
 
     def emit(self, commit: Commit, known: int) -> Emit:
         """Count the commit's tokens after the first `known`, and return what hands them to the user."""
-        new = slice(known, None)
         drafted = tuple(i < commit.accepted for i in range(known, len(commit.tokens)))
         self.statistics.committed += len(drafted)
         self.statistics.accepted += sum(drafted)
-        return Emit(
-            len(self.tokens),
-            commit.tokens[new],
-            drafted,
-            commit.logp[new],
-            commit.logprobs[new],
-            commit.top_logprobs[new],
-        )
+        return Emit(len(self.tokens), commit.tokens[known:], drafted)
 
     def end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> Done:
         """End the turn."""

@@ -21,6 +21,7 @@ from outrider.proto.session.admission import VerifierRules, check_continue, chec
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.types import (
     Commit,
+    CommittedToken,
     Continue,
     Draft,
     FinishReason,
@@ -31,7 +32,7 @@ from outrider.proto.types import (
     Steering,
     SteeringRequest,
     Timing,
-    TopLogprobs,
+    token_ids,
 )
 
 PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, so many are asked for after so many tokens
@@ -39,22 +40,24 @@ PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, so many are asked for aft
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The engine has judged `block`: event of the verifier's half.
+    """What a step has made of a session's drafts: event of the verifier's half.
 
-    tokens_by_target: [k + 1], logp [k + 1] natural logs of their processed probabilities, reward as in Commit.
-    logprobs, top_logprobs: [a + 1] as in Commit, of the a drafts that agree and the token after; empty: not asked.
-    steering: the vector of the state behind the last draft that agrees, or behind the transcript's end where none does,
-    if `wanted_vector` asked for it.
+    Attributes:
+        block: [k] the drafts.
+        tokens_by_target: [k + 1] the target's tokens; `logprob` and `top` are those of the a drafts that agree and the
+            token after them, where asked for.
+        queue_s: time that the session was due and waited for the engine, in seconds.
+        verify_s: duration of the step, in seconds.
+        reward: mean of min(1, p / q) over the drafts; None: no q came.
+        steering: vector of the state after the last draft that agrees, or after the transcript's end where none does,
+            if `wanted_vector` asked for it.
     """
 
     block: tuple[int, ...]
-    tokens_by_target: tuple[int, ...]
-    logp: tuple[float, ...]
+    tokens_by_target: tuple[CommittedToken, ...]
     queue_s: float = 0.0
     verify_s: float = 0.0
     reward: float | None = None
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
     steering: Steering | None = None
 
 
@@ -307,21 +310,20 @@ class VerifierSession:
             sampling=self.sampling,
             eos_tokens=self._rules.eos_tokens,
         )
-        start = len(self.transcript)
-        self.transcript.extend(tokens)
+        start, ids = len(self.transcript), token_ids(tokens)
+        self.transcript.extend(ids)
         if not self._pays:
             self.credit = PROBE if self.generated % PROBE_EVERY < len(tokens) else 0
-        self._received.commit(tokens, now)
+        self._received.commit(ids, now)
         self._ready_since = now
         self._plan = None
         steering = verified.steering if self.finish is None else None  # no drafts are made after the end
         self._without_vector = self._without_vector + 1 if steering is None else 0
         return Commit(
             start=start,
-            tokens=tokens,
+            tokens=tokens if self._wants_logp else tuple([token._replace(logp=None) for token in tokens]),
             accepted=accepted,
             credit=self.credit,
-            logp=verified.logp[: len(tokens)] if self._wants_logp else (),
             reward=verified.reward,
             steering=steering,
             timing=Timing(
@@ -334,6 +336,4 @@ class VerifierSession:
             chain=max(0, self.chain),
             judged=len(verified.block),
             turn=self.turn,
-            logprobs=verified.logprobs[: len(tokens)],
-            top_logprobs=verified.top_logprobs[: len(tokens)],
         )

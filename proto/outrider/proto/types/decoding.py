@@ -159,7 +159,28 @@ class DraftToken(NamedTuple):
     perturbed_probability: float = math.nan
 
 
-def token_ids(tokens: Iterable[DraftToken]) -> tuple[int, ...]:
+TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens of one position with log p, likeliest first
+
+
+class CommittedToken(NamedTuple):
+    """A token of the text, and what the target's distributions say about it.
+
+    Attributes:
+        id: token id.
+        logp: natural log of the processed probability that it was drawn with; None: not asked for.
+        logprob: natural log of the model's own probability, before temperature, cuts, penalties, bias, allowed tokens
+            and grammar: what OpenAI's API and vLLM call logprob; None: not asked for.
+        top: likeliest tokens of the position as (id, natural log of p), of the same distribution as `logprob`,
+            likeliest first and the lower id first among equals; empty: not asked for.
+    """
+
+    id: int
+    logp: float | None = None
+    logprob: float | None = None
+    top: TopLogprobs = ()
+
+
+def token_ids(tokens: Iterable[DraftToken | CommittedToken]) -> tuple[int, ...]:
     """Return the ids of `tokens` [n]."""
     return tuple([token.id for token in tokens])
 
@@ -270,18 +291,14 @@ class Steering:
         require(len(self.values) % each == 0, "steering.values", f"must be {each} bytes a number")
 
 
-TopLogprobs = tuple[tuple[int, float], ...]  # the likeliest tokens of one position with log p, likeliest first
-
-
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Tokens that are now part of the text, for ever. The first `accepted` of them were drafts."""
 
     start: int
-    tokens: tuple[int, ...]
+    tokens: tuple[CommittedToken, ...]
     accepted: int
     credit: int
-    logp: tuple[float, ...] = ()
     reward: float | None = None
     steering: Steering | None = None
     timing: Timing = field(default_factory=Timing)
@@ -289,16 +306,14 @@ class Commit:
     chain: int = 0
     judged: int = 0
     turn: int = 0
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("logprobs", "top_logprobs"):
-            count = len(getattr(self, name))
-            require(count in (0, len(self.tokens)), f"commit.{name}", "must hold one for each token, or none")
         require(bool(self.tokens) or self.finish is not None, "commit.tokens", "is empty and the text goes on")
         require(0 <= self.accepted <= len(self.tokens), "commit.accepted", "exceeds the tokens")
-        require(len(self.logp) in (0, len(self.tokens)), "commit.logp", "must hold one for each token, or none")
+        of_each = "must be there for each token, or for none"
+        require(len({token.logp is None for token in self.tokens}) < 2, "commit.logp", of_each)
+        require(len({token.logprob is None for token in self.tokens}) < 2, "commit.logprobs", of_each)
+        require(len({len(token.top) for token in self.tokens}) < 2, "commit.top_logprobs", of_each)
 
 
 @dataclass(frozen=True, slots=True)
