@@ -15,6 +15,7 @@ from outrider.cloud.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.deploy.cluster import embedded_drafters
+from outrider.edge.testing.tiny_drafter import greedy_by_hand
 
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(500)]
 
@@ -84,3 +85,14 @@ def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(edge_pytho
         print(f"peak memory of the edge: {megabytes} MB")
 
     asyncio.run(main())
+
+
+def test_what_the_edge_ships_for_tests_works_in_the_wheel_without_pytest(edge_python, tmp_path) -> None:
+    program = (
+        "import importlib.util; from outrider.edge.testing import ScriptedDrafter, tiny_drafter;"
+        "from outrider.edge.drafters import ProposalRule; from outrider.proto.types import Sampling;"
+        "state = ScriptedDrafter([5, 6]).open(ProposalRule(Sampling()));"
+        "print(importlib.util.find_spec('pytest'), len(state.propose(3)), *tiny_drafter.greedy_by_hand((1,), 2))"
+    )
+    out = subprocess.run([str(edge_python), "-c", program], check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert out.stdout.split() == ["None", "2", *map(str, greedy_by_hand((1,), 2))]

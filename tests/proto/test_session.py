@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from checked_simulation import HASH, CheckedSimulation, open_frame, own_text, rules
@@ -34,6 +35,7 @@ from outrider.proto.session import (
     RetryRules,
     Send,
     Verified,
+    VerifierRules,
     VerifierSession,
     accept_drafts,
 )
@@ -46,6 +48,7 @@ from outrider.proto.types import (
     FinishReason,
     Goal,
     Goaway,
+    Open,
     Opened,
     Patience,
     Report,
@@ -83,78 +86,84 @@ drafters = st.fixed_dictionaries(
 # === the two halves together ====================================================================================
 
 
-@settings(max_examples=900, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
+@dataclass(frozen=True)
+class Scenario:
+    """Whatever may differ from one text to another.
+
+    Attributes:
+        drafter: keywords of `drafter_of`; None: cloud streaming.
+        patience: of the edge.
+        speed: of a step and of a draft, seconds.
+        options: more keywords of `CheckedSimulation`.
+    """
+
+    seed: int
+    drafter: dict[str, Any] | None
+    verifier: VerifierRules
+    max_tokens: int
+    patience: Patience | None
+    announced_window: int
+    speed: tuple[float, float]
+    options: dict[str, Any]
+
+    def frame(self) -> Open:
+        return open_frame(
+            sampling=Sampling(max_tokens=self.max_tokens, stop_tokens=(7,) if self.seed % 5 == 0 else ()),
+            patience=self.patience,
+            drafting=self.drafter is not None,
+            window=self.announced_window,
+        )
+
+    def simulation(self, frame: Open, oracle: Any) -> CheckedSimulation:
+        step_s, drafting_s = self.speed
+        return CheckedSimulation(
+            frame,
+            oracle,
+            drafter_of(oracle, self.seed, **self.drafter) if self.drafter else None,
+            verifier=self.verifier,
+            seed=self.seed,
+            step_s=step_s,
+            drafting_s=drafting_s,
+            **self.options,
+        )
+
+
+scenarios = st.builds(
+    Scenario,
     seed=st.integers(0, 1 << 30),
-    window=windows,
-    patience=patiences,
-    verifiers_patience=patiences,
-    link=links,
     drafter=st.one_of(drafters, drafters, drafters, st.none()),
-    max_drafts=st.sampled_from([16, 8, 2, 1]),
-    max_credit=st.sampled_from([64, 20, 5, 1]),
+    verifier=st.builds(
+        rules,
+        max_drafts=st.sampled_from([16, 8, 2, 1]),
+        max_credit=st.sampled_from([64, 20, 5, 1]),
+        patience=patiences,
+        context_length=st.sampled_from([512, 511, 500, 20, PROMPT_LENGTH + 1]),
+        goal=st.sampled_from(Goal),
+    ),
     max_tokens=st.sampled_from([40, 30, 80, 60, 1, 2]),
-    context_length=st.sampled_from([512, 511, 500, 20, PROMPT_LENGTH + 1]),
-    speed=st.sampled_from([(0.03, 0.002), (0.005, 0.02), (0.0, 0.0), (0.03, 0.1)]),
-    row_s=st.sampled_from([0.0, 0.002]),
-    goal=st.sampled_from(Goal),
-    send_q=st.booleans(),
-    most_per_job=st.sampled_from([1, 8]),
-    fickle_credit=st.booleans(),
-    queues_while_busy=st.booleans(),
+    patience=patiences,
     announced_window=st.sampled_from([0, 1, 4]),
+    speed=st.sampled_from([(0.03, 0.002), (0.005, 0.02), (0.0, 0.0), (0.03, 0.1)]),
+    options=st.fixed_dictionaries(
+        {
+            "window": windows,
+            "link": links,
+            "row_s": st.sampled_from([0.0, 0.002]),
+            "send_q": st.booleans(),
+            "most_per_job": st.sampled_from([1, 8]),
+            "fickle_credit": st.booleans(),
+            "queues_while_busy": st.booleans(),
+        }
+    ),
 )
-def test_the_text_is_the_oracles_own_whatever_link_drafter_and_policies_do(
-    seed,
-    window,
-    patience,
-    verifiers_patience,
-    link,
-    drafter,
-    max_drafts,
-    max_credit,
-    max_tokens,
-    context_length,
-    speed,
-    row_s,
-    goal,
-    send_q,
-    most_per_job,
-    fickle_credit,
-    queues_while_busy,
-    announced_window,
-):
-    verifier = rules(
-        max_drafts=max_drafts,
-        max_credit=max_credit,
-        patience=verifiers_patience,
-        context_length=context_length,
-        goal=goal,
-    )
-    frame = open_frame(
-        sampling=Sampling(max_tokens=max_tokens, stop_tokens=(7,) if seed % 5 == 0 else ()),
-        patience=patience,
-        drafting=drafter is not None,
-        window=announced_window,
-    )
-    oracle = hashing_oracle(seed)
-    simulation = CheckedSimulation(
-        frame,
-        oracle,
-        drafter_of(oracle, seed, **drafter) if drafter else None,
-        verifier=verifier,
-        window=window,
-        link=link,
-        seed=seed,
-        step_s=speed[0],
-        drafting_s=speed[1],
-        row_s=row_s,
-        send_q=send_q,
-        most_per_job=most_per_job,
-        fickle_credit=fickle_credit,
-        queues_while_busy=queues_while_busy,
-    )
-    assert simulation.run() == own_text(oracle, frame, verifier)
+
+
+@settings(max_examples=900, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(scenario=scenarios)
+def test_the_text_is_the_oracles_own_whatever_link_drafter_and_policies_do(scenario):
+    frame, oracle = scenario.frame(), hashing_oracle(scenario.seed)
+    simulation = scenario.simulation(frame, oracle)
+    assert simulation.run() == own_text(oracle, frame, scenario.verifier)
     assert simulation.done.error is None
     assert simulation.edge.finish is simulation.done.finish is not None
     assert simulation.edge.statistics.committed == len(simulation.emitted)
