@@ -1,4 +1,4 @@
-"""A verifier's figures: what its engine and its streams did, over HTTP, with nothing that tells whose text it was."""
+"""A verifier's metrics: what its engine and its streams did, over HTTP, with nothing that tells whose text it was."""
 
 from __future__ import annotations
 
@@ -138,20 +138,20 @@ def test_refusals_are_counted_by_kind_and_logged_with_their_session_and_no_text(
             first = client.generate(PROMPT, max_tokens=60, ignore_eos=True)
             await anext(first)
             second = asyncio.create_task(client.complete(PROMPT, max_tokens=4))
-            figures = {}
-            while figures.get(("outrider:verifier_sheds_total", whose), 0) == 0:
-                figures = await asyncio.to_thread(scrape, server.metrics_address)
+            metrics = {}
+            while metrics.get(("outrider:verifier_sheds_total", whose), 0) == 0:
+                metrics = await asyncio.to_thread(scrape, server.metrics_address)
             await first.aclose()
             await second
-        return figures
+        return metrics
 
     whose = ("tiny", "verifier")
     try:
-        figures = run(folder, scenario, kv_tokens=64, pace_s=0.05)
+        metrics = run(folder, scenario, kv_tokens=64, pace_s=0.05)
     finally:
         logger.removeHandler(handler)
         logger.level = before
-    assert figures["outrider:verifier_refused_sessions_total", ("ResourceExhausted", *whose)] >= 1
+    assert metrics["outrider:verifier_refused_sessions_total", ("ResourceExhausted", *whose)] >= 1
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     refused = [line for line in lines if line.get("error") == "ResourceExhausted"]
     assert {line["logger"] for line in refused} == {"outrider.cloud.server", "outrider.edge.decoding"}
@@ -186,7 +186,7 @@ def test_only_metrics_are_served_and_only_where_it_was_told(folder) -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:9100", "nonsense", "127.0.0.1:99999", "example.org:1"])
-def test_figures_beyond_loopback_must_be_asked_for_plainly(listen) -> None:
+def test_metrics_beyond_loopback_must_be_asked_for_plainly(listen) -> None:
     with pytest.raises(ConfigError) as caught:
         VerifierConfig(metrics_listen=listen)
     assert caught.value.field == "metrics_listen"

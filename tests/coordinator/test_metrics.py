@@ -1,4 +1,4 @@
-"""A coordinator's figures: leases by outcome, the fleet as it is, and what finished sessions reported."""
+"""A coordinator's metrics: leases by outcome, the fleet as it is, and what finished sessions reported."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_relay_shows_its_streams_and_the_latency_that_it_adds(serve) -> None:
     serve(scenario, ScriptedCluster(ready("a")), metrics_listen="127.0.0.1:0", relay=True)
 
 
-def test_no_figures_are_served_unless_asked_for(serve) -> None:
+def test_no_metrics_are_served_unless_asked_for(serve) -> None:
     async def scenario(call) -> None:
         assert call.server.metrics_address == ""
 
@@ -101,7 +101,7 @@ def test_models_that_strangers_report_cannot_grow_the_table_without_end() -> Non
     assert by_model["other"] == 2 * MAX_MODELS
 
 
-def test_figures_beyond_loopback_must_be_asked_for_plainly() -> None:
+def test_metrics_beyond_loopback_must_be_asked_for_plainly() -> None:
     with pytest.raises(ConfigError) as caught:
         CoordinatorConfig(lease_secret=b"0" * 16, metrics_listen="0.0.0.0:9100")
     assert caught.value.field == "metrics_listen"

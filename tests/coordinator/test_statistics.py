@@ -75,7 +75,7 @@ def test_a_flood_of_invented_drafters_keeps_the_table_bounded() -> None:
         ("session", {"session": ""}),
     ],
 )
-def test_impossible_figures_are_refused_by_field_and_not_counted(field: str, wrong: dict[str, object]) -> None:
+def test_impossible_numbers_are_refused_by_field_and_not_counted(field: str, wrong: dict[str, object]) -> None:
     statistics = FleetStatistics()
     values: dict[str, object] = {"session": "s", "model": "tiny", "verifier": "v", **wrong}
     with pytest.raises(InvalidArgument) as refusal:
@@ -96,7 +96,7 @@ def test_statistics_survive_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"judged": [[1]], "leases_granted": 0}'])
-def test_a_missing_or_broken_state_file_starts_anew(tmp_path: Path, content: str | None) -> None:
+def test_a_missing_or_broken_state_file_starts_from_nothing(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "state.json").write_text(content)
     statistics = FleetStatistics()

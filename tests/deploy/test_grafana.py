@@ -223,7 +223,7 @@ def test_running_processes_export_what_the_dashboard_queries_with_its_labels(roo
 
 
 @pytest.mark.parametrize("command", ["verifier", "coordinator"])
-def test_the_command_line_refuses_figures_beyond_loopback_in_one_line(command, tmp_path, capsys) -> None:
+def test_the_command_line_refuses_metrics_beyond_loopback_in_one_line(command, tmp_path, capsys) -> None:
     from outrider.deploy.cli import main
 
     secret = tmp_path / "secret"

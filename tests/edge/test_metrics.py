@@ -1,4 +1,4 @@
-"""An edge's figures: exact counts of what happened, phases that add up, an estimate of the speed-up near the truth."""
+"""An edge's metrics: exact counts of what happened, phases that add up, an estimate of the speed-up near the truth."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_the_exposition_follows_the_accept_header_and_parses_in_both_formats() -
     assert {family.name for family in parse_openmetrics(body.decode())} == declared == plain
 
 
-def test_others_may_add_their_figures_to_the_same_registry() -> None:
+def test_others_may_add_their_metrics_to_the_same_registry() -> None:
     from prometheus_client import Counter
 
     metrics = EdgeMetrics()

@@ -46,10 +46,7 @@ _FROM_STATISTICS = {  # by attribute of the statistics of a text
     "vectors": ("outrider:edge_steering_codes", "Steering codes received in commits."),
     "bad_vectors": ("outrider:edge_steering_bad_codes", "Steering codes that could not be read, and were dropped."),
     "vector_bytes": ("outrider:edge_steering_bytes", "Bytes of the steering codes received."),
-    "steered_jobs": (
-        "outrider:edge_steered_jobs",
-        "Drafting jobs that were steered by a code of the target's state.",
-    ),
+    "steered_jobs": ("outrider:edge_steered_jobs", "Drafting jobs that were steered by a code of the target's state."),
     "vector_age": (
         "outrider:edge_steering_age_positions",
         "Sum over steered drafting jobs of the code's age: positions from its own to the one that the job's first "
