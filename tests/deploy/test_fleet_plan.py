@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from outrider.deploy.commands.serving import ActorSettings
-from outrider.deploy.fleet import Change, Replica, of_model, plan, ray_options
+from outrider.deploy.fleet import Change, Replica, of_model, plan
+from outrider.deploy.servers import ray_options
 from outrider.proto.errors import ConfigError, NotFound
 
 

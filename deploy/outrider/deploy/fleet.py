@@ -10,12 +10,10 @@ from typing import Any
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import ScaleSettings
-from outrider.deploy.commands.serving import ActorSettings
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 
 ANSWER_TIMEOUT_S = 60.0
 SPARE_S = 30.0  # beyond the grace, for an actor to answer
-PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # Ray's names of its strategies
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,27 +146,6 @@ class Fleet:
         from outrider.cloud.actor import ACTOR_PREFIX, NAMESPACE
 
         return ray.get_actor(ACTOR_PREFIX + name, namespace=NAMESPACE)
-
-
-def ray_options(settings: ActorSettings) -> dict[str, Any]:
-    """What the options of `outrider verifier` say to Ray of a detached actor; raises `ConfigError`."""
-    return {
-        "lifetime": "detached",
-        "num_cpus": settings.cpus,
-        "num_gpus": settings.gpus,
-        "resources": dict(map(_resource, settings.resource)),
-        "scheduling_strategy": PLACEMENT[settings.placement],
-    }
-
-
-def _resource(text: str) -> tuple[str, float]:
-    name, equals, amount = text.partition("=")
-    try:
-        if name and equals and (value := float(amount)) > 0:
-            return name, value
-    except ValueError:
-        pass
-    raise ConfigError(f"{text!r} is not NAME=AMOUNT, with an amount above 0", field="resource")
 
 
 def _natural(name: str) -> tuple[str, int]:

@@ -21,6 +21,8 @@ from outrider.proto.plumbing.tls import ClientTls
 
 logger = logging.getLogger(__name__)
 
+PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # Ray's names of its strategies
+
 
 def up(given: Given) -> int:
     """Run `outrider up`."""
@@ -119,7 +121,6 @@ def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: byt
     from outrider.cloud.actor import start_verifier_actor
     from outrider.coordinator.ray_cluster import connect_ray
     from outrider.deploy.cluster import wait_until_loaded
-    from outrider.deploy.fleet import ray_options
 
     connect_ray(settings.ray_address)
     actor = start_verifier_actor(config.name, config, lease_secret=secret, ray_options=ray_options(settings))
@@ -182,3 +183,24 @@ async def until_told_to_go() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
     await told.wait()
+
+
+def ray_options(settings: ActorSettings) -> dict[str, Any]:
+    """Return what Ray is to know of a detached actor; raises `ConfigError`."""
+    return {
+        "lifetime": "detached",
+        "num_cpus": settings.cpus,
+        "num_gpus": settings.gpus,
+        "resources": dict(map(_resource, settings.resource)),
+        "scheduling_strategy": PLACEMENT[settings.placement],
+    }
+
+
+def _resource(text: str) -> tuple[str, float]:
+    name, equals, amount = text.partition("=")
+    try:
+        if name and equals and (value := float(amount)) > 0:
+            return name, value
+    except ValueError:
+        pass
+    raise ConfigError(f"{text!r} is not NAME=AMOUNT, with an amount above 0", field="resource")
