@@ -21,7 +21,7 @@ from outrider.proto.plumbing.tls import ClientTls, ServerTls
 from outrider.proto.settings import REQUIRED
 
 RUNNABLE = [name for name, entry in COMMANDS.items() if entry.declared]
-HEAVY = ("torch", "ray", "onnxruntime", "transformers", "tokenizers", "numpy", "matplotlib", "pydantic", "rich")
+HEAVY = ("torch", "ray", "onnxruntime", "transformers", "tokenizers", "numpy", "matplotlib", "pydantic", "rich", "grpc")
 # Text that each of these takes, and that is not its default.
 TEXTS = {
     "drafter": "ngram",

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import grpc
-
 from outrider.proto.errors import ConfigError
 from outrider.proto.settings import REQUIRED, option
 
 if TYPE_CHECKING:
+    import grpc
     from cryptography import x509
 
 logger = logging.getLogger(__name__)
@@ -104,6 +103,8 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     Raises:
         ConfigError: a file is unreadable, not PEM, expired, or the key is not the certificate's.
     """
+    import grpc
+
     watched = _Watched(tls.files, lambda: _server_configuration(tls))
     return grpc.dynamic_ssl_server_credentials(
         watched.value, watched.if_changed, require_client_authentication=tls.client_ca is not None
@@ -148,6 +149,8 @@ def open_channel(
 
     The server's certificate must have the name `server_name`; empty: the host of `address`.
     """
+    import grpc
+
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     named = [*options, *_name_option(server_name)]
@@ -161,6 +164,8 @@ def open_blocking_channel(
     server_name: str = "",
 ) -> grpc.Channel:
     """As `open_channel`, for threads."""
+    import grpc
+
     if credentials is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, credentials, options=[*options, *_name_option(server_name)])
@@ -248,12 +253,16 @@ def _version(files: tuple[Path, ...]) -> tuple[object, ...]:
 
 
 def _server_configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
+    import grpc
+
     chain, key = _identity(tls.cert, tls.key)
     roots = None if tls.client_ca is None else _authorities(tls.client_ca, "tls_client_ca")
     return grpc.ssl_server_certificate_configuration([(key, chain)], roots)
 
 
 def _channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
+    import grpc
+
     roots = None if tls.ca == PUBLIC else _authorities(tls.ca, "tls_ca")
     if tls.cert is None or tls.key is None:
         return grpc.ssl_channel_credentials(roots)
