@@ -1,0 +1,104 @@
+"""The machine issues its drafters' jobs itself: one at a time, with the event that makes each possible."""
+
+from __future__ import annotations
+
+from checked_simulation import open_frame
+
+from outrider.edge.policies.selection import FixedShare, Leader
+from outrider.proto.errors import Internal, Unavailable
+from outrider.proto.policy import FixedWindow
+from outrider.proto.session import (
+    Cancelled,
+    CatchUpJob,
+    CaughtUp,
+    Disconnected,
+    Drafted,
+    DrafterFailed,
+    DraftJob,
+    EdgeInstruction,
+    EdgeSession,
+    Emit,
+    Selection,
+    Send,
+    Started,
+    StreamReady,
+    TeacherForced,
+)
+from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened
+
+OPENED = Opened(0, 16, 40, "v", 512, planned=False)
+
+
+def edge(drafters: int = 1) -> EdgeSession:
+    names = tuple("abc"[:drafters])
+    selection = Selection(Leader(experts=FixedShare(arms=drafters)), names) if drafters > 1 else None
+    return EdgeSession(open_frame(), FixedWindow(4), selection=selection, job_tokens=lambda _: 2)
+
+
+def jobs(instructions: list[EdgeInstruction]) -> list[DraftJob | CatchUpJob]:
+    return [instruction for instruction in instructions if isinstance(instruction, DraftJob | CatchUpJob)]
+
+
+def drafted(job: DraftJob | CatchUpJob, *tokens: int) -> Drafted:
+    assert isinstance(job, DraftJob)
+    return Drafted(job, tuple(DraftToken(token, 0.5) for token in tokens), 0.001)
+
+
+def test_opening_brings_the_first_job_and_each_answer_the_next() -> None:
+    machine = edge()
+    assert machine.handle(Started(), 0.0) == []
+    (instruction,) = machine.handle(StreamReady(b"lease"), 0.0)
+    assert isinstance(instruction, Send)
+    assert isinstance(instruction.frame, Open)
+    (first,) = jobs(machine.handle(OPENED, 0.1))
+    assert first == DraftJob(0, (3, 1, 2), 2, 0)
+    sent, second = machine.handle(drafted(first, 1, 2), 0.2)
+    assert sent == Send(Draft(0, 3, (1, 2)))
+    assert second == DraftJob(5, (), 2, 0)
+    assert jobs(machine.handle(drafted(second, 4, 5), 0.3)) == [], "four tokens are in flight"
+    emit, _, third = machine.handle(Commit(3, (1, 2), 2, 16), 0.4)
+    assert isinstance(emit, Emit)
+    assert third == DraftJob(7, (), 2, 0)
+
+
+def test_a_commit_during_a_job_brings_none_and_the_next_goes_by_the_new_text() -> None:
+    machine = edge()
+    machine.handle(StreamReady(b""), 0.0)
+    (job,) = jobs(machine.handle(OPENED, 0.1))
+    assert jobs(machine.handle(Commit(3, (7,), 0, 16), 0.2)) == []
+    (again,) = jobs(machine.handle(drafted(job, 1, 2), 0.3))
+    assert again == DraftJob(3, (7,), 2, 0)
+
+
+def test_idle_drafters_catch_up_with_the_prompt_before_there_is_a_stream() -> None:
+    machine = edge(drafters=2)
+    instructions = machine.handle(Started(), 0.0)
+    for index in range(2):
+        (job,) = jobs(instructions)
+        assert isinstance(job, CatchUpJob)
+        assert (job.drafter, job.tokens, job.skip, job.score) == (index, (3, 1, 2), 1, 2)
+        instructions = machine.handle(CaughtUp(job, TeacherForced(log_q=(-1.0, -1.0)), 0.001), 0.01)
+    assert instructions == []
+    assert machine.statistics.read == 6
+
+
+def test_a_failed_drafter_leaves_its_job_to_another_and_the_last_leaves_none() -> None:
+    machine = edge(drafters=2)
+    machine.handle(StreamReady(b""), 0.0)
+    assert jobs(machine.handle(Disconnected(Unavailable("no")), 0.0)) == [], "the first one is still catching up"
+    machine.handle(DrafterFailed(Internal("broken"), 0), 0.1)
+    machine.handle(StreamReady(b""), 0.2)
+    instructions = machine.handle(OPENED, 0.3)
+    assert jobs(instructions) == [], "the second one is catching up"
+    (job,) = jobs(machine.handle(CaughtUp(CatchUpJob(1, 0, (3, 1, 2), 1, 2), TeacherForced(), 0.001), 0.4))
+    assert (type(job), job.drafter) == (DraftJob, 1)
+    assert jobs(machine.handle(DrafterFailed(Internal("broken"), 1), 0.5)) == []
+    assert machine.handle(Commit(3, (7,), 0, 16), 0.6)[0] == Emit(3, (7,), (False,), ())
+
+
+def test_a_text_that_has_ended_asks_for_nothing_more() -> None:
+    machine = edge()
+    machine.handle(StreamReady(b""), 0.0)
+    (job,) = jobs(machine.handle(OPENED, 0.1))
+    assert jobs(machine.handle(Cancelled(), 0.2)) == []
+    assert machine.handle(drafted(job, 1, 2), 0.3) == []
