@@ -12,6 +12,7 @@ from outrider.proto.tracing import trace_endpoint_option
 from outrider.proto.types import Goal, Patience
 
 DTYPES = ("float32", "bfloat16", "float16")
+KV_TOKENS = 32768
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 TARGET = "target"
 
@@ -47,7 +48,9 @@ class VerifierConfig(GrpcServerSettings):
     threads: int = option(
         0, "torch threads on the CPU; 0: torch's choice", flag="target-threads", group=TARGET, check=at_least(0)
     )
-    kv_tokens: int = option(32768, "positions in the KV cache, all sessions together", group=TARGET, check=at_least(16))
+    kv_tokens: int = option(
+        KV_TOKENS, "positions in the KV cache, all sessions together", group=TARGET, check=at_least(16)
+    )
     page_size: int = option(16, "positions a page of the KV cache", check=at_least(1))
     context_length: int = option(0, "positions a session; 0: the target's own", group=TARGET, check=at_least(0))
     batch_invariant: bool = option(False, "same bytes whatever shares a step, in bfloat16 too; slower", group=TARGET)

@@ -13,6 +13,7 @@ import torch
 
 from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, Span
+from outrider.cloud.config import KV_TOKENS
 from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.linear import exchange_linears
@@ -176,7 +177,7 @@ def load_target(
     *,
     device: str = "cpu",
     dtype: str = "float32",
-    kv_tokens: int = 32768,
+    kv_tokens: int = KV_TOKENS,
     page_size: int = 16,
     context_length: int = 0,
     batch_invariant: bool = False,
