@@ -110,7 +110,8 @@ def portable_log(x: np.ndarray) -> np.ndarray:
     slice_ = (shifted >> np.int64(52 - _SLICE_BITS)) & np.int64((1 << _SLICE_BITS) - 1)
     z = (bits - (exponent << np.int64(52))).view(np.float64)
     r = z * _INVERSE[slice_] - 1.0
-    return exponent.astype(np.float64) * _LN2 + (_LOG_C[slice_] + _log1p_series(r))
+    logarithm: np.ndarray = exponent.astype(np.float64) * _LN2 + (_LOG_C[slice_] + _log1p_series(r))
+    return logarithm
 
 
 def _log1p_series(r: Any) -> Any:
@@ -153,7 +154,8 @@ class NoiseSieve:
         x = self._counters[tokens] + keys
         x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
-        return x ^ (x >> np.uint64(31))
+        bits: np.ndarray = x ^ (x >> np.uint64(31))
+        return bits
 
     def _upper_bits(self, key: np.uint64, counters: np.ndarray) -> np.ndarray:
         """As `bits`, in place, but only the upper 31 are right: the last mixing would leave them as they are."""

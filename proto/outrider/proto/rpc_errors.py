@@ -32,7 +32,8 @@ def to_status(error: OutriderError) -> tuple[grpc.StatusCode, str, tuple[tuple[s
 
 def _detail(value: bytes) -> pb.ErrorDetail | None:
     try:
-        return pb.ErrorDetail.FromString(value)
+        result: pb.ErrorDetail = pb.ErrorDetail.FromString(value)
+        return result
     except DecodeError:
         return None  # somebody between us and the server has touched it; the status still tells the kind
 

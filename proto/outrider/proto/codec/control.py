@@ -56,7 +56,8 @@ encode_drained, decode_drained = DRAINED.encode, DRAINED.decode
 
 def encode_fetch(sha256: str, offset: int) -> bytes:
     """Return one `FetchFileRequest` message."""
-    return pb.FetchFileRequest(sha256=sha256, offset=offset).SerializeToString()
+    result: bytes = pb.FetchFileRequest(sha256=sha256, offset=offset).SerializeToString()
+    return result
 
 
 def decode_fetch(data: bytes) -> tuple[str, int]:

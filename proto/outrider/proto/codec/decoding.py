@@ -159,7 +159,8 @@ _FROM_CLOUD = {name: from_wire for name, _, from_wire in _CLOUD_BODIES.values()}
 def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
     """Return one `EdgeFrame` message."""
     name, to_wire, _ = _EDGE_BODIES[type(frame)]
-    return pb.EdgeFrame(**{name: to_wire(frame)}).SerializeToString()
+    result: bytes = pb.EdgeFrame(**{name: to_wire(frame)}).SerializeToString()
+    return result
 
 
 def decode_edge_frame(data: bytes, most_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeFrame:
@@ -175,13 +176,15 @@ def decode_edge_frame(data: bytes, most_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeF
     """
     wire = parse(pb.EdgeFrame, data)
     _check_lengths(wire, most_tokens)
-    return _from_body(wire, _FROM_EDGE)
+    result: t.EdgeFrame = _from_body(wire, _FROM_EDGE)
+    return result
 
 
 def encode_cloud_frame(frame: t.CloudFrame) -> bytes:
     """Return one `CloudFrame` message."""
     name, to_wire, _ = _CLOUD_BODIES[type(frame)]
-    return pb.CloudFrame(**{name: to_wire(frame)}).SerializeToString()
+    result: bytes = pb.CloudFrame(**{name: to_wire(frame)}).SerializeToString()
+    return result
 
 
 def decode_cloud_frame(data: bytes) -> t.CloudFrame:
@@ -190,7 +193,8 @@ def decode_cloud_frame(data: bytes) -> t.CloudFrame:
     Raises:
         InvalidArgument: with the field named.
     """
-    return _from_body(parse(pb.CloudFrame, data), _FROM_CLOUD)
+    result: t.CloudFrame = _from_body(parse(pb.CloudFrame, data), _FROM_CLOUD)
+    return result
 
 
 def _from_body(wire: Any, bodies: dict[str, Callable[[Any], Any]]) -> Any:

@@ -87,7 +87,8 @@ class Drafting:
     def expected_unsent(self) -> float:
         """Return the tokens that the verifier will probably accept of those that it has not been sent."""
         survival = itertools.accumulate(self._chances(), operator.mul)
-        return sum(itertools.islice(survival, self._chain.sent, None))
+        unsent: float = sum(itertools.islice(survival, self._chain.sent, None))
+        return unsent
 
     def _chances(self) -> list[float]:
         return self._meter.chances(self._chain, self.active)
