@@ -171,12 +171,14 @@ class Engine:
         running = self._slots.running()
         if (masks_by := _masks_by(running)) > now:
             return Batch(wake_at=masks_by)
-        flowing = [slot for slot in running if not slot.backlogged]
-        batch = self._batching.plan([slot for slot in flowing if not slot.busy], self._slots.num_running, now)
-        self.metrics.lingers.inc(batch.delayed and self._delayed_until <= now)
+        asked = [slot for slot in running if slot.busy]  # too late for this step
+        ready = [slot for slot in running if not (slot.backlogged or slot.busy)]
+        batch = self._batching.plan(ready, self._slots.num_running, now)
+        if batch.delayed and self._delayed_until <= now:
+            self.metrics.lingers.inc()
         self._delayed_until = batch.wake_at if batch.delayed else now
         if not batch.shares:
-            look_s = BACKLOG_S if len(flowing) < len(running) else IDLE_S
+            look_s = BACKLOG_S if len(asked) + len(ready) < len(running) else IDLE_S
             return replace(batch, wake_at=min(batch.wake_at, now + look_s))
         shares = self._with_masks(batch.shares, now)
         whole = len(shares) == len(batch.shares)
