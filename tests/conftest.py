@@ -60,12 +60,12 @@ def _one_torch_thread() -> None:
 
 @pytest.fixture
 def all_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft at hand is judged and credit stays: else both follow what steps were measured to cost.
+    """Every draft at hand is verified and credit stays: else both follow what steps were measured to cost.
 
-    On a busy machine rows can look so dear that no draft is judged at all. Drafts can still come too late there: a test
-    that needs some to be accepted gives its session patience too.
+    On a busy machine rows can look so dear that no draft is verified at all. Drafts can still come too late there: a
+    test that needs some to be accepted gives its session patience too.
     """
-    monkeypatch.setattr("outrider.proto.session.verifier.best_block", lambda view: view.most_drafts)
+    monkeypatch.setattr("outrider.proto.session.verifier.best_block", lambda view: view.max_drafts)
     monkeypatch.setattr("outrider.proto.session.verifier.overtakes", lambda view: True)
 
 

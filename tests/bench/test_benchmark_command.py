@@ -22,7 +22,7 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.types import Goal, Patience
 
 TOKENS = 16
-SMALL = ("--pace", "5", "--max-tokens", str(TOKENS), "--target-threads", "1")
+SMALL = ("--min-step", "5", "--max-tokens", str(TOKENS), "--target-threads", "1")
 MEASURED = ["cloud", "sync", "outrider"]
 REPLAYED = ["optimum", "cloud", "outrider"]
 
@@ -85,7 +85,9 @@ def test_every_mode_is_measured_on_every_link_and_the_replays_stand_beside_them(
         by_link.setdefault(run.link.rtt_ms, []).append((run.mode, run.replayed))
     expected = [(mode, False) for mode in MEASURED] + [(mode, True) for mode in REPLAYED]
     assert by_link == {0.0: expected, 20.0: expected}
-    assert {(run.pace_ms, run.sessions, run.temperature, run.domain) for run in benchmark.runs} == {(5.0, 1, 0.0, "")}
+    assert {(run.min_step_ms, run.sessions, run.temperature, run.domain) for run in benchmark.runs} == {
+        (5.0, 1, 0.0, "")
+    }
 
 
 def test_the_texts_are_those_of_cloud_streaming(benchmark) -> None:
@@ -154,7 +156,7 @@ def test_sessions_on_unlike_links_at_once_are_one_run_a_mode(prompt, tmp_path) -
         (["--up", "1,2", "--rtt", "5"], 1, "up: has 2 entries where --rtt has 1"),
         (["--modes", "cloud,magic"], 2, "--modes: 'magic' is none of cloud, sync,"),
         (["--trace", "nowhere"], 1, "trace: there is no file nowhere"),
-        (["--pace", "-1"], 2, "--pace: -1.0 is below 0"),
+        (["--min-step", "-1"], 2, "--min-step: -1.0 is below 0"),
         (["--rtt", "fast"], 2, "--rtt: 'fast' is not a number"),
         (["--prompts", "nowhere.jsonl"], 1, "prompts: cannot read"),
     ],
@@ -185,7 +187,7 @@ def check_mistake(arguments: list[str], status: int, says: str, capfd: pytest.Ca
 
 def test_a_verifiers_process_gets_the_very_settings_and_its_refusal_comes_back(tmp_path) -> None:
     file = tmp_path / "tokenizer.json"
-    config = VerifierConfig(threads=1, patience=Patience(0.001, 4), goal=Goal.EFFICIENCY, pace_s=0.05)
+    config = VerifierConfig(threads=1, patience=Patience(0.001, 4), goal=Goal.EFFICIENCY, min_step_s=0.05)
 
     async def steps() -> list[StepTiming]:
         async with VerifierProcess(config, file) as verifier:

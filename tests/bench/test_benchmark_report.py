@@ -135,7 +135,7 @@ def synthetic() -> Benchmark:
     runs += [run("hf-generate", 0, 31, token_gaps_ms=gaps(0, 31)), run("hf-assisted", 0, 21, acceptance=0.66)]
     limited = LinkRecord(60, up_mbit=1, down_mbit=10, jitter_ms=10, trace="lte-drive")
     runs += [replace(entry, link=limited) for entry in over_link(60)]
-    bare = {"pace_ms": 100.0, "token_gaps_ms": None, "timeline": None}
+    bare = {"min_step_ms": 100.0, "token_gaps_ms": None, "timeline": None}
     paced = [replace(entry, **bare) for rtt_ms in (0, 30) for entry in over_link(rtt_ms)]
     return Benchmark(ENVIRONMENT, (*runs, *paced))
 

@@ -133,7 +133,10 @@ def test_a_drafter_that_a_code_makes_right_three_times_commits_four_tokens_a_ste
     rounds = synchronous_rounds(Obedient(text), text, GREEDY, sent(np.full(60, 3.0)), drafts=8)
     assert rounds.tokens == 41
     assert rounds.steps == 1 + 10  # the first has no code: its one token is the target's own
-    assert (rounds.accepted, rounds.compared) == (30, 40)  # in every round but the last one more was judged, and missed
+    assert (rounds.accepted, rounds.compared) == (
+        30,
+        40,
+    )  # in every round but the last one more was verified, and missed
     assert (len(rounds.first_s), len(rounds.next_s)) == (10, 29)  # the text's first round, which reads, left out
 
 
@@ -255,7 +258,7 @@ def test_rounds_are_a_sessions_and_an_engine_that_reads_first_takes_one_more(see
     assert_same(rounds, by_session_machine(frame, rules, drafter.open(ProposalRule(sampling)), step).statistics)
 
     trace = HitTrace("t", "", "d", "1", 0.0, 5, text.transcript[5:], hits, (math.nan,) * tokens, ended=ended)
-    link, free = LinkShape.of(rtt_ms=40), Costs(row_s=0.0)  # a row that costs nothing is always judged
+    link, free = LinkShape.of(rtt_ms=40), Costs(row_s=0.0)  # a row that costs nothing is always verified
     (outcome,) = replay([trace], lambda _: link, free, synchronous(drafts))
     assert 0 <= outcome.statistics.steps - rounds.steps <= 1  # the first, whose drafts are still on their way
 
@@ -349,10 +352,10 @@ def real_session(
 
     def step(verifier: VerifierSession, block: tuple[int, ...]) -> Verified:
         cache.truncate(min(cache.length, len(verifier.transcript) - 1))
-        judged = VerificationInput(verifier.sampling, verifier.transcript, len(prompt), block)
+        verified = VerificationInput(verifier.sampling, verifier.transcript, len(prompt), block)
         rows = Rows(cache, (*verifier.transcript[cache.length :], *block), len(block) + 1)
-        (sampled,) = sampler.sample(target.forward([rows]), [judged])
-        (code,) = codes.of([verifier.wanted_vector], [judged], [sampled])
+        (sampled,) = sampler.sample(target.forward([rows]), [verified])
+        (code,) = codes.of([verifier.wanted_vector], [verified], [sampled])
         return Verified(block, sampled.tokens, steering=code)
 
     state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt)))

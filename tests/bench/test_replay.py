@@ -152,7 +152,7 @@ def test_cloud_streaming_takes_the_opening_the_prompt_and_a_step_a_token() -> No
 
 
 def test_a_pace_is_the_least_that_a_step_takes() -> None:
-    [outcome] = replay([trace_of([True] * 9)], at(LINK), replace(FREE, pace_s=0.03), CLOUD)
+    [outcome] = replay([trace_of([True] * 9)], at(LINK), replace(FREE, min_step_s=0.03), CLOUD)
     assert outcome.seconds == pytest.approx(LINK.rtt_s + 9 * 0.03)
 
 
@@ -163,9 +163,9 @@ def test_a_long_prompt_is_read_in_parts() -> None:
 
 
 def test_synchronous_speculation_that_hits_twice_in_three_gives_three_a_round() -> None:
-    # Opened comes at 40 ms, four drafts leave at 44, are judged from 64 to 74 beside the first token that the prompt's
-    # step gave at 50, and two tokens come at 94: the third draft was wrong. Then each round gives two hits and one own;
-    # in the last there is room for two drafts only.
+    # Opened comes at 40 ms, four drafts leave at 44, are verified from 64 to 74 beside the first token that the
+    # prompt's step gave at 50, and two tokens come at 94: the third draft was wrong. Then each round gives two hits and
+    # one own; in the last there is room for two drafts only.
     [outcome] = replay([trace_of([1, 1, 0] * 5)], at(LINK), FREE, synchronous(4))
     rounds = [0.094 + 0.054 * i for i in range(5)]
     rounds[-1] -= 2 * FREE.drafting_s
@@ -208,9 +208,9 @@ def test_a_draft_that_comes_during_a_step_counts_from_the_next() -> None:
     written = Written(trace_of([True] * 12), at(LINK), FREE, RUN_AHEAD)
     written.outcome()
     commits = {round(time, 6): frame for time, way, what, frame in written.log if (way, what) == ("down", "sent")}
-    assert commits[0.070].judged == 0
+    assert commits[0.070].verified == 0
     assert commits[0.070].timing.echo == 0
-    assert commits[0.080].judged > 0
+    assert commits[0.080].verified > 0
     assert commits[0.080].timing.echo == 1
     assert commits[0.080].timing.hold_s == pytest.approx(0.012)
 

@@ -206,9 +206,9 @@ def test_what_a_commit_tells_is_counted_as_the_target_judges() -> None:
     listening = Listening(np.random.default_rng(0))
     play(Text((track_of([1, 1, 0, 1, 1], [0.9, 0.8, 0.3, 0.7, 0.6]),)), TWO[:1], listening, link(20), PLAIN, 4)
     first, second = listening.outcomes
-    assert (first.committed, first.accepted, first.judged) == (3, 2, 3)
+    assert (first.committed, first.accepted, first.verified) == (3, 2, 3)
     assert first.agreement == pytest.approx((0.9 + 0.8 + 0.3 + 0.7) / 4)
-    assert (second.committed, second.accepted, second.judged) == (2, 2, 2)
+    assert (second.committed, second.accepted, second.verified) == (2, 2, 2)
 
 
 # --- texts ---

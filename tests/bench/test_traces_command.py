@@ -311,12 +311,12 @@ def test_the_command_writes_what_replay_reads(target_folder, prompt_file, tmp_pa
 
 
 def test_cloud_streaming_takes_a_step_a_token_and_what_the_link_and_the_prompt_take() -> None:
-    tokens, pace_s = 40, 0.03
-    grid = Sweep(recording_of(texts=1, tokens=tokens), [link_of(40)], ["4"], pace_s=pace_s)
+    tokens, min_step_s = 40, 0.03
+    grid = Sweep(recording_of(texts=1, tokens=tokens), [link_of(40)], ["4"], min_step_s=min_step_s)
     [cloud], *_ = grid.cells()
-    costs = SHEET.of("good", pace_s=pace_s)
+    costs = SHEET.of("good", min_step_s=min_step_s)
     first_s = 0.040 + costs.cloud_event_s + costs.edge_event_s + costs.prefill_s(30) + costs.commit_s
-    seconds = first_s + (tokens - 1) * (pace_s + costs.commit_s)
+    seconds = first_s + (tokens - 1) * (min_step_s + costs.commit_s)
     assert cloud.seconds == pytest.approx(seconds)
     assert cloud.tokens_per_second == pytest.approx(tokens / seconds)
     assert cloud.first_token_ms == pytest.approx(1e3 * first_s)
@@ -337,7 +337,7 @@ def test_synchronous_rounds_with_three_hits_in_four_take_a_quarter_of_the_steps(
 def test_every_cell_is_there_once_and_replays_its_own_drafter_window_and_link() -> None:
     recording = recording_of(texts=2)
     links, windows = [link_of(5), link_of(120)], ["adaptive", "4", "sync4"]
-    grid = Sweep(recording, links, windows, goal=Goal.EFFICIENCY, pace_s=0.02)
+    grid = Sweep(recording, links, windows, goal=Goal.EFFICIENCY, min_step_s=0.02)
     cells = list(grid.cells())
     assert len(cells) == len(grid) == 2 * (1 + 2 * 3)
     names = [(f.link.rtt_ms, f.drafter, f.window) for f, *_ in cells]
@@ -355,7 +355,7 @@ def test_every_cell_is_there_once_and_replays_its_own_drafter_window_and_link() 
         assert whole.seconds == pytest.approx(sum(figure.seconds for figure in domains))
         if whole.drafter is None:
             continue
-        costs = SHEET.of(whole.drafter, pace_s=0.02)
+        costs = SHEET.of(whole.drafter, min_step_s=0.02)
         traces, shape_at = recording.traces[whole.drafter], by_link[whole.link].shape_at
         outcomes = replay_texts(traces, shape_at, costs, policies[whole.window], warm_up_tokens=WARM_UP_TOKENS)
         assert whole.tokens_per_second == tokens_per_second(outcomes)
@@ -365,7 +365,7 @@ def test_every_cell_is_there_once_and_replays_its_own_drafter_window_and_link() 
 
 
 def test_a_fixed_window_asks_for_its_length_and_an_adaptive_one_more_of_better_ones() -> None:
-    grid = Sweep(recording_of(tokens=120), [link_of(60)], ["4", "adaptive"], pace_s=0.03)
+    grid = Sweep(recording_of(tokens=120), [link_of(60)], ["4", "adaptive"], min_step_s=0.03)
     mean = {(f.drafter, f.window): f.window_mean for f, *_ in grid.cells()}
     assert mean["good", "4"] == mean["bad", "4"] == 4.0
     assert mean["good", "adaptive"] > mean["bad", "adaptive"]
@@ -392,7 +392,7 @@ def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> 
         "adaptive,8",
     ]
     outputs = ["--json", str(tmp_path / "a" / "r.json"), "--plot", str(tmp_path / "b")]
-    status, out, err = said([*arguments, "--pace", "30", *outputs], capfd)
+    status, out, err = said([*arguments, "--min-step", "30", *outputs], capfd)
     assert status == 0, err
     assert max(map(len, out.splitlines())) <= 100
     assert out.count("(cloud)") == 3
@@ -408,7 +408,7 @@ def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> 
     record = json.loads((tmp_path / "a" / "r.json").read_text())
     assert len(record["figures"]) == 3 * (1 + 2 * 2) * 3
     assert record["costs"] == asdict(SHEET)
-    assert (record["pace_ms"], record["goal"], record["seed"]) == (30, "latency", 0)
+    assert (record["min_step_ms"], record["goal"], record["seed"]) == (30, "latency", 0)
     for name in ("speed", "window", "drafters"):
         assert (tmp_path / "b" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "15 replays of 2 texts" in err
@@ -425,8 +425,8 @@ def test_only_the_drafters_that_are_named_are_replayed(tmp_path, capfd) -> None:
 def test_costs_come_back_from_their_file(tmp_path) -> None:
     save_costs(SHEET, tmp_path / "c.json")
     assert load_costs(tmp_path / "c.json") == SHEET
-    assert SHEET.of("bad", pace_s=0.5) == Costs(
-        step_s=0.010, row_s=0.001, prefill_row_s=0.0005, drafting_s=0.002, catch_up_s=0.0, pace_s=0.5
+    assert SHEET.of("bad", min_step_s=0.5) == Costs(
+        step_s=0.010, row_s=0.001, prefill_row_s=0.0005, drafting_s=0.002, catch_up_s=0.0, min_step_s=0.5
     )
 
 

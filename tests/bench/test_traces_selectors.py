@@ -146,14 +146,14 @@ def test_cloud_streaming_takes_the_link_once_and_a_step_a_token() -> None:
     costs = Costs(step_s=0.01, row_s=0.002, commit_s=0.0005, cloud_event_s=0.001, edge_event_s=0.002)
     stage = RoundsStage(arms_of(recording), link_of(50).shape_at, costs, DRAFTS)
     assert stage.cloud_s(text) == pytest.approx(0.05 + 0.003 + 90 * 0.0125)
-    paced = RoundsStage(arms_of(recording), link_of(50).shape_at, replace(costs, pace_s=0.1), DRAFTS)
+    paced = RoundsStage(arms_of(recording), link_of(50).shape_at, replace(costs, min_step_s=0.1), DRAFTS)
     assert paced.cloud_s(text) == pytest.approx(0.05 + 0.003 + 90 * 0.1005)
 
 
 def test_a_pace_holds_for_short_rounds_too() -> None:
     recording = recording_of(1, 1)
     [text, *_] = texts_of(recording.traces)
-    costs = recording.costs.of("coder", pace_s=0.5)
+    costs = recording.costs.of("coder", min_step_s=0.5)
     runs = play(text, arms_of(recording), StaticSelector(0), link_of(0).shape_at, costs, DRAFTS).rounds
     assert min(entry.seconds for entry in runs) > 0.5
     assert runs[-1].seconds < 0.52
@@ -235,7 +235,7 @@ def test_a_selector_keeps_what_it_has_learned_within_a_run_and_nothing_between_r
 def test_on_the_stream_a_drafter_alone_is_its_replay_and_turns_are_told_apart() -> None:
     recording = recording_of(2, 1)
     texts = texts_of(recording.traces)
-    costs = [recording.costs.of(name, pace_s=0.03) for name in DRAFTERS]
+    costs = [recording.costs.of(name, min_step_s=0.03) for name in DRAFTERS]
     shape_at = link_of(60).shape_at
     stage = StreamStage(costs, shape_at, Policy)
     outcomes = replay(
@@ -317,7 +317,7 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
         "2",
         "--rounds",
         "4",
-        "--pace",
+        "--min-step",
         "30",
     ]
     status, out, err = said([*arguments, *outputs], capfd)
@@ -336,7 +336,7 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
     assert out.count("best drafter alone") == 2
     assert out.count("*") >= 2 * 5  # the best of every row of both links
     record = json.loads((tmp_path / "r.json").read_text())
-    assert (record["drafters"], record["drafts"], record["seeds"], record["pace_ms"]) == (list(DRAFTERS), 4, 2, 30)
+    assert (record["drafters"], record["drafts"], record["seeds"], record["min_step_ms"]) == (list(DRAFTERS), 4, 2, 30)
     assert [(row["link"]["rtt_ms"], row["name"]) for row in record["rows"]] == [
         (rtt, name) for rtt in (5, 60) for name in (*DOMAINS, "mix", "midway")
     ]
@@ -365,7 +365,7 @@ def test_the_pictures_are_of_every_link(rows, tmp_path) -> None:
 
 def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
     path = written(recording_of(1, 1, 40), tmp_path)
-    arguments = ["--rtt", "60", "--pace", "30", "--selector", "static,leader", "--play", "stream", "--seeds", "1"]
+    arguments = ["--rtt", "60", "--min-step", "30", "--selector", "static,leader", "--play", "stream", "--seeds", "1"]
     status, out, err = said([str(path), *arguments, "--window", "8,4"], capfd)
     assert status == 0, err
     assert "1 runs in stream" in out

@@ -122,7 +122,7 @@ def test_a_defect_in_one_event_does_not_end_the_thread(engine) -> None:
 def test_a_step_takes_at_least_as_long_as_the_pace_that_stands_for_a_larger_target() -> None:
     target = load_target("reference", kv_tokens=4096)
     rules = VerifierRules("v", "reference", target.tokenizer_sha256, target.vocab_size, 512, target.eos_tokens)
-    engine = Engine(target, rules, VerifierConfig(threads=1, pace_s=0.03))
+    engine = Engine(target, rules, VerifierConfig(threads=1, min_step_s=0.03))
     engine.start()
     try:
         box, began = Collected(), time.monotonic()
@@ -135,8 +135,8 @@ def test_a_step_takes_at_least_as_long_as_the_pace_that_stands_for_a_larger_targ
 
 
 def test_a_pace_below_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pace_s"):
-        VerifierConfig(pace_s=-0.1)
+    with pytest.raises(ConfigError, match="min_step_s"):
+        VerifierConfig(min_step_s=-0.1)
 
 
 # === what a grammar allows ======================================================================================

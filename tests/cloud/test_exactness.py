@@ -141,15 +141,15 @@ class Texts:
         running = list(range(len(seeds)))
         step = 0
         while running:
-            judged = []
+            verified = []
             for i in running:
                 self._hand_over_drafts(sessions[i], adversaries[i](seeds[i], step, sessions[i].transcript), step)
                 s = sessions[i]
                 block = s.block()
-                judged.append(VerificationInput(s.sampling, s.transcript, s.prompt_length, block, s.q_of(block)))
-            rows = [logits_after((*j.transcript, *j.block[:k])) for j in judged for k in range(j.rows)]
-            sampled = self.sampler.sample(torch.tensor(rows, dtype=torch.float32), judged)
-            for i, j, result in zip(list(running), judged, sampled, strict=True):
+                verified.append(VerificationInput(s.sampling, s.transcript, s.prompt_length, block, s.q_of(block)))
+            rows = [logits_after((*j.transcript, *j.block[:k])) for j in verified for k in range(j.rows)]
+            sampled = self.sampler.sample(torch.tensor(rows, dtype=torch.float32), verified)
+            for i, j, result in zip(list(running), verified, sampled, strict=True):
                 sessions[i].on_verified(Verified(j.block, result.tokens), float(step))
             running = [i for i in running if sessions[i].finish is None]
             step += 1
@@ -299,13 +299,13 @@ def test_long_texts_do_not_depend_on_splits_messages_or_the_most_drafts_of_a_ste
 
 def test_sampling_one_session_alone_equals_sampling_it_among_others():
     sampler = Sampler(torch.device("cpu"))
-    judged = [
+    verified = [
         VerificationInput(replace(s, seed=7 + i), [*PROMPT], 3, (2, 1, 0)) for i, s in enumerate(SAMPLINGS.values())
     ]
-    rows = [logits_after((*j.transcript, *j.block[:k])) for j in judged for k in range(j.rows)]
+    rows = [logits_after((*j.transcript, *j.block[:k])) for j in verified for k in range(j.rows)]
     logits = torch.tensor(rows, dtype=torch.float32)
-    together = sampler.sample(logits, judged)
-    alone = [sampler.sample(logits[4 * i : 4 * i + 4], [j])[0] for i, j in enumerate(judged)]
+    together = sampler.sample(logits, verified)
+    alone = [sampler.sample(logits[4 * i : 4 * i + 4], [j])[0] for i, j in enumerate(verified)]
     assert together == alone
 
 

@@ -75,7 +75,7 @@ async def honest_text(channel, server, seed):
                 return tokens
 
 
-async def send_and_look(channel, frames, most_reads):
+async def send_and_look(channel, frames, max_reads):
     """What `frames` lead to: frames of the cloud, or the error."""
     call = channel.stream_stream(codec.DECODE_METHOD)()
     seen = []
@@ -84,7 +84,7 @@ async def send_and_look(channel, frames, most_reads):
             await call.write(frame)
         await call.done_writing()
     try:
-        for _ in range(most_reads):
+        for _ in range(max_reads):
             data = await asyncio.wait_for(call.read(), 20)
             if data is grpc.aio.EOF:
                 break

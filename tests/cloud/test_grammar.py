@@ -232,9 +232,9 @@ def decode(seed: int, sampling: Sampling, drafts: Any, matcher: GrammarMatcher, 
         if proposed:
             session.on_draft(Draft(step, len(session.transcript), proposed), float(step))
         answer = matcher.ask(session.block(), lambda: None).result()
-        judged = VerificationInput(session.sampling, session.transcript, len(PROMPT), answer.block, (), answer.tokens)
-        rows = [logits_after((*session.transcript, *answer.block[:j])) for j in range(judged.rows)]
-        (sampled,) = sampler.sample(torch.tensor(rows, dtype=torch.float32), [judged])
+        verified = VerificationInput(session.sampling, session.transcript, len(PROMPT), answer.block, (), answer.tokens)
+        rows = [logits_after((*session.transcript, *answer.block[:j])) for j in range(verified.rows)]
+        (sampled,) = sampler.sample(torch.tensor(rows, dtype=torch.float32), [verified])
         commit = session.on_verified(Verified(answer.block, sampled.tokens), float(step))
         if commit.finish is not None:
             return tuple(session.transcript[len(PROMPT) :])
@@ -303,7 +303,7 @@ class MaskOfTheCommittedText(GrammarMatcher):
 
 
 class LetsForbiddenDraftsIn(GrammarMatcher):
-    """Wrong: a draft that the grammar forbids is judged like any other, with a mask that has room for it."""
+    """Wrong: a draft that the grammar forbids is verified like any other, with a mask that has room for it."""
 
     def _allowed(self, block):
         right = super()._allowed(block)

@@ -72,7 +72,7 @@ def test_both_ends_count_the_same_decoding_alike(folder) -> None:
         drafter = ScriptedDrafter((0, 0, 0, *text[:10], *(1 for _ in text[10:])))
         metrics = EdgeMetrics()
         async with edge(folder, address, drafter) as client:
-            events = client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, journal=metrics.journal("r"))
+            events = client.generate(PROMPT, max_tokens=TOKENS, ignore_eos=True, observer=metrics.observer("r"))
             [_ async for _ in events]
         after = await asyncio.to_thread(scrape, server.metrics_address)
         families = text_string_to_metric_families(metrics.exposition()[0].decode())
@@ -116,7 +116,7 @@ def test_pages_and_sessions_come_back_when_texts_end(folder) -> None:
                 await asyncio.sleep(0.01)
         return running, await asyncio.to_thread(scrape, server.metrics_address)
 
-    running, idle = run(folder, scenario, pace_s=0.01)
+    running, idle = run(folder, scenario, min_step_s=0.01)
     assert running["outrider:num_requests_running", whose] + running["outrider:num_requests_waiting", whose] == 1
     assert running["outrider:verifier_kv_pages", ("tiny", "used", "verifier")] == 26  # of 16 positions: 3 + 400
     assert running["outrider:kv_cache_usage_perc", whose] == pytest.approx(26 / 64)
@@ -147,7 +147,7 @@ def test_refusals_are_counted_by_kind_and_logged_with_their_session_and_no_text(
 
     whose = ("tiny", "verifier")
     try:
-        metrics = run(folder, scenario, kv_tokens=64, pace_s=0.05)
+        metrics = run(folder, scenario, kv_tokens=64, min_step_s=0.05)
     finally:
         logger.removeHandler(handler)
         logger.level = before
@@ -195,11 +195,16 @@ def test_metrics_beyond_loopback_must_be_asked_for_plainly(listen) -> None:
 
 def test_a_commit_is_counted_by_what_was_accepted_of_it() -> None:
     metrics = VerifierMetrics("tiny", "verifier")
-    for accepted, judged in ((0, 0), (0, 4), (3, 4), (20, 20)):
+    for accepted, verified in ((0, 0), (0, 4), (3, 4), (20, 20)):
         timing = Timing(queue_s=0.001)
         metrics.commit(
             Commit(
-                3, tuple(map(CommittedToken, tuple(range(accepted + 1)))), accepted, 16, judged=judged, timing=timing
+                3,
+                tuple(map(CommittedToken, tuple(range(accepted + 1)))),
+                accepted,
+                16,
+                verified=verified,
+                timing=timing,
             )
         )
     metrics.commit(Commit(30, (), 0, 16, finish=FinishReason.CANCELLED))

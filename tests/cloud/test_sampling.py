@@ -220,7 +220,7 @@ def test_the_marginal_over_a_large_vocabulary_is_the_law():
 
 def test_the_reward_is_the_mean_of_capped_ratios_over_drafts_with_a_probability():
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]])).repeat(4, 1)
-    judged = VerificationInput(Sampling(temperature=1.0), [0], 1, (0, 1, 2), (0.25, 0.5, math.nan))
+    verified = VerificationInput(Sampling(temperature=1.0), [0], 1, (0, 1, 2), (0.25, 0.5, math.nan))
     sampler = Sampler(torch.device("cpu"))
-    assert sampler.sample(logits, [judged])[0].reward == pytest.approx((1.0 + 0.5) / 2)
-    assert sampler.sample(logits, [replace(judged, q=(math.nan,) * 3)])[0].reward is None
+    assert sampler.sample(logits, [verified])[0].reward == pytest.approx((1.0 + 0.5) / 2)
+    assert sampler.sample(logits, [replace(verified, q=(math.nan,) * 3)])[0].reward is None

@@ -292,7 +292,7 @@ def test_right_drafts_are_accepted_and_wrong_ones_are_not(folder, expected):
         await stream.send(waiting(bench), Draft(0, START, (*expected[:5], (expected[5] + 1) % VOCAB), complete=True))
         await stream.opened()
         commit = await stream.receive()
-        assert (token_ids(commit.tokens), commit.accepted, commit.judged) == (expected[:6], 5, 6)
+        assert (token_ids(commit.tokens), commit.accepted, commit.verified) == (expected[:6], 5, 6)
         assert all(token.logp is not None for token in commit.tokens)
         await stream.send(Draft(1, START + 6, expected[6:9], q=(0.5, 0.5, 0.5), complete=True))
         commit = await stream.receive()

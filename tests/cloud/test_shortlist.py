@@ -72,7 +72,7 @@ ADJUSTED = [
 ]
 
 
-def judged(sampling, seed, rows=ROWS):
+def verified(sampling, seed, rows=ROWS):
     return VerificationInput(
         replace(sampling, seed=seed), [3, 77, 5, 17 + seed % 90], 2, tuple(range(70, 70 + rows - 1))
     )
@@ -93,7 +93,7 @@ def plain(logits, session):
 def decides_as_the_whole_row(sampler, samplings, kinds=KINDS, trials=4):
     """Whether all tokens are those of `plain`; log p must be right in any case where they are."""
     for kind in kinds:
-        sessions = [judged(s, 100 * i + n) for n, s in enumerate(samplings) for i in range(trials)]
+        sessions = [verified(s, 100 * i + n) for n, s in enumerate(samplings) for i in range(trials)]
         logits = torch.cat([rows_of(kind, 1000 * KINDS.index(kind) + n) for n in range(len(sessions))])
         for n, (session, got) in enumerate(zip(sessions, sampler.sample(logits, sessions), strict=True)):
             for j, (token, logp) in enumerate(plain(logits[n * ROWS : (n + 1) * ROWS], session)):
@@ -146,7 +146,7 @@ def settled_share(sampling, kind, monkeypatch):
         sampler, "_by_whole_rows", lambda rows, sessions: whole.extend(sessions) or right(rows, sessions)
     )
     for n in range(20):
-        sampler.sample(rows_of(kind, n, 1), [judged(sampling, n, 1)])
+        sampler.sample(rows_of(kind, n, 1), [verified(sampling, n, 1)])
     return 1 - len(whole) / 20
 
 
@@ -164,13 +164,13 @@ def test_what_the_list_cannot_tell_is_left_to_the_whole_row(monkeypatch):
 def test_a_tiny_temperature_takes_the_argmax_with_probability_one():
     logits = rows_of("normal", 1)
     for temperature in (5e-324, 1e-300, 1e-12, 1e-4):
-        (got,) = Sampler(CPU).sample(logits, [judged(Sampling(temperature=temperature), 1)])
+        (got,) = Sampler(CPU).sample(logits, [verified(Sampling(temperature=temperature), 1)])
         assert list(token_ids(got.tokens)) == logits.argmax(dim=-1).tolist()
 
 
 def test_one_sessions_rows_that_are_no_numbers_leave_the_others_alone():
     logits = rows_of("normal", 2)
-    session = judged(Sampling(temperature=1.0), 5)
+    session = verified(Sampling(temperature=1.0), 5)
     (alone,) = Sampler(CPU).sample(logits, [session])
     broken = torch.full((ROWS, VOCAB), math.nan)
     beside = Sampler(CPU).sample(torch.cat([broken, logits]), [session, session])[1]
@@ -192,7 +192,7 @@ def test_near_ties_are_decided_by_the_portable_noise_alone():
 
 def test_sessions_of_all_kinds_together_are_sampled_as_each_alone():
     sampler = Sampler(CPU)
-    sessions = [judged(s, i, 1 + i % 5) for i, s in enumerate([*PLAIN, *CUT, *ADJUSTED] * 2)]
+    sessions = [verified(s, i, 1 + i % 5) for i, s in enumerate([*PLAIN, *CUT, *ADJUSTED] * 2)]
     rows = [rows_of("zipf", i, session.rows) for i, session in enumerate(sessions)]
     together = sampler.sample(torch.cat(rows), sessions)
     assert together == [sampler.sample(logits, [session])[0] for logits, session in zip(rows, sessions, strict=True)]
@@ -201,7 +201,7 @@ def test_sessions_of_all_kinds_together_are_sampled_as_each_alone():
 @pytest.mark.parametrize("sampling", [Sampling(), PLAIN[3], CUT[1], CUT[3], ADJUSTED[0]])
 def test_the_reward_is_that_of_the_whole_row(sampling):
     logits = rows_of("zipf", 8)
-    session = replace(judged(sampling, 8), q=(0.5, math.nan, 1e-3, 1e-5, 0.1))
+    session = replace(verified(sampling, 8), q=(0.5, math.nan, 1e-3, 1e-5, 0.1))
     likely = replace(session, block=tuple(logits.argmax(dim=-1).tolist()[: ROWS - 1]))
     for each in (session, likely):
         logp = torch.log_softmax(processed_logits(logits, each), dim=-1)
@@ -218,4 +218,4 @@ def test_one_sampler_serves_another_vocabulary_too():
     for vocab in (VOCAB, 5000, VOCAB):
         logits = torch.zeros(1, vocab)
         logits[0, vocab - 1] = 100.0
-        assert sampler.sample(logits, [judged(Sampling(temperature=1.0), 1, 1)])[0].tokens[0].id == vocab - 1
+        assert sampler.sample(logits, [verified(Sampling(temperature=1.0), 1, 1)])[0].tokens[0].id == vocab - 1

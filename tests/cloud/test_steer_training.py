@@ -222,8 +222,8 @@ def test_random_codes_are_of_every_age_up_to_the_oldest() -> None:
 def test_likely_codes_are_of_an_age_as_often_as_drafts_of_that_age_are_judged() -> None:
     found = ages("steered")[:, 20:]
     shares = torch.bincount(found.flatten(), minlength=5) / found.numel()
-    judged = SURVIVAL ** torch.arange(4)
-    torch.testing.assert_close(shares, torch.cat([torch.zeros(1), judged / judged.sum()]), atol=0.03, rtol=0)
+    verified = SURVIVAL ** torch.arange(4)
+    torch.testing.assert_close(shares, torch.cat([torch.zeros(1), verified / verified.sum()]), atol=0.03, rtol=0)
 
 
 def test_codes_of_a_block_age_together() -> None:

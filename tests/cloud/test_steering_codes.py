@@ -168,7 +168,7 @@ def test_a_layer_that_the_target_lacks_cannot_be_tapped(models):
 def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed):
     block = (10, 11, 12, 13)
     said = (*block[:agreed], *(20 + j for j in range(K + 1 - agreed)))
-    judged = [
+    verified = [
         VerificationInput(TEXT, [1, 2], 1, ()),
         VerificationInput(TEXT, [1, 2], 1, block),
         VerificationInput(TEXT, [1, 2], 1, (7,)),
@@ -178,7 +178,7 @@ def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed)
         Sampled(tuple(map(CommittedToken, said, (0.0,) * 5)), None),
         Sampled(tuple(map(CommittedToken, (7, 8), (0.0,) * 2)), None),
     ]
-    assert newest_rows(judged, sampled) == [0, 1 + agreed, 1 + (K + 1) + 1]
+    assert newest_rows(verified, sampled) == [0, 1 + agreed, 1 + (K + 1) + 1]
 
 
 # === the engine: which state a commit's code is of ==============================================================
@@ -314,7 +314,7 @@ def test_the_code_is_of_the_newest_valid_state_however_many_drafts_are_accepted(
         commits.append(box.commit())
     engine.post_close(2)
     assert [commit.accepted for commit in commits] == [0, *range(K + 1), 2, 0]
-    assert all(commit.judged == K for commit in commits[1:])
+    assert all(commit.verified == K for commit in commits[1:])
     assert all(commit.steering.precision is precision for commit in commits)
     model, projection = models("llama")[1], projections[wish.projection]
     assert max(codes_off(model, projection, PROMPT, commits)) <= 1
@@ -326,7 +326,7 @@ def test_the_code_is_of_the_newest_valid_state_however_many_drafts_are_accepted(
 def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, wish, monkeypatch):
     right = steering_codes_module.newest_rows
     monkeypatch.setattr(
-        steering_codes_module, "newest_rows", lambda judged, sampled: [row - 1 for row in right(judged, sampled)]
+        steering_codes_module, "newest_rows", lambda verified, sampled: [row - 1 for row in right(verified, sampled)]
     )
     box = Collected()
     engine.post_open(1, opening(engine, "beside", drafting=True, patience=FOREVER, steering=wish), box)

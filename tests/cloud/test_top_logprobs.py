@@ -24,7 +24,7 @@ from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import (
-    MOST_TOP_LOGPROBS,
+    MAX_TOP_LOGPROBS,
     Commit,
     CommittedToken,
     Draft,
@@ -202,7 +202,7 @@ def test_they_equal_a_plain_forward_with_drafts_accepted_and_rejected_in_one_ste
         engine.post_frame(2, Draft(chain, len(prompt) + done, tuple(ahead), complete=True), lambda: None)
         commits.append(box.next_commit())
     engine.post_close(2)
-    assert any(0 < commit.accepted < commit.judged for commit in commits), "accepted and rejected in one step"
+    assert any(0 < commit.accepted < commit.verified for commit in commits), "accepted and rejected in one step"
     text = [token.id for commit in commits for token in commit.tokens]
     assert text == expected[: len(text)]
     assert_those_of_the_plain_model(plain_model, prompt, commits)
@@ -263,7 +263,7 @@ def test_lists_that_do_not_fit_the_tokens_are_refused_by_name(wire):
 
 
 @pytest.mark.parametrize(
-    "asked", [{"top_logprobs": MOST_TOP_LOGPROBS + 1, "logprobs": True}, {"top_logprobs": 1}, {"top_logprobs": -1}]
+    "asked", [{"top_logprobs": MAX_TOP_LOGPROBS + 1, "logprobs": True}, {"top_logprobs": 1}, {"top_logprobs": -1}]
 )
 def test_what_cannot_be_asked_is_refused_by_name(asked):
     with pytest.raises(InvalidArgument) as refused:

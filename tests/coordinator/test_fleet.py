@@ -32,7 +32,7 @@ from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument, NotFound, Unauthenticated
 from outrider.proto.plumbing.access import Key, secret_sha256
 from outrider.proto.types import (
-    MOST_DRAFTERS_TOLD,
+    MAX_REPORTED_DRAFTERS,
     DrafterHits,
     DrafterPrior,
     LeaseRequest,
@@ -94,11 +94,11 @@ def test_a_kind_of_text_that_was_hardly_seen_is_backed_by_broader_ones() -> None
 def test_nothing_is_said_of_another_model_and_at_most_so_many_drafters_are_told() -> None:
     known = fleet(text(hits(0.5)))
     assert known.prior("another", CODE, 2) == ()
-    served = {(f"d{i}", "1") for i in range(MOST_DRAFTERS_TOLD + 3)}
+    served = {(f"d{i}", "1") for i in range(MAX_REPORTED_DRAFTERS + 3)}
     for i, (name, _) in enumerate(sorted(served)):
         known.add(text(hits(0.5, 8 + i, name)), served)
     told = known.prior("tiny", CODE, 2)
-    assert len(told) == MOST_DRAFTERS_TOLD
+    assert len(told) == MAX_REPORTED_DRAFTERS
     assert [prior.trials for prior in told] == sorted((prior.trials for prior in told), reverse=True)
 
 
@@ -129,7 +129,7 @@ def test_one_report_weighs_as_a_text_of_usual_length_however_much_it_claims() ->
     known.add(text(DrafterHits("general", "1", 0, (1 << 32) - 1)), ())
     assert before - prior_of(known, CODE, 2).acceptance < 0.04
     for _ in range(4):  # a report that names a drafter often is one report
-        known.add(text(*[DrafterHits("general", "1", 0, 1 << 31)] * MOST_DRAFTERS_TOLD), ())
+        known.add(text(*[DrafterHits("general", "1", 0, 1 << 31)] * MAX_REPORTED_DRAFTERS), ())
     assert prior_of(known, CODE, 2).acceptance > 0.65
 
 
@@ -223,7 +223,7 @@ def test_sums_survive_a_restart_and_a_state_without_them_is_read_too(tmp_path: P
     statistics.save(tmp_path / "state.json")
     after.load(tmp_path / "state.json")
     assert after.prior("tiny", (), 0.0, CODE, 2) == statistics.prior("tiny", (), 0.0, CODE, 2)
-    (tmp_path / "old.json").write_text('{"judged": [["tiny", "d", "1", 6.0, 10.0]], "leases_granted": 3}')
+    (tmp_path / "old.json").write_text('{"verified": [["tiny", "d", "1", 6.0, 10.0]], "leases_granted": 3}')
     older.load(tmp_path / "old.json")
     assert older.leases_granted == 3
     assert older.prior("tiny", (), 0.0).drafters == ()

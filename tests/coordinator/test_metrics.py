@@ -39,7 +39,7 @@ def test_leases_verifiers_and_reports_are_shown(serve) -> None:
         with pytest.raises(NotFound):
             await call("OpenLease", LeaseRequest(model="another", session="s2"))
         report = SessionReport(
-            "s1", "tiny", "a", committed_tokens=50, accepted_tokens=30, judged_tokens=40, drafted_tokens=45, steps=20,
+            "s1", "tiny", "a", committed_tokens=50, accepted_tokens=30, verified_tokens=40, drafted_tokens=45, steps=20,
             seconds=2.5, uplink_bytes=1000, downlink_bytes=900, resumes=1,
         )  # fmt: skip
         await call("ReportSession", report)

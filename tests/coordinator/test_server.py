@@ -287,7 +287,7 @@ def test_reports_become_the_prior_of_the_next_lease_and_show_in_the_status(serve
         drafter="tiny-drafter",
         drafter_version="1",
         accepted_tokens=80,
-        judged_tokens=100,
+        verified_tokens=100,
     )
 
     async def scenario(call: Any) -> None:
@@ -308,7 +308,7 @@ def test_reports_become_the_prior_of_the_next_lease_and_show_in_the_status(serve
 
 def test_what_the_fleet_learned_survives_a_restart_of_the_coordinator(serve: Serve, tmp_path: Path) -> None:
     async def first(call: Any) -> None:
-        report = SessionReport(session="s", model="tiny", verifier="a", accepted_tokens=8, judged_tokens=10)
+        report = SessionReport(session="s", model="tiny", verifier="a", accepted_tokens=8, verified_tokens=10)
         await call("ReportSession", report)
 
     async def second(call: Any) -> None:

@@ -12,7 +12,9 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import SessionReport
 
 
-def report(accepted: int, judged: int, *, drafter: str = "d", version: str = "1", model: str = "tiny") -> SessionReport:
+def report(
+    accepted: int, verified: int, *, drafter: str = "d", version: str = "1", model: str = "tiny"
+) -> SessionReport:
     return SessionReport(
         session="s",
         model=model,
@@ -20,7 +22,7 @@ def report(accepted: int, judged: int, *, drafter: str = "d", version: str = "1"
         drafter=drafter,
         drafter_version=version,
         accepted_tokens=accepted,
-        judged_tokens=judged,
+        verified_tokens=verified,
     )
 
 
@@ -68,7 +70,7 @@ def test_a_flood_of_invented_drafters_keeps_the_table_bounded() -> None:
 @pytest.mark.parametrize(
     ("field", "wrong"),
     [
-        ("accepted_tokens", {"accepted_tokens": 2, "judged_tokens": 1}),
+        ("accepted_tokens", {"accepted_tokens": 2, "verified_tokens": 1}),
         ("seconds", {"seconds": float("inf")}),
         ("round_trip_s", {"round_trip_s": -1.0}),
         ("drafter", {"drafter": "x" * 1000}),
@@ -95,7 +97,7 @@ def test_statistics_survive_a_restart(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"judged": [[1]], "leases_granted": 0}'])
+@pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"verified": [[1]], "leases_granted": 0}'])
 def test_a_missing_or_broken_state_file_starts_from_nothing(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "state.json").write_text(content)

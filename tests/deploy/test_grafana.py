@@ -281,7 +281,7 @@ async def _decode_and_scrape(tokenizer_file) -> list[str]:
     try:
         edge = EdgeConfig(coordinator=await coordinator.start(), drafter="ngram")
         async with Client(edge) as client:
-            events = client.generate(PROMPT, max_tokens=12, journal=metrics.journal())
+            events = client.generate(PROMPT, max_tokens=12, observer=metrics.observer())
             [_ async for _ in events]
         addresses = (verifier.metrics_address, coordinator.metrics_address)
         there = [await asyncio.to_thread(_get, f"http://{address}/metrics") for address in addresses]

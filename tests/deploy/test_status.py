@@ -27,7 +27,7 @@ def report(verifier: str = "llama-0", edge: str = "kitchen", **figures: object) 
         "drafter_version": "abc",
         "committed_tokens": 100,
         "accepted_tokens": 60,
-        "judged_tokens": 80,
+        "verified_tokens": 80,
         "seconds": 2.0,
         "uplink_bytes": 2000,
         "downlink_bytes": 3000,
@@ -37,7 +37,7 @@ def report(verifier: str = "llama-0", edge: str = "kitchen", **figures: object) 
 
 
 def cluster() -> ClusterStatus:
-    reports = (report(), report(edge="garden", seconds=8.0, round_trip_s=0.05, judged_tokens=0, accepted_tokens=0))
+    reports = (report(), report(edge="garden", seconds=8.0, round_trip_s=0.05, verified_tokens=0, accepted_tokens=0))
     verifier = VerifierStatus(
         "llama-0", "10.244.12.103:50061", "llama", "ready", 12, 0.0105, 1, 1024, "0.1.0", 32, 2048
     )
@@ -104,7 +104,7 @@ def test_the_json_object_has_the_documented_shape() -> None:
         "drafter_version": "abc",
         "links": links,
     }
-    assert shown["edges"][0]["links"]["acceptance"] is None, "nothing was judged"
+    assert shown["edges"][0]["links"]["acceptance"] is None, "nothing was verified"
     assert shown["drafters"][0]["bytes"] == 5_300_000
     assert shown["recent"][0]["committed_tokens"] == 100
     assert not {"drafter_hits", "prompt_class", "link_class"} & set(shown["recent"][0]), "it is in no report"

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from outrider.edge.features import LEAST_COMPARED, PromptClass, TextFeatures, link_class, prompt_class, told_hits
+from outrider.edge.features import MIN_COMPARED, PromptClass, TextFeatures, link_class, prompt_class, told_hits
 from outrider.proto.session import DrafterCounts
-from outrider.proto.types import LINK_CLASSES, MOST_DRAFTERS_TOLD, PROMPT_CLASSES, DrafterHits
+from outrider.proto.types import LINK_CLASSES, MAX_REPORTED_DRAFTERS, PROMPT_CLASSES, DrafterHits
 
 CODE = [
     """    def __init__(self, path, *, mode="r"):
@@ -160,17 +160,17 @@ def test_features_are_two_small_numbers_and_no_text():
 def test_counts_of_fewer_tokens_than_tell_anything_stay_at_the_edge():
     versions = {"general": "1", "code": "2", "ngram": "3"}
     counts = {
-        "code": DrafterCounts(hits=LEAST_COMPARED, compared=LEAST_COMPARED),
+        "code": DrafterCounts(hits=MIN_COMPARED, compared=MIN_COMPARED),
         "general": DrafterCounts(hits=40, compared=90),
-        "ngram": DrafterCounts(hits=3, compared=LEAST_COMPARED - 1),
+        "ngram": DrafterCounts(hits=3, compared=MIN_COMPARED - 1),
     }
     assert told_hits(counts, versions) == (DrafterHits("general", "1", 40, 90), DrafterHits("code", "2", 8, 8))
     assert told_hits({}, versions) == ()
 
 
 def test_at_most_the_allowed_number_of_drafters_is_reported_the_most_compared_first():
-    counts = {f"d{i}": DrafterCounts(hits=1, compared=10 + i) for i in range(MOST_DRAFTERS_TOLD + 4)}
+    counts = {f"d{i}": DrafterCounts(hits=1, compared=10 + i) for i in range(MAX_REPORTED_DRAFTERS + 4)}
     told = told_hits(counts, dict.fromkeys(counts, "1"))
-    assert len(told) == MOST_DRAFTERS_TOLD
-    assert told[0].drafter == f"d{MOST_DRAFTERS_TOLD + 3}"
+    assert len(told) == MAX_REPORTED_DRAFTERS
+    assert told[0].drafter == f"d{MAX_REPORTED_DRAFTERS + 3}"
     assert told_hits({"other": DrafterCounts(hits=1, compared=10)}, {"general": "1"}) == (), "version unknown"

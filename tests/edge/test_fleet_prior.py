@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.edge.features import PromptClass, TextFeatures
-from outrider.edge.fleet_prior import MOST_KEPT, NOT_KNOWN, FleetPrior, FleetPriors
+from outrider.edge.fleet_prior import MAX_KEPT, NOT_KNOWN, FleetPrior, FleetPriors
 from outrider.edge.routes import DirectRoute
 from outrider.proto.types import DrafterPrior, DraftingPrior, Lease, LeaseRequest
 
@@ -47,9 +47,9 @@ def test_the_newest_lease_of_a_kind_of_text_counts_and_others_stand_in_before_it
 
 def test_what_is_kept_is_bounded():
     priors = FleetPriors()
-    for i in range(MOST_KEPT + 5):
+    for i in range(MAX_KEPT + 5):
         priors.learn(ANY, replace(saying(0.5), model=f"m{i}"))
-    assert len(priors._newest) == MOST_KEPT
+    assert len(priors._newest) == MAX_KEPT
     assert priors.of("m0", CODE) is NOT_KNOWN
 
 

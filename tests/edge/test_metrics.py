@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.bench.simulator.faults import Faults
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.deploy.metrics_table import metrics_by_part
-from outrider.edge.decoding import Journal, Subject
+from outrider.edge.decoding import Observer, Subject
 from outrider.edge.metrics import MAX_SERIES, EdgeMetrics
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import Cancelled, Done, Drafted, DrafterFailed, EdgeSession, TurnBegun
@@ -24,31 +24,31 @@ PHASE = "outrider:edge_phase_seconds"
 SHARED = {"part": "edge", **WHOSE}
 
 
-class JournalledSimulation(CheckedSimulation):
-    """A simulated decoding that keeps a journal, as the edge's loop does."""
+class ObservedSimulation(CheckedSimulation):
+    """A simulated decoding that keeps a observer, as the edge's loop does."""
 
-    def __init__(self, journal: Journal, *args, **options) -> None:
+    def __init__(self, observer: Observer, *args, **options) -> None:
         super().__init__(*args, **options)
-        self.journal = journal
+        self.observer = observer
 
     def run(self, limit_s: float = 10_000.0) -> tuple[int, ...]:
-        self.journal.began(Subject("s", "m", "d"), self.edge, self.now)
+        self.observer.began(Subject("s", "m", "d"), self.edge, self.now)
         text = super().run(limit_s)
-        self.journal.ended(self.done, self.now)
+        self.observer.ended(self.done, self.now)
         return text
 
     def send(self, frame) -> None:
-        self.journal.sent(frame, self.now)
+        self.observer.sent(frame, self.now)
         super().send(frame)
 
     def handle(self, event) -> None:
         if isinstance(event, Drafted):
-            self.journal.drafted(self.now - event.seconds, self.now, len(event.drafts))
+            self.observer.drafted(self.now - event.seconds, self.now, len(event.drafts))
         super().handle(event)
 
     def receive(self, stream, frame) -> None:
         if stream is self.stream:
-            self.journal.received(frame, self.now)
+            self.observer.received(frame, self.now)
         super().receive(stream, frame)
 
 
@@ -71,13 +71,13 @@ def simulate(metrics: EdgeMetrics | None, right: float, seed: int, *, tokens: in
     frame = open_frame(sampling=Sampling(max_tokens=tokens, ignore_eos=True), drafting=metrics is not None, session="s")
     times: list[float] = []
 
-    class Clock(Journal):
+    class Clock(Observer):
         def received(self, frame, at) -> None:
             if isinstance(frame, Commit) and frame.tokens:
                 times.append(at)
 
     clock = Clock()
-    journal = metrics.journal("r") if metrics else clock
+    observer = metrics.observer("r") if metrics else clock
     drafter = drafter_of(oracle, seed, right, confidence="telling") if metrics else None
     settings = {
         "verifier": rules(context_length=4096),
@@ -85,36 +85,36 @@ def simulate(metrics: EdgeMetrics | None, right: float, seed: int, *, tokens: in
         "step_s": 0.03,
         "drafting_s": 0.002,
     }
-    simulation = JournalledSimulation(journal, frame, oracle, drafter, **settings | options)
+    simulation = ObservedSimulation(observer, frame, oracle, drafter, **settings | options)
     simulation.run()
     if metrics is None:
         return times[-1] - times[0]
-    assert journal.machine is simulation.edge
-    return journal.decoding_s
+    assert observer.machine is simulation.edge
+    return observer.decoding_s
 
 
 def machine_of(metrics: EdgeMetrics, model: str = "m", drafter: str = "d", *, error: str = ""):
-    """A journal that has begun and been opened at 0 s."""
+    """A observer that has begun and been opened at 0 s."""
     frame = open_frame()
     machine = EdgeSession(frame)
     machine.statistics.drafter_error = error
-    journal = metrics.journal("request")
-    journal.began(Subject("s", model, drafter), machine, 0.0)
-    journal.sent(frame, 0.0)
-    journal.received(Opened(committed=0, credit=16, max_tokens=40, verifier="v", context_length=512), 0.0)
-    return journal, machine
+    observer = metrics.observer("request")
+    observer.began(Subject("s", model, drafter), machine, 0.0)
+    observer.sent(frame, 0.0)
+    observer.received(Opened(committed=0, credit=16, max_tokens=40, verifier="v", context_length=512), 0.0)
+    return observer, machine
 
 
-def commit(start: int, *, accepted: int, judged: int, n: int | None = None, **timing: float) -> Commit:
+def commit(start: int, *, accepted: int, verified: int, n: int | None = None, **timing: float) -> Commit:
     tokens = tuple(range(1, 1 + (accepted + 1 if n is None else n)))
-    return Commit(start, tuple(map(CommittedToken, tokens)), accepted, 16, judged=judged, timing=Timing(**timing))
+    return Commit(start, tuple(map(CommittedToken, tokens)), accepted, 16, verified=verified, timing=Timing(**timing))
 
 
 def test_speculation_counts_are_named_and_counted_as_vllm_does() -> None:
     metrics = EdgeMetrics()
-    journal, _ = machine_of(metrics)
-    for accepted, judged in ((0, 4), (2, 4), (4, 4), (0, 0)):
-        journal.received(commit(3, accepted=accepted, judged=judged, verify_s=0.03), 1.0)
+    observer, _ = machine_of(metrics)
+    for accepted, verified in ((0, 4), (2, 4), (4, 4), (0, 0)):
+        observer.received(commit(3, accepted=accepted, verified=verified, verify_s=0.03), 1.0)
     assert value(metrics, "outrider:spec_decode_num_drafts_total", **SHARED) == 3
     assert value(metrics, "outrider:spec_decode_num_draft_tokens_total", **SHARED) == 12
     assert value(metrics, "outrider:spec_decode_num_accepted_tokens_total", **SHARED) == 6
@@ -148,11 +148,11 @@ def test_the_counts_of_live_and_ended_texts_are_those_of_their_sessions() -> Non
 def test_steering_codes_their_bytes_and_their_age_are_counted() -> None:
     metrics = EdgeMetrics()
     for codes in (3, 4):
-        journal, machine = machine_of(metrics)
+        observer, machine = machine_of(metrics)
         statistics = machine.statistics
         statistics.vectors, statistics.vector_bytes, statistics.bad_vectors = codes, 64 * codes, 1
         statistics.steered_jobs, statistics.vector_age = 2 * codes, 10 * codes
-    journal.ended(Done(FinishReason.EOS), 1.0)
+    observer.ended(Done(FinishReason.EOS), 1.0)
     shown = {"codes": 7, "bytes": 448, "bad_codes": 2, "age_positions": 70}
     for name, count in shown.items():
         assert value(metrics, f"outrider:edge_steering_{name}_total", **WHOSE) == count
@@ -161,17 +161,17 @@ def test_steering_codes_their_bytes_and_their_age_are_counted() -> None:
 
 def test_the_phases_of_a_round_trip_add_up_to_what_it_took() -> None:
     metrics = EdgeMetrics()
-    journal, _ = machine_of(metrics)
-    journal.drafted(0.90, 0.95, 2)
-    journal.sent(Draft(0, 3, (1, 2)), 1.0)
-    journal.received(commit(3, accepted=2, judged=2, echo=1, hold_s=0.05, queue_s=0.02, verify_s=0.03), 1.09)
+    observer, _ = machine_of(metrics)
+    observer.drafted(0.90, 0.95, 2)
+    observer.sent(Draft(0, 3, (1, 2)), 1.0)
+    observer.received(commit(3, accepted=2, verified=2, echo=1, hold_s=0.05, queue_s=0.02, verify_s=0.03), 1.09)
     sums = {phase: value(metrics, f"{PHASE}_sum", **WHOSE, phase=phase) for phase in phases()}
     assert sums["draft"] == pytest.approx(0.05)
     assert sums["uplink"] == sums["downlink"] == pytest.approx(0.02)
     assert sum(sums.values()) - sums["draft"] == pytest.approx(1.09 - 1.0)
     assert value(metrics, "outrider:edge_round_trip_seconds_sum", **WHOSE) == pytest.approx(0.04)
     # A second commit that echoes the same message says nothing new about the link.
-    journal.received(commit(6, accepted=0, judged=0, echo=1, hold_s=0.08, queue_s=0.0, verify_s=0.03), 1.12)
+    observer.received(commit(6, accepted=0, verified=0, echo=1, hold_s=0.08, queue_s=0.0, verify_s=0.03), 1.12)
     assert value(metrics, f"{PHASE}_count", **WHOSE, phase="uplink") == 1
     assert value(metrics, f"{PHASE}_count", **WHOSE, phase="verify") == 2
 
@@ -182,9 +182,9 @@ def phases() -> tuple[str, ...]:
 
 def test_losses_sheds_and_fallbacks_are_told_apart() -> None:
     metrics = EdgeMetrics()
-    journal, machine = machine_of(metrics)
-    journal.lost(ResourceExhausted("full", retry_after_s=1), 1.0)
-    journal.lost(Unavailable("gone"), 2.0)
+    observer, machine = machine_of(metrics)
+    observer.lost(ResourceExhausted("full", retry_after_s=1), 1.0)
+    observer.lost(Unavailable("gone"), 2.0)
     machine_of(metrics, drafter="none", error="cannot be read")
     machine.handle(DrafterFailed(Internal("broken"), 0), 0.0)
     assert value(metrics, "outrider:edge_sheds_total", **WHOSE) == 1
@@ -194,7 +194,7 @@ def test_losses_sheds_and_fallbacks_are_told_apart() -> None:
     none = WHOSE | {"drafter": "none"}
     assert value(metrics, "outrider:edge_fallbacks_total", **WHOSE, reason="missing") == 0
     assert value(metrics, "outrider:edge_fallbacks_total", **none, reason="missing") == 1
-    journal.ended(Done(error=Unavailable("gone")), 3.0)
+    observer.ended(Done(error=Unavailable("gone")), 3.0)
     assert value(metrics, "outrider:edge_fallbacks_total", **WHOSE, reason="failed") == 1
     assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="error") == 1
 
@@ -214,13 +214,13 @@ def test_the_estimated_speed_up_is_near_the_one_against_real_cloud_streaming(rig
 
 def test_a_text_without_drafts_is_estimated_as_cloud_streaming_itself() -> None:
     metrics = EdgeMetrics()
-    journal, _ = machine_of(metrics, drafter="none")
+    observer, _ = machine_of(metrics, drafter="none")
     at = 1.0
     for step in range(20):
         lasts_s = 0.1 / (1 + step)  # a verifier that warms up
         at += lasts_s
-        journal.received(commit(3 + step, accepted=0, judged=0, verify_s=lasts_s), at)
-    assert journal.speedup == pytest.approx(1.0, rel=1e-6)
+        observer.received(commit(3 + step, accepted=0, verified=0, verify_s=lasts_s), at)
+    assert observer.speedup == pytest.approx(1.0, rel=1e-6)
 
 
 def test_a_simulated_text_is_counted_exactly() -> None:
@@ -238,15 +238,15 @@ def test_a_simulated_text_is_counted_exactly() -> None:
 
 def test_turns_of_a_conversation_are_texts_and_the_time_between_them_is_not_counted() -> None:
     metrics = EdgeMetrics()
-    journal, machine = machine_of(metrics)
+    observer, machine = machine_of(metrics)
     for turn_at in (1.0, 1000.0):
         for step in range(3):
-            journal.received(commit(3 + step, accepted=0, judged=0, verify_s=0.03), turn_at + 0.03 * step)
+            observer.received(commit(3 + step, accepted=0, verified=0, verify_s=0.03), turn_at + 0.03 * step)
         machine.statistics.committed += 3
-        journal.ended(Done(FinishReason.EOS), turn_at + 1)
+        observer.ended(Done(FinishReason.EOS), turn_at + 1)
         machine.handle(Cancelled(), turn_at + 1)
         machine.handle(TurnBegun(len(machine.transcript), (), machine.sampling), turn_at + 1)
-        journal.began(Subject("s", "m", "d"), machine, turn_at + 500)
+        observer.began(Subject("s", "m", "d"), machine, turn_at + 500)
     assert value(metrics, "outrider:edge_decoding_seconds_total", **WHOSE) == pytest.approx(4 * 0.03)
     assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="eos") == 2
     assert value(metrics, "outrider:generation_tokens_total", **SHARED) == 6
@@ -256,8 +256,8 @@ def test_turns_of_a_conversation_are_texts_and_the_time_between_them_is_not_coun
 def test_label_values_are_bounded_whatever_the_models_are_called() -> None:
     metrics = EdgeMetrics()
     for index in range(3 * MAX_SERIES):
-        journal, _ = machine_of(metrics, model=f"m{index}")
-        journal.ended(Done(FinishReason.EOS), 1.0)
+        observer, _ = machine_of(metrics, model=f"m{index}")
+        observer.ended(Done(FinishReason.EOS), 1.0)
     models = {dict(labels)["model_name"] for labels in values(metrics)["outrider:generation_tokens_total"]}
     assert len(models) == MAX_SERIES + 1
     assert "other" in models
@@ -266,10 +266,10 @@ def test_label_values_are_bounded_whatever_the_models_are_called() -> None:
 def test_no_session_request_or_token_is_in_the_exposition() -> None:
     metrics = EdgeMetrics()
     frame = replace(open_frame(), session="secret-session")
-    journal = metrics.journal("secret-request")
-    journal.began(Subject("secret-session", "m", "d"), EdgeSession(frame), 0.0)
-    journal.sent(frame, 0.0)
-    journal.received(commit(3, accepted=1, judged=2, verify_s=0.03), 1.0)
+    observer = metrics.observer("secret-request")
+    observer.began(Subject("secret-session", "m", "d"), EdgeSession(frame), 0.0)
+    observer.sent(frame, 0.0)
+    observer.received(commit(3, accepted=1, verified=2, verify_s=0.03), 1.0)
     body = metrics.exposition()[0]
     assert b"secret" not in body
     assert HASH.encode() not in body
@@ -299,7 +299,7 @@ def test_others_may_add_their_metrics_to_the_same_registry() -> None:
 
 def test_a_commit_before_anything_is_known_leaves_no_estimate() -> None:
     metrics = EdgeMetrics()
-    journal, _ = machine_of(metrics)
-    assert journal.speedup == 0
+    observer, _ = machine_of(metrics)
+    assert observer.speedup == 0
     assert "outrider:edge_speedup_ratio" not in values(metrics)
     assert not any(math.isnan(v) for samples in values(metrics).values() for v in samples.values())

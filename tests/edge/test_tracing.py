@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.decoding import Journal, Subject
-from outrider.edge.tracing import MOST_COMMITS, Tracing
+from outrider.edge.decoding import Observer, Subject
+from outrider.edge.tracing import MAX_COMMITS, Tracing
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.session import Done, EdgeSession
 from outrider.proto.tracing import TRACEPARENT
@@ -31,18 +31,23 @@ def tracing(sampler=ALWAYS_ON) -> tuple[Tracing, InMemorySpanExporter]:
     return Tracing(provider), exporter
 
 
-def begin(journal: Journal, at: float = 0.0) -> EdgeSession:
+def begin(observer: Observer, at: float = 0.0) -> EdgeSession:
     frame = open_frame()
     machine = EdgeSession(frame)
-    journal.began(Subject("s", "m", "d"), machine, at)
-    journal.sent(frame, at)
-    journal.received(OPENED, at + 0.04)
+    observer.began(Subject("s", "m", "d"), machine, at)
+    observer.sent(frame, at)
+    observer.received(OPENED, at + 0.04)
     return machine
 
 
-def commit(start: int, echo: int, hold_s: float, queue_s: float, verify_s: float, *, judged: int = 0) -> Commit:
+def commit(start: int, echo: int, hold_s: float, queue_s: float, verify_s: float, *, verified: int = 0) -> Commit:
     return Commit(
-        start, tuple(map(CommittedToken, (1,))), 0, 16, judged=judged, timing=Timing(echo, hold_s, queue_s, verify_s)
+        start,
+        tuple(map(CommittedToken, (1,))),
+        0,
+        16,
+        verified=verified,
+        timing=Timing(echo, hold_s, queue_s, verify_s),
     )
 
 
@@ -59,13 +64,13 @@ def seconds(span) -> float:
 
 def test_a_commit_becomes_five_spans_that_add_up_to_the_round_trip() -> None:
     made, exporter = tracing()
-    journal = made.journal(Journal())
-    begin(journal)
-    journal.drafted(1.00, 1.01, 2)
-    journal.drafted(1.01, 1.03, 2)
-    journal.sent(Draft(0, 3, (1, 2, 3, 4)), 1.04)
-    journal.received(commit(3, echo=1, hold_s=0.05, queue_s=0.07, verify_s=0.03, judged=4), 1.15)
-    journal.ended(Done(FinishReason.EOS), 1.2)
+    observer = made.observer(Observer())
+    begin(observer)
+    observer.drafted(1.00, 1.01, 2)
+    observer.drafted(1.01, 1.03, 2)
+    observer.sent(Draft(0, 3, (1, 2, 3, 4)), 1.04)
+    observer.received(commit(3, echo=1, hold_s=0.05, queue_s=0.07, verify_s=0.03, verified=4), 1.15)
+    observer.ended(Done(FinishReason.EOS), 1.2)
     spans = spans_by_name(exporter)
     assert {name: len(found) for name, found in spans.items()} == dict.fromkeys(
         ("session", "draft", "flight", "queue", "verify", "downlink"), 1
@@ -79,18 +84,18 @@ def test_a_commit_becomes_five_spans_that_add_up_to_the_round_trip() -> None:
     assert sum(durations[1:]) == pytest.approx(1.15 - 1.04, abs=1e-6)
     for earlier, later in itertools.pairwise(parts[1:]):
         assert earlier.end_time == later.start_time
-    assert parts[3].attributes["outrider.judged"] == 4
+    assert parts[3].attributes["outrider.verified"] == 4
     assert root.attributes["outrider.session"] == "s"
     assert root.attributes["outrider.finish_reason"] == "eos"
 
 
 def test_a_commit_that_echoes_nothing_new_has_no_draft_and_no_flight() -> None:
     made, exporter = tracing()
-    journal = made.journal(Journal())
-    begin(journal)
-    journal.received(commit(3, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 0.1)
-    journal.received(commit(4, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 0.2)
-    journal.ended(Done(FinishReason.EOS), 0.3)
+    observer = made.observer(Observer())
+    begin(observer)
+    observer.received(commit(3, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 0.1)
+    observer.received(commit(4, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 0.2)
+    observer.ended(Done(FinishReason.EOS), 0.3)
     spans = spans_by_name(exporter)
     assert {name: len(found) for name, found in spans.items()} == {"session": 1, "queue": 2, "verify": 2, "downlink": 2}
     assert seconds(spans["downlink"][0]) == pytest.approx(0.02, abs=1e-6)  # half of what Open took
@@ -99,10 +104,10 @@ def test_a_commit_that_echoes_nothing_new_has_no_draft_and_no_flight() -> None:
 
 def test_losses_and_errors_are_on_the_sessions_span_without_their_messages() -> None:
     made, exporter = tracing()
-    journal = made.journal(Journal())
-    begin(journal)
-    journal.lost(Unavailable("a secret"), 1.0)
-    journal.ended(Done(error=Unavailable("a secret")), 2.0)
+    observer = made.observer(Observer())
+    begin(observer)
+    observer.lost(Unavailable("a secret"), 1.0)
+    observer.ended(Done(error=Unavailable("a secret")), 2.0)
     (span,) = exporter.get_finished_spans()
     assert [event.name for event in span.events] == ["stream lost"]
     assert span.status.description == "Unavailable"
@@ -111,12 +116,12 @@ def test_losses_and_errors_are_on_the_sessions_span_without_their_messages() -> 
 
 def test_the_turns_of_a_conversation_are_in_one_trace() -> None:
     made, exporter = tracing()
-    journal = made.journal(Journal())
-    begin(journal)
-    journal.ended(Done(FinishReason.EOS), 1.0)
-    journal.began(Subject("s", "m", "d"), EdgeSession(open_frame()), 5.0)
-    journal.received(commit(3, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 5.1)
-    journal.ended(Done(FinishReason.EOS), 6.0)
+    observer = made.observer(Observer())
+    begin(observer)
+    observer.ended(Done(FinishReason.EOS), 1.0)
+    observer.began(Subject("s", "m", "d"), EdgeSession(open_frame()), 5.0)
+    observer.received(commit(3, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 5.1)
+    observer.ended(Done(FinishReason.EOS), 6.0)
     spans = spans_by_name(exporter)
     (session,), (turn,), (verify,) = spans["session"], spans["turn"], spans["verify"]
     assert turn.parent.span_id == session.context.span_id
@@ -126,20 +131,20 @@ def test_the_turns_of_a_conversation_are_in_one_trace() -> None:
 
 def test_a_text_without_end_does_not_make_spans_without_end() -> None:
     made, exporter = tracing()
-    journal = made.journal(Journal())
-    begin(journal)
-    for step in range(MOST_COMMITS + 50):
-        journal.received(commit(3 + step, echo=0, hold_s=0.0, queue_s=0.0, verify_s=0.03), 1.0 + step)
-    journal.ended(None, 1e4)
+    observer = made.observer(Observer())
+    begin(observer)
+    for step in range(MAX_COMMITS + 50):
+        observer.received(commit(3 + step, echo=0, hold_s=0.0, queue_s=0.0, verify_s=0.03), 1.0 + step)
+    observer.ended(None, 1e4)
     spans = spans_by_name(exporter)
-    assert len(spans["verify"]) == MOST_COMMITS
+    assert len(spans["verify"]) == MAX_COMMITS
     assert spans["session"][0].attributes["outrider.untraced_commits"] == 50
 
 
 def test_a_session_that_is_not_sampled_costs_nothing_and_tells_the_verifier_nothing() -> None:
     made, exporter = tracing(ALWAYS_OFF)
-    inner = Journal()
-    assert made.journal(inner) is inner
+    inner = Observer()
+    assert made.observer(inner) is inner
     assert inner.metadata == ()
     assert exporter.get_finished_spans() == ()
 
@@ -147,18 +152,18 @@ def test_a_session_that_is_not_sampled_costs_nothing_and_tells_the_verifier_noth
 def test_the_inner_journal_hears_everything() -> None:
     heard: list[str] = []
 
-    class Listener(Journal):
+    class Listener(Observer):
         def __getattribute__(self, name: str):
             if not name.startswith("_") and name != "metadata":
                 heard.append(name)
             return super().__getattribute__(name)
 
     made, _ = tracing()
-    journal = made.journal(Listener())
-    begin(journal)
-    journal.drafted(1.0, 1.1, 1)
-    journal.lost(Unavailable("x"), 1.2)
-    journal.ended(None, 1.3)
+    observer = made.observer(Listener())
+    begin(observer)
+    observer.drafted(1.0, 1.1, 1)
+    observer.lost(Unavailable("x"), 1.2)
+    observer.ended(None, 1.3)
     assert heard == ["began", "sent", "received", "drafted", "lost", "ended"]
 
 
@@ -221,10 +226,10 @@ def test_spans_arrive_at_a_collector_that_speaks_otlp() -> None:
     server.start()
     made = Tracing.to(f"http://127.0.0.1:{port}", 1.0)
     try:
-        journal = made.journal(Journal())
-        begin(journal)
-        journal.received(commit(3, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 0.1)
-        journal.ended(Done(FinishReason.EOS), 0.3)
+        observer = made.observer(Observer())
+        begin(observer)
+        observer.received(commit(3, echo=0, hold_s=0.0, queue_s=0.001, verify_s=0.03), 0.1)
+        observer.ended(Done(FinishReason.EOS), 0.3)
         made.close()
     finally:
         server.stop(0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ANSWER_WITHIN_S = 120.0
-MOST_RETRIES = 200
+MAX_RETRIES = 200
 ERROR_FIELDS = {"message", "type", "param", "code"}
 
 
@@ -68,7 +68,7 @@ async def ask_patiently(port: int, body: dict[str, object], on_text: Callable[[s
     """The same, asked again when the daemon says so: at 429 and 503, after as long as `Retry-After` tells."""
     refusals: list[Answer] = []
     answer = await ask(port, body, on_text)
-    while answer.status in (429, 503) and len(refusals) < MOST_RETRIES:
+    while answer.status in (429, 503) and len(refusals) < MAX_RETRIES:
         refusals.append(answer)
         await asyncio.sleep(int(answer.headers["retry-after"]))
         answer = await ask(port, body, on_text)

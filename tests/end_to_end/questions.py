@@ -10,7 +10,7 @@ from outrider.cloud.testing.tiny_target import VOCAB
 from outrider.proto.testing import word
 
 _FIRST_WORD = 3  # 0 to 2 are special to the model
-_LEAST_MARGIN = 1e-4  # float32 may round otherwise in another batch, by a hundredth of that at most
+_MIN_MARGIN = 1e-4  # float32 may round otherwise in another batch, by a hundredth of that at most
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def questions(folder: Path, count: int, tokens: int) -> list[Question]:
     prompts = [_prompt(i) for i in range(candidates)]
     seeds = [1000 + i for i in range(candidates)]
     texts, margins = decode_by_hand(folder, prompts, seeds, tokens)
-    sure = [i for i in range(candidates) if margins[i] > _LEAST_MARGIN][:count]
+    sure = [i for i in range(candidates) if margins[i] > _MIN_MARGIN][:count]
     assert len(sure) == count, "too many texts hang on the last bit of a float"
     made = [Question(_say(prompts[i]), seeds[i], _say(texts[i])) for i in sure]
     assert len({question.text for question in made}) == count

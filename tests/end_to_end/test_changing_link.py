@@ -111,7 +111,7 @@ def test_the_text_survives_every_change_and_goes_on_within_a_second(serving: Any
     async def main() -> Course:
         prompt = prompts(1)[0].text
         async with (
-            serving(pace_s=0.03) as address,
+            serving(min_step_s=0.03) as address,
             LinkProcess(address, NEAR) as link,
             edge(link.address, drafter="general") as client,
         ):

@@ -21,7 +21,7 @@ from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig, Finished, FinishReason, SyncClient, Tokens
-from outrider.edge.decoding import Journal
+from outrider.edge.decoding import Observer
 from outrider.edge.drafters import NgramDrafter
 from outrider.edge.routes import DirectRoute
 from outrider.edge.testing import FailingDrafter
@@ -113,7 +113,7 @@ def clients(edge):
     return make
 
 
-class Frames(Journal):
+class Frames(Observer):
     """Keeps what the edge has sent."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def test_every_turn_equals_a_fresh_text_with_the_whole_transcript(verifiers, cli
         async with verifiers() as servers, clients(*servers, drafter=drafter) as client:
             for way in WAYS.values():
                 frames = Frames()
-                async with client.conversation(journal=frames) as talk:
+                async with client.conversation(observer=frames) as talk:
                     for text in (*TURNS, ""):
                         await said_as_fresh(client, talk, text, max_tokens=10, **way)
                     assert talk.transcript.text == client.decode(talk.transcript.tokens)
@@ -186,7 +186,7 @@ def test_a_later_turn_sends_up_its_new_tokens_and_nothing_else(verifiers, client
     async def main() -> None:
         frames = Frames()
         async with verifiers() as servers, clients(*servers, drafter="none") as client:
-            async with client.conversation(max_tokens=20, journal=frames, **WAYS["drawn"]) as talk:
+            async with client.conversation(max_tokens=20, observer=frames, **WAYS["drawn"]) as talk:
                 first = await talk.complete("long " * 200)
                 second = await talk.complete("and?")
                 third = await talk.complete("so", max_tokens=5)
@@ -232,7 +232,7 @@ def test_a_turn_that_ends_with_a_stop_string_ends_with_the_token_that_completed_
         async with verifiers() as servers, clients(*servers) as client:
             for way in WAYS.values():
                 frames = Frames()
-                async with client.conversation(max_tokens=40, journal=frames, **way) as talk:
+                async with client.conversation(max_tokens=40, observer=frames, **way) as talk:
                     whole = await client.complete(TURNS[0], max_tokens=40, **way)
                     stop = whole.text[len(whole.text) // 3 :][:3]
                     turn = await talk.complete(TURNS[0], stop=stop)
@@ -266,7 +266,7 @@ def test_eos_and_stop_tokens_are_part_of_the_transcript(verifiers, clients) -> N
 def test_a_turn_left_midway_keeps_what_was_given_out_and_the_next_goes_on(verifiers, clients) -> None:
     async def main() -> None:
         frames = Frames()
-        async with verifiers() as servers, clients(*servers) as client, client.conversation(journal=frames) as talk:
+        async with verifiers() as servers, clients(*servers) as client, client.conversation(observer=frames) as talk:
             for _ in range(3):
                 before, given = talk.transcript.tokens, ()
                 async for event in talk.say("more", max_tokens=1500):
@@ -283,7 +283,7 @@ def test_a_turn_left_midway_keeps_what_was_given_out_and_the_next_goes_on(verifi
 
 def test_a_cancelled_task_and_a_passed_deadline_leave_a_conversation_that_goes_on(verifiers, clients) -> None:
     async def main() -> None:
-        async with verifiers(pace_s=0.005) as servers, clients(*servers) as client, client.conversation() as talk:
+        async with verifiers(min_step_s=0.005) as servers, clients(*servers) as client, client.conversation() as talk:
             task = asyncio.create_task(talk.complete("a b", max_tokens=1500))
             await until(lambda: len(talk.transcript.tokens) > 8)
             with pytest.raises(InvalidArgument, match="another task"):
@@ -341,7 +341,7 @@ def test_streams_cut_between_turns_and_within_them_change_nothing_but_time(verif
             verifiers() as (server,),
             relay(server.status().address) as link,
             clients(link.address) as client,
-            client.conversation(journal=frames, **WAYS["drawn"]) as talk,
+            client.conversation(observer=frames, **WAYS["drawn"]) as talk,
         ):
             await said_as_fresh(client, talk, TURNS[0], max_tokens=8, **WAYS["drawn"])
             link.cut()
@@ -364,7 +364,7 @@ def test_streams_cut_between_turns_and_within_them_change_nothing_but_time(verif
 def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_nobody(verifiers, clients, limits) -> None:
     async def main() -> None:
         async with (
-            verifiers(pace_s=0.003, **limits) as (server,),
+            verifiers(min_step_s=0.003, **limits) as (server,),
             clients(server) as client,
             clients(server, retry=RetryRules(abandon_after_s=-1.0)) as impatient,
             client.conversation() as talk,
@@ -391,8 +391,11 @@ def test_an_idle_session_gives_way_to_a_running_one_and_a_running_one_to_nobody(
 def test_the_session_that_idles_longest_is_given_up_first(verifiers, clients) -> None:
     async def main() -> None:
         async with verifiers(max_sessions=2) as (server,), clients(server) as client:
-            journals = [Frames(), Frames()]
-            async with client.conversation(journal=journals[0]) as old, client.conversation(journal=journals[1]) as new:
+            observers = [Frames(), Frames()]
+            async with (
+                client.conversation(observer=observers[0]) as old,
+                client.conversation(observer=observers[1]) as new,
+            ):
                 for talk in (old, new):
                     await talk.complete("a", max_tokens=3)
                     await until(lambda: server.status().sessions == 0)
@@ -400,8 +403,8 @@ def test_the_session_that_idles_longest_is_given_up_first(verifiers, clients) ->
                 await until(lambda: server._engine.session_count == 0)
                 await new.complete("c", max_tokens=3)
                 await old.complete("c", max_tokens=3)
-            assert [len(journal.of(Continue)) for journal in journals] == [0, 1]
-            assert [len(journal.of(Open)) for journal in journals] == [2, 1]
+            assert [len(observer.of(Continue)) for observer in observers] == [0, 1]
+            assert [len(observer.of(Open)) for observer in observers] == [2, 1]
 
     asyncio.run(main())
 
@@ -412,7 +415,7 @@ def test_a_verifier_that_keeps_sessions_briefly_or_never_costs_only_a_reopening(
         frames = Frames()
         async with verifiers(**keep) as (server,), clients(server) as client:
             free = server.status().kv_pages_free
-            async with client.conversation(journal=frames) as talk:
+            async with client.conversation(observer=frames) as talk:
                 for text in TURNS:
                     await said_as_fresh(client, talk, text, max_tokens=5)
                     await until(lambda: server.status().kv_pages_free == free)
@@ -426,7 +429,7 @@ def test_a_verifier_that_keeps_sessions_briefly_or_never_costs_only_a_reopening(
 def test_a_conversation_moves_when_its_verifier_drains_between_turns_or_within_one(verifiers, clients) -> None:
     async def main() -> None:
         async with (
-            verifiers("a", "b", "c", pace_s=0.003) as servers,
+            verifiers("a", "b", "c", min_step_s=0.003) as servers,
             clients(*servers) as client,
             clients(servers[2]) as other,
             client.conversation() as talk,
@@ -457,7 +460,7 @@ def test_a_verifier_that_is_restarted_between_turns_is_told_the_whole_transcript
         frames = Frames()
         async with verifiers() as (server,):
             address = server.status().address
-            async with clients(address) as client, client.conversation(max_tokens=6, journal=frames) as talk:
+            async with clients(address) as client, client.conversation(max_tokens=6, observer=frames) as talk:
                 first = await talk.complete(TURNS[0])
                 await server.stop(0)
                 async with verifiers(listen=address):
@@ -493,7 +496,7 @@ def test_a_lease_that_expires_between_turns_is_renewed(verifiers, tokenizer_file
                 assert probe.ready is not None
                 route = Signing((address,), "tiny", probe.ready.tokenizer_sha256)
             route.lasts_s = 0.5
-            async with Client(config, route=route) as client, client.conversation(journal=frames) as talk:
+            async with Client(config, route=route) as client, client.conversation(observer=frames) as talk:
                 await talk.complete("a", max_tokens=4)
                 await until(lambda: server.status().kv_pages_free == server._engine.page_count)
                 route.lasts_s = 60.0
@@ -631,7 +634,7 @@ def test_a_malformed_continue_ends_the_stream_with_the_field_named(verifiers) ->
 
 def test_a_continue_while_a_turn_runs_or_where_nothing_is_kept_is_refused(verifiers) -> None:
     async def main() -> None:
-        async with verifiers(pace_s=0.01) as (server,):
+        async with verifiers(min_step_s=0.01) as (server,):
             long = Sampling(max_tokens=1000, ignore_eos=True)
             for keep_s, field in ((60.0, "frame.continuation"), (0.0, "open.keep_s")):
                 async with raw(server, sampling=long, keep_s=keep_s) as stream:

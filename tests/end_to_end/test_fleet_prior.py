@@ -15,7 +15,7 @@ from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.control import CoordinatorClient
-from outrider.edge.features import LEAST_COMPARED, PromptClass, TextFeatures
+from outrider.edge.features import MIN_COMPARED, PromptClass, TextFeatures
 from outrider.proto import codec
 from outrider.proto.types import DrafterHits, Patience
 
@@ -63,7 +63,7 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
         newest = [codec.decode_report(request) for request in said["ReportSession"]][-1]
         told = DrafterHits(*drafter, whole.statistics.hits, whole.statistics.compared)
         assert newest.drafter_hits == (told,)
-        assert told.compared >= LEAST_COMPARED
+        assert told.compared >= MIN_COMPARED
         control = CoordinatorClient(config.coordinator)
         while len((status := await control.status()).recent) < 4:  # noqa: ASYNC110 - reports come beside the texts
             await asyncio.sleep(0.05)

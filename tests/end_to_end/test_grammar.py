@@ -47,7 +47,7 @@ def test_every_text_is_valid_and_the_same_with_drafts_off_and_for_every_window(s
     wanted = ((PROMPTS[0], GREEDY), (PROMPTS[1], DRAWN))
 
     async def main() -> None:
-        judged = 0
+        verified = 0
         async with serving() as address:
             async with edge(address, drafter="none") as client:
                 expected = [await client.complete(*each) for each in wanted]
@@ -58,8 +58,8 @@ def test_every_text_is_valid_and_the_same_with_drafts_off_and_for_every_window(s
                 async with edge(address, drafter="general", window=window, patience=patience) as client:
                     together = await asyncio.gather(*(client.complete(*each) for each in wanted))
                 assert [c.tokens for c in together] == [c.tokens for c in expected]
-                judged += sum(c.statistics.judged for c in together)
-        assert judged
+                verified += sum(c.statistics.verified for c in together)
+        assert verified
 
     asyncio.run(main())
 

@@ -24,7 +24,7 @@ from outrider.edge import Client, EdgeConfig, Sampling
 
 pytestmark = pytest.mark.alone
 
-PACE_S = 0.030
+MIN_STEP_S = 0.030
 LINK = LinkShape.of(rtt_ms=40, up_mbit=10, down_mbit=50)
 SAMPLING = Sampling(max_tokens=40)
 WARM_UP = 16
@@ -64,7 +64,7 @@ class Agreement:
 
 def costs_seen(texts: list[Measured], steps: list[StepTiming]) -> Costs:
     over_the_link_s = min(text.statistics.round_trip_s for text in texts)
-    return costs_of(texts, steps, pace_s=PACE_S, round_trip_s=max(0.0, over_the_link_s - LINK.rtt_s))
+    return costs_of(texts, steps, min_step_s=MIN_STEP_S, round_trip_s=max(0.0, over_the_link_s - LINK.rtt_s))
 
 
 def replayed(traces: list[HitTrace], costs: Costs, policy: Policy) -> list[Outcome]:
@@ -78,7 +78,7 @@ def test_replayed_speed_and_steps_are_those_of_a_real_run(tmp_path) -> None:
     async def main() -> dict[str, Agreement]:
         tokenizer = tmp_path / "tokenizer.json"
         async with AsyncExitStack() as stack:
-            verifier = VerifierProcess(VerifierConfig(threads=1, pace_s=PACE_S), tokenizer)
+            verifier = VerifierProcess(VerifierConfig(threads=1, min_step_s=MIN_STEP_S), tokenizer)
             await stack.enter_async_context(verifier)
             link = await stack.enter_async_context(LinkProcess(verifier.address, LINK))
             clients = {}

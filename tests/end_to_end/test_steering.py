@@ -16,7 +16,7 @@ from outrider.cloud.server import VerifierServer
 from outrider.cloud.steering import Projection
 from outrider.cloud.testing import save_tiny_target
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.decoding import Journal
+from outrider.edge.decoding import Observer
 from outrider.edge.drafters.onnx import OnnxState
 from outrider.edge.events import Finished, Tokens
 from outrider.edge.testing.tiny_drafter import RANK, STEERING_MANIFEST, steering_graph, tiny_graph, write_package
@@ -57,7 +57,7 @@ def package(tmp_path_factory, target, projection):
     return folder
 
 
-class Frames(Journal):
+class Frames(Observer):
     """Keeps what was sent, and the commits that came."""
 
     def __init__(self):
@@ -93,12 +93,12 @@ def edge(address, target, drafter, **config):
     )
 
 
-async def texts_of(client, journal=None):
+async def texts_of(client, observer=None):
     """(tokens, statistics) of every prompt and sampling."""
     found = []
     for prompt in PROMPTS:
         for sampling in SAMPLINGS:
-            events = client.generate(prompt, sampling, journal=journal)
+            events = client.generate(prompt, sampling, observer=observer)
             completion = await client.collect(prompt, events)
             found.append((completion.tokens, completion.statistics))
     return found
@@ -158,7 +158,7 @@ def test_a_code_is_of_the_last_processed_position_and_reaches_the_drafter_unchan
     async def main():
         async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
             monkeypatch.setattr(OnnxState, "steer", steer)
-            return await client.collect(PROMPTS[0], client.generate(PROMPTS[0], SAMPLINGS[0], journal=frames))
+            return await client.collect(PROMPTS[0], client.generate(PROMPTS[0], SAMPLINGS[0], observer=frames))
 
     completion = asyncio.run(main())
     tokens = torch.tensor([*PROMPTS[0], *completion.tokens])
@@ -246,7 +246,7 @@ def test_turns_of_a_conversation_begin_unsteered_and_have_the_texts_of_fresh_one
         frames = Frames()
         async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
             said = []
-            async with client.conversation(SAMPLINGS[1], journal=frames) as talk:
+            async with client.conversation(SAMPLINGS[1], observer=frames) as talk:
                 said += [await talk.complete(prompt) for prompt in PROMPTS]
             assert [type(frame) for frame in frames.all].count(Open) == 1, "the session was kept"
         async with serving(target) as address, edge(address, target, "none") as client:

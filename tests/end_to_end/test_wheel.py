@@ -20,7 +20,7 @@ from outrider.edge.testing.tiny_drafter import greedy_by_hand
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(500)]
 
 SECRET = b"a secret of the two of them"
-MOST_MEGABYTES = 250
+MAX_MEGABYTES = 250
 MAX_WHEEL_BYTES = 55_000_000
 
 EDGE_PROGRAM = r"""
@@ -79,7 +79,7 @@ def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(edge_pytho
         status, megabytes, *absent = out[-1].split()
         assert status == "0"
         assert absent == ["torch", "transformers", "ray"]
-        assert int(megabytes) < MOST_MEGABYTES
+        assert int(megabytes) < MAX_MEGABYTES
         assert len(record["tokens"]) == 200
         assert record["accepted"] > 0
         print(f"peak memory of the edge: {megabytes} MB")

@@ -127,7 +127,7 @@ class CheckedSimulation(FaultySimulation):
         step_s: float = 0.03,
         row_s: float = 0.0,
         drafting_s: float = 0.002,
-        most_per_job: int = 8,
+        max_per_job: int = 8,
         cancel_at: float = math.inf,
         fickle_credit: bool = False,
         queues_while_busy: bool = True,
@@ -147,7 +147,7 @@ class CheckedSimulation(FaultySimulation):
             measurements=measurements,
             send_q=send_q,
             selection=selection,
-            job_tokens=lambda _: most_per_job,
+            job_tokens=lambda _: max_per_job,
         )
         drafters = [] if drafter is None else [drafter, *rivals]
         self.drafters = CheckedDrafters(drafters, drafting_s, rng, edge=edge)

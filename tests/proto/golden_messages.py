@@ -25,7 +25,7 @@ REPORT = t.SessionReport(
     committed_tokens=128,
     accepted_tokens=90,
     drafted_tokens=140,
-    judged_tokens=131,
+    verified_tokens=131,
     steps=38,
     seconds=1.25,
     uplink_bytes=777,
@@ -153,7 +153,7 @@ EXAMPLES = {
             timing=t.Timing(5, 0.001, 0.002, 0.03),
             finish=t.FinishReason.STOP_TOKEN,
             chain=3,
-            judged=4,
+            verified=4,
             turn=1,
         )
     ),

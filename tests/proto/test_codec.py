@@ -119,7 +119,7 @@ def commits(draw):
         timing=draw(st.builds(t.Timing, counts, microseconds, microseconds, microseconds)),
         finish=draw(st.none() | st.sampled_from(t.FinishReason)),
         chain=draw(counts),
-        judged=draw(counts),
+        verified=draw(counts),
     )
 
 
@@ -473,7 +473,7 @@ def test_a_commit_without_log_probabilities_takes_few_bytes():
         64,
         timing=t.Timing(40, 0.02, 0.001, 0.03),
         chain=3,
-        judged=8,
+        verified=8,
     )
     assert len(codec.encode_cloud_frame(commit)) <= 40
 
@@ -515,7 +515,7 @@ UNSTEERED = [
             reward=0.5,
             timing=t.Timing(3, 0.001, 0.002, 0.03),
             chain=1,
-            judged=4,
+            verified=4,
         ),
         ("12330804120607ac02c0b8021802220c000000bf000080bf000000c02d0000003f3840420c080310e80718d00f20b0ea0150015804"),
     ),
@@ -530,7 +530,7 @@ def test_a_frame_without_steering_has_the_bytes_that_it_had_before_there_was_any
 
 @pytest.mark.parametrize(("precision", "most"), [(t.SteeringPrecision.INT8, 75), (t.SteeringPrecision.FLOAT16, 142)])
 def test_a_code_of_64_numbers_adds_little_more_than_its_numbers_to_a_commit(precision, most):
-    without = t.Commit(1000, committed(17, 5000, 40_000), 2, 64, chain=3, judged=8)
+    without = t.Commit(1000, committed(17, 5000, 40_000), 2, 64, chain=3, verified=8)
     code = t.Steering(0.125, bytes(64 * precision.number_bytes), precision)
     added = len(codec.encode_cloud_frame(replace(without, steering=code))) - len(codec.encode_cloud_frame(without))
     assert added <= most

@@ -246,7 +246,7 @@ def test_what_keeping_adds_to_the_other_frames_survives_the_wire():
 def test_a_continue_of_a_stranger_is_checked_before_a_list_is_built():
     data = codec.encode_edge_frame(Continue(0, (1,) * 50))
     with pytest.raises(PromptTooLong) as caught:
-        codec.decode_edge_frame(data, most_tokens=10)
+        codec.decode_edge_frame(data, max_tokens=10)
     assert caught.value.field == "continuation.prompt"
     with pytest.raises(InvalidArgument, match=r"sampling\.stop_tokens"):
         codec.decode_edge_frame(codec.encode_edge_frame(Continue(0, (), Sampling(stop_tokens=(1,) * 50))), 10)

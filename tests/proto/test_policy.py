@@ -1,4 +1,4 @@
-"""Policies: what they measure, and what they make of it; judged against brute force where there is one."""
+"""Policies: what they measure, and what they make of it; verified against brute force where there is one."""
 
 from __future__ import annotations
 
@@ -403,7 +403,7 @@ def test_around_one_step_of_round_trip_the_plan_beats_both_never_and_always_wait
 
 
 def usual_verifier(**changes: object) -> VerifierView:
-    view = VerifierView(0.8, step_s=STEP_S, row_s=0.0, drafting_s=0.001, round_trip_s=0.003, most_drafts=16)
+    view = VerifierView(0.8, step_s=STEP_S, row_s=0.0, drafting_s=0.001, round_trip_s=0.003, max_drafts=16)
     return replace(view, **changes)  # type: ignore[arg-type]
 
 
@@ -436,14 +436,14 @@ def test_it_does_not_wait_with_a_whole_block_at_hand() -> None:
 
 
 @pytest.mark.parametrize("round_trip_s", [0.002, 0.03, 0.4])
-@pytest.mark.parametrize("most_drafts", [1, 8, 16])
+@pytest.mark.parametrize("max_drafts", [1, 8, 16])
 def test_efficiency_waits_for_a_whole_block_as_long_as_one_takes_but_not_for_ever(
-    round_trip_s: float, most_drafts: int
+    round_trip_s: float, max_drafts: int
 ) -> None:
-    view = usual_verifier(goal=Goal.EFFICIENCY, round_trip_s=round_trip_s, most_drafts=most_drafts)
+    view = usual_verifier(goal=Goal.EFFICIENCY, round_trip_s=round_trip_s, max_drafts=max_drafts)
     patience = patience_for(view)
-    assert patience.drafts == most_drafts
-    block_s = round_trip_s + most_drafts * view.drafting_s
+    assert patience.drafts == max_drafts
+    block_s = round_trip_s + max_drafts * view.drafting_s
     assert block_s < patience.seconds < 2 * (block_s + STEP_S)
 
 
@@ -452,12 +452,12 @@ def test_efficiency_waits_for_a_whole_block_as_long_as_one_takes_but_not_for_eve
 def test_a_plan_is_made_at_once_whatever_the_drafters_speed_beside_the_steps(
     acceptance: float, drafting_s: float
 ) -> None:
-    for most_drafts in (1, 7, 13, 16, 64):
+    for max_drafts in (1, 7, 13, 16, 64):
         for round_trip_s in (0.0, 0.001, 0.04, 1.0):
             view = usual_verifier(
-                acceptance=acceptance, drafting_s=drafting_s, most_drafts=most_drafts, round_trip_s=round_trip_s
+                acceptance=acceptance, drafting_s=drafting_s, max_drafts=max_drafts, round_trip_s=round_trip_s
             )
-            assert patience_for(view).seconds <= 4 * STEP_S + 2 * most_drafts * drafting_s
+            assert patience_for(view).seconds <= 4 * STEP_S + 2 * max_drafts * drafting_s
 
 
 def test_measurements_that_waver_by_a_little_give_one_plan() -> None:
@@ -479,7 +479,7 @@ def share_saved_by_running_ahead(view: VerifierView, misses: int = 4000) -> floa
         now_s, done = 0.0, 0
         while done <= hits:
             here = max(0, int((now_s - view.round_trip_s) / view.drafting_s) - done)
-            done += min(view.most_drafts, here, hits - done) + 1
+            done += min(view.max_drafts, here, hits - done) + 1
             now_s += view.step_s
         spent_s += now_s
         alone_s += (hits + 1) * view.step_s
@@ -491,21 +491,21 @@ def share_saved_by_running_ahead(view: VerifierView, misses: int = 4000) -> floa
 def test_drafts_overtake_where_they_spare_a_target_over_a_hundredth_of_its_time(
     round_trip_s: float, acceptance: float
 ) -> None:
-    view = VerifierView(acceptance, 0.03, 0.0, 0.001, round_trip_s, most_drafts=16)
+    view = VerifierView(acceptance, 0.03, 0.0, 0.001, round_trip_s, max_drafts=16)
     saved = share_saved_by_running_ahead(view)
     if abs(saved - 0.012) > 0.006:  # nearer than that the estimates may differ
         assert overtakes(view) == (saved > 0.012)
 
 
 def test_before_anything_is_measured_drafts_are_taken_to_overtake() -> None:
-    view = VerifierView(0.1, 0.03, 0.0, 0.0, 1.0, most_drafts=16)
+    view = VerifierView(0.1, 0.03, 0.0, 0.0, 1.0, max_drafts=16)
     assert overtakes(view)
     assert overtakes(replace(view, drafting_s=0.001, step_s=0.0))
     assert not overtakes(replace(view, drafting_s=0.001))
 
 
 def test_no_more_drafts_are_judged_than_pay() -> None:
-    free = VerifierView(0.7, step_s=0.02, row_s=0.0, drafting_s=0.001, round_trip_s=0.0, most_drafts=16)
+    free = VerifierView(0.7, step_s=0.02, row_s=0.0, drafting_s=0.001, round_trip_s=0.0, max_drafts=16)
     assert best_block(free) == 16
     dear = replace(free, row_s=0.002)
     assert 1 < best_block(dear) < 8
@@ -520,11 +520,11 @@ def test_steps_measured_in_a_bad_moment_do_not_make_drafts_dear_for_good() -> No
         cost.add(1, 0.1)
         cost.add(5, 0.12)
     assert cost.line(1)[1] == pytest.approx(0.005, rel=0.1)
-    for _ in range(60):  # it is quiet again, and only single rows are judged
+    for _ in range(60):  # it is quiet again, and only single rows are verified
         cost.add(1, 0.01)
     base_s, row_s = cost.line(1)
     assert row_s == pytest.approx(0.0005, rel=0.1)
-    assert best_block(VerifierView(0.7, base_s, row_s, 0.001, 0.0, most_drafts=16)) > 1
+    assert best_block(VerifierView(0.7, base_s, row_s, 0.001, 0.0, max_drafts=16)) > 1
 
 
 def test_the_cost_of_a_step_is_flat_and_then_rises_as_it_was_measured() -> None:

@@ -150,7 +150,7 @@ scenarios = st.builds(
             "link": links,
             "row_s": st.sampled_from([0.0, 0.002]),
             "send_q": st.booleans(),
-            "most_per_job": st.sampled_from([1, 8]),
+            "max_per_job": st.sampled_from([1, 8]),
             "fickle_credit": st.booleans(),
             "queues_while_busy": st.booleans(),
         }
@@ -392,7 +392,7 @@ def test_drafts_are_judged_accepted_and_followed_by_the_targets_own_token():
         session.credit,
         timing=Timing(2, 0.5),
         chain=0,
-        judged=4,
+        verified=4,
     )
     assert session.transcript == [3, 1, 2, 1, 2, 5]
     assert session.block() == ()
@@ -919,7 +919,7 @@ def test_drafts_survive_by_what_their_confidence_has_been_worth():
 def test_a_replayed_commit_changes_nothing():
     edge = edge_session()
     draft(edge, 1, 2, 4)
-    commit = Commit(3, committed(1, 2), 1, 16, judged=3)
+    commit = Commit(3, committed(1, 2), 1, 16, verified=3)
     edge.on_commit(commit, 0.1)
     before = replace(edge.statistics)
     assert edge.on_commit(replace(commit, credit=3), 0.2) == []

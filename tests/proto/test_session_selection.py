@@ -221,7 +221,7 @@ def test_a_selector_is_told_what_commits_gave(monkeypatch) -> None:
     simulation.run()
     statistics = simulation.edge.statistics
     assert sum(outcome.accepted for outcome in outcomes) == statistics.accepted
-    assert sum(outcome.judged for outcome in outcomes) == statistics.judged
+    assert sum(outcome.verified for outcome in outcomes) == statistics.verified
     assert all(outcome.seconds > 0 for outcome in outcomes)
     assert replace(outcomes[-1].view, current=None).arms == range(2)
 

@@ -80,7 +80,9 @@ class VerifierConfig(GrpcServerSettings):
         parse=absolute,
     )
     goal: Goal = option(Goal.LATENCY, "soonest tokens, or fewest target steps", group=TARGET)
-    pace_s: float = option(0.0, "least time of a step, to stand for a larger target in benchmarks", check=at_least(0))
+    min_step_s: float = option(
+        0.0, "least time of a step, to stand for a larger target in benchmarks", check=at_least(0)
+    )
     drain_grace_s: float = option(10.0, "time for sessions to move away when it is to end", check=at_least(0))
     watch_node_s: float = option(1.0, "time between looks whether Ray drains the node; 0: never", check=at_least(0))
     stall_s: float = option(30.0, "how long a client may leave its commits unread", check=above(0))

@@ -47,7 +47,7 @@ class Engine:
         self._slots = Slots(target.pool, rules.name)
         self._admission = Admission(self._slots, self.rules, config.max_sessions)
         self._batching = Batching(config.prefill_chunk)
-        self._runner = ModelRunner(target, projections or {}, min_step_s=config.pace_s)
+        self._runner = ModelRunner(target, projections or {}, min_step_s=config.min_step_s)
         self._meter = StepMeter(self.metrics, time.monotonic())
         self._inbox: deque[Callable[[], None]] = deque()
         self._bell = threading.Condition()

@@ -39,7 +39,7 @@ LEXER_STATES = 50_000
 # more a model that likes blanks goes on with them until its tokens are spent. A schema's own `x-guidance` wins.
 _BLANKS = r" |\n[ \t]{0,32}"
 _ANY_OBJECT = '{"type":"object"}'
-_MOST_OF_MESSAGE = 300
+_MAX_OF_MESSAGE = 300
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -304,7 +304,7 @@ def _one_line(message: str) -> str:
     """What llguidance says, without the quotation of the grammar that follows it."""
     lines = message.split("\n<non-verbose/>")[0].strip().split("\n")
     why = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
-    return " ".join([lines[0], *why])[:_MOST_OF_MESSAGE]
+    return " ".join([lines[0], *why])[:_MAX_OF_MESSAGE]
 
 
 @contextmanager

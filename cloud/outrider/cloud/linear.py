@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 _FEWEST_ROWS = 8
-_MOST_ROWS = 48
+_MAX_ROWS = 48
 
 
 class ExchangedLinear(nn.Linear):
@@ -21,7 +21,7 @@ class ExchangedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name it has in nn.Linear
         """[..., in_features] to [..., out_features]."""
         rows = input.numel() // self.in_features
-        if not _FEWEST_ROWS <= rows <= _MOST_ROWS:
+        if not _FEWEST_ROWS <= rows <= _MAX_ROWS:
             return functional.linear(input, self.weight, self.bias)
         # Made contiguous at once: what follows would pay for the exchange otherwise.
         output = torch.mm(self.weight, input.reshape(rows, self.in_features).t()).t().contiguous()

@@ -107,8 +107,8 @@ class VerifierMetrics:
         if commit.tokens:
             self._generated.inc(len(commit.tokens))
             self._waits.observe(commit.timing.queue_s)
-        if commit.judged:
-            self._drafts.count(commit.judged, commit.accepted)
+        if commit.verified:
+            self._drafts.count(commit.verified, commit.accepted)
         if commit.steering is not None:
             self._codes.inc()
             self._code_bytes.inc(len(commit.steering.values))

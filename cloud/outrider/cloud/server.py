@@ -40,7 +40,7 @@ from outrider.proto.types import CloudFrame, Commit, Continue, Goaway, Grammar, 
 OPEN_WITHIN_S = 10.0
 COMPILE_WITHIN_S = 10.0
 SPARE_CALLS = 16  # health checks, and streams that are refused
-MOST_UNTAKEN = 256
+MAX_UNTAKEN = 256
 REFILL = 0.1  # of a minute's tokens, before a session whose key has spent them goes on: coming back costs a prefill
 SWITCH_S = 0.0005  # else a frame that comes while the engine's thread runs Python waits 5 ms for the interpreter
 
@@ -128,7 +128,7 @@ class VerifierServer:
             keep_s=config.keep_s,
             release=release(),
         )
-        self._most_tokens = max(target.context_length, target.vocab_size)
+        self._max_tokens = max(target.context_length, target.vocab_size)
         projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
         self._engine = Engine(target, self.rules, config, projections)
         self._grammars = Grammars(target.tokenizer_json, target.vocab_size, target.eos_tokens)
@@ -274,7 +274,7 @@ class VerifierServer:
     async def _read(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> None:
         """Frames of one stream to the engine; waits while the engine has too many of them untaken."""
         loop = asyncio.get_running_loop()
-        room = asyncio.Semaphore(MOST_UNTAKEN)
+        room = asyncio.Semaphore(MAX_UNTAKEN)
         try:
             opening, claim = await asyncio.wait_for(self._read_open(requests, outbox), OPEN_WITHIN_S)
             grammar = opening.sampling.grammar
@@ -287,7 +287,7 @@ class VerifierServer:
                 outbox.end_of_lease = loop.call_later(lasts_s, outbox.put, Goaway("the lease has expired"))
             async for data in requests:
                 await room.acquire()
-                frame = codec.decode_edge_frame(data, self._most_tokens)
+                frame = codec.decode_edge_frame(data, self._max_tokens)
                 matcher = None
                 if isinstance(frame, Continue):
                     grammar = frame.sampling.grammar if frame.sampling is not None else grammar
@@ -315,7 +315,7 @@ class VerifierServer:
 
     async def _read_open(self, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> tuple[Open, LeaseClaim | None]:
         async for data in requests:
-            frame = codec.decode_edge_frame(data, self._most_tokens)
+            frame = codec.decode_edge_frame(data, self._max_tokens)
             if not isinstance(frame, Open):
                 raise InvalidArgument("must be the first frame of a stream", field="frame.open")
             outbox.session = frame.session

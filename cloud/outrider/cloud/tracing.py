@@ -55,7 +55,7 @@ class VerifierTracing:
             "outrider.session": session,
             "outrider.verifier": self._verifier,
             "outrider.position": commit.start,
-            "outrider.judged": commit.judged,
+            "outrider.verified": commit.verified,
             "outrider.accepted": commit.accepted,
         }
         for name, began, until in (("queue", queued_from, step_from), ("verify", step_from, ended)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.proto.address import split_address
-from outrider.proto.channel import MOST_MESSAGE_BYTES
+from outrider.proto.channel import MAX_MESSAGE_BYTES
 from outrider.proto.errors import ConfigError
 from outrider.proto.lease import MIN_SECRET_BYTES
 from outrider.proto.plumbing.serving import GrpcServerSettings
@@ -73,7 +73,7 @@ class CoordinatorConfig(GrpcServerSettings):
     max_request_bytes: int = option(1 * MIB, "largest message taken from an edge", check=at_least(64 << 10))
     # One chunk of a drafter file is 256 KiB; a smaller limit would make every download fail late.
     max_reply_bytes: int = option(
-        MOST_MESSAGE_BYTES, "largest message sent to an edge, which takes no more than the default", check=at_least(MIB)
+        MAX_MESSAGE_BYTES, "largest message sent to an edge, which takes no more than the default", check=at_least(MIB)
     )
 
     def check_together(self) -> None:

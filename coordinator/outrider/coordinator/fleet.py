@@ -14,7 +14,7 @@ from functools import reduce
 
 from outrider.proto.types import (
     LINK_CLASSES,
-    MOST_DRAFTERS_TOLD,
+    MAX_REPORTED_DRAFTERS,
     PROMPT_CLASSES,
     ClassAcceptance,
     DrafterHits,
@@ -128,7 +128,7 @@ class FleetAcceptance:
             for identity, cells in self._drafters.items()
             if identity[0] == model
         )
-        return tuple(sorted(answers, key=lambda prior: -prior.trials)[:MOST_DRAFTERS_TOLD])
+        return tuple(sorted(answers, key=lambda prior: -prior.trials)[:MAX_REPORTED_DRAFTERS])
 
     @property
     def shown(self) -> tuple[ClassAcceptance, ...]:

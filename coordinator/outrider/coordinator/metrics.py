@@ -24,7 +24,7 @@ _REPORTED = {  # by field of a report
     "committed_tokens": "Tokens committed in them.",
     "accepted_tokens": "Drafts accepted in them.",
     "drafted_tokens": "Tokens drafted in them.",
-    "judged_tokens": "Drafts judged in them.",
+    "verified_tokens": "Drafts verified in them.",
     "steps": "Target steps taken in them.",
     "resumes": "Streams lost and opened again in them.",
     "uplink_bytes": "Bytes that edges sent in them.",

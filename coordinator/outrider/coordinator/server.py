@@ -22,7 +22,7 @@ from outrider.coordinator.relay import Relay
 from outrider.coordinator.service import ControlService
 from outrider.proto import codec
 from outrider.proto.address import join_address, split_address
-from outrider.proto.channel import MOST_MESSAGE_BYTES, SERVER_OPTIONS
+from outrider.proto.channel import MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from outrider.proto.errors import ConfigError, Internal, OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind
@@ -116,7 +116,7 @@ class CoordinatorServer:
         config, relay = self._config, service.relay_metrics
         limits = {
             # What is relayed may be longer than what control takes, which looks for itself.
-            "grpc.max_receive_message_length": config.max_request_bytes if relay is None else MOST_MESSAGE_BYTES,
+            "grpc.max_receive_message_length": config.max_request_bytes if relay is None else MAX_MESSAGE_BYTES,
             "grpc.max_send_message_length": config.max_reply_bytes,
         }
         server = grpc.aio.server(options=list((dict(SERVER_OPTIONS) | limits).items()))

@@ -65,10 +65,10 @@ class FleetStatistics:
         report = replace(report, drafter_hits=(), prompt_class=0, link_class=0)
         self.recent.append(report)
         self._see_edge(report)
-        if not report.judged_tokens:
+        if not report.verified_tokens:
             return
         key = (report.model, report.drafter, report.drafter_version)
-        session = Hits(report.accepted_tokens, report.judged_tokens).limited(REPORT_TOKENS)
+        session = Hits(report.accepted_tokens, report.verified_tokens).limited(REPORT_TOKENS)
         self._rows[key] = self._rows.pop(key, Hits()).plus(session).limited(MEMORY_TOKENS)
         while len(self._rows) > MAX_ROWS:
             self._rows.popitem(last=False)
@@ -113,7 +113,7 @@ class FleetStatistics:
         """Write the statistics to `path`, whole or not at all; raises `OSError`."""
         rows = [[*key, row.hits, row.trials] for key, row in self._rows.items()]
         whole = json.dumps(
-            {"leases_granted": self.leases_granted, "judged": rows, "acceptance": self.acceptance.rows()}
+            {"leases_granted": self.leases_granted, "verified": rows, "acceptance": self.acceptance.rows()}
         )
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_text(whole)
@@ -123,7 +123,7 @@ class FleetStatistics:
         """Begin with what `save` wrote; without a readable file, begin with nothing."""
         try:
             parsed = json.loads(path.read_text())
-            rows = {(str(m), str(d), str(v)): Hits(float(a), float(j)) for m, d, v, a, j in parsed["judged"]}
+            rows = {(str(m), str(d), str(v)): Hits(float(a), float(j)) for m, d, v, a, j in parsed["verified"]}
             leases_granted = int(parsed["leases_granted"])
             self.acceptance.take_over(parsed.get("acceptance", ()))  # which older releases did not write
         except FileNotFoundError:
@@ -149,5 +149,5 @@ def check_report(report: SessionReport) -> None:
             raise InvalidArgument("must be a finite number, 0 or more", field=f"report.{name}")
     if any(max(len(each.drafter), len(each.drafter_version)) > MAX_NAME_LENGTH for each in report.drafter_hits):
         raise InvalidArgument(f"has a name of more than {MAX_NAME_LENGTH} characters", field="report.drafter_hits")
-    if report.accepted_tokens > report.judged_tokens:
-        raise InvalidArgument("exceeds judged_tokens", field="report.accepted_tokens")
+    if report.accepted_tokens > report.verified_tokens:
+        raise InvalidArgument("exceeds verified_tokens", field="report.accepted_tokens")

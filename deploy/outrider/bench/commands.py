@@ -51,10 +51,10 @@ class BenchSettings(Settings):
 
     sessions: int = option(1, "decoded at once", check=at_least(1))
     mixed: bool = option(False, "deal the sessions out among all links at once")
-    pace: float = option(0.0, "each target step takes at least that: a larger target", metavar="MS", check=at_least(0))
+    min_step: float = option(0.0, "shortest target step, in place of a larger target", metavar="MS", check=at_least(0))
     modes: tuple[str, ...] = listed(
         MODES,
-        "ways of decoding; those of transformers (hf-) run only where --rtt has a 0 and there is no --pace",
+        "ways of decoding; those of transformers (hf-) run only where --rtt has a 0 and there is no --min-step",
         choices=MODES,
     )
     sync_length: int = option(0, "draft tokens a round; 0: the best by replay", check=at_least(0))
@@ -140,7 +140,7 @@ class ReplaySettings(LinkListSettings):
         "threshold[:X], specdec++[:X][@FILE], speckv[@FILE], flexspec[:X], aimd",
     )
     goal: Goal = option(Goal.LATENCY, "soonest tokens, or fewest target steps")
-    pace: float = option(0.0, "each target step takes at least that: a larger target", metavar="MS", check=at_least(0))
+    min_step: float = option(0.0, "shortest target step, in place of a larger target", metavar="MS", check=at_least(0))
     drafter: tuple[str, ...] = listed((), "drafters among the recorded ones; none named: all")
     seed: int = option(0, "seed of the jitter", check=at_least(0))
     selector: tuple[str, ...] = listed(

@@ -71,6 +71,6 @@ def interval_of(interval: Interval | None) -> str:
     return UNKNOWN if interval is None else f"{interval.low:.2f}–{interval.high:.2f}"  # noqa: RUF001 - a range
 
 
-def paced(pace_ms: float) -> str:
+def paced(min_step_ms: float) -> str:
     """Return what a title says of the target's pace; empty where it has its own."""
-    return f", a target step at least {pace_ms:g} ms" if pace_ms else ""
+    return f", a target step at least {min_step_ms:g} ms" if min_step_ms else ""

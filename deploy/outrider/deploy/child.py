@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.proto.errors import Unavailable
 
-MOST_LINE_BYTES = 16 << 20
+MAX_LINE_BYTES = 16 << 20
 
 
 class Child:
@@ -43,7 +43,7 @@ class Child:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=self._environment,
-            limit=MOST_LINE_BYTES,
+            limit=MAX_LINE_BYTES,
         )
         try:
             await greet()
@@ -91,6 +91,6 @@ class Child:
 
 async def requests() -> asyncio.StreamReader:
     """In the child: its standard input, to be read line by line."""
-    lines = asyncio.StreamReader(limit=MOST_LINE_BYTES)
+    lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     return lines

@@ -18,7 +18,7 @@ The JSON object:
     relay           what the coordinator forwards, as `RelayStatus`; null where it forwards nothing
     recent          the newest reports, as `SessionReport` but for what `acceptance` has of them, newest last
 
-Links are: sessions (reports that they come from), round_trip_ms, acceptance (of judged drafts; null without any),
+Links are: sessions (reports that they come from), round_trip_ms, acceptance (of verified drafts; null without any),
 tokens_per_s (of one session), uplink_bytes_per_token, downlink_bytes_per_token, resumes. Later releases may add keys.
 """
 
@@ -36,7 +36,7 @@ from rich.text import Text
 from outrider.edge.features import class_name
 from outrider.proto.types import ClassAcceptance, ClusterStatus, EdgeStatus, SessionReport, VerifierStatus
 
-MOST_EDGES = 20
+MAX_EDGES = 20
 SUMMED_UP = ("drafter_hits", "prompt_class", "link_class")
 NUMBERS = {
     "sessions",
@@ -73,11 +73,11 @@ def links_of(reports: Sequence[SessionReport]) -> Links | None:
         return None
     tokens = max(1, sum(report.committed_tokens for report in reports))
     seconds = sum(report.seconds for report in reports)
-    judged = sum(report.judged_tokens for report in reports)
+    verified = sum(report.verified_tokens for report in reports)
     return Links(
         sessions=len(reports),
         round_trip_ms=round(1e3 * sum(report.round_trip_s for report in reports) / len(reports), 2),
-        acceptance=round(sum(report.accepted_tokens for report in reports) / judged, 4) if judged else None,
+        acceptance=round(sum(report.accepted_tokens for report in reports) / verified, 4) if verified else None,
         tokens_per_s=round(tokens / seconds, 2) if seconds else 0.0,
         uplink_bytes_per_token=round(sum(report.uplink_bytes for report in reports) / tokens, 1),
         downlink_bytes_per_token=round(sum(report.downlink_bytes for report in reports) / tokens, 1),
@@ -193,7 +193,7 @@ def _links(status: ClusterStatus) -> Table:
     """The last figures of each verifier, and below it those of the edges whose last session it had."""
     table = _table("link", "drafter", "round trip", "accepted", "tok/s", "B up", "B down", "ago")
     reports = _by_verifier(status.recent)
-    edges = status.edges[:MOST_EDGES]
+    edges = status.edges[:MAX_EDGES]
     for verifier in sorted({report.verifier for report in status.recent} | {edge.last.verifier for edge in edges}):
         if (links := links_of(reports[verifier])) is not None:
             label = f"{verifier or '-'}, last {links.sessions}"
@@ -202,8 +202,8 @@ def _links(status: ClusterStatus) -> Table:
             if edge.last.verifier == verifier and (links := links_of([edge.last])) is not None:
                 drafter = edge.last.drafter or "none"
                 table.add_row(f"  {edge.edge}", drafter, *_figures(links), _ago(edge.age_s))
-    if len(status.edges) > MOST_EDGES:
-        table.caption = f"{len(status.edges) - MOST_EDGES} more edges are in --json"
+    if len(status.edges) > MAX_EDGES:
+        table.caption = f"{len(status.edges) - MAX_EDGES} more edges are in --json"
     return table
 
 

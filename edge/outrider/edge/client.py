@@ -19,7 +19,7 @@ from outrider.edge.battery import Battery
 from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.conversation import Conversation
-from outrider.edge.decoding import Decoding, Journal, Subject
+from outrider.edge.decoding import Decoding, Observer, Subject
 from outrider.edge.drafters import ProposalRule
 from outrider.edge.drafters.pool import DrafterPool
 from outrider.edge.drafters.protocol import Drafter
@@ -157,7 +157,7 @@ class Client:
         *,
         stop: str | Sequence[str] = (),
         deadline_s: float | None = None,
-        journal: Journal | None = None,
+        observer: Observer | None = None,
         logprobs: bool | None = None,
         top_logprobs: int = 0,
         request_id: str = "",
@@ -170,7 +170,7 @@ class Client:
             sampling: parameters; `overrides` replace single ones, such as `max_tokens=64`.
             stop: strings that end the text and are not part of it.
             deadline_s: for the whole text.
-            journal: is told what happens and when (benchmarks, tracing).
+            observer: is told what happens and when (benchmarks, tracing).
             logprobs: True: `Tokens.logprobs` too, of the target's own distribution; False: no log probability of any
                 kind, which saves bytes; None: as `top_logprobs` needs and the config says.
             top_logprobs: 0 to 20; so many likeliest tokens of every position in `Tokens.top_logprobs`.
@@ -191,7 +191,7 @@ class Client:
         if request_id:
             frame = replace(frame, session=f"{request_id[:47]}-{frame.session[:16]}")
         text = TextStream(self._ready_now().tokenizer, checked_stop(stop))
-        decoding = self.begin(frame, journal)
+        decoding = self.begin(frame, observer)
         reported = False
         try:
             async with aclosing(stream_events(decoding, decoding.run(), text, began, deadline_s)) as events:
@@ -242,7 +242,7 @@ class Client:
         *,
         stop: str | Sequence[str] = (),
         keep_s: float = 300.0,
-        journal: Journal | None = None,
+        observer: Observer | None = None,
         logprobs: bool | None = None,
         top_logprobs: int = 0,
         request_id: str = "",
@@ -255,7 +255,7 @@ class Client:
             stop: strings that end a turn, unless it says otherwise.
             keep_s: how long a verifier may keep the session between turns, as far as it allows that; it is a cache and
                 nothing else: a turn that finds it gone sends the whole transcript.
-            journal: is told what happens and when.
+            observer: is told what happens and when.
             logprobs: as of `generate`.
             top_logprobs: as of `generate`.
             request_id: as of `generate`.
@@ -266,7 +266,7 @@ class Client:
             checked_sampling(sampling or Sampling(), overrides),
             stop=checked_stop(stop),
             keep_s=keep_s,
-            journal=journal,
+            observer=observer,
             logprobs=logprobs,
             top_logprobs=top_logprobs,
             request_id=request_id,
@@ -312,7 +312,7 @@ class Client:
             steering=self._steering_request,
         )
 
-    def begin(self, frame: Open, journal: Journal | None) -> Decoding:
+    def begin(self, frame: Open, observer: Observer | None) -> Decoding:
         """The decoding of a new session; needs `prepare`."""
         ready = self._ready_now()
         drafters, steered = self._loaded_drafters(ready)
@@ -334,7 +334,7 @@ class Client:
             ready.route.about(features),
             Subject(frame.session, ready.model, self.drafter_name),
             channels=self._channels,
-            journal=self._traced(journal or Journal()),
+            observer=self._traced(observer or Observer()),
             drafters=drafters,
             rule=ProposalRule(frame.sampling, prompt_length=len(frame.prompt)),
             thread=self._thread,
@@ -371,8 +371,8 @@ class Client:
     def _kind(features: TextFeatures, sampling: Sampling) -> TextKind:
         return TextKind(features.prompt_class, sampling.temperature == 0)
 
-    def _traced(self, journal: Journal) -> Journal:
-        return journal if self._tracing is None else self._tracing.journal(journal)
+    def _traced(self, observer: Observer) -> Observer:
+        return observer if self._tracing is None else self._tracing.observer(observer)
 
     def measured(self, sampling: Sampling) -> SharedMeasurements:
         """Return the measurements of texts of such sampling."""
@@ -402,7 +402,7 @@ class Client:
                 committed_tokens=statistics.committed,
                 accepted_tokens=statistics.accepted,
                 drafted_tokens=statistics.drafted,
-                judged_tokens=statistics.judged,
+                verified_tokens=statistics.verified,
                 steps=statistics.steps,
                 seconds=seconds,
                 uplink_bytes=statistics.uplink_bytes,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import AsyncGeneratorType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from outrider.edge.decoding import Decoding, Journal
+from outrider.edge.decoding import Decoding, Observer
 from outrider.edge.event_stream import collect, stream_events, within
 from outrider.edge.events import Completion, Event, Finished, Tokens
 from outrider.edge.request import checked_sampling, checked_stop, request_probabilities
@@ -58,7 +58,7 @@ class Conversation:
         *,
         stop: tuple[str, ...],
         keep_s: float,
-        journal: Journal | None,
+        observer: Observer | None,
         logprobs: bool | None,
         top_logprobs: int,
         request_id: str,
@@ -69,7 +69,7 @@ class Conversation:
         self._sampling = sampling
         self._stop = stop
         self._keep_s = keep_s
-        self._journal = journal
+        self._observer = observer
         self._logprobs = logprobs
         self._top_logprobs = top_logprobs
         self._request_id = request_id
@@ -191,7 +191,7 @@ class Conversation:
             frame = request_probabilities(self._client.open(prompt, sampling, {}), self._logprobs, self._top_logprobs)
             if self._request_id:
                 frame = replace(frame, session=f"{self._request_id[:47]}-{frame.session[:16]}")
-            self._decoding = self._client.begin(replace(frame, keep_s=self._keep_s), self._journal)
+            self._decoding = self._client.begin(replace(frame, keep_s=self._keep_s), self._observer)
         else:
             self._decoding.begin_turn(start, prompt, sampling, self._client.measured(sampling))
         return self._decoding

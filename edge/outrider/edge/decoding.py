@@ -52,7 +52,7 @@ class Subject:
     drafter: str
 
 
-class Journal:
+class Observer:
     """Sees what one text does and when, on the monotonic clock; this one looks away.
 
     Attributes:
@@ -93,7 +93,7 @@ class Decoding:
         subject: Subject,
         *,
         channels: Channels,
-        journal: Journal,
+        observer: Observer,
         drafters: Sequence[Drafter],
         rule: ProposalRule,
         thread: ThreadPoolExecutor,
@@ -104,7 +104,7 @@ class Decoding:
         self._measured = measured
         self._route = route
         self._channels = channels
-        self._journal = journal
+        self._observer = observer
         self._subject = subject
         self.session = subject.session
         self._drafters = drafters  # as the machine's selection counts them
@@ -131,7 +131,7 @@ class Decoding:
         return self._items(self._cancel)
 
     async def _items(self, leave: Callable[[], Awaitable[None]]) -> AsyncGenerator[Emit | Done]:
-        self._journal.began(self._subject, self.machine, time.monotonic())
+        self._observer.began(self._subject, self.machine, time.monotonic())
         if not self._tasks:
             self._handle(Started())
             self._tasks = [asyncio.create_task(self._converse()), asyncio.create_task(self._run_jobs())]
@@ -146,7 +146,7 @@ class Decoding:
             try:
                 await leave()
             finally:
-                self._journal.ended(done, at)
+                self._observer.ended(done, at)
 
     async def _cancel(self) -> None:
         self._handle(Cancelled())
@@ -215,7 +215,7 @@ class Decoding:
                 continue
             if isinstance(done, Drafted):
                 now = time.monotonic()
-                self._journal.drafted(now - done.seconds, now, len(done.drafts))
+                self._observer.drafted(now - done.seconds, now, len(done.drafts))
             self._handle(done)
 
     def _drafter_failed(self, error: Exception, drafter: int) -> None:
@@ -286,7 +286,7 @@ class Decoding:
                 case Send(frame):
                     if self._stream is not None:
                         self._stream.send(frame)
-                        self._journal.sent(frame, time.monotonic())
+                        self._observer.sent(frame, time.monotonic())
                 case Emit() | Done():
                     self._emitted.put_nowait(instruction)
                 case DraftJob() | CatchUpJob():
@@ -304,7 +304,7 @@ class Decoding:
             try:
                 await self._one_stream()
             except OutriderError as error:
-                self._journal.lost(error, time.monotonic())
+                self._observer.lost(error, time.monotonic())
                 log.info("the stream is lost: %s", error, extra=about(self.session, self.machine.verifier, error))
                 self._handle(Disconnected(error))
             await self._close_stream()
@@ -314,7 +314,7 @@ class Decoding:
     async def _one_stream(self) -> None:
         lease = await self._route.lease(self.session, tuple(self._lost[-3:]))
         self._address = lease.address
-        metadata: tuple[tuple[str, str | bytes], ...] = (*self._journal.metadata, *relay_metadata(lease))
+        metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *relay_metadata(lease))
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
         self._handle(StreamReady(lease.token))
@@ -340,5 +340,5 @@ class Decoding:
             await self._channels.close_stream(self._address, stream)
 
     def _receive(self, frame: CloudFrame) -> None:
-        self._journal.received(frame, time.monotonic())
+        self._observer.received(frame, time.monotonic())
         self._handle(frame)

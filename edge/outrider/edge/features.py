@@ -6,7 +6,7 @@ It says so that other edges begin with the drafter that does well in such texts.
     when the text is done       both again, and for each drafter how many tokens were compared and how many it hit
 
 No text and no token leaves it. A class is less than three bits and made of shares of characters and lines alone: it
-tells what kind of text a prompt is and not what it says. Counts of fewer than `LEAST_COMPARED` tokens stay here, so
+tells what kind of text a prompt is and not what it says. Counts of fewer than `MIN_COMPARED` tokens stay here, so
 that no short text is told apart by them. A coordinator adds reports up and keeps the sums.
 
 What this does not protect: a coordinator sees each report as it comes, beside the session's other figures, so whoever
@@ -24,12 +24,12 @@ from enum import IntEnum
 from typing import Self
 
 from outrider.proto.session import DrafterCounts
-from outrider.proto.types import MOST_DRAFTERS_TOLD, DrafterHits
+from outrider.proto.types import MAX_REPORTED_DRAFTERS, DrafterHits
 
-LEAST_COMPARED = 8
+MIN_COMPARED = 8
 LOOKED_AT = 2048  # characters of a prompt, the last ones: what comes next is most like them
 TOKENS_LOOKED_AT = 512
-LEAST_CHARACTERS = 24  # that are no blanks; of fewer no class is told
+MIN_CHARACTERS = 24  # that are no blanks; of fewer no class is told
 OCTAVES_MS = (4, 16, 64, 256)
 
 # Thresholds between kinds of text, each a share. Chosen on four domains with 40 prompts each (Python's sources, its
@@ -81,7 +81,7 @@ def prompt_class(prompt: str) -> PromptClass:
     text = _ROLE.sub("", prompt[-LOOKED_AT:])
     counts = Counter(text)
     characters = sum(count for character, count in counts.items() if not character.isspace())
-    if characters < LEAST_CHARACTERS:
+    if characters < MIN_CHARACTERS:
         return PromptClass.UNKNOWN
     letters = sum(count for character, count in counts.items() if character.isalpha())
     foreign = sum(count for character, count in counts.items() if character.isalpha() and character > _LAST_LATIN)
@@ -120,7 +120,7 @@ def link_class(round_trip_s: float) -> int:
 
 
 def told_hits(counts: Mapping[str, DrafterCounts], versions: Mapping[str, str]) -> tuple[DrafterHits, ...]:
-    """What is told of a text's drafters: those with the most compared tokens, none with fewer than `LEAST_COMPARED`.
+    """What is told of a text's drafters: those with the most compared tokens, none with fewer than `MIN_COMPARED`.
 
     Args:
         counts: of the text, by name of the drafter.
@@ -129,6 +129,6 @@ def told_hits(counts: Mapping[str, DrafterCounts], versions: Mapping[str, str]) 
     told = [
         DrafterHits(name, versions[name], each.hits, each.compared)
         for name, each in counts.items()
-        if name in versions and each.compared >= LEAST_COMPARED
+        if name in versions and each.compared >= MIN_COMPARED
     ]
-    return tuple(sorted(told, key=lambda hits: -hits.compared)[:MOST_DRAFTERS_TOLD])
+    return tuple(sorted(told, key=lambda hits: -hits.compared)[:MAX_REPORTED_DRAFTERS])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outrider.edge.features import TextFeatures
 from outrider.proto.types import DrafterPrior, Lease, LeaseRequest
 
-MOST_KEPT = 256
+MAX_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class FleetPriors:
         key = (lease.model, request.prompt_class, request.link_class)
         self._newest[key] = FleetPrior(lease.prior.drafters)
         self._newest.move_to_end(key)
-        while len(self._newest) > MOST_KEPT:
+        while len(self._newest) > MAX_KEPT:
             self._newest.popitem(last=False)
 
     def of(self, model: str, features: TextFeatures) -> FleetPrior:

@@ -1,7 +1,7 @@
 """An edge's metrics for Prometheus: counted while texts are decoded, or read from their statistics at a scrape.
 
     metrics = EdgeMetrics()
-    async for event in client.generate(prompt, journal=metrics.journal(request_id)): ...
+    async for event in client.generate(prompt, observer=metrics.observer(request_id)): ...
     body, content_type = metrics.exposition(accept_header)
 
 A commit costs some ten microseconds. Labels are the target and the drafter, never a session, a request or a text.
@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from outrider.edge.decoding import Journal, Subject
+from outrider.edge.decoding import Observer, Subject
 from outrider.proto.errors import OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS, exposition
 from outrider.proto.policy import Line
@@ -33,7 +33,7 @@ _PHASES = ("draft", "uplink", "queue", "verify", "downlink")
 _FROM_STATISTICS = {  # by attribute of the statistics of a text
     "committed": GENERATED[:2],
     "steps": ("outrider:edge_target_steps", "Commits received, each of one target step."),
-    "drafted": ("outrider:edge_drafted_tokens", "Tokens drafted, judged or not."),
+    "drafted": ("outrider:edge_drafted_tokens", "Tokens drafted, verified or not."),
     "compared": (
         "outrider:edge_compared_tokens",
         "Draft tokens that met the target's token of their position, none before them in their chain having missed.",
@@ -147,7 +147,7 @@ class _Series:
             self.ended[name] += getattr(statistics, name)
 
 
-class SessionJournal(Journal):
+class SessionObserver(Observer):
     """Counts one text into its series.
 
     **Phases.** A commit echoes the newest draft message that had come before it, and says how long the verifier held
@@ -159,14 +159,14 @@ class SessionJournal(Journal):
     a commit would have taken n·T1, T1 being what its step would have taken without its drafts: what it took, less
     their rows at the slope of the line through (rows, seconds) of this text's steps. A step that also read a prompt
     counts as that line at one row. The estimate leaves out what a verifier does between steps, so it is low by that
-    share; where all steps judged equally many drafts the line is flat, so it is high by what those rows cost. In
+    share; where all steps verified equally many drafts the line is flat, so it is high by what those rows cost. In
     simulation, where truth is known, it is within 3 %.
     """
 
     def __init__(self, metrics: EdgeMetrics, request_id: str) -> None:
         self.request_id = request_id
         self.machine: EdgeSession | None = None
-        self.accepted_of: dict[int, int] = {}  # judged steps by how many drafts they accepted
+        self.accepted_of: dict[int, int] = {}  # verified steps by how many drafts they accepted
         self.decoding_s = 0.0
         self.cloud_s = 0.0
         self.credit = 0
@@ -266,8 +266,8 @@ class SessionJournal(Journal):
             series.round_trip.observe(link_s)
             series.uplink.observe(link_s / 2)
             series.downlink.observe(link_s / 2)
-        if commit.judged:
-            series.verified.count(commit.judged, commit.accepted)
+        if commit.verified:
+            series.verified.count(commit.verified, commit.accepted)
             self.accepted_of[commit.accepted] = self.accepted_of.get(commit.accepted, 0) + 1
         if not self._newest:
             series.first_token.observe(at - self._began)
@@ -284,11 +284,11 @@ class SessionJournal(Journal):
         if self._reads_prompt:
             self._reads_prompt = False
             return steps.base + steps.slope
-        if not commit.judged:
+        if not commit.verified:
             steps.add(1, verify_s)
             return verify_s
-        steps.add(commit.judged + 1, verify_s)
-        return max(0.1 * verify_s, verify_s - steps.slope * commit.judged)
+        steps.add(commit.verified + 1, verify_s)
+        return max(0.1 * verify_s, verify_s - steps.slope * commit.verified)
 
 
 class _Texts(Collector):
@@ -296,7 +296,7 @@ class _Texts(Collector):
 
     def __init__(self) -> None:
         self.series: dict[tuple[str, str], _Series] = {}
-        self.live: dict[SessionJournal, _Series] = {}
+        self.live: dict[SessionObserver, _Series] = {}
 
     def describe(self) -> Iterator[Metric]:
         """Name the metrics, without values."""
@@ -307,23 +307,23 @@ class _Texts(Collector):
         families = self._families()
         live = list(self.live.items())
         for series in list(self.series.values()):
-            self._fill(families, series, [journal for journal, own in live if own is series])
+            self._fill(families, series, [observer for observer, own in live if own is series])
         return iter(families.values())
 
     def _fill(
-        self, families: dict[str, CounterMetricFamily | GaugeMetricFamily], series: _Series, live: list[SessionJournal]
+        self, families: dict[str, CounterMetricFamily | GaugeMetricFamily], series: _Series, live: list[SessionObserver]
     ) -> None:
         whose = series.whose
-        machines = [journal.machine for journal in live if journal.machine is not None]
+        machines = [observer.machine for observer in live if observer.machine is not None]
         for name in _FROM_STATISTICS:
             total = series.ended[name] + sum(getattr(machine.statistics, name) for machine in machines)
             families[name].add_metric((PART, *whose) if name == "committed" else whose, total)
         families["fallbacks"].add_metric((*whose, "missing"), series.missing)
-        families["fallbacks"].add_metric((*whose, "failed"), series.failed + sum(journal.failed for journal in live))
+        families["fallbacks"].add_metric((*whose, "failed"), series.failed + sum(observer.failed for observer in live))
         families["sessions"].add_metric(whose, len(machines))
         families["in_flight"].add_metric(whose, sum(machine.in_flight for machine in machines))
-        families["credit"].add_metric(whose, sum(journal.credit for journal in live))
-        families["planned"].add_metric(whose, sum(journal.planned for journal in live))
+        families["credit"].add_metric(whose, sum(observer.credit for observer in live))
+        families["planned"].add_metric(whose, sum(observer.planned for observer in live))
         if series.speedup is not None:
             families["speedup"].add_metric(whose, series.speedup)
         round_trips_s = [machine.statistics.round_trip_s for machine in machines if machine.statistics.round_trip_s]
@@ -360,7 +360,7 @@ class _Texts(Collector):
 
 
 class EdgeMetrics:
-    """Metrics of all texts whose journals it made. For one event loop; any thread may ask for the exposition.
+    """Metrics of all texts whose observers it made. For one event loop; any thread may ask for the exposition.
 
     Args:
         registry: to be part of; None: one of its own, in `registry`, where others may add what they count.
@@ -375,15 +375,15 @@ class EdgeMetrics:
         self._texts = _Texts()
         self.registry.register(self._texts)
 
-    def journal(self, request_id: str = "") -> SessionJournal:
-        """Return one for `client.generate(..., journal=...)`; the request's id is for logs, and is never a label."""
-        return SessionJournal(self, request_id)
+    def observer(self, request_id: str = "") -> SessionObserver:
+        """Return one for `client.generate(..., observer=...)`; the request's id is for logs, and is never a label."""
+        return SessionObserver(self, request_id)
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """Return body and content type of `/metrics`: OpenMetrics where the Accept header asks for it."""
         return exposition(self.registry, accept)
 
-    def join(self, journal: SessionJournal, subject: Subject) -> _Series:
+    def join(self, observer: SessionObserver, subject: Subject) -> _Series:
         """Return where to count a text that begins."""
         series = self._texts.series
         key = (subject.model, subject.drafter)
@@ -391,9 +391,9 @@ class EdgeMetrics:
             key = ("other", "other")
         if key not in series:
             series[key] = _Series(self._counted, *key)
-        self._texts.live[journal] = series[key]
+        self._texts.live[observer] = series[key]
         return series[key]
 
-    def leave(self, journal: SessionJournal) -> None:
+    def leave(self, observer: SessionObserver) -> None:
         """Forget a text that has ended; its statistics are in its series."""
-        self._texts.live.pop(journal, None)
+        self._texts.live.pop(observer, None)

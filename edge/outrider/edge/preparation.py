@@ -32,7 +32,7 @@ from outrider.proto.errors import (
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, Lease, LeaseRequest, RemoteFile
 
-MOST_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -157,8 +157,8 @@ class Preparation:
     def _fetch_chat_template(self, lease: Lease) -> str:
         if self._config.chat_template is not None or lease.chat_template is None:
             return _read_chat_template(self._config.chat_template)
-        if lease.chat_template.bytes > MOST_TEMPLATE_BYTES:
-            raise ModelRefused(f"has more than {MOST_TEMPLATE_BYTES} bytes", field="chat_template")
+        if lease.chat_template.bytes > MAX_TEMPLATE_BYTES:
+            raise ModelRefused(f"has more than {MAX_TEMPLATE_BYTES} bytes", field="chat_template")
         fetch = self._fetcher()
         return _read_chat_template(self._cache.ensure_file(lease.chat_template, fetch))
 

@@ -1,4 +1,4 @@
-"""Spans of a text as it was decoded, for OpenTelemetry: built afterwards from what the journal saw.
+"""Spans of a text as it was decoded, for OpenTelemetry: built afterwards from what the observer saw.
 
     session                              from the request to the end
     ├── draft      making the tokens of one message
@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outrider.edge.decoding import Journal, Subject
+from outrider.edge.decoding import Observer, Subject
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import Done, EdgeSession
 from outrider.proto.tracing import TRACEPARENT, tracer_provider
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 AT_ONCE = 32  # commits whose spans are made together, off the path of most of them
-MOST_COMMITS = 2000  # of one text that get spans; the session's span counts the others
+MAX_COMMITS = 2000  # of one text that get spans; the session's span counts the others
 
 
 class Tracing:
-    """Makes journals that turn into spans.
+    """Makes observers that turn into spans.
 
     Args:
         provider: of OpenTelemetry's SDK; it decides which sessions are sampled, and where spans go.
@@ -53,10 +53,10 @@ class Tracing:
         """
         return cls(tracer_provider("outrider-edge", endpoint, ratio))
 
-    def journal(self, inner: Journal) -> Journal:
+    def observer(self, inner: Observer) -> Observer:
         """Tells `inner` everything, and makes spans of it; `inner` itself where this session is not sampled."""
         span = self._tracer.start_span("session")
-        return _TracedJournal(self._tracer, span, inner) if span.is_recording() else inner
+        return _TracedObserver(self._tracer, span, inner) if span.is_recording() else inner
 
     def close(self) -> None:
         """Export what waits; blocks for some seconds where the collector does not answer."""
@@ -82,8 +82,8 @@ class _Arrived:
     message: _Message | None
 
 
-class _TracedJournal(Journal):
-    def __init__(self, tracer: Any, span: Span, inner: Journal) -> None:
+class _TracedObserver(Observer):
+    def __init__(self, tracer: Any, span: Span, inner: Observer) -> None:
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -152,7 +152,7 @@ class _TracedJournal(Journal):
         self._inner.ended(done, at)
         self._make_spans()
         self._span.set_attribute("outrider.commits", self._commits)
-        self._span.set_attribute("outrider.untraced_commits", max(0, self._commits - MOST_COMMITS))
+        self._span.set_attribute("outrider.untraced_commits", max(0, self._commits - MAX_COMMITS))
         if done is not None and done.error is not None:
             from opentelemetry.trace import StatusCode
 
@@ -170,7 +170,7 @@ class _TracedJournal(Journal):
             message = self._messages[commit.timing.echo - 1]
             self._link_s = max(0.0, at - message.sent_at - commit.timing.hold_s)
         self._commits += 1
-        if self._commits <= MOST_COMMITS:
+        if self._commits <= MAX_COMMITS:
             self._waiting.append(_Arrived(commit, at, self._link_s, message))
         if len(self._waiting) >= AT_ONCE:
             self._make_spans()
@@ -188,7 +188,7 @@ class _TracedJournal(Journal):
         about = {
             "outrider.position": commit.start,
             "outrider.tokens": len(commit.tokens),
-            "outrider.judged": commit.judged,
+            "outrider.verified": commit.verified,
             "outrider.accepted": commit.accepted,
         }
         if message is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
-MOST_MESSAGE_BYTES = 8 * 1024 * 1024  # an Open with a prompt of a million tokens, and room
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024  # an Open with a prompt of a million tokens, and room
 _LIMITS = [
-    ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MOST_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -28,9 +28,9 @@ class VerifiedDrafts:
     draft_tokens: int = 0
     accepted_of: list[int] = field(default_factory=lambda: [0] * (SHOWN_POSITIONS + 1))
 
-    def count(self, judged: int, accepted: int) -> None:
-        """Count a step that verified `judged` drafts, at least one, and accepted `accepted` of them."""
-        self.draft_tokens += judged
+    def count(self, verified: int, accepted: int) -> None:
+        """Count a step that verified `verified` drafts, at least one, and accepted `accepted` of them."""
+        self.draft_tokens += verified
         if accepted >= len(self.accepted_of):
             self.accepted_of += [0] * (accepted + 1 - len(self.accepted_of))
         self.accepted_of[accepted] += 1
@@ -71,12 +71,12 @@ class SpeculationMetrics(Collector):
 def _families() -> tuple[CounterMetricFamily, CounterMetricFamily, CounterMetricFamily, CounterMetricFamily]:
     prefix = "outrider:spec_decode_num"
     return (
-        CounterMetricFamily(f"{prefix}_drafts", "Target steps that judged drafts.", labels=SHARED),
-        CounterMetricFamily(f"{prefix}_draft_tokens", "Draft tokens judged.", labels=SHARED),
+        CounterMetricFamily(f"{prefix}_drafts", "Target steps that verified drafts.", labels=SHARED),
+        CounterMetricFamily(f"{prefix}_draft_tokens", "Draft tokens verified.", labels=SHARED),
         CounterMetricFamily(f"{prefix}_accepted_tokens", "Draft tokens accepted.", labels=SHARED),
         CounterMetricFamily(
             f"{prefix}_accepted_tokens_per_pos",
-            "Draft tokens accepted, by their position among those judged in one step, from 0.",
+            "Draft tokens accepted, by their position among those verified in one step, from 0.",
             labels=(*SHARED, "position"),
         ),
     )

@@ -16,7 +16,7 @@ from outrider.proto.types import Steering, SteeringPrecision
 _INT8_STEPS = 127
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 # Below it, float32 has no exact step for int8: such a code is nothing beside any that steers.
-_LEAST_LARGEST = _INT8_STEPS * float(np.finfo(np.float32).tiny)
+_MIN_LARGEST = _INT8_STEPS * float(np.finfo(np.float32).tiny)
 
 
 def encode(code: np.ndarray, precision: SteeringPrecision) -> Steering:
@@ -37,7 +37,7 @@ def encode(code: np.ndarray, precision: SteeringPrecision) -> Steering:
         scale = _scale(largest, _LARGEST_HALF)
         halves = np.clip(numbers / np.float32(scale), -_LARGEST_HALF, _LARGEST_HALF)
         return Steering(scale, halves.astype("<f2").tobytes(), precision)
-    scale = 1.0 if largest < _LEAST_LARGEST else _scale(largest, _INT8_STEPS)
+    scale = 1.0 if largest < _MIN_LARGEST else _scale(largest, _INT8_STEPS)
     return Steering(scale, np.rint(numbers / np.float32(scale)).astype(np.int8).tobytes(), precision)
 
 

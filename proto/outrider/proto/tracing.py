@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 TRACEPARENT = "traceparent"  # W3C Trace Context, as gRPC metadata of a decoding stream
-MOST_WAITING = 1 << 15  # spans of one process that wait for their export
+MAX_WAITING = 1 << 15  # spans of one process that wait for their export
 
 
 def trace_endpoint_option() -> Any:
@@ -46,7 +46,7 @@ def tracer_provider(service: str, endpoint: str, ratio: float = 1.0) -> TracerPr
         resource=Resource.create({"service.name": service}), sampler=ParentBasedTraceIdRatio(ratio)
     )
     exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"))
-    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=MOST_WAITING))
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=MAX_WAITING))
     return provider
 
 

@@ -17,7 +17,7 @@ from outrider.deploy.cli import parse
 UNIT = ROOT / "deploy" / "systemd" / "outrider-edge.service"
 CONFIG = ROOT / "deploy" / "systemd" / "edge.toml"
 # Of `systemd-analyze security`, 0 (all locked) to 100; without network, which an edge cannot be, it would be 7.
-MOST_EXPOSURE = 15
+MAX_EXPOSURE = 15
 
 
 def unit() -> dict[str, list[str]]:
@@ -89,7 +89,7 @@ def test_systemd_finds_nothing_wrong_with_it(tmp_path) -> None:
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
         pytest.skip("needs systemd-analyze, and this machine has none")
-    run = [analyze, "security", "--offline=yes", f"--threshold={MOST_EXPOSURE}", "--no-pager", str(UNIT)]
+    run = [analyze, "security", "--offline=yes", f"--threshold={MAX_EXPOSURE}", "--no-pager", str(UNIT)]
     judged = subprocess.run(run, capture_output=True, text=True, check=False)
     assert judged.returncode == 0, judged.stdout + judged.stderr
     # As installed elsewhere, but with a program that exists here.

@@ -24,13 +24,13 @@ from outrider.edge.daemon.server import Daemon
 
 PROMPT = "It was late in the evening when the old man came to the house by the river."
 SETTINGS = {"temperature": "0.3", "seed": "4", "max-tokens": "80"}
-PACE_S = 0.03
+MIN_STEP_S = 0.03
 LINK = LinkShape.of(rtt_ms=20, up_mbit=20, down_mbit=100)
 
 
 async def picture(file: Path, prompt: str, scheme: str, width: int) -> None:
     """Ask `prompt` on the page and photograph the answer."""
-    verifier = VerifierServer(VerifierConfig(threads=1, pace_s=PACE_S))
+    verifier = VerifierServer(VerifierConfig(threads=1, min_step_s=MIN_STEP_S))
     target = target_folder("reference")
     async with LinkProcess(to=await verifier.start(), shape=LINK) as link:
         edge = EdgeConfig(

@@ -78,12 +78,12 @@ def test_the_mean_over_all_drafts_is_unbiased_for_block_divergence(seed) -> None
 def test_the_mean_over_judged_drafts_is_biased_but_its_sums_are_not() -> None:
     biases = []
     for seed in SEEDS:
-        judged_mean, _ = mean_and_variance(lambda a, o, e, n, judged: a[:judged].mean(), seed)
+        verified_mean, _ = mean_and_variance(lambda a, o, e, n, judged: a[:judged].mean(), seed)
         exact_mean, _ = mean_and_variance(lambda a, o, e, n, judged: o[:judged].mean(), seed)
-        judged_sum, _ = mean_and_variance(lambda a, o, e, n, judged: a[:judged].sum(), seed)
+        verified_sum, _ = mean_and_variance(lambda a, o, e, n, judged: a[:judged].sum(), seed)
         exact_sum, _ = mean_and_variance(lambda a, o, e, n, judged: o[:judged].sum(), seed)
-        assert judged_sum == pytest.approx(exact_sum)
-        biases.append(judged_mean - exact_mean)
+        assert verified_sum == pytest.approx(exact_sum)
+        biases.append(verified_mean - exact_mean)
     assert max(biases) < 0, "blocks that are cut short are those of low agreement"
 
 

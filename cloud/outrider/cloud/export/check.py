@@ -16,7 +16,7 @@ from outrider.cloud.export.model import CacheShape, context_length
 
 # What the check demands. Errors are in units of the standard deviation of torch's logits.
 LARGEST_FLOAT32_ERROR = 1e-3
-LEAST_INT8_AGREEMENT = 0.97
+MIN_INT8_AGREEMENT = 0.97
 LARGEST_INT8_KL = 0.01
 # Two best tokens this close (nats) may change places under 8-bit weights: either is as good a proposal.
 INT8_TIE = 0.1
@@ -157,7 +157,7 @@ class Comparison:
             limits["logits differ"] = figures["largest_error"] <= LARGEST_FLOAT32_ERROR
             limits["argmax differs"] = figures["agreement_beyond_ties"] == 1.0
         else:
-            limits["argmax differs"] = figures["agreement_beyond_ties"] >= LEAST_INT8_AGREEMENT
+            limits["argmax differs"] = figures["agreement_beyond_ties"] >= MIN_INT8_AGREEMENT
             limits["distributions differ"] = figures["mean_kl"] <= LARGEST_INT8_KL
         if failed := [what for what, holds in limits.items() if not holds]:
             what = f"what torch does {case}".rstrip()

@@ -1,6 +1,6 @@
 """A training run: steps until the budget is spent, with progress, checkpoints and measurements on the way.
 
-What is trained, and how it is judged, is the subclasses': `drafter` and `steer`.
+What is trained, and how it is verified, is the subclasses': `drafter` and `steer`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text the target writes itself, continuing corpus prefixes: the text a drafter is judged on.
+"""Text the target writes itself, continuing corpus prefixes: the text a drafter is verified on.
 
 `TextWriter` writes it as a verifier would: paged KV cache, ragged batch, the system's noise. A share of the rows is
 greedy (T = 0), the others are sampled at T = 1; rows that end leave the batch.

@@ -137,7 +137,7 @@ class Arm:
         frozen: the drafter's own weights stay; only projection and steering learn.
         place: where U c is added: "inside" the MLP, to the up projection; or "after" it, to what it adds to the stream.
         offset: how old the code is that a position gets: "likely" (1 to `oldest`, for every position anew, each age as
-            often as drafts of that age are judged), "random" (each as often as the others, as in the paper), "block"
+            often as drafts of that age are verified), "random" (each as often as the others, as in the paper), "block"
             (rising from 1 to `oldest` in blocks) or "fresh" (always 1).
     """
 

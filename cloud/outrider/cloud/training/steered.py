@@ -14,7 +14,7 @@ from outrider.cloud.steering import Projection
 from outrider.cloud.training.drafter import SmallLlama
 from outrider.cloud.training.settings import Arm
 
-SURVIVAL = 0.6  # chance that a draft is right, about: a draft one position further is judged so much less often
+SURVIVAL = 0.6  # chance that a draft is right, about: a draft one position further is verified so much less often
 
 
 class Steering(nn.Module):
@@ -96,8 +96,8 @@ def sources_of(
     rows, positions = tokens.shape
     position = torch.arange(positions).expand(rows, positions)
     if arm.offset == "likely":
-        judged = SURVIVAL ** torch.arange(oldest)
-        age = 1 + torch.multinomial(judged, rows * positions, replacement=True, generator=generator).view(rows, -1)
+        verified = SURVIVAL ** torch.arange(oldest)
+        age = 1 + torch.multinomial(verified, rows * positions, replacement=True, generator=generator).view(rows, -1)
     elif arm.offset == "random":
         age = torch.randint(1, oldest + 1, (rows, positions), generator=generator)
     elif arm.offset == "block":

@@ -89,15 +89,15 @@ class Bench:
         prompts = given(BuiltInPrompts)
         self._prompts = held_out(prompts.per_domain) if prompts.prompts is None else read_prompts(prompts.prompts)
         self._sampling = given(Sampling)
-        self._verifier = given(VerifierConfig, pace_s=options.pace / 1e3)
+        self._verifier = given(VerifierConfig, min_step_s=options.min_step / 1e3)
         self._goal = self._verifier.goal.name.lower()
         drafter = given.fields(EdgeConfig)["drafter"]
-        self._pace_s = options.pace / 1e3
+        self._min_step_s = options.min_step / 1e3
         assisted = any("hf-assisted" in self._library_modes(link) for link in self._links)
         if assisted and drafter != "auto":
             drafter_folder_of(options.hf_drafter or drafter_folder(drafter))  # fails now rather than at the end
         self._common = {
-            "pace_ms": options.pace,
+            "min_step_ms": options.min_step,
             "temperature": self._sampling.temperature,
             "sessions": options.sessions,
         }
@@ -126,8 +126,8 @@ class Bench:
         return 1 if different else 0
 
     def _library_modes(self, link: BenchLink) -> list[str]:
-        """Return the modes of transformers to run beside `link`: it knows neither links nor a pace."""
-        return [mode for mode in LIBRARY if mode in self._modes and link.is_none and not self._pace_s]
+        """Return the modes of transformers to run beside `link`: it knows neither links nor a shortest step."""
+        return [mode for mode in LIBRARY if mode in self._modes and link.is_none and not self._min_step_s]
 
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim")
@@ -175,7 +175,7 @@ class Bench:
             if client.drafter is not None:
                 traces = await asyncio.to_thread(traces_of, plain, client, client.drafter, self._sampling)
         round_trip_s = min(text.statistics.round_trip_s for text in drafted)
-        costs = costs_of(drafted, steps, pace_s=self._pace_s, round_trip_s=round_trip_s)
+        costs = costs_of(drafted, steps, min_step_s=self._min_step_s, round_trip_s=round_trip_s)
         self._say(
             f"step {costs.step_s * 1e3:.1f} ms + {costs.row_s * 1e3:.2f} ms a row, drafting "
             f"{costs.drafting_s * 1e3:.2f} ms a token, gRPC and event loops {round_trip_s * 1e3:.2f} ms a round trip"

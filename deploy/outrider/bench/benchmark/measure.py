@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.deploy.prompts import Prompt
 from outrider.edge import Client, Sampling, Tokens
-from outrider.edge.decoding import Journal
+from outrider.edge.decoding import Observer
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame
 
@@ -22,7 +22,7 @@ class Measured:
         began: when it was asked for, monotonic seconds.
         arrivals: [n] when each token reached the user, same clock.
         statistics: of the edge's session.
-        journal: what it did and when.
+        observer: what it did and when.
     """
 
     prompt: Prompt
@@ -30,7 +30,7 @@ class Measured:
     began: float
     arrivals: tuple[float, ...]
     statistics: EdgeStatistics
-    journal: TextObserver
+    observer: TextObserver
 
     @property
     def seconds(self) -> float:
@@ -43,7 +43,7 @@ class Measured:
         return self.arrivals[0] - self.began
 
 
-class TextObserver(Journal):
+class TextObserver(Observer):
     """Keeps what it sees: (began, ended, tokens), (frame, at), (frame, at)."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ async def measure_text(client: Client, prompt: Prompt, sampling: Sampling) -> Me
     arrivals: list[float] = []
     observer = TextObserver()
     began = time.monotonic()
-    async for event in client.generate(prompt.text, sampling, journal=observer):
+    async for event in client.generate(prompt.text, sampling, observer=observer):
         if isinstance(event, Tokens):
             tokens += event.tokens
             arrivals += [time.monotonic()] * len(event.tokens)

@@ -47,7 +47,7 @@ COURSE_WINDOW_S = 0.5
 COURSE_STEP_S = 0.05
 UPLINK = "#b88600"
 LOG_FROM = 20.0  # a range of round-trip times wider than this gets a logarithmic axis
-LEAST_GAP_MS = 1.0  # tokens of one commit come at once; a logarithmic axis has no place for that
+MIN_GAP_MS = 1.0  # tokens of one commit come at once; a logarithmic axis has no place for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,22 +213,22 @@ def _gaps(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
     lines: dict[str, Any] = {}
     for axes, link in zip(panels, chosen, strict=True):
         for run in links[link]:
-            gaps = [max(gap, LEAST_GAP_MS) for gap in run.token_gaps_ms or ()]
+            gaps = [max(gap, MIN_GAP_MS) for gap in run.token_gaps_ms or ()]
             shares = [100 * index / (len(gaps) - 1) for index in range(len(gaps))]
             (lines[run.mode],) = axes.plot(gaps, shares, color=COLOURS[run.mode], linestyle=STYLES[run.mode])
         axes.set_xscale("log")
-        axes.set_xlim(LEAST_GAP_MS, max(most, 10 * LEAST_GAP_MS) * 1.1)
+        axes.set_xlim(MIN_GAP_MS, max(most, 10 * MIN_GAP_MS) * 1.1)
         axes.set_ylim(0, 101)
-        ticks = [10.0**power for power in range(math.ceil(math.log10(max(most, 10 * LEAST_GAP_MS))) + 1)]
+        ticks = [10.0**power for power in range(math.ceil(math.log10(max(most, 10 * MIN_GAP_MS))) + 1)]
         ticks = [tick for tick in ticks if tick <= axes.get_xlim()[1]]
-        axes.set_xticks(ticks, [f"≤ {tick:g}" if tick == LEAST_GAP_MS else f"{tick:g}" for tick in ticks])
+        axes.set_xticks(ticks, [f"≤ {tick:g}" if tick == MIN_GAP_MS else f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.set_title(_link_title(link))
         axes.set_xlabel("time between tokens (ms)")
     panels[0].set_ylabel("share of tokens that come within (%)")
     _legend(figure, lines)
     caption = (
-        f"Tokens of one commit come together and count as {LEAST_GAP_MS:g} ms or less. A line further up and to the "
+        f"Tokens of one commit come together and count as {MIN_GAP_MS:g} ms or less. A line further up and to the "
         "left is better; where it bends to the right is what a user sees as a pause."
     )
     return "Time between tokens", caption

@@ -46,7 +46,7 @@ class Run:
     Attributes:
         mode: one of `MODES`; hf-generate and hf-assisted are transformers' own, in one process without any link.
         link: that lay between.
-        pace_ms: every target step took at least so long, as a larger target's would; 0: the target's own time.
+        min_step_ms: every target step took at least so long, as a larger target's would; 0: the target's own time.
         temperature: of the sampling.
         sessions: that decoded at the same time.
         domain: of the prompts; "": all.
@@ -79,7 +79,7 @@ class Run:
 
     mode: Annotated[str, one_of(*MODES)]
     link: LinkRecord
-    pace_ms: Metric = 0.0
+    min_step_ms: Metric = 0.0
     temperature: Metric = 0.0
     sessions: Count = 1
     domain: str = ""

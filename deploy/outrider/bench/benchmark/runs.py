@@ -90,10 +90,10 @@ def library_run(mode: str, texts: Sequence[LibraryText], **fields: object) -> Ru
 def timeline_of(text: Measured, one_way_s: float) -> tuple[Span, ...]:
     """Return what the parts did in the first moments of a text; the verifier's steps are shifted by the link."""
     began = text.began
-    spans = [Span("draft", start - began, end - began) for start, end, _ in text.journal.jobs]
-    spans += [Span("up", at - began, at + one_way_s - began) for _, at in text.journal.drafts]
-    spans += [Span("down", max(0.0, at - one_way_s - began), at - began) for _, at in text.journal.commits]
-    steps = [_step(commit, at - one_way_s - began) for commit, at in text.journal.commits]
+    spans = [Span("draft", start - began, end - began) for start, end, _ in text.observer.jobs]
+    spans += [Span("up", at - began, at + one_way_s - began) for _, at in text.observer.drafts]
+    spans += [Span("down", max(0.0, at - one_way_s - began), at - began) for _, at in text.observer.commits]
+    steps = [_step(commit, at - one_way_s - began) for commit, at in text.observer.commits]
     spans += [Span("verify", start, end) for start, end in steps]
     spans += [Span("idle", a, b) for (_, a), (b, _) in itertools.pairwise(steps) if b > a]
     return tuple(sorted((s for s in spans if s.start_s < TIMELINE_S), key=lambda s: (s.start_s, s.lane)))
@@ -114,36 +114,38 @@ def _window_mean(texts: Sequence[Measured]) -> float | None:
     """Return the mean of unverified tokens in flight when a message of drafts has gone out."""
     windows: list[int] = []
     known: Callable[[float, Measured], int] = lambda at, text: max(  # noqa: E731 - a name for one line
-        (c.start + len(c.tokens) for c, when in text.journal.commits if when <= at), default=0
+        (c.start + len(c.tokens) for c, when in text.observer.commits if when <= at), default=0
     )
     for text in texts:
         windows += [
-            d.start + len(d.tokens) - max(known(at, text), 0) for d, at in text.journal.drafts if known(at, text)
+            d.start + len(d.tokens) - max(known(at, text), 0) for d, at in text.observer.drafts if known(at, text)
         ]
     return sum(windows) / len(windows) if windows else None
 
 
-def costs_of(texts: Sequence[Measured], steps: Sequence[StepTiming], *, pace_s: float, round_trip_s: float) -> Costs:
+def costs_of(
+    texts: Sequence[Measured], steps: Sequence[StepTiming], *, min_step_s: float, round_trip_s: float
+) -> Costs:
     """Return the costs that drafted texts show.
 
     Args:
         texts: decoded with drafts, over a link whose round trip is next to nothing.
         steps: of the verifier, for these texts.
-        pace_s: of the verifier.
+        min_step_s: of the verifier.
         round_trip_s: that was measured on that link: what gRPC and the event loops take, half on either side.
     """
     step = Line(fade=1.0)
     drafting = []
     for text in texts:
-        for commit, _ in text.journal.commits[1:]:  # the first step reads the prompt
-            step.add(commit.judged + 1, commit.timing.verify_s)
-        drafting += [(ended - began) / tokens for began, ended, tokens in text.journal.jobs if tokens > 1]
-    first_steps = [(text.journal.commits[0][0].timing.verify_s, text) for text in texts]
+        for commit, _ in text.observer.commits[1:]:  # the first step reads the prompt
+            step.add(commit.verified + 1, commit.timing.verify_s)
+        drafting += [(ended - began) / tokens for began, ended, tokens in text.observer.jobs if tokens > 1]
+    first_steps = [(text.observer.commits[0][0].timing.verify_s, text) for text in texts]
     prefill = median(max(0.0, seconds - step.base) / max(1, prompt_length(text)) for seconds, text in first_steps)
     return Costs(
         step_s=step.base,
         row_s=step.slope,
-        pace_s=pace_s,
+        min_step_s=min_step_s,
         prefill_row_s=prefill,
         drafting_s=median(drafting) if drafting else Costs().drafting_s,
         edge_event_s=round_trip_s / 2,
@@ -154,7 +156,7 @@ def costs_of(texts: Sequence[Measured], steps: Sequence[StepTiming], *, pace_s: 
 
 def prompt_length(text: Measured) -> int:
     """Return the prompt's tokens: where the first commit begins."""
-    return text.journal.commits[0][0].start
+    return text.observer.commits[0][0].start
 
 
 def traces_of(texts: Sequence[Measured], client: Client, drafter: Drafter, sampling: Sampling) -> list[HitTrace]:
@@ -166,7 +168,7 @@ def traces_of(texts: Sequence[Measured], client: Client, drafter: Drafter, sampl
             text.tokens,
             drafter,
             sampling,
-            ended=text.journal.commits[-1][0].finish is FinishReason.EOS,
+            ended=text.observer.commits[-1][0].finish is FinishReason.EOS,
         )
         for text in texts
     ]

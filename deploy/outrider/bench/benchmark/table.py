@@ -33,14 +33,14 @@ _EXACT_MS = 100  # from here on, tenths of a millisecond are noise
 class Condition:
     """What runs that are compared have in common."""
 
-    pace_ms: float
+    min_step_ms: float
     temperature: float
     sessions: int
     domain: str
 
     def __str__(self) -> str:
         sessions = "1 session" if self.sessions == 1 else f"{self.sessions} sessions"
-        pace = f"target step at least {self.pace_ms:g} ms" if self.pace_ms else "target at its own speed"
+        pace = f"target step at least {self.min_step_ms:g} ms" if self.min_step_ms else "target at its own speed"
         return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, pace, self.domain) if part)
 
 
@@ -48,7 +48,7 @@ def by_condition(benchmark: Benchmark) -> dict[Condition, tuple[Run, ...]]:
     """Group runs by condition, in the order of the first of each; within one, by link, mode and sync length."""
     found: dict[Condition, list[Run]] = {}
     for run in benchmark.runs:
-        condition = Condition(run.pace_ms, run.temperature, run.sessions, run.domain)
+        condition = Condition(run.min_step_ms, run.temperature, run.sessions, run.domain)
         found.setdefault(condition, []).append(run)
     return {condition: tuple(sorted(runs, key=_order)) for condition, runs in found.items()}
 
@@ -117,8 +117,8 @@ def ratios(runs: Sequence[Run]) -> Grid | None:
 
 def notes(condition: Condition, runs: Sequence[Run]) -> Iterator[str]:
     """Yield what must be said about the runs of a condition."""
-    if condition.pace_ms:
-        yield f"A paced target stands for a larger one: every step takes at least {condition.pace_ms:g} ms"
+    if condition.min_step_ms:
+        yield f"A paced target stands for a larger one: every step takes at least {condition.min_step_ms:g} ms"
     if any(run.replayed for run in runs):
         yield "* is replayed: computed from recorded hits on a virtual clock. All else is measured"
     elif runs:

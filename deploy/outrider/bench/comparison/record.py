@@ -64,7 +64,7 @@ class VariantResult:
         steps: of the target.
         block_efficiency: tokens / steps.
         interval: of the block efficiency; None: a domain has but one prompt.
-        acceptance: chance that a draft is right, given that those before it in its round were; None: none was judged.
+        acceptance: chance that a draft is right, given that those before it in its round were; None: none was verified.
         first_ms: median processor time of a round's first draft, which the code is applied for; None: there was none.
         next_ms: the same of the drafts after it.
     """

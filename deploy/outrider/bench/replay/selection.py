@@ -240,9 +240,9 @@ class _Play:
         self._at += committed
         self._read[chosen] = self._at
         hits[chosen] += (True,) * accepted + (False,) * (committed - accepted)
-        judged = min(accepted + 1, drafted)
-        said = self._tracks[chosen].confidence(began, began + judged)
-        confidence[chosen] += said + (math.nan,) * (committed - judged)
+        verified = min(accepted + 1, drafted)
+        said = self._tracks[chosen].confidence(began, began + verified)
+        confidence[chosen] += said + (math.nan,) * (committed - verified)
         left_s = view.waiting_s
         for arm in self._selector.score(view, chosen):
             catch_up_s = self._arms[arm].catch_up_s
@@ -256,14 +256,14 @@ class _Play:
                 confidence[arm] += (math.nan,) * unread
         self._current = chosen
         self._now += seconds
-        # Of all drafts, as the paper has it: the mean over the judged ones alone is biased.
+        # Of all drafts, as the paper has it: the mean over the verified ones alone is biased.
         agreement = self._tracks[chosen].agreement[began : began + drafted]
         self._selector.learn(
             RoundOutcome(
                 view=view,
                 arm=chosen,
                 committed=committed,
-                judged=judged,
+                verified=verified,
                 accepted=accepted,
                 agreement=sum(agreement) / len(agreement) if agreement else math.nan,
                 seconds=seconds,

@@ -43,7 +43,7 @@ class Policy:
         window: of the edge; None: the default policy.
         patience: of the verifier; None: planned.
         goal: of the deployment.
-        max_drafts: judged in a step at most.
+        max_drafts: verified in a step at most.
         drafting: False: cloud streaming.
         logprobs: whether the edge asks for them; 4 bytes a token.
     """

@@ -12,7 +12,7 @@ class Costs:
     Attributes:
         step_s: of a target step beside its rows.
         row_s: of each row in it.
-        pace_s: a step takes at least so long.
+        min_step_s: a step takes at least so long.
         prefill_row_s: of a prompt's row.
         drafting_s: of a drafted token.
         catch_up_s: of a token that the drafter reads.
@@ -24,7 +24,7 @@ class Costs:
 
     step_s: float = 0.012
     row_s: float = 0.001
-    pace_s: float = 0.0
+    min_step_s: float = 0.0
     prefill_row_s: float = 0.0003
     drafting_s: float = 0.0006
     catch_up_s: float = 0.0001
@@ -35,7 +35,7 @@ class Costs:
 
     def batch_s(self, decoding: int, reading: int) -> float:
         """Return what a step takes with rows of sessions that decode, and of those that read a prompt."""
-        return max(self.pace_s, self.step_s + self.row_s * decoding + self.prefill_row_s * reading)
+        return max(self.min_step_s, self.step_s + self.row_s * decoding + self.prefill_row_s * reading)
 
     def verify_s(self, rows: int) -> float:
         """Return what a decoding step of `rows` takes."""

@@ -106,7 +106,7 @@ class PoolReplayed:
         play: how: synchronous rounds, or the session's streams.
         drafts: of a round.
         seeds: runs of each row.
-        pace_ms: a step took at least so long.
+        min_step_ms: a step took at least so long.
         drafters: of the pool, in order.
         costs: of the machines, as they were recorded.
         rows: link by link.
@@ -116,7 +116,7 @@ class PoolReplayed:
     play: str
     drafts: Count
     seeds: Count
-    pace_ms: Metric
+    min_step_ms: Metric
     drafters: tuple[str, ...]
     costs: Mapping[str, Any]
     rows: tuple[Row, ...]

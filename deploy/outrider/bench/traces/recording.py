@@ -51,14 +51,14 @@ class CostSheet:
     environment: Mapping[str, Any] = field(default_factory=dict)
     format: Annotated[str, one_of(FORMAT)] = FORMAT
 
-    def of(self, drafter: str, *, pace_s: float = 0.0) -> Costs:
+    def of(self, drafter: str, *, min_step_s: float = 0.0) -> Costs:
         """Return the costs for a replay; what only a network shows is as in `Costs`.
 
         Args:
             drafter: that drafts.
-            pace_s: a step takes at least so long.
+            min_step_s: a step takes at least so long.
         """
-        return Costs(pace_s=pace_s, **asdict(self.target), **asdict(self.drafters[drafter]))
+        return Costs(min_step_s=min_step_s, **asdict(self.target), **asdict(self.drafters[drafter]))
 
 
 def costs_path(traces: Path, field_name: str) -> Path:

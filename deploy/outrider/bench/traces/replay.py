@@ -39,13 +39,13 @@ def replay(given: Given) -> int:
 
 
 def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> None:
-    sweep = Sweep(recording, links, _windows(options.window), options.goal, options.pace / 1e3, options.seed)
+    sweep = Sweep(recording, links, _windows(options.window), options.goal, options.min_step / 1e3, options.seed)
 
     def replayed() -> Replayed:
         return Replayed(
             command=command_line(),
             goal=options.goal.name.lower(),
-            pace_ms=options.pace,
+            min_step_ms=options.min_step,
             seed=options.seed,
             costs=asdict(recording.costs),
             figures=_results(sweep),
@@ -64,7 +64,7 @@ def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[
             play=options.play,
             drafts=options.rounds,
             seeds=options.seeds,
-            pace_ms=options.pace,
+            min_step_ms=options.min_step,
             drafters=tuple(recording.traces),
             costs=asdict(recording.costs),
             rows=_rows(pool),
@@ -106,12 +106,12 @@ def _windows(names: Sequence[str]) -> Sequence[str]:
 
 
 def _rounds(options: ReplaySettings, recording: Recording) -> Callable[[BenchLink], Stage]:
-    costs = recording.costs.of(next(iter(recording.traces)), pace_s=options.pace / 1e3)
+    costs = recording.costs.of(next(iter(recording.traces)), min_step_s=options.min_step / 1e3)
     return lambda link: RoundsStage(arms_of(recording), link.shape_at, costs, options.rounds)
 
 
 def _stream(options: ReplaySettings, recording: Recording) -> Callable[[BenchLink], Stage]:
-    costs = [recording.costs.of(name, pace_s=options.pace / 1e3) for name in recording.traces]
+    costs = [recording.costs.of(name, min_step_s=options.min_step / 1e3) for name in recording.traces]
     if not options.window:
         raise ConfigError("names no policy; name adaptive, or some N", field="window")
     name = options.window[0]

@@ -39,7 +39,7 @@ class WindowResult:
         tokens_per_second: tokens / seconds.
         ratio: to the tokens a second of cloud streaming over the same link.
         steps_per_token: target steps a token.
-        acceptance: chance that a draft is right, given those before it in its chain; None: none was judged.
+        acceptance: chance that a draft is right, given those before it in its chain; None: none was verified.
         first_token_ms: median.
         uplink_bytes_per_token: on the link.
         downlink_bytes_per_token: on the link.
@@ -70,7 +70,7 @@ class Replayed:
     Attributes:
         command: that replayed.
         goal: of the deployment.
-        pace_ms: a step took at least so long.
+        min_step_ms: a step took at least so long.
         seed: of the jitter.
         costs: of the machines, as they were recorded.
         figures: link by link: cloud streaming, then every drafter with every window; of all prompts, and then of each
@@ -79,7 +79,7 @@ class Replayed:
 
     command: str
     goal: str
-    pace_ms: Metric
+    min_step_ms: Metric
     seed: int
     costs: Mapping[str, Any]
     figures: tuple[WindowResult, ...]
@@ -166,7 +166,7 @@ class Sweep:
         links: over which.
         windows: names of window policies.
         goal: of the deployment.
-        pace_s: a target step takes at least so long.
+        min_step_s: a target step takes at least so long.
         seed: of the jitter.
     """
 
@@ -174,7 +174,7 @@ class Sweep:
     links: Sequence[BenchLink]
     windows: Sequence[str]
     goal: Goal = Goal.LATENCY
-    pace_s: float = 0.0
+    min_step_s: float = 0.0
     seed: int = 0
 
     def __len__(self) -> int:
@@ -199,7 +199,7 @@ class Sweep:
                     yield self._results(link, outcomes, cloud, {"drafter": drafter, "window": window}, noted.mean)
 
     def _replay(self, drafter: str, link: BenchLink, policy: Policy) -> list[Outcome]:
-        traces, costs = self.recording.traces[drafter], self.recording.costs.of(drafter, pace_s=self.pace_s)
+        traces, costs = self.recording.traces[drafter], self.recording.costs.of(drafter, min_step_s=self.min_step_s)
         return replay(traces, link.shape_at, costs, policy, warm_up_tokens=WARM_UP_TOKENS, seed=self.seed)
 
     def _results(

@@ -33,7 +33,7 @@ POOL_LEGEND = (
 def sweep_tables(replayed: Replayed) -> Group:
     """Return all tables: every result of all prompts together, and speed by domain where there are several."""
     blocks = [_block(link, replayed.over(link)) for link in replayed.links]
-    grids = [Grid(f"Replayed for {replayed.goal}{paced(replayed.pace_ms)}", HEADINGS, WORDS, blocks)]
+    grids = [Grid(f"Replayed for {replayed.goal}{paced(replayed.min_step_ms)}", HEADINGS, WORDS, blocks)]
     if replayed.domains:
         window = replayed.windows[0]
         for first in range(0, len(replayed.drafters), BESIDE):
@@ -84,7 +84,7 @@ def pool_tables(replayed: PoolReplayed) -> Group:
         rows = replayed.over(link)
         headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "turns", "after")
         blocks = [block for kind in KINDS if (block := _columns(rows, kind))]
-        title = f"{link_name(link)}{paced(replayed.pace_ms)}: {replayed.seeds} runs in {replayed.play}"
+        title = f"{link_name(link)}{paced(replayed.min_step_ms)}: {replayed.seeds} runs in {replayed.play}"
         grids.append(Grid(title, headings, 1, blocks))
         if any(cell.kind == DRAFTER for cell in rows[0].cells):
             grids.append(_against_best(rows))

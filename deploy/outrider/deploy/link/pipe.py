@@ -22,7 +22,7 @@ from typing import Any
 from outrider.deploy.link.shape import MTU_BYTES, WayShape
 
 # A link without a limit on its rate holds no more than this: the window of a long, fat connection.
-MOST_IN_FLIGHT_BYTES = 16 << 20
+MAX_IN_FLIGHT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Pipe:
         """Bytes that may be pushed."""
         self._advance(now)
         queue = self._shape.queue_bytes - self._queued_bytes
-        return max(0, min(queue, MOST_IN_FLIGHT_BYTES - self._flight_bytes))
+        return max(0, min(queue, MAX_IN_FLIGHT_BYTES - self._flight_bytes))
 
     def push(self, now: float, stream: Any, data: bytes) -> None:
         """Send; `b""` is the end of the stream.
@@ -97,7 +97,7 @@ class Pipe:
     def half_empty_time(self, now: float) -> float:
         """When half of the queue is free, if nothing more comes and the rate stays."""
         self._advance(now)
-        if self._flight_bytes > MOST_IN_FLIGHT_BYTES // 2:
+        if self._flight_bytes > MAX_IN_FLIGHT_BYTES // 2:
             return self._flight[0].due_s
         too_many = self._queued_bytes - self._shape.queue_bytes // 2
         if too_many <= 0:

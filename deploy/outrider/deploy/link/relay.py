@@ -26,7 +26,7 @@ from outrider.proto.errors import ConfigError, Unavailable
 
 _log = logging.getLogger(__name__)
 
-_MOST_CONNECTIONS = 400  # two sockets each, and select() ends at 1,024
+_MAX_CONNECTIONS = 400  # two sockets each, and select() ends at 1,024
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ class Relay:
                 _log.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._connections) + len(self._connecting) >= _MOST_CONNECTIONS:
-                _log.warning("there are %d connections already; one more is refused", _MOST_CONNECTIONS)
+            if len(self._connections) + len(self._connecting) >= _MAX_CONNECTIONS:
+                _log.warning("there are %d connections already; one more is refused", _MAX_CONNECTIONS)
                 abort(edge)
                 continue
             self._accepted += 1

@@ -40,7 +40,7 @@ class Timer:
     """How early a timer must be set for its work to be done on time: the median lateness, measured as it goes."""
 
     _STEP_S = 1e-6
-    _MOST_S = 1.5e-4
+    _MAX_S = 1.5e-4
 
     def __init__(self) -> None:
         self.early_s = 30e-6
@@ -48,7 +48,7 @@ class Timer:
     def was_late(self, seconds: float) -> None:
         """Learn. Steps of one size, up or down, settle where as many are late as early: at the median."""
         step = self._STEP_S if seconds > 0 else -self._STEP_S
-        self.early_s = min(max(self.early_s + step, 0.0), self._MOST_S)
+        self.early_s = min(max(self.early_s + step, 0.0), self._MAX_S)
 
 
 class Way:

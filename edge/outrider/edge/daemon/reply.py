@@ -19,7 +19,7 @@ from outrider.edge.daemon.limiter import Limiter, until_hopeless
 from outrider.edge.daemon.metrics import HttpMetrics
 from outrider.edge.daemon.parsed_request import ParsedRequest
 from outrider.edge.daemon.schema import Request
-from outrider.edge.daemon.speculation import TextJournal, metrics_of
+from outrider.edge.daemon.speculation import TextObserver, metrics_of
 from outrider.edge.events import Event, Finished, Tokens
 from outrider.edge.metrics import EdgeMetrics
 from outrider.proto.errors import OutriderError
@@ -72,7 +72,7 @@ class Texts:
         self._began = began
         self.request = request
         self.request_id = request_id
-        self.journals = [TextJournal(service.metrics, request_id, service.cloud.lost) for _ in request.texts]
+        self.observers = [TextObserver(service.metrics, request_id, service.cloud.lost) for _ in request.texts]
 
     @property
     def seconds(self) -> float:
@@ -85,13 +85,13 @@ class Texts:
         It ends with an error when the daemon ends, or while the cloud is away.
         """
         cloud = self._service.cloud
-        items = merge([self._generate(choice) for choice in range(len(self.journals))])
+        items = merge([self._generate(choice) for choice in range(len(self.observers))])
         async with aclosing(until_hopeless(items, self._service.limiter.cut, cloud.hopeless)) as watched:
             async for choice, event in watched:
                 if tickets and isinstance(event, Tokens):
                     tickets[choice].spend(len(event.tokens), time.monotonic())
                 if isinstance(event, Finished):
-                    cloud.ended(self.journals[choice].statistics)
+                    cloud.ended(self.observers[choice].statistics)
                 yield choice, event
 
     def account(self, answer: Answer, first_token_s: float) -> None:
@@ -106,7 +106,7 @@ class Texts:
             text.sampling,
             stop=request.stop,
             deadline_s=self._service.request_timeout_s,
-            journal=self.journals[choice],
+            observer=self.observers[choice],
             logprobs=request.logprobs,
             top_logprobs=request.top_logprobs,
             request_id=self.request_id,
@@ -143,9 +143,9 @@ class Reply:
 
     async def _pieces(self, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
         try:
-            for choice, journal in enumerate(self._texts.journals):
+            for choice, observer in enumerate(self._texts.observers):
                 if (first := self._form.first_chunk(self._answer, choice)) is not None:
-                    yield self._event(first, journal, None)
+                    yield self._event(first, observer, None)
             async for piece in self._chunks(items):
                 yield piece
             self._texts.account(self._answer, self._first_token_s)
@@ -157,8 +157,8 @@ class Reply:
             yield _event(DEFECT.body())
 
     async def _chunks(self, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
-        left = len(self._texts.journals)
-        journal = self._texts.journals[0]
+        left = len(self._texts.observers)
+        observer = self._texts.observers[0]
         async for choice, event in items:
             self._answer.take(choice, event)
             left -= isinstance(event, Finished)
@@ -167,16 +167,16 @@ class Reply:
             made = self._form.chunk(self._answer, choice, event)
             if not left and not self._options.wants_usage:
                 made["metrics"] = self._metrics()
-            journal = self._texts.journals[choice]
-            yield self._event(made, journal, event)
+            observer = self._texts.observers[choice]
+            yield self._event(made, observer, event)
         if self._options.wants_usage:
-            yield self._event(self._form.usage_chunk(self._answer) | {"metrics": self._metrics()}, journal, None)
+            yield self._event(self._form.usage_chunk(self._answer) | {"metrics": self._metrics()}, observer, None)
 
-    def _event(self, made: dict[str, Any], journal: TextJournal, event: Event | None) -> bytes:
+    def _event(self, made: dict[str, Any], observer: TextObserver, event: Event | None) -> bytes:
         if self._options.wants_usage:
             made.setdefault("usage", None)
         if self._options.wants_speculation:
-            made["speculation"] = journal.live(event)
+            made["speculation"] = observer.live(event)
         return _event(made)
 
     @property
@@ -184,7 +184,7 @@ class Reply:
         return self._texts.request.logprobs
 
     def _metrics(self) -> dict[str, Any]:
-        return metrics_of(self._texts.journals, self._texts.request.seed)
+        return metrics_of(self._texts.observers, self._texts.request.seed)
 
 
 async def merge(sources: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[Item]:

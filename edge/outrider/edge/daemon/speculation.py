@@ -8,14 +8,14 @@ from typing import Any
 
 from outrider.edge.decoding import Subject
 from outrider.edge.events import Event, Tokens
-from outrider.edge.metrics import EdgeMetrics, SessionJournal
+from outrider.edge.metrics import EdgeMetrics, SessionObserver
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeSession, EdgeStatistics
 from outrider.proto.types import CloudFrame, Commit, Provenance
 
 
-class TextJournal(SessionJournal):
-    """The metrics' journal of one text, which can be read while the text is decoded.
+class TextObserver(SessionObserver):
+    """The metrics' observer of one text, which can be read while the text is decoded.
 
     Args:
         metrics: count the text.
@@ -45,7 +45,7 @@ class TextJournal(SessionJournal):
         super().received(frame, at)
         if isinstance(frame, Commit):
             self.first_tokens = self.first_tokens or len(frame.tokens)
-            self.max_verified = max(self.max_verified, frame.judged)
+            self.max_verified = max(self.max_verified, frame.verified)
 
     def lost(self, error: OutriderError, at: float) -> None:
         """Report the loss to whoever watches the cloud."""
@@ -56,7 +56,7 @@ class TextJournal(SessionJournal):
         """Return the `speculation` object of a streamed chunk, with the text of `event` by origin.
 
         Both rates leave out the first commit, whose time is the prompt's. `cloud_tokens_per_second` is what the same
-        tokens would have come at with one target step each, by the verifier's own times (`SessionJournal`).
+        tokens would have come at with one target step each, by the verifier's own times (`SessionObserver`).
         """
         statistics = self.statistics
         counted = statistics.committed - self.first_tokens
@@ -76,19 +76,19 @@ class TextJournal(SessionJournal):
         }
 
 
-def metrics_of(journals: Sequence[TextJournal], seed: int) -> dict[str, Any]:
+def metrics_of(observers: Sequence[TextObserver], seed: int) -> dict[str, Any]:
     """Return the `metrics` object of an answer: vLLM's `speculative_decoding` over all texts, and what repeats it.
 
     `acceptance_histogram[j]` counts the target steps that accepted exactly j drafts; `num_spec_tokens` is the most that
     one step verified. A request with this `seed` has the same texts again: the n-th choice has `seed` + n.
     """
     accepted_of: Counter[int] = Counter()
-    for journal in journals:
-        accepted_of.update(journal.accepted_of)
+    for observer in observers:
+        accepted_of.update(observer.accepted_of)
     steps = accepted_of.total()
     accepted = sum(j * count for j, count in accepted_of.items())
-    verified = sum(journal.statistics.judged for journal in journals)
-    errors = [journal.statistics.drafter_error for journal in journals if journal.statistics.drafter_error]
+    verified = sum(observer.statistics.verified for observer in observers)
+    errors = [observer.statistics.drafter_error for observer in observers if observer.statistics.drafter_error]
     return {
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
@@ -97,10 +97,10 @@ def metrics_of(journals: Sequence[TextJournal], seed: int) -> dict[str, Any]:
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": verified,
-            "num_spec_tokens": max((journal.max_verified for journal in journals), default=0),
+            "num_spec_tokens": max((observer.max_verified for observer in observers), default=0),
         },
         "seed": seed,
-        "drafter": journals[0].drafter if journals else "none",
+        "drafter": observers[0].drafter if observers else "none",
         "drafter_error": errors[0] if errors else None,
     }
 

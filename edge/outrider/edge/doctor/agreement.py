@@ -12,7 +12,7 @@ from pathlib import Path
 from outrider.edge.client import Client
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient, file_fetcher
-from outrider.edge.decoding import Journal
+from outrider.edge.decoding import Observer
 from outrider.edge.doctor.connection import TIMEOUT_S, Endpoint
 from outrider.edge.doctor.finding import Finding, Metric, failed, failed_by, ok, skipped, warning
 from outrider.edge.drafters import DrafterCache, find_package
@@ -159,13 +159,13 @@ def _fetch_tokenizer(visit: Visit, lease: Lease) -> Path:
     )
 
 
-class _OpenedRecorder(Journal):
+class _OpenedRecorder(Observer):
     """Keeps the verifier's answer to an Open."""
 
     def __init__(self) -> None:
         self.opened: Opened | None = None
 
-    def received(self, frame: CloudFrame, at: float) -> None:  # noqa: ARG002 - the journal's signature
+    def received(self, frame: CloudFrame, at: float) -> None:  # noqa: ARG002 - the observer's signature
         if isinstance(frame, Opened):
             self.opened = frame
 
@@ -177,7 +177,7 @@ async def open_session(visit: Visit) -> Finding:
     began = time.monotonic()
     try:
         await client.prepare()
-        async for _ in client.generate(PROMPT, max_tokens=1, journal=recorder):
+        async for _ in client.generate(PROMPT, max_tokens=1, observer=recorder):
             pass
     except OutriderError as error:
         return failed_by(error)

@@ -11,7 +11,9 @@ CONTROL_SERVICE = "outrider.proto.v1.Control"
 FILE = Table(t.RemoteFile, pb.RemoteFile)
 MANIFEST = Table(t.DrafterManifest, pb.DrafterManifest, files=many(FILE))
 DRAFTER_PRIOR = Table(t.DrafterPrior, pb.DrafterPrior)
-PRIOR = Table(t.DraftingPrior, pb.DraftingPrior, drafters=many(DRAFTER_PRIOR, t.MOST_DRAFTERS_TOLD, "prior.drafters"))
+PRIOR = Table(
+    t.DraftingPrior, pb.DraftingPrior, drafters=many(DRAFTER_PRIOR, t.MAX_REPORTED_DRAFTERS, "prior.drafters")
+)
 LEASE_REQUEST = Table(t.LeaseRequest, pb.LeaseRequest)
 LEASE = Table(
     t.Lease,
@@ -24,7 +26,7 @@ LEASE = Table(
 REPORT = Table(
     t.SessionReport,
     pb.SessionReport,
-    drafter_hits=many(Table(t.DrafterHits, pb.DrafterHits), t.MOST_DRAFTERS_TOLD, "report.drafter_hits"),
+    drafter_hits=many(Table(t.DrafterHits, pb.DrafterHits), t.MAX_REPORTED_DRAFTERS, "report.drafter_hits"),
 )
 STATUS = Table(
     t.ClusterStatus,

@@ -81,7 +81,7 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
         ),
         finish=pb.FinishReason.Name(commit.finish.value if commit.finish else 0),
         chain=commit.chain,
-        judged=commit.judged,
+        verified=commit.verified,
         turn=commit.turn,
         logprobs=[token.logprob for token in tokens if token.logprob is not None],
         top_tokens=[likely for token in tokens for likely, _ in token.top],
@@ -107,7 +107,7 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
         ),
         finish=to_enum(t.FinishReason, wire.finish, "commit.finish") if wire.finish else None,
         chain=wire.chain,
-        judged=wire.judged,
+        verified=wire.verified,
         turn=wire.turn,
     )
 
@@ -163,19 +163,19 @@ def encode_edge_frame(frame: t.EdgeFrame) -> bytes:
     return result
 
 
-def decode_edge_frame(data: bytes, most_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeFrame:
+def decode_edge_frame(data: bytes, max_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeFrame:
     """Return the frame in `data`.
 
     Args:
         data: one message.
-        most_tokens: bound of any list in it, looked at before a list is built, so that a stranger's message cannot
+        max_tokens: bound of any list in it, looked at before a list is built, so that a stranger's message cannot
             hold a server up.
 
     Raises:
         InvalidArgument: with the field named.
     """
     wire = parse(pb.EdgeFrame, data)
-    _check_lengths(wire, most_tokens)
+    _check_lengths(wire, max_tokens)
     result: t.EdgeFrame = _from_body(wire, _FROM_EDGE)
     return result
 
@@ -204,7 +204,7 @@ def _from_body(wire: Any, bodies: dict[str, Callable[[Any], Any]]) -> Any:
     return bodies[name](getattr(wire, name))
 
 
-def _check_lengths(wire: pb.EdgeFrame, most_tokens: int) -> None:
+def _check_lengths(wire: pb.EdgeFrame, max_tokens: int) -> None:
     sampling = wire.continuation.sampling if wire.HasField("continuation") else wire.open.sampling
     lists = {
         "open.prompt": wire.open.prompt,
@@ -219,6 +219,6 @@ def _check_lengths(wire: pb.EdgeFrame, most_tokens: int) -> None:
         "draft.q": wire.draft.q,
     }
     for field, values in lists.items():
-        if len(values) > 2 * most_tokens:  # twice: q has two bytes a token
+        if len(values) > 2 * max_tokens:  # twice: q has two bytes a token
             error = PromptTooLong if field.endswith(".prompt") else InvalidArgument
-            raise error(f"holds {len(values)} entries; {most_tokens} is the most that can make sense", field=field)
+            raise error(f"holds {len(values)} entries; {max_tokens} is the most that can make sense", field=field)

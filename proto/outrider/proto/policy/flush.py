@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 MESSAGE_BYTES = 45  # of a small Draft on the wire: HTTP/2 framing, a window update, gRPC's prefix, the message
-_LEAST_TOKENS = 0.2  # replayed: 40 % fewer bytes at round trips of 30 to 120 ms for 0.2 % of speed
+_MIN_TOKENS = 0.2  # replayed: 40 % fewer bytes at round trips of 30 to 120 ms for 0.2 % of speed
 
 
 def due_to_flush(now: float, *, commit_at: float, round_trip_s: float, step_s: float, next_s: float) -> bool:
@@ -37,4 +37,4 @@ def worth_a_message(expected_tokens: float, *, step_s: float, byte_s: float) -> 
         step_s: of the verifier; 0: not known.
         byte_s: a byte on the uplink, seconds.
     """
-    return expected_tokens >= _LEAST_TOKENS and expected_tokens * step_s >= MESSAGE_BYTES * byte_s
+    return expected_tokens >= _MIN_TOKENS and expected_tokens * step_s >= MESSAGE_BYTES * byte_s

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from outrider.proto.types import Goal, Patience
 
-LEAST_GAIN = 1.02  # below it drafts are not worth judging, nor making
+MIN_GAIN = 1.02  # below it drafts are not worth judging, nor making
 WORTH_THE_LINK = 1.012  # below it drafts come too late, all in all, to be worth making and sending
 LEANING = 1.05  # between plans as good as each other the one that waits takes fewer steps
 LATE, MARGIN_S = 1.25, 0.002  # a wait ends when the drafts are so much later than they should be
@@ -27,7 +27,7 @@ class VerifierView:
         row_s: of one row.
         drafting_s: of one token at the edge.
         round_trip_s: from a commit's sending to the arrival of what answers it, drafting not counted.
-        most_drafts: judged in a step at most.
+        max_drafts: verified in a step at most.
         at_hand: drafts that follow the transcript.
         since_miss: tokens committed since a draft last missed (or the text began).
         since_miss_s: seconds since that commit was sent.
@@ -39,7 +39,7 @@ class VerifierView:
     row_s: float
     drafting_s: float
     round_trip_s: float
-    most_drafts: int
+    max_drafts: int
     at_hand: int = 0
     since_miss: int = 0
     since_miss_s: float = 0.0
@@ -57,8 +57,8 @@ def best_block(view: VerifierView) -> int:
     0 where rows are so dear, as on a crowded CPU, that none pays.
     """
     if not view.step_s:
-        return view.most_drafts
-    return _best_block(_rounded(view.acceptance, 0.01), _on_scale(view.row_s / view.step_s), view.most_drafts)
+        return view.max_drafts
+    return _best_block(_rounded(view.acceptance, 0.01), _on_scale(view.row_s / view.step_s), view.max_drafts)
 
 
 @lru_cache(maxsize=4096)
@@ -69,7 +69,7 @@ def _best_block(acceptance: float, row_share: float, most: int) -> int:
         return expected_tokens(acceptance, drafts) / (1 + row_share * (drafts + 1))
 
     best = max(range(1, most + 1), key=rate)
-    return best if rate(best) > LEAST_GAIN * rate(0) else 0
+    return best if rate(best) > MIN_GAIN * rate(0) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +133,14 @@ def plan_for(view: VerifierView) -> Plan:
         return _AT_ONCE
     outlook = _outlook_of(view)
     if view.goal is Goal.EFFICIENCY:
-        wait_s = view.round_trip_s + view.most_drafts * view.drafting_s
-        return Plan(Patience(LATE * wait_s + view.step_s, view.most_drafts), wait_s, view.most_drafts)
+        wait_s = view.round_trip_s + view.max_drafts * view.drafting_s
+        return Plan(Patience(LATE * wait_s + view.step_s, view.max_drafts), wait_s, view.max_drafts)
     # Tokens that the target took alone have not met their drafts yet: one that missed has killed the chain unseen, and
     # then a wait is lost.
     alive = 1.0 if view.at_hand else outlook.acceptance ** max(0, view.since_miss)
     best_cost, best_drafts = LEANING * alive * outlook.cost(view.since_miss, view.since_miss_s, view.at_hand, 0.0), 0
     best_wait_s = 0.0
-    for drafts in range(view.at_hand + 1, view.most_drafts + 1):
+    for drafts in range(view.at_hand + 1, view.max_drafts + 1):
         wait_s = outlook.arrival_s(view.since_miss + drafts) - view.since_miss_s
         if wait_s > outlook.step_s:
             break
@@ -151,8 +151,8 @@ def plan_for(view: VerifierView) -> Plan:
             best_cost, best_drafts, best_wait_s = cost, drafts, wait_s
     if not best_drafts:
         return _AT_ONCE
-    whole_block_s = outlook.arrival_s(view.since_miss + view.most_drafts) - view.since_miss_s
-    return Plan(Patience(LATE * whole_block_s + MARGIN_S, view.most_drafts), best_wait_s, best_drafts)
+    whole_block_s = outlook.arrival_s(view.since_miss + view.max_drafts) - view.since_miss_s
+    return Plan(Patience(LATE * whole_block_s + MARGIN_S, view.max_drafts), best_wait_s, best_drafts)
 
 
 def overtakes(view: VerifierView) -> bool:
@@ -223,7 +223,7 @@ def _outlook_of(view: VerifierView) -> _Outlook:
         _on_scale(view.row_s),
         _on_scale(view.drafting_s),
         _on_scale(view.round_trip_s),
-        view.most_drafts,
+        view.max_drafts,
     )
 
 

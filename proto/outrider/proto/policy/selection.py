@@ -147,7 +147,7 @@ class RoundOutcome:
         view: that the choice was made on.
         arm: that drafted.
         committed: tokens: the accepted drafts and the target's own.
-        judged: drafts that the target put to the question: the accepted ones and the first that missed.
+        verified: drafts that the target put to the question: the accepted ones and the first that missed.
         accepted: of them.
         agreement: mean min(1, p(x) / q(x)) over the drafts, the estimate of block divergence; NaN: not known.
         seconds: that the round took, switch included.
@@ -161,7 +161,7 @@ class RoundOutcome:
     view: SelectionView
     arm: int
     committed: int
-    judged: int
+    verified: int
     accepted: int
     agreement: float
     seconds: float

@@ -16,7 +16,7 @@ def accept_drafts(
     """Follow the drafts while they agree, then take the target's own token; end where the text ends.
 
     Args:
-        block: [k] drafts that the step judged.
+        block: [k] drafts that the step verified.
         tokens_by_target: [k + 1]; entry j is the target's token after the transcript and block[:j], so it means
             something only while block[:j] was agreed with.
         generated: tokens of text before this step.

@@ -282,7 +282,7 @@ class Drafting:
         text.statistics.of(self._selection.names[self.active]).committed += len(tokens)
         self._selection.learn(
             committed=len(tokens),
-            judged=commit.judged,
+            verified=commit.verified,
             accepted=max(0, min(commit.accepted, len(commit.tokens)) - known),
             agreement=math.nan if commit.reward is None else commit.reward,
             seconds=seconds,

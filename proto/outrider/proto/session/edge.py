@@ -300,7 +300,7 @@ class EdgeSession:
 
     def _measure(self, commit: Commit, now: float) -> None:
         self.statistics.steps += 1
-        self.statistics.judged += commit.judged
+        self.statistics.verified += commit.verified
         self._chain.said_complete = False
         if self._meter.take_commit(commit, now, downlink=self._vectors is not None):
             self.statistics.round_trip_s = self.round_trip_s

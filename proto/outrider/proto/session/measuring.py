@@ -110,7 +110,7 @@ class Meter:
         self._heard_commit = True
         self.commit_at = now
         if timing.verify_s > 0:
-            measurements.step.add(commit.judged + 1, timing.verify_s)
+            measurements.step.add(commit.verified + 1, timing.verify_s)
         if not 0 < timing.echo <= len(self._sent_at):
             return False
         sent_at, draft_bytes = self._sent_at[timing.echo - 1]

@@ -91,7 +91,7 @@ class Selection:
         if self._view is not None:  # so that every drafter's next news are of the same token
             for drafter in range(self.drafters):
                 self._pad(drafter, max(self._heard))
-            self.learn(committed=0, judged=0, accepted=0, agreement=math.nan, seconds=0.0)
+            self.learn(committed=0, verified=0, accepted=0, agreement=math.nan, seconds=0.0)
         self._first = first
         self._scored = [(0.0, 0)] * self.drafters
         self._prefix = [min(length, kept) for length in self._prefix]
@@ -152,7 +152,7 @@ class Selection:
         self.current = chosen
         return chosen
 
-    def learn(self, *, committed: int, judged: int, accepted: int, agreement: float, seconds: float) -> None:
+    def learn(self, *, committed: int, verified: int, accepted: int, agreement: float, seconds: float) -> None:
         """Let the selector learn from a commit, which came after `seconds`, and from what is known since the last."""
         if self._view is None:
             return
@@ -167,7 +167,7 @@ class Selection:
                 view=self._view,
                 arm=self.current,
                 committed=committed,
-                judged=judged,
+                verified=verified,
                 accepted=accepted,
                 agreement=agreement,
                 seconds=seconds,

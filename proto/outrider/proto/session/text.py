@@ -32,7 +32,7 @@ class EdgeStatistics:
         committed: tokens of text.
         accepted: drafts among them.
         drafted: tokens that drafters proposed.
-        judged: drafts that the verifier's steps looked at.
+        verified: drafts that the verifier's steps looked at.
         hits: drafts that agreed with the committed token of their position.
         compared: drafts that met one, none before them in their chain having missed; acceptance is hits / compared.
         steps: commits.
@@ -54,7 +54,7 @@ class EdgeStatistics:
     committed: int = 0
     accepted: int = 0
     drafted: int = 0
-    judged: int = 0
+    verified: int = 0
     hits: int = 0
     compared: int = 0
     steps: int = 0

@@ -259,7 +259,7 @@ class VerifierSession:
             row_s=row_s,
             drafting_s=self._report.drafting_s,
             round_trip_s=self._report.round_trip_s,
-            most_drafts=self._max_drafts,
+            max_drafts=self._max_drafts,
             at_hand=len(self._received),
             since_miss=self._received.since_miss,
             since_miss_s=now - self._received.missed_at,
@@ -302,7 +302,7 @@ class VerifierSession:
         )
 
     def on_verified(self, verified: Verified, now: float) -> Commit:
-        """Make text of a judged block: the only way in which a token gets into the transcript."""
+        """Make text of a verified block: the only way in which a token gets into the transcript."""
         tokens, accepted, self.finish = accept_drafts(
             verified.block,
             verified.tokens_by_target,
@@ -334,6 +334,6 @@ class VerifierSession:
             ),
             finish=self.finish,
             chain=max(0, self.chain),
-            judged=len(verified.block),
+            verified=len(verified.block),
             turn=self.turn,
         )

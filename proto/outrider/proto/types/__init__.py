@@ -13,7 +13,7 @@ from outrider.proto.types.checks import MAX_TOKEN_ID
 from outrider.proto.types.control import (
     DRAFTER_FORMAT,
     LINK_CLASSES,
-    MOST_DRAFTERS_TOLD,
+    MAX_REPORTED_DRAFTERS,
     PROMPT_CLASSES,
     ClassAcceptance,
     ClusterStatus,
@@ -30,7 +30,7 @@ from outrider.proto.types.control import (
     VerifierStatus,
 )
 from outrider.proto.types.decoding import (
-    MOST_TOP_LOGPROBS,
+    MAX_TOP_LOGPROBS,
     PROTOCOL_VERSION,
     Cancel,
     CloudFrame,
@@ -55,16 +55,16 @@ from outrider.proto.types.decoding import (
     TopLogprobs,
     token_ids,
 )
-from outrider.proto.types.sampling import MOST_GRAMMAR_BYTES, MOST_STOP_TOKENS, Grammar, GrammarKind, Sampling
+from outrider.proto.types.sampling import MAX_GRAMMAR_BYTES, MAX_STOP_TOKENS, Grammar, GrammarKind, Sampling
 
 __all__ = [
     "DRAFTER_FORMAT",
     "LINK_CLASSES",
+    "MAX_GRAMMAR_BYTES",
+    "MAX_REPORTED_DRAFTERS",
+    "MAX_STOP_TOKENS",
     "MAX_TOKEN_ID",
-    "MOST_DRAFTERS_TOLD",
-    "MOST_GRAMMAR_BYTES",
-    "MOST_STOP_TOKENS",
-    "MOST_TOP_LOGPROBS",
+    "MAX_TOP_LOGPROBS",
     "PROMPT_CLASSES",
     "PROTOCOL_VERSION",
     "Cancel",

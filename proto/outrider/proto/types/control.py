@@ -10,7 +10,7 @@ from outrider.proto.types.decoding import PROTOCOL_VERSION
 
 DRAFTER_FORMAT = "outrider-drafter/2"  # of the packages that are exported, served and loaded
 PROMPT_CLASSES, LINK_CLASSES = 16, 6  # each with 0 among them: not said
-MOST_DRAFTERS_TOLD = 16  # in a report or a prior
+MAX_REPORTED_DRAFTERS = 16  # in a report or a prior
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,9 @@ class DraftingPrior:
     drafters: tuple[DrafterPrior, ...] = ()
 
     def __post_init__(self) -> None:
-        require(len(self.drafters) <= MOST_DRAFTERS_TOLD, "prior.drafters", f"holds more than {MOST_DRAFTERS_TOLD}")
+        require(
+            len(self.drafters) <= MAX_REPORTED_DRAFTERS, "prior.drafters", f"holds more than {MAX_REPORTED_DRAFTERS}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class SessionReport:
     committed_tokens: int = 0
     accepted_tokens: int = 0
     drafted_tokens: int = 0
-    judged_tokens: int = 0
+    verified_tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
     uplink_bytes: int = 0
@@ -159,7 +161,7 @@ class SessionReport:
 
     def __post_init__(self) -> None:
         told = len(self.drafter_hits)
-        require(told <= MOST_DRAFTERS_TOLD, "report.drafter_hits", f"holds more than {MOST_DRAFTERS_TOLD}")
+        require(told <= MAX_REPORTED_DRAFTERS, "report.drafter_hits", f"holds more than {MAX_REPORTED_DRAFTERS}")
         _require_classes(self.prompt_class, self.link_class, "report")
 
 

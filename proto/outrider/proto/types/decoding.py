@@ -13,7 +13,7 @@ from outrider.proto.types.checks import MAX_TOKEN_ID, NAME, SHA256, require, req
 from outrider.proto.types.sampling import Sampling
 
 PROTOCOL_VERSION = 2
-MOST_TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 20
 _PROJECTION = re.compile(r"[0-9a-f]{12}")
 
 
@@ -108,7 +108,7 @@ class Open:
     steering: SteeringRequest | None = None
 
     def __post_init__(self) -> None:
-        require(0 <= self.top_logprobs <= MOST_TOP_LOGPROBS, "open.top_logprobs", f"must be in 0..{MOST_TOP_LOGPROBS}")
+        require(0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "open.top_logprobs", f"must be in 0..{MAX_TOP_LOGPROBS}")
         require(self.logprobs or not self.top_logprobs, "open.top_logprobs", "needs logprobs; set both")
         require(bool(NAME.fullmatch(self.session)), "open.session", "must be 1 to 64 of A-Z a-z 0-9 - _")
         require(bool(self.model), "open.model", "is empty; name the target")
@@ -304,7 +304,7 @@ class Commit:
     timing: Timing = field(default_factory=Timing)
     finish: FinishReason | None = None
     chain: int = 0
-    judged: int = 0
+    verified: int = 0
     turn: int = 0
 
     def __post_init__(self) -> None:

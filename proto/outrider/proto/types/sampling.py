@@ -10,8 +10,8 @@ from outrider.proto.settings import at_least, option
 from outrider.proto.types.checks import require, require_tokens
 
 GROUP = "sampling"
-MOST_STOP_TOKENS = 256  # they are looked through at every token
-MOST_GRAMMAR_BYTES = 1 << 16
+MAX_STOP_TOKENS = 256  # they are looked through at every token
+MAX_GRAMMAR_BYTES = 1 << 16
 
 
 class GrammarKind(Enum):
@@ -41,8 +41,8 @@ class Grammar:
         else:
             require(bool(self.text.strip()), "sampling.grammar", f"is empty; a {self.kind.name} needs its text")
         size = len(self.text.encode(errors="replace"))
-        message = f"has {size} bytes, more than {MOST_GRAMMAR_BYTES}; make it smaller"
-        require(size <= MOST_GRAMMAR_BYTES, "sampling.grammar", message)
+        message = f"has {size} bytes, more than {MAX_GRAMMAR_BYTES}; make it smaller"
+        require(size <= MAX_GRAMMAR_BYTES, "sampling.grammar", message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,7 @@ class Sampling:
         require(self.repetition_penalty > 0, "sampling.repetition_penalty", "must be above 0; 1 means off")
         require(self.max_tokens >= 1, "sampling.max_tokens", "must be 1 or more")
         bias_tokens = tuple(token for token, _ in self.logit_bias)
-        require(
-            len(self.stop_tokens) <= MOST_STOP_TOKENS, "sampling.stop_tokens", f"holds more than {MOST_STOP_TOKENS}"
-        )
+        require(len(self.stop_tokens) <= MAX_STOP_TOKENS, "sampling.stop_tokens", f"holds more than {MAX_STOP_TOKENS}")
         require(len(set(bias_tokens)) == len(bias_tokens), "sampling.bias_tokens", "a token stands twice")
         require(all(math.isfinite(b) for _, b in self.logit_bias), "sampling.bias_values", "must be finite numbers")
         require(

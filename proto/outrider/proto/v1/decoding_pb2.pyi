@@ -249,7 +249,7 @@ class Opened(_message.Message):
     def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., batch_invariant: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ...) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "judged", "logprobs", "top_tokens", "top_logp", "turn")
+    __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "verified", "logprobs", "top_tokens", "top_logp", "turn")
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -260,7 +260,7 @@ class Commit(_message.Message):
     TIMING_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
-    JUDGED_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGP_FIELD_NUMBER: _ClassVar[int]
@@ -275,12 +275,12 @@ class Commit(_message.Message):
     timing: Timing
     finish: FinishReason
     chain: int
-    judged: int
+    verified: int
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     top_tokens: _containers.RepeatedScalarFieldContainer[int]
     top_logp: _containers.RepeatedScalarFieldContainer[float]
     turn: int
-    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logp: _Optional[_Iterable[float]] = ..., reward: _Optional[float] = ..., steering: _Optional[_Union[Steering, _Mapping]] = ..., credit: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., chain: _Optional[int] = ..., judged: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., turn: _Optional[int] = ...) -> None: ...
+    def __init__(self, start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logp: _Optional[_Iterable[float]] = ..., reward: _Optional[float] = ..., steering: _Optional[_Union[Steering, _Mapping]] = ..., credit: _Optional[int] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., chain: _Optional[int] = ..., verified: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_tokens: _Optional[_Iterable[int]] = ..., top_logp: _Optional[_Iterable[float]] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class Steering(_message.Message):
     __slots__ = ("scale", "values", "precision")
@@ -457,7 +457,7 @@ class FileChunk(_message.Message):
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class SessionReport(_message.Message):
-    __slots__ = ("session", "model", "verifier", "drafter", "drafter_version", "committed_tokens", "accepted_tokens", "drafted_tokens", "steps", "seconds", "uplink_bytes", "downlink_bytes", "resumes", "round_trip_s", "judged_tokens", "edge", "drafter_hits", "prompt_class", "link_class")
+    __slots__ = ("session", "model", "verifier", "drafter", "drafter_version", "committed_tokens", "accepted_tokens", "drafted_tokens", "steps", "seconds", "uplink_bytes", "downlink_bytes", "resumes", "round_trip_s", "verified_tokens", "edge", "drafter_hits", "prompt_class", "link_class")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_FIELD_NUMBER: _ClassVar[int]
@@ -472,7 +472,7 @@ class SessionReport(_message.Message):
     DOWNLINK_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
     ROUND_TRIP_S_FIELD_NUMBER: _ClassVar[int]
-    JUDGED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EDGE_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_HITS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CLASS_FIELD_NUMBER: _ClassVar[int]
@@ -491,12 +491,12 @@ class SessionReport(_message.Message):
     downlink_bytes: int
     resumes: int
     round_trip_s: float
-    judged_tokens: int
+    verified_tokens: int
     edge: str
     drafter_hits: _containers.RepeatedCompositeFieldContainer[DrafterHits]
     prompt_class: int
     link_class: int
-    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., verifier: _Optional[str] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., resumes: _Optional[int] = ..., round_trip_s: _Optional[float] = ..., judged_tokens: _Optional[int] = ..., edge: _Optional[str] = ..., drafter_hits: _Optional[_Iterable[_Union[DrafterHits, _Mapping]]] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., verifier: _Optional[str] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., resumes: _Optional[int] = ..., round_trip_s: _Optional[float] = ..., verified_tokens: _Optional[int] = ..., edge: _Optional[str] = ..., drafter_hits: _Optional[_Iterable[_Union[DrafterHits, _Mapping]]] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ...) -> None: ...
 
 class DrafterHits(_message.Message):
     __slots__ = ("drafter", "drafter_version", "hits", "compared")

@@ -11,9 +11,9 @@ from outrider.proto.types import DraftToken
 DRAFT_INPUTS = ("confidence", "certainty", "entropy", "temperature", "depth")
 BLOCK_INPUTS = (
     "mean_confidence",
-    "least_confidence",
+    "min_confidence",
     "mean_entropy",
-    "most_entropy",
+    "max_entropy",
     "temperature",
     "known",
     "length",

@@ -1,4 +1,4 @@
-"""What a round of so many drafts takes and gives: draft, send, be judged, begin again (Leviathan et al. 2023)."""
+"""What a round of so many drafts takes and gives: draft, send, be verified, begin again (Leviathan et al. 2023)."""
 
 from __future__ import annotations
 

@@ -128,9 +128,9 @@ class SlidingUcb(_Ucb):
 class Thompson(Selector):
     """Thompson 1933; Agrawal and Goyal 2012, algorithm 1, with Beta(1 + accepted, 1 + missed) for each arm.
 
-    Beta and not Gaussian: a judged draft hits or misses, a Bernoulli trial whose conjugate is the Beta distribution;
+    Beta and not Gaussian: a verified draft hits or misses, a Bernoulli trial whose conjugate is the Beta distribution;
     its scatter follows from the counts, where a Gaussian would need a scale for each arm. A round gives as many trials
-    as it had judged drafts. The draw is an acceptance, which `BlockDivergence.tokens` turns into E[N].
+    as it had verified drafts. The draw is an acceptance, which `BlockDivergence.tokens` turns into E[N].
     """
 
     arms: int
@@ -153,7 +153,7 @@ class Thompson(Selector):
     def learn(self, outcome: RoundOutcome) -> None:
         """What the round gave."""
         self.accepted[outcome.arm] += outcome.accepted
-        self.missed[outcome.arm] += outcome.judged - outcome.accepted
+        self.missed[outcome.arm] += outcome.verified - outcome.accepted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,7 +203,7 @@ class SequentialHalving(Selector):
     ceil(log2 K) phases, in each of which every arm that is left is played max(1, floor(budget / (arms left * phases)))
     times; then ceil(arms left / 2) stay. The last one is kept.
 
-    An arm's rounds of a phase come one after the other: as few switches as phases have arms. A phase is judged by its
+    An arm's rounds of a phase come one after the other: as few switches as phases have arms. A phase is verified by its
     own rounds, at the prices of its end without switches, since the arm is to be kept.
     """
 

@@ -8,10 +8,10 @@ For a target p and a drafter q at one prefix, with TV = sum |p - q| / 2 and k dr
     block efficiency    accepted / k                       mean (E[N] - 1) / k, whatever the coupling
 
 What is unbiased: both one-sample estimates at every single prefix, and so their mean over all drafts of a block, for
-the block divergence along the drafter's own chain. What is not: their mean over the judged drafts only, since a block
-is cut short where agreement was low. Sums are: E[sum over judged] = E[sum over judged of 1 - TV] (optional stopping),
-so that ratios of sums over many rounds are consistent. With shared noise a draft is accepted when both sides draw the
-same token, which has a chance of its own, between (1 - TV) / (1 + TV) and 1 - TV: there block divergence ranks
+the block divergence along the drafter's own chain. What is not: their mean over the verified drafts only, since a block
+is cut short where agreement was low. Sums are: E[sum over verified] = E[sum over verified of 1 - TV] (optional
+stopping), so that ratios of sums over many rounds are consistent. With shared noise a draft is accepted when both sides
+draw the same token, which has a chance of its own, between (1 - TV) / (1 + TV) and 1 - TV: there block divergence ranks
 drafters but does not give E[N]; block efficiency does. All of this is enumerated in the tests.
 """
 
@@ -41,7 +41,7 @@ class Reward(Protocol):
 class BlockDivergence:
     """MetaSD's r^BD, estimated by what the drafts' own probabilities tell.
 
-    Where those are not known (a drafter without probabilities) the share of judged drafts that were accepted stands
+    Where those are not known (a drafter without probabilities) the share of verified drafts that were accepted stands
     in: one coin for each chance, more scattered.
     """
 
@@ -49,7 +49,7 @@ class BlockDivergence:
         """The round's reward."""
         if outcome.agreement == outcome.agreement:  # not NaN
             return outcome.agreement
-        return outcome.accepted / outcome.judged if outcome.judged else 0.0
+        return outcome.accepted / outcome.verified if outcome.verified else 0.0
 
     def tokens(self, mean: float, drafts: int) -> float:
         """Leviathan et al. 2023, equation 1, with the mean as the acceptance of every draft."""

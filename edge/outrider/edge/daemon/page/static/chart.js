@@ -5,7 +5,7 @@ const LEFT = 26;
 const BOTTOM = 16;
 const TOP = 6;
 const FEWEST_S = 2;
-const MOST_POINTS = 400;
+const MAX_POINTS = 400;
 
 export class LineChart {
   // `series` names the lines; the first two, where `gap` is set, have the area between them filled.
@@ -24,7 +24,7 @@ export class LineChart {
   // `values` are in the order of the series; null: not known.
   add(seconds, values) {
     this.points.push({ seconds, values });
-    if (this.points.length > MOST_POINTS) this.points = this.points.filter((_, i) => i % 2 === 0);
+    if (this.points.length > MAX_POINTS) this.points = this.points.filter((_, i) => i % 2 === 0);
     this.draw();
   }
 
