@@ -24,7 +24,7 @@ from outrider.proto.session import (
     StreamReady,
     TeacherForced,
 )
-from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened
+from outrider.proto.types import Commit, CommittedToken, Draft, DraftToken, Open, Opened
 
 OPENED = Opened(0, 16, 40, "v", 512, planned=False)
 
@@ -56,7 +56,7 @@ def test_opening_brings_the_first_job_and_each_answer_the_next() -> None:
     assert sent == Send(Draft(0, 3, (1, 2)))
     assert second == DraftJob(5, (), 2, 0)
     assert jobs(machine.handle(drafted(second, 4, 5), 0.3)) == [], "four tokens are in flight"
-    emit, _, third = machine.handle(Commit(3, (1, 2), 2, 16), 0.4)
+    emit, _, third = machine.handle(Commit(3, (CommittedToken(1), CommittedToken(2)), 2, 16), 0.4)
     assert isinstance(emit, Emit)
     assert third == DraftJob(7, (), 2, 0)
 
@@ -65,7 +65,7 @@ def test_a_commit_during_a_job_brings_none_and_the_next_goes_by_the_new_text() -
     machine = edge()
     machine.handle(StreamReady(b""), 0.0)
     (job,) = jobs(machine.handle(OPENED, 0.1))
-    assert jobs(machine.handle(Commit(3, (7,), 0, 16), 0.2)) == []
+    assert jobs(machine.handle(Commit(3, (CommittedToken(7),), 0, 16), 0.2)) == []
     (again,) = jobs(machine.handle(drafted(job, 1, 2), 0.3))
     assert again == DraftJob(3, (7,), 2, 0)
 
@@ -93,7 +93,7 @@ def test_a_failed_drafter_leaves_its_job_to_another_and_the_last_leaves_none() -
     (job,) = jobs(machine.handle(CaughtUp(CatchUpJob(1, 0, (3, 1, 2), 1, 2), TeacherForced(), 0.001), 0.4))
     assert (type(job), job.drafter) == (DraftJob, 1)
     assert jobs(machine.handle(DrafterFailed(Internal("broken"), 1), 0.5)) == []
-    assert machine.handle(Commit(3, (7,), 0, 16), 0.6)[0] == Emit(3, (7,), (False,), ())
+    assert machine.handle(Commit(3, (CommittedToken(7),), 0, 16), 0.6)[0] == Emit(3, (CommittedToken(7),), (False,))
 
 
 def test_a_text_that_has_ended_asks_for_nothing_more() -> None:
