@@ -366,7 +366,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_the_command_stays_until_told_to_go_and_says_what_it_carried(echo) -> None:
+def test_the_command_stays_until_it_is_stopped_and_says_what_it_carried(echo) -> None:
     command = [sys.executable, "-m", "outrider.deploy.cli", "link", "--to", echo, "--trace", "fibre", "--jitter", "1"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None

@@ -20,9 +20,16 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class LocalCluster:
-    """A running cluster: the coordinator's address, and the handles of the verifier actors by name."""
+    """A running cluster.
+
+    Attributes:
+        coordinator: address of the coordinator.
+        metrics_address: where the coordinator's metrics are served; empty: nowhere.
+        actors: handles of the verifier actors by name.
+    """
 
     coordinator: str
+    metrics_address: str
     actors: dict[str, Any]
 
 
@@ -81,7 +88,8 @@ async def local_cluster(
             await asyncio.to_thread(wait_until_loaded, name, actor)
         server = CoordinatorServer(coordinator_config, RayCluster(respawn=start))
         try:
-            yield LocalCluster(await server.start(), actors)
+            address = await server.start()
+            yield LocalCluster(address, server.metrics_address, actors)
         finally:
             await server.stop()
     finally:

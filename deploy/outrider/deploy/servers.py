@@ -1,4 +1,4 @@
-"""`outrider up`, `outrider coordinator`, `outrider verifier`: processes that stay until they are told to go."""
+"""`outrider up`, `outrider coordinator`, `outrider verifier`: processes that run until a signal ends them."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ async def _up(given: Given) -> int:
         print(f"coordinator on {running.coordinator}, {verifiers} verifier(s) of {config.target}")
         needs = (" --tls-ca FILE" if tls else "") + (" --api-key-file FILE" if asked["api_keys"] else "")
         print(f"try: outrider generate --coordinator {running.coordinator}{needs} 'Once upon a time'", flush=True)
-        _tell_metrics("the coordinator", asked["metrics_listen"])
+        _print_metrics("coordinator", running.metrics_address)
         for name, address in (await asyncio.to_thread(_metrics_addresses, running.actors)).items():
-            _tell_metrics(name, address)
-        await until_told_to_go()
+            _print_metrics(name, address)
+        await until_stopped()
     return 0
 
 
@@ -57,8 +57,8 @@ async def _coordinator(given: Given) -> int:
 
     server = CoordinatorServer(coordinator_config(given))
     print(f"coordinator on {await server.start()}", flush=True)
-    _tell_metrics("coordinator", server.metrics_address)
-    await until_told_to_go()
+    _print_metrics("coordinator", server.metrics_address)
+    await until_stopped()
     await server.stop()
     return 0
 
@@ -107,8 +107,8 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
 
     server = VerifierServer(config, secret)
     print(f"verifier {config.name} of {config.model_id} on {await server.start()}", flush=True)
-    _tell_metrics(config.name, server.metrics_address)
-    await until_told_to_go()
+    _print_metrics(config.name, server.metrics_address)
+    await until_stopped()
     await server.drain(config.drain_grace_s)
     await server.stop()
     return 0
@@ -127,7 +127,7 @@ def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: byt
     wait_until_loaded(config.name, actor)
     info = ray.get(actor.info.remote())
     print(f"verifier {config.name} of {config.model_id} on {info['address']}", flush=True)
-    _tell_metrics(config.name, info["metrics_address"])
+    _print_metrics(config.name, info["metrics_address"])
     return 0
 
 
@@ -137,7 +137,7 @@ def _metrics_addresses(actors: dict[str, Any]) -> dict[str, str]:
     return {name: ray.get(actor.info.remote())["metrics_address"] for name, actor in actors.items()}
 
 
-def _tell_metrics(name: str, address: str) -> None:
+def _print_metrics(name: str, address: str) -> None:
     if address:
         print(f"metrics of {name} on http://{address}/metrics", flush=True)
 
@@ -176,13 +176,13 @@ def _read_tokenizer(path: Path | None) -> str:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="tokenizer") from error
 
 
-async def until_told_to_go() -> None:
-    """Until SIGINT or SIGTERM."""
-    told = asyncio.Event()
+async def until_stopped() -> None:
+    """Wait for SIGINT or SIGTERM."""
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, told.set)
-    await told.wait()
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
 
 
 def ray_options(settings: ActorSettings) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from outrider.deploy.link import punctual
 from outrider.deploy.link.relay import Relay
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace, find_trace
-from outrider.deploy.servers import until_told_to_go
+from outrider.deploy.servers import until_stopped
 from outrider.proto.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None
     print(f"link to {options.to} on {await relay.start(options.listen)}", flush=True)
     if trace is not None:
         relay.play(trace)
-    await until_told_to_go()
+    await until_stopped()
     counters = relay.counters
     await relay.stop()
     print(f"{counters.connections} connection(s), {counters.up_bytes} bytes up, {counters.down_bytes} bytes down")
