@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from outrider.bench.record import write
 from outrider.proto.errors import ConfigError
 
 DPI = 150
+PALETTE = 256  # colours of a PNG
 COLOURS = ("#7a7a7a", "#0072b2", "#d55e00", "#009e73", "#b8559b", "#b88600", "#56b4e9")
 GREY, *HUES = COLOURS
 INK, FAINT = "#222222", "#d9d9d9"
@@ -68,9 +70,24 @@ def canvas(size_in: tuple[float, float] | None = None, layout: Any = "constraine
 
 
 def save_plot(drawn: Any, path: Path, field: str = "plot") -> None:
-    """Write what was drawn.
+    """Write what was drawn; a PNG gets a palette, which keeps it small.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write(path, lambda: drawn.savefig(path, dpi=DPI), field)
+    save = _save_png if path.suffix.lower() == ".png" else _save
+    write(path, lambda: save(drawn, path), field)
+
+
+def _save(drawn: Any, path: Path) -> None:
+    drawn.savefig(path, dpi=DPI)
+
+
+def _save_png(drawn: Any, path: Path) -> None:
+    from PIL import Image
+
+    rendered = BytesIO()
+    drawn.savefig(rendered, format="png", dpi=DPI)
+    with Image.open(rendered) as image:
+        paletted = image.convert("RGB").quantize(PALETTE, dither=Image.Dither.NONE)
+        paletted.save(path, format="png", optimize=True, dpi=(DPI, DPI))

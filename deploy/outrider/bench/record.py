@@ -61,8 +61,8 @@ def rising(what: str) -> AfterValidator:
 
 
 def to_json(record: DataclassInstance) -> str:
-    """Return the JSON text of a record."""
-    return json.dumps(asdict(record), indent=1, allow_nan=False) + "\n"
+    """Return the JSON text of a record, without spaces: recordings with a number per token are long."""
+    return json.dumps(asdict(record), separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def from_json(kind: type[RecordT], text: str, field: str, *, prefix: str = "", remedy: str = "") -> RecordT:
