@@ -29,7 +29,7 @@ FIELDS = {
 }
 MEASURED = {
     "entropy": (1.5, 0.25, math.nan, 0.0, 4.0),
-    "certainty": (0.5, math.nan, 1.0, 0.25, 0.0),
+    "perturbed_probability": (0.5, math.nan, 1.0, 0.25, 0.0),
     "agreement": (1.0, 0.5, 0.25, math.nan, 0.0),
     "seed": 7,
 }
@@ -131,7 +131,11 @@ def test_a_trace_without_confidence_can_be_loaded(tmp_path) -> None:
         ("confidence", [0.5, 0.5, 0.5, 0.5, 1.5], r"trace.confidence\[4\]: .*must be a probability or null, not 1.5"),
         ("entropy", [0.5], "trace.entropy: .*one entry for each token"),
         ("entropy", [0.5, 0.5, 0.5, 0.5, -1], r"trace.entropy\[4\]: .*must be nats or null, not -1"),
-        ("certainty", [0.5, 0.5, 0.5, 0.5, 1.5], r"trace.certainty\[4\]: .*must be a probability or null, not 1.5"),
+        (
+            "perturbed_probability",
+            [0.5, 0.5, 0.5, 0.5, 1.5],
+            r"trace.perturbed_probability\[4\]: .*must be a probability or null, not 1.5",
+        ),
         ("agreement", [0.5, 0.5, 0.5, 0.5, "1"], r'trace.agreement\[4\]: .*must be a number, not "1"'),
         ("seed", 0.5, "trace.seed: .*whole number"),
         ("silent", [True, False, False, False, False], "trace.silent: .*where the drafter hits"),

@@ -33,18 +33,22 @@ def trace_of(hits, confidence=(), **fields) -> HitTrace:
     return HitTrace(**(usual | texts | {"confidence": tuple(confidence) or (NAN,) * n} | fields))
 
 
-def chance_of(confidence, certainty, temperature):
-    """That was planted: at T = 0 confidence tells, at T = 1 certainty does."""
-    return 0.15 + 0.8 * (confidence if temperature == 0 else certainty)
+def chance_of(confidence, perturbed_probability, temperature):
+    """Return the planted chance: confidence decides at T = 0, the perturbed probability at T = 1."""
+    return 0.15 + 0.8 * (confidence if temperature == 0 else perturbed_probability)
 
 
 def planted(prompts: int = 60, tokens: int = 100, seed: int = 0, says: bool = True) -> list[HitTrace]:
     rng, traces = np.random.default_rng(seed), []
     for number in range(prompts):
         temperature = float(number % 2)
-        confidence, certainty = rng.random(tokens), rng.random(tokens)
-        hits = rng.random(tokens) < chance_of(confidence, certainty, temperature)
-        said = {"certainty": tuple(certainty), "entropy": tuple(rng.random(tokens))} if says else {}
+        confidence, perturbed_probability = rng.random(tokens), rng.random(tokens)
+        hits = rng.random(tokens) < chance_of(confidence, perturbed_probability, temperature)
+        said = (
+            {"perturbed_probability": tuple(perturbed_probability), "entropy": tuple(rng.random(tokens))}
+            if says
+            else {}
+        )
         traces.append(trace_of(hits, confidence, id=str(number), temperature=temperature, **said))
     return traces
 
@@ -58,7 +62,7 @@ def trained():
 
 
 def test_a_draft_row_holds_what_the_drafter_said_and_whether_it_hit() -> None:
-    said = {"certainty": (0.6, 0.7, 0.8), "entropy": (1.0, 2.0, 3.0), "temperature": 0.5}
+    said = {"perturbed_probability": (0.6, 0.7, 0.8), "entropy": (1.0, 2.0, 3.0), "temperature": 0.5}
     rows = draft_rows([trace_of([1, 0, 1], (0.2, 0.3, 0.4), **said)], np.random.default_rng(0))
     wanted = draft_inputs((0.2, 0.3, 0.4), (0.6, 0.7, 0.8), (1.0, 2.0, 3.0), 0.5, (0, 0, 0))
     assert rows.outcomes.tolist() == [1, 0, 1]
@@ -108,7 +112,9 @@ def test_a_block_row_has_the_share_up_to_a_miss_and_the_first_drafts_signals() -
 def test_a_planted_dependency_is_learnt_and_the_chances_are_calibrated(trained) -> None:
     (weights, verdicts), unseen = trained, planted(prompts=40, seed=9)
     rows = draft_rows(unseen, np.random.default_rng(0))
-    truth = np.concatenate([chance_of(np.array(t.confidence), np.array(t.certainty), t.temperature) for t in unseen])
+    truth = np.concatenate(
+        [chance_of(np.array(t.confidence), np.array(t.perturbed_probability), t.temperature) for t in unseen]
+    )
     verdict = judge(weights.head, rows, rows)
     least = -(truth * np.log(truth) + (1 - truth) * np.log(1 - truth)).mean()
     assert verdict.loss_of_mean > 1.1 * least
@@ -149,12 +155,12 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
 
 
 def test_what_no_trace_knows_or_varies_is_not_guessed_from() -> None:
-    """Older recordings lack entropy and certainty, and one at T = 0 alone says nothing of other temperatures."""
+    """Older recordings lack entropy and perturbed probability, and T = 0 alone says nothing about others."""
     greedy = [trace for trace in planted(says=False) if trace.temperature == 0]
     trained, _ = PolicyTraining(fit=Fit(steps=200)).train(greedy)
     same = [
-        draft_inputs((0.5,), certainty, entropy, temperature, (0,))
-        for certainty, entropy, temperature in (((), (), 0.0), ((0.99,), (4.0,), 0.0), ((), (), 1.5))
+        draft_inputs((0.5,), perturbed_probability, entropy, temperature, (0,))
+        for perturbed_probability, entropy, temperature in (((), (), 0.0), ((0.99,), (4.0,), 0.0), ((), (), 1.5))
     ]
     chances = [trained.head.chances(inputs)[0] for inputs in same]
     assert chances == pytest.approx([chances[0]] * 3)

@@ -181,7 +181,7 @@ def test_catching_up_starts_with_the_prompt_and_costs_what_the_wait_does_not_hid
     told: list[list[float]] = []
 
     class Reader(StaticSelector):
-        reads_along = True
+        catches_up = True
 
         def read_prompt(self, log_q: Sequence[float]) -> None:
             told.append(list(log_q))

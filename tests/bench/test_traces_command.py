@@ -226,12 +226,12 @@ def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed(
     drafters = {name: Noted((5,) * 30, name=name) for name in ("a", "b")}
     readers = PromptReaders(drafters, requests)
     for request in requests:
-        log_q, foreseen = readers.foresee(request, (5, 6))["b"]
+        log_q, forced = readers.propose_forced(request, (5, 6))["b"]
         assert log_q == pytest.approx(math.log(0.1) if request.id == "p" else math.log(0.9 * 0.1) / 2, abs=1e-4)
-        assert token_ids(foreseen) == (5, 5)
+        assert token_ids(forced) == (5, 5)
     assert opened == closed == ["a", "b"] * 2
     left = PromptReaders(drafters, requests)
-    left.foresee(requests[0], (5,))
+    left.propose_forced(requests[0], (5,))
     left.close()
     assert opened == closed
 

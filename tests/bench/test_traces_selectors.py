@@ -267,7 +267,7 @@ def test_between_texts_every_drafter_is_told_of_as_many_tokens() -> None:
     aligned.begin_text()
     assert list(map(len, experts.unpaid)) == [0, 0]
     random = Aligned(RandomSelector(2, np.random.default_rng(0)), 2)
-    assert (random.reads_along, aligned.reads_along) == (False, True)
+    assert (random.catches_up, aligned.catches_up) == (False, True)
 
 
 def test_silence_and_confidence_reach_the_selectors() -> None:

@@ -12,7 +12,7 @@ from outrider.edge.drafters.onnx import OnnxDrafter
 from outrider.edge.testing import FailingDrafter
 
 FAMILY = "general,swift,ngram"
-SELECTORS = ("leader", "exp3")  # with and without reading along; the session's own tests have them all
+SELECTORS = ("leader", "exp3")  # with and without catching up; the session's own tests have them all
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -34,7 +34,7 @@ def test_selectors_leave_the_text_as_it_is_and_give_turns(serving, edge, prompts
                     assert sum(counts.committed for counts in turns.values()) == text.statistics.committed
                     assert set(turns) <= set(FAMILY.split(","))
                 if name == "leader":
-                    assert all(len(text.statistics.of_drafters) == 3 for text in texts), "all of them read along"
+                    assert all(len(text.statistics.of_drafters) == 3 for text in texts), "all of them catch up"
                     assert all(text.statistics.read > 0 for text in texts)
 
     asyncio.run(main())

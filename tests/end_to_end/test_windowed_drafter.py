@@ -107,7 +107,7 @@ STEPS = st.one_of(
     st.tuples(st.just("propose"), st.integers(1, 5)),
     st.tuples(st.just("truncate"), st.integers(0, 45)),
     st.tuples(st.just("score"), st.integers(1, 20)),
-    st.tuples(st.just("foresee"), st.integers(1, 20)),
+    st.tuples(st.just("propose_forced"), st.integers(1, 20)),
 )
 
 
@@ -127,7 +127,7 @@ def told(drafter: OnnxDrafter, steps: list[tuple[str, int]], *, steered: bool = 
         elif what == "score":
             said.append(np.round(state.score(some_tokens(seed, number)), 3).tolist())
         else:
-            said.append(token_ids(state.foresee(some_tokens(seed, number))))
+            said.append(token_ids(state.propose_forced(some_tokens(seed, number))))
     state.close()
     return said
 

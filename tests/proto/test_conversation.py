@@ -491,7 +491,7 @@ def test_a_drafting_job_of_the_last_turn_proposes_in_vain():
 
 
 @pytest.mark.parametrize("drafting", [False, True])
-def test_what_was_foreseen_of_the_last_turns_text_is_not_taken_for_this_ones(drafting):
+def test_the_last_turns_forced_proposals_are_not_taken_for_this_ones(drafting):
     leader = Leader(experts=FixedShare(arms=2))
     edge = HandDrivenEdge(open_frame(keep_s=9.0), FixedWindow(4), selection=Selection(leader, ("a", "b")))
     edge.open_frame(b"", 0.0)

@@ -119,10 +119,10 @@ def test_the_better_drafter_gets_the_turn_and_every_hit_is_told_once_and_right()
     assert sum(counts.of(arm).committed for arm in "ab") == len(text)
     assert counts.of("a").hits / counts.of("a").compared == pytest.approx(sum(truth[0]) / len(text), abs=0.05)
     assert counts.switches >= 1
-    assert counts.read > 300, "the idle one reads along"
+    assert counts.read > 300, "the idle one catches up"
 
 
-def test_one_drafter_is_never_asked_to_foresee_and_nobody_reads() -> None:
+def test_one_drafter_is_never_teacher_forced_and_nobody_catches_up() -> None:
     oracle, frame = hashing_oracle(4), open_frame(sampling=Sampling(max_tokens=60))
     simulation = CheckedSimulation(frame, oracle, drafter_of(oracle, 4, 0.8))
     jobs = []

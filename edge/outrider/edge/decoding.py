@@ -247,7 +247,7 @@ class Decoding:
         if job.teacher_forced:
             end = job.skip + job.teacher_forced
             state.extend(job.extend_with[: job.skip])
-            forced = TeacherForced(state.foresee(job.extend_with[job.skip : end]))
+            forced = TeacherForced(state.propose_forced(job.extend_with[job.skip : end]))
             state.extend(job.extend_with[end:])
         else:
             state.extend(job.extend_with)
@@ -261,7 +261,7 @@ class Decoding:
         state.extend(job.tokens[: job.skip])
         scored = job.skip + job.score
         log_q = tuple(state.score(job.tokens[job.skip : scored]).tolist()) if job.score else ()
-        drafts = state.foresee(job.tokens[scored:]) if job.tokens[scored:] else ()
+        drafts = state.propose_forced(job.tokens[scored:]) if job.tokens[scored:] else ()
         return CaughtUp(job, TeacherForced(drafts, log_q), time.monotonic() - began)
 
     def _close_states(self) -> None:

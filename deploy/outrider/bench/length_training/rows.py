@@ -55,7 +55,7 @@ def draft_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
     for trace in traces:
         hits = np.array(trace.hits)
         depth = rng.integers(0, np.minimum(_hits_before(hits), DEEPEST) + 1)
-        inputs = draft_inputs(trace.confidence, trace.certainty, trace.entropy, trace.temperature, depth)
+        inputs = draft_inputs(trace.confidence, trace.perturbed_probability, trace.entropy, trace.temperature, depth)
         drafted = ~np.array(trace.silent, dtype=bool) if trace.silent else np.ones(len(hits), dtype=bool)
         parts.append(Rows(inputs[drafted], hits[drafted].astype(float)))
     return Rows.joined(parts, len(DRAFT_INPUTS))

@@ -1,4 +1,4 @@
-"""Recording hit traces: a drafter foresees every token of a text that the target has written."""
+"""Record hit traces: teacher-force a drafter on every token of a text that the target has written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def record_trace(
     state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt_tokens)))
     try:
         prompt_log_q = read_prompt(state, prompt_tokens)
-        foreseen = state.foresee(tokens)
+        forced = state.propose_forced(tokens)
     finally:
         state.close()
     return trace_of(
@@ -54,7 +54,7 @@ def record_trace(
         tokens,
         drafter,
         sampling,
-        foreseen,
+        forced,
         prompt_log_q=prompt_log_q,
         chances=chances,
         ended=ended,
@@ -75,14 +75,14 @@ def trace_of(
     tokens: tuple[int, ...],
     drafter: Drafter,
     sampling: Sampling,
-    foreseen: tuple[DraftToken, ...],
+    forced: tuple[DraftToken, ...],
     *,
     prompt_log_q: float = math.nan,
     chances: Chances | None = None,
     ended: bool = False,
 ) -> HitTrace:
-    """Return what `drafter` has `foreseen` in place of `tokens` [n] as a trace; the rest is as for `record_trace`."""
-    silent = tuple(draft.id < 0 for draft in foreseen)
+    """Return the `forced` proposals of `drafter` in place of `tokens` [n] as a trace; see `record_trace`."""
+    silent = tuple(draft.id < 0 for draft in forced)
     return HitTrace(
         id=prompt.id,
         domain=prompt.domain,
@@ -91,22 +91,22 @@ def trace_of(
         temperature=sampling.temperature,
         prompt_tokens=prompt_length,
         tokens=tokens,
-        hits=tuple(own.id == token for own, token in zip(foreseen, tokens, strict=True)),
-        confidence=_rounded(draft.confidence for draft in foreseen),
+        hits=tuple(own.id == token for own, token in zip(forced, tokens, strict=True)),
+        confidence=_rounded(draft.confidence for draft in forced),
         ended=ended,
         silent=silent if any(silent) else (),
-        entropy=_rounded(draft.entropy for draft in foreseen),
-        certainty=_rounded(draft.perturbed_probability for draft in foreseen),
-        agreement=_rounded(_agreement(foreseen, chances)) if chances else (),
+        entropy=_rounded(draft.entropy for draft in forced),
+        perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
+        agreement=_rounded(_agreement(forced, chances)) if chances else (),
         seed=sampling.seed,
         prompt_log_q=prompt_log_q,
     )
 
 
-def _agreement(foreseen: Sequence[DraftToken], chances: Chances) -> Iterable[float]:
+def _agreement(forced: Sequence[DraftToken], chances: Chances) -> Iterable[float]:
     """Return [n] min(1, p / q), an estimate of 1 - TV (`policies.selection.rewards`); NaN: nothing proposed."""
-    likely = chances([max(0, draft.id) for draft in foreseen])
-    q = [draft.confidence for draft in foreseen]
+    likely = chances([max(0, draft.id) for draft in forced])
+    q = [draft.confidence for draft in forced]
     return (min(1.0, p / own) if own > 0 else math.nan for p, own in zip(likely, q, strict=True))
 
 
@@ -122,7 +122,9 @@ class PromptReaders:
         self._to_come = Counter(request.prompt for request in requests)
         self._states: dict[tuple[int, ...], dict[str, tuple[float, DraftState]]] = {}
 
-    def foresee(self, request: TextRequest, tokens: Sequence[int]) -> dict[str, tuple[float, tuple[DraftToken, ...]]]:
+    def propose_forced(
+        self, request: TextRequest, tokens: Sequence[int]
+    ) -> dict[str, tuple[float, tuple[DraftToken, ...]]]:
         """Return what each drafter, by name, gives to the prompt's end (`prompt_log_q`), and proposes for `tokens` [n].
 
         To be asked once for every request.
@@ -134,7 +136,7 @@ class PromptReaders:
         for name, (log_q, state) in self._states[request.prompt].items():
             state.follow(rule)
             state.truncate(len(request.prompt))
-            found[name] = log_q, state.foresee(tokens)
+            found[name] = log_q, state.propose_forced(tokens)
         self._to_come[request.prompt] -= 1
         if not self._to_come[request.prompt]:
             for _, state in self._states.pop(request.prompt).values():

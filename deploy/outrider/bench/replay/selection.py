@@ -210,7 +210,7 @@ class _Play:
         self._late_s = [0.0] * len(arms)  # of the first round, where it is this arm's, beside its own switch
 
     def run(self) -> SelectionRun:
-        if self._selector.reads_along:
+        if self._selector.catches_up:
             self._read_prompt()
         rounds = []
         while self._at < self._end:

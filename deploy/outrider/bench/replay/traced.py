@@ -151,7 +151,7 @@ class TraceDrafters:
             hit = right == position and trace.hits[i]
             right += hit
             unknown = (math.nan,) * len(trace.tokens)
-            signs = trace.confidence[i], (trace.entropy or unknown)[i], (trace.certainty or unknown)[i]
+            signs = trace.confidence[i], (trace.entropy or unknown)[i], (trace.perturbed_probability or unknown)[i]
             drafts.append(DraftToken(self._truth[position] + (not hit), *signs))
         self._right[job.drafter] = right
         return tuple(drafts)

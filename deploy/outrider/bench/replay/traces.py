@@ -15,9 +15,10 @@ from outrider.bench.record import RECORD, Metric, from_json, read
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import MAX_TOKEN_ID
 
-LISTS = ("tokens", "hits", "confidence", "silent", "entropy", "certainty", "agreement")  # of an entry a token
+# One entry for each token.
+LISTS = ("tokens", "hits", "confidence", "silent", "entropy", "perturbed_probability", "agreement")
 OPTIONAL_LISTS = LISTS[2:]  # which may be empty
-MEASURES = ("confidence", "entropy", "certainty", "agreement")  # which may be NaN
+MEASURES = ("confidence", "entropy", "perturbed_probability", "agreement")  # which may be NaN
 
 
 def _nan_for_null(values: Any) -> Any:
@@ -56,7 +57,8 @@ class HitTrace:
         ended: whether the text ended by itself (EOS, its last token), not for its length.
         silent: [n] whether the drafter proposes nothing there; empty: nowhere.
         entropy: [n] of the drafter's processed distribution there, nats; NaN: it does not say; empty: not recorded.
-        certainty: [n] softmax of (log q + G) at what it proposes there, G the shared noise; NaN and empty as above.
+        perturbed_probability: [n] softmax of (log q + G) at what it proposes there, G the shared noise; NaN and empty
+            as above.
         agreement: [n] min(1, p / q) of what it proposes there, p the target's processed probability of it; NaN and
             empty as above. At temperature 0 both are those at temperature 1, as in the verifier's rewards.
         seed: of the text.
@@ -80,7 +82,7 @@ class HitTrace:
     ended: bool = False
     silent: tuple[bool, ...] = ()
     entropy: Nats = ()
-    certainty: Chances = ()
+    perturbed_probability: Chances = ()
     agreement: Chances = ()
     seed: int = 0
     prompt_log_q: Annotated[float, Field(le=0)] = math.nan

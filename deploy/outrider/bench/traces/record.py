@@ -106,7 +106,7 @@ class Recorder:
         """Return what each drafter would have said in place of the text's tokens."""
         request, tokens, chances = text.request, text.tokens, TargetChances(text)
         ended = tokens[-1] in self._target.eos_tokens
-        foreseen = readers.foresee(request, tokens)
+        forced = readers.propose_forced(request, tokens)
         found = {
             name: trace_of(
                 request,
@@ -114,8 +114,8 @@ class Recorder:
                 tokens,
                 drafter,
                 request.sampling,
-                foreseen[name][1],
-                prompt_log_q=foreseen[name][0],
+                forced[name][1],
+                prompt_log_q=forced[name][0],
                 chances=chances.of,
                 ended=ended,
             )

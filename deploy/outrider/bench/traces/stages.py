@@ -217,13 +217,13 @@ class Aligned(Selector):
         self._last: RoundOutcome | None = None
 
     @property
-    def reads_along(self) -> bool:  # type: ignore[override]  # elsewhere a fact about a class
-        """Whether the inner selector reads along."""
-        return self._inner.reads_along
+    def catches_up(self) -> bool:  # type: ignore[override]  # elsewhere a fact about a class
+        """Whether the inner selector catches up."""
+        return self._inner.catches_up
 
     def begin_text(self) -> Selector:
         """End the text before, and begin the next."""
-        if self._last is not None and self.reads_along:
+        if self._last is not None and self.catches_up:
             unread = [max(self._heard) - heard for heard in self._heard]
             nothing = replace(self._last, committed=0, verified=0, accepted=0, agreement=math.nan, seconds=0.0)
             hits = tuple((None,) * tokens for tokens in unread)

@@ -306,7 +306,7 @@ class OnnxState:
             log_q[start + 1 - first : stop + 1 - first] = scored - log_normalizer
         return log_q
 
-    def foresee(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
+    def propose_forced(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
         """What would have been proposed in place of each of `tokens` [m], appended; -1 beyond the context's end."""
         check_scorable(self.length)
         first = self.length

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import DraftState, check_truncation, foresee_one_by_one
+from outrider.edge.drafters.protocol import DraftState, check_truncation, propose_forced_one_by_one
 from outrider.proto.types import DraftToken
 
 
@@ -26,9 +26,9 @@ class TokenPrefix:
         """Append known tokens."""
         self.tokens.extend(int(token) for token in tokens)
 
-    def foresee(self: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
+    def propose_forced(self: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
         """What would have been proposed in place of each of `tokens` [m], which are appended."""
-        return foresee_one_by_one(self, tokens)
+        return propose_forced_one_by_one(self, tokens)
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""

@@ -36,7 +36,7 @@ class DraftState(Protocol):
         """
         ...
 
-    def foresee(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
+    def propose_forced(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
         """Append `tokens` [m] and return what would have been proposed in place of each, given all before it: [m].
 
         Equals `propose(1)`, `truncate` and `extend` for each of them, but for the time. The id is -1 where nothing
@@ -92,8 +92,8 @@ def steering_of(drafter: Drafter) -> SteeringShape | None:
     return getattr(drafter, "steering", None)
 
 
-def foresee_one_by_one(state: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
-    """`DraftState.foresee` by its definition: for drafters that have nothing better."""
+def propose_forced_one_by_one(state: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
+    """`DraftState.propose_forced` by its definition: for drafters that have nothing better."""
     check_scorable(state.length)
     choices: list[DraftToken] = []
     for token in tokens:

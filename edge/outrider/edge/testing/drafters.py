@@ -133,9 +133,9 @@ class _FailingState:
         self._check_whole()
         return self._inner.score(tokens)
 
-    def foresee(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
+    def propose_forced(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
         self._check_whole()
-        return self._inner.foresee(tokens)
+        return self._inner.propose_forced(tokens)
 
     def _check_whole(self) -> None:
         if self._left == 0:

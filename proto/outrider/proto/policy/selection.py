@@ -173,10 +173,10 @@ class Selector(Protocol):
     """Which drafter drafts. Holds what it has learned; one for each session, or for many texts one after the other.
 
     Attributes:
-        reads_along: whether hits of drafters are of use to it that come from reading and not from drafting.
+        catches_up: whether hits of drafters are of use to it that come from reading and not from drafting.
     """
 
-    reads_along: ClassVar[bool] = False
+    catches_up: ClassVar[bool] = False
 
     def choose(self, view: SelectionView) -> int:
         """The arm of the round that begins."""

@@ -132,7 +132,7 @@ class Selection:
 
     def forced_from(self, committed: int) -> int:
         """Return the position from which on the active drafter is teacher-forced up to the `committed` tokens."""
-        if not self._selector.reads_along:
+        if not self._selector.catches_up:
             return committed
         return max(self.agreed, self.first_unheard(self.current), committed - READ_TOKENS)
 
@@ -158,7 +158,7 @@ class Selection:
             return
         for drafter in self._failed:
             self._pad(drafter, max(self._heard))
-        if self._selector.reads_along and not any(self._news):
+        if self._selector.catches_up and not any(self._news):
             return  # nothing that it would learn from
         hits, confidence = tuple(map(tuple, self._news)), tuple(map(tuple, self._confidence))
         self._forget_news()
@@ -202,7 +202,7 @@ class Selection:
 
     def next_catch_up(self, transcript: Sequence[int]) -> CatchUpJob | None:
         """Return what an idle drafter should read of the text while nobody drafts; None: nothing that is worth it."""
-        if self.drafters == 1 or not self._selector.reads_along:
+        if self.drafters == 1 or not self._selector.catches_up:
             return None
         if self._view is None:  # before the first choice: everybody reads the prompt
             unread = (i for i, length in enumerate(self._prefix) if length < len(transcript) and i not in self._failed)

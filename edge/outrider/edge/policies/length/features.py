@@ -8,7 +8,7 @@ import numpy as np
 
 from outrider.proto.types import DraftToken
 
-DRAFT_INPUTS = ("confidence", "certainty", "entropy", "temperature", "depth")
+DRAFT_INPUTS = ("confidence", "perturbed_probability", "entropy", "temperature", "depth")
 BLOCK_INPUTS = (
     "mean_confidence",
     "min_confidence",
@@ -29,13 +29,13 @@ def signs_of(drafts: Sequence[DraftToken]) -> tuple[tuple[float, ...], ...]:
 
 
 def draft_inputs(
-    confidence: Signal, certainty: Signal, entropy: Signal, temperature: float, depth: Signal
+    confidence: Signal, perturbed_probability: Signal, entropy: Signal, temperature: float, depth: Signal
 ) -> np.ndarray:
     """Of single drafts of one text.
 
     Args:
         confidence: [n] the drafter's probability of each; empty: not known, and so for the next two.
-        certainty: [n] softmax of log probability and shared noise at each.
+        perturbed_probability: [n] softmax of log probability and shared noise at each.
         entropy: [n] of the drafter's distribution, nats.
         temperature: of the text.
         depth: [n] drafts before it that no commit has settled.
@@ -44,7 +44,7 @@ def draft_inputs(
         [n, 5] as `DRAFT_INPUTS`; probabilities as log odds, depth as log(1 + depth).
     """
     rows = np.empty((len(DRAFT_INPUTS), len(depth)))
-    for row, signal in zip(rows, (confidence, certainty, entropy), strict=False):
+    for row, signal in zip(rows, (confidence, perturbed_probability, entropy), strict=False):
         row[:] = signal if len(signal) else np.nan
     rows[3] = temperature
     sure = np.minimum(np.maximum(rows[:2], _SURE), 1 - _SURE)

@@ -21,8 +21,8 @@ class SpecDecWindow:
     Their theorem: of all policies, the best of a round stops once P(at least one draft is rejected) exceeds a
     threshold. Their estimate of it is 1 - prod_k P_head(draft k is accepted | those before it are), P_head a trained
     head. Theirs reads the drafter's hidden state. At an edge any drafter may draft and few show a hidden state, so ours
-    reads what all say: probability, entropy and certainty of the draft, temperature, and its depth among the drafts
-    that no commit has settled.
+    reads what all say: probability, perturbed probability and entropy of the draft, temperature, and its depth among
+    the drafts that no commit has settled.
 
     They look after every draft. A drafting job makes several tokens, so this asks for as many as will go by until the
     threshold is exceeded if each agrees with the chance that drafts have of late, and looks again after the job. Of

@@ -25,7 +25,7 @@ def best_arm(values: Sequence[float], current: int | None) -> int:
     return values.index(best)
 
 
-def least_read_first(view: SelectionView, chosen: int) -> tuple[int, ...]:
+def idle_by_uncomputed_tokens(view: SelectionView, chosen: int) -> tuple[int, ...]:
     """Return all idle arms that have something to read, the least read first."""
     idle = [arm for arm in view.arms if arm != chosen and view.behind[arm]]
     return tuple(sorted(idle, key=lambda arm: -view.behind[arm]))

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from outrider.edge.policies.selection.base import least_read_first
+from outrider.edge.policies.selection.base import idle_by_uncomputed_tokens
 from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.rewards import BlockDivergence
 from outrider.proto.errors import InvalidArgument
@@ -38,7 +38,7 @@ class Leader(Selector):
         most_subject: nats that a drafter loses by it at most.
     """
 
-    reads_along: ClassVar[bool] = True
+    catches_up: ClassVar[bool] = True
     experts: FixedShare
     stride: int = 4
     prior: tuple[float, ...] = ()
@@ -108,7 +108,7 @@ class Hedge(Selector):
     Drawing guards against a text that is written to mislead a selector; `Leader` spares what it costs.
     """
 
-    reads_along: ClassVar[bool] = True
+    catches_up: ClassVar[bool] = True
     experts: FixedShare
     rng: np.random.Generator
 
@@ -120,7 +120,7 @@ class Hedge(Selector):
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
         """All idle arms, the least read first."""
-        return least_read_first(view, chosen)
+        return idle_by_uncomputed_tokens(view, chosen)
 
     def learn(self, outcome: RoundOutcome) -> None:
         """What the round gave."""

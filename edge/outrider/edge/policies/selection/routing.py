@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from outrider.edge.policies.selection.base import best_arm, least_read_first, require_arms
+from outrider.edge.policies.selection.base import best_arm, idle_by_uncomputed_tokens, require_arms
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector
 
@@ -29,7 +29,7 @@ class Routing(Selector):
         newest: [arms] log q of these, the oldest first.
     """
 
-    reads_along: ClassVar[bool] = True
+    catches_up: ClassVar[bool] = True
     arms: int
     window: int = 32
     newest: list[deque[float]] = field(init=False)
@@ -46,7 +46,7 @@ class Routing(Selector):
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
         """All idle arms, the least read first."""
-        return least_read_first(view, chosen)
+        return idle_by_uncomputed_tokens(view, chosen)
 
     def learn(self, outcome: RoundOutcome) -> None:
         """What the round gave."""

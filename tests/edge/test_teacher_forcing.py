@@ -1,4 +1,4 @@
-"""What a drafter would have proposed in place of known tokens: the same as asking it token by token."""
+"""Teacher-forced proposals equal those of a drafter that is asked token by token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.edge.drafters import NgramDrafter, ProposalRule, embedded_packages, find_package
 from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
-from outrider.edge.drafters.protocol import foresee_one_by_one
+from outrider.edge.drafters.protocol import propose_forced_one_by_one
 from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.testing.tiny_drafter import (
     CONTEXT,
@@ -68,9 +68,9 @@ def assert_same(got: tuple[DraftToken, ...], wanted: tuple[DraftToken, ...]) -> 
     np.testing.assert_allclose(np.array(got), np.array(wanted), atol=1e-6, equal_nan=True)
 
 
-def assert_foresees(state, twin, tokens) -> None:
+def assert_forces(state, twin, tokens) -> None:
     """`state` sees at once what its equal `twin` sees token by token, and both go on alike."""
-    assert_same(state.foresee(tokens), foresee_one_by_one(twin, tokens))
+    assert_same(state.propose_forced(tokens), propose_forced_one_by_one(twin, tokens))
     assert state.length == twin.length
     assert_same(state.propose(5), twin.propose(5))
     assert state.length == twin.length
@@ -82,10 +82,10 @@ def test_it_is_what_would_have_been_proposed_token_by_token(drafter, kind):
     for each in (state, twin):
         each.extend((3, 1, 4))
     text = some_tokens(SCORED_TOKENS + 9, vocab=20)
-    assert_foresees(state, twin, text)
+    assert_forces(state, twin, text)
     for each in (state, twin):
         each.truncate(20)
-    assert_foresees(state, twin, text[:3])
+    assert_forces(state, twin, text[:3])
 
 
 @pytest.mark.parametrize("count", [1, SCORED_TOKENS, SCORED_TOKENS + 1, 2 * SCORED_TOKENS, PREFILL_TOKENS + 1])
@@ -94,7 +94,7 @@ def test_borders_of_runs_and_of_the_cache_change_nothing(plain, before, count):
     state, twin = plain.open(WARM), plain.open(WARM)
     for each in (state, twin):
         each.extend(some_tokens(before))
-    assert_foresees(state, twin, some_tokens(count, seed=8))
+    assert_forces(state, twin, some_tokens(count, seed=8))
 
 
 @pytest.mark.parametrize("since", [1, 3, 10, 3 + SCORED_TOKENS, 3 + PREFILL_TOKENS + 5])
@@ -107,46 +107,46 @@ def test_codes_count_on_both_sides_of_the_prompts_end(steered, since, code):
         each.propose(2)
         each.truncate(3)
         each.steer(code, since=since)
-    assert_foresees(state, twin, some_tokens(PREFILL_TOKENS + 20, seed=8))
+    assert_forces(state, twin, some_tokens(PREFILL_TOKENS + 20, seed=8))
 
 
-def test_greedy_foresight_is_the_models_own_argmax_and_its_probability(plain):
+def test_a_greedy_forced_proposal_is_the_models_argmax_and_probability(plain):
     state = plain.open(GREEDY)
     state.extend((3, 1, 4))
     text = some_tokens(20)
-    foreseen = state.foresee(text)
-    for index, token in enumerate(token_ids(foreseen)):
+    forced = state.propose_forced(text)
+    for index, token in enumerate(token_ids(forced)):
         log_q = log_q_after((3, 1, 4, *text[:index]))
         assert token == np.argmax(log_q)
         assert (
-            foreseen[index].confidence
-            == foreseen[index].perturbed_probability
+            forced[index].confidence
+            == forced[index].perturbed_probability
             == pytest.approx(math.exp(log_q[token]), rel=1e-4)
         )
 
 
-def test_an_accepted_draft_is_foreseen_as_it_was_proposed(plain):
+def test_a_forced_proposal_in_place_of_an_accepted_draft_is_that_draft(plain):
     state = plain.open(WARM)
     state.extend((3, 1, 4))
     proposal = state.propose(20)
     state.truncate(3)
-    assert_same(state.foresee(token_ids(proposal)), proposal)
+    assert_same(state.propose_forced(token_ids(proposal)), proposal)
 
 
 def test_beyond_the_contexts_end_nothing_would_have_been_proposed(plain):
     state, twin = plain.open(WARM), plain.open(WARM)
     for each in (state, twin):
         each.extend(some_tokens(CONTEXT - 5))
-    foreseen = state.foresee(some_tokens(12, seed=8))
-    assert token_ids(foreseen[6:]) == (-1,) * 6
-    assert min(token_ids(foreseen[:6])) >= 0
-    for column in list(zip(*foreseen, strict=True))[1:]:
+    forced = state.propose_forced(some_tokens(12, seed=8))
+    assert token_ids(forced[6:]) == (-1,) * 6
+    assert min(token_ids(forced[:6])) >= 0
+    for column in list(zip(*forced, strict=True))[1:]:
         assert np.isnan(column).tolist() == [False] * 6 + [True] * 6
-    assert_same(foreseen, foresee_one_by_one(twin, some_tokens(12, seed=8)))
-    assert token_ids(state.foresee((1, 2))) == (-1, -1)
+    assert_same(forced, propose_forced_one_by_one(twin, some_tokens(12, seed=8)))
+    assert token_ids(state.propose_forced((1, 2))) == (-1, -1)
     state.truncate(CONTEXT - 3)
     twin.truncate(CONTEXT - 3)
-    assert_foresees(state, twin, some_tokens(9, seed=7))
+    assert_forces(state, twin, some_tokens(9, seed=7))
 
 
 def test_where_no_candidate_is_allowed_nothing_is_proposed_and_the_rest_is_known(plain):
@@ -155,11 +155,11 @@ def test_where_no_candidate_is_allowed_nothing_is_proposed_and_the_rest_is_known
     state, twin = plain.open(rule), plain.open(rule)
     for each in (state, twin):
         each.extend((3, 1, 4))
-    foreseen = state.foresee(some_tokens(40))
-    assert foreseen[0].id == -1
-    assert math.isnan(foreseen[0].confidence)
-    assert set(token_ids(foreseen)) > {-1}
-    assert_same(foreseen, foresee_one_by_one(twin, some_tokens(40)))
+    forced = state.propose_forced(some_tokens(40))
+    assert forced[0].id == -1
+    assert math.isnan(forced[0].confidence)
+    assert set(token_ids(forced)) > {-1}
+    assert_same(forced, propose_forced_one_by_one(twin, some_tokens(40)))
     assert state.propose(3) == twin.propose(3)
 
 
@@ -167,7 +167,7 @@ verbs = st.one_of(
     st.tuples(st.just("propose"), st.integers(0, 9)),
     st.tuples(st.just("extend"), BLOCK),
     st.tuples(st.just("score"), BLOCK),
-    st.tuples(st.just("foresee"), st.lists(st.integers(0, VOCAB - 1), max_size=20)),
+    st.tuples(st.just("propose_forced"), st.lists(st.integers(0, VOCAB - 1), max_size=20)),
     st.tuples(st.just("truncate"), st.floats(0, 1)),
     st.tuples(st.just("steer"), st.sampled_from([None, CODE, OTHER, np.ones(RANK, dtype=np.float32)])),
 )
@@ -175,7 +175,7 @@ verbs = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(verbs, max_size=10), st.integers(1, 30), BLOCK, st.sampled_from(sorted(SAMPLINGS)))
-def test_whatever_came_before_it_foresees_what_it_would_propose(steered, steps, prompt, tokens, kind):
+def test_forced_proposals_are_what_would_be_proposed_whatever_came_before(steered, steps, prompt, tokens, kind):
     state, twin = steered.open(rule_of(kind)), steered.open(rule_of(kind))
     for each in (state, twin):
         each.extend(some_tokens(prompt))
@@ -186,48 +186,48 @@ def test_whatever_came_before_it_foresees_what_it_would_propose(steered, steps, 
                 each.steer(argument, since=prompt)
             else:
                 getattr(each, verb)(argument)
-    assert_foresees(state, twin, tokens)
+    assert_forces(state, twin, tokens)
 
 
-def test_nothing_can_be_foreseen_after_an_empty_prefix_or_for_an_unknown_token(plain):
+def test_nothing_is_forced_after_an_empty_prefix_or_on_an_unknown_token(plain):
     for state in (plain.open(GREEDY), NgramDrafter().open(GREEDY), ScriptedDrafter((1, 2)).open(GREEDY)):
         with pytest.raises(InvalidArgument, match="empty prefix"):
-            state.foresee((1,))
+            state.propose_forced((1,))
     state = plain.open(GREEDY)
     state.extend((1, 2))
     with pytest.raises(UnknownToken):
-        state.foresee((1, VOCAB))
+        state.propose_forced((1, VOCAB))
     assert state.length == 2
-    assert state.foresee(()) == ()
+    assert state.propose_forced(()) == ()
 
 
-def test_scripted_and_garbage_drafters_foresee_their_script_and_no_more():
+def test_forced_proposals_of_scripted_drafters_follow_their_script():
     scripted = ScriptedDrafter((9, 8, 7)).open(GREEDY)
     scripted.extend((5,))
-    foreseen = scripted.foresee((8, 1, 1))
-    assert token_ids(foreseen) == (8, 7, -1)
-    assert [draft.confidence for draft in foreseen[:2]] == [0.9, 0.9]
-    assert np.isnan([foreseen[2].confidence, *(sign for draft in foreseen for sign in draft[2:])]).all()
+    forced = scripted.propose_forced((8, 1, 1))
+    assert token_ids(forced) == (8, 7, -1)
+    assert [draft.confidence for draft in forced[:2]] == [0.9, 0.9]
+    assert np.isnan([forced[2].confidence, *(sign for draft in forced for sign in draft[2:])]).all()
     garbage = GarbageDrafter(50, seed=1).open(GREEDY)
     garbage.extend((5,))
     proposed = token_ids(garbage.propose(6))
     garbage.truncate(1)
-    assert token_ids(garbage.foresee((0,) * 6)) == proposed
+    assert token_ids(garbage.propose_forced((0,) * 6)) == proposed
     assert garbage.length == 7
 
 
-def test_a_broken_drafter_foresees_no_more():
+def test_a_broken_drafter_cannot_be_forced():
     state = FailingDrafter(2, ScriptedDrafter(range(100))).open(GREEDY)
     state.extend((5,))
-    assert token_ids(state.foresee((8, 8))) == (1, 2)
+    assert token_ids(state.propose_forced((8, 8))) == (1, 2)
     state.propose(2)
     with pytest.raises(Internal):
-        state.foresee((1,))
+        state.propose_forced((1,))
 
 
 @pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")
 @pytest.mark.parametrize("kind", ["greedy", "plain"])
-def test_the_shipped_drafter_foresees_nearly_always_what_it_would_propose(kind):
+def test_the_shipped_drafters_forced_proposals_are_nearly_always_its_own(kind):
     """Nearly: on some machines products of 8-bit numbers round otherwise with another number of rows."""
     drafter = OnnxDrafter(find_package("general"))
     state, twin = drafter.open(rule_of(kind)), drafter.open(rule_of(kind))
@@ -235,7 +235,7 @@ def test_the_shipped_drafter_foresees_nearly_always_what_it_would_propose(kind):
         each.extend((3, 1, 4))
     text = token_ids(state.propose(60))
     state.truncate(3)
-    at_once, one_by_one = state.foresee(text), foresee_one_by_one(twin, text)
+    at_once, one_by_one = state.propose_forced(text), propose_forced_one_by_one(twin, text)
     assert sum(a != b for a, b in zip(token_ids(at_once), token_ids(one_by_one), strict=True)) <= 3
     at_once, one_by_one = np.array(at_once), np.array(one_by_one)
     same = at_once[:, 0] == one_by_one[:, 0]
