@@ -25,10 +25,10 @@ from outrider.bench.simulator.costs import Costs
 from outrider.cloud.projections import load_projections
 from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering import Projection
-from outrider.cloud.steering_codes import SteeringCodes
+from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.target import Rows, Target, load_target
 from outrider.cloud.testing import save_tiny_target
-from outrider.cloud.text_writer import SteeringVectors, TextRequest, TextWriter, WrittenText
+from outrider.cloud.text_writer import TextRequest, TextVectors, TextWriter, WrittenText
 from outrider.deploy.cli import main
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import choose_prompts
@@ -74,20 +74,20 @@ HASH = "ab" * 32
 # --- rounds of drafters whose every draft is known ---
 
 
-def text_of(tokens: int, *, limit: int | None = None, codes: SteeringVectors | None = None) -> WrittenText:
+def text_of(tokens: int, *, limit: int | None = None, vectors: TextVectors | None = None) -> WrittenText:
     transcript = (*PROMPT, *range(200, 200 + tokens))
-    made = {"p": codes} if codes is not None else {}
+    made = {"p": vectors} if vectors is not None else {}
     return WrittenText(TextRequest(PROMPT, GREEDY, "t", "code"), transcript, limit or tokens, made)
 
 
 class Obedient:
-    """Drafts as many tokens right as the code's first number says, none without a code, and writes down what comes."""
+    """Drafts as many tokens right as the first number of its vector says, none without, and records what comes."""
 
     name, version, steering = "obedient", "1", None
 
     def __init__(self, text: WrittenText) -> None:
         self.text = text
-        self.steered: list[tuple[int, float | None]] = []  # after so many tokens a round began with this code
+        self.steered: list[tuple[int, float | None]] = []  # after so many tokens a round began with this vector
         self.drafted: list[int] = []  # in each round
 
     def open(self, rule: ProposalRule) -> _ObedientState:
@@ -98,12 +98,12 @@ class _ObedientState(TokenPrefix):
     def __init__(self, drafter: Obedient) -> None:
         super().__init__()
         self._drafter = drafter
-        self._code: float | None = None
+        self._vector: float | None = None
         self._began = 0
 
-    def steer(self, code: np.ndarray | None, since: int) -> None:
+    def steer(self, vector: np.ndarray | None, since: int) -> None:
         assert since == len(PROMPT)
-        self._code = None if code is None else float(code[0])
+        self._vector = None if vector is None else float(vector[0])
 
     def extend(self, tokens: Sequence[int]) -> None:
         super().extend(tokens)
@@ -111,11 +111,11 @@ class _ObedientState(TokenPrefix):
         self._began = self.length
         self._drafter.drafted.append(0)
         if self.length > len(PROMPT):
-            self._drafter.steered.append((self.length, self._code))
+            self._drafter.steered.append((self.length, self._vector))
 
     def propose(self, n: int) -> tuple[DraftToken, ...]:
         assert n == 1
-        right = self.length < self._began + round(self._code or 0)
+        right = self.length < self._began + round(self._vector or 0)
         token = self._drafter.text.transcript[self.length] if right else WRONG
         self.tokens.append(token)
         self._drafter.drafted[-1] += 1
@@ -125,14 +125,14 @@ class _ObedientState(TokenPrefix):
 def sent(numbers: np.ndarray, *, first: int = 0, age: int = 0) -> SentVectors:
     """float16, which holds small whole numbers exactly."""
     rows = np.asarray(numbers, dtype=np.float32)[:, None]
-    return SentVectors(SteeringVectors(first, rows), SteeringPrecision.FLOAT16, age)
+    return SentVectors(TextVectors(first, rows), SteeringPrecision.FLOAT16, age)
 
 
 def test_a_drafter_that_a_code_makes_right_three_times_commits_four_tokens_a_step() -> None:
     text = text_of(41)
     rounds = synchronous_rounds(Obedient(text), text, GREEDY, sent(np.full(60, 3.0)), drafts=8)
     assert rounds.tokens == 41
-    assert rounds.steps == 1 + 10  # the first has no code: its one token is the target's own
+    assert rounds.steps == 1 + 10  # the first has no vector: its one token is the target's own
     assert (rounds.accepted, rounds.compared) == (
         30,
         40,
@@ -147,9 +147,9 @@ def test_a_round_is_steered_by_the_code_of_the_given_age(age) -> None:
     numbers = np.arange(60) % 3
     synchronous_rounds(drafter, text, GREEDY, sent(numbers, age=age), drafts=8)
     assert len(drafter.steered) > 10
-    for length, code in drafter.steered:
+    for length, vector in drafter.steered:
         position = length - 2 - age
-        assert code == (numbers[position] if position >= 0 else None)
+        assert vector == (numbers[position] if position >= 0 else None)
 
 
 def test_where_no_code_is_so_old_the_drafter_is_steered_by_none() -> None:
@@ -163,7 +163,7 @@ def test_a_drafter_that_gets_no_codes_is_never_steered() -> None:
     text = text_of(10)
     drafter = Obedient(text)
     assert synchronous_rounds(drafter, text, GREEDY, None, drafts=4).steps == 10
-    assert {code for _, code in drafter.steered} == {None}
+    assert {vector for _, vector in drafter.steered} == {None}
 
 
 def test_no_more_is_drafted_than_the_text_may_have_after_the_next_token() -> None:
@@ -184,15 +184,15 @@ def test_what_follows_a_wrong_draft_is_not_drafted_at_all() -> None:
 
 
 def test_codes_are_rounded_as_they_travel() -> None:
-    code = np.array([1.0, -0.4037, 0.0011, 0.25], dtype=np.float32)
-    codes = SteeringVectors(3, code[None])
-    got = {precision: SentVectors(codes, precision, 0).after(5) for precision in SteeringPrecision}
+    vector = np.array([1.0, -0.4037, 0.0011, 0.25], dtype=np.float32)
+    vectors = TextVectors(3, vector[None])
+    got = {precision: SentVectors(vectors, precision, 0).after(5) for precision in SteeringPrecision}
     assert all(row is not None for row in got.values())
-    np.testing.assert_allclose(got[SteeringPrecision.INT8], code, atol=0.5 / 127)
-    assert not np.array_equal(got[SteeringPrecision.INT8], code)
-    np.testing.assert_allclose(got[SteeringPrecision.FLOAT16], code, rtol=2**-11)
-    assert SentVectors(codes, SteeringPrecision.INT8, 0).after(4) is None
-    assert SentVectors(codes, SteeringPrecision.INT8, 0).after(6) is None
+    np.testing.assert_allclose(got[SteeringPrecision.INT8], vector, atol=0.5 / 127)
+    assert not np.array_equal(got[SteeringPrecision.INT8], vector)
+    np.testing.assert_allclose(got[SteeringPrecision.FLOAT16], vector, rtol=2**-11)
+    assert SentVectors(vectors, SteeringPrecision.INT8, 0).after(4) is None
+    assert SentVectors(vectors, SteeringPrecision.INT8, 0).after(6) is None
 
 
 # --- against both halves of real sessions ---
@@ -282,7 +282,7 @@ WORDS = word_tokenizer(tiny_drafter.VOCAB)
 
 @dataclass(frozen=True)
 class Family:
-    """Where they lie: a target, a drafter, the same drafter with steering, and the projection of its codes."""
+    """Where they lie: a target, a drafter, the same drafter with steering, and the projection of its vectors."""
 
     target: Path
     plain: Path
@@ -347,7 +347,7 @@ def real_session(
         target.eos_tokens,
         projections=frozenset(projections),
     )
-    sampler, codes = Sampler(target.device), SteeringCodes(target, projections)
+    sampler, vectors = Sampler(target.device), SteeringVectors(target, projections)
     cache = target.pool.allocate(len(prompt) + sampling.max_tokens)
 
     def step(verifier: VerifierSession, block: tuple[int, ...]) -> Verified:
@@ -355,8 +355,8 @@ def real_session(
         verified = VerificationInput(verifier.sampling, verifier.transcript, len(prompt), block)
         rows = Rows(cache, (*verifier.transcript[cache.length :], *block), len(block) + 1)
         (sampled,) = sampler.sample(target.forward([rows]), [verified])
-        (code,) = codes.of([verifier.wanted_vector], [verified], [sampled])
-        return Verified(block, sampled.tokens, steering=code)
+        (vector,) = vectors.of([verifier.wanted_vector], [verified], [sampled])
+        return Verified(block, sampled.tokens, steering=vector)
 
     state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt)))
     edge_codes = DrafterSteering(tiny_drafter.RANK, FixedSteering()) if projections else None
@@ -381,11 +381,11 @@ def test_texts_and_rounds_are_those_of_real_sessions_of_the_same_target_and_draf
     for text in texts:
         edge = real_session(target, drafter, text.request.prompt, sampling, projections)
         assert text.transcript == tuple(edge.transcript)
-        codes = None
+        vectors = None
         if projections:
-            codes = SentVectors(text.vectors[drafter.package.steering.projection], SteeringPrecision.INT8, 0)
+            vectors = SentVectors(text.vectors[drafter.package.steering.projection], SteeringPrecision.INT8, 0)
             assert edge.statistics.vectors == edge.statistics.steps - 1  # none with the last
-        rounds = synchronous_rounds(drafter, text, sampling, codes, drafts=8)
+        rounds = synchronous_rounds(drafter, text, sampling, vectors, drafts=8)
         assert_same(rounds, edge.statistics)
         hits += rounds.accepted
     assert hits > 10
@@ -401,10 +401,10 @@ def test_codes_are_the_projections_of_the_hidden_states_of_the_models_own_forwar
         with torch.inference_mode():
             states = model(torch.tensor([text.transcript]), output_hidden_states=True).hidden_states
             wanted = projection(torch.cat([states[layer][0] for layer in (0, 1)], dim=-1)).numpy()
-        codes, end = text.vectors[name], len(text.transcript) - 1
-        assert codes.first == max(0, text.prompt_length - 4)  # no older one can be asked for
-        assert codes.at(end) is None  # the last token is never processed
-        np.testing.assert_allclose(codes.rows, wanted[codes.first : end], atol=1e-4)
+        vectors, end = text.vectors[name], len(text.transcript) - 1
+        assert vectors.first == max(0, text.prompt_length - 4)  # no older one can be asked for
+        assert vectors.at(end) is None  # the last token is never processed
+        np.testing.assert_allclose(vectors.rows, wanted[vectors.first : end], atol=1e-4)
 
 
 def test_prompts_wait_for_kv_pages_and_the_texts_are_the_same(family, target) -> None:
@@ -548,8 +548,8 @@ def test_the_command_compares_every_variant_and_writes_all_of_it(family, prompt_
     out, err = capsys.readouterr()
     record = json.loads((tmp_path / "c.json").read_text())
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-    names = [(v["drafter"], v["codes"], v["age"]) for v in record["variants"]]
-    steered = [("steered", codes, age) for codes in ("int8", "float16") for age in (0, 3)]
+    names = [(v["drafter"], v["vectors"], v["age"]) for v in record["variants"]]
+    steered = [("steered", vectors, age) for vectors in ("int8", "float16") for age in (0, 3)]
     assert names == [("plain", "none", None), *steered, ("steered", "none", None)]
     assert len(record["figures"]) == 2 * 3 * 6  # temperatures, domains and all, variants
     assert len(record["texts"]) == 2 * 6
@@ -562,12 +562,12 @@ def test_the_command_compares_every_variant_and_writes_all_of_it(family, prompt_
         assert figure["block_efficiency"] == figure["tokens"] / figure["steps"]
         assert figure["first_ms"] > 0
         without = {(f["temperature"], f["domain"]): f for f in record["figures"] if f["variant"]["drafter"] == "plain"}
-        if figure["variant"]["codes"] == "none":  # here both drafters are one, but for codes
+        if figure["variant"]["vectors"] == "none":  # here both drafters are one, but for vectors
             assert figure["steps"] == without[figure["temperature"], figure["domain"]]["steps"]
     front = [("plain", "none"), ("steered", "float16"), ("steered", "none")]
     for ratio in record["ratios"]:
-        assert ratio["variant"] == {"drafter": "steered", "codes": "int8", "age": 0}
-        assert (ratio["against"]["drafter"], ratio["against"]["codes"]) in front
+        assert ratio["variant"] == {"drafter": "steered", "vectors": "int8", "age": 0}
+        assert (ratio["against"]["drafter"], ratio["against"]["vectors"]) in front
     assert len(record["ratios"]) == 2 * 3 * 3
     assert len(record["mean_ratios"]) == 2 * 3
     assert [d["rank"] for d in record["drafters"]] == [None, tiny_drafter.RANK]
@@ -583,7 +583,7 @@ def test_the_command_compares_every_variant_and_writes_all_of_it(family, prompt_
         "T = 0, 4 drafts a round",
         "/ plain",
         "mean of domains",
-        "By age of the codes",
+        "By age of the vectors",
         "float16",
     ):
         assert said in out
@@ -604,7 +604,7 @@ def test_without_codes_no_projection_is_needed(family, prompt_file, capsys) -> N
     said = err.splitlines()[-1]
     assert said.startswith("outrider compare: steering: none is projection ")
     assert said.endswith(
-        "whose codes 'steered' takes; name its projection.safetensors, or compare it with --precision none"
+        "whose vectors 'steered' takes; name its projection.safetensors, or compare it with --precision none"
     )
 
 

@@ -145,15 +145,15 @@ def test_the_counts_of_live_and_ended_texts_are_those_of_their_sessions() -> Non
     assert value(metrics, "outrider:edge_texts_total", **WHOSE, finished_reason="cancelled") == 1
 
 
-def test_steering_codes_their_bytes_and_their_age_are_counted() -> None:
+def test_steering_vectors_their_bytes_and_their_age_are_counted() -> None:
     metrics = EdgeMetrics()
-    for codes in (3, 4):
+    for vectors in (3, 4):
         observer, machine = machine_of(metrics)
         statistics = machine.statistics
-        statistics.vectors, statistics.vector_bytes, statistics.bad_vectors = codes, 64 * codes, 1
-        statistics.steered_jobs, statistics.vector_age = 2 * codes, 10 * codes
+        statistics.vectors, statistics.vector_bytes, statistics.bad_vectors = vectors, 64 * vectors, 1
+        statistics.steered_jobs, statistics.vector_age = 2 * vectors, 10 * vectors
     observer.ended(Done(FinishReason.EOS), 1.0)
-    shown = {"codes": 7, "bytes": 448, "bad_codes": 2, "age_positions": 70}
+    shown = {"vectors": 7, "bytes": 448, "bad_vectors": 2, "age_positions": 70}
     for name, count in shown.items():
         assert value(metrics, f"outrider:edge_steering_{name}_total", **WHOSE) == count
     assert value(metrics, "outrider:edge_steered_jobs_total", **WHOSE) == 14

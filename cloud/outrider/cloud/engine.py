@@ -175,7 +175,7 @@ class Engine:
         ready = [slot for slot in running if not (slot.backlogged or slot.busy)]
         batch = self._batching.plan(ready, self._slots.num_running, now)
         if batch.delayed and self._delayed_until <= now:
-            self.metrics.lingers.inc()
+            self.metrics.batching_delays.inc()
         self._delayed_until = batch.wake_at if batch.delayed else now
         if not batch.shares:
             look_s = BACKLOG_S if len(asked) + len(ready) < len(running) else IDLE_S

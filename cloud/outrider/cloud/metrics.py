@@ -37,9 +37,9 @@ class VerifierMetrics:
         self.admitted = self._counter("outrider:verifier_admitted_sessions", "Sessions taken.")
         self._sheds = self._counter("outrider:verifier_sheds", "Sessions refused because the verifier was full.")
         self.goaways = self._counter("outrider:verifier_goaways", "Sessions sent elsewhere.")
-        self.lingers = self._counter("outrider:verifier_lingers", "Steps held back for the drafts of others.")
-        self._codes = self._counter("outrider:verifier_steering_codes", "Steering codes sent with commits.")
-        self._code_bytes = self._counter("outrider:verifier_steering_bytes", "Bytes of the numbers of these codes.")
+        self.batching_delays = self._counter("outrider:verifier_batching_delays", "Steps delayed for drafts of others.")
+        self._vectors = self._counter("outrider:verifier_steering_vectors", "Steering vectors sent with commits.")
+        self._vector_bytes = self._counter("outrider:verifier_steering_bytes", "Bytes of the numbers of these vectors.")
         self._rows = Histogram(
             "outrider:verifier_step_rows",
             "Rows of a target step; its count is the steps.",
@@ -110,8 +110,8 @@ class VerifierMetrics:
         if commit.verified:
             self._drafts.count(commit.verified, commit.accepted)
         if commit.steering is not None:
-            self._codes.inc()
-            self._code_bytes.inc(len(commit.steering.values))
+            self._vectors.inc()
+            self._vector_bytes.inc(len(commit.steering.values))
         if commit.finish is not None:
             self._finished.labels(*self._whose, commit.finish.name.lower()).inc()
 

@@ -10,7 +10,7 @@ from outrider.cloud.batching import Share
 from outrider.cloud.sampling import Sampled, Sampler, VerificationInput
 from outrider.cloud.slots import Slot
 from outrider.cloud.steering import Projection
-from outrider.cloud.steering_codes import SteeringCodes
+from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.step_timing import StepTimes
 from outrider.cloud.target import Rows, Target
 from outrider.proto.session import Verified
@@ -38,12 +38,12 @@ class ModelRunner:
 
         Args:
             target: with the KV cache of all sessions.
-            projections: that make steering codes, by id.
+            projections: that make steering vectors, by id.
             min_step_s: least time of a step, which stands for a larger target; seconds.
         """
         self._target = target
         self._sampler = Sampler(target.device)
-        self._codes = SteeringCodes(target, projections)
+        self._vectors = SteeringVectors(target, projections)
         self._min_step_s = min_step_s
 
     def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
@@ -55,13 +55,13 @@ class ModelRunner:
         logits = self._target.forward(rows)
         forwarded = time.monotonic()
         sampled = self._sampler.sample(logits, inputs) if inputs else []
-        codes = self._codes.of([slot.session.wanted_vector for slot in slots], inputs, sampled)
+        vectors = self._vectors.of([slot.session.wanted_vector for slot in slots], inputs, sampled)
         sampled_at = time.monotonic()
         self._wait_until(began + self._min_step_s)
         times = StepTimes(began, forwarded, sampled_at, time.monotonic())
         verified = [
-            (slot, _verified(slot, of_slot, result, code, times))
-            for slot, of_slot, result, code in zip(slots, inputs, sampled, codes, strict=True)
+            (slot, _verified(slot, of_slot, result, vector, times))
+            for slot, of_slot, result, vector in zip(slots, inputs, sampled, vectors, strict=True)
         ]
         return StepResult(verified, times)
 
@@ -97,7 +97,7 @@ def _verification_input(slot: Slot, block: tuple[int, ...]) -> VerificationInput
 
 
 def _verified(
-    slot: Slot, verification: VerificationInput, result: Sampled, code: Steering | None, times: StepTimes
+    slot: Slot, verification: VerificationInput, result: Sampled, vector: Steering | None, times: StepTimes
 ) -> Verified:
     return Verified(
         verification.block,
@@ -105,5 +105,5 @@ def _verified(
         max(0.0, times.began - slot.ready_since),
         times.verify_s,
         result.reward,
-        code,
+        vector,
     )

@@ -1,8 +1,8 @@
-"""The cloud's half of steering (SD²): from a target's hidden states to the short code that travels to the edge.
+"""The cloud's half of steering (SD²): from a target's hidden states to the short vector that travels to the edge.
 
 "Steering Pretrained Drafters during Speculative Decoding" (AAAI 2026, arXiv 2511.09844), section 3: the residual
 stream that enters a low, a middle and a high layer is joined, g = LayerNorm(W_hml [l; m; h]), and a drafter adds W_s g
-to the up projection of every MLP. Here W_s = U V: the code V g leaves the cloud, U lives in the drafter.
+to the up projection of every MLP. Here W_s = U V: the vector V g leaves the cloud, U lives in the drafter.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -28,22 +29,22 @@ EPSILON = 1e-6  # of a tap's mean square
 
 
 def default_layers(layers: int) -> tuple[int, ...]:
-    """Which layers' inputs to tap in a target of so many: 3, L/2 and L - 3, as far as there are three."""
+    """Return the layers whose inputs to tap in a target of L `layers`: 3, L/2 and L - 3, fewer where they coincide."""
     return tuple(sorted({min(3, layers - 1), layers // 2, max(0, layers - 3)}))
 
 
 class Projection(nn.Module):
-    """Taps to code: c = V W [l / |l|; m / |m|; h / |h|], the tapped residual streams of one position, |.| their RMS.
+    """Taps to vector: c = V W [l / |l|; m / |m|; h / |h|], the tapped residual streams of one position, |.| their RMS.
 
     SD² (arXiv 2511.09844) has g = LayerNorm(W [l; m; h]), of which c = V g would travel. With the taps normalised
     before W instead, what follows is one matrix V W [rank, taps * hidden] for a verifier, a fraction of W to read.
     W begins as identities side by side, so that g starts as the sum of the normalised taps.
 
     Attributes:
-        layers: whose input is tapped, ascending.
+        layers: indices of the layers whose input is tapped, ascending.
         hidden: width of the target's residual stream.
-        rank: numbers in a code.
-        target: the id of the target that it was trained with.
+        rank: numbers in a vector.
+        target: id of the target that it was trained with.
     """
 
     def __init__(self, layers: Sequence[int], hidden: int, rank: int, target: str = "") -> None:
@@ -59,9 +60,9 @@ class Projection(nn.Module):
             self.down.weight.normal_(std=hidden**-0.5)
 
     def forward(self, taps: torch.Tensor) -> torch.Tensor:
-        """Codes [..., rank] of `taps` [..., taps * hidden]; both float32."""
-        code: torch.Tensor = self.down(self.mix(normalised(taps, len(self.layers))))
-        return code
+        """Return vectors [..., rank] of `taps` [..., taps * hidden]; both float32."""
+        vectors: torch.Tensor = self.down(self.mix(normalised(taps, len(self.layers))))
+        return vectors
 
     def save(self, path: Path) -> str:
         """Write the file and return its id."""
@@ -72,7 +73,7 @@ class Projection(nn.Module):
 
     @staticmethod
     def load(path: Path) -> Projection:
-        """What `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
             NotFound: there is no such file.
@@ -95,24 +96,42 @@ class Projection(nn.Module):
 
 
 def normalised(taps: torch.Tensor, count: int) -> torch.Tensor:
-    """`taps` [..., count * hidden] with each of the `count` at a root mean square of one."""
+    """Return `taps` [..., count * hidden] with each of the `count` scaled to a root mean square of one."""
     each = taps.unflatten(-1, (count, -1))
     return functional.rms_norm(each, each.shape[-1:], eps=EPSILON).flatten(-2)
 
 
 def projection_id(path: Path) -> str:
-    """The first twelve hexadecimal digits of the file's SHA-256; a drafter's manifest names its projection so."""
+    """Return the first twelve hexadecimal digits of the file's SHA-256, which name it in a drafter's manifest."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
-class Taps:
-    """The residual stream entering some layers of a transformers model, as of its newest forward pass.
+class FoldedProjection:
+    """A trained projection for a verifier: the same vectors by one small matrix product.
 
-    Hooks see what each decoder layer is handed; no model code is touched. Use as a context manager, or `close`.
+    A step leaves no cache warm, so on a CPU a vector costs what its calls and the weights that it reads cost.
+    """
+
+    def __init__(self, projection: Projection, device: torch.device) -> None:
+        self.layers = projection.layers
+        with torch.no_grad():
+            self._weight = (projection.down.weight.double() @ projection.mix.weight.double()).float().to(device)
+
+    @torch.inference_mode()
+    def __call__(self, taps: torch.Tensor) -> list[np.ndarray]:
+        """Return a vector [rank] float32, on the host, of each row of `taps` [n, taps * hidden] float32."""
+        vectors = functional.linear(normalised(taps, len(self.layers)), self._weight)
+        return list(vectors.cpu().numpy())
+
+
+class Taps:
+    """The residual stream that entered some layers of a transformers model in its newest forward pass.
+
+    Hooks see the input of each decoder layer; no model code is touched. Use as a context manager, or `close`.
     """
 
     def __init__(self, model: Any, layers: Sequence[int]) -> None:
-        """Raises ModelRefused where the model has no list of decoder layers, or not so many."""
+        """Tap `layers`; raise ModelRefused where the model has no list of decoder layers, or a shorter one."""
         stack = decoder_layers(model)
         if max(layers) >= len(stack):
             raise ModelRefused(f"it has {len(stack)} layers; layer {max(layers)} cannot be tapped", field="steering")
@@ -129,19 +148,19 @@ class Taps:
         return keep
 
     def entering(self) -> dict[int, torch.Tensor]:
-        """By tapped layer, [batch, positions, hidden] of the newest pass, not copied; later passes leave them alone."""
+        """Return [batch, positions, hidden] of the newest pass by tapped layer, not copied; later passes keep them."""
         return dict(self._entering)
 
     def joined(self) -> torch.Tensor:
-        """[batch, positions, taps * hidden] of the newest pass, in the model's dtype."""
+        """Return [batch, positions, taps * hidden] of the newest pass, in the model's dtype."""
         return torch.cat([self._entering[layer] for layer in self._layers], dim=-1)
 
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """[n, taps * hidden] of positions `rows` (int64 [n]) of the first sequence; reads no others."""
+        """Return [n, taps * hidden] of positions `rows` (int64 [n]) of the first sequence, and read no others."""
         return torch.cat([self._entering[layer][0, rows] for layer in self._layers], dim=-1)
 
     def close(self) -> None:
-        """Tap no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._entering.clear()
@@ -156,7 +175,7 @@ class Taps:
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The stack of decoder layers: the first list of modules as long as the configuration says."""
+    """Return the stack of decoder layers: the first list of modules as long as the configuration says."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

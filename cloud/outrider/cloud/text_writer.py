@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from outrider.cloud.folded_projection import FoldedProjection
 from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Sampler, VerificationInput
-from outrider.cloud.steering import Projection
+from outrider.cloud.steering import FoldedProjection, Projection
 from outrider.cloud.target import Rows, Target
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
@@ -46,7 +45,7 @@ class TextRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SteeringVectors:
+class TextVectors:
     """Steering vectors `rows` [n, rank] float32 of positions `first` .. first + n - 1."""
 
     first: int
@@ -73,7 +72,7 @@ class WrittenText:
     request: TextRequest
     transcript: tuple[int, ...]
     limit: int
-    vectors: Mapping[str, SteeringVectors] = field(default_factory=dict)
+    vectors: Mapping[str, TextVectors] = field(default_factory=dict)
     logits: torch.Tensor | None = None
 
     @property
@@ -114,7 +113,7 @@ class _Sheet:
             self.request,
             tuple(session.transcript),
             session.sampling.max_tokens,
-            {name: SteeringVectors(processed - len(rows), rows) for name, rows in stacked.items()},
+            {name: TextVectors(processed - len(rows), rows) for name, rows in stacked.items()},
             logits,
         )
 

@@ -92,12 +92,12 @@ class CompareSettings(WritingSettings):
     temperature: tuple[float, ...] = listed((0.0, 1.0), "temperatures; 0 is greedy", check=at_least(0))
     age: tuple[int, ...] = listed(
         (0,),
-        "positions by which codes are older than the freshest; the first counts for the ratios",
+        "positions by which vectors are older than the freshest; the first counts for the ratios",
         check=at_least(0),
     )
     precision: tuple[str, ...] = listed(
         ("int8",),
-        "how codes travel: int8, float16, none at all; the first counts for the ratios",
+        "how vectors travel: int8, float16, none at all; the first counts for the ratios",
         choices=("int8", "float16", "none"),
     )
     seed: int = option(0, "seed of the noise, and of the resampling", check=at_least(0))
@@ -118,7 +118,7 @@ class RecordSettings(WritingSettings):
 
     drafter: tuple[str, ...] = listed(
         ("general", "ngram"),
-        "drafters: embedded names, package folders, NAME=FOLDER, or ngram; steered ones get no codes",
+        "drafters: embedded names, package folders, NAME=FOLDER, or ngram; steered ones get no vectors",
     )
     temperature: float = option(0.0, "0 is greedy", metavar="T", check=at_least(0))
     seed: int = option(0, "seed of the noise; same seed, same text", check=at_least(0))

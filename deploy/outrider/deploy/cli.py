@@ -55,7 +55,7 @@ COMMANDS = {
     "train": Entry("train drafters for a target, or rules that say how far ahead to draft"),
     "train drafter": Entry("distil a small drafter from a target", f"{TRAINING}:TRAIN_DRAFTER", "train"),
     "train steer": Entry(
-        "teach a drafter to take codes of the target's hidden states (SD2)", f"{TRAINING}:TRAIN_STEER", "steer"
+        "teach a drafter to take vectors of the target's hidden states (SD2)", f"{TRAINING}:TRAIN_STEER", "steer"
     ),
     "train policy": Entry(
         "train the length rules specdec++ and speckv on recorded traces", f"{MEASURING}:TRAIN_POLICY", "train_policy"

@@ -91,7 +91,7 @@ def export(given: Given) -> int:
     print(f"{options.output}: {manifest['name']} {manifest['version']}, checked against torch: {manifest['check']}")
     if steering := manifest.get("steering"):
         print(
-            f"it is steered by codes of {steering['rank']} numbers from projection {steering['projection']}; "
+            f"it is steered by vectors of {steering['rank']} numbers from projection {steering['projection']}; "
             f"a verifier makes them with --steering {options.source / PROJECTION_FILE}, "
             "and without it the drafter drafts unsteered"
         )

@@ -43,13 +43,16 @@ _FROM_STATISTICS = {  # by attribute of the statistics of a text
     "uplink_bytes": ("outrider:edge_uplink_bytes", "Bytes of messages sent to verifiers."),
     "downlink_bytes": ("outrider:edge_downlink_bytes", "Bytes of messages received from verifiers."),
     "resumes": ("outrider:edge_resumes", "Streams lost and opened again."),
-    "vectors": ("outrider:edge_steering_codes", "Steering codes received in commits."),
-    "bad_vectors": ("outrider:edge_steering_bad_codes", "Steering codes that could not be read, and were dropped."),
-    "vector_bytes": ("outrider:edge_steering_bytes", "Bytes of the steering codes received."),
-    "steered_jobs": ("outrider:edge_steered_jobs", "Drafting jobs that were steered by a code of the target's state."),
+    "vectors": ("outrider:edge_steering_vectors", "Steering vectors received in commits."),
+    "bad_vectors": ("outrider:edge_steering_bad_vectors", "Steering vectors that could not be read, and were dropped."),
+    "vector_bytes": ("outrider:edge_steering_bytes", "Bytes of the steering vectors received."),
+    "steered_jobs": (
+        "outrider:edge_steered_jobs",
+        "Drafting jobs steered by a vector of the target's state.",
+    ),
     "vector_age": (
         "outrider:edge_steering_age_positions",
-        "Sum over steered drafting jobs of the code's age: positions from its own to the one that the job's first "
+        "Sum over steered drafting jobs of the vector's age: positions from its own to the one that the job's first "
         "draft follows.",
     ),
 }

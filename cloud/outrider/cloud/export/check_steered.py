@@ -71,7 +71,7 @@ class SteeredCheck:
         session = open_session(self.package / MODEL_FILE)
         self._compare_none(session, texts)
         self._compare_loud(session, texts)
-        return self._compare_codes(session, texts)
+        return self._compare_vectors(session, texts)
 
     def _compare_none(self, session: onnxruntime.InferenceSession, texts: list[_Text]) -> None:
         """Demand the unsteered export's bits.
@@ -98,7 +98,7 @@ class SteeredCheck:
             comparison.add(self._logits_by_torch(text, biases), self._run(session, text, biases), self.candidates)
         comparison.accepted_figures("with random biases")
 
-    def _compare_codes(self, session: onnxruntime.InferenceSession, texts: list[_Text]) -> dict[str, float | int]:
+    def _compare_vectors(self, session: onnxruntime.InferenceSession, texts: list[_Text]) -> dict[str, float | int]:
         steering_graph = open_session(self.package / STEERING_GRAPH_FILE)
         names = steering_names(self.shape.layers)
         comparison = Comparison(self.precision)

@@ -65,7 +65,7 @@ class Run:
         downlink_bytes_per_token: received by the edge.
         identical_to_cloud: whether every text was that of cloud streaming.
         window_mean: unverified tokens in flight, on average.
-        code_age_mean: positions between a steering code and the token that the drafts made with it follow, on average
+        vector_age_mean: positions between a steering vector and the token before the drafts made with it, on average
             over steered drafting jobs; None: there were none.
         token_gaps_ms: [101] the 0, 1, … 100 % quantiles of the gaps.
         session_tokens_per_second: [sessions] of each text or session, in order.
@@ -98,7 +98,7 @@ class Run:
     downlink_bytes_per_token: Metric | None = None
     identical_to_cloud: bool | None = None
     window_mean: Metric | None = None
-    code_age_mean: Metric | None = None
+    vector_age_mean: Metric | None = None
     token_gaps_ms: Annotated[tuple[Metric, ...], AfterValidator(_quantiles), rising("quantiles")] | None = None
     session_tokens_per_second: tuple[Metric, ...] | None = None
     forward_ms_p50: Metric | None = None

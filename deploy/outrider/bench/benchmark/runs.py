@@ -52,7 +52,7 @@ def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Byte
         downlink_bytes_per_token=carried[1] / together["tokens"] if carried else None,
         session_tokens_per_second=tuple(len(text.tokens) / text.seconds for text in texts),
         window_mean=_window_mean(texts),
-        code_age_mean=sum(text.statistics.vector_age for text in texts) / steered if steered else None,
+        vector_age_mean=sum(text.statistics.vector_age for text in texts) / steered if steered else None,
         arrivals_s=arrivals_s,
         **fields,  # type: ignore[arg-type]
     )

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from outrider.bench.commands import CompareSettings
 from outrider.bench.comparison.plots import check_plot, draw
-from outrider.bench.comparison.record import NO_CODES, Comparison, DrafterRecord, SteeringCost, Variant, in_front
+from outrider.bench.comparison.record import NO_VECTORS, Comparison, DrafterRecord, SteeringCost, Variant, in_front
 from outrider.bench.comparison.rounds import Rounds, SentVectors, synchronous_rounds
 from outrider.bench.comparison.steps import steering_costs
 from outrider.bench.comparison.summary import Summary, Trial
@@ -24,7 +24,7 @@ from outrider.bench.outputs import hand_out
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.projections import load_projections
 from outrider.cloud.steering import Projection
-from outrider.cloud.steering_codes import SteeringCodes
+from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.target import Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.arguments import Given
@@ -75,7 +75,7 @@ class Contender:
         return [
             Variant(self.label, precision, age)
             for precision in precisions
-            for age in (ages if precision != NO_CODES else (None,))
+            for age in (ages if precision != NO_VECTORS else (None,))
         ]
 
 
@@ -121,20 +121,20 @@ class _Comparing:
         )
 
     def _steps(self, text: WrittenText) -> Iterator[SteeringCost]:
-        codes = SteeringCodes(self._target, self._projections)
+        vectors = SteeringVectors(self._target, self._projections)
         for projection in self._projections:
-            yield from steering_costs(self._target, codes, projection, text)
+            yield from steering_costs(self._target, vectors, projection, text)
 
     def _wanted_projections(self) -> dict[str, Projection]:
         """Return the projections whose steering vectors are wanted, by id."""
         options = self._options
         found = load_projections(list(self._steering), self._target, name=options.target, model=options.target)
-        steered = {contender.projection: contender for v, contender in self._variants.items() if v.codes != NO_CODES}
+        steered = {each.projection: each for variant, each in self._variants.items() if variant.vectors != NO_VECTORS}
         wanted: dict[str, Projection] = {}
         for name, contender in steered.items():
             if name is None or name not in found:
                 raise ConfigError(
-                    f"none is projection {name}, whose codes {contender.label!r} takes; name its "
+                    f"none is projection {name}, whose vectors {contender.label!r} takes; name its "
                     "projection.safetensors, or compare it with --precision none",
                     field="steering",
                 )
@@ -184,7 +184,7 @@ class _Comparing:
 def _vectors_for(variant: Variant, contender: Contender, text: WrittenText) -> SentVectors | None:
     if contender.projection is None or variant.age is None:
         return None
-    return SentVectors(text.vectors[contender.projection], _PRECISIONS[variant.codes], variant.age)
+    return SentVectors(text.vectors[contender.projection], _PRECISIONS[variant.vectors], variant.age)
 
 
 def _record_of(contender: Contender) -> DrafterRecord:

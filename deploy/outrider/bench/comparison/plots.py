@@ -12,7 +12,7 @@ from outrider.bench.plot import COLOURS, FAINT, canvas, save_plot, styled
 from outrider.proto.errors import ConfigError
 
 SUFFIXES = (".png", ".pdf", ".svg")
-HATCHES = {"int8": "", "float16": "///", "none": "..."}  # of steered drafters, where codes travel in several ways
+HATCHES = {"int8": "", "float16": "///", "none": "..."}  # of steered drafters, where vectors travel in several ways
 LINES = {"int8": "-", "float16": "--"}
 ROW_IN = 3.4
 
@@ -61,7 +61,7 @@ def _by_domain(axes: Any, comparison: Comparison, temperature: float) -> None:
             yerr=_errors(shown),
             error_kw={"elinewidth": 1, "capsize": 2},
             color=_colour(comparison, variant),
-            hatch=HATCHES[variant.codes] if comparison.name(variant) != variant.drafter else "",
+            hatch=HATCHES[variant.vectors] if comparison.name(variant) != variant.drafter else "",
             edgecolor="white",
             label=comparison.name(variant),
         )
@@ -79,11 +79,11 @@ def _by_age(axes: Any, comparison: Comparison, temperature: float) -> None:
             style = {"color": _colour(comparison, variant), "linestyle": ":", "linewidth": 1.6}
             axes.axhline(figure.block_efficiency, label=comparison.name(variant), **style)
     for variant in (variant for variant in in_front(comparison.variants) if variant.age is not None):
-        own = [f for v, f in by_variant.items() if (v.drafter, v.codes) == (variant.drafter, variant.codes)]
+        own = [f for v, f in by_variant.items() if (v.drafter, v.vectors) == (variant.drafter, variant.vectors)]
         line = sorted(own, key=lambda figure: figure.variant.age or 0)
         ages, colour = [figure.variant.age or 0 for figure in line], _colour(comparison, variant)
         efficiencies = [figure.block_efficiency for figure in line]
-        style = {"color": colour, "linestyle": LINES[variant.codes], "marker": "o", "zorder": 4}
+        style = {"color": colour, "linestyle": LINES[variant.vectors], "marker": "o", "zorder": 4}
         axes.plot(ages, efficiencies, label=comparison.name(variant), **style)
         if all(figure.interval for figure in line):
             low = [figure.interval.low for figure in line if figure.interval]
@@ -94,8 +94,8 @@ def _by_age(axes: Any, comparison: Comparison, temperature: float) -> None:
     axes.set_xticks(ages, [str(age) for age in ages])
     axes.minorticks_off()
     axes.grid(visible=True, color=FAINT)
-    axes.set_xlabel("positions by which the code is older than the freshest")
-    axes.set_title(f"T = {temperature:g}, by age of the code, all domains")
+    axes.set_xlabel("positions by which the vector is older than the freshest")
+    axes.set_title(f"T = {temperature:g}, by age of the vector, all domains")
     axes.legend(fontsize=8, handlelength=3)
 
 

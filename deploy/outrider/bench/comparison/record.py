@@ -10,7 +10,7 @@ from outrider.bench.environment import Environment
 from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.statistics import Interval
 
-NO_CODES = "none"
+NO_VECTORS = "none"
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
@@ -19,12 +19,12 @@ class Variant:
 
     Attributes:
         drafter: label of the drafter.
-        codes: how the vectors travel, `int8` or `float16`; `none`: it gets none.
+        vectors: how they travel, `int8` or `float16`; `none`: it gets none.
         age: positions that they are older than the freshest; None: it gets none.
     """
 
     drafter: str
-    codes: str = NO_CODES
+    vectors: str = NO_VECTORS
     age: Count | None = None
 
 
@@ -38,8 +38,8 @@ class DrafterRecord:
         version: in its manifest.
         precision: of its weights.
         parameters: of them.
-        projection: of the codes that it takes; None: it takes none.
-        rank: numbers in a code; None: it takes none.
+        projection: of the vectors that it takes; None: it takes none.
+        rank: numbers in a vector; None: it takes none.
     """
 
     label: str
@@ -65,7 +65,7 @@ class VariantResult:
         block_efficiency: tokens / steps.
         interval: of the block efficiency; None: a domain has but one prompt.
         acceptance: chance that a draft is right, given that those before it in its round were; None: none was verified.
-        first_ms: median processor time of a round's first draft, which the code is applied for; None: there was none.
+        first_ms: median processor time of a round's first draft, with the vector; None: there was none.
         next_ms: the same of the drafts after it.
     """
 
@@ -148,7 +148,7 @@ class Comparison:
         ratios: of the last drafter to the others; of all prompts together, and of each domain.
         mean_ratios: the mean of the domains' ratios, where there are several.
         texts: of which all this is made.
-        steps: of the target, what codes add to them; empty where none were wanted.
+        steps: of the target, what vectors add to them; empty where none were wanted.
     """
 
     environment: Environment
@@ -176,10 +176,10 @@ class Comparison:
         return {f.variant: f for f in self.figures if (f.temperature, f.domain) == (temperature, domain)}
 
     def name(self, variant: Variant) -> str:
-        """Return the drafter's label, and its codes where it is compared with several kinds of them."""
-        several = len({other.codes for other in self.variants if other.drafter == variant.drafter}) > 1
-        codes = "no codes" if variant.codes == NO_CODES else variant.codes
-        return f"{variant.drafter} ({codes})" if several else variant.drafter
+        """Return the drafter's label, and its vectors where it is compared with several kinds of them."""
+        several = len({other.vectors for other in self.variants if other.drafter == variant.drafter}) > 1
+        vectors = "no vectors" if variant.vectors == NO_VECTORS else variant.vectors
+        return f"{variant.drafter} ({vectors})" if several else variant.drafter
 
 
 def ages_of(variants: Sequence[Variant]) -> list[int]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.cloud.text_writer import SteeringVectors, WrittenText
+from outrider.cloud.text_writer import TextVectors, WrittenText
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.steering import decode, encode
@@ -32,7 +32,7 @@ from outrider.proto.types import Sampling, SteeringPrecision, token_ids
 class SentVectors:
     """Steering vectors as an edge gets them: rounded to what travels, and `age` positions older than the freshest."""
 
-    vectors: SteeringVectors
+    vectors: TextVectors
     precision: SteeringPrecision
     age: int
 

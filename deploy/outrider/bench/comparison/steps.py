@@ -10,7 +10,7 @@ import numpy as np
 from outrider.bench.comparison.record import SteeringCost
 from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Sampler, VerificationInput
-from outrider.cloud.steering_codes import SteeringCodes
+from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.target import Rows, Target
 from outrider.cloud.text_writer import WrittenText
 from outrider.proto.types import Sampling, SteeringRequest
@@ -19,19 +19,19 @@ DRAFTS = (0, 4, 8)  # verified in a step
 PAIRS = 60
 
 
-def steering_costs(target: Target, codes: SteeringCodes, projection: str, text: WrittenText) -> list[SteeringCost]:
+def steering_costs(target: Target, vectors: SteeringVectors, projection: str, text: WrittenText) -> list[SteeringCost]:
     """Measure steps after the prompt of `text`, with each number of `DRAFTS` that the text is long enough for.
 
     Args:
-        target: that is tapped, as `codes` has left it.
-        codes: makes steering vectors as a verifier does.
+        target: that is tapped, as `vectors` has left it.
+        vectors: makes steering vectors as a verifier does.
         projection: of the vectors.
         text: whose tokens are verified.
     """
     cache = target.pool.allocate(len(text.transcript))
     try:
         target.forward([Rows(cache, text.transcript[: text.prompt_length - 1], 1)])
-        measuring = _Measuring(target, codes, SteeringRequest(projection), text, cache)
+        measuring = _Measuring(target, vectors, SteeringRequest(projection), text, cache)
         return [measuring.of(drafts) for drafts in DRAFTS if drafts < len(text)]
     finally:
         target.pool.release(cache)
@@ -40,7 +40,7 @@ def steering_costs(target: Target, codes: SteeringCodes, projection: str, text: 
 @dataclass(frozen=True)
 class _Measuring:
     target: Target
-    codes: SteeringCodes
+    vectors: SteeringVectors
     request: SteeringRequest
     text: WrittenText
     cache: SessionCache
@@ -68,5 +68,5 @@ class _Measuring:
         began = time.perf_counter()
         logits = self.target.forward([Rows(self.cache, (known[-1], *block), drafts + 1)])
         verified = [VerificationInput(Sampling(), known, prompt, block)]
-        self.codes.of([request], verified, sampler.sample(logits, verified))
+        self.vectors.of([request], verified, sampler.sample(logits, verified))
         return time.perf_counter() - began

@@ -11,13 +11,14 @@ from outrider.bench.statistics import Interval
 from outrider.bench.table import UNKNOWN, Grid, draw, interval_of, number
 
 ALL, MEAN = "all", "mean of domains"
+_HEADINGS = ("drafter", "vectors", "age", "efficiency", "95 %", "accept", "tokens", "steps", "first", "next")
 RATIOS_BESIDE = 4  # opponents in a table
 LEGEND = (
     "efficiency: block efficiency, committed tokens a target step in synchronous rounds; 95 %: its confidence "
     "interval, by resampling the prompts of each domain; accept: chance that a draft is right, given those before it; "
-    "first, next: median processor time of a round's first draft, for which the code is applied, and of one after it, "
-    "ms; age: positions by which codes are older than the freshest. Ratios are paired: both drafters have the same "
-    "texts in every resample; with a code: steps that make one by those without, pair by pair"
+    "first, next: median processor time of a round's first draft, with its vector, and of one after it, "
+    "ms; age: positions by which vectors are older than the freshest. Ratios are paired: both drafters have the same "
+    "texts in every resample; with a vector: steps that make one by those without, pair by pair"
 )
 
 
@@ -39,7 +40,7 @@ def grids(comparison: Comparison) -> list[Grid]:
 
 
 def _results(comparison: Comparison, temperature: float, condition: str) -> Grid:
-    headings = ("domain", "drafter", "codes", "age", "efficiency", "95 %", "accept", "tokens", "steps", "first", "next")
+    headings = ("domain", *_HEADINGS)
     blocks = []
     for domain in comparison.domains:
         by_variant = comparison.by_variant(temperature, domain)
@@ -50,19 +51,18 @@ def _results(comparison: Comparison, temperature: float, condition: str) -> Grid
 
 
 def _by_age(comparison: Comparison, temperature: float, condition: str) -> Grid:
-    """Return results of all prompts together: a block a steered drafter, which begins without codes."""
-    headings = ("drafter", "codes", "age", "efficiency", "95 %", "accept", "tokens", "steps", "first", "next")
+    """Return results of all prompts together: a block a steered drafter, which begins without vectors."""
     by_variant = comparison.by_variant(temperature, None)
     steered = [drafter.label for drafter in comparison.drafters if drafter.projection is not None]
     blocks = []
     for label in steered:
         own = sorted((v for v in by_variant if v.drafter == label), key=lambda v: v.age is not None)
         blocks.append(tuple(_result_row(by_variant[variant]) for variant in own))
-    return Grid(f"By age of the codes, all domains: {condition}", headings, 2, tuple(blocks))
+    return Grid(f"By age of the vectors, all domains: {condition}", _HEADINGS, 2, tuple(blocks))
 
 
 def _steps(comparison: Comparison) -> Grid:
-    headings = ("projection", "rows", "step, ms", "with a code", "quartiles")
+    headings = ("projection", "rows", "step, ms", "with a vector", "quartiles")
     rows = []
     for step in comparison.steps:
         quartiles = interval_of(Interval(step.low, step.high))
@@ -73,7 +73,7 @@ def _steps(comparison: Comparison) -> Grid:
 def _result_row(result: VariantResult) -> tuple[str, ...]:
     return (
         result.variant.drafter,
-        result.variant.codes,
+        result.variant.vectors,
         UNKNOWN if result.variant.age is None else str(result.variant.age),
         f"{result.block_efficiency:.3f}",
         interval_of(result.interval),

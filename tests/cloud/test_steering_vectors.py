@@ -1,4 +1,4 @@
-"""A commit's steering code is the projection of what a plain model has there, however the step came about."""
+"""A commit's steering vector is the projection of what a plain model has there, however the step came about."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud import steering_codes as steering_codes_module
+from outrider.cloud import steering_vectors as steering_vectors_module
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
-from outrider.cloud.folded_projection import FoldedProjection
 from outrider.cloud.projections import load_projections
 from outrider.cloud.sampling import Sampled, VerificationInput
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.slots import Outbox
-from outrider.cloud.steering import Projection
-from outrider.cloud.steering_codes import newest_rows
+from outrider.cloud.steering import FoldedProjection, Projection
+from outrider.cloud.steering_vectors import newest_rows
 from outrider.cloud.target import Rows, load_target
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
@@ -181,7 +180,7 @@ def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed)
     assert newest_rows(verified, sampled) == [0, 1 + agreed, 1 + (K + 1) + 1]
 
 
-# === the engine: which state a commit's code is of ==============================================================
+# === the engine: which state a commit's vector is of ==============================================================
 
 
 class Collected(Outbox):
@@ -220,12 +219,12 @@ def trained(layers: tuple[int, ...], seed: int) -> Projection:
     return projection
 
 
-def test_a_folded_projection_gives_the_codes_of_the_one_it_was_made_of():
+def test_a_folded_projection_gives_the_vectors_of_the_one_it_was_made_of():
     projection = trained(LAYERS, 5)
     taps = torch.randn(7, len(LAYERS) * HIDDEN) * torch.tensor([[1e-3], [1.0], [50.0], [1.0], [1e4], [0.0], [1.0]])
-    codes = FoldedProjection(projection, torch.device("cpu"))(taps)
-    assert off(torch.from_numpy(np.stack(codes)), projection(taps)) < 1e-5
-    assert [code.dtype for code in codes] == [np.float32] * 7
+    vectors = FoldedProjection(projection, torch.device("cpu"))(taps)
+    assert off(torch.from_numpy(np.stack(vectors)), projection(taps)) < 1e-5
+    assert [vector.dtype for vector in vectors] == [np.float32] * 7
 
 
 @pytest.fixture(scope="module")
@@ -272,12 +271,12 @@ def tokens_of(commits: list[Commit]) -> tuple[int, ...]:
     return tuple(token.id for commit in commits for token in commit.tokens)
 
 
-def codes_off(
+def vectors_off(
     model: Any, projection: Projection, start: tuple[int, ...], commits: list[Commit], shift: int = 0
 ) -> list[Any]:
-    """By commit, how far its code is from that of the plain model's state `shift` after where it should be of.
+    """By commit, how far its vector is from that of the plain model's state `shift` after where it should be of.
 
-    In steps of its rounding beyond what float32 leaves; None: it has no code.
+    In steps of its rounding beyond what float32 leaves; None: it has no vector.
     """
     states = plain(model, (*start, *tokens_of(commits)), projection.layers)
     with torch.inference_mode():
@@ -298,7 +297,7 @@ def codes_off(
 
 
 @pytest.mark.parametrize("precision", SteeringPrecision)
-def test_the_code_is_of_the_newest_valid_state_however_many_drafts_are_accepted(
+def test_the_vector_is_of_the_newest_valid_state_however_many_drafts_are_accepted(
     precision, engine, models, projections, wish
 ):
     _, expected = whole(engine, 1, opening(engine, "plain"))
@@ -317,16 +316,16 @@ def test_the_code_is_of_the_newest_valid_state_however_many_drafts_are_accepted(
     assert all(commit.verified == K for commit in commits[1:])
     assert all(commit.steering.precision is precision for commit in commits)
     model, projection = models("llama")[1], projections[wish.projection]
-    assert max(codes_off(model, projection, PROMPT, commits)) <= 1
+    assert max(vectors_off(model, projection, PROMPT, commits)) <= 1
     for shift in (-1, 1):
-        wrong = codes_off(model, projection, PROMPT, commits[:-1], shift)
+        wrong = vectors_off(model, projection, PROMPT, commits[:-1], shift)
         assert min(wrong) > 2, "of the position beside it would be told apart"
 
 
 def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, wish, monkeypatch):
-    right = steering_codes_module.newest_rows
+    right = steering_vectors_module.newest_rows
     monkeypatch.setattr(
-        steering_codes_module, "newest_rows", lambda verified, sampled: [row - 1 for row in right(verified, sampled)]
+        steering_vectors_module, "newest_rows", lambda verified, sampled: [row - 1 for row in right(verified, sampled)]
     )
     box = Collected()
     engine.post_open(1, opening(engine, "beside", drafting=True, patience=FOREVER, steering=wish), box)
@@ -337,19 +336,19 @@ def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, wish
     commits.append(box.commit())
     engine.post_close(1)
     assert commits[1].accepted == K
-    assert codes_off(models("llama")[1], projections[wish.projection], PROMPT, commits)[1] > 2
+    assert vectors_off(models("llama")[1], projections[wish.projection], PROMPT, commits)[1] > 2
 
 
-def test_codes_go_on_after_a_resume(engine, models, projections, wish):
+def test_vectors_go_on_after_a_resume(engine, models, projections, wish):
     text = tokens_of(whole(engine, 1, opening(engine, "first"))[1])
     _, commits = whole(engine, 2, opening(engine, "first", committed=text[:11], steering=wish))
     assert tokens_of(commits) == text[11:]
-    off_by = codes_off(models("llama")[1], projections[wish.projection], (*PROMPT, *text[:11]), commits)
+    off_by = vectors_off(models("llama")[1], projections[wish.projection], (*PROMPT, *text[:11]), commits)
     assert off_by.pop() is None, "the last commit has none"
     assert max(off_by) <= 1
 
 
-def test_among_sessions_that_share_steps_only_those_that_ask_get_codes(engine, models, projections):
+def test_among_sessions_that_share_steps_only_those_that_ask_get_vectors(engine, models, projections):
     one, two = projections
     wishes = {
         "one": SteeringRequest(one),
@@ -368,13 +367,13 @@ def test_among_sessions_that_share_steps_only_those_that_ask_get_codes(engine, m
     for key in range(len(boxes)):
         engine.post_close(key)
     assert steered == {"one": True, "none": False, "two": True, "unknown": False, "seldom": True, "off": True}
-    with_code = {name: [i for i, c in enumerate(cs) if c.steering is not None] for name, cs in commits.items()}
+    with_vector = {name: [i for i, c in enumerate(cs) if c.steering is not None] for name, cs in commits.items()}
     last = TEXT.max_tokens - 1
     every = list(range(last))
-    assert with_code == {"one": every, "none": [], "two": every, "unknown": [], "seldom": every[::3], "off": []}
+    assert with_vector == {"one": every, "none": [], "two": every, "unknown": [], "seldom": every[::3], "off": []}
     for key, (name, box_wish) in enumerate(wishes.items()):
-        if with_code[name]:
-            found = codes_off(models("llama")[1], projections[box_wish.projection], (key + 3, *PROMPT), commits[name])
+        if with_vector[name]:
+            found = vectors_off(models("llama")[1], projections[box_wish.projection], (key + 3, *PROMPT), commits[name])
             assert max(value for value in found if value is not None) <= 1, name
 
 
@@ -407,17 +406,17 @@ def test_a_wish_may_change_by_report_and_stays_in_the_next_turn(engine, models, 
     engine.post_close(1)
     first, second, last = commits[0], commits[1:-1], commits[-1]
     model = models("llama")[1]
-    assert codes_off(model, projections[one], PROMPT, [first]) <= [1]
-    states = codes_off(model, projections[two], PROMPT, commits)[1:-1]
+    assert vectors_off(model, projections[one], PROMPT, [first]) <= [1]
+    states = vectors_off(model, projections[two], PROMPT, commits)[1:-1]
     assert all(commit.steering.precision is SteeringPrecision.FLOAT16 for commit in second)
     assert max(states) <= 1
     assert last.steering is None
-    found = codes_off(model, projections[two], (*PROMPT, *tokens_of(commits), 3, 4), later)
+    found = vectors_off(model, projections[two], (*PROMPT, *tokens_of(commits), 3, 4), later)
     assert found.pop() is None
     assert max(found) <= 1
 
 
-def test_a_projection_that_fails_or_gives_no_numbers_costs_its_codes_and_no_text(engine, wish, monkeypatch, caplog):
+def test_a_projection_that_fails_or_gives_no_numbers_costs_its_vectors_and_no_text(engine, wish, monkeypatch, caplog):
     _, expected = whole(engine, 1, opening(engine, "fails"))
     right = FoldedProjection.__call__
 
@@ -443,7 +442,7 @@ def test_a_step_for_nobody_who_wishes_projects_nothing(engine, projections, monk
         raise AssertionError("computed for nobody")
 
     monkeypatch.setattr(FoldedProjection, "__call__", must_not_run)
-    monkeypatch.setattr(steering_codes_module, "newest_rows", must_not_run)
+    monkeypatch.setattr(steering_vectors_module, "newest_rows", must_not_run)
     _, commits = whole(engine, 1, opening(engine, "nobody", steering=SteeringRequest(next(iter(projections)), every=0)))
     assert len(tokens_of(commits)) == TEXT.max_tokens
 
@@ -472,10 +471,10 @@ def test_what_is_sent_is_counted(engine, wish):
         whose = {"model_name": engine.rules.model, "verifier": engine.rules.name}
         return engine.metrics.registry.get_sample_value(f"outrider:verifier_steering_{what}_total", whose)
 
-    before = counted("codes"), counted("bytes")
+    before = counted("vectors"), counted("bytes")
     whole(engine, 1, opening(engine, "counted", steering=replace(wish, precision=SteeringPrecision.FLOAT16)))
-    codes = TEXT.max_tokens - 1
-    assert (counted("codes") - before[0], counted("bytes") - before[1]) == (codes, 2 * RANK * codes)
+    vectors = TEXT.max_tokens - 1
+    assert (counted("vectors") - before[0], counted("bytes") - before[1]) == (vectors, 2 * RANK * vectors)
 
 
 # === loading ====================================================================================================
@@ -580,6 +579,6 @@ def test_a_verifier_that_was_told_of_a_projection_steers_over_grpc(models, tmp_p
 
     opened, commits = asyncio.run(scenario())
     assert opened.steered
-    found = codes_off(model, Projection.load(tmp_path / "projection.safetensors"), PROMPT, commits)
+    found = vectors_off(model, Projection.load(tmp_path / "projection.safetensors"), PROMPT, commits)
     assert found.pop() is None
     assert max(found) <= 1

@@ -1,4 +1,4 @@
-"""Which hidden state a commit's steering code is of, and the codes of a whole step at once."""
+"""The steering vectors of a whole step, each made from the newest valid hidden state of its session."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from outrider.cloud.folded_projection import FoldedProjection
 from outrider.cloud.sampling import Sampled, VerificationInput
-from outrider.cloud.steering import Projection
+from outrider.cloud.steering import FoldedProjection, Projection
 from outrider.cloud.target import Target
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.steering import encode
@@ -20,12 +19,12 @@ from outrider.proto.types import CommittedToken, Steering, SteeringPrecision, St
 log = logging.getLogger(__name__)
 
 
-class SteeringCodes:
-    """Makes the codes that commits carry: one batch a projection, one copy to the host, nothing where none is wanted.
+class SteeringVectors:
+    """Makes the vectors that commits carry: one batch and one copy to the host for each projection that is asked for.
 
     Args:
-        target: is tapped from now on, if there is a projection.
-        projections: by id.
+        target: the model to tap, if there is a projection.
+        projections: the projections by id.
     """
 
     def __init__(self, target: Target, projections: Mapping[str, Projection]) -> None:
@@ -40,35 +39,35 @@ class SteeringCodes:
         inputs: Sequence[VerificationInput],
         sampled: Sequence[Sampled],
     ) -> list[Steering | None]:
-        """[n] after a step, each session's code of its newest state that holds; None where none is asked for.
+        """Return [n] each session's vector from its newest valid state after a step; None where none is asked for.
 
         Args:
-            requests: [n] by session.
+            requests: [n] what each session asks for.
             inputs: [n] what the step verified, in the order of its logits.
-            sampled: [n] what came of it.
+            sampled: [n] the step's results.
         """
-        codes: list[Steering | None] = [None] * len(requests)
+        vectors: list[Steering | None] = [None] * len(requests)
         asking: defaultdict[str, list[tuple[int, SteeringPrecision]]] = defaultdict(list)
         for i, request in enumerate(requests):
             if request is not None:
                 asking[request.projection].append((i, request.precision))
         if not asking:
-            return codes
+            return vectors
         rows = newest_rows(inputs, sampled)
         for name, sessions in asking.items():
             project = self._projections[name]
             try:
                 made = project(self._target.tapped(project.layers, [rows[i] for i, _ in sessions]))
-            except RuntimeError as error:  # what torch raises, as for want of memory: no text ends for want of a code
-                log.warning("no steering codes in this step: %s", str(error).split("\n")[0])
+            except RuntimeError as error:  # torch raises it for want of memory too, and no text ends for a vector
+                log.warning("no steering vectors in this step: %s", str(error).split("\n")[0])
                 continue
             for (i, precision), numbers in zip(sessions, made, strict=True):
-                codes[i] = _encoded(numbers, precision)
-        return codes
+                vectors[i] = _encoded(numbers, precision)
+        return vectors
 
 
 def newest_rows(inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]) -> list[int]:
-    """[n] each session's row, among the step's logits, of the newest position that is still right after the step.
+    """Return [n] each session's row, among the step's logits, of the newest position that is valid after the step.
 
     A session's first row is its last committed token, at position p; row j after it is its draft at p + j. Where a
     drafts agree, a + 1 tokens are committed, the last of which has not been processed: the newest that has is p + a.
@@ -79,14 +78,14 @@ def newest_rows(inputs: Sequence[VerificationInput], sampled: Sequence[Sampled])
 
 
 def _agreed(block: tuple[int, ...], tokens_by_target: tuple[CommittedToken, ...]) -> int:
-    """How many of the drafts `block` [k] the target says too, before the first that it does not."""
+    """Return how many drafts of `block` [k] the target accepts."""
     return next((j for j, draft in enumerate(block) if draft != tokens_by_target[j].id), len(block))
 
 
-def _encoded(code: np.ndarray, precision: SteeringPrecision) -> Steering | None:
-    """None where a number is not finite, as after an overflow in the target's own."""
+def _encoded(vector: np.ndarray, precision: SteeringPrecision) -> Steering | None:
+    """Return the vector for the wire; None where a number is not finite, which an overflow in the target causes."""
     try:
-        return encode(code, precision)
+        return encode(vector, precision)
     except InvalidArgument as error:
-        log.warning("a steering code is not sent: %s", error)
+        log.warning("a steering vector is not sent: %s", error)
         return None
