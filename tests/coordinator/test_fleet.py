@@ -252,9 +252,9 @@ def test_reports_come_back_as_the_prior_of_leases_and_in_the_status_only_as_sums
             assert route.prior(TextFeatures(PROSE, 4)).drafters == prose.prior.drafters
             assert route.prior(TextFeatures(PROSE, 4)).acceptance_of("general", "1")[0] == pytest.approx(0.2, abs=0.05)
             status = await client.status()
-            shown = {(cell.of.drafter, cell.prompt_class, cell.link_class): cell for cell in status.acceptance}
+            shown = {(cell.prior.drafter, cell.prompt_class, cell.link_class): cell for cell in status.acceptance}
             assert set(shown) == {("general", CODE, 2), ("tiny-drafter", CODE, 2), ("general", PROSE, 4)}
-            assert shown["general", PROSE, 4].of.acceptance == pytest.approx(0.2)
+            assert shown["general", PROSE, 4].prior.acceptance == pytest.approx(0.2)
             for report in (*status.recent, *(edge.last for edge in status.edges)):
                 assert (report.drafter_hits, report.prompt_class, report.link_class) == ((), 0, 0)
         finally:
@@ -306,7 +306,7 @@ def test_where_keys_are_asked_for_only_reports_with_one_count(serve: Serve, tmp_
             assert (await root.status()).acceptance == ()
             await alice.report(text(hits(0.75)))
             (cell,) = (await root.status()).acceptance
-            assert (cell.of.acceptance, cell.of.trials) == (0.75, 200.0)
+            assert (cell.prior.acceptance, cell.prior.trials) == (0.75, 200.0)
         finally:
             await alice.close()
             await root.close()

@@ -70,11 +70,11 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
         cells = status.acceptance
         kinds = {PromptClass.CODE, PromptClass.PROSE}
         assert {cell.prompt_class for cell in cells} == kinds, "of the text of two tokens nothing was told"
-        assert {(cell.of.drafter, cell.of.drafter_version) for cell in cells} == {drafter}
+        assert {(cell.prior.drafter, cell.prior.drafter_version) for cell in cells} == {drafter}
         compared = sum(
             hits.compared for report in map(codec.decode_report, said["ReportSession"]) for hits in report.drafter_hits
         )
-        assert sum(cell.of.trials for cell in cells) == pytest.approx(compared, rel=0.02)
+        assert sum(cell.prior.trials for cell in cells) == pytest.approx(compared, rel=0.02)
         async with Client(config) as second:
             ready = second.ready
             assert ready is not None

@@ -138,7 +138,7 @@ class FleetAcceptance:
             for identity, cells in self._drafters.items()
             for which, hits in cells.of.items()
         ]
-        return tuple(sorted(cells, key=lambda cell: -cell.of.trials)[:MAX_SHOWN])
+        return tuple(sorted(cells, key=lambda cell: -cell.prior.trials)[:MAX_SHOWN])
 
     def rows(self) -> list[CellRow]:
         """Return all hits as rows to be saved."""

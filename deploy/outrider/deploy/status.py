@@ -156,12 +156,12 @@ def _report(report: SessionReport) -> dict[str, Any]:
 def _acceptance(cell: ClassAcceptance) -> dict[str, Any]:
     return {
         "model": cell.model,
-        "drafter": cell.of.drafter,
-        "drafter_version": cell.of.drafter_version,
+        "drafter": cell.prior.drafter,
+        "drafter_version": cell.prior.drafter_version,
         "prompt_class": class_name(cell.prompt_class),
         "link_class": cell.link_class,
-        "acceptance": round(cell.of.acceptance, 4),
-        "trials": round(cell.of.trials, 1),
+        "acceptance": round(cell.prior.acceptance, 4),
+        "trials": round(cell.prior.trials, 1),
     }
 
 

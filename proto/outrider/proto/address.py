@@ -8,7 +8,7 @@ from outrider.proto.errors import ConfigError
 
 
 def split_address(address: str, field: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[v6]:port`; raises `ConfigError` on `field`."""
+    """Split `host:port` or `[v6]:port`; raise `ConfigError` about `field` where it is neither."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError(f"{address!r} is not host:port", field=field)
@@ -16,12 +16,12 @@ def split_address(address: str, field: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """The same, put together."""
+    """Return `host:port`, or `[host]:port` for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can only be reached from this machine. Names are not resolved: they may change."""
+    """Return whether `host` can only be reached from this machine; names are not resolved, since they may change."""
     if host == "localhost":
         return True
     try:
@@ -31,12 +31,12 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local_address(address: str, field: str) -> bool:
-    """Whether `host:port` can only be reached from this machine; raises `ConfigError` on `field`."""
+    """Return whether `host:port` can only be reached from this machine; raise `ConfigError` about `field`."""
     return is_loopback(split_address(address, field)[0])
 
 
 def is_local_peer(peer: str) -> bool:
-    """Whether what gRPC calls the other side (`ipv4:127.0.0.1:5`, `ipv6:%5B::1%5D:5`, `unix:`) is on this machine."""
+    """Return whether a gRPC peer (`ipv4:127.0.0.1:5`, `ipv6:%5B::1%5D:5`, `unix:`) is on this machine."""
     kind, _, rest = peer.partition(":")
     if kind == "unix":
         return True

@@ -1,4 +1,4 @@
-"""gRPC options that both ends must share: keepalive that the other side permits, and bounded messages."""
+"""gRPC options that both ends share: keepalive that the other side permits, and bounded messages."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ _LIMITS = [
 
 CLIENT_OPTIONS = [*_LIMITS, ("grpc.enable_retries", 0), ("grpc.max_reconnect_backoff_ms", 2_000)]
 
-# A decoding stream is a trickle of small frames, on an uplink that may be thin. gRPC would probe for its bandwidth, and
-# top up two flow-control windows with every write: as many bytes as the drafts themselves (measured: 17 + 26 with each
-# message of 30). A stream's window below HTTP/2's initial 64 KiB of the connection leaves nothing to top up there,
-# until that is used up (`edge.link.Channels` then connects anew); the stream's own is topped up by every write.
+# A decoding stream is a trickle of small frames on an uplink that may be thin. gRPC would probe its bandwidth and top
+# up two flow-control windows with every write, in as many bytes as the drafts themselves (measured: 17 + 26 with each
+# message of 30). A stream window below the connection's initial 64 KiB leaves the connection's nothing to top up until
+# it is used up (`edge.link.Channels` then reconnects); the stream's own is topped up by every write.
 DECODING_WINDOW_BYTES = 16 * 1024
 CONNECTION_WINDOW_BYTES = 65_535
 DECODING_OPTIONS = [
     *CLIENT_OPTIONS,
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", DECODING_WINDOW_BYTES),
-    ("grpc.use_local_subchannel_pool", 1),  # else a new channel gets the old connection, and its backoff
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise a new channel gets the old connection and its backoff
 ]
 
-# A server refuses pings closer together than this ("too many pings"); half the client's interval leaves room.
+# A server refuses pings closer than this ("too many pings"); half the client's interval leaves room.
+
 SERVER_OPTIONS = [
     *_LIMITS,
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),

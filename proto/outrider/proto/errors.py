@@ -1,8 +1,8 @@
 """The error tree.
 
-Every error that reaches a user is one of these. Its message says what is wrong and how to mend it; `field` names
-the part of the request at fault; `retry_after_s` is set where the same request may succeed later. `status` is the name
-of the gRPC status that carries it; `outrider.proto.rpc_errors` translates.
+Every error that reaches a user is one of these. Its message says what is wrong and how to mend it; `field` names the
+part of the request at fault; `retry_after_s` is set if the same request may succeed later. `status` names the gRPC
+status that carries it; `outrider.proto.rpc_errors` translates.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 
 class OutriderError(Exception):
-    """Anything that Outrider refuses or that failed in it."""
+    """Anything that Outrider refuses or that fails in it."""
 
     status: ClassVar[str] = "INTERNAL"
 
@@ -36,7 +36,7 @@ class PromptTooLong(InvalidArgument):
 
 
 class UnknownToken(InvalidArgument):
-    """A token id that the target's vocabulary does not have."""
+    """The target's vocabulary does not have a token id."""
 
 
 class ConfigError(InvalidArgument):
@@ -54,7 +54,7 @@ class TokenizerMismatch(FailedPrecondition):
 
 
 class ModelRefused(FailedPrecondition):
-    """A model that cannot be loaded, exported or trusted as it is."""
+    """A model cannot be loaded, exported or trusted as it is."""
 
 
 class UnsupportedProtocol(FailedPrecondition):
@@ -68,29 +68,29 @@ class Unauthenticated(OutriderError):
 
 
 class LeaseExpired(Unauthenticated):
-    """The lease was right, but is too old: ask for a new one."""
+    """The lease is genuine but too old; ask for a new one."""
 
 
 class PermissionDenied(OutriderError):
-    """Whoever asks is known, and may not do this."""
+    """The caller is known, and may not do this."""
 
     status = "PERMISSION_DENIED"
 
 
 class NotFound(OutriderError):
-    """No such model, drafter, verifier or file."""
+    """There is no such model, drafter, verifier or file."""
 
     status = "NOT_FOUND"
 
 
 class ResourceExhausted(OutriderError):
-    """Too many sessions, no KV memory left, or more drafts than the credit allows."""
+    """There are too many sessions, no KV memory is left, or drafts exceed the credit."""
 
     status = "RESOURCE_EXHAUSTED"
 
 
 class Unavailable(OutriderError):
-    """Nobody answers just now: the other side is down, draining or restarting."""
+    """The other side is down, draining or restarting."""
 
     status = "UNAVAILABLE"
 
@@ -114,4 +114,4 @@ class DataLoss(OutriderError):
 
 
 class Internal(OutriderError):
-    """A defect of Outrider itself."""
+    """Outrider itself has a defect."""

@@ -1,11 +1,11 @@
-"""Lease tokens: a claim, its expiry and an HMAC-SHA256 over both. The coordinator signs, the verifier checks.
+"""Lease tokens: a claim with its expiry under an HMAC-SHA256, signed by the coordinator and checked by the verifier.
 
 A token is `claim "." signature`, both base64url without padding; the claim is JSON. It binds one session to one
-verifier and one model until a wall-clock time; whoever holds the shared secret can check it without asking anybody.
+verifier and one model until a wall-clock time. The shared secret suffices to check it.
 
-Whoever has a token can decode as its session until it expires, so it travels under TLS and is never logged. Clocks of
-coordinator and verifiers may differ by `CLOCK_SKEW_S`: a lease is good for so much longer, and where a verifier's clock
-is ahead by more than that, leases end early by the rest. Run NTP.
+A token lets its bearer decode as its session until it expires, so it travels under TLS and is never logged. Clocks of
+coordinator and verifiers may differ by `CLOCK_SKEW_S`: a lease stays valid for that much longer, and if a verifier's
+clock is ahead by more, leases end early by the difference. Run NTP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.proto.errors import ConfigError, LeaseExpired, Unauthenticated
 
 MIN_SECRET_BYTES = 16
 CLOCK_SKEW_S = 5.0
-LEASE_METADATA = "outrider-lease-bin"  # of a relayed call
+LEASE_METADATA = "outrider-lease-bin"  # on a relayed call
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class LeaseClaim:
     """What a lease allows.
 
     Attributes:
-        verifier: its name; no other may take it.
+        verifier: name of the verifier; no other may take it.
         model: the target's id.
-        session: its id; no other session may use it.
-        expires_at_s: Unix time.
-        key: name of the API key that it was given to; empty: none was asked for.
-        tokens_per_minute: that the verifier may generate for that key, in all its sessions; 0: no limit.
+        session: id of the session; no other may use it.
+        expires_at_s: expiry, in Unix seconds.
+        key: name of the API key that it was given to; empty: none was needed.
+        tokens_per_minute: limit on what the verifier generates for that key, in all its sessions; 0: none.
     """
 
     verifier: str
@@ -48,43 +48,43 @@ class LeaseClaim:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            wanted = {"float": int | float, "int": int}.get(str(field.type), str)
-            if not isinstance(value, wanted) or isinstance(value, bool):
+            kind = {"float": int | float, "int": int}.get(str(field.type), str)
+            if not isinstance(value, kind) or isinstance(value, bool):
                 raise TypeError(f"{field.name} is {value!r}")
         if not (math.isfinite(self.expires_at_s) and self.tokens_per_minute >= 0):
             raise ValueError("a number is out of range")
 
 
 def sign_lease(claim: LeaseClaim, secret: bytes) -> bytes:
-    """The token of `claim`."""
+    """Return the token of `claim`."""
     _check_secret(secret)
     defaults = {field.name: field.default for field in fields(claim) if field.default is not MISSING}
-    said = {name: value for name, value in asdict(claim).items() if value != defaults.get(name)}
-    body = base64.urlsafe_b64encode(json.dumps(said, sort_keys=True).encode()).rstrip(b"=")
+    stated = {name: value for name, value in asdict(claim).items() if value != defaults.get(name)}
+    body = base64.urlsafe_b64encode(json.dumps(stated, sort_keys=True).encode()).rstrip(b"=")
     return body + b"." + _signature(body, secret)
 
 
 def verify_lease(token: bytes, secret: bytes, *, verifier: str, model: str, session: str, now_s: float) -> LeaseClaim:
-    """The claim in `token`, if it is genuine, meant for this use, and not over at Unix time `now_s`.
+    """Return the claim in `token`, if it is genuine, meant for this use, and valid at Unix time `now_s`.
 
     Raises:
-        Unauthenticated: missing, forged, malformed, or for another verifier, model or session.
-        LeaseExpired: genuine but too old.
+        Unauthenticated: the token is missing, forged, malformed, or for another verifier, model or session.
+        LeaseExpired: it is genuine but too old.
     """
     claim = _genuine(token, secret)
-    for name, wanted in (("verifier", verifier), ("model", model), ("session", session)):
-        if getattr(claim, name) != wanted:
-            raise Unauthenticated(f"is for {name} {getattr(claim, name)!r}, not {wanted!r}", field="open.lease")
+    for name, expected in (("verifier", verifier), ("model", model), ("session", session)):
+        if getattr(claim, name) != expected:
+            raise Unauthenticated(f"is for {name} {getattr(claim, name)!r}, not {expected!r}", field="open.lease")
     _check_expiry(claim, now_s)
     return claim
 
 
 def read_lease(token: bytes, secret: bytes, *, now_s: float) -> LeaseClaim:
-    """The claim in `token`, if it is genuine and not over; for a relay, which leaves the rest to the verifier.
+    """Return the claim in `token`, if it is genuine and valid; a relay leaves the other checks to the verifier.
 
     Raises:
-        Unauthenticated: missing, forged or malformed.
-        LeaseExpired: genuine but too old.
+        Unauthenticated: the token is missing, forged or malformed.
+        LeaseExpired: it is genuine but too old.
     """
     claim = _genuine(token, secret)
     _check_expiry(claim, now_s)
@@ -92,10 +92,10 @@ def read_lease(token: bytes, secret: bytes, *, now_s: float) -> LeaseClaim:
 
 
 def expiry_s(token: bytes) -> float:
-    """The Unix time at which `token` says that it ends, whoever signed it: no proof of anything, but a clock reading.
+    """Return the expiry that `token` states, in Unix seconds, without checking its signature.
 
     Raises:
-        Unauthenticated: not a lease token.
+        Unauthenticated: it is not a lease token.
     """
     return _parse_claim(token.partition(b".")[0]).expires_at_s
 

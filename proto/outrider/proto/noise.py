@@ -36,13 +36,13 @@ _LN2 = 0.6931471805599453
 
 
 def _slice_table() -> tuple[np.ndarray, np.ndarray]:
-    """1/c and log c of every slice, [2^9] float64 each; log c by decimal arithmetic, the same on every machine."""
+    """Return 1/c and log c of every slice, [2^9] float64 each; decimal arithmetic is the same on every machine."""
     width = np.int64(1) << np.int64(52 - _SLICE_BITS)
     low_bits = np.int64(_OFFSET) + np.arange(1 << _SLICE_BITS, dtype=np.int64) * width
     middle = (low_bits.view(np.float64) + (low_bits + width).view(np.float64)) / 2
     one = np.int64(0x3FF0000000000000)
     middle[(low_bits >= one - 2 * width) & (low_bits < one + width)] = 1.0
-    inverse = (1.0 / middle).astype(np.float32).astype(np.float64)  # short numbers; log c is taken of that very one
+    inverse = (1.0 / middle).astype(np.float32).astype(np.float64)  # short numbers, whose exact log c follows
     with decimal.localcontext(prec=30):
         log_c = [-float(decimal.Decimal(float(number)).ln()) for number in inverse]
     return inverse, np.array(log_c)
@@ -52,7 +52,7 @@ _INVERSE, _LOG_C = _slice_table()
 
 
 def row_key(seed: int, position: int) -> int:
-    """The 64-bit key of all noise at one position, as an unsigned Python integer."""
+    """Return the 64-bit key of all noise at one position, as an unsigned Python integer."""
     return _mix_int(_mix_int((seed + _GOLDEN) & _MASK) ^ _mix_int((position * _MIX_1 + _GOLDEN) & _MASK))
 
 
@@ -63,8 +63,8 @@ def _mix_int(x: int) -> int:
 
 
 def random_bits(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
-    """64 random bits for each token, uint64 of the shape of `tokens` (any integer type, ids >= 0)."""
-    # In place and with constants made once: a drafter asks for 128 entries a token, where each array made costs 1 us.
+    """Return 64 random bits for each token, uint64 in the shape of `tokens` (any integer type, ids >= 0)."""
+    # In place, with constants made once: a drafter needs 128 entries a token, where each new array costs 1 us.
     x = tokens.astype(np.uint64)
     x *= _GOLDEN_64
     x += np.uint64((row_key(seed, position) + _GOLDEN) & _MASK)  # the golden ratio once more: tokens count from one
@@ -78,7 +78,7 @@ def random_bits(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
 
 
 def uniform(bits: np.ndarray) -> np.ndarray:
-    """U = (k + 1/2) / 2^52 in (0, 1) from the upper 52 bits; float64 of the shape of `bits`."""
+    """Return u = (k + 1/2) / 2^52 in (0, 1) from the upper 52 bits; float64 in the shape of `bits`."""
     u: np.ndarray = (bits >> _UNUSED_BITS).astype(np.float64)
     u += 0.5
     u *= 2.0**-52
@@ -86,14 +86,14 @@ def uniform(bits: np.ndarray) -> np.ndarray:
 
 
 def gumbel(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
-    """G(seed, position, token) for each token; float64 of the shape of `tokens`."""
+    """Return G(seed, position, token) for each token; float64 in the shape of `tokens`."""
     return -portable_log(-portable_log(uniform(random_bits(seed, position, tokens))))
 
 
 def gumbel_for_proposals(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
-    """`gumbel` to within 1e-12 at a quarter of its time, by the machine's own logarithm.
+    """Return `gumbel` to within 1e-12 in a quarter of its time, with the machine's own logarithm.
 
-    For drafters only: a proposal binds nobody, so a last bit that differs can cost one hit in a million million.
+    Drafters alone may use it: a last bit that differs costs a proposal one hit in a million million, and no text.
     """
     x = uniform(random_bits(seed, position, tokens))
     for _ in range(2):
@@ -103,7 +103,7 @@ def gumbel_for_proposals(seed: int, position: int, tokens: np.ndarray) -> np.nda
 
 
 def portable_log(x: np.ndarray) -> np.ndarray:
-    """Natural logarithm of positive normal float64 numbers: relative error below 1e-13, bit-equal anywhere."""
+    """Return the natural logarithm of positive normal float64: relative error below 1e-13, bit-equal anywhere."""
     bits = x.view(np.int64)
     shifted = bits - np.int64(_OFFSET)
     exponent = shifted >> np.int64(52)
@@ -115,21 +115,21 @@ def portable_log(x: np.ndarray) -> np.ndarray:
 
 
 def _log1p_series(r: Any) -> Any:
-    """log(1 + r) for |r| < 2^-8 by its Taylor series to r^7; works on numpy and torch arrays alike."""
+    """Return log(1 + r) for |r| < 2^-8 by its Taylor series to r^7, on numpy and torch arrays alike."""
     tail = ((((r * (1 / 7) - 1 / 6) * r + 1 / 5) * r - 1 / 4) * r + 1 / 3) * r - 1 / 2
     return r + r * r * tail
 
 
 class NoiseSieve:
-    """Finds the few tokens whose noise reaches a bound, by integers alone: one hash and one comparison a token.
+    """Finds the few tokens whose noise reaches a bound, with one integer hash and one comparison a token.
 
-    G grows with u, and u with the bits, so a bound on G is a bound on the bits and no logarithm is needed. Holds the
-    buffers that it works in, so it is for one thread.
+    G grows with u, and u with the bits, so a bound on G is a bound on the bits and no logarithm is needed. It holds its
+    own buffers, so it is for one thread.
     """
 
-    # Three arrays of this many tokens stay in a core's second cache.
+    # Three arrays of this many tokens stay in a core's second-level cache.
     _CHUNK = 8192
-    # What a bound is lowered by, in units of G and of the 64 bits: more than its own rounding and the bits left out.
+    # A bound is lowered by this much, in units of G and of the 64 bits: more than its rounding and the bits left out.
     _SLACK = 1e-6
     _SLACK_BITS = 2.0**34
 
@@ -139,18 +139,18 @@ class NoiseSieve:
         self._shifted = np.empty_like(self._bits)
 
     def reaches(self, key: int, bound: float) -> np.ndarray:
-        """[vocab] bool for the `row_key` `key`: True for every token with G >= `bound`, and hardly any other."""
-        # u >= exp(-exp(-bound)), taken as a distance from 1, which is exact where u is next to 1.
+        """Return [vocab] bool for the `row_key` `key`: True where G >= `bound`, and hardly anywhere else."""
+        # u >= exp(-exp(-bound)), as a distance from 1, which is exact for u next to 1.
         distance = -math.expm1(-math.exp(min(50.0, self._SLACK - bound))) * 2.0**64 + self._SLACK_BITS
-        least = np.uint64(max(0, (1 << 64) - int(distance)))
+        min_bits = np.uint64(max(0, (1 << 64) - int(distance)))
         mask = np.empty(len(self._counters), bool)
         for first in range(0, len(mask), self._CHUNK):
             chunk = slice(first, first + self._CHUNK)
-            np.greater_equal(self._upper_bits(np.uint64(key), self._counters[chunk]), least, out=mask[chunk])
+            np.greater_equal(self._upper_bits(np.uint64(key), self._counters[chunk]), min_bits, out=mask[chunk])
         return mask
 
     def bits(self, keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """`random_bits` for pairs of a `row_key` [n] uint64 and a token [n] int64: [n] uint64."""
+        """Return `random_bits` [n] uint64 for pairs of a `row_key` [n] uint64 and a token [n] int64."""
         x = self._counters[tokens] + keys
         x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
@@ -158,7 +158,7 @@ class NoiseSieve:
         return bits
 
     def _upper_bits(self, key: np.uint64, counters: np.ndarray) -> np.ndarray:
-        """As `bits`, in place, but only the upper 31 are right: the last mixing would leave them as they are."""
+        """Compute `bits` in place, of which the upper 31 alone are right: the last mixing would not change them."""
         x, shifted = self._bits[: len(counters)], self._shifted[: len(counters)]
         np.add(counters, key, out=x)
         x ^= np.right_shift(x, np.uint64(30), out=shifted)
@@ -169,39 +169,37 @@ class NoiseSieve:
 
 
 class TorchNoise:
-    """The same noise for torch, on any device. Made once a device, since it holds the logarithm's tables.
-
-    `torch` is handed in, so that this module never imports it.
-    """
+    """The same noise in torch, on any device."""
 
     def __init__(self, torch: Any, device: Any = "cpu") -> None:
+        """Put the logarithm's tables on `device`; `torch` is an argument so that this module never imports it."""
         self._torch = torch
         self._device = device
         self._inverse = torch.from_numpy(_INVERSE).to(device)
         self._log_c = torch.from_numpy(_LOG_C).to(device)
 
     def random_bits(self, row_keys: Any, tokens: Any) -> Any:
-        """[..., t] int64 holding the 64 random bits, for `row_keys` [...] int64 and `tokens` [..., t] or [t] int64."""
+        """Return the 64 random bits [..., t] int64 for `row_keys` [...] int64 and `tokens` [..., t] or [t] int64."""
         x = row_keys.unsqueeze(-1) + (tokens + 1) * _signed(_GOLDEN)
         x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(_MIX_1)
         x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(_MIX_2)
         return x ^ ((x >> 31) & ((1 << 33) - 1))
 
     def row_keys(self, seeds: list[int], positions: list[int]) -> Any:
-        """[rows] int64 keys of (seed, position) pairs."""
+        """Return the keys [rows] int64 of (seed, position) pairs."""
         keys = [_signed(row_key(seed, position)) for seed, position in zip(seeds, positions, strict=True)]
         return self._torch.tensor(keys, dtype=self._torch.int64, device=self._device)
 
     def uniform(self, bits: Any) -> Any:
-        """As the function of the same name; `bits` int64."""
+        """Return u in (0, 1) float64 from the upper 52 of `bits` int64."""
         return (((bits >> 12) & ((1 << 52) - 1)).to(self._torch.float64) + 0.5) * 2.0**-52
 
     def gumbel(self, row_keys: Any, tokens: Any) -> Any:
-        """[..., t] float64, bit-equal to `gumbel` of numpy."""
+        """Return the noise [..., t] float64, bit-equal to numpy's `gumbel`."""
         return -self.log(-self.log(self.uniform(self.random_bits(row_keys, tokens))))
 
     def log(self, x: Any) -> Any:
-        """`portable_log` in torch."""
+        """Return the natural logarithm, bit-equal to `portable_log`."""
         torch = self._torch
         bits = x.contiguous().view(torch.int64)
         shifted = bits - _OFFSET

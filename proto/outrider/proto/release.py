@@ -1,4 +1,4 @@
-"""Which release of Outrider this is, for the other side and for people. What decides is the protocol version."""
+"""Which release of Outrider this is, for people; compatibility is decided by the protocol version alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNKNOWN = "unknown"
 
 @functools.cache
 def release() -> str:
-    """The installed version, such as `0.1.0`; `unknown` where the package runs without being installed."""
+    """Return the installed version, such as `0.1.0`; `unknown` if the package is not installed."""
     try:
         return metadata.version("outrider")
     except metadata.PackageNotFoundError:

@@ -18,7 +18,7 @@ def _leaves_first(error_type: type[OutriderError]) -> list[type[OutriderError]]:
     return [*found, error_type]
 
 
-# For a client that knows only the status code: the broadest error with that code.
+# The broadest error of each status code, for answers without our detail.
 _BY_STATUS = {kind.status: kind for kind in _leaves_first(OutriderError)} | {Internal.status: Internal}
 
 
@@ -35,11 +35,11 @@ def _detail(value: bytes) -> pb.ErrorDetail | None:
         result: pb.ErrorDetail = pb.ErrorDetail.FromString(value)
         return result
     except DecodeError:
-        return None  # somebody between us and the server has touched it; the status still tells the kind
+        return None  # a proxy has changed it; the status still tells the kind
 
 
 def from_rpc_error(rpc_error: grpc.RpcError) -> OutriderError:
-    """Return the error that a failed call stands for; a status without our detail maps by its code."""
+    """Return the error that a failed call stands for; without our detail the status code decides."""
     code = rpc_error.code()
     by_status = _BY_STATUS.get(code.name, Internal)
     for key, value in rpc_error.trailing_metadata() or ():

@@ -30,9 +30,9 @@ from outrider.proto.errors import ConfigError, OutriderError
 
 REQUIRED: Any = dataclasses.MISSING
 Check = Callable[[Any], object]
-"""Raises `ValueError` or `OutriderError` with what is wrong with a value; what it returns does not matter."""
+"""Raises `ValueError` or `OutriderError` that says what is wrong with a value; its result is ignored."""
 Many = Literal["repeat", "commas", "words", "rest"]
-"""How a tuple is written: `--x A --x B`, `--x A,B`, `--x A B`, or all that is left of the line."""
+"""How a tuple is written: `--x A --x B`, `--x A,B`, `--x A B`, or the remainder of the line."""
 
 UNITS = {"_s": "S", "_ms": "MS", "_mb": "MB"}
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}
@@ -42,7 +42,7 @@ _DECLARED: dict[type[Any], Mapping[str, Declared]] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is said of a field besides its name, type and default; `option` makes it."""
+    """Declaration of a field beside its name, type and default; `option` makes it."""
 
     help: str
     metavar: str = ""
@@ -72,17 +72,17 @@ def option(
     """Declare a field that an option sets.
 
     Args:
-        default: `REQUIRED` where there is none.
-        help: what the option does, for people; its type, unit and default are added.
-        metavar: stands for the value in help texts; empty: by the field's type, or its unit as in `keep_s`.
-        flag: the option without its dashes; empty: the field's name without its unit.
-        group: heading of the help text that it stands under.
-        choices: words that it may be.
-        check: refuses values; of a tuple, each entry is checked.
-        parse: makes the value from text; None: by the field's type.
+        default: default value; `REQUIRED`: none.
+        help: effect of the option, for people; its type, unit and default are added.
+        metavar: placeholder of the value in help texts; empty: from the field's type, or its unit as in `keep_s`.
+        flag: option without its dashes; empty: the field's name without its unit.
+        group: heading in the help text.
+        choices: allowed words.
+        check: check of the value, or of each entry of a tuple.
+        parse: conversion from text; None: from the field's type.
         many: how a tuple is written.
-        positional: it is an argument without a flag.
-        shown: False keeps a secret out of the settings' `repr`.
+        positional: whether it is an argument without a flag.
+        shown: whether the settings' `repr` has it; False keeps a secret out.
     """
     made = Option(
         help=help,
@@ -106,7 +106,7 @@ class Declared:
         kind: type of the value, or of each entry of a tuple; `object` where the option parses by itself.
         optional: whether it may be None.
         several: whether it is a tuple.
-        default: `REQUIRED` where there is none.
+        default: default value; `REQUIRED`: none.
     """
 
     name: str
@@ -118,13 +118,13 @@ class Declared:
 
     @property
     def flag(self) -> str:
-        """The option without its dashes."""
+        """Option without its dashes."""
         unit = next((unit for unit in UNITS if self.name.endswith(unit)), "")
         return self.option.flag or self.name.removesuffix(unit).replace("_", "-")
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in help texts; empty for switches and choices."""
+        """Placeholder of the value in help texts; empty for switches and choices."""
         if self.option.metavar or self.choices:
             return self.option.metavar
         unit = next((word for unit, word in UNITS.items() if self.name.endswith(unit)), "")
@@ -132,17 +132,17 @@ class Declared:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Words that it may be; empty: any."""
+        """Allowed words; empty: any text."""
         return tuple(_words(self.kind)) if issubclass(self.kind, Enum) else self.option.choices
 
     def parse(self, text: str) -> Any:
-        """Make the value, or one of several, from `text`; raises `ValueError` with what is wrong."""
+        """Make the value, or one entry of a tuple, from `text`; raise `ValueError` that says what is wrong."""
         value = self._parsed(text)
         self._check_one(value)
         return value
 
     def check(self, value: Any) -> None:
-        """Raise `ConfigError` that names the field unless it may be `value`."""
+        """Raise `ConfigError` that names the field unless `value` is allowed."""
         if value is None and self.optional:
             return
         try:
@@ -180,7 +180,7 @@ class Declared:
 
 
 class Settings:
-    """Base of frozen dataclasses whose fields are declared by `option`; raises `ConfigError` that names the field."""
+    """Base of frozen dataclasses whose fields `option` declares; a wrong value raises `ConfigError` with its field."""
 
     __slots__ = ()
 
@@ -190,7 +190,7 @@ class Settings:
         self.check_together()
 
     def check_together(self) -> None:
-        """Raise `ConfigError` where fields that are right by themselves do not go together."""
+        """Raise `ConfigError` where fields that are right alone contradict each other."""
 
 
 def declared(kind: type[Any]) -> Mapping[str, Declared]:
@@ -277,7 +277,7 @@ def _fits(value: Any, kind: type) -> bool:
 
 
 def _read(hint: Any, option: Option) -> tuple[type[Any], bool, bool]:
-    """Return the type that `hint` names, whether it may be None, and whether it is a tuple of such."""
+    """Return the type that `hint` names, whether None is allowed, and whether it is the type of a tuple's entries."""
     arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = [arm for arm in arms if arm is not types.NoneType]
     several = len(kinds) == 1 and get_origin(kinds[0]) is tuple

@@ -1,4 +1,4 @@
-"""What edge and verifier both count of speculation, under vLLM's names; the label `part` says who counted."""
+"""Counts of speculation on edge and verifier, under vLLM's names; the label `part` says which of them counted."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from prometheus_client.registry import Collector
 
 SHARED = ("part", "model_name", "drafter")
 GENERATED = ("outrider:generation_tokens", "Tokens committed.", SHARED)
-SHOWN_POSITIONS = 16  # from the beginning; further ones once a draft there was accepted
+SHOWN_POSITIONS = 16  # further ones appear once a draft there was accepted
 
 
 @dataclass(slots=True)
 class VerifiedDrafts:
-    """Drafts that target steps verified. One thread counts; any may read.
+    """Counts of verified drafts, written by one thread and read by any.
 
-    A `Counter` for every position would make a commit dearer than all other metrics together.
+    A `Counter` for every position would cost a commit more than all other metrics together.
 
     Attributes:
         draft_tokens: drafts verified.
-        accepted_of: steps by how many of their drafts they accepted.
+        accepted_of: steps by the number of drafts that they accepted.
     """
 
     draft_tokens: int = 0
@@ -48,7 +48,7 @@ class SpeculationMetrics(Collector):
         registry.register(self)
 
     def labels(self, part: str, model: str, drafter: str) -> VerifiedDrafts:
-        """Return where to count the drafts of one part, target and drafter."""
+        """Return the counts of one part, target and drafter."""
         return self._counted.setdefault((part, model, drafter), VerifiedDrafts())
 
     def describe(self) -> Iterator[Metric]:

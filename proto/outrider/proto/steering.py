@@ -1,6 +1,6 @@
-"""A steering code between its numbers and its bytes.
+"""Steering vectors as numbers and as bytes.
 
-A code steers which drafts are made and never the text, so a little error costs a little acceptance and nothing else:
+A vector steers which drafts are made and never the text, so a small error costs a little acceptance and nothing else:
 int8 is off by at most half a step (scale / 2), float16 by 2^-11 of the number.
 """
 
@@ -15,19 +15,19 @@ from outrider.proto.types import Steering, SteeringPrecision
 
 _INT8_STEPS = 127
 _LARGEST_HALF = float(np.finfo(np.float16).max)
-# Below it, float32 has no exact step for int8: such a code is nothing beside any that steers.
+# Below it, float32 has no exact step for int8; such a vector is zero for all purposes.
 _MIN_LARGEST = _INT8_STEPS * float(np.finfo(np.float32).tiny)
 
 
-def encode(code: np.ndarray, precision: SteeringPrecision) -> Steering:
-    """`code` [rank], finite, as it travels.
+def encode(vector: np.ndarray, precision: SteeringPrecision) -> Steering:
+    """Round `vector` [rank], finite, to bytes.
 
     Raises:
         InvalidArgument: `steering.values` is not one row of finite numbers.
     """
-    numbers = np.asarray(code, dtype=np.float32)
+    numbers = np.asarray(vector, dtype=np.float32)
     if numbers.ndim != 1:
-        raise InvalidArgument(f"has {numbers.ndim} dimensions; a code has one", field="steering.values")
+        raise InvalidArgument(f"has {numbers.ndim} dimensions; a vector has one", field="steering.values")
     largest = float(np.abs(numbers).max(initial=0.0))
     if not math.isfinite(largest):
         raise InvalidArgument("holds a number that is not finite", field="steering.values")
@@ -42,26 +42,26 @@ def encode(code: np.ndarray, precision: SteeringPrecision) -> Steering:
 
 
 def _scale(largest: float, steps: float) -> float:
-    """A float32 just below `largest` / `steps`: so many steps are never more than float32 holds."""
+    """Return a float32 just below `largest` / `steps`, so that `steps` times it never exceeds float32."""
     return float(np.float32(largest / steps * (1 - 2**-23)))
 
 
 def decode(steering: Steering, rank: int) -> np.ndarray:
-    """The code [rank] float32 that `encode` was given, but for rounding.
+    """Return the vector [rank] float32 that `encode` has rounded.
 
     Raises:
-        InvalidArgument: `steering.values` holds another number of numbers, or one that is not finite;
-            `steering.scale` takes one beyond float32.
+        InvalidArgument: `steering.values` does not hold `rank` finite numbers, or `steering.scale` takes one beyond
+            float32.
     """
     stored = np.dtype("<f2") if steering.precision is SteeringPrecision.FLOAT16 else np.dtype(np.int8)
-    held = len(steering.values) // stored.itemsize  # whole, as a Steering is checked when made
-    if held != rank:
-        raise InvalidArgument(f"holds {held} numbers, the drafter takes {rank}", field="steering.values")
+    length = len(steering.values) // stored.itemsize  # whole: a Steering is checked when made
+    if length != rank:
+        raise InvalidArgument(f"holds {length} numbers, the drafter takes {rank}", field="steering.values")
     numbers = np.frombuffer(steering.values, dtype=stored).astype(np.float32)
     if not np.isfinite(numbers).all():
         raise InvalidArgument("holds a number that is not finite", field="steering.values")
     with np.errstate(over="ignore", invalid="ignore"):
-        code = numbers * np.float32(steering.scale)
-    if not np.isfinite(code).all():
-        raise InvalidArgument(f"{steering.scale:g} takes the code beyond float32", field="steering.scale")
-    return code
+        vector = numbers * np.float32(steering.scale)
+    if not np.isfinite(vector).all():
+        raise InvalidArgument(f"{steering.scale:g} takes the vector beyond float32", field="steering.scale")
+    return vector

@@ -1,12 +1,11 @@
-"""Writing on both ends of a gRPC stream that may break or end at any moment (grpcio 1.85).
+"""Writes on both ends of a gRPC stream that may break or end at any moment (grpcio 1.85).
 
-Client: where the server has ended the stream, gRPC's own `write` makes the call's status its own (`Internal error from
-Core`). The messages that came before the end, the last commit among them, can then not be read, nor can the server's
-status; and since the call counts as done, cancelling it frees nothing: its memory stays for ever. `send_bytes` avoids
-that.
+Client: once the server has ended the stream, gRPC's own `write` sets the call's status itself (`Internal error from
+Core`). The messages before the end, the last commit among them, and the server's status can then no longer be read;
+and since the call counts as done, cancelling it frees nothing: its memory stays for ever. `send_bytes` avoids that.
 
-Server: a write that waits for room fails when the client goes away. gRPC hears of the failed write and of the client's
-end in either order, and logs a traceback where the write comes first. `write_answers` ends such a call quietly.
+Server: a write that waits for room fails when the client goes away. gRPC notices the failed write and the client's end
+in either order, and logs a traceback if the write comes first. `write_answers` ends such a call quietly.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ import grpc
 import grpc.aio
 
 GRPC_PREFIX_BYTES = 5  # flag and length before every message
-# The stream has ended; the reading side meets the same end and tells why.
+# The stream has ended; the reading side meets the same end and has the reason.
 ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.InternalError)
-# On a server: the client is gone, and nobody reads what could not be sent.
+# On a server the client is gone, and nobody will read what could not be sent.
 CLIENT_GONE = grpc.aio.InternalError
 
 
 async def send_bytes(call: Any, data: bytes) -> None:
-    """Put `data` on the stream of `call`, which was made without serializers; wait until gRPC has room for it.
+    """Put `data` on the stream of `call`, which was made without serializers, when gRPC has room for it.
 
     Raises:
-        grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.InternalError: one of `ENDED`.
+        grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.InternalError: the stream has ended (`ENDED`).
     """
     await call.wait_for_connection()
     await call._cython_call.send_serialized_message(data)

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-# What decides how text becomes ids and back. Padding, truncation and the file's layout do not.
+# These decide how text becomes ids and back; padding, truncation and the file's layout do not.
 DECIDING_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
 TOKENIZER_FILE = "tokenizer.json"
 _SHIPPED = Path(__file__).parent / "tokenizers"
@@ -15,7 +15,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def tokenizer_hash(tokenizer_json: str) -> str:
-    """Hash the content of a fast-tokenizer file (`tokenizer.json`), whatever its white space.
+    """Hash what decides in a fast-tokenizer file (`tokenizer.json`), independently of its white space.
 
     Two tokenizers of equal vocabulary size can still map text to different ids, so sizes are never compared.
 
@@ -32,7 +32,7 @@ def tokenizer_hash(tokenizer_json: str) -> str:
 
 
 def shipped_tokenizer(tokenizer_sha256: str) -> Path | None:
-    """Return the tokenizer file that ships with Outrider under this hash; None: no such file ships.
+    """Return the tokenizer file that ships with Outrider under this hash, or None.
 
     The embedded target and its drafters share it, so it lies here once instead of in the folder of each.
     """

@@ -1,4 +1,4 @@
-"""OpenTelemetry where it is wanted: an exporter to an OTLP collector, made only when an endpoint is given."""
+"""OpenTelemetry spans to an OTLP collector, where an endpoint is given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 TRACEPARENT = "traceparent"  # W3C Trace Context, as gRPC metadata of a decoding stream
-MAX_WAITING = 1 << 15  # spans of one process that wait for their export
+MAX_WAITING = 1 << 15  # spans of a process that wait for export
 
 
 def trace_endpoint_option() -> Any:
@@ -25,9 +25,10 @@ def trace_endpoint_option() -> Any:
 
 
 def tracer_provider(service: str, endpoint: str, ratio: float = 1.0) -> TracerProvider:
-    """Where spans of `service` go: by OTLP over gRPC to `endpoint`, of a share `ratio` of the traces that begin here.
+    """Return a provider that sends spans of `service` by OTLP over gRPC to `endpoint`.
 
-    A trace that another process began is followed where that one sampled it.
+    A share `ratio` of the traces that begin here is sampled; one that began in another process is followed where that
+    process sampled it.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.

@@ -1,6 +1,6 @@
-"""Domain types to protobuf bytes and back. Nothing else converts; nothing else needs to.
+"""Conversion between domain types and protobuf bytes, all of it.
 
-Bytes from a stranger either become a checked domain object or raise `InvalidArgument` that names the field.
+Bytes from a stranger become a checked domain object or raise `InvalidArgument` that names the field.
 
 decoding  frames of the decoding stream
 sampling  how a text is sampled

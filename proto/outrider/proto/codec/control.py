@@ -36,9 +36,9 @@ STATUS = Table(
     recent=many(REPORT),
     relay=optional(Table(t.RelayStatus, pb.RelayStatus)),
     edges=many(Table(t.EdgeStatus, pb.EdgeStatus, last=one(REPORT))),
-    acceptance=many(Table(t.ClassAcceptance, pb.ClassAcceptance, of=one(DRAFTER_PRIOR))),
+    acceptance=many(Table(t.ClassAcceptance, pb.ClassAcceptance, prior=one(DRAFTER_PRIOR))),
 )
-# DrafterUpdate and WatchDraftersRequest have the same shapes as the first two.
+# They serve DrafterUpdate and WatchDraftersRequest too, which have the same fields.
 DRAFTERS: Single[tuple[t.DrafterManifest, ...]] = Single(pb.ListDraftersReply, "drafters", many(MANIFEST))
 DRAFTER_QUERY: Single[str] = Single(pb.ListDraftersRequest, "tokenizer_sha256")
 CHUNK: Single[bytes] = Single(pb.FileChunk, "data")
@@ -63,7 +63,7 @@ def encode_fetch(sha256: str, offset: int) -> bytes:
 
 
 def decode_fetch(data: bytes) -> tuple[str, int]:
-    """Return the hash of the wanted content and the bytes to skip."""
+    """Return the hash of the requested content and the bytes to skip."""
     wire = parse(pb.FetchFileRequest, data)
     return wire.sha256, wire.offset
 

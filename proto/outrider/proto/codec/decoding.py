@@ -1,4 +1,4 @@
-"""Frames of the decoding stream on the wire. `Draft` and `Commit` are copied by hand, for every token passes there."""
+"""Frames of the decoding stream on the wire; `Draft` and `Commit` are copied by hand, since every token is in them."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ def decode_edge_frame(data: bytes, max_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeFr
 
     Args:
         data: one message.
-        max_tokens: bound of any list in it, looked at before a list is built, so that a stranger's message cannot
-            hold a server up.
+        max_tokens: bound of any list in it, checked before a list is built, so that a stranger's message cannot hold a
+            server up.
 
     Raises:
         InvalidArgument: with the field named.

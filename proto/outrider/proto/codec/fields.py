@@ -33,15 +33,15 @@ def parse(kind: Callable[[], M], data: bytes) -> M:
 
 
 def to_microseconds(seconds: float) -> int:
-    """Return what fits into a uint32."""
+    """Return whole microseconds, clipped to a uint32."""
     return min(0xFFFFFFFF, max(0, round(seconds * 1e6)))
 
 
 def to_enum(kind: type[T], number: int, field: str) -> T:
-    """Return the member of that number.
+    """Return the member of `kind` with this number.
 
     Raises:
-        InvalidArgument: `field` has none.
+        InvalidArgument: there is none; the error names `field`.
     """
     try:
         return kind(number)  # type: ignore[call-arg]  # an Enum
@@ -54,15 +54,15 @@ class Field:
     """One field of a dataclass on the wire.
 
     Attributes:
-        encode: from the value to the fields of the message that hold it.
-        decode: from the message to the value.
+        encode: conversion of the value to fields of the message.
+        decode: conversion of the message to the value.
     """
 
     encode: Callable[[Any], dict[str, Any]]
     decode: Callable[[Any], Any]
 
 
-Maker = Callable[[str], Field]  # of a field, by its name
+Maker = Callable[[str], Field]  # makes a field from its name
 
 
 def plain(name: str) -> Field:
@@ -71,19 +71,19 @@ def plain(name: str) -> Field:
 
 
 def plain_list(name: str) -> Field:
-    """Copy a list of those."""
+    """Copy a list of numbers or strings as a tuple."""
     return Field(lambda values: {name: values}, lambda wire: tuple(getattr(wire, name)))
 
 
 def enumeration(kind: type[Enum], field: str) -> Maker:
-    """Copy an enum by its number; `field` is what an error names."""
+    """Copy an enum by its number; errors name `field`."""
     return lambda name: Field(
         lambda member: {name: member.value}, lambda wire: to_enum(kind, getattr(wire, name), field)
     )
 
 
 def microseconds(name: str) -> Field:
-    """Copy seconds, as whole microseconds on the wire."""
+    """Copy seconds as whole microseconds."""
     wire_name = name.removesuffix("_s") + "_us"
     return Field(lambda seconds: {wire_name: to_microseconds(seconds)}, lambda wire: getattr(wire, wire_name) / 1e6)
 
@@ -92,7 +92,7 @@ class Table(Generic[T]):
     """A dataclass and its message."""
 
     def __init__(self, kind: type[T], wire: Callable[..., Any], /, **makers: Maker) -> None:
-        """`wire` is the message's class; `makers` are those of fields that are not just copied."""
+        """Pair a dataclass with the message class `wire`; `makers` make the fields that are not copied as they are."""
         self._kind = kind
         self._wire = wire
         lists = {entry.name for entry in wire.DESCRIPTOR.fields if entry.is_repeated}  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ class Table(Generic[T]):
         return self._wire(**wire)
 
     def from_wire(self, wire: Any) -> T:
-        """Return what the message holds, checked."""
+        """Return the checked value that the message holds."""
         return self._kind(**{name: field.decode(wire) for name, field in self._fields.items()})
 
     def encode(self, value: T) -> bytes:
@@ -120,7 +120,7 @@ class Table(Generic[T]):
         return encoded
 
     def decode(self, data: bytes) -> T:
-        """Return what `data` holds.
+        """Return the value in `data`.
 
         Raises:
             InvalidArgument: with the field named.
@@ -129,7 +129,7 @@ class Table(Generic[T]):
 
 
 def one(table: Table[Any], missing: str = "") -> Maker:
-    """Copy a message; where it is not set it counts as empty, or is an error about the field `missing`."""
+    """Copy a message; one that is not set counts as empty, or is an error about `missing` where that is given."""
 
     def maker(name: str) -> Field:
         def decode(wire: Any) -> Any:
@@ -150,15 +150,15 @@ def optional(table: Table[Any]) -> Maker:
     )
 
 
-def many(table: Table[Any], at_most: int | None = None, field: str = "") -> Maker:
-    """Copy messages; more than `at_most` are an error about `field`."""
+def many(table: Table[Any], max_entries: int | None = None, field: str = "") -> Maker:
+    """Copy messages; more than `max_entries` are an error about `field`."""
 
     def maker(name: str) -> Field:
         def decode(wire: Any) -> Any:
             entries = getattr(wire, name)
-            # Before a tuple is built, so that a stranger's message cannot hold a server up.
-            if at_most is not None and len(entries) > at_most:
-                raise InvalidArgument(f"holds {len(entries)} entries; {at_most} are the most", field=field)
+            # Checked before a tuple is built, so that a stranger's message cannot hold a server up.
+            if max_entries is not None and len(entries) > max_entries:
+                raise InvalidArgument(f"holds {len(entries)} entries; {max_entries} are the most", field=field)
             return tuple(map(table.from_wire, entries))
 
         return Field(lambda values: {name: list(map(table.to_wire, values))}, decode)
@@ -167,7 +167,7 @@ def many(table: Table[Any], at_most: int | None = None, field: str = "") -> Make
 
 
 class Single(Generic[T]):
-    """A message of one field, which stands for the field's value."""
+    """A message whose only field stands for the whole."""
 
     def __init__(self, wire: Callable[..., Any], name: str, maker: Maker = plain) -> None:
         self._wire = wire

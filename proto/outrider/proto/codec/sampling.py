@@ -11,7 +11,7 @@ from outrider.proto.v1 import decoding_pb2 as pb
 
 
 def _logit_bias(_: str) -> Field:
-    """Two packed lists stand for the pairs."""
+    """Copy (token, bias) pairs as two packed lists."""
 
     def encode(pairs: tuple[tuple[int, float], ...]) -> dict[str, Any]:
         return {"bias_tokens": [token for token, _ in pairs], "bias_values": [bias for _, bias in pairs]}

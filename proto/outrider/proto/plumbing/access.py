@@ -1,4 +1,4 @@
-"""API keys and what each may use: sessions at once, tokens a minute. No network here; the clock is an argument.
+"""API keys and what each may use: sessions at once, tokens a minute; the clock is an argument.
 
 Keys live in a TOML file, one table a key (`outrider key NAME` makes one):
 
@@ -6,9 +6,9 @@ Keys live in a TOML file, one table a key (`outrider key NAME` makes one):
     sha256 = "9f86d0…"         # of the secret; the file never holds the secret itself
     max_sessions = 4           # at once; absent: no limit
     tokens_per_minute = 6000   # on average, a minute's worth at once; absent: no limit
-    admin = true               # may ask for the status and drain verifiers; absent: no
+    admin = true               # may see the status and drain verifiers; absent: no
 
-Secrets are 256 random bits, so a plain SHA-256 of one tells nothing: salt and stretching protect passwords.
+Secrets are 256 random bits, so a plain SHA-256 reveals nothing of one; salt and stretching protect passwords.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outrider.proto.errors import ConfigError, ResourceExhausted, Unauthenticate
 
 logger = logging.getLogger(__name__)
 
-SECRET_PREFIX = "otr_"  # noqa: S105 - lets people and scanners see what a leaked string is
+SECRET_PREFIX = "otr_"  # noqa: S105 - lets people and scanners recognise a leaked secret
 SECRET_BYTES = 32
 RETRY_WHEN_BUSY_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -40,14 +40,17 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One caller. Raises `ConfigError` that names the field.
+    """One caller.
 
     Attributes:
-        name: for logs and metrics; 1 to 64 letters, digits, `_`, `.`, `-`.
-        sha256: of the secret, 64 lower-case hexadecimal digits.
-        max_sessions: at once; None: no limit.
-        tokens_per_minute: generated, on average; a minute's worth can come at once. None: no limit.
-        admin: may ask for the coordinator's status and drain verifiers.
+        name: name for logs and metrics; 1 to 64 letters, digits, `_`, `.`, `-`.
+        sha256: hash of the secret, 64 lower-case hexadecimal digits.
+        max_sessions: sessions at once; None: no limit.
+        tokens_per_minute: mean rate of generated tokens, a minute's worth of which can come at once; None: no limit.
+        admin: whether it may see the coordinator's status and drain verifiers.
+
+    Raises:
+        ConfigError: a value is wrong; the field is named.
     """
 
     name: str
@@ -74,7 +77,7 @@ class Key:
             raise ConfigError("must be true or false", field=f"{where}.admin")
 
     def toml(self) -> str:
-        """The table of a keys file that holds it."""
+        """Return the key's table in a keys file."""
         name = self.name if "." not in self.name else f'"{self.name}"'
         lines = [f"[keys.{name}]", f'sha256 = "{self.sha256}"']
         lines += [f"{f} = {getattr(self, f)}" for f in ("max_sessions", "tokens_per_minute") if getattr(self, f)]
@@ -82,20 +85,17 @@ class Key:
 
 
 def new_secret() -> str:
-    """A fresh secret: 256 random bits, printable."""
+    """Return a fresh secret: 256 random bits, printable."""
     return SECRET_PREFIX + secrets.token_urlsafe(SECRET_BYTES)
 
 
 def secret_sha256(secret: str) -> str:
-    """The SHA-256 of a secret, as a keys file holds it."""
+    """Return the SHA-256 of a secret in the form that a keys file holds."""
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class Keys:
-    """A set of keys. Those of a file are read anew when it changes; a broken new version leaves the old in force.
-
-    Safe to use from several threads.
-    """
+    """A set of keys for several threads, which follows its file; a broken new version leaves the old one in force."""
 
     def __init__(self, keys: tuple[Key, ...] = ()) -> None:
         self._keys = _distinct(keys)
@@ -105,10 +105,10 @@ class Keys:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """The keys in the TOML file at `path`.
+        """Read the keys in the TOML file at `path`.
 
         Raises:
-            ConfigError: unreadable, no TOML, an unknown or wrong field, no key at all, or others may write to it.
+            ConfigError: it is unreadable or no TOML, a field is unknown or wrong, there is no key, or others may write.
         """
         keys = cls()
         keys._path = path.expanduser()
@@ -117,10 +117,10 @@ class Keys:
         return keys
 
     def check(self, presented: str) -> Key:
-        """The key whose secret is `presented`. Takes as long whichever key it is, and whether it is one.
+        """Return the key whose secret is `presented`, in a time that does not depend on which one it is, if any.
 
         Raises:
-            Unauthenticated: none is; says how to give one.
+            Unauthenticated: there is none.
         """
         self._reload()
         if not presented:
@@ -135,13 +135,17 @@ class Keys:
         return found
 
     def check_header(self, value: str) -> Key:
-        """The key in an `Authorization` header or `authorization` metadata, `Bearer SECRET`; raises as `check`."""
+        """Return the key in an `Authorization` header or `authorization` metadata, `Bearer SECRET`.
+
+        Raises:
+            Unauthenticated: there is none.
+        """
         scheme, _, presented = value.strip().partition(" ")
         return self.check(presented.strip() if scheme.lower() == "bearer" else "")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Whose keys there are."""
+        """Names of the keys."""
         return tuple(key.name for key in self._keys)
 
     def _reload(self) -> None:
@@ -151,20 +155,20 @@ class Keys:
             version = _version(self._path)
             if version == self._version:
                 return
-            self._version = version  # also where the new version is broken: one warning each
+            self._version = version  # of a broken one too, so that it is warned of once
             try:
                 self._keys = _read(self._path)
             except ConfigError as error:
                 logger.warning("API keys stay as they were: %s", error)
             else:
-                logger.info("API keys read anew from %s: %s", self._path, ", ".join(self.names))
+                logger.info("API keys read again from %s: %s", self._path, ", ".join(self.names))
 
 
 def _distinct(keys: tuple[Key, ...]) -> tuple[Key, ...]:
     hashes = [key.sha256 for key in keys]
     for key in keys:
         if hashes.count(key.sha256) > 1:
-            raise ConfigError("is the secret of another key too; make a new one", field=f"keys.{key.name}.sha256")
+            raise ConfigError("is the secret of another key, too; make a new one", field=f"keys.{key.name}.sha256")
     return keys
 
 
@@ -210,9 +214,9 @@ def _key(name: str, table: Any) -> Key:
 
 
 class Bucket:
-    """A token bucket that may fall into debt: nobody knows beforehand how long a text will be.
+    """A token bucket that may fall into debt, since the length of a text is not known beforehand.
 
-    It holds a minute's worth at most, and fills evenly. What is spent beyond that delays whoever comes next.
+    It holds a minute's worth at most and fills evenly. Tokens spent beyond that delay the next session.
     """
 
     def __init__(self, tokens_per_minute: int, now_s: float) -> None:
@@ -222,40 +226,40 @@ class Bucket:
 
     @property
     def tokens_per_minute(self) -> int:
-        """At which it fills."""
+        """Rate at which it fills."""
         return self._per_minute
 
     def set_rate(self, tokens_per_minute: int, now_s: float) -> None:
-        """Fill so much a minute from now on; a fuller bucket than that is cut down to it."""
+        """Fill at this rate from now on; a bucket that holds more than a minute's worth is cut down to it."""
         self.level(now_s)
         self._per_minute = tokens_per_minute
         self._level = min(self._level, float(tokens_per_minute))
 
     def level(self, now_s: float) -> float:
-        """Tokens in it; below 0: in debt."""
+        """Return the tokens in it; below 0: it is in debt."""
         elapsed_s = max(0.0, now_s - self._at_s)
         self._at_s = max(self._at_s, now_s)
         self._level = min(float(self._per_minute), self._level + elapsed_s * self._per_minute / 60)
         return self._level
 
     def spend(self, tokens: float, now_s: float) -> None:
-        """Take `tokens` out."""
+        """Take tokens out."""
         self.level(now_s)
         self._level -= tokens
 
     def wait_s(self, tokens: float, now_s: float) -> float:
-        """Seconds until it holds `tokens`."""
+        """Return the seconds until it holds `tokens`."""
         return max(0.0, tokens - self.level(now_s)) * 60 / self._per_minute
 
 
 class Meters:
-    """The bucket of each key by its name. One event loop."""
+    """Buckets of the keys by their names, for one event loop."""
 
     def __init__(self) -> None:
         self._buckets: dict[str, Bucket] = {}
 
     def of(self, name: str, tokens_per_minute: int, now_s: float) -> Bucket:
-        """The bucket of key `name`, which fills at this rate from now on."""
+        """Return the bucket of key `name`, which fills at this rate from now on."""
         bucket = self._buckets.get(name)
         if bucket is None:
             bucket = self._buckets[name] = Bucket(tokens_per_minute, now_s)
@@ -264,7 +268,7 @@ class Meters:
 
 
 class Ticket:
-    """One running session of a key; `close` gives its place back. Made by `Limits.admit`."""
+    """One running session of a key, made by `Limits.admit`; `close` gives its place back."""
 
     def __init__(self, key: Key, bucket: Bucket | None, running: Counter[str]) -> None:
         self.key = key
@@ -274,32 +278,32 @@ class Ticket:
         running[key.name] += 1
 
     def spend(self, tokens: int, now_s: float) -> None:
-        """Count tokens generated, after `close` too, since figures may come late.
+        """Count generated tokens, after `close` too, since counts may come late.
 
-        A text that runs is never cut: what it overdraws delays the key's next ones.
+        A running text is never cut: tokens that it overdraws delay the key's next ones.
         """
         if self._bucket is not None:
             self._bucket.spend(tokens, now_s)
 
     def close(self) -> None:
-        """The session is over; closing again is harmless."""
+        """End the session; closing again is harmless."""
         if self._open:
             self._open = False
             self._running[self.key.name] -= 1
 
 
 class Limits:
-    """Holds keys to their limits. One event loop; times are seconds of any clock that never goes back."""
+    """Holds keys to their limits, for one event loop; times are seconds of any clock that never goes back."""
 
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()
         self._meters = Meters()
 
     def admit(self, key: Key, now_s: float) -> Ticket:
-        """Room for one more session of `key`.
+        """Admit one more session of `key`.
 
         Raises:
-            ResourceExhausted: as many run as it may have, or its tokens are spent; has `retry_after_s`.
+            ResourceExhausted: its sessions or its tokens are used up; `retry_after_s` is set.
         """
         if key.max_sessions is not None and self._running[key.name] >= key.max_sessions:
             raise ResourceExhausted(
@@ -321,10 +325,10 @@ class Limits:
         return Ticket(key, bucket, self._running)
 
     def spend(self, key: Key, tokens: int, now_s: float) -> None:
-        """Count tokens of a session without its ticket, as they are reported."""
+        """Count reported tokens of a session without its ticket."""
         if key.tokens_per_minute is not None:
             self._meters.of(key.name, key.tokens_per_minute, now_s).spend(tokens, now_s)
 
     def running(self, name: str) -> int:
-        """Sessions that key `name` has open."""
+        """Return the number of sessions that key `name` has open."""
         return self._running[name]

@@ -1,9 +1,9 @@
-"""How every process of Outrider logs: one line a record, as text or as JSON, with the session that it is about.
+"""How every process logs: one line a record, as text or as JSON, with the session that it is about.
 
     log.warning("the stream was lost", extra=about(session, verifier, error))
 
-A line says what happened to which session. It never holds a prompt, a text, a token id, a lease or a key: whoever logs
-passes names, counts and errors only.
+A line says what happened to which session. It never holds a prompt, a text, a token id, a lease or a key: callers pass
+names, counts and errors only.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ _FIELDS = ("session", "verifier", "error")
 
 
 def about(session: str = "", verifier: str = "", error: BaseException | None = None) -> dict[str, Any]:
-    """For the `extra` of a log call: the session and the verifier that the line is about, and the kind of error."""
+    """Return the `extra` of a log call: the session and the verifier that it is about, and the kind of error."""
     return {"session": session, "verifier": verifier, "error": type(error).__name__ if error is not None else ""}
 
 
 def configure(level: str, style: str) -> None:
-    """Make this process log from `level` on to standard error, as `text` or `json`.
-
-    Where whoever runs this code has set up logging already, that stays as it is.
+    """Log from `level` on to standard error, as `text` or `json`, unless logging has been set up before.
 
     Raises:
-        ConfigError: no such level or format.
+        ConfigError: there is no such level or format.
     """
     if level not in LEVELS:
         raise ConfigError(f"{level!r} is none of {', '.join(LEVELS)}", field="log_level")
@@ -50,7 +48,7 @@ class TextLines(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line."""
+        """Return the record's line, with its traceback where it has one."""
         message = _escaped(record.getMessage())
         fields = "".join(f" {name}={_escaped(value)}" for name, value in _known(record).items())
         line = f"{_time(record)} {record.levelname} {record.name}: {message}{fields}"
@@ -62,7 +60,7 @@ class JsonLines(logging.Formatter):
     """One JSON object a line: time (UTC, ISO 8601), level, logger, message; session, verifier, error where known."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record's line."""
+        """Return the record's line."""
         fields = {
             "time": _time(record),
             "level": record.levelname.lower(),

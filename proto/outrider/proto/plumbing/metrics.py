@@ -1,7 +1,6 @@
 """Metrics for Prometheus: the buckets that parts share, the text of a scrape, and a small server for it.
 
-Names follow vLLM where it has the same metric, with `outrider:` in place of `vllm:`, so that its dashboards work after
-a replacement.
+A metric that vLLM has too has its name, with `outrider:` in place of `vllm:`, so that its dashboards can be adapted.
 """
 
 from __future__ import annotations
@@ -35,20 +34,17 @@ CLIENT_TIMEOUT_S = 10.0
 
 
 def exposition(registry: CollectorRegistry, accept: str = "") -> tuple[bytes, str]:
-    """Return body and content type of a scrape: OpenMetrics where the Accept header asks for it, else Prometheus."""
+    """Return body and content type of a scrape: OpenMetrics if the Accept header asks for it, else Prometheus text."""
     encode, content_type = choose_encoder(accept)
     if content_type.startswith("application/openmetrics-text"):
-        # prometheus_client 0.26 would turn the colon of every sample's name into an underscore, which no escaping asks
-        # for. All names are plain ones, so that leaving UTF-8 alone is right whatever was asked.
+        # prometheus_client 0.26 would turn the colon of every sample's name into an underscore. All names are plain, so
+        # that leaving UTF-8 alone is right for every Accept header.
         encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]
     return encode(_WithoutCreated(registry)), content_type
 
 
 class _WithoutCreated(Collector):
-    """A registry without the times at which its series began.
-
-    The library can leave them out for a whole process alone, which may have metrics besides ours.
-    """
+    """A registry without the times at which its series began, which the library omits for a whole process or not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -60,13 +56,13 @@ class _WithoutCreated(Collector):
 
 
 class MetricsServer:
-    """Serves a registry over HTTP until `stop`, for processes that have no other server of HTTP.
+    """Serves a registry over HTTP until `stop`, for processes without another HTTP server.
 
     It runs in a thread of its own and is started before gRPC and Ray. `start_http_server` of prometheus_client would
-    answer every path, mangle names (see `exposition`), and wait for a silent client without end.
+    answer every path, mangle names (see `exposition`), and wait for a silent client for ever.
 
     Attributes:
-        address: host:port, with the port that was taken.
+        address: host:port, with the port that is bound.
 
     Raises:
         ConfigError: the address cannot be bound.

@@ -1,4 +1,4 @@
-"""What every server's settings share: where it listens, under which certificate, and where its metrics are."""
+"""Settings that servers share: where they listen, under which certificate, and where their metrics are."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ ADDRESS = "HOST:PORT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListeningSettings(Settings):
-    """Where a server listens; `tls` is its certificate and key, None for plain text."""
+    """Where a server listens.
+
+    Attributes:
+        tls: certificate and key; None: plain text.
+    """
 
     listen: str = option("127.0.0.1:0", "address to listen on; port 0 takes a free one", metavar=ADDRESS)
     insecure_listen: bool = option(
-        False, "allow an address beyond loopback without TLS; whoever sees the network can then read all"
+        False, "allow an address beyond loopback without TLS; anybody on the network can then read all"
     )
     tls: ServerTls | None = None
 
     def check_together(self) -> None:
-        """Refuse to serve plain text beyond this machine unless that is wanted."""
+        """Refuse plain text beyond this machine unless `insecure_listen` allows it."""
         host, _ = split_address(self.listen, "listen")
         if not (self.insecure_listen or self.tls is not None or is_loopback(host)):
             raise ConfigError(
@@ -36,17 +40,17 @@ class ListeningSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcServerSettings(ListeningSettings):
-    """The same for a server without HTTP, whose metrics have a port of their own."""
+    """Where a gRPC server listens, whose metrics have a port of their own."""
 
     metrics_listen: str = option(
-        "", "serve /metrics for Prometheus there, in plain text; empty: nowhere", metavar=ADDRESS, group="metrics"
+        "", "address to serve /metrics for Prometheus on, in plain text; empty: none", metavar=ADDRESS, group="metrics"
     )
     insecure_metrics: bool = option(
-        False, "allow that beyond loopback: metrics in plain text, without login", group="metrics"
+        False, "allow metrics beyond loopback, in plain text and without login", group="metrics"
     )
 
     def check_together(self) -> None:
-        """Refuse to serve metrics beyond this machine unless that is wanted."""
+        """Refuse metrics beyond this machine unless `insecure_metrics` allows them."""
         ListeningSettings.check_together(self)
         if not self.metrics_listen:
             return

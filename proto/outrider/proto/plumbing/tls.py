@@ -1,7 +1,7 @@
-"""TLS: which PEM files each end has, whether they are any good, and gRPC credentials that follow them when they change.
+"""TLS: the PEM files of each end, their checks, and gRPC credentials that follow them when they change.
 
-The files are read when a server starts or a channel is made, never when a config is built: a config may travel to
-another machine first, as that of a Ray actor does.
+The files are read when a server starts or a channel is made, never when a config is built: a Ray actor's config, for
+one, travels to another machine first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GROUP = "TLS (`outrider certs` makes certificates for tests)"
-PUBLIC = Path("public")  # in place of a file: the authorities that gRPC brings
+PUBLIC = Path("public")  # in place of a file: the authorities that gRPC ships
 SOON = dt.timedelta(days=7)
 
 
@@ -36,16 +36,20 @@ class ServerTls:
     """The PEM files of a server."""
 
     cert: Path = option(
-        REQUIRED, "its certificate, followed by those between it and the authority", flag="tls-cert", group=GROUP
+        REQUIRED, "server's certificate, followed by the chain to its authority", flag="tls-cert", group=GROUP
     )
     key: Path = option(REQUIRED, "private key of the certificate, not encrypted", flag="tls-key", group=GROUP)
     client_ca: Path | None = option(
-        None, "take only clients with certificates of these authorities", flag="tls-client-ca", group=GROUP
+        None, "accept only clients with certificates of these authorities", flag="tls-client-ca", group=GROUP
     )
 
     @classmethod
     def from_options(cls, cert: Path | None, key: Path | None, client_ca: Path | None) -> Self | None:
-        """Of what may have been left out; None where all of it was. Raises `ConfigError`."""
+        """Make them from options; None where all are left out.
+
+        Raises:
+            ConfigError: an option is missing beside the others.
+        """
         if cert is None and key is None and client_ca is None:
             return None
         if cert is None or key is None:
@@ -55,7 +59,7 @@ class ServerTls:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All that there are."""
+        """The files that are given."""
         return tuple(path for path in (self.cert, self.key, self.client_ca) if path is not None)
 
 
@@ -64,10 +68,10 @@ class ClientTls:
     """What a client needs to speak TLS.
 
     Attributes:
-        ca: authorities that it trusts; `PUBLIC`: those that gRPC brings.
-        cert: its own certificate, for servers that ask for one, with
-        key: its private key.
-        server_name: that the server's certificate must have; empty: the host that it connects to.
+        ca: authorities that it trusts; `PUBLIC`: those that gRPC ships.
+        cert: certificate of the client, for servers that require one.
+        key: private key of that certificate.
+        server_name: name that the server's certificate must have; empty: the host that it connects to.
     """
 
     ca: Path
@@ -77,7 +81,11 @@ class ClientTls:
 
     @classmethod
     def from_options(cls, ca: Path | None, cert: Path | None, key: Path | None, server_name: str = "") -> Self | None:
-        """Of what may have been left out; None where all of it was. Raises `ConfigError`."""
+        """Make it from options; None where all are left out.
+
+        Raises:
+            ConfigError: an option is missing beside the others.
+        """
         if ca is None:
             if cert is not None or key is not None or server_name:
                 raise ConfigError(
@@ -91,12 +99,12 @@ class ClientTls:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All that there are."""
+        """The files that are given."""
         return tuple(path for path in (self.ca, self.cert, self.key) if path is not None and path != PUBLIC)
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Credentials that look at the files before every handshake: a replaced certificate needs no restart.
+    """Return credentials that check the files before every handshake, so that a new certificate needs no restart.
 
     A replacement that does not pass the checks is logged, and the old one stays.
 
@@ -112,23 +120,27 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 class ClientCredentials:
-    """The credentials of a client, made anew when its files change. Raises `ConfigError` as `server_credentials`."""
+    """The credentials of a client, made again when its files change.
+
+    Raises:
+        ConfigError: a file is unreadable, not PEM, expired, or the key is not the certificate's.
+    """
 
     def __init__(self, tls: ClientTls) -> None:
         self.tls = tls
         self._watched = _Watched(tls.files, lambda: _channel_credentials(tls))
 
     def current(self) -> grpc.ChannelCredentials:
-        """The same object until the files change."""
+        """Return the credentials, the same object until the files change."""
         self._watched.if_changed()
         return self._watched.value
 
 
 def bind(server: Any, listen: str, tls: ServerTls | None) -> int:
-    """Let the gRPC `server` listen on `listen`, in plain text where `tls` is None; the port.
+    """Let the gRPC `server` listen on `listen`, in plain text where `tls` is None; return the port.
 
     Raises:
-        ConfigError: the address cannot be bound, or as `server_credentials`.
+        ConfigError: the address cannot be bound, or a file of `tls` is wrong.
     """
     credentials = None if tls is None else server_credentials(tls)
     try:
@@ -145,7 +157,7 @@ def open_channel(
     credentials: grpc.ChannelCredentials | None,
     server_name: str = "",
 ) -> grpc.aio.Channel:
-    """An asynchronous channel to `address`: in plain text without `credentials`.
+    """Return an asynchronous channel to `address`, in plain text without `credentials`.
 
     The server's certificate must have the name `server_name`; empty: the host of `address`.
     """
@@ -163,7 +175,7 @@ def open_blocking_channel(
     credentials: grpc.ChannelCredentials | None,
     server_name: str = "",
 ) -> grpc.Channel:
-    """As `open_channel`, for threads."""
+    """Return what `open_channel` does, for threads."""
     import grpc
 
     if credentials is None:
@@ -176,9 +188,9 @@ def _name_option(server_name: str) -> list[tuple[str, Any]]:
 
 
 def name_to_expect(cert: Path, host: str) -> str:
-    """The name by which to check the certificate in `cert` when it is reached at `host`; empty: `host` itself will do.
+    """Return the name that clients should expect in the certificate `cert` of a server at `host`; empty: `host`.
 
-    Verifiers come and go on hosts that nobody knew when the certificate was made; it then has one name for all.
+    Verifiers come and go on hosts that were unknown when the certificate was made; it then has one name for all.
     """
     names = certificate_names(_certificates(cert, "tls_cert")[1][0])
     if host in names or f"*.{host.partition('.')[2]}" in names:
@@ -196,7 +208,7 @@ _TROUBLE = (
     ("UNKNOWN_CA", "the server does not know the authority of the certificate in --tls-cert"),
     ("handshake failed", "TLS could not be agreed on"),
     (
-        "failed to connect.*Socket closed",  # one that closes later has simply gone
+        "failed to connect.*Socket closed",  # a server that closes later has simply gone
         "the server hung up; it may want TLS (--tls-ca), or a client certificate of an authority that it trusts "
         "(--tls-cert, --tls-key)",
     ),
@@ -204,7 +216,7 @@ _TROUBLE = (
 
 
 def explain(details: str) -> str:
-    """What is wrong with a connection and what to do, as far as gRPC's `details` tell; empty: nothing that TLS does."""
+    """Return what is wrong with a connection and its remedy, from gRPC's `details`; empty: it is not about TLS."""
     for sign, sentence in _TROUBLE:
         if re.search(sign, details):
             return f"{sentence}; `outrider doctor` looks closer"
@@ -212,7 +224,7 @@ def explain(details: str) -> str:
 
 
 class _Watched:
-    """What is made of some files, made again when they change. Any thread."""
+    """A value made from files, made again when they change; safe for any thread."""
 
     def __init__(self, files: tuple[Path, ...], make: Any) -> None:
         self._files = files
@@ -223,7 +235,7 @@ class _Watched:
         self.value = make()
 
     def if_changed(self) -> Any:
-        """The new value where the files have changed and are good; else None."""
+        """Return the new value if the files have changed and are right; else None."""
         with self._lock:
             version = _version(self._files)
             if version == self._version:
@@ -231,13 +243,13 @@ class _Watched:
             try:
                 self.value = self._make()
             except ConfigError as error:
-                # Tried again at the next handshake: a key and its certificate are replaced one after the other.
+                # The next handshake tries again: a key and its certificate are replaced one after the other.
                 if version != self._refused:
                     logger.warning("certificates stay as they were: %s", error)
                 self._refused = version
                 return None
             self._version = version
-            logger.info("certificates read anew: %s", ", ".join(map(str, self._files)))
+            logger.info("certificates read again: %s", ", ".join(map(str, self._files)))
             return self.value
 
 
@@ -278,13 +290,13 @@ def _authorities(path: Path, field: str) -> bytes:
 
 
 def _identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
-    """The PEM of certificate and key, checked."""
+    """Return the checked PEM of certificate and key."""
     chain, certificates = _certificates(cert, "tls_cert")
     _check_dates(certificates[0], cert, "tls_cert")
     data = _bytes(key, "tls_key")
     if _public_key(data, key) != certificates[0].public_key():
         raise ConfigError(f"{key} is not the key of the certificate in {cert}; give the pair", field="tls_key")
-    with suppress(OSError):  # it is being replaced
+    with suppress(OSError):  # the file is being replaced
         if key.expanduser().stat().st_mode & stat.S_IROTH:
             logger.warning("anybody on this machine may read the private key %s; chmod 600 it", key)
     return chain, data
@@ -331,7 +343,7 @@ def _check_dates(certificate: x509.Certificate, path: Path, field: str) -> None:
 
 
 def certificate_names(certificate: x509.Certificate) -> list[str]:
-    """The DNS names and addresses that it is for."""
+    """Return the DNS names and addresses that the certificate is for."""
     from cryptography import x509
 
     try:

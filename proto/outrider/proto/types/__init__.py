@@ -1,4 +1,4 @@
-"""Frozen domain types: what the messages mean, checked when made. Only `codec` knows their protobuf twins.
+"""Frozen domain types: what the messages mean, checked when made. `codec` alone knows their protobuf twins.
 
 Positions are absolute (prompt + text, from 0). Token ids are Python ints in tuples. Seconds are floats.
 

@@ -12,7 +12,7 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def require(holds: bool, field: str, message: str) -> None:
-    """Raise `InvalidArgument` about `field` unless it `holds`."""
+    """Raise `InvalidArgument` with `message` about `field` unless the condition `holds`."""
     if not holds:
         raise InvalidArgument(message, field=field)
 

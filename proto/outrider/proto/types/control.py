@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from outrider.proto.types.checks import NAME, SHA256, require
 from outrider.proto.types.decoding import PROTOCOL_VERSION
 
-DRAFTER_FORMAT = "outrider-drafter/2"  # of the packages that are exported, served and loaded
-PROMPT_CLASSES, LINK_CLASSES = 16, 6  # each with 0 among them: not said
+DRAFTER_FORMAT = "outrider-drafter/2"  # drafter packages as they are exported, served and loaded
+PROMPT_CLASSES, LINK_CLASSES = 16, 6  # 0 included: unknown
 MAX_REPORTED_DRAFTERS = 16  # in a report or a prior
 
 
@@ -44,32 +44,43 @@ class DrafterManifest:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """An edge asks where to decode."""
+    """An edge's question where to decode.
+
+    Attributes:
+        inquiry: whether it only asks what a lease says: no token is signed and no session counted.
+        prompt_class: kind of text of the prompt; 0: unknown.
+        link_class: kind of round trip; 0: unknown.
+    """
 
     model: str
     session: str
     tokenizer_sha256: str = ""
     avoid: tuple[str, ...] = ()
     protocol_version: int = PROTOCOL_VERSION
-    inquiry: bool = False  # only to know what a lease says: no token, and no session counted
-    prompt_class: int = 0  # what kind of text the prompt is; 0: not said
-    link_class: int = 0  # what kind of round trip; 0: not said
+    inquiry: bool = False
+    prompt_class: int = 0
+    link_class: int = 0
 
     def __post_init__(self) -> None:
         _require_classes(self.prompt_class, self.link_class, "lease_request")
 
 
-def _require_classes(prompt_class: int, link_class: int, of: str) -> None:
+def _require_classes(prompt_class: int, link_class: int, message: str) -> None:
     for name, value, count in (
         ("prompt_class", prompt_class, PROMPT_CLASSES),
         ("link_class", link_class, LINK_CLASSES),
     ):
-        require(0 <= value < count, f"{of}.{name}", f"must be below {count}; 0 says nothing")
+        require(0 <= value < count, f"{message}.{name}", f"must be below {count}; 0 means unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterPrior:
-    """How often a drafter hits over the texts of many edges, and how many tokens that rests on, faded with age."""
+    """How often a drafter hits over the texts of many edges.
+
+    Attributes:
+        acceptance: share of hits, 0 to 1.
+        trials: tokens that the share rests on, faded with age.
+    """
 
     drafter: str
     drafter_version: str
@@ -83,7 +94,13 @@ class DrafterPrior:
 
 @dataclass(frozen=True, slots=True)
 class DraftingPrior:
-    """What the fleet knows before a session's first commit; 0: not known. `drafters`: of each that it knows."""
+    """What the fleet knows before a session's first commit; 0: unknown.
+
+    Attributes:
+        acceptance: share of drafts that the target accepts.
+        step_s: duration of the verifier's step, in seconds.
+        drafters: hits of the drafters that are known.
+    """
 
     acceptance: float = 0.0
     step_s: float = 0.0
@@ -99,8 +116,10 @@ class DraftingPrior:
 class Lease:
     """Permission to decode on one verifier for a while.
 
-    With `relayed` the coordinator passes the stream on: `address` is empty and means its own, the token goes into the
-    call's metadata too. `tls_name` is what the certificate at `address` is checked for; empty: its host.
+    Attributes:
+        address: host:port of the verifier; empty with `relayed`, and then the coordinator's own.
+        tls_name: name that the certificate at `address` must have; empty: its host.
+        relayed: whether the coordinator passes the stream on; the token then goes into the call's metadata too.
     """
 
     token: bytes = field(repr=False)
@@ -121,7 +140,12 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class DrafterHits:
-    """What one drafter proposed in one text, or would have: tokens `compared` with the target's, and the `hits`."""
+    """Proposals of one drafter in one text, counterfactual ones included.
+
+    Attributes:
+        hits: proposals that agree with the committed token.
+        compared: proposals that were compared with one.
+    """
 
     drafter: str
     drafter_version: str
@@ -134,7 +158,7 @@ class DrafterHits:
 
 @dataclass(frozen=True, slots=True)
 class SessionReport:
-    """The figures of a finished session; no prompt and no text.
+    """Counts and times of a finished session; no prompt and no text.
 
     `drafter_hits` and the two classes go into the fleet's sums, and a coordinator keeps them nowhere else.
     """
@@ -160,8 +184,8 @@ class SessionReport:
     link_class: int = 0
 
     def __post_init__(self) -> None:
-        told = len(self.drafter_hits)
-        require(told <= MAX_REPORTED_DRAFTERS, "report.drafter_hits", f"holds more than {MAX_REPORTED_DRAFTERS}")
+        few = len(self.drafter_hits) <= MAX_REPORTED_DRAFTERS
+        require(few, "report.drafter_hits", f"holds more than {MAX_REPORTED_DRAFTERS}")
         _require_classes(self.prompt_class, self.link_class, "report")
 
 
@@ -172,7 +196,7 @@ class ClassAcceptance:
     model: str
     prompt_class: int
     link_class: int
-    of: DrafterPrior
+    prior: DrafterPrior
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +228,7 @@ class EdgeStatus:
 
 @dataclass(frozen=True, slots=True)
 class RelayStatus:
-    """What the coordinator has forwarded since it started; times are upper bounds of the quantiles, 0 without any."""
+    """What the coordinator has forwarded since it started; times are upper bounds of the quantiles, 0 before any."""
 
     streams: int = 0
     streams_total: int = 0

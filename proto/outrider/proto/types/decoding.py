@@ -1,4 +1,4 @@
-"""Frames of the decoding stream, and what they hold."""
+"""Frames of the decoding stream and their parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROJECTION = re.compile(r"[0-9a-f]{12}")
 
 
 class FinishReason(Enum):
-    """Why a text ended. `STOP_STRING` is settled at the edge, where the text is."""
+    """Why a text ended; `STOP_STRING` is decided at the edge, which alone has the text."""
 
     EOS = 1
     STOP_TOKEN = 2
@@ -28,14 +28,14 @@ class FinishReason(Enum):
 
 
 class Goal(Enum):
-    """What a deployment wants of speculation: tokens soonest, or the fewest target steps at a bounded cost in time."""
+    """What a deployment wants of speculation: low latency, or few target steps at a bounded cost in time."""
 
     LATENCY = 1
     EFFICIENCY = 2
 
 
 class Provenance(Enum):
-    """Where a committed token was first thought of. Either way it is the target's token."""
+    """Who proposed a committed token first; it is the target's token either way."""
 
     DRAFT = "draft"
     TARGET = "target"
@@ -43,7 +43,12 @@ class Provenance(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long (seconds from the last commit, may be infinite) and for how many drafts the verifier waits."""
+    """How long the verifier waits for drafts before a step.
+
+    Attributes:
+        seconds: longest wait since the last commit, in seconds; may be infinite.
+        drafts: number of drafts that ends the wait.
+    """
 
     seconds: float
     drafts: int = 1
@@ -54,25 +59,25 @@ class Patience:
 
 
 class SteeringPrecision(Enum):
-    """How the numbers of a steering code travel."""
+    """Number format of a steering vector on the wire."""
 
     FLOAT16 = 1
     INT8 = 2
 
     @property
     def number_bytes(self) -> int:
-        """Bytes a number."""
+        """Size of one number, in bytes."""
         return 2 if self is SteeringPrecision.FLOAT16 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringRequest:
-    """Which steering codes an edge wants in commits.
+    """Which steering vectors an edge wants in commits.
 
     Attributes:
-        projection: 12 hexadecimal digits: what the drafter's manifest names, and the code is made by.
-        precision: of its numbers.
-        every: with every so many commits; 0: none for now.
+        projection: projection that makes the vector, 12 hexadecimal digits from the drafter's manifest.
+        precision: number format.
+        every: commits for each vector; 0: none for now.
     """
 
     projection: str
@@ -87,7 +92,21 @@ class SteeringRequest:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Everything that decides a text, so that any verifier can begin it or take it over; `steering` decides nothing."""
+    """Everything that decides a text, so that any verifier can begin it or take it over.
+
+    Attributes:
+        prompt: [p] tokens, at least one.
+        committed: [c] text so far, when resuming.
+        patience: how long to wait for drafts; None: the verifier decides.
+        drafting: whether drafts will come.
+        window: most unverified tokens that the edge will have in flight; 0: unknown.
+        max_drafts: most drafts to verify in one step; 0: the verifier's limit.
+        logp: whether commits carry processed log probabilities.
+        logprobs: whether they carry the model's own log probabilities.
+        top_logprobs: likeliest tokens to carry for each position; needs `logprobs`.
+        keep_s: time to keep the session after its last commit, in seconds.
+        steering: requested steering vectors, which do not change the text; None: none.
+    """
 
     model: str
     tokenizer_sha256: str
@@ -126,9 +145,13 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Another turn on a kept session: `prompt` [n] stands from `start` on, and the text follows it.
+    """Another turn on a kept session, whose text follows a new prompt.
 
-    `sampling` None: that of the last turn. Drafts of chains below `chain` belong to earlier turns.
+    Attributes:
+        start: position of prompt[0]; the transcript is dropped from there on.
+        prompt: [n] new tokens, may be empty.
+        sampling: parameters of this turn; None: those of the last.
+        chain: first chain of this turn; drafts of lower ones belong to earlier turns.
     """
 
     start: int
@@ -143,14 +166,14 @@ class Continue:
 
 
 class DraftToken(NamedTuple):
-    """A proposed token, and what the drafter's distribution says about it; NaN: not known.
+    """A proposed token, and what the drafter's distribution says about it; NaN: unknown.
 
     Attributes:
-        id: token id; -1 in place of a token where nothing may be proposed.
-        confidence: the drafter's probability of it.
-        entropy: entropy of that distribution, nats.
-        perturbed_probability: softmax of log probability and shared noise at the token, over the candidates: how far it
-            is ahead of the others with the very noise that the target will use; the confidence at temperature 0.
+        id: token id; -1 where nothing may be proposed.
+        confidence: the drafter's probability of the token.
+        entropy: entropy of the drafter's distribution, in nats.
+        perturbed_probability: softmax of log probability plus shared noise at the token, over the candidates: how far
+            it leads under the very noise that the target will use; the confidence at temperature 0.
     """
 
     id: int
@@ -167,11 +190,11 @@ class CommittedToken(NamedTuple):
 
     Attributes:
         id: token id.
-        logp: natural log of the processed probability that it was drawn with; None: not asked for.
+        logp: natural log of the processed probability that it was drawn with; None: not requested.
         logprob: natural log of the model's own probability, before temperature, cuts, penalties, bias, allowed tokens
-            and grammar: what OpenAI's API and vLLM call logprob; None: not asked for.
-        top: likeliest tokens of the position as (id, natural log of p), of the same distribution as `logprob`,
-            likeliest first and the lower id first among equals; empty: not asked for.
+            and grammar: what OpenAI's API and vLLM call logprob; None: not requested.
+        top: likeliest tokens of the position as (id, natural log of p) in the distribution of `logprob`, likeliest
+            first and the lower id first among equals; empty: not requested.
     """
 
     id: int
@@ -213,7 +236,7 @@ class Draft:
         )
 
     def first_path(self) -> tuple[int, ...]:
-        """The tokens of the tree's first branch, in order: what a verifier without tree attention judges."""
+        """Return the tokens of the tree's first branch, which a verifier without tree attention verifies."""
         if not self.parents:
             return self.tokens
         length = next((i for i, parent in enumerate(self.parents) if parent != i - 1), len(self.tokens))
@@ -222,7 +245,15 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the edge knows and the verifier's patience needs, and a changed request for codes; None: as before."""
+    """What the edge has measured for the verifier's patience.
+
+    Attributes:
+        drafting: whether drafts still come.
+        drafting_s: time to draft one token, in seconds.
+        round_trip_s: smoothed round-trip time without the verifier's work, in seconds.
+        acceptance: chance that a draft agrees; 0: unknown.
+        steering: changed request for steering vectors; None: unchanged.
+    """
 
     drafting: bool
     drafting_s: float = 0.0
@@ -239,14 +270,24 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The edge wants no more of this text."""
+    """The edge's end of a text."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The verifier has taken the session."""
+    """The verifier's terms for a session that it has taken.
+
+    Attributes:
+        committed: tokens of text taken over from Open.
+        credit: unverified drafts allowed.
+        context_length: positions that the target can hold.
+        batch_invariant: whether the text is independent of co-scheduled sessions.
+        planned: whether the verifier plans how long it waits for drafts; its patience is fixed otherwise.
+        keep_s: time that an idle session is kept, in seconds; 0: the stream ends with the text.
+        steered: whether it has the requested projection and sends its vectors.
+    """
 
     committed: int
     credit: int
@@ -260,12 +301,19 @@ class Opened:
     planned: bool = True
     keep_s: float = 0.0
     release: str = ""
-    steered: bool = False  # it has the projection that is asked for, and sends its codes
+    steered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of one commit went, seconds; `echo` Draft messages of its stream had come before it was sent."""
+    """Where the time of one commit went.
+
+    Attributes:
+        echo: Draft messages of the stream that had come before the commit was sent.
+        hold_s: time from the arrival of the last one to the sending of the commit, in seconds.
+        queue_s: time that the session was due and waited for the engine, in seconds.
+        verify_s: duration of the step, in seconds.
+    """
 
     echo: int = 0
     hold_s: float = 0.0
@@ -275,9 +323,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """A code [rank] = scale * values of the target's hidden state, as it travels; `outrider.proto.steering` reads it.
+    """A steering vector [rank] = scale * values of the target's hidden state; `outrider.proto.steering` decodes it.
 
-    In a commit it is of position `start + len(tokens) - 2`, the newest that the verifier has processed and that holds.
+    A commit carries that of position `start + len(tokens) - 2`, the newest committed one that the verifier has
+    processed.
     """
 
     scale: float
@@ -287,13 +336,25 @@ class Steering:
     def __post_init__(self) -> None:
         require(isinstance(self.precision, SteeringPrecision), "steering.precision", "is no SteeringPrecision")
         require(math.isfinite(self.scale) and self.scale > 0, "steering.scale", "must be a finite number above 0")
-        each = self.precision.number_bytes
-        require(len(self.values) % each == 0, "steering.values", f"must be {each} bytes a number")
+        size = self.precision.number_bytes
+        require(len(self.values) % size == 0, "steering.values", f"must be {size} bytes a number")
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tokens that are now part of the text, for ever. The first `accepted` of them were drafts."""
+    """Tokens that are now part of the text, for ever.
+
+    Attributes:
+        start: position of tokens[0].
+        accepted: drafts among the tokens, which come first.
+        credit: unverified drafts allowed from now on.
+        reward: mean of min(1, p / q) over the verified drafts (MetaSD); None: unknown.
+        steering: vector of position `start + len(tokens) - 2`.
+        finish: why the text ends, in its last commit only.
+        chain: newest chain that the verifier knew.
+        verified: drafts that the step verified.
+        turn: Continues of this stream that had come before it.
+    """
 
     start: int
     tokens: tuple[CommittedToken, ...]
@@ -310,15 +371,15 @@ class Commit:
     def __post_init__(self) -> None:
         require(bool(self.tokens) or self.finish is not None, "commit.tokens", "is empty and the text goes on")
         require(0 <= self.accepted <= len(self.tokens), "commit.accepted", "exceeds the tokens")
-        of_each = "must be there for each token, or for none"
-        require(len({token.logp is None for token in self.tokens}) < 2, "commit.logp", of_each)
-        require(len({token.logprob is None for token in self.tokens}) < 2, "commit.logprobs", of_each)
-        require(len({len(token.top) for token in self.tokens}) < 2, "commit.top_logprobs", of_each)
+        message = "must be there for each token, or for none"
+        require(len({token.logp is None for token in self.tokens}) < 2, "commit.logp", message)
+        require(len({token.logprob is None for token in self.tokens}) < 2, "commit.logprobs", message)
+        require(len({len(token.top) for token in self.tokens}) < 2, "commit.top_logprobs", message)
 
 
 @dataclass(frozen=True, slots=True)
 class Goaway:
-    """The verifier ends the stream; the text goes on elsewhere."""
+    """The verifier's end of a stream, whose text goes on elsewhere."""
 
     reason: str
     retry_after_s: float = 0.0

@@ -10,7 +10,7 @@ from outrider.proto.settings import at_least, option
 from outrider.proto.types.checks import require, require_tokens
 
 GROUP = "sampling"
-MAX_STOP_TOKENS = 256  # they are looked through at every token
+MAX_STOP_TOKENS = 256  # all are compared with every token
 MAX_GRAMMAR_BYTES = 1 << 16
 
 
@@ -25,10 +25,11 @@ class GrammarKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What texts may be: every token keeps the text one that the grammar can complete, and EOS comes when it is.
+    """A language that the text belongs to: the grammar can complete it after every token, and EOS comes when it does.
 
-    The text is a JSON schema, a regular expression, or a grammar in the Lark dialect of llguidance; empty for
-    `JSON_OBJECT`, which is any JSON object. The verifier compiles it and says what is wrong with it.
+    Attributes:
+        text: JSON schema, regular expression, or grammar in the Lark dialect of llguidance; empty for `JSON_OBJECT`,
+            which is any JSON object. The verifier compiles it and says what is wrong with it.
     """
 
     kind: GrammarKind
@@ -49,8 +50,8 @@ class Grammar:
 class Sampling:
     """How the target's distribution is processed.
 
-    In this order: grammar, allowed tokens, bias, repetition, presence and frequency penalty, temperature, top-k,
-    top-p, min-p. At temperature 0 the argmax before temperature is taken.
+    The order is: grammar, allowed tokens, bias, repetition, presence and frequency penalty, temperature, top-k, top-p,
+    min-p. At temperature 0 the argmax before temperature is taken.
     """
 
     temperature: float = option(0.0, "0 is greedy", metavar="T", group=GROUP)
@@ -58,7 +59,7 @@ class Sampling:
     top_k: int = option(0, "most likely tokens kept; 0 is off", metavar="K", group=GROUP)
     top_p: float = option(1.0, "nucleus; 1 is off", metavar="P", group=GROUP)
     min_p: float = option(
-        0.0, "least probability, relative to the most likely token; 0 is off", metavar="P", group=GROUP
+        0.0, "minimum probability, relative to the most likely token; 0 is off", metavar="P", group=GROUP
     )
     repetition_penalty: float = option(1.0, "1 is off", group=GROUP)
     presence_penalty: float = option(0.0, "0 is off", group=GROUP)
@@ -92,10 +93,10 @@ class Sampling:
         require_tokens(self.stop_tokens, "sampling.stop_tokens")
         if self.grammar is not None:
             require(not self.ignore_eos, "sampling.ignore_eos", "cannot go with a grammar, whose texts end with EOS")
-            message = "cannot go with a grammar, which says by itself what is allowed"
+            message = "cannot go with a grammar, which decides what is allowed"
             require(not self.allowed_tokens, "sampling.allowed_tokens", message)
 
     @property
     def penalises(self) -> bool:
-        """Whether the distribution depends on which tokens came before, beyond the target's own view of them."""
+        """Whether the processing depends on the tokens before, as repetition, presence and frequency penalties do."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

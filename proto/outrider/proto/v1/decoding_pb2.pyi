@@ -607,16 +607,16 @@ class ClusterStatus(_message.Message):
     def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ...) -> None: ...
 
 class ClassAcceptance(_message.Message):
-    __slots__ = ("model", "prompt_class", "link_class", "of")
+    __slots__ = ("model", "prompt_class", "link_class", "prior")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CLASS_FIELD_NUMBER: _ClassVar[int]
     LINK_CLASS_FIELD_NUMBER: _ClassVar[int]
-    OF_FIELD_NUMBER: _ClassVar[int]
+    PRIOR_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt_class: int
     link_class: int
-    of: DrafterPrior
-    def __init__(self, model: _Optional[str] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ..., of: _Optional[_Union[DrafterPrior, _Mapping]] = ...) -> None: ...
+    prior: DrafterPrior
+    def __init__(self, model: _Optional[str] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ..., prior: _Optional[_Union[DrafterPrior, _Mapping]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("verifier",)
