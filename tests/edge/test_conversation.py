@@ -128,7 +128,7 @@ def test_a_text_is_told_with_its_prompts_length_its_provenance_and_its_end(token
     ]
     completion, decoding = told(tokenizer, [*items, Done(FinishReason.EOS)])
     assert completion.prompt_tokens == 4
-    assert (completion.text, completion.tokens) == ("one two three", tokens)
+    assert (completion.text, completion.ids) == ("one two three", tokens)
     assert completion.provenance[:2] == (Provenance.TARGET, Provenance.DRAFT)
     assert (completion.finish_reason, decoding.reasons) == (FinishReason.EOS, [])
 
@@ -141,9 +141,9 @@ def test_tokens_behind_the_one_that_completes_a_stop_string_are_not_told(tokeniz
     ]
     completion, decoding = told(tokenizer, [*items, Done(FinishReason.STOP_STRING)], stop=("thre",))
     assert completion.text == "one two "
-    assert completion.tokens == tokens[: len(completion.tokens)]
-    assert tokenizer.decode(completion.tokens).startswith("one two thre")
-    assert "thre" not in tokenizer.decode(completion.tokens[:-1])
+    assert completion.ids == tokens[: len(completion.tokens)]
+    assert tokenizer.decode(completion.ids).startswith("one two thre")
+    assert "thre" not in tokenizer.decode(completion.ids[:-1])
     assert decoding.reasons == [FinishReason.STOP_STRING]
 
 
@@ -204,7 +204,7 @@ def test_the_synchronous_twin_takes_events_on_demand_and_closes_what_it_leaves()
             try:
                 for position in range(9):
                     made.append(position)
-                    yield Tokens(position, (1,), (Provenance.TARGET,), (), ("x",))
+                    yield Tokens(position, (CommittedToken(1),), (Provenance.TARGET,), ("x",))
             finally:
                 closed.append(True)
 

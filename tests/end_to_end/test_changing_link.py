@@ -76,7 +76,7 @@ async def decode_while_the_link_changes(client: Client, link: LinkProcess, promp
         tokens: list[int] = []
         async for event in client.generate(prompt, SAMPLING):
             if isinstance(event, Tokens):
-                tokens += event.tokens
+                tokens += event.ids
                 arrivals.append(time.monotonic())
                 begun.set()
             else:
@@ -115,7 +115,7 @@ def test_the_text_survives_every_change_and_goes_on_within_a_second(serving: Any
             LinkProcess(address, NEAR) as link,
             edge(link.address, drafter="general") as client,
         ):
-            unchanged = (await client.complete(prompt, SAMPLING)).tokens
+            unchanged = (await client.complete(prompt, SAMPLING)).ids
             for _ in range(ATTEMPTS):
                 course = await decode_while_the_link_changes(client, link, prompt)
                 assert course.tokens == unchanged

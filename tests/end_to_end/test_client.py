@@ -39,9 +39,9 @@ def test_events_carry_positions_provenance_log_probabilities_and_the_text(servin
         for event in tokens:
             assert isinstance(event, Tokens)
             assert event.position == position
-            assert len(event.tokens) == len(event.provenance) == len(event.logp) == len(event.pieces)
-            assert all(logp <= 0 for logp in event.logp)
-            position += len(event.tokens)
+            assert len(event.tokens) == len(event.provenance) == len(event.pieces)
+            assert all(token.logp <= 0 for token in event.tokens)
+            position += len(event.ids)
         drafted = [p is Provenance.DRAFT for event in tokens for p in event.provenance]
         assert sum(drafted) == end.statistics.accepted > 0
         assert "".join(event.text for event in events) == completion.text
@@ -63,9 +63,9 @@ def test_the_synchronous_twin_says_the_same(serving, edge, tokenizer_file) -> No
                     assert isinstance(events[-1], Finished)
                     with pytest.raises(InvalidArgument, match="temperature"):
                         twin.complete(PROMPT, temperature=-1)
-                    return twin.complete(PROMPT, max_tokens=12).tokens
+                    return twin.complete(PROMPT, max_tokens=12).ids
 
-            assert await asyncio.to_thread(blocking) == expected.tokens
+            assert await asyncio.to_thread(blocking) == expected.ids
 
     asyncio.run(main())
 
@@ -102,7 +102,7 @@ def test_a_deadline_ends_the_text_and_what_came_before_it_is_kept(serving, edge)
                 await client.collect(
                     PROMPT,
                     client.generate(PROMPT, max_tokens=2000, deadline_s=0.5),
-                    lambda event: got.extend(event.tokens),
+                    lambda event: got.extend(event.ids),
                 )
             assert got
 
@@ -126,14 +126,14 @@ def test_eos_and_stop_tokens_end_the_text(serving, edge) -> None:
     async def main() -> None:
         async with serving() as address, edge(address, drafter="general") as client:
             whole = await client.complete(PROMPT, max_tokens=40)
-            stop = whole.tokens[20]
+            stop = whole.ids[20]
             stopped = await client.complete(PROMPT, max_tokens=40, stop_tokens=(stop,))
             eos = await client.complete(PROMPT, max_tokens=40, allowed_tokens=(1,))
             ignored = await client.complete(PROMPT, max_tokens=5, allowed_tokens=(1,), ignore_eos=True)
         assert stopped.finish_reason is FinishReason.STOP_TOKEN
-        assert stopped.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
-        assert (eos.finish_reason, eos.tokens) == (FinishReason.EOS, (1,))
-        assert ignored.tokens == (1,) * 5
+        assert stopped.ids == whole.ids[: whole.ids.index(stop) + 1]
+        assert (eos.finish_reason, eos.ids) == (FinishReason.EOS, (1,))
+        assert ignored.ids == (1,) * 5
 
     asyncio.run(main())
 
@@ -145,7 +145,7 @@ def test_a_broken_drafter_leaves_plain_cloud_streaming_and_says_so(serving, edge
                 expected = await client.complete(PROMPT, max_tokens=30)
             async with edge(address, drafter=FailingDrafter(0)) as client:
                 completion = await client.complete(PROMPT, max_tokens=30)
-        assert completion.tokens == expected.tokens
+        assert completion.ids == expected.ids
         assert completion.statistics.drafter_error
         assert completion.statistics.steps == 30
 
@@ -174,7 +174,7 @@ def test_bad_input_is_refused_with_the_field_named(serving, edge, prompt, option
             with pytest.raises(error) as caught:
                 await client.complete(prompt, **options)
             assert caught.value.field == field
-            assert (await client.complete(PROMPT, max_tokens=3)).tokens
+            assert (await client.complete(PROMPT, max_tokens=3)).ids
 
     asyncio.run(main())
 
@@ -213,7 +213,7 @@ def test_a_tampered_drafter_package_leaves_cloud_streaming_and_a_warning(serving
     async def main() -> None:
         async with serving() as address, edge(address, drafter=str(broken)) as client:
             completion = await client.complete(PROMPT, max_tokens=5)
-        assert len(completion.tokens) == 5
+        assert len(completion.ids) == 5
         assert "model.onnx" in completion.statistics.drafter_error
 
     asyncio.run(main())
@@ -229,8 +229,8 @@ def test_a_stop_string_cuts_the_same_tokens_with_any_drafter(serving, edge, draf
                 expected = [await client.complete(PROMPT, max_tokens=60, stop=[stop]) for stop in stops]
             async with edge(address, drafter=drafter) as client:
                 got = [await client.complete(PROMPT, max_tokens=60, stop=[stop]) for stop in stops]
-        assert [c.tokens for c in got] == [c.tokens for c in expected]
-        assert [len(c.provenance) for c in got] == [len(c.tokens) for c in got]
+        assert [c.ids for c in got] == [c.ids for c in expected]
+        assert [len(c.provenance) for c in got] == [len(c.ids) for c in got]
 
     asyncio.run(main())
 
@@ -265,7 +265,7 @@ def test_whatever_a_drafter_does_the_text_goes_on(serving, edge, token) -> None:
                 expected = await client.complete(PROMPT, max_tokens=15)
             async with edge(address, drafter=ForeignDrafter(token)) as client:
                 completion = await client.complete(PROMPT, max_tokens=15)
-        assert completion.tokens == expected.tokens
+        assert completion.ids == expected.ids
         assert completion.statistics.drafter_error
 
     asyncio.run(main())
@@ -296,7 +296,7 @@ def test_the_synchronous_twin_raises_what_went_wrong_even_if_it_is_a_defect(toke
     ) as twin:
 
         async def broken(*_, **__):
-            yield Tokens(0, (), (), (), ())
+            yield Tokens(0, (), (), ())
             raise IndexError("a defect")
 
         twin._client.generate = broken

@@ -139,9 +139,9 @@ async def said_as_fresh(client: Client, talk: Any, text: str, **options: Any):
     before = talk.transcript.tokens
     turn = await talk.complete(text, **options)
     whole = await client.complete((*before, *client.encode(text)), **options)
-    assert (turn.tokens, turn.text, turn.finish_reason) == (whole.tokens, whole.text, whole.finish_reason)
+    assert (turn.ids, turn.text, turn.finish_reason) == (whole.ids, whole.text, whole.finish_reason)
     assert turn.prompt_tokens == whole.prompt_tokens
-    assert talk.transcript.tokens == (*before, *client.encode(text), *turn.tokens)
+    assert talk.transcript.tokens == (*before, *client.encode(text), *turn.ids)
     return turn
 
 
@@ -193,7 +193,7 @@ def test_a_later_turn_sends_up_its_new_tokens_and_nothing_else(verifiers, client
             news = client.encode("and?")
         one, two = frames.of(Continue)
         assert (one.prompt, one.sampling) == (news, None)
-        assert one.start == first.prompt_tokens + len(first.tokens)
+        assert one.start == first.prompt_tokens + len(first.ids)
         assert two.sampling.max_tokens == 5
         assert second.statistics.uplink_bytes == len(codec.encode_edge_frame(one)) + 5 < 30
         assert third.statistics.uplink_bytes < 60 < first.statistics.uplink_bytes // 4
@@ -238,13 +238,13 @@ def test_a_turn_that_ends_with_a_stop_string_ends_with_the_token_that_completed_
                     turn = await talk.complete(TURNS[0], stop=stop)
                     assert turn.finish_reason is FinishReason.STOP_STRING
                     assert turn.text == whole.text.split(stop)[0]
-                    assert turn.tokens == whole.tokens[: len(turn.tokens)]
-                    assert stop in client.decode(turn.tokens)
-                    assert stop not in client.decode(turn.tokens[:-1])
-                    assert talk.transcript.tokens == (*client.encode(TURNS[0]), *turn.tokens)
+                    assert turn.ids == whole.ids[: len(turn.ids)]
+                    assert stop in client.decode(turn.ids)
+                    assert stop not in client.decode(turn.ids[:-1])
+                    assert talk.transcript.tokens == (*client.encode(TURNS[0]), *turn.ids)
                     await said_as_fresh(client, talk, TURNS[1], max_tokens=10, **way)
                 (second,) = frames.of(Continue)
-                assert second.start == len(client.encode(TURNS[0])) + len(turn.tokens)
+                assert second.start == len(client.encode(TURNS[0])) + len(turn.ids)
 
     asyncio.run(main())
 
@@ -253,11 +253,11 @@ def test_eos_and_stop_tokens_are_part_of_the_transcript(verifiers, clients) -> N
     async def main() -> None:
         async with verifiers() as servers, clients(*servers) as client, client.conversation(max_tokens=9) as talk:
             eos = await talk.complete("a", allowed_tokens=(1,))
-            assert (eos.finish_reason, eos.tokens) == (FinishReason.EOS, (1,))
+            assert (eos.finish_reason, eos.ids) == (FinishReason.EOS, (1,))
             await said_as_fresh(client, talk, "b", max_tokens=9)
             last = talk.transcript.tokens[-1]
             stopped = await talk.complete("c", stop_tokens=(last,), allowed_tokens=(last,))
-            assert (stopped.finish_reason, stopped.tokens) == (FinishReason.STOP_TOKEN, (last,))
+            assert (stopped.finish_reason, stopped.ids) == (FinishReason.STOP_TOKEN, (last,))
             await said_as_fresh(client, talk, "d", max_tokens=5)
 
     asyncio.run(main())
@@ -270,7 +270,7 @@ def test_a_turn_left_midway_keeps_what_was_given_out_and_the_next_goes_on(verifi
             for _ in range(3):
                 before, given = talk.transcript.tokens, ()
                 async for event in talk.say("more", max_tokens=1500):
-                    given += event.tokens
+                    given += event.ids
                     if len(given) > 4:
                         break
                 await said_as_fresh(client, talk, "and on", max_tokens=6)
@@ -349,11 +349,11 @@ def test_streams_cut_between_turns_and_within_them_change_nothing_but_time(verif
             await said_as_fresh(client, talk, TURNS[1], max_tokens=8, **WAYS["drawn"])
             before, given = talk.transcript.tokens, []
             async for event in talk.say(TURNS[2], max_tokens=12):
-                given += event.tokens if isinstance(event, Tokens) else ()
+                given += event.ids if isinstance(event, Tokens) else ()
                 if len(given) in (2, 7):
                     link.cut()
             whole = await client.complete((*before, *client.encode(TURNS[2])), max_tokens=12, **WAYS["drawn"])
-            assert tuple(given) == whole.tokens
+            assert tuple(given) == whole.ids
             await said_as_fresh(client, talk, "end", max_tokens=4, **WAYS["drawn"])
         assert len(frames.of(Open)) >= 3
 
@@ -439,13 +439,13 @@ def test_a_conversation_moves_when_its_verifier_drains_between_turns_or_within_o
                 before, given = talk.transcript.tokens, ()
                 draining = None
                 async for event in talk.say(text, max_tokens=max_tokens):
-                    given += event.tokens if isinstance(event, Tokens) else ()
+                    given += event.ids if isinstance(event, Tokens) else ()
                     if drained is not None and draining is None:
                         draining = asyncio.create_task(drained.drain(20.0))
                 if draining is not None:
                     assert await draining == 1
                 whole = await other.complete((*before, *other.encode(text)), max_tokens=max_tokens)
-                assert given == whole.tokens
+                assert given == whole.ids
 
             await as_elsewhere(TURNS[0], None, 6)
             assert await servers[0].drain(20.0) == 0, "an idle session is none to wait for"
@@ -467,7 +467,7 @@ def test_a_verifier_that_is_restarted_between_turns_is_told_the_whole_transcript
                     await said_as_fresh(client, talk, TURNS[1], max_tokens=6)
                     await said_as_fresh(client, talk, TURNS[2], max_tokens=6)
         whole = frames.of(Open)[-1].prompt
-        assert whole == (*client.encode(TURNS[0]), *first.tokens, *client.encode(TURNS[1]))
+        assert whole == (*client.encode(TURNS[0]), *first.ids, *client.encode(TURNS[1]))
 
     asyncio.run(main())
 
@@ -519,7 +519,7 @@ def test_a_drafter_that_breaks_in_one_turn_is_not_used_in_the_next(verifiers, cl
                 turn = await talk.complete(text, max_tokens=12)
             assert turn.statistics.drafter_error
             assert turn.statistics.drafted == 0
-            assert len(turn.tokens) == 12
+            assert len(turn.ids) == 12
 
     asyncio.run(main())
 
@@ -540,19 +540,19 @@ def test_the_synchronous_twin_has_conversations_too(verifiers, clients, tokenize
                     turn = talk.complete(TURNS[1])
                     given = ()
                     for event in talk.say(TURNS[2], max_tokens=1500):
-                        given += event.tokens
+                        given += event.ids
                         break
                     with pytest.raises(DeadlineExceeded):
                         talk.complete("x", deadline_s=0.0)
                     tokens = talk.transcript.tokens
                     assert tokens[-len(given) :] == given, "nothing beyond what was given out"
                     assert talk.complete("").prompt_tokens == len(tokens)
-                    return [turn.tokens, tokens]
+                    return [turn.ids, tokens]
 
             turn, tokens = await asyncio.to_thread(blocking)
             async with client.conversation(max_tokens=6) as talk:
                 await talk.complete(TURNS[0])
-                assert (await talk.complete(TURNS[1])).tokens == turn
+                assert (await talk.complete(TURNS[1])).ids == turn
                 assert tokens[: len(talk.transcript.tokens)] == talk.transcript.tokens
 
     asyncio.run(main())
@@ -714,7 +714,7 @@ def test_whatever_frames_come_the_others_texts_are_right_and_all_pages_come_back
                     strangers = [strange(server, 10 * batch + i) for i in range(4)]
                     turn, *_ = await asyncio.gather(talk.complete(TURNS[0], max_tokens=20), *strangers)
                     if batch == 0:
-                        assert turn.tokens == expected.tokens
+                        assert turn.ids == expected.ids
                 await said_as_fresh(client, talk, TURNS[1], max_tokens=5)
             await until(lambda: server.status().kv_pages_free == server._engine.page_count)
             assert server.status().sessions == server._engine.parked_count == 0

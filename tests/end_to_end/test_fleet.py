@@ -45,7 +45,7 @@ async def decode_while(client: Client, happens: Callable[[], Awaitable[None]]) -
     happening = None
     resumes = 0
     async for event in client.generate(PROMPT, SAMPLED):
-        tokens += getattr(event, "tokens", ())
+        tokens += getattr(event, "ids", ())
         if happening is None and len(tokens) > 20:
             happening = asyncio.create_task(happens())
         if hasattr(event, "statistics"):
@@ -77,7 +77,7 @@ def test_texts_go_on_while_the_fleet_grows_loses_a_process_and_shrinks(
             control = CoordinatorClient(cluster.coordinator)
             config = EdgeConfig(coordinator=cluster.coordinator, cache=tmp_path, drafter="none", edge="test-edge")
             async with Client(config) as client:
-                expected = (await client.complete(PROMPT, SAMPLED)).tokens
+                expected = (await client.complete(PROMPT, SAMPLED)).ids
                 await scale_to(2)
                 await until(control, lambda status: [v.state for v in status.verifiers] == ["ready", "ready"])
 

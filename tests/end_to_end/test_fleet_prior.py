@@ -57,7 +57,7 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
         async with Client(config) as first:
             assert first.drafter is not None
             drafter = (first.drafter.name, first.drafter.version)
-            alone = [(await first.complete(prompt, max_tokens=24)).tokens for prompt in (CODE, PROSE)]
+            alone = [(await first.complete(prompt, max_tokens=24)).ids for prompt in (CODE, PROSE)]
             await first.complete("Hi", max_tokens=2)
             whole = await first.complete(CODE, max_tokens=24)
         newest = [codec.decode_report(request) for request in said["ReportSession"]][-1]
@@ -80,7 +80,7 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
             assert ready is not None
             any_text = ready.route.prior(TextFeatures(PromptClass.CODE, 1))
             assert any_text.acceptance_of(*drafter) is not None, "the first inquiry told of texts of any kind"
-            assert [(await second.complete(prompt, max_tokens=24)).tokens for prompt in (CODE, PROSE)] == alone
+            assert [(await second.complete(prompt, max_tokens=24)).ids for prompt in (CODE, PROSE)] == alone
             priors = [ready.route.prior(TextFeatures(kind, 1)) for kind in (PromptClass.CODE, PromptClass.PROSE)]
             assert priors[0] != priors[1] != any_text, "each of its texts asked for texts of its kind"
             assert all(prior.acceptance_of(*drafter) for prior in priors)

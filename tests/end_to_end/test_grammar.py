@@ -57,7 +57,7 @@ def test_every_text_is_valid_and_the_same_with_drafts_off_and_for_every_window(s
                 patience = Patience(math.inf, min(window, 3))  # else a busy machine's drafts may all come too late
                 async with edge(address, drafter="general", window=window, patience=patience) as client:
                     together = await asyncio.gather(*(client.complete(*each) for each in wanted))
-                assert [c.tokens for c in together] == [c.tokens for c in expected]
+                assert [c.ids for c in together] == [c.ids for c in expected]
                 verified += sum(c.statistics.verified for c in together)
         assert verified
 
@@ -79,14 +79,14 @@ def test_a_text_stays_valid_and_the_same_through_cut_streams(serving, edge, rela
                     if not isinstance(event, Tokens):
                         resumes = event.statistics.resumes
                         break
-                    got += event.tokens
+                    got += event.ids
                     until_cut -= 1
                     if until_cut == 0:
                         one.cut()
                         two.cut()
                         until_cut = dice.randint(1, 4)
         assert resumes >= 2
-        assert tuple(got) == expected.tokens
+        assert tuple(got) == expected.ids
 
     asyncio.run(main())
 
@@ -104,7 +104,7 @@ def test_other_kinds_hold_too_and_sessions_without_a_grammar_are_undisturbed(ser
                 client.complete("He said: ", grammar=sentence),
                 client.complete("Any object: ", grammar=Grammar(GrammarKind.JSON_OBJECT), max_tokens=5),
             )
-        assert free.tokens == alone.tokens
+        assert free.ids == alone.ids
         assert re.fullmatch(digits.text, number.text)
         assert re.fullmatch(r"The [a-z]{1,8} is [a-z]{1,8}\.", said.text)
         assert limited.text.startswith("{")
@@ -120,7 +120,7 @@ def test_a_bad_schema_is_refused_by_name_and_nothing_of_it_remains(serving, edge
                 with pytest.raises(InvalidArgument) as refused:
                     await client.complete("x", grammar=Grammar(GrammarKind.JSON_SCHEMA, text))
                 assert refused.value.field == "sampling.grammar"
-            assert len((await client.complete("x", max_tokens=3)).tokens) == 3
+            assert len((await client.complete("x", max_tokens=3)).ids) == 3
 
     asyncio.run(main())
 
@@ -134,14 +134,12 @@ def test_every_token_has_the_models_own_log_probability_also_under_a_grammar(ser
             with pytest.raises(InvalidArgument) as refused:
                 await client.complete("Once upon", max_tokens=6, logprobs=False, top_logprobs=1)
         assert refused.value.field == "top_logprobs"
-        assert (silent.logprobs, silent.top_logprobs) == ((), ())
+        assert [(t.logp, t.logprob, t.top) for t in silent.tokens] == [(None, None, ())] * 6
         for completion in (free, held):
-            assert len(completion.logprobs) == len(completion.top_logprobs) == len(completion.tokens)
-            assert all(len(top) == 3 for top in completion.top_logprobs)
-        assert free.tokens == tuple(top[0][0] for top in free.top_logprobs), "greedy takes the likeliest"
-        assert free.logprobs == tuple(top[0][1] for top in free.top_logprobs)
-        assert dict(held.top_logprobs[0]) == pytest.approx(dict(free.top_logprobs[0])), "the grammar does not show"
-        assert held.logprobs[0] < held.top_logprobs[0][-1][1]
+            assert all(token.logprob is not None and len(token.top) == 3 for token in completion.tokens)
+        assert all((token.id, token.logprob) == token.top[0] for token in free.tokens), "greedy takes the likeliest"
+        assert dict(held.tokens[0].top) == pytest.approx(dict(free.tokens[0].top)), "the grammar does not show"
+        assert held.tokens[0].logprob < held.tokens[0].top[-1][1]
 
     asyncio.run(main())
 
@@ -165,7 +163,7 @@ def test_each_turn_of_a_conversation_has_its_own_grammar(serving, edge) -> None:
                 before = talk.transcript.tokens
                 completion = await talk.complete(prompt, sampling)
                 alone = await client.complete((*before, *client.encode(prompt)), sampling)
-                assert completion.tokens == alone.tokens
+                assert completion.ids == alone.ids
                 said.append(completion.text)
         assert {said[0], said[1], said[3]} <= {"yes", "no", "perhaps"}
         assert said[2] not in ("yes", "no", "perhaps")
@@ -217,7 +215,7 @@ def test_a_grammar_that_takes_its_time_holds_up_its_own_session_only(serving, ed
             try:
                 held_up = asyncio.create_task(client.complete(PROMPTS[0], GREEDY))
                 for _ in range(3):
-                    assert len((await client.complete("Once upon a time", max_tokens=8)).tokens) == 8
+                    assert len((await client.complete("Once upon a time", max_tokens=8)).ids) == 8
                 assert not held_up.done()
             finally:
                 Withheld.gate.set()

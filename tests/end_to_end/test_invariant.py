@@ -42,7 +42,7 @@ def drafters() -> dict[str, Any]:
 
 
 async def texts(client: Any, prompts: list[Any], sampling: Sampling) -> list[tuple[int, ...]]:
-    return [(await client.complete(prompt.text, sampling)).tokens for prompt in prompts]
+    return [(await client.complete(prompt.text, sampling)).ids for prompt in prompts]
 
 
 @pytest.mark.parametrize("name", ALL_SAMPLING)
@@ -74,7 +74,7 @@ def test_the_text_is_the_same_for_every_window_and_patience(serving, edge, promp
                 for patience in patiences:
                     async with edge(address, drafter="general", window=window, patience=patience) as client:
                         completions = [await client.complete(p.text, sampling) for p in chosen]
-                    assert [c.tokens for c in completions] == expected
+                    assert [c.ids for c in completions] == expected
                     steps[window, patience] = sum(c.statistics.steps for c in completions)
         # The knobs do something, only not to the text; how many drafts come in time, a busy machine decides.
         assert steps[64, patiences[2]] < len(expected[0])
@@ -90,7 +90,7 @@ def test_sixteen_interleaved_sessions_have_the_texts_that_each_has_alone(serving
         async with serving() as address, edge(address, drafter="general") as client:
             alone = await texts(client, chosen, short)
             together = await asyncio.gather(*(client.complete(prompt.text, short) for prompt in chosen))
-        assert [completion.tokens for completion in together] == alone
+        assert [completion.ids for completion in together] == alone
         assert any(completion.statistics.accepted for completion in together)
 
     asyncio.run(main())
@@ -117,7 +117,7 @@ def test_the_text_survives_streams_cut_at_random_points(serving, edge, relay, pr
                                     resumes += event.statistics.resumes
                                     continue
                                 assert event.position == client_length(client, prompt) + len(got)
-                                got += event.tokens
+                                got += event.ids
                                 until_cut -= 1
                                 if until_cut == 0:
                                     one.cut()
@@ -147,13 +147,13 @@ def test_a_session_on_a_draining_verifier_moves_and_its_text_goes_on(edge, promp
             got: list[int] = []
             drained = None
             async for event in client.generate(prompt.text, SAMPLED):
-                got += getattr(event, "tokens", ())
+                got += getattr(event, "ids", ())
                 if drained is None:
                     drained = asyncio.create_task(first.drain(5.0))
                 statistics = getattr(event, "statistics", None)
             assert await drained == 1
             assert statistics.resumes == 1
-        assert tuple(got) == expected.tokens
+        assert tuple(got) == expected.ids
         await first.stop()
         await second.stop()
 
@@ -167,7 +167,7 @@ def test_other_seeds_give_other_texts(serving, edge, prompts) -> None:
         prompt = prompts(1)[0]
         async with serving() as address, edge(address, drafter="none") as client:
             completions = [await client.complete(prompt.text, SAMPLED, seed=seed) for seed in range(3)]
-        assert len({completion.tokens for completion in completions}) == 3
+        assert len({completion.ids for completion in completions}) == 3
 
     asyncio.run(main())
 
@@ -181,6 +181,6 @@ def test_bfloat16_keeps_its_bytes_too_in_batch_invariant_mode(serving, edge, pro
                 expected = await texts(client, chosen, sampling)
             async with edge(address, drafter="general") as client:
                 together = await asyncio.gather(*(client.complete(prompt.text, sampling) for prompt in chosen))
-        assert [completion.tokens for completion in together] == expected
+        assert [completion.ids for completion in together] == expected
 
     asyncio.run(main())

@@ -50,8 +50,8 @@ def test_a_text_outlives_its_lease(tokenizer_file, tmp_path) -> None:
                 await control.close()
             await coordinator.stop()
         assert long.statistics.resumes >= 1
-        assert len(long.tokens) == 200
-        assert long.tokens[:20] == short.tokens
+        assert len(long.ids) == 200
+        assert long.ids[:20] == short.ids
         assert [report.committed_tokens for report in reported] == [20, 200]
         assert reported[1].resumes == long.statistics.resumes
 
@@ -65,17 +65,17 @@ def test_running_texts_outlive_the_coordinator_and_new_ones_wait_for_the_next(to
             where = await first.start()
             async with Client(EdgeConfig(coordinator=where, cache=tmp_path, drafter="general")) as client:
                 running = client.generate(PROMPT, max_tokens=120)
-                tokens = list((await anext(running)).tokens)
+                tokens = list((await anext(running)).ids)
                 await first.stop(0)
                 async for event in running:
-                    tokens += getattr(event, "tokens", ())
+                    tokens += getattr(event, "ids", ())
                 assert len(tokens) == 120
                 waiting = asyncio.create_task(client.complete(PROMPT, max_tokens=120))
                 await asyncio.sleep(0.5)
                 assert not waiting.done()
                 second = CoordinatorServer(coordinator_config(address, tokenizer_file, listen=where))
                 await second.start()
-                assert (await waiting).tokens == tuple(tokens)
+                assert (await waiting).ids == tuple(tokens)
                 await second.stop(0)
 
     asyncio.run(main())

@@ -23,12 +23,12 @@ def test_selectors_leave_the_text_as_it_is_and_give_turns(serving, edge, prompts
         sampling = {"max_tokens": 32, "temperature": temperature, "seed": 3}
         async with serving() as address:
             async with edge(address, drafter="none") as client:
-                alone = [(await client.complete(prompt.text, **sampling)).tokens for prompt in asked]
+                alone = [(await client.complete(prompt.text, **sampling)).ids for prompt in asked]
             for name in SELECTORS:
                 async with edge(address, drafter=FAMILY, selector=name) as client:
                     await all_loaded(client)
                     texts = [await client.complete(prompt.text, **sampling) for prompt in asked]
-                assert [text.tokens for text in texts] == alone, name
+                assert [text.ids for text in texts] == alone, name
                 for text in texts:
                     turns = text.statistics.of_drafters
                     assert sum(counts.committed for counts in turns.values()) == text.statistics.committed
@@ -45,15 +45,15 @@ def test_a_broken_drafter_leaves_its_turn_to_the_others_and_the_text_as_it_is(se
         prompt, sampling = "def main(argv):\n", {"max_tokens": 48}
         async with serving() as address:
             async with edge(address, drafter="none") as client:
-                alone = (await client.complete(prompt, **sampling)).tokens
+                alone = (await client.complete(prompt, **sampling)).ids
             broken = FailingDrafter(3, OnnxDrafter(find_package("general"), threads=1))
             config = EdgeConfig(verifier=address, model="reference", tokenizer=tokenizer_file)
             async with Client(config, drafters=(broken, NgramDrafter())) as client:
                 text = await client.complete(prompt, **sampling)
-                assert text.tokens == alone
+                assert text.ids == alone
                 assert text.statistics.drafter_error, "and it is said"
                 assert text.statistics.of_drafters["ngram"].committed > 0
-                assert (await client.complete(prompt, **sampling)).tokens == alone
+                assert (await client.complete(prompt, **sampling)).ids == alone
 
     asyncio.run(main())
 
@@ -67,7 +67,7 @@ def test_turns_of_a_conversation_keep_the_pool_and_the_text(serving, edge) -> No
                     await all_loaded(client)
                     async with client.conversation(max_tokens=20) as conversation:
                         said.append(
-                            [(await conversation.complete(turn)).tokens for turn in ("def main(", "argv):\n", "# end")]
+                            [(await conversation.complete(turn)).ids for turn in ("def main(", "argv):\n", "# end")]
                         )
             assert said[0] == said[1]
 

@@ -61,7 +61,7 @@ async def directly(relaying: Fleet, cache: Path) -> tuple[int, ...]:
     """The tokens of the text by the same verifiers, without the relay."""
     coordinator = CoordinatorServer(replace(relaying.config, relay=False))
     async with Client(EdgeConfig(coordinator=await coordinator.start(), cache=cache, drafter="none")) as client:
-        tokens = (await client.complete(PROMPT, max_tokens=120)).tokens
+        tokens = (await client.complete(PROMPT, max_tokens=120)).ids
     await coordinator.stop(0)
     return tokens
 
@@ -77,7 +77,7 @@ def test_a_relayed_text_equals_the_direct_one_also_when_its_verifier_dies(tokeni
             lease = await service.open_lease(LeaseRequest(model="", session="s1", inquiry=True))
             assert (lease.relayed, lease.address) == (True, "")
             whole = await client.complete(PROMPT, max_tokens=120)
-            assert whole.tokens == wanted
+            assert whole.ids == wanted
             assert relaying.relayed.streams_total == 1
             moved = relaying.relayed.downlink_bytes
             assert 0 < moved < whole.statistics.downlink_bytes, "frames are counted without gRPC's prefix"
@@ -88,7 +88,7 @@ def test_a_relayed_text_equals_the_direct_one_also_when_its_verifier_dies(tokeni
             busy = next(name for name, one in relaying.verifiers.items() if one.status().sessions)
             await relaying.verifiers[busy].stop(0)
             done = await asyncio.gather(*texts)
-            assert [text.tokens for text in done] == [wanted, wanted]
+            assert [text.ids for text in done] == [wanted, wanted]
             assert sum(text.statistics.resumes for text in done) >= 1
             assert relaying.relayed.broken >= 1
 

@@ -100,7 +100,7 @@ async def texts_of(client, observer=None):
         for sampling in SAMPLINGS:
             events = client.generate(prompt, sampling, observer=observer)
             completion = await client.collect(prompt, events)
-            found.append((completion.tokens, completion.statistics))
+            found.append((completion.ids, completion.statistics))
     return found
 
 
@@ -161,7 +161,7 @@ def test_a_code_is_of_the_last_processed_position_and_reaches_the_drafter_unchan
             return await client.collect(PROMPTS[0], client.generate(PROMPTS[0], SAMPLINGS[0], observer=frames))
 
     completion = asyncio.run(main())
-    tokens = torch.tensor([*PROMPTS[0], *completion.tokens])
+    tokens = torch.tensor([*PROMPTS[0], *completion.ids])
     model = LlamaForCausalLM.from_pretrained(target).eval()
     with torch.no_grad():
         by_torch = Projection.load(projection[0])(model.model.embed_tokens(tokens)).numpy()  # what layer 0 reads
@@ -253,10 +253,10 @@ def test_turns_of_a_conversation_begin_unsteered_and_have_the_texts_of_fresh_one
             transcript = ()
             for prompt, turn in zip(PROMPTS, said, strict=True):
                 fresh = await client.complete((*transcript, *prompt), SAMPLINGS[1])
-                assert turn.tokens == fresh.tokens
+                assert turn.ids == fresh.ids
                 assert turn.statistics.steered
                 assert turn.statistics.vectors > 0
-                transcript = (*transcript, *prompt, *turn.tokens)
+                transcript = (*transcript, *prompt, *turn.ids)
 
     asyncio.run(main())
 
@@ -271,7 +271,7 @@ def test_a_stream_that_breaks_leaves_the_text_and_the_steering(target, projectio
             tokens = ()
             async for event in client.generate(PROMPTS[0], SAMPLINGS[0]):
                 if isinstance(event, Tokens):
-                    tokens += event.tokens
+                    tokens += event.ids
                     if len(tokens) > 12 and not middle.cuts:
                         middle.cut()
                 elif isinstance(event, Finished):

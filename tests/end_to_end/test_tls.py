@@ -115,7 +115,7 @@ def test_a_session_with_every_secret_logs_none_at_the_lowest_level(
             config = edge(issued, running, tmp_path)
             print(repr(config), repr(running))  # what a person at a debugger would see
             async with Client(config) as client:
-                assert len((await client.complete(PROMPT, max_tokens=20)).tokens) == 20
+                assert len((await client.complete(PROMPT, max_tokens=20)).ids) == 20
                 left = client.generate(PROMPT, max_tokens=500)
                 await anext(left)
                 await left.aclose()
@@ -180,7 +180,7 @@ def test_a_session_whose_key_is_spent_is_sent_away_and_its_text_goes_on_unchange
             meter = verifier._server._meters.of("alice", TOKENS_PER_MINUTE, now_s)
             meter.spend(meter.level(now_s) - 5, now_s)
             paced = await client.complete(PROMPT, max_tokens=40)
-            assert paced.tokens == whole.tokens
+            assert paced.ids == whole.ids
             assert paced.statistics.resumes > whole.statistics.resumes
 
     asyncio.run(main())

@@ -106,7 +106,7 @@ def record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     return {
         "id": prompt.id,
         "prompt_tokens": completion.prompt_tokens,
-        "tokens": list(completion.tokens),
+        "tokens": list(completion.ids),
         "text": completion.text,
         "accepted": statistics.accepted,
         "steps": statistics.steps,

@@ -35,7 +35,7 @@ class Tally:
         up, down = sum(s.uplink_bytes for s in statistics), sum(s.downlink_bytes for s in statistics)
         down_cloud = sum(c.statistics.downlink_bytes for c in self.cloud)
         speed, speed_of_cloud = _speed(self.outrider), _speed(self.cloud)
-        identical = sum(ours.tokens == theirs.tokens for ours, theirs in zip(self.outrider, self.cloud, strict=True))
+        identical = sum(ours.ids == theirs.ids for ours, theirs in zip(self.outrider, self.cloud, strict=True))
         return (
             f"{speed:.1f}",
             f"{speed_of_cloud:.1f}",
@@ -51,7 +51,7 @@ class Tally:
     @property
     def identical(self) -> bool:
         """Whether every text equals cloud streaming's."""
-        return all(ours.tokens == theirs.tokens for ours, theirs in zip(self.outrider, self.cloud, strict=True))
+        return all(ours.ids == theirs.ids for ours, theirs in zip(self.outrider, self.cloud, strict=True))
 
 
 def demo(given: Given) -> int:

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from outrider.edge.conversation import Conversation, Transcript
     from outrider.edge.events import Completion, Event, Finished, Tokens
     from outrider.edge.sync_client import SyncClient, SyncConversation
-    from outrider.proto.types import FinishReason, Grammar, GrammarKind, Provenance, Sampling
+    from outrider.proto.types import CommittedToken, FinishReason, Grammar, GrammarKind, Provenance, Sampling
 
 __all__ = [
     "Client",
+    "CommittedToken",
     "Completion",
     "Conversation",
     "EdgeConfig",
@@ -51,7 +52,7 @@ _MODULES = {
     "outrider.edge.conversation": ("Conversation", "Transcript"),
     "outrider.edge.events": ("Completion", "Event", "Finished", "Tokens"),
     "outrider.edge.sync_client": ("SyncClient", "SyncConversation"),
-    "outrider.proto.types": ("FinishReason", "Grammar", "GrammarKind", "Provenance", "Sampling"),
+    "outrider.proto.types": ("CommittedToken", "FinishReason", "Grammar", "GrammarKind", "Provenance", "Sampling"),
 }
 
 

@@ -171,9 +171,9 @@ class Client:
             stop: strings that end the text and are not part of it.
             deadline_s: for the whole text.
             observer: is told what happens and when (benchmarks, tracing).
-            logprobs: True: `Tokens.logprobs` too, of the target's own distribution; False: no log probability of any
-                kind, which saves bytes; None: as `top_logprobs` needs and the config says.
-            top_logprobs: 0 to 20; so many likeliest tokens of every position in `Tokens.top_logprobs`.
+            logprobs: True: `CommittedToken.logprob` too, of the target's own distribution; False: no log probability of
+                any kind, which saves bytes; None: as `top_logprobs` needs and the config says.
+            top_logprobs: 0 to 20; so many likeliest tokens of every position in `CommittedToken.top`.
             request_id: begins the session's id, so that logs on all sides tell whose it is; letters, digits, - and _.
             overrides: fields of `Sampling`.
 

@@ -178,7 +178,7 @@ class Conversation:
                 async for event in events:
                     said = True
                     if isinstance(event, Tokens):
-                        self._tokens += event.tokens
+                        self._tokens += event.ids
                     elif isinstance(event, Finished):
                         self._client.report(decoding.session, decoding.machine, event.seconds)
                     yield event

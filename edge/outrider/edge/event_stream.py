@@ -13,7 +13,7 @@ from outrider.edge.events import Completion, Event, Finished, Tokens
 from outrider.edge.text import TextStream
 from outrider.proto.errors import DeadlineExceeded
 from outrider.proto.session import Done, Emit
-from outrider.proto.types import FinishReason, Provenance, TopLogprobs, token_ids
+from outrider.proto.types import CommittedToken, FinishReason, Provenance, token_ids
 
 T = TypeVar("T")
 
@@ -55,10 +55,8 @@ async def stream_events(
 async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], None] = lambda _: None) -> Completion:
     """Return the whole text; `on_event` sees each event as it comes."""
     positions: list[int] = []
-    tokens: list[int] = []
+    tokens: list[CommittedToken] = []
     provenance: list[Provenance] = []
-    logprobs: list[float] = []
-    top_logprobs: list[TopLogprobs] = []
     text = ""
     async with aclosing(events):
         async for event in events:
@@ -68,8 +66,6 @@ async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], Non
                 positions.append(event.position)
                 tokens += event.tokens
                 provenance += event.provenance
-                logprobs += event.logprobs
-                top_logprobs += event.top_logprobs
             else:
                 return Completion(
                     prompt_tokens=positions[0] if positions else 0,
@@ -80,8 +76,6 @@ async def collect(events: AsyncGenerator[Event], on_event: Callable[[Event], Non
                     statistics=event.statistics,
                     seconds=event.seconds,
                     first_token_s=event.first_token_s,
-                    logprobs=tuple(logprobs),
-                    top_logprobs=tuple(top_logprobs),
                 )
     raise AssertionError("a text ends with Finished or an error")
 
@@ -111,8 +105,4 @@ def _tokens_event(item: Emit, text: TextStream) -> Tokens:
     pieces = text.push(token_ids(item.tokens))
     n = len(pieces)
     provenance = tuple(Provenance.DRAFT if drafted else Provenance.TARGET for drafted in item.drafted[:n])
-    tokens = item.tokens[:n]
-    logp = tuple(token.logp for token in tokens if token.logp is not None)
-    logprobs = tuple(token.logprob for token in tokens if token.logprob is not None)
-    tops = tuple(token.top for token in tokens if token.top)
-    return Tokens(item.start, token_ids(tokens), provenance, logp, pieces, logprobs, tops)
+    return Tokens(item.start, item.tokens[:n], provenance, pieces)

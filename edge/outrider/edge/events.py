@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import FinishReason, Provenance, TopLogprobs
+from outrider.proto.types import CommittedToken, FinishReason, Provenance, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,23 +14,20 @@ class Tokens:
 
     Attributes:
         position: absolute, of tokens[0].
-        tokens: [n] ids.
+        tokens: [n] each with its id and the log probabilities that were asked for.
         provenance: [n] whether each was an accepted draft or the target's own.
-        logp: [n] natural log of the target's processed probability of each, as it was drawn; empty: not asked.
         pieces: [n] text that each adds for certain; lags behind while a character or a stop string is incomplete.
-        logprobs: [n] natural log of the model's own probability of each, before temperature, cuts, penalties, bias,
-            allowed tokens and grammar: what OpenAI's API and vLLM call logprobs; empty: not asked.
-        top_logprobs: [n] the likeliest tokens of each position as (id, natural log of p), of the same distribution as
-            `logprobs`, likeliest first and the lower id first among equals; empty: not asked.
     """
 
     position: int
-    tokens: tuple[int, ...]
+    tokens: tuple[CommittedToken, ...]
     provenance: tuple[Provenance, ...]
-    logp: tuple[float, ...]
     pieces: tuple[str, ...]
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ids of the tokens, [n]."""
+        return token_ids(self.tokens)
 
     @property
     def text(self) -> str:
@@ -54,15 +51,18 @@ Event = Tokens | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole text at once; `logprobs` and `top_logprobs` as in `Tokens`."""
+    """A whole text at once; `tokens` [n] and `provenance` [n] as in `Tokens`."""
 
     prompt_tokens: int
-    tokens: tuple[int, ...]
+    tokens: tuple[CommittedToken, ...]
     provenance: tuple[Provenance, ...]
     text: str
     finish_reason: FinishReason
     statistics: EdgeStatistics
     seconds: float
     first_token_s: float
-    logprobs: tuple[float, ...] = ()
-    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ids of the tokens, [n]."""
+        return token_ids(self.tokens)

@@ -22,7 +22,7 @@ from outrider.edge.routes import DirectRoute
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import FinishReason, Provenance, Sampling
+from outrider.proto.types import CommittedToken, FinishReason, Provenance, Sampling
 
 CHATTY = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
@@ -70,10 +70,10 @@ class ScriptedClient:
         try:
             await asyncio.sleep(0)
             for i, piece in enumerate(self.pieces):
-                token, own = (5 + i,), (Provenance.TARGET,)
-                logprobs = (-0.5,) if options["logprobs"] else ()
-                top = (((5 + i, -0.5), (7, -1.5)),) if options["top_logprobs"] else ()
-                yield Tokens(len(prompt) + i, token, own, logprobs, (piece,), logprobs, top)
+                logprob = -0.5 if options["logprobs"] else None
+                top = ((5 + i, -0.5), (7, -1.5)) if options["top_logprobs"] else ()
+                token = CommittedToken(5 + i, logprob, logprob, top)
+                yield Tokens(len(prompt) + i, (token,), (Provenance.TARGET,), (piece,))
             if self.error is not None:
                 raise self.error
             while self.hold:  # noqa: ASYNC110 - until the test lets go

@@ -74,7 +74,7 @@ async def measure_text(client: Client, prompt: Prompt, sampling: Sampling) -> Me
     began = time.monotonic()
     async for event in client.generate(prompt.text, sampling, observer=observer):
         if isinstance(event, Tokens):
-            tokens += event.tokens
+            tokens += event.ids
             arrivals += [time.monotonic()] * len(event.tokens)
         else:
             return Measured(prompt, tuple(tokens), began, tuple(arrivals), event.statistics, observer)

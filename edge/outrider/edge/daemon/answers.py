@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from outrider.edge.daemon.parsed_request import ParsedRequest
 from outrider.edge.events import Event, Finished, Tokens
 from outrider.proto.release import release
-from outrider.proto.types import FinishReason
+from outrider.proto.types import CommittedToken, FinishReason
 
 MIN_LOGPROB = -9999.0  # OpenAI's number for a probability of nearly 0
 _REASONS = {FinishReason.LENGTH: "length"}
@@ -163,11 +163,11 @@ def finish_reason(event: Event) -> str | None:
 
 def chat_logprobs(tokens: TokenText, event: Tokens) -> list[dict[str, Any]]:
     """Return OpenAI's objects of an event's tokens, [n]; empty where no log probabilities were asked for."""
-    made = []
-    for i, (token, logprob) in enumerate(zip(event.tokens, event.logprobs, strict=False)):
-        top = event.top_logprobs[i] if event.top_logprobs else ()
-        made.append(_named(tokens, token, logprob) | {"top_logprobs": [_named(tokens, *entry) for entry in top]})
-    return made
+    return [
+        _named(tokens, token.id, token.logprob) | {"top_logprobs": [_named(tokens, *entry) for entry in token.top]}
+        for token in event.tokens
+        if token.logprob is not None
+    ]
 
 
 def completion_logprobs(tokens: TokenText, events: Sequence[Event], offset: int) -> dict[str, list[Any]]:
@@ -182,25 +182,23 @@ def completion_logprobs(tokens: TokenText, events: Sequence[Event], offset: int)
     for event in events:
         if not isinstance(event, Tokens):
             continue
-        made["tokens"] += map(tokens.text, event.tokens)
-        made["token_logprobs"] += map(_number, event.logprobs)
-        for i, piece in enumerate(event.pieces):
+        for token, piece in zip(event.tokens, event.pieces, strict=True):
+            made["tokens"].append(tokens.text(token.id))
+            if token.logprob is not None:
+                made["token_logprobs"].append(_number(token.logprob))
+            made["top_logprobs"].append(_top(tokens, token))
             made["text_offset"].append(offset)
             offset += len(piece)
-            made["top_logprobs"].append(_top(tokens, event, i))
     return made
 
 
-def _top(tokens: TokenText, event: Tokens, i: int) -> dict[str, float]:
-    """Return the likeliest tokens at the i-th place, and its own token where it is not among them."""
-    named = {tokens.text(token): _number(logprob) for token, logprob in reversed(_entries(event, i))}
+def _top(tokens: TokenText, token: CommittedToken) -> dict[str, float]:
+    """Return the likeliest tokens of the position of `token`, and the token itself where it is not among them."""
+    entries = list(token.top)
+    if token.logprob is not None and token.id not in dict(token.top):
+        entries.append((token.id, token.logprob))
+    named = {tokens.text(likely): _number(logprob) for likely, logprob in reversed(entries)}
     return dict(reversed(named.items()))
-
-
-def _entries(event: Tokens, i: int) -> list[tuple[int, float]]:
-    top = list(event.top_logprobs[i]) if event.top_logprobs else []
-    own = (event.tokens[i], event.logprobs[i]) if event.logprobs else None
-    return [*top, own] if own is not None and own[0] not in dict(top) else top
 
 
 def _named(tokens: TokenText, token: int, logprob: float) -> dict[str, Any]:

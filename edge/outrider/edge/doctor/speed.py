@@ -278,10 +278,10 @@ def _compare_texts(alone: Completion, drafted: Completion, visit: Visit) -> Find
         "accepted": float(s.accepted),
         "acceptance": s.hits / s.compared if s.compared else 0.0,
         "steps": float(s.steps),
-        "same": alone.tokens == drafted.tokens,
+        "same": alone.ids == drafted.ids,
     }
     speeds = f"{metrics['drafted_tokens_s']:.1f} tok/s with drafts, {metrics['cloud_tokens_s']:.1f} without"
-    if alone.tokens != drafted.tokens:
+    if alone.ids != drafted.ids:
         exact = visit.opened is not None and visit.opened.batch_invariant
         return warning(
             f"two greedy texts of {TOKENS} tokens differ"
