@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Before this container ends: sends the sessions of its verifier elsewhere.
+"""Drain the verifier of this container before the container ends.
 
 outrider-drain-here --coordinator HOST:PORT …
 
 The verifier is the one whose address has this machine's host, or $POD_IP; all options go to `outrider status` and
-`outrider drain`. Ends with status 0 also where there is no verifier here, since that is no reason to stay.
+`outrider drain`. Exits with status 0 also if there is no verifier here, since that is no reason to stay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 
 
 def main() -> int:
-    """Find it and drain it; the exit status of `outrider drain`."""
+    """Find the verifier and drain it; return the exit status of `outrider drain`."""
     options = sys.argv[1:]
     here = {os.environ.get("POD_IP") or socket.gethostbyname(socket.gethostname()), socket.gethostname()}
     status = subprocess.run(["outrider", "status", "--json", *options], capture_output=True, text=True, check=False)  # noqa: S603, S607 - our own command

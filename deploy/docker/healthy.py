@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Whether a server of this container is well, for HEALTHCHECK and for probes that Kubernetes cannot make itself.
+"""Check a server of this container, for HEALTHCHECK and for probes that Kubernetes cannot make itself.
 
 outrider-healthy http://127.0.0.1:8080/health
 outrider-healthy 127.0.0.1:50050
 outrider-healthy 127.0.0.1:50050 --ca /etc/outrider/tls/ca.crt --server-name outrider-coordinator
 
-An address is asked by the standard gRPC health service; with --ca over TLS, where Kubernetes's own gRPC probe speaks
-plain text only. Ends with status 0 where all is well, else with 1 and a line that says why not.
+An address is asked by the standard gRPC health service; with --ca over TLS, since Kubernetes's own gRPC probe speaks
+plain text only. Exits with status 0 if the server is healthy, else with 1 and a line that says why not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SERVING = b"\x08\x01"  # HealthCheckResponse(status=SERVING); [edge] has no grpc
 
 
 def main() -> int:
-    """Ask once; the exit status."""
+    """Ask once, and return the exit status."""
     options = build_parser().parse_args()
     trouble = _http_trouble(options.server) if "://" in options.server else _grpc_trouble(options)
     if trouble:
@@ -33,13 +33,13 @@ def main() -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options."""
-    parser = argparse.ArgumentParser(description="Ask a server of this container whether it is well.")
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(description="Ask a server of this container whether it is healthy.")
     parser.add_argument("server", help="URL, or HOST:PORT of a gRPC server")
     parser.add_argument("--ca", type=Path, default=None, help="PEM file of the authority: speak TLS")
-    parser.add_argument("--server-name", default="", help="that the server's certificate has")
+    parser.add_argument("--server-name", default="", help="name in the server's certificate")
     parser.add_argument("--cert", type=Path, default=None, help="client certificate, where the server asks for one")
-    parser.add_argument("--key", type=Path, default=None, help="of --cert")
+    parser.add_argument("--key", type=Path, default=None, help="private key of --cert")
     return parser
 
 

@@ -4,7 +4,7 @@
 #   RAY_ADDRESS=ray-head:6379 outrider-in-ray outrider coordinator …
 #
 # Ray lets only its own nodes talk to its actors. Where that node dies, Ray ends the command too, and whoever started
-# this container starts both anew.
+# this container starts both again.
 set -eu
 
 : "${RAY_ADDRESS:?is not set; give HOST:PORT of the Ray cluster}"

@@ -46,11 +46,11 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(number: int, error: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_after_a_step_the_work_is_told_and_ends_itself(number: int) -> None:
+def test_after_a_step_the_work_is_asked_to_end_itself(number: int) -> None:
     stop = StopAtStep()
     with stop.listening():
         stop.stepped(1)
-        assert not stop.told()
+        assert not stop.stopping()
         send(number)
         send(number)
-        assert stop.told()
+        assert stop.stopping()

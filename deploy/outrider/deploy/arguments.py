@@ -1,4 +1,4 @@
-"""The command line, made from declared settings.
+"""A command line made from declared settings.
 
 `outrider run --max-tokens 64`, OUTRIDER_RUN_MAX_TOKENS=64, and `max-tokens = 64` under `[run]` in the file that
 `--config` or OUTRIDER_CONFIG names mean the same. The command line wins over the environment, that over the file, and
@@ -47,24 +47,24 @@ class Argument:
 
     @property
     def name(self) -> str:
-        """The name among the values, and in the environment."""
+        """Name of the option among the values and in the environment."""
         return self.flag.replace("-", "_")
 
     @property
     def value(self) -> Any:
-        """The default, made if it is to be; `REQUIRED` where there is none."""
+        """Default value, made by its function if it has one; `REQUIRED` where there is none."""
         return self.default() if callable(self.default) and self.default is not REQUIRED else self.default
 
     @property
     def help(self) -> str:
-        """Help text with what follows from the declaration."""
+        """Help text with notes on repetition and default."""
         notes = ["repeatable"] if self.field.several and self.field.option.many == "repeat" else []
         if not self.field.option.positional:
             notes += ["required"] if self.default is REQUIRED else shown_default(self.value)
         return self.field.option.help + (f" ({'; '.join(notes)})" if notes else "")
 
     def variable(self, table: str) -> str:
-        """The environment variable of a command with that table."""
+        """Return the environment variable of a command with that table."""
         return f"{PREFIX}{table}_{self.name}".upper()
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
@@ -178,7 +178,7 @@ class Command:
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """All that it takes."""
+        """All options and positional arguments of the command."""
         return tuple(argument for part in self.parts for argument in part.arguments)
 
 
@@ -187,10 +187,11 @@ class Given:
     """What one command line, with environment and config file, gives a command.
 
     Attributes:
-        command: its words.
+        command: words of the command.
         run: the function `module:name` that runs it.
-        values: by the name of the option.
-        parse: takes another command line apart, as of a command that runs commands.
+        arguments: what the command takes.
+        values: values by the name of the option.
+        parse: takes another command line apart, for commands that run commands.
     """
 
     command: str
@@ -209,7 +210,7 @@ class Given:
 
     @property
     def logging(self) -> dict[str, Any]:
-        """How this process logs, for processes that it starts."""
+        """Log settings of this process, for processes that it starts."""
         return {name: self.values[name] for name in ("log_level", "log_format")}
 
     def flag_of(self, field: str) -> str:

@@ -26,7 +26,7 @@ CLOCKS_DIFFER = dt.timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """Files that were made."""
+    """Files of an authority, a server and a client."""
 
     ca: Path
     ca_key: Path
@@ -37,13 +37,13 @@ class Issued:
 
     @classmethod
     def in_folder(cls, folder: Path) -> Issued:
-        """Where they are, or will be."""
+        """Return the usual names of the files in `folder`."""
         names = ("ca.pem", "ca.key", "server.pem", "server.key", "client.pem", "client.key")
         return cls(*(folder / name for name in names))
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """All of them."""
+        """All six files."""
         return (self.ca, self.ca_key, self.server_cert, self.server_key, self.client_cert, self.client_key)
 
 
@@ -88,8 +88,8 @@ def key(given: Given) -> int:
 def issue(folder: Path, hosts: tuple[str, ...], *, days: int = 90, client: str = "edge") -> Issued:
     """Make an authority, a server's certificate for `hosts` and one for a client, in `folder`.
 
-    The server's is good for a client too: a coordinator shows it to the verifiers. The authority lasts ten years, the
-    others `days`. Keys are ECDSA on P-256, in files that only their owner can read.
+    The server's certificate is good for a client too: a coordinator shows it to the verifiers. The authority lasts ten
+    years, the certificates last `days`. Keys are ECDSA on P-256, in files that only their owner can read.
 
     Raises:
         ConfigError: a host is no name, a file is there already, or the package cryptography is missing.
@@ -146,7 +146,7 @@ class _Authority:
         self.certificate = _signed(builder, self.key)
 
     def issue(self, name: str, hosts: tuple[str, ...], days: int) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
-        """A certificate for a server at `hosts`, or for a client where there are none, and its key."""
+        """Return a certificate for a server at `hosts`, or for a client if there are none, and its key."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -226,13 +226,13 @@ def _key_pem(private: EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """A new file with that mode from its first moment; `OSError` where there is one."""
+    """Write a new file that has its mode from the first moment; raises `OSError` if it exists."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
 
 
 def _append(path: Path, made: Key) -> None:
-    """Put a key behind those in a keys file, which is made where there is none."""
+    """Append a key to a keys file, which is made if it does not exist."""
     if path.exists() and path.stat().st_size and made.name in Keys.from_file(path).names:
         raise ConfigError(f"{path} has a key of that name already", field="name")
     try:

@@ -15,12 +15,12 @@ MAX_LINE_BYTES = 16 << 20
 
 
 class Child:
-    """`python -m module`; started by exec, since nothing may fork once gRPC is up.
+    """A process of `python -m module`, started by exec since nothing may fork once gRPC is up.
 
     Args:
-        module: to run.
-        name: for people, such as `the link`.
-        end_within_s: after its standard input is closed; then it is killed.
+        module: module to run.
+        name: name in errors, such as `the link`.
+        end_within_s: seconds after its standard input is closed until it is killed.
         environment: variables beside this process's own.
     """
 
@@ -32,10 +32,10 @@ class Child:
         self._name = name
         self._end_within_s = end_within_s
         self._environment = os.environ | (environment or {})
-        self._turn = asyncio.Lock()
+        self._exchanging = asyncio.Lock()
 
     async def start(self, greet: Callable[[], Awaitable[None]]) -> None:
-        """Begin, and make it ready by `greet`; where that fails it is ended. Its errors go to standard error."""
+        """Start the process and make it ready by `greet`; end it if that fails. Its errors go to standard error."""
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -52,7 +52,7 @@ class Child:
             raise
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Its answer.
+        """Send a request and return the answer.
 
         Raises:
             Unavailable: it is not running, or dies.
@@ -64,7 +64,7 @@ class Child:
         process = self.process
         if process is None or process.stdin is None or process.stdout is None:
             raise Unavailable(f"{self._name} is not running; use it inside `async with`")
-        async with self._turn:
+        async with self._exchanging:
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
                 await process.stdin.drain()
@@ -77,7 +77,7 @@ class Child:
         return answer
 
     async def end(self) -> None:
-        """Close its standard input and wait; kill it where that is not enough."""
+        """Close its standard input and wait; kill it if it does not end in time."""
         process, self.process = self.process, None
         if process is None or process.stdin is None:
             return
@@ -90,7 +90,7 @@ class Child:
 
 
 async def requests() -> asyncio.StreamReader:
-    """In the child: its standard input, to be read line by line."""
+    """Return the standard input of the child that calls this, to be read line by line."""
     lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     return lines

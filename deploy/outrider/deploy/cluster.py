@@ -40,15 +40,15 @@ async def local_cluster(
     verifiers: int = 1,
     coordinator: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[LocalCluster]:
-    """Start a local Ray, `verifiers` actors of the same target, and a coordinator; end them all on leaving.
+    """Start a local Ray, `verifiers` actors of one target and a coordinator; end them all on leaving.
 
-    In a job of a Ray cluster, or wherever RAY_ADDRESS names one, that cluster is joined instead of a new one started.
-    The verifiers listen on loopback, so they stay on this node.
+    A process in a Ray job, or with RAY_ADDRESS set, joins that cluster instead of starting one. The verifiers
+    listen on loopback, so they stay on this node.
 
     Args:
-        verifier: of each; its name is a prefix, its threads default to an equal share of the cores.
-        verifiers: how many.
-        coordinator: fields of its `CoordinatorConfig`; its drafters come beside the embedded family.
+        verifier: settings of each verifier; the name is a prefix, threads default to an equal share of the cores.
+        verifiers: number of actors.
+        coordinator: fields of `CoordinatorConfig`; drafters come beside the embedded family.
 
     Raises:
         ConfigError: an extra is missing, or an option is wrong.
@@ -97,11 +97,11 @@ async def local_cluster(
 
 
 def join_or_start_ray(namespace: str) -> None:
-    """The Ray cluster that RAY_ADDRESS names, as it does in a Ray job; without it a Ray of this process's own.
+    """Join the Ray cluster that RAY_ADDRESS names, as a Ray job has it; without it start a local Ray.
 
     Raises:
-        Unavailable: it does not answer, or does not start.
-        ConfigError: its verifiers would be mistaken for ours.
+        Unavailable: the cluster does not answer, or does not start.
+        ConfigError: the cluster has verifiers that would be mistaken for ours.
     """
     from outrider.coordinator.ray_cluster import connect_ray, verifier_names
 
@@ -118,7 +118,7 @@ def join_or_start_ray(namespace: str) -> None:
 
 
 def start_local_ray(namespace: str) -> None:
-    """A Ray of this process's own, on loopback, without dashboard.
+    """Start a Ray for this process alone, on loopback, without dashboard.
 
     Raises:
         Unavailable: Ray does not start.
@@ -141,7 +141,7 @@ def start_local_ray(namespace: str) -> None:
 
 
 def wait_until_loaded(name: str, actor: Any) -> None:
-    """Until the actor serves; raises what kept it from doing so."""
+    """Wait until the actor serves, or raise what kept it from doing so."""
     import ray
 
     try:
@@ -154,7 +154,7 @@ def wait_until_loaded(name: str, actor: Any) -> None:
 
 
 def embedded_drafters() -> Path:
-    """The folder of the drafter packages that Outrider carries."""
+    """Return the folder of the embedded drafter packages."""
     from outrider.edge.drafters.packages import FAMILY
 
     return FAMILY

@@ -9,6 +9,6 @@ from outrider.deploy.commands.operating import CompletionSettings
 
 
 def completion(given: Given) -> int:
-    """Write the shell's code to standard output, for its start file to evaluate."""
+    """Write the completion script to standard output, for its start file to evaluate."""
     print(argcomplete.shellcode(["outrider"], shell=given(CompletionSettings).shell))
     return 0

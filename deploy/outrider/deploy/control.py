@@ -1,4 +1,4 @@
-"""`outrider status` and `outrider drain`: an operator's questions to the coordinator."""
+"""`outrider status` and `outrider drain`: requests of an operator to the coordinator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outrider.proto.types import ClusterStatus
 
 
 def status(given: Given) -> int:
-    """`outrider status`."""
+    """Run `outrider status`."""
     settings, address = given(StatusSettings), given.fields(EdgeConfig)["coordinator"]
     show = _print_json if settings.json else _print_tables
     if settings.watch is None:
@@ -31,19 +31,13 @@ def status(given: Given) -> int:
         asyncio.run(_repeat(address, security(given), settings.watch, show))
     else:
         with Live(screen=True, auto_refresh=False) as live:
-            asyncio.run(
-                _repeat(
-                    address,
-                    security(given),
-                    settings.watch,
-                    lambda seen: live.update(tables(seen), refresh=True),
-                )
-            )
+            live_show = lambda seen: live.update(tables(seen), refresh=True)  # noqa: E731
+            asyncio.run(_repeat(address, security(given), settings.watch, live_show))
     return 0
 
 
 def drain(given: Given) -> int:
-    """`outrider drain`."""
+    """Run `outrider drain`."""
     name, address = given(DrainSettings).name, given.fields(EdgeConfig)["coordinator"]
     sessions = asyncio.run(_drain(address, name, security(given)))
     print(f"{name} takes no more sessions; {sessions} were asked to move")
@@ -59,7 +53,7 @@ async def _status(address: str, security: Security) -> ClusterStatus:
 
 
 async def _repeat(address: str, security: Security, every_s: float, show: Callable[[ClusterStatus], None]) -> None:
-    """Until Ctrl-C. A coordinator that is away for a while is waited for: what was seen last stays on the screen."""
+    """Show the status until Ctrl-C; while the coordinator is away, the last one stays on the screen."""
     client = CoordinatorClient(address, security=security)
     seen = await client.status()
     try:

@@ -1,4 +1,4 @@
-"""Certificates, keys and secrets that options name files for."""
+"""Certificates, keys and secrets in the files that options name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def serving_tls(given: Given) -> ServerTls | None:
 
 
 def security(given: Given) -> Security:
-    """Return how a client of the coordinator alone proves who it is."""
+    """Return the credentials of a client of the coordinator."""
     from outrider.edge.security import Security
 
     fields = given.fields(EdgeConfig)
@@ -35,7 +35,7 @@ def security(given: Given) -> Security:
 
 
 def api_key(given: Given) -> str:
-    """Return the content of the key's file, or else OUTRIDER_API_KEY; empty without either. Raises `ConfigError`."""
+    """Return the content of the key file, or else OUTRIDER_API_KEY; empty without either. Raises `ConfigError`."""
     path = given(KeySettings).api_key_file
     if path is None:
         return os.environ.get("OUTRIDER_API_KEY", "").strip()
@@ -48,7 +48,7 @@ def api_key(given: Given) -> str:
     if not text:
         raise ConfigError(f"{path} is empty", field="api_key_file")
     if path.expanduser().stat().st_mode & stat.S_IROTH:
-        logger.warning("anybody on this machine may read the API key in %s; chmod 600 it", path)
+        logger.warning("everybody on this machine can read the API key in %s; run chmod 600 on it", path)
     return text
 
 

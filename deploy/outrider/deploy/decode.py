@@ -17,7 +17,7 @@ from outrider.deploy.arguments import Given
 from outrider.deploy.commands.edge import GrammarSettings, PromptSettings, StopSettings
 from outrider.deploy.credentials import api_key
 from outrider.deploy.prompts import Prompt, read_prompts
-from outrider.deploy.show import LiveText, figures
+from outrider.deploy.show import LiveText, summary
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
 
@@ -75,7 +75,7 @@ async def _decode(given: Given, opening: Callable[[Given], AbstractAsyncContextM
 async def _decode_json(
     client: Client, prompts: list[Prompt], sampling: Sampling, stop: Sequence[str], sessions: int
 ) -> None:
-    """One object a prompt, in order; up to `sessions` decode at once."""
+    """Print an object for each prompt, in order; up to `sessions` decode at once."""
     room = asyncio.Semaphore(sessions)
 
     async def one(prompt: Prompt) -> str:
@@ -96,12 +96,12 @@ async def _decode_live(client: Client, prompts: list[Prompt], sampling: Sampling
         console.print(prompt.text, style="dim", end="", markup=False, soft_wrap=True)
         events = client.generate(prompt.text, sampling, stop=stop)
         completion = await client.collect(prompt.text, events, live.show)
-        console.print(figures(completion), style="dim", markup=False, soft_wrap=True)
+        console.print(summary(completion), style="dim", markup=False, soft_wrap=True)
     console.print(f"({live.legend}; drafter {client.drafter_name})")
 
 
 def record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    """The JSON object of one prompt."""
+    """Return the JSON object of one prompt."""
     statistics = completion.statistics
     return {
         "id": prompt.id,
@@ -122,5 +122,5 @@ def _prompts(settings: PromptSettings) -> list[Prompt]:
         return read_prompts(settings.prompts, settings.limit)
     text = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     if not text:
-        raise ConfigError("is empty on standard input; write a text to continue", field="prompt")
+        raise ConfigError("is empty on standard input; give a text to continue", field="prompt")
     return [Prompt("1", text)]

@@ -1,4 +1,4 @@
-"""`outrider demo`: the whole system on real prompts, beside plain cloud streaming on the same verifier."""
+"""`outrider demo`: the whole system on real prompts, compared with cloud streaming on the same verifier."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from outrider.deploy.cluster import LocalCluster, local_cluster
 from outrider.deploy.commands.decoding import BuiltInPrompts, DemoSettings
 from outrider.deploy.commands.edge import StopSettings
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
-from outrider.deploy.show import LiveText, figures
+from outrider.deploy.show import LiveText, summary
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 
 
 @dataclass(slots=True)
-class Tally:
-    """Sums over the texts of one domain, both ways of decoding."""
+class Accumulator:
+    """Texts of one domain, by both ways of decoding."""
 
     outrider: list[Completion] = field(default_factory=list)
     cloud: list[Completion] = field(default_factory=list)
 
     def row(self) -> tuple[str, ...]:
-        """The figures of the table."""
+        """Return the cells of a row of the table."""
         tokens = sum(len(c.tokens) for c in self.outrider)
         statistics = [c.statistics for c in self.outrider]
         hits, compared = sum(s.hits for s in statistics), sum(s.compared for s in statistics)
@@ -55,7 +55,7 @@ class Tally:
 
 
 def demo(given: Given) -> int:
-    """`outrider demo`; fails unless every text is identical."""
+    """Run `outrider demo`; return 1 unless every text is identical."""
     return asyncio.run(_demo(given))
 
 
@@ -64,18 +64,18 @@ async def _demo(given: Given) -> int:
     console.print("starting a local Ray, a verifier actor and the coordinator …")
     async with local_cluster(given(VerifierConfig), verifiers=given(DemoSettings).verifiers) as cluster:
         console.print(f"coordinator on {cluster.coordinator}; verifiers: {', '.join(cluster.actors)}\n")
-        tallies = await _compare(cluster, given, console)
-    console.print(_table(tallies, given))
-    if not all(tally.identical for tally in tallies.values()):
+        accumulators = await _compare(cluster, given, console)
+    console.print(_table(accumulators, given))
+    if not all(accumulator.identical for accumulator in accumulators.values()):
         console.print("the texts differ from cloud streaming", style="bold red")
         return 1
     console.print("every text is identical to cloud streaming of the same target")
     return 0
 
 
-async def _compare(cluster: LocalCluster, given: Given, console: Console) -> dict[str, Tally]:
+async def _compare(cluster: LocalCluster, given: Given, console: Console) -> dict[str, Accumulator]:
     live = LiveText(console)
-    tallies: dict[str, Tally] = {}
+    accumulators: dict[str, Accumulator] = {}
     sampling, stop, quiet = given(Sampling), given(StopSettings).stop, given(DemoSettings).quiet
     speculating = given(EdgeConfig, coordinator=cluster.coordinator)
     streaming = EdgeConfig(coordinator=cluster.coordinator, drafter="none", cache=speculating.cache)
@@ -85,10 +85,10 @@ async def _compare(cluster: LocalCluster, given: Given, console: Console) -> dic
         if not quiet:
             console.print(f"drafter {ours.drafter_name}; {live.legend}")
         for prompt in _prompts(given(BuiltInPrompts)):
-            tally = tallies.setdefault(prompt.domain or "prompts", Tally())
-            tally.outrider.append(await _ours(ours, prompt, sampling, stop, None if quiet else live, console))
-            tally.cloud.append(await cloud.complete(prompt.text, sampling, stop=stop))
-    return tallies
+            accumulator = accumulators.setdefault(prompt.domain or "prompts", Accumulator())
+            accumulator.outrider.append(await _ours(ours, prompt, sampling, stop, None if quiet else live, console))
+            accumulator.cloud.append(await cloud.complete(prompt.text, sampling, stop=stop))
+    return accumulators
 
 
 async def _ours(
@@ -105,7 +105,7 @@ async def _ours(
     console.print(prompt.text[-400:], style="dim", end="", markup=False, soft_wrap=True)
     events = client.generate(prompt.text, sampling, stop=stop)
     completion = await client.collect(prompt.text, events, live.show)
-    console.print(figures(completion), style="dim", markup=False, soft_wrap=True)
+    console.print(summary(completion), style="dim", markup=False, soft_wrap=True)
     return completion
 
 
@@ -113,7 +113,7 @@ def _prompts(settings: BuiltInPrompts) -> list[Prompt]:
     return held_out(settings.per_domain) if settings.prompts is None else read_prompts(settings.prompts)
 
 
-def _table(tallies: dict[str, Tally], given: Given) -> Table:
+def _table(accumulators: dict[str, Accumulator], given: Given) -> Table:
     sampling = given(Sampling)
     table = Table(
         box=box.SIMPLE,
@@ -126,12 +126,12 @@ def _table(tallies: dict[str, Tally], given: Given) -> Table:
     table.add_column("domain")
     for heading in headings:
         table.add_column(heading, justify="right")
-    for domain, tally in tallies.items():
-        table.add_row(domain, *tally.row())
-    if len(tallies) > 1:
-        together = Tally(
-            [c for tally in tallies.values() for c in tally.outrider],
-            [c for tally in tallies.values() for c in tally.cloud],
+    for domain, accumulator in accumulators.items():
+        table.add_row(domain, *accumulator.row())
+    if len(accumulators) > 1:
+        together = Accumulator(
+            [c for accumulator in accumulators.values() for c in accumulator.outrider],
+            [c for accumulator in accumulators.values() for c in accumulator.cloud],
         )
         table.add_section()
         table.add_row("all", *together.row())
@@ -139,5 +139,5 @@ def _table(tallies: dict[str, Tally], given: Given) -> Table:
 
 
 def _speed(completions: list[Completion]) -> float:
-    """Tokens a second."""
+    """Return tokens a second."""
     return sum(len(c.tokens) for c in completions) / sum(c.seconds for c in completions)

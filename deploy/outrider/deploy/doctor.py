@@ -1,4 +1,4 @@
-"""`outrider doctor`: is everything between here and the target as it should be, and if not, what to do."""
+"""`outrider doctor`: checks of everything between here and the target, with remedies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def doctor(given: Given) -> int:
 
 
 def _show(console: Console, one: Examined) -> None:
-    """Print a line of the table as soon as it is known, and under it what to do."""
+    """Print a line of the table, and the remedy under it."""
     found = one.finding
     colour = STYLES[found.outcome]
     words = escape(found.message)

@@ -1,4 +1,4 @@
-"""`outrider scale`: as many verifiers in a Ray cluster as are wanted, started like those there, or drained."""
+"""`outrider scale`: start verifiers in a Ray cluster like those that run, or drain some."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPARE_S = 30.0  # beyond the grace, for an actor to answer
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A verifier of the cluster; `model` is empty where it does not answer yet."""
+    """A verifier of the cluster; `model` is empty if it does not answer yet."""
 
     name: str
     model: str = ""
@@ -28,16 +28,17 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What brings a fleet to its size: names to start, names to drain and remove."""
+    """Names to start, and names to drain and remove."""
 
     start: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
 
 
 def plan(replicas: Sequence[Replica], count: int) -> Change:
-    """The fewest changes. Those that drain anyway go first, then those with the fewest sessions, the newest name first.
+    """Return the fewest changes that leave `count` replicas.
 
-    New ones are numbered like the others: `verifier-2` after `verifier-0` and `verifier-1`.
+    Replicas that drain already go first, then those with the fewest sessions, the newest name first. New ones are
+    numbered like the others: `verifier-2` after `verifier-0` and `verifier-1`.
     """
     staying = [replica for replica in replicas if not replica.draining]
     if count < len(staying):
@@ -52,7 +53,7 @@ def plan(replicas: Sequence[Replica], count: int) -> Change:
 
 
 def scale(given: Given) -> int:
-    """`outrider scale`."""
+    """Run `outrider scale`."""
     from outrider.coordinator.ray_cluster import connect_ray
 
     options = given(ScaleSettings)
@@ -63,7 +64,7 @@ def scale(given: Given) -> int:
     recipe_of = next((replica.name for replica in replicas if replica.model), "")
     if change.start and not recipe_of:
         raise NotFound(
-            "there is no verifier that answers, to start others like it; see `outrider verifier --ray-address`",
+            "no verifier answers that others could be started like; start one with `outrider verifier --ray-address`",
             field="count",
         )
     fleet.start(change.start, recipe_of)
@@ -73,11 +74,11 @@ def scale(given: Given) -> int:
 
 
 def of_model(replicas: Sequence[Replica], model: str) -> list[Replica]:
-    """Those of one model, with those that do not answer where there is only one model.
+    """Return the replicas of one model, with those that do not answer if there is only one model.
 
     Raises:
-        ConfigError: there are several, and none is named.
-        NotFound: there is no such model.
+        ConfigError: there are several models, and none is named.
+        NotFound: no verifier serves the model.
     """
     models = sorted({replica.model for replica in replicas if replica.model})
     if model and model not in models:
@@ -92,7 +93,7 @@ class Fleet:
     """The verifier actors of the Ray cluster that this process has joined."""
 
     def replicas(self) -> list[Replica]:
-        """All of them, also those that load."""
+        """Return all verifiers, those that still load too."""
         import ray
 
         from outrider.coordinator.ray_cluster import verifier_names
@@ -102,7 +103,7 @@ class Fleet:
         return [self._replica(name, answer) for name, answer in asked.items()]
 
     def start(self, names: Sequence[str], like: str) -> None:
-        """Detached actors, all at once, started as `like` was; returns when they serve."""
+        """Start detached actors at once, with the settings of `like`, and wait until they serve."""
         if not names:
             return
         import ray
@@ -118,7 +119,7 @@ class Fleet:
             print(f"{name} serves {config.model_id} on {ray.get(actor.info.remote())['address']}", flush=True)
 
     def remove(self, names: Sequence[str], grace_s: float) -> None:
-        """Drain them, all at once, then end them."""
+        """Drain the named verifiers at once, then end them."""
         import ray
 
         actors = {name: self._actor(name) for name in names}
@@ -149,6 +150,6 @@ class Fleet:
 
 
 def _natural(name: str) -> tuple[str, int]:
-    """`a-2` before `a-10`."""
+    """Return a key that sorts `a-2` before `a-10`."""
     base, _, number = name.rpartition("-")
     return (base, int(number)) if number.isdecimal() else (name, -1)

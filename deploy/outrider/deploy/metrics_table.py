@@ -14,7 +14,7 @@ Where: `/metrics` of the edge daemon (`outrider edge`), and of verifiers and coo
 `--metrics-listen HOST:PORT`. Prometheus text, or OpenMetrics where the scraper asks for it.
 
 Metrics of speculative decoding have vLLM's names and meaning with `outrider:` in place of `vllm:`. Edges and verifiers
-both show them, told apart by the label `part`. No label holds a session, a request, a prompt or a text.
+both show them, distinguished by the label `part`. No label holds a session, a request, a prompt or a text.
 
 Grafana: import `outrider.json`, or provision it:
 
@@ -57,7 +57,7 @@ class Described:
 
 
 def metrics_by_part() -> dict[str, tuple[Described, ...]]:
-    """Return what each kind of process shows."""
+    """Return the metrics of each kind of process."""
     from outrider.cloud.metrics import VerifierMetrics
     from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
     from outrider.edge.daemon.metrics import HttpMetrics

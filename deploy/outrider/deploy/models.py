@@ -1,4 +1,4 @@
-"""`outrider models`: what the package carries."""
+"""`outrider models`: the embedded targets and drafters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from outrider.proto.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.edge.drafters.onnx import OnnxDrafter
-
 
 CACHED_TOKENS = 512
 
@@ -55,12 +54,12 @@ def _drafters() -> Table:
 
 
 def _memory() -> Table:
-    """What each drafter takes beside ONNX Runtime itself, all being there at once, and a session's cache in it."""
+    """Return the memory of each drafter beside ONNX Runtime itself, and of a session's cache in it."""
     packages = [find_package(name) for name in embedded_packages()]
     table = Table("drafter", "MB in memory", f"MB of cache a session, {CACHED_TOKENS} tokens", "ready after, ms")
     before = own_bytes()
     if before is None:
-        raise ConfigError("needs a system that says what a process takes, such as Linux", field="memory")
+        raise ConfigError("needs a system that reports the memory of a process, such as Linux", field="memory")
     _load(packages[0])  # and drop: what comes first pays for ONNX Runtime
     give_back()
     table.add_row("ONNX Runtime", f"{((own_bytes() or 0) - before) / 1e6:.1f}", "-", "-")

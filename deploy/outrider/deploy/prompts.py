@@ -22,23 +22,23 @@ class Prompt:
 
 
 def held_out(per_domain: int) -> list[Prompt]:
-    """So many built-in prompts of each domain, none of which any model of the family was trained on."""
+    """Return `per_domain` built-in prompts of each domain; no model of the family was trained on them."""
     return [prompt for domain in DOMAINS for prompt in read_prompts(HELD_OUT / f"{domain}.jsonl", per_domain)]
 
 
 def choose_prompts(path: Path | None, per_domain: int) -> list[Prompt]:
-    """At most so many prompts of each domain: of a file, of a folder of `<domain>.jsonl` files, or built-in ones.
+    """Return up to `per_domain` prompts of each domain, from a file, a folder of DOMAIN.jsonl files or built in.
 
     Raises:
-        ConfigError: as `read_prompts`, or the folder holds no such file.
+        ConfigError: a file is not usable (see `read_prompts`), or the folder holds none.
     """
     if path is None:
         return held_out(per_domain)
     if not path.expanduser().is_dir():
-        of_domain: dict[str, list[Prompt]] = {}
+        by_domain: dict[str, list[Prompt]] = {}
         for prompt in read_prompts(path):
-            of_domain.setdefault(prompt.domain, []).append(prompt)
-        return [prompt for prompts in of_domain.values() for prompt in prompts[:per_domain]]
+            by_domain.setdefault(prompt.domain, []).append(prompt)
+        return [prompt for prompts in by_domain.values() for prompt in prompts[:per_domain]]
     files = sorted(path.expanduser().glob("*.jsonl"))
     if not files:
         raise ConfigError(f"{path} holds no DOMAIN.jsonl", field="prompts")
@@ -50,11 +50,11 @@ def choose_prompts(path: Path | None, per_domain: int) -> list[Prompt]:
 
 
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
-    """The prompts of a `.jsonl` file ({"id", "prompt"} a line; "domain" if there is one) or of a text file, one a line.
+    """Read the prompts of a `.jsonl` file ({"id", "prompt", "domain"} a line) or of a text file, one a line.
 
     Args:
-        path: of the file.
-        limit: so many from its beginning; 0: all.
+        path: the file.
+        limit: number of prompts, from the beginning; 0: all.
 
     Raises:
         ConfigError: the file cannot be read, a line is not what it should be, or there is no prompt.

@@ -31,7 +31,7 @@ be repeated is a list in the file (`stop = ["a", "b"]`), and `[a, b]` in a varia
 
     eval "$(outrider completion bash)"
 """
-# Defaults that depend on them are shown as without.
+# Unset while the reference is made, since defaults depend on them.
 VARIABLES = ("XDG_CACHE_HOME", "RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 
 

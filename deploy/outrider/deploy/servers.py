@@ -21,7 +21,7 @@ from outrider.proto.plumbing.tls import ClientTls
 
 logger = logging.getLogger(__name__)
 
-PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # Ray's names of its strategies
+PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # Ray's names of the strategies
 
 
 def up(given: Given) -> int:
@@ -186,7 +186,7 @@ async def until_stopped() -> None:
 
 
 def ray_options(settings: ActorSettings) -> dict[str, Any]:
-    """Return what Ray is to know of a detached actor; raises `ConfigError`."""
+    """Return the options of a detached actor; raises `ConfigError`."""
     return {
         "lifetime": "detached",
         "num_cpus": settings.cpus,

@@ -1,4 +1,4 @@
-"""What a person sees of a text as it is decoded: accepted drafts set apart from the target's own tokens."""
+"""Live output of a text: accepted drafts set apart from the target's own tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TARGET_STYLE = "bold"
 
 
 class LiveText:
-    """Prints tokens as they come. On a terminal drafts are green; elsewhere the target's own tokens stand in ⟦⟧."""
+    """Printer of tokens: on a terminal drafts are green, elsewhere the target's own tokens stand in ⟦⟧."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -22,7 +22,7 @@ class LiveText:
 
     @property
     def legend(self) -> str:
-        """How to read it."""
+        """Explanation of the colours or brackets."""
         if self._colour:
             return f"[{DRAFT_STYLE}]accepted drafts[/] and [{TARGET_STYLE}]the target's own tokens[/]"
         return "accepted drafts plain, the target's own tokens in ⟦⟧"
@@ -44,8 +44,8 @@ class LiveText:
         return Text(piece if drafted else f"⟦{piece}⟧")
 
 
-def figures(completion: Completion) -> str:
-    """One line on how a text came about."""
+def summary(completion: Completion) -> str:
+    """Return one line with the metrics of a text."""
     s, n = completion.statistics, max(1, len(completion.tokens))
     line = (
         f"{n} tokens in {completion.seconds:.2f} s ({n / completion.seconds:.1f}/s), "

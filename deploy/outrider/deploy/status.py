@@ -1,4 +1,4 @@
-"""What `outrider status` shows: a cluster's view as one JSON object of a fixed shape, and as tables.
+"""Output of `outrider status`: a cluster's status as one JSON object of a fixed shape, and as tables.
 
 The JSON object:
 
@@ -56,7 +56,7 @@ STATE_STYLES = {"ready": "green", "draining": "yellow", "down": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How sessions went over their links: sums over sessions, but for the round trip, which is their mean."""
+    """Metrics of sessions over their links: totals of all sessions, and the mean of their round trips."""
 
     sessions: int
     round_trip_ms: float
@@ -68,7 +68,7 @@ class Links:
 
 
 def links_of(reports: Sequence[SessionReport]) -> Links | None:
-    """Of these sessions together; None without any."""
+    """Sum up the reports of sessions; None without any."""
     if not reports:
         return None
     tokens = max(1, sum(report.committed_tokens for report in reports))
@@ -86,7 +86,7 @@ def links_of(reports: Sequence[SessionReport]) -> Links | None:
 
 
 def as_json(status: ClusterStatus) -> dict[str, Any]:
-    """The object that the head of this file describes."""
+    """Return the object that the head of this file describes."""
     reports = _by_verifier(status.recent)
     return {
         "verifiers": [_verifier(v, links_of(reports[v.name])) for v in status.verifiers],
@@ -109,7 +109,7 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
 
 
 def tables(status: ClusterStatus) -> RenderableType:
-    """For a person; 80 columns do."""
+    """Return tables for a terminal of 80 columns."""
     parts: list[RenderableType] = [_verifiers(status.verifiers)]
     if status.recent:
         parts += ["", _links(status)]
@@ -149,7 +149,7 @@ def _edge(edge: EdgeStatus) -> dict[str, Any]:
 
 
 def _report(report: SessionReport) -> dict[str, Any]:
-    """Without what coordinators sum up and do not keep."""
+    """Return a report without the fields that coordinators only sum up."""
     return {name: value for name, value in asdict(report).items() if name not in SUMMED_UP}
 
 
@@ -190,24 +190,24 @@ def _verifier_row(v: VerifierStatus) -> tuple[RenderableType, ...]:
 
 
 def _links(status: ClusterStatus) -> Table:
-    """The last figures of each verifier, and below it those of the edges whose last session it had."""
+    """Return the metrics of each verifier, and below it those of the edges whose last session it had."""
     table = _table("link", "drafter", "round trip", "accepted", "tok/s", "B up", "B down", "ago")
     reports = _by_verifier(status.recent)
     edges = status.edges[:MAX_EDGES]
     for verifier in sorted({report.verifier for report in status.recent} | {edge.last.verifier for edge in edges}):
         if (links := links_of(reports[verifier])) is not None:
             label = f"{verifier or '-'}, last {links.sessions}"
-            table.add_row(Text(label, "bold"), "", *_figures(links), "")
+            table.add_row(Text(label, "bold"), "", *_metrics(links), "")
         for edge in edges:
             if edge.last.verifier == verifier and (links := links_of([edge.last])) is not None:
                 drafter = edge.last.drafter or "none"
-                table.add_row(f"  {edge.edge}", drafter, *_figures(links), _ago(edge.age_s))
+                table.add_row(f"  {edge.edge}", drafter, *_metrics(links), _ago(edge.age_s))
     if len(status.edges) > MAX_EDGES:
         table.caption = f"{len(status.edges) - MAX_EDGES} more edges are in --json"
     return table
 
 
-def _figures(links: Links) -> tuple[str, ...]:
+def _metrics(links: Links) -> tuple[str, ...]:
     return (
         f"{links.round_trip_ms:.1f} ms",
         "-" if links.acceptance is None else f"{links.acceptance:.0%}",

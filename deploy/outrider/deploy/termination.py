@@ -1,4 +1,4 @@
-"""SIGTERM, as of a job that is stopped: an orderly end instead of a sudden one."""
+"""An orderly end on SIGTERM, which a stopped job gets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came; unwinds like Ctrl-C."""
+    """SIGTERM, raised to unwind like Ctrl-C."""
 
 
 @contextmanager
 def sigterm_unwinds() -> Iterator[None]:
-    """While inside, the first SIGTERM raises `Terminated` in the main thread; later ones do not disturb the end."""
+    """Raise `Terminated` in the main thread at the first SIGTERM inside; ignore later ones."""
 
     def raise_once(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_IGN)
@@ -30,40 +30,40 @@ def sigterm_unwinds() -> Iterator[None]:
 
 
 class StopAtStep:
-    """Lets work that goes in steps end between two of them.
+    """Signals that end work between two of its steps.
 
-    Before the first step there is nothing to keep: SIGTERM and Ctrl-C end it at once. From then on they make `told`
-    true, and the work ends itself.
+    Before the first step there is nothing to keep: SIGTERM and Ctrl-C end the work at once. Later they only make
+    `stopping` true, and the work ends itself.
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._stopping = False
         self._has_stepped = False
 
-    def told(self) -> bool:
-        """Whether to end now."""
-        return self._told
+    def stopping(self) -> bool:
+        """Return whether to end now."""
+        return self._stopping
 
     def stepped(self, _: int) -> None:
-        """A step is done."""
+        """Note that a step is done."""
         self._has_stepped = True
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While inside, the signals are taken so."""
+        """Take the signals inside the `with` block."""
         with _handled(self._take, signal.SIGTERM, signal.SIGINT):
             yield
 
     def _take(self, number: int, _: FrameType | None) -> None:
         if self._has_stepped:
-            self._told = True
+            self._stopping = True
         else:
             raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 @contextmanager
 def _handled(handler: Handler, *numbers: int) -> Iterator[None]:
-    """Signals can only be caught in the main thread; elsewhere whoever has that thread takes them."""
+    """Handle signals inside the `with` block; only the main thread can, so elsewhere nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -29,7 +29,7 @@ def train_drafter(given: Given) -> int:
         **_common(given, DrafterTraining),
     )
     with _stopping() as stop:
-        result = train_drafter(training, on_step=stop.stepped, stopping=stop.told)
+        result = train_drafter(training, on_step=stop.stepped, stopping=stop.stopping)
     print(f"{result.parameters / 1e6:.2f} M parameters after {result.tokens_seen:,} tokens, in {result.folder}")
     print(f"next: outrider export {result.folder} PACKAGE --name NAME --target {given.values['target']}")
     return 0
@@ -42,7 +42,7 @@ def train_steer(given: Given) -> int:
     target = given.values["target"]
     training = given(SteerTraining, model=target, **_common(given, SteerTraining))
     with _stopping() as stop:
-        result = train_steering(training, on_step=stop.stepped, stopping=stop.told)
+        result = train_steering(training, on_step=stop.stepped, stopping=stop.stopping)
     print(f"{', '.join(result.folders)} after {result.tokens_seen:,} tokens each, in {training.output}")
     for folder in result.folders.values():
         print(f"next: outrider export {folder} PACKAGE --name NAME --target {target}")

@@ -1,4 +1,4 @@
-"""What each command takes: its own settings, and which fields of the settings it shares with others.
+"""Options of each command: its own settings, and the fields of shared settings that it takes.
 
 edge       generate, edge, doctor
 decoding   run, demo
@@ -7,5 +7,5 @@ training   train, export, models
 operating  status, drain, scale, certs, key, link, submit, completion
 
 To add an option, add a field to the settings that it sets. These modules load neither numpy nor torch, ray or
-onnxruntime, since help and completion read them; what runs a command is named by its module, and loaded when it runs.
+onnxruntime, since help and completion read them; the module that runs a command is named, and loaded when it runs.
 """

@@ -19,7 +19,7 @@ GRAMMAR = "grammar (texts follow it and end where it does; give one)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSettings(Settings):
-    """Which prompts are decoded, and how the texts are shown."""
+    """Prompts to decode, and output of their texts."""
 
     prompt: str | None = option(None, "text to continue; - reads standard input", metavar="PROMPT", positional=True)
     prompts: Path | None = option(None, '.jsonl of {"id","prompt"}, or text')
@@ -28,7 +28,7 @@ class PromptSettings(Settings):
     sessions: int = option(1, "with --json: decoded at once", check=at_least(1))
 
     def check_together(self) -> None:
-        """Refuse two sources of prompts, or none."""
+        """Refuse two sources of prompts, and none."""
         if self.prompt is not None and self.prompts is not None:
             raise ConfigError("give PROMPT or --prompts FILE, not both", field="prompt")
         if not (self.prompt or self.prompts):
@@ -37,14 +37,14 @@ class PromptSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopSettings(Settings):
-    """What else ends a text."""
+    """Stop strings."""
 
     stop: tuple[str, ...] = option((), "ends the text", group="sampling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSettings(Settings):
-    """What the texts may be."""
+    """Grammars of the texts."""
 
     json_schema: Path | None = option(None, "JSON that the schema allows", group=GRAMMAR)
     grammar_file: Path | None = option(None, "grammar in llguidance's Lark", group=GRAMMAR)
@@ -52,7 +52,7 @@ class GrammarSettings(Settings):
     def check_together(self) -> None:
         """Refuse two grammars."""
         if self.json_schema and self.grammar_file:
-            raise ConfigError("cannot stand beside --json-schema; give one", field="grammar_file")
+            raise ConfigError("cannot be given with --json-schema; give one", field="grammar_file")
 
     def grammar(self) -> Grammar | None:
         """Read the grammar; None: texts are free.
@@ -74,14 +74,14 @@ class GrammarSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySettings(Settings):
-    """Where a client's API key is."""
+    """The file of a client's API key."""
 
     api_key_file: Path | None = option(None, "holds the key; else OUTRIDER_API_KEY does", group=CONNECTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings(Settings):
-    """How findings are shown."""
+    """Output of the findings."""
 
     json: bool = option(False, "as one JSON object")
 

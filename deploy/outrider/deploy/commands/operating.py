@@ -15,14 +15,14 @@ ADDRESS = "HOST:PORT"
 
 
 def job_server() -> str:
-    """Return where Ray's own commands would go, if that is an HTTP address."""
+    """Return the job server that Ray's own commands use if its address is HTTP, or else the local one."""
     named = [os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")]
     return next((address for address in named if address.startswith("http")), "http://127.0.0.1:8265")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSettings(Settings):
-    """How a deployment's state is shown."""
+    """Output of a deployment's status."""
 
     json: bool = option(False, "as one JSON object")
     watch: float | None = option(None, "again every S seconds", metavar="S", check=at_least(0.1))
@@ -30,14 +30,14 @@ class StatusSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainSettings(Settings):
-    """Which verifier is drained."""
+    """The verifier to drain."""
 
-    name: str = option(REQUIRED, "of the verifier", metavar="NAME", positional=True)
+    name: str = option(REQUIRED, "name of the verifier", metavar="NAME", positional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSettings(Settings):
-    """How many verifiers a Ray cluster is to have."""
+    """Size of a Ray cluster's fleet of verifiers."""
 
     count: int = option(REQUIRED, "verifiers to have", positional=True, check=at_least(0))
     ray_address: str = option("auto", "address of the Ray cluster", metavar="ADDRESS")
@@ -47,9 +47,9 @@ class ScaleSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertsSettings(Settings):
-    """Which certificates are made."""
+    """Certificates to make."""
 
-    folder: Path = option(REQUIRED, "to make; nothing in it is overwritten", metavar="DIR", positional=True)
+    folder: Path = option(REQUIRED, "folder to make; nothing in it is overwritten", metavar="DIR", positional=True)
     host: tuple[str, ...] = option((), "name or IP by which servers are reached", metavar="NAME")
     days: int = option(90, "days that the certificates are valid", check=at_least(1))
     client: str = option("edge", "name in the client's certificate", metavar="NAME")
@@ -57,23 +57,23 @@ class CertsSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewKeySettings(Settings):
-    """Whom a new API key is for, and what it allows."""
+    """Holder and limits of a new API key."""
 
-    name: str = option(REQUIRED, "of whoever gets it", metavar="NAME", positional=True)
-    max_sessions: int | None = option(None, "texts at once", check=at_least(1))
+    name: str = option(REQUIRED, "name of the key's holder", metavar="NAME", positional=True)
+    max_sessions: int | None = option(None, "texts decoded at once", check=at_least(1))
     tokens_per_minute: int | None = option(None, "tokens generated a minute, on average", check=at_least(1))
-    admin: bool = option(False, "may ask for the status and drain verifiers")
+    admin: bool = option(False, "may query the status and drain verifiers")
     append: Path | None = option(None, "append the table to this keys file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSettings(Settings):
-    """An emulated link, and between what."""
+    """An emulated link and its ends."""
 
     to: str = option(REQUIRED, "a verifier, or any TCP server", metavar=ADDRESS)
     listen: str = option("127.0.0.1:0", "address on loopback; port 0 takes a free one", metavar=ADDRESS)
     rtt: float | None = option(None, "round trip; not set: nothing added", metavar="MS", check=at_least(0))
-    jitter: float = option(0.0, "added each way, at most; uniform", metavar="MS", check=at_least(0))
+    jitter: float = option(0.0, "longest delay added each way; uniform", metavar="MS", check=at_least(0))
     up: float | None = option(None, "Mbit/s; 0: outage; not set: no limit", metavar="MBIT", check=at_least(0))
     down: float | None = option(None, "the same, to the edge", metavar="MBIT", check=at_least(0))
     queue: float = option(256.0, "queue before each bottleneck", metavar="KIB", check=at_least(3))
@@ -83,7 +83,7 @@ class LinkSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitSettings(Settings):
-    """Which command becomes a job, where, and with what."""
+    """A command to run as a job, and its cluster, inputs and output."""
 
     address: str = option(REQUIRED, "the cluster's job server", metavar="URL")
     name: str = option("", "id of the job; empty: a new one", metavar="ID")
@@ -112,7 +112,7 @@ class SubmitSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionSettings(Settings):
-    """For which shell."""
+    """The shell to complete for."""
 
     shell: str = option(REQUIRED, "the shell", choices=("bash", "zsh", "fish"), positional=True)
 

@@ -17,21 +17,21 @@ LISTENING = ("listen", "insecure_listen", "metrics")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpSettings(Settings):
-    """How large a local cluster is."""
+    """Size of a local cluster."""
 
     verifiers: int = option(1, "actors of the same target", check=at_least(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretSettings(Settings):
-    """What coordinator and verifiers share."""
+    """The secret of coordinator and verifiers."""
 
     lease_secret_file: Path | None = option(None, "secret that coordinator and verifiers share")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedVerifierSettings(Settings):
-    """Verifiers at fixed addresses, and what there is nobody to ask for without Ray."""
+    """Verifiers at fixed addresses, and what nobody reports without Ray."""
 
     verifier: tuple[str, ...] = option((), "fixed verifier, instead of Ray", metavar="NAME=HOST:PORT")
     model: str = option("reference", "target of the fixed verifiers", metavar="NAME")
@@ -43,12 +43,12 @@ class FixedVerifierSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSettings(Settings):
-    """What a verifier that runs as an actor asks of Ray."""
+    """What a verifier actor needs from Ray."""
 
-    ray_address: str = option("", "start as a detached actor in that Ray cluster and leave", metavar="ADDRESS")
+    ray_address: str = option("", "start as a detached actor in that Ray cluster, and exit", metavar="ADDRESS")
     cpus: float = option(1.0, "CPUs that Ray reserves for it", metavar="N", check=at_least(0))
     gpus: float = option(0.0, "GPUs that Ray reserves for it", metavar="N", check=at_least(0))
-    resource: tuple[str, ...] = option((), "resource of your own that Ray reserves", metavar="NAME=N")
+    resource: tuple[str, ...] = option((), "custom resource that Ray reserves", metavar="NAME=N")
     placement: str = option("pack", "on few nodes of the cluster, or on many", choices=("pack", "spread"))
 
 

@@ -28,32 +28,32 @@ DEFAULTS = {"target": "reference", "self_text_tokens": 1_000_000, "threads": 0}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateSettings(Settings):
-    """How fast a drafter learns."""
+    """Learning rates of a drafter."""
 
     rate: float = option(1.0, "factor of both learning rates", check=above(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSettings(Settings):
-    """Which model becomes which package."""
+    """A model to export, and its package."""
 
     source: Path = option(
         REQUIRED,
-        "a transformers model, such as train wrote; with steering.safetensors and projection.safetensors in it, such "
-        "as train steer wrote, the package is of a steered drafter",
+        "a transformers model, such as train writes; with steering.safetensors and projection.safetensors in it, from "
+        "train steer, the package is a steered drafter",
         metavar="FOLDER",
         positional=True,
     )
     output: Path = option(REQUIRED, "folder to make", metavar="PACKAGE", positional=True)
     name: str = option(REQUIRED, "name under which edges ask for it", metavar="NAME")
     target: str = option("reference", "the model that it drafts for", metavar="NAME")
-    precision: str = option("float32", "of the weights", choices=("float32", "int8"))
-    candidates: int = option(64, "most likely tokens it gives out", metavar="K", check=at_least(1))
+    precision: str = option("float32", "precision of the weights", choices=("float32", "int8"))
+    candidates: int = option(64, "most likely tokens that it returns", metavar="K", check=at_least(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSettings(Settings):
-    """What is shown of the embedded models."""
+    """Output on the embedded models."""
 
     memory: bool = option(False, "load every drafter, and show the memory that it takes")
 

@@ -1,4 +1,4 @@
-"""`outrider link`: stays between an edge and a verifier until it is told to go."""
+"""`outrider link`: an emulated link between an edge and a verifier, until a signal ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection over the link: two sockets, and a stream each way between them."""
+"""A connection over the link: two sockets and a stream each way between them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Stream:
         self._connection = connection
         self.source = source
         self.finished = False
-        self.over = False  # the sink has it all, and knows that there is no more
+        self.over = False  # the sink has all bytes and the end
         self.reading_since = 0.0
         self._sink = sink
         self._way = way
-        self._outbox = bytearray()  # due, but the sink does not take it
+        self._outbox = bytearray()  # bytes that are due but not taken by the sink yet
         self._reading = False
         self._ends = False  # after the outbox
         self._loop = asyncio.get_running_loop()
@@ -38,7 +38,7 @@ class Stream:
         self._connection.abort()
 
     def update_reading(self) -> None:
-        """Read exactly as long as there is something to come, room for it, and a sink that takes it."""
+        """Read while the source has more, the way has room, and the sink takes bytes."""
         wanted = not (self.finished or self._way.full or self._outbox or self.gone)
         if wanted and not self._reading:
             self.reading_since = time.monotonic()
@@ -48,7 +48,7 @@ class Stream:
         self._reading = wanted
 
     def deliver(self, data: bytes) -> None:
-        """Bytes that are due, or the end."""
+        """Send bytes that are due; none: the end."""
         if not data:
             self._ends = True
         if self._outbox:
@@ -101,12 +101,12 @@ class Connection:
             prepare(end)
 
     def open(self, up: Way, down: Way) -> None:
-        """Both sockets are connected: let the bytes flow."""
+        """Let the bytes flow between the connected sockets."""
         edge, verifier = self._sockets
         self._streams = (Stream(self, edge, verifier, up), Stream(self, verifier, edge, down))
 
     def end(self, sink: socket.socket) -> None:
-        """No more for `sink`; after both ways the connection is closed."""
+        """Shut `sink` down for writing; close the connection after both directions have ended."""
         try:
             sink.shutdown(socket.SHUT_WR)
         except OSError:

@@ -1,8 +1,8 @@
-"""A relay told what to do on standard input: the child's half of `process.LinkProcess`.
+"""A relay that takes commands on standard input: the child's half of `process.LinkProcess`.
 
 One JSON object a line each way. A request is `{"do": NAME, ...}`; its answer is `{"ok": ...}`, or
-`{"error": MESSAGE, "field": NAME, "kind": ERROR}`. It ends when its standard input does, so that it never outlives
-the one who writes there.
+`{"error": MESSAGE, "field": NAME, "kind": ERROR}`. The relay ends with its standard input, so that it
+never outlives its parent.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from outrider.proto.errors import OutriderError
 
 
 def trace_to_mapping(trace: LinkTrace) -> dict[str, Any]:
-    """For JSON."""
+    """Return a trace as JSON has it."""
     return {"name": trace.name, "points": [astuple(point) for point in trace.points]}
 
 
 def trace_from_mapping(mapping: Mapping[str, Any]) -> LinkTrace:
-    """The trace that `trace_to_mapping` was given."""
+    """Return the trace that `trace_to_mapping` was given."""
     return LinkTrace(mapping["name"], tuple(TracePoint(*point) for point in mapping["points"]))
 
 
 async def obey() -> int:
-    """Do what standard input says, until it ends; the exit status."""
+    """Carry out requests of standard input until it ends, and return the exit status."""
     lines = await requests()
     opening = json.loads(await lines.readline() or "null")
     if opening is None:

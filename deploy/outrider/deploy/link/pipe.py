@@ -27,7 +27,7 @@ MAX_IN_FLIGHT_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Bytes that come out of a pipe: which stream they belong to, and when they were due. No bytes: its end."""
+    """Bytes of a stream that come out of a pipe, and when they were due; no bytes are its end."""
 
     stream: Any
     data: bytes
@@ -42,8 +42,8 @@ class Pipe:
         self._random = random.Random(seed)
         self._queue: deque[tuple[Any, bytes]] = deque()  # segments
         self._queued_bytes = 0
-        self._served_bytes = 0.0  # of the first segment in the queue
-        self._served_at = -math.inf  # up to when the queue has been served
+        self._served_bytes = 0.0  # bytes of the first segment that have left
+        self._served_at = -math.inf  # time up to which the queue has been served
         self._flight: deque[Arrival] = deque()
         self._flight_bytes = 0
         self._last_due = -math.inf
@@ -55,23 +55,23 @@ class Pipe:
         return not self._queue and not self._flight
 
     def room(self, now: float) -> int:
-        """Bytes that may be pushed."""
+        """Return how many bytes may be pushed."""
         self._advance(now)
         queue = self._shape.queue_bytes - self._queued_bytes
         return max(0, min(queue, MAX_IN_FLIGHT_BYTES - self._flight_bytes))
 
     def push(self, now: float, stream: Any, data: bytes) -> None:
-        """Send; `b""` is the end of the stream.
+        """Send bytes; `b""` is the end of the stream.
 
         Args:
             now: when the bytes reached the link; it may lie a little before the time of the last call.
-            stream: whom `due` names with the bytes.
-            data: no more than `room`, or it is held all the same.
+            stream: what `due` names with the bytes.
+            data: should not exceed `room`; more is held all the same.
         """
         self._advance(now)
         if not self._queue:
             self._served_at = max(self._served_at, now)
-        # Without a rate what comes together leaves together.
+        # Without a limit on the rate, bytes pushed together leave together.
         size = MTU_BYTES if self._shape.bytes_per_s < math.inf else max(len(data), 1)
         for start in range(0, max(len(data), 1), size):
             self._queue.append((stream, data[start : start + size]))
@@ -87,7 +87,7 @@ class Pipe:
         return arrived
 
     def next_time(self) -> float:
-        """When to ask `due` next: no arrival is before it. `inf`: nothing is under way, or nothing moves."""
+        """Return a time before which nothing is due; `inf`: nothing is under way, or nothing moves."""
         if self._flight:
             return self._flight[0].due_s
         if self._queue:
@@ -95,7 +95,7 @@ class Pipe:
         return math.inf
 
     def half_empty_time(self, now: float) -> float:
-        """When half of the queue is free, if nothing more comes and the rate stays."""
+        """Return when half of the queue is free, if nothing more comes and the rate stays."""
         self._advance(now)
         if self._flight_bytes > MAX_IN_FLIGHT_BYTES // 2:
             return self._flight[0].due_s
@@ -106,12 +106,12 @@ class Pipe:
         return self._served_at + (too_many / rate if rate else math.inf)
 
     def reshape(self, now: float, shape: WayShape) -> None:
-        """From now on the link is like `shape`; what is in flight arrives as it would have."""
+        """Change the link to `shape`; what is in flight arrives when it would have."""
         self._advance(now)
         self._shape = shape
 
     def stall(self, now: float, seconds: float) -> None:
-        """Time stands still in the pipe until `now + seconds`: nothing leaves the queue, nothing arrives."""
+        """Hold everything until `now + seconds`: nothing leaves the queue, nothing arrives."""
         self._advance(now)
         until = max(self._stalled_until, now + seconds)
         shift = until - max(self._stalled_until, now)
@@ -128,7 +128,7 @@ class Pipe:
         self._served_bytes = 0.0
 
     def _leaves_at(self) -> float:
-        """When the first segment of the queue will have left."""
+        """Return when the first segment of the queue will have left."""
         left = len(self._queue[0][1]) - self._served_bytes
         rate = self._shape.bytes_per_s
         return self._served_at + max(left, 0.0) / rate if rate else math.inf

@@ -23,14 +23,14 @@ class LinkProcess:
         async with LinkProcess(to="127.0.0.1:5000", shape=LinkShape.of(rtt_ms=50, up_mbit=10)) as link:
             ...  # connect to link.address instead
 
-    The event loop of this process may be busy: the link runs in another. That one ends with this one.
+    The link keeps time while the event loop of this process is busy, and ends with this process.
 
     Args:
-        to: `host:port` of the verifier; it is connected to when an edge connects.
-        shape: at the start.
-        trace: played from the start; then only jitter and queue of `shape` count.
-        seed: of the jitter.
-        listen: a loopback address; port 0 takes a free one.
+        to: `host:port` of the verifier, connected to when an edge connects.
+        shape: initial shape.
+        trace: trace to play from the start; only jitter and queue of `shape` count then.
+        seed: seed of the jitter.
+        listen: loopback address; port 0 takes a free one.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class LinkProcess:
             await self.play(self._trace)
 
     async def set_shape(self, shape: LinkShape) -> None:
-        """The link is like `shape` from now on; a trace ends."""
+        """Change the link to `shape` and end a trace."""
         await self._ask({"do": "set_shape", "shape": asdict(shape)})
 
     async def play(self, trace: LinkTrace) -> None:
-        """Round trip and rates follow `trace` from its beginning, again and again; jitter and queue stay."""
+        """Play round trip and rates of `trace` in a loop; jitter and queue stay."""
         await self._ask({"do": "play", "trace": trace_to_mapping(trace)})
 
     async def stall(self, seconds: float) -> None:
-        """The link stands still for `seconds`, beginning now; returns at once."""
+        """Hold the link for `seconds`, beginning now; return at once."""
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"{seconds} must be a finite number of seconds, 0 or more", field="seconds")
         await self._ask({"do": "stall", "seconds": seconds})
@@ -79,7 +79,7 @@ class LinkProcess:
         await self._ask({"do": "cut"})
 
     async def counters(self) -> Counters:
-        """What the link has carried so far."""
+        """Return what the link has carried."""
         return Counters(**await self._ask({"do": "counters"}))
 
     async def _ask(self, request: dict[str, Any]) -> Any:

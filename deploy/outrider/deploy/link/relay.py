@@ -1,7 +1,7 @@
 """The shell around two pipes: real TCP connections, moved through an emulated link.
 
-All connections share the link, as they would share a cable. A new one costs a round trip before its first byte moves,
-as TCP's handshake does. Loss and congestion control are not emulated: TCP shows a loss as delay, which jitter, stalls
+All connections share the link like a cable. A new one costs a round trip before its first byte moves, like TCP's
+handshake. Loss and congestion control are not emulated: TCP shows a loss as delay, which jitter, stalls
 and traces bring, and a connection that has lived for a while has grown its window.
 
 The relay wants an event loop from `punctual.run`, alone in its process: whatever else that loop does makes the link
@@ -31,7 +31,7 @@ _MAX_CONNECTIONS = 400  # two sockets each, and select() ends at 1,024
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """TCP payload that the link has delivered since it started, and how many connections it has accepted."""
+    """TCP payload that the link has delivered since its start, in bytes, and accepted connections."""
 
     up_bytes: int
     down_bytes: int
@@ -39,7 +39,7 @@ class Counters:
 
 
 class Relay:
-    """Listens, and carries every connection over the link to one address."""
+    """A listener that carries every connection over the link to one address."""
 
     def __init__(self, to: str, shape: LinkShape, seed: int = 0) -> None:
         self._to = split_address(to, "to")
@@ -56,7 +56,7 @@ class Relay:
         self._next_point: asyncio.TimerHandle | None = None
 
     async def start(self, listen: str = "127.0.0.1:0") -> str:
-        """Listen; the address, `host:port`.
+        """Listen, and return the address as `host:port`.
 
         Raises:
             ConfigError: `listen` is not loopback, or `to` is no address.
@@ -94,21 +94,21 @@ class Relay:
 
     @property
     def counters(self) -> Counters:
-        """So far."""
+        """Payload and connections since the start."""
         return Counters(self._up.delivered_bytes, self._down.delivered_bytes, self._accepted)
 
     def set_shape(self, shape: LinkShape) -> None:
-        """The link is like `shape` from now on; a trace ends."""
+        """Change the link to `shape` and end a trace."""
         self._end_trace()
         self._apply(shape)
 
     def play(self, trace: LinkTrace) -> None:
-        """Round trip and rates follow `trace` from its beginning, again and again; jitter and queue stay."""
+        """Play round trip and rates of `trace` in a loop; jitter and queue stay."""
         self._end_trace()
         self._follow(trace, asyncio.get_running_loop().time())
 
     def stall(self, seconds: float) -> None:
-        """The link stands still for `seconds`."""
+        """Hold the link for `seconds`."""
         self._up.stall(seconds)
         self._down.stall(seconds)
 
@@ -128,7 +128,7 @@ class Relay:
 
     def _follow(self, trace: LinkTrace, began: float) -> None:
         loop = asyncio.get_running_loop()
-        # A timer may be early by its resolution; half a millisecond on is surely behind the point it was set for.
+        # A timer may be early by its resolution; half a millisecond later is surely after the point it was set for.
         passed = loop.time() - began + 0.0005
         at = trace.at(passed)
         self._apply(replace(at, jitter_s=self._shape.jitter_s, queue_bytes=self._shape.queue_bytes))
@@ -144,7 +144,7 @@ class Relay:
         while True:
             try:
                 edge, _ = await loop.sock_accept(listener)
-            except OSError as error:  # such as no file descriptors left: the connections there are go on
+            except OSError as error:  # such as no file descriptors left; existing connections go on
                 _log.warning("cannot accept a connection: %s", error)
                 await asyncio.sleep(0.1)
                 continue

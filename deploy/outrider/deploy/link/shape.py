@@ -1,4 +1,4 @@
-"""What a link is like."""
+"""Delay, jitter, rates and queues of a link."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class WayShape:
     """One direction of a link.
 
     Attributes:
-        delay_s: propagation, after a byte has left the queue.
-        jitter_s: the most that is added to it; drawn anew for each segment, uniform in 0..jitter_s, order kept.
-        bytes_per_s: TCP payload; `inf`: no limit; 0: nothing moves.
-        queue_bytes: that wait to leave, at most; the sender is held back beyond that, nothing is dropped.
+        delay_s: propagation delay after a byte has left the queue, in seconds.
+        jitter_s: longest delay added to it, drawn for each segment from 0..jitter_s uniformly; the order is kept.
+        bytes_per_s: rate of TCP payload; `inf`: no limit; 0: nothing moves.
+        queue_bytes: capacity of the queue; beyond it the sender is held back, and nothing is dropped.
     """
 
     delay_s: float
@@ -32,17 +32,17 @@ class WayShape:
 
 @dataclass(frozen=True, slots=True)
 class LinkShape:
-    """Both directions of a link. The default is a link that is not there: no delay, no limit.
+    """Both directions of a link. The default has no delay and no limit.
 
     Attributes:
-        rtt_s: round trip of a small message, without queueing, half of it each way.
-        jitter_s: the most that is added each way, uniform in 0..jitter_s; the mean round trip is rtt_s + jitter_s.
-        up_bytes_per_s: TCP payload from the edge; `inf`: no limit; 0: outage.
-        down_bytes_per_s: TCP payload to the edge.
-        queue_bytes: of each direction, before the bottleneck.
+        rtt_s: round-trip time of a small message without queueing, in seconds, half of it each way.
+        jitter_s: longest delay added each way, uniform in 0..jitter_s; the mean round trip is rtt_s + jitter_s.
+        up_bytes_per_s: rate of TCP payload from the edge; `inf`: no limit; 0: outage.
+        down_bytes_per_s: rate of TCP payload to the edge.
+        queue_bytes: capacity of the queue of each direction.
 
     Raises:
-        ConfigError: a value is not possible; it names the field.
+        ConfigError: a value is not possible; the field is named.
     """
 
     rtt_s: float = 0.0
@@ -72,7 +72,7 @@ class LinkShape:
         down_mbit: float | None = None,
         queue_kib: float = 256.0,
     ) -> Self:
-        """The same in the units that people use: ms, Mbit/s (10^6 bit/s; None: no limit), KiB."""
+        """Return the shape from ms, Mbit/s (10^6 bit/s; None: no limit) and KiB."""
         given = {"rtt_ms": rtt_ms, "jitter_ms": jitter_ms, "up_mbit": up_mbit, "down_mbit": down_mbit}
         for name, value in given.items():
             _require(value is None or value >= 0, name, "must be 0 or more")
@@ -87,19 +87,19 @@ class LinkShape:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """What `dataclasses.asdict` made of one; an unknown key is a `ConfigError`."""
+        """Return the shape that `dataclasses.asdict` was given; raises `ConfigError` for an unknown key."""
         unknown = sorted(set(mapping) - set(cls.__dataclass_fields__))
         _require(not unknown, "shape", f"has no {', '.join(unknown)}")
         return cls(**mapping)
 
     @property
     def up(self) -> WayShape:
-        """From the edge."""
+        """Direction from the edge."""
         return WayShape(self.rtt_s / 2, self.jitter_s, self.up_bytes_per_s, self.queue_bytes)
 
     @property
     def down(self) -> WayShape:
-        """To the edge."""
+        """Direction to the edge."""
         return WayShape(self.rtt_s / 2, self.jitter_s, self.down_bytes_per_s, self.queue_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Sockets as the relay wants them."""
+"""Sockets of the relay."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _log = logging.getLogger(__name__)
 _RECEIVE_BUFFER = 64 << 10  # small: what waits there is a queue that the link does not know of
 _SO_TIMESTAMPNS = 35  # Linux; the socket module does not have it
 _TIMESPEC = struct.Struct("@qq")
-_LATE_AT_MOST_S = 0.05  # an older kernel stamp is not believed: the wall clock may have been set
+_MAX_LATE_S = 0.05  # an older kernel stamp is not believed: the wall clock may have been set
 _ABORT = struct.pack("ii", 1, 0)  # struct linger: close() sends a reset
 
 
 async def resolve(host: str, port: int, field: str) -> tuple[int, tuple[str, int]]:
-    """Family and address; raises `ConfigError` on `field`."""
+    """Return family and address of a host; raises `ConfigError` on `field`."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -30,7 +30,7 @@ async def resolve(host: str, port: int, field: str) -> tuple[int, tuple[str, int
 
 
 def new_socket(family: int) -> socket.socket:
-    """For TCP, not yet connected."""
+    """Return a TCP socket that is not connected."""
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setblocking(False)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
@@ -38,7 +38,7 @@ def new_socket(family: int) -> socket.socket:
 
 
 def prepare(end: socket.socket) -> None:
-    """A connection's socket: nothing waits for more to send, and what comes is stamped."""
+    """Turn off Nagle's algorithm and turn on receive stamps."""
     end.setblocking(False)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
@@ -48,13 +48,13 @@ def prepare(end: socket.socket) -> None:
 
 
 def receive(source: socket.socket, size: int) -> tuple[bytes, float]:
-    """Bytes, and how long ago (s) the last of them came, by the kernel's stamp: the relay may have been woken late."""
+    """Return bytes and their age in seconds by the kernel's stamp, since the relay may have been woken late."""
     data, control, _, _ = source.recvmsg(size, socket.CMSG_SPACE(_TIMESPEC.size))
     for level, kind, value in control:
         if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS and len(value) == _TIMESPEC.size:
             seconds, nanoseconds = _TIMESPEC.unpack(value)
             age_s = (time.time_ns() - seconds * 1_000_000_000 - nanoseconds) / 1e9
-            return data, age_s if 0 <= age_s <= _LATE_AT_MOST_S else 0.0
+            return data, age_s if 0 <= age_s <= _MAX_LATE_S else 0.0
     return data, 0.0
 
 

@@ -1,7 +1,8 @@
-"""Makes the built-in traces.
+"""The built-in traces.
 
-They are SYNTHETIC, not recordings: each is a small random process whose level, spread and events are like the figures
-usually published for such a link (rounded; no single source). `python -m outrider.deploy.link.synthetic` writes them.
+They are SYNTHETIC, not recordings: each is a small random process whose level, spread and events are like what
+is usually published for such a link (rounded; no single source).
+`python -m outrider.deploy.link.synthetic` writes them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _Values = Iterator[tuple[float, float, float]]  # rtt_ms, up_mbit, down_mbit, ev
 
 
 def make_trace(name: str, seed: int = 0) -> LinkTrace:
-    """The trace of that name; the same for the same seed, everywhere. The built-in ones have seed 0."""
+    """Return the trace of that name, the same everywhere for the same seed; the built-in traces have seed 0."""
     if name not in MAKERS:
         raise ConfigError(f"there is no maker of {name!r}; there are {', '.join(MAKERS)}", field="trace")
     rng = random.Random(f"{name} {seed}")
@@ -41,7 +42,7 @@ def _fibre(rng: random.Random) -> _Values:
 
 
 def _wifi(rng: random.Random) -> _Values:
-    """30 s. Home network behind cable: 12 ms, contention with spikes to 100 ms, rates that halve and double."""
+    """30 s. Home network on cable: 12 ms, contention with spikes to 100 ms, rates that halve and double."""
     level = _wander(rng, keep=0.95, spread=0.25)
     spike = 0.0
     for _ in range(300):
@@ -95,13 +96,13 @@ def _satellite(rng: random.Random) -> _Values:
 
 
 def _step(_: random.Random) -> _Values:
-    """40 s. 10 ms and 200 ms in turn, 5 s each, 50 Mbit/s both ways."""
+    """40 s. Alternating 10 ms and 200 ms, 5 s each, 50 Mbit/s both ways."""
     for i in range(400):
         yield 200.0 if i // 50 % 2 else 10.0, 50.0, 50.0
 
 
 def _uplink_cut(_: random.Random) -> _Values:
-    """40 s. 30 ms; the uplink has 20 and 0.2 Mbit/s in turn, 10 s each, the downlink 50."""
+    """40 s. 30 ms; the uplink alternates between 20 and 0.2 Mbit/s, 10 s each, the downlink 50."""
     for i in range(400):
         yield 30.0, 0.2 if i // 100 % 2 else 20.0, 50.0
 
@@ -118,7 +119,7 @@ MAKERS: dict[str, Callable[[random.Random], _Values]] = {
 
 
 def _wander(rng: random.Random, keep: float, spread: float) -> Iterator[float]:
-    """An autoregressive process of order one around 0."""
+    """Yield an autoregressive process of order one around 0."""
     value = 0.0
     while True:
         value = keep * value + rng.gauss(0.0, spread)
@@ -130,7 +131,7 @@ def _within(value: float, low: float, high: float) -> float:
 
 
 def write_built_in(folder: Path) -> None:
-    """Write all of them, as they are shipped."""
+    """Write the traces that are shipped."""
     for name in MAKERS:
         write_trace(make_trace(name), folder / f"{name}.csv", COMMENT)
 

@@ -38,7 +38,7 @@ class TracePoint:
 
     @property
     def shape(self) -> LinkShape:
-        """Without jitter, with the usual queue."""
+        """Shape without jitter, with the default queue."""
         return LinkShape.of(rtt_ms=self.rtt_ms, up_mbit=self.up_mbit, down_mbit=self.down_mbit)
 
 
@@ -73,7 +73,7 @@ class LinkTrace:
         return round(2 * last - self.points[-2].time_s, 9)
 
     def at(self, time_s: float) -> LinkShape:
-        """What the link is like `time_s` after the start."""
+        """Return the shape of the link `time_s` after the start."""
         return self.points[self._index(time_s % self.duration_s)].shape
 
     def next_time(self, time_s: float) -> float:
@@ -93,7 +93,7 @@ def built_in_traces() -> tuple[str, ...]:
 
 
 def find_trace(name: str) -> LinkTrace:
-    """A built-in trace by its name, or else a file by its path."""
+    """Return a built-in trace by its name, or else read a file."""
     if name in built_in_traces():
         return read_trace(_FOLDER / f"{name}.csv")
     if not Path(name).exists():

@@ -12,14 +12,14 @@ from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import MTU_BYTES, WayShape
 from outrider.deploy.link.sockets import receive
 
-_READ_BYTES = 16 << 10  # small, so that streams take turns
+_READ_BYTES = 16 << 10  # small, so that streams alternate
 
 
 class Traveller(Protocol):
-    """What a way needs to know of a stream."""
+    """A stream of the way."""
 
     source: socket.socket
-    finished: bool  # the source has said all
+    finished: bool  # the source has ended
     reading_since: float
 
     @property
@@ -27,17 +27,17 @@ class Traveller(Protocol):
         """Whether the connection is closed."""
 
     def update_reading(self) -> None:
-        """The way is full, or no longer, or the source has said all."""
+        """Begin or stop reading, after the way or the source has changed."""
 
     def deliver(self, data: bytes) -> None:
-        """Bytes that are due, or the end."""
+        """Send bytes that are due; none: the end."""
 
     def abort(self) -> None:
-        """The source has failed."""
+        """Reset the connection: the source has failed."""
 
 
 class Timer:
-    """How early a timer must be set for its work to be done on time: the median lateness, measured as it goes."""
+    """How early a timer must be set to be on time: the median lateness, in seconds."""
 
     _STEP_S = 1e-6
     _MAX_S = 1.5e-4
@@ -46,7 +46,7 @@ class Timer:
         self.early_s = 30e-6
 
     def was_late(self, seconds: float) -> None:
-        """Learn. Steps of one size, up or down, settle where as many are late as early: at the median."""
+        """Move a step towards `seconds`; steps of one size settle at the median."""
         step = self._STEP_S if seconds > 0 else -self._STEP_S
         self.early_s = min(max(self.early_s + step, 0.0), self._MAX_S)
 
@@ -58,21 +58,21 @@ class Way:
         self._pipe = pipe
         self._timer = timer
         self._handle: asyncio.TimerHandle | None = None
-        self._when = 0.0  # what `_handle` is for
+        self._when = 0.0  # time for which `_handle` is set
         self._streams: set[Traveller] = set()
         self.full = False
         self.delivered_bytes = 0
 
     def add(self, stream: Traveller) -> None:
-        """One more stream that waits for room."""
+        """Add a stream that waits for room."""
         self._streams.add(stream)
 
     def discard(self, stream: Traveller) -> None:
-        """One fewer; what it has under way still takes its time."""
+        """Remove a stream; what it has under way still takes its time."""
         self._streams.discard(stream)
 
     def read(self, stream: Traveller) -> None:
-        """Take what the stream's source has, as far as there is room."""
+        """Read from the stream's source while there is room."""
         now = time.monotonic()
         room = self._pipe.room(now)
         if room:
@@ -93,19 +93,19 @@ class Way:
         self._set_timer(now)
 
     def reshape(self, shape: WayShape) -> None:
-        """As the pipe's, now."""
+        """Change the pipe to `shape` now."""
         now = time.monotonic()
         self._pipe.reshape(now, shape)
         self._set_timer(now)
 
     def stall(self, seconds: float) -> None:
-        """As the pipe's, from now on."""
+        """Hold the pipe for `seconds`, beginning now."""
         now = time.monotonic()
         self._pipe.stall(now, seconds)
         self._set_timer(now)
 
     def clear(self) -> None:
-        """As the pipe's."""
+        """Lose everything that is under way."""
         self._pipe.clear()
         self._set_timer(time.monotonic())
 
