@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from outrider.edge.features import MIN_COMPARED, PromptClass, TextFeatures, link_class, prompt_class, told_hits
+from outrider.edge.features import MIN_COMPARED, PromptClass, TextFeatures, link_class, prompt_class, reported_hits
 from outrider.proto.session import DrafterCounts
 from outrider.proto.types import LINK_CLASSES, MAX_REPORTED_DRAFTERS, PROMPT_CLASSES, DrafterHits
 
@@ -164,13 +164,13 @@ def test_counts_of_fewer_tokens_than_tell_anything_stay_at_the_edge():
         "general": DrafterCounts(hits=40, compared=90),
         "ngram": DrafterCounts(hits=3, compared=MIN_COMPARED - 1),
     }
-    assert told_hits(counts, versions) == (DrafterHits("general", "1", 40, 90), DrafterHits("code", "2", 8, 8))
-    assert told_hits({}, versions) == ()
+    assert reported_hits(counts, versions) == (DrafterHits("general", "1", 40, 90), DrafterHits("code", "2", 8, 8))
+    assert reported_hits({}, versions) == ()
 
 
 def test_at_most_the_allowed_number_of_drafters_is_reported_the_most_compared_first():
     counts = {f"d{i}": DrafterCounts(hits=1, compared=10 + i) for i in range(MAX_REPORTED_DRAFTERS + 4)}
-    told = told_hits(counts, dict.fromkeys(counts, "1"))
+    told = reported_hits(counts, dict.fromkeys(counts, "1"))
     assert len(told) == MAX_REPORTED_DRAFTERS
     assert told[0].drafter == f"d{MAX_REPORTED_DRAFTERS + 3}"
-    assert told_hits({"other": DrafterCounts(hits=1, compared=10)}, {"general": "1"}) == (), "version unknown"
+    assert reported_hits({"other": DrafterCounts(hits=1, compared=10)}, {"general": "1"}) == (), "version unknown"

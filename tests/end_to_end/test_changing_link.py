@@ -53,7 +53,7 @@ class Course:
 
 def round_trip_s(client: Client) -> float:
     """As the edge measures it now, of its smallest message."""
-    return client._measured[True].newest.round_trip.base
+    return client.measured(Sampling()).newest.round_trip.base
 
 
 async def learnt(client: Client, follows: Callable[[float], bool]) -> float:

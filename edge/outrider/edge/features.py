@@ -119,7 +119,7 @@ def link_class(round_trip_s: float) -> int:
     return 1 + sum(1e3 * round_trip_s >= octave for octave in OCTAVES_MS)
 
 
-def told_hits(counts: Mapping[str, DrafterCounts], versions: Mapping[str, str]) -> tuple[DrafterHits, ...]:
+def reported_hits(counts: Mapping[str, DrafterCounts], versions: Mapping[str, str]) -> tuple[DrafterHits, ...]:
     """What is told of a text's drafters: those with the most compared tokens, none with fewer than `MIN_COMPARED`.
 
     Args:

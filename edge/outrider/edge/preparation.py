@@ -57,8 +57,27 @@ class Ready:
 
     @property
     def drafter(self) -> Drafter | None:
-        """The first of the drafters that are loaded."""
+        """First of the drafters that are loaded."""
         return self.drafters.first if self.drafters is not None else None
+
+    def loaded_drafters(self) -> tuple[tuple[Drafter, ...], int | None]:
+        """Return the drafters that are loaded and which of them is steered; the others load for later texts."""
+        pool = self.drafters
+        if pool is None:
+            return (), None
+        pool.want(range(len(pool)))
+        loaded = {index: drafter for index in range(len(pool)) if (drafter := pool.loaded(index)) is not None}
+        return tuple(loaded.values()), list(loaded).index(pool.steered) if pool.steered in loaded else None
+
+    def encode(self, text: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
+        """Return token ids of `text`, with the tokenizer's special tokens around it or not; token ids stay."""
+        if isinstance(text, str):
+            return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        return tuple(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens without special ones."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from outrider.edge.policies.selection import Routing
-from outrider.edge.policies.selection.routing import LEAST
+from outrider.edge.policies.selection.routing import MIN_CONFIDENCE
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import RoundOutcome, SelectionView
 
@@ -37,7 +37,7 @@ def test_it_takes_the_highest_mean_log_probability_of_the_newest_tokens() -> Non
 def test_silence_counts_as_little_and_what_nobody_knows_not_at_all() -> None:
     routing = Routing(arms=2)
     heard(routing, (0.99, 0.0), (UNKNOWN, 0.1, UNKNOWN))
-    assert list(routing.newest[0]) == pytest.approx([math.log(0.99), math.log(LEAST)])
+    assert list(routing.newest[0]) == pytest.approx([math.log(0.99), math.log(MIN_CONFIDENCE)])
     assert list(routing.newest[1]) == pytest.approx([math.log(0.1)])
     assert routing.choose(view_of(2)) == 1
 

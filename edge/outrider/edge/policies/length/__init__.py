@@ -1,17 +1,17 @@
 """How far ahead the edge drafts: rules behind `WindowPolicy`, one a file. None of them can change a token.
 
-threshold  while the last draft is sure enough (assisted generation, Kangaroo)
-specdec    while the trained head sees a chance that all drafts are right (SpecDec++)
-speckv     to the length where a small network on entropy and confidence sees most tokens a second (SpecKV)
-flexspec   to the length of most tokens for time and energy together (FlexSpec)
-aimd       wider with every window of hits, narrower with every miss
+threshold  draft while the last draft is sure enough (assisted generation, Kangaroo)
+specdec    draft while the trained head sees a chance that all drafts are right (SpecDec++)
+speckv     draft to the length where a small network on entropy and confidence sees most tokens a second (SpecKV)
+flexspec   draft to the length of most tokens for time and energy together (FlexSpec)
+aimd       widen with every window of hits, narrow with every miss
 (`fixed` and `survival`, the default, are in `outrider.proto.policy.window`)
 
-rounds     what a round of so many drafts takes and gives, as several rules reckon it
-features   what the trained rules look at
-network    what they reckon with
+rounds     cost and yield of a round, for several rules
+features   inputs of the trained rules
+network    their network
 trained    their weights, in a file
-names      rules by name, as options give them
+names      rules by the names that options give
 """
 
 from __future__ import annotations

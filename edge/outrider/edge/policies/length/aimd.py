@@ -12,14 +12,14 @@ from outrider.proto.policy.window import EdgeView
 class AimdWindow:
     """Additive increase, multiplicative decrease (Chiu and Jain 1989: x + a_I, or x times b_D).
 
-    As TCP does it, a window w grows by increase * hits / w: by `increase` when a whole window has hit. A miss makes it
+    Like TCP's, a window w grows by increase * hits / w: by `increase` when a whole window has hit. A miss makes it
     `decrease` times as wide. The schedule `heuristic` of assisted generation in Hugging Face transformers is a relative
     that increases by 2 after a round of nothing but hits and decreases by 1 otherwise: additive both ways, which
     after a change of subject takes a round for every token that the window is too wide.
 
     It knows of no link and no price. With m hits to a miss it settles where growth and cut weigh the same,
-    w = sqrt(increase * m / (1 - decrease)): 8 drafts for m = 3 with the defaults, of which TCP's 1 and 1/2 would be far
-    too few here. It has a state: each text has one of its own, or texts share one that follow each other.
+    w = sqrt(increase * m / (1 - decrease)): 8 drafts for m = 3 with the defaults, where TCP's 1 and 1/2 would give far
+    too few. It has a state: each text has one of its own, or texts share one that follow each other.
     """
 
     start: float = 8.0
@@ -38,11 +38,11 @@ class AimdWindow:
         self.tokens = self.start
 
     def more(self, view: EdgeView) -> int:
-        """Tokens to draft now."""
+        """Return the tokens to draft now."""
         return max(0, int(self.tokens) - view.in_flight)
 
     def settled(self, hits: int, missed: bool) -> None:
-        """A commit settled so many drafts that hit, and one that missed where it did."""
+        """Widen the window by `hits` drafts that a commit accepted, and narrow it where one `missed`."""
         self.tokens = min(float(self.most), self.tokens + self.increase * hits / self.tokens)
         if missed:
             self.tokens = max(1.0, self.tokens * self.decrease)

@@ -1,4 +1,4 @@
-"""What the trained rules look at; NaN: not known. Training and drafting make their inputs here, by the same lines."""
+"""Inputs of the trained rules, NaN where not known; training and drafting make them by the same lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_INPUTS = (
     "known",
     "length",
 )
-LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # that SpecKV's network chooses among
+LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # SpecKV's network chooses among them
 Signal = Sequence[float] | np.ndarray  # [n]
 _SURE = 1e-4  # a probability no nearer to 0 or 1 counts
 
@@ -31,17 +31,17 @@ def signs_of(drafts: Sequence[DraftToken]) -> tuple[tuple[float, ...], ...]:
 def draft_inputs(
     confidence: Signal, perturbed_probability: Signal, entropy: Signal, temperature: float, depth: Signal
 ) -> np.ndarray:
-    """Of single drafts of one text.
+    """Return the inputs for single drafts of one text.
 
     Args:
-        confidence: [n] the drafter's probability of each; empty: not known, and so for the next two.
+        confidence: [n] the drafter's probability of each; this and the next two are empty where not known.
         perturbed_probability: [n] softmax of log probability and shared noise at each.
-        entropy: [n] of the drafter's distribution, nats.
-        temperature: of the text.
-        depth: [n] drafts before it that no commit has settled.
+        entropy: [n] entropy of the drafter's distribution at each, in nats.
+        temperature: the text's temperature.
+        depth: [n] drafts before each that no commit has verified.
 
     Returns:
-        [n, 5] as `DRAFT_INPUTS`; probabilities as log odds, depth as log(1 + depth).
+        [n, 5] in the order of `DRAFT_INPUTS`; probabilities as log odds, depth as log(1 + depth).
     """
     rows = np.empty((len(DRAFT_INPUTS), len(depth)))
     for row, signal in zip(rows, (confidence, perturbed_probability, entropy), strict=False):
@@ -56,17 +56,17 @@ def draft_inputs(
 def block_inputs(
     confidence: Sequence[float], entropy: Sequence[float], temperature: float, known: int, lengths: Sequence[int]
 ) -> np.ndarray:
-    """Of a block of drafts whose first are there, at each length that it may have.
+    """Return the inputs for a block whose first drafts are there, at each length that it may have.
 
     Args:
-        confidence: [known] the drafter's probability of each draft that is there; empty: not known, and so for
-        entropy: [known] of its distribution, nats.
-        temperature: of the text.
+        confidence: [known] the drafter's probability of each draft that is there; empty: not known.
+        entropy: [known] entropy of its distribution, in nats; empty: not known.
+        temperature: the text's temperature.
         known: drafts that are there.
-        lengths: [m] of the whole block, at least `known`.
+        lengths: [m] lengths of the whole block, at least `known`.
 
     Returns:
-        [m, 7] as `BLOCK_INPUTS`; `known` as log(1 + known), `length` as log(length).
+        [m, 7] in the order of `BLOCK_INPUTS`; `known` as log(1 + known), `length` as log(length).
     """
     sure = [value for value in confidence if value == value]
     wide = [value for value in entropy if value == value]

@@ -47,13 +47,13 @@ class FlexSpecWindow:
             raise InvalidArgument("most must be 1 or more, and prices of energy finite and 0 or more", field="window")
 
     def energy_s(self, view: EdgeView) -> float:
-        """What a draft's energy is worth, seconds."""
+        """Return the worth of a draft's energy, in seconds."""
         joules = self.drafting_w * view.drafting_s + self.byte_j * TOKEN_BYTES
         worth = self.joule_s * (1 - view.battery) / view.battery if view.battery else math.inf
         return joules * worth if joules else 0.0
 
     def more(self, view: EdgeView) -> int:
-        """Tokens to draft now."""
+        """Return the tokens to draft now."""
         if not view.step_s:
             return max(0, min(FIRST_WINDOW, self.most) - view.in_flight)
         price_s = draft_s(view) + self.energy_s(view)

@@ -22,11 +22,11 @@ class Rule:
     """How a name becomes a rule.
 
     Attributes:
-        make: the rule, from keywords.
-        number: the keyword that a number after the name sets; empty: it takes none.
-        kind: of the number.
-        needs: whether there is no rule without the number.
-        network: the keyword for its network of `Trained`, and the network's name there; empty: it is not trained.
+        make: makes the rule from keywords.
+        number: keyword that a number after the name sets; empty: it takes none.
+        kind: type of the number.
+        needs: whether the number is required.
+        network: keyword for its network in `Trained`, and the network's name there; empty: it is not trained.
     """
 
     make: Callable[..., WindowPolicy]
@@ -36,7 +36,7 @@ class Rule:
     network: tuple[str, str] = ("", "")
 
     def usage(self, name: str) -> str:
-        """How it is written."""
+        """Return how an option spells the rule."""
         number = f":{'N' if self.kind is int else 'X'}" if self.number else ""
         return name + (number if self.needs or not number else f"[{number}]") + ("[@FILE]" if self.network[0] else "")
 
@@ -54,7 +54,7 @@ USAGE = ", ".join(rule.usage(name) for name, rule in RULES.items())
 
 
 def rule_by_name(text: str) -> WindowPolicy:
-    """A new rule: `fixed:8`, `threshold:0.4`, `specdec++:0.3`, `speckv@my.json`.
+    """Return a new rule: `fixed:8`, `threshold:0.4`, `specdec++:0.3`, `speckv@my.json`.
 
     Raises:
         ConfigError: there is no such rule, its number is wrong, or its file is.

@@ -1,4 +1,4 @@
-"""A network of one hidden layer, as small as what the trained rules reckon with."""
+"""The small network of one hidden layer that the trained rules use."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _WIDEST = 4.0  # scales from the mean; beyond what was trained on, a network onl
 class Network:
     """chance = logistic(output . tanh(hidden z + hidden_bias) + output_bias), of f inputs and h hidden units.
 
-    z [2 f] are the inputs, standardised, and behind them a mark for each that is not known. One that is not known is
-    at its mean; so is one that never varied in training, of which nothing can have been learnt.
+    z [2 f] are the standardised inputs and after them a mark for each that is not known. An unknown input is at its
+    mean, and so is one that never varied in training, since nothing can have been learnt from it.
 
     Attributes:
-        inputs: [f] their names.
-        means: [f] of each in training.
+        inputs: [f] names.
+        means: [f] mean of each in training.
         scales: [f] standard deviation of each in training; 0: it never varied, or was never known.
         hidden: [2 f, h] weights.
-        hidden_bias: [h].
+        hidden_bias: [h] biases.
         output: [h] weights.
-        output_bias: of the log odds.
+        output_bias: bias of the log odds.
 
     Raises:
         InvalidArgument: a shape is wrong, or a number is not finite; the field is named.
@@ -54,7 +54,7 @@ class Network:
             raise InvalidArgument("must be 0 or more", field="scales")
 
     def standardised(self, inputs: np.ndarray) -> np.ndarray:
-        """[n, f] inputs, NaN where not known, as [n, 2 f] z."""
+        """Return z [n, 2 f] for inputs [n, f], NaN where not known."""
         known = ~np.isnan(inputs) & (self.scales > 0)
         scaled = (inputs - self.means) / np.where(self.scales > 0, self.scales, 1.0)
         z = np.empty((len(inputs), 2 * len(self.means)))
@@ -63,7 +63,7 @@ class Network:
         return z
 
     def chances(self, inputs: np.ndarray) -> np.ndarray:
-        """[n] of [n, f] inputs, NaN where not known."""
+        """Return chances [n] for inputs [n, f], NaN where not known."""
         low, high, of_value, of_mark, bias = self._folded
         unknown = np.isnan(inputs)
         if unknown.any():

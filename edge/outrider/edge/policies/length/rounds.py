@@ -1,4 +1,4 @@
-"""What a round of so many drafts takes and gives: draft, send, be verified, begin again (Leviathan et al. 2023)."""
+"""Cost and yield of a round: draft, send, be verified, begin again (Leviathan et al. 2023)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from outrider.proto.policy.window import TOKEN_BYTES, EdgeView
 
 
 def waiting_s(view: EdgeView) -> float:
-    """Of a round without drafts, seconds: the round trip, and a step with the row of the committed token."""
+    """Return seconds of a round without drafts: the round trip, and a step with the row of the committed token."""
     return view.round_trip_s + view.step_s + view.row_s
 
 
 def draft_s(view: EdgeView) -> float:
-    """By which each draft makes a round longer, seconds: to draft it, its row in a step, its bytes on the uplink."""
+    """Return seconds that each draft adds to a round: drafting it, its row in a step, its bytes on the uplink."""
     return view.drafting_s + view.row_s + TOKEN_BYTES * view.byte_s
 
 
 def expected_in_flight(view: EdgeView) -> float:
-    """Drafts in flight that will be accepted, on average: the sum over them of the chance that all up to each agree.
+    """Return the mean number of drafts in flight that will be accepted, the sum of the chances of all up to each.
 
     Where only the chance of all is known, s for n drafts, the one up to draft j is taken as s^(j/n).
     """

@@ -41,7 +41,7 @@ class SpecDecWindow:
             raise InvalidArgument("most must be 1 or more", field="window")
 
     def more(self, view: EdgeView) -> int:
-        """Tokens to draft now."""
+        """Return the tokens to draft now."""
         room = self.most - view.in_flight
         survival = _survival(self.head, view.drafts, view.temperature, view.in_flight) if view.in_flight else 1.0
         if room <= 0 or 1 - survival > self.threshold:
@@ -49,7 +49,7 @@ class SpecDecWindow:
         return min(room, self._until_exceeded(survival, min(0.98, max(0.02, view.acceptance))))
 
     def _until_exceeded(self, survival: float, acceptance: float) -> int:
-        """The least k for which 1 - survival * acceptance^k exceeds the threshold."""
+        """Return the least k for which 1 - survival * acceptance^k exceeds the threshold."""
         if self.threshold == 1:
             return self.most
         return math.floor(math.log((1 - self.threshold) / survival) / math.log(acceptance)) + 1

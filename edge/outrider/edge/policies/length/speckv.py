@@ -41,7 +41,7 @@ class SpecKvWindow:
             raise InvalidArgument("lengths must be 1 or more, and there must be one", field="window")
 
     def more(self, view: EdgeView) -> int:
-        """Tokens to draft now."""
+        """Return the tokens to draft now."""
         if not view.step_s:
             return max(0, min(FIRST_WINDOW, max(self.lengths)) - view.in_flight)
         now = (view.in_flight,) if view.in_flight else ()  # to draft no more
@@ -56,6 +56,6 @@ class SpecKvWindow:
 def _shares(
     network: Network, drafts: tuple[DraftToken, ...], temperature: float, in_flight: int, lengths: tuple[int, ...]
 ) -> list[float]:
-    """[lengths] the share of a block of each length that is accepted, whose first `in_flight` drafts are there."""
+    """Return the accepted share [lengths] of a block of each length whose first `in_flight` drafts are there."""
     _, confidence, entropy, _ = signs_of(drafts)
     return network.chances(block_inputs(confidence, entropy, temperature, in_flight, lengths)).tolist()

@@ -33,14 +33,14 @@ class ThresholdWindow:
             raise InvalidArgument("most and stride must be 1 or more", field="window")
 
     def more(self, view: EdgeView) -> int:
-        """Tokens to draft now."""
+        """Return the tokens to draft now."""
         if view.in_flight and _last(view) < self.least:
             return 0
         return max(0, min(self.stride, self.most - view.in_flight))
 
 
 def _last(view: EdgeView) -> float:
-    """How sure the last draft is."""
+    """Return the confidence of the last draft."""
     if view.drafts and not math.isnan(view.drafts[-1].confidence):
         return view.drafts[-1].confidence
     return view.chances[-1] if view.chances else view.acceptance

@@ -25,12 +25,12 @@ _AGAIN = "write the file again with `outrider train policy`"
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Both networks.
+    """The weights of both networks.
 
     Attributes:
-        head: chance of a draft, of `DRAFT_INPUTS`; SpecDec++'s.
-        block: share of a block that is accepted, of `BLOCK_INPUTS`; SpecKV's.
-        made: of what, from what and how; for people.
+        head: SpecDec++'s network, from `DRAFT_INPUTS` to the chance of a draft.
+        block: SpecKV's network, from `BLOCK_INPUTS` to the accepted share of a block.
+        made: traces and settings of the training; for people.
     """
 
     head: Network
@@ -39,7 +39,7 @@ class Trained:
 
 
 def save_trained(trained: Trained, path: Path) -> str:
-    """Write the file, OSError where that fails; returns the version, which is a hash of the weights."""
+    """Write the file and return the version, which is a hash of the weights; OSError where that fails."""
     networks = {name: _numbers(getattr(trained, name)) for name in _NETWORKS}
     version = hashlib.sha256(json.dumps(networks).encode()).hexdigest()[:12]
     page = {"format": FORMAT, "version": version, "made": dict(trained.made), **networks}
@@ -48,7 +48,7 @@ def save_trained(trained: Trained, path: Path) -> str:
 
 
 def load_trained(path: Path) -> Trained:
-    """What `save_trained` wrote.
+    """Load a file that `save_trained` wrote.
 
     Raises:
         ConfigError: the file cannot be read, or a field is missing or wrong; file and field are named.
@@ -70,7 +70,7 @@ def load_trained(path: Path) -> Trained:
 
 @functools.cache
 def shipped() -> Trained:
-    """Those of the embedded family."""
+    """Return the networks of the embedded family."""
     return load_trained(_SHIPPED)
 
 

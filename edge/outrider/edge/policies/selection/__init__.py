@@ -1,18 +1,18 @@
 """Selectors that learn which drafter drafts the next round: pure rules that cannot change a token.
 
 `outrider.proto.policy.selection` has the protocol. The objective is committed tokens a second, E[N]/E[T] (renewal
-reward), with each drafter's speed, its switch and the link in T; MetaSD's own, alignment, is at hand to compare.
+reward), with each drafter's speed, its switch and the link in T; MetaSD's own, alignment, is there to compare.
 
-base      what several share, and the selector that draws blindly
+base      helpers of several, and the selector that draws blindly
 rewards   block divergence, its estimates, block efficiency, and what a reward is worth: tokens a second, or alignment
-experts   what an idle drafter would have cost, and weights of drafters with full information
+experts   costs of idle drafters, and weights of drafters with full information
 leader    follow the leader, the default, and Hedge
 bandits   MetaSD-UCB, discounted and sliding-window UCB, Thompson sampling, EXP3, Sequential Halving
 routing   the drafter that is surest of itself
 names     all of them by the names that users give
 
 Nothing here knows of sessions, links or models. `outrider.bench.replay.selection` plays selectors on hit traces and
-judges them against the oracle in hindsight; an edge with several drafters fills the same view from what it measures.
+compares them with the oracle in hindsight; an edge with several drafters fills the same view from what it measures.
 """
 
 from __future__ import annotations

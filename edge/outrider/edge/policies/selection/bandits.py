@@ -40,18 +40,18 @@ class _Ucb(Selector):
         self.pulls, self.sums = [0.0] * self.arms, [0.0] * self.arms
 
     def choose(self, view: SelectionView) -> int:
-        """The arm of the round that begins."""
+        """Choose the arm of the round that begins."""
         if 0.0 in self.pulls:
             return self.pulls.index(0.0)
         bounds = self.bounds()
         return best_arm([self.objective.worth(self.reward, bounds[arm], view, arm) for arm in view.arms], view.current)
 
     def bounds(self) -> Sequence[float]:
-        """[arms] the most that each arm's mean reward may plausibly be."""
+        """Return upper bounds of the arms' mean rewards [arms]."""
         raise NotImplementedError
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave."""
+        """Learn from the round that has ended."""
         self.pulls[outcome.arm] += 1
         self.sums[outcome.arm] += self.reward.of(outcome)
 
@@ -71,7 +71,7 @@ class MetaSdUcb(_Ucb):
     strength: float = 0.3
 
     def bounds(self) -> Sequence[float]:
-        """[arms] the most that each arm's mean reward may plausibly be."""
+        """Return upper bounds of the arms' mean rewards [arms]."""
         return self._bounds(2 * math.log(sum(self.pulls)), self.strength)
 
 
@@ -88,11 +88,11 @@ class DiscountedUcb(_Ucb):
     xi: float = 0.005
 
     def bounds(self) -> Sequence[float]:
-        """[arms] the most that each arm's mean reward may plausibly be."""
+        """Return upper bounds of the arms' mean rewards [arms]."""
         return self._bounds(self.xi * math.log(max(1.0, sum(self.pulls))), 2.0)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave."""
+        """Learn from the round that has ended."""
         self.pulls = [self.discount * n for n in self.pulls]
         self.sums = [self.discount * total for total in self.sums]
         _Ucb.learn(self, outcome)
@@ -111,11 +111,11 @@ class SlidingUcb(_Ucb):
     newest: deque[tuple[int, float]] = field(init=False, default_factory=deque)
 
     def bounds(self) -> Sequence[float]:
-        """[arms] the most that each arm's mean reward may plausibly be."""
+        """Return upper bounds of the arms' mean rewards [arms]."""
         return self._bounds(self.xi * math.log(len(self.newest)), 1.0)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave."""
+        """Learn from the round that has ended."""
         _Ucb.learn(self, outcome)
         self.newest.append((outcome.arm, self.reward.of(outcome)))
         if len(self.newest) > self.window:
@@ -145,13 +145,13 @@ class Thompson(Selector):
         self.accepted, self.missed = np.zeros(self.arms), np.zeros(self.arms)
 
     def choose(self, view: SelectionView) -> int:
-        """The arm of the round that begins."""
+        """Choose the arm of the round that begins."""
         draws = self.rng.beta(1 + self.accepted, 1 + self.missed)
         worths = [self.objective.worth(self._chain, float(draws[arm]), view, arm) for arm in view.arms]
         return best_arm(worths, view.current)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave."""
+        """Learn from the round that has ended."""
         self.accepted[outcome.arm] += outcome.accepted
         self.missed[outcome.arm] += outcome.verified - outcome.accepted
 
@@ -180,17 +180,17 @@ class Exp3(Selector):
 
     @property
     def chances(self) -> np.ndarray:
-        """[arms] of being chosen."""
+        """[arms] chances of being chosen."""
         weights = np.exp(self.log_weights - self.log_weights.max())
         return (1 - self.gamma) * weights / weights.sum() + self.gamma / self.arms
 
     def choose(self, view: SelectionView) -> int:
-        """The arm of the round that begins."""
+        """Choose the arm of the round that begins."""
         del view
         return int(self.rng.choice(self.arms, p=self.chances))
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave; must be told before the next choice, as the chances are those of this one."""
+        """Learn from the round that has ended, before the next choice, while the chances are those of this one."""
         reward = self.reward.of(outcome)
         gain = share_of_best(self.objective, self.reward, reward, outcome.view, outcome.arm)
         self.log_weights[outcome.arm] += self.gamma / self.arms * gain / self.chances[outcome.arm]
@@ -223,16 +223,16 @@ class SequentialHalving(Selector):
 
     @property
     def rounds_each(self) -> int:
-        """That every arm that is left is played in this phase."""
+        """Rounds of this phase for every arm that is left."""
         return max(1, self.budget // (len(self.left) * max(1, math.ceil(math.log2(self.arms)))))
 
     def choose(self, view: SelectionView) -> int:
-        """The arm of the round that begins."""
+        """Choose the arm of the round that begins."""
         del view
         return next((arm for arm in self.left if len(self.rewards[arm]) < self.rounds_each), self.left[0])
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave."""
+        """Learn from the round that has ended."""
         if len(self.left) == 1:
             return
         self.rewards[outcome.arm].append(self.reward.of(outcome))

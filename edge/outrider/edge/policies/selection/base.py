@@ -26,14 +26,14 @@ def best_arm(values: Sequence[float], current: int | None) -> int:
 
 
 def idle_by_uncomputed_tokens(view: SelectionView, chosen: int) -> tuple[int, ...]:
-    """Return all idle arms that have something to read, the least read first."""
+    """Return the idle arms that can catch up, the one with the most uncomputed tokens first."""
     idle = [arm for arm in view.arms if arm != chosen and view.behind[arm]]
     return tuple(sorted(idle, key=lambda arm: -view.behind[arm]))
 
 
 @dataclass(slots=True)
 class RandomSelector(Selector):
-    """A drafter drawn uniformly for each round."""
+    """Draw a drafter uniformly for each round."""
 
     arms: int
     rng: np.random.Generator
@@ -42,7 +42,7 @@ class RandomSelector(Selector):
         require_arms(self.arms)
 
     def choose(self, view: SelectionView) -> int:
-        """The arm of the round that begins."""
+        """Choose the arm of the round that begins."""
         del view
         return int(self.rng.integers(self.arms))
 

@@ -1,4 +1,4 @@
-"""What a drafter would have cost, and weights of drafters as experts: each pays for every token, whoever drafted it."""
+"""Costs of idle drafters, and weights of drafters as experts: each pays for every token, whoever drafted it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Walk:
 
     With the shared noise a hit is a fixed bit of the position, so the walk is exact, not an estimate: a round takes
     the hits up to the first miss, whose token is the target's own, or all its drafts and one token more. Where the
-    target does not wait, it writes the first `lead` tokens after a miss alone, a step for each; rounds begin behind
+    target does not wait, it writes the first `lead` tokens after a miss alone, a step for each; rounds begin after
     them, if all of these were hits.
 
     Attributes:
@@ -30,7 +30,7 @@ class Walk:
     since_miss: int = 0
 
     def prices(self, hits: Iterable[bool | None], view: SelectionView, arm: int) -> list[float | None]:
-        """[n] seconds of each further token: a whole round's where one ends, none within one; None: nobody knows."""
+        """Return seconds of each further token [n]: a whole round's at its end, none within it; None: not known."""
         return [self._price(hit, view, arm) for hit in hits]
 
     def _price(self, hit: bool | None, view: SelectionView, arm: int) -> float | None:
@@ -55,13 +55,14 @@ class FixedShare:
 
     The loss of a token is the time that an expert needs for it: a whole round where one ends, nothing within one, over
     the longest round of any. Its mean is E[T]/E[N] exactly (`Walk`). Experts hear of a token at different times; all
-    pay for it together, once the last has. One of whom nobody knows sleeps: it pays what the others do on average, so
-    that its share of the weight stays as it is (Freund, Schapire, Singer and Warmuth 1997, figure 1).
+    pay for it together, once the last has. An expert whose hits are not known sleeps: it pays
+    what the others do on average, so that its share of the weight stays as it is (Freund, Schapire, Singer and Warmuth
+    1997, figure 1).
 
     Attributes:
         arms: how many experts.
         eta: weight of a loss, in nats.
-        share: of all weight that is dealt out anew after each token.
+        share: part of all weight that is dealt out equally after each token.
         log_weights: [arms] natural logarithms; the weights add up to 1.
     """
 
@@ -81,7 +82,7 @@ class FixedShare:
         self.unpaid = [deque() for _ in range(self.arms)]
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave, to its own arm and to those that have read along."""
+        """Learn from the round that has ended, for its own arm and for those that have caught up."""
         longest = max(outcome.view.round_s)
         for arm, hits in enumerate(outcome.hits):
             prices = self.walks[arm].prices(hits, outcome.view, arm)
@@ -90,7 +91,7 @@ class FixedShare:
             self._pay_awake([losses.popleft() for losses in self.unpaid])
 
     def pay(self, losses: Sequence[float]) -> None:
-        """[arms] each expert's loss of one token, or of several that nobody has written yet (a prior)."""
+        """Let experts pay losses [arms] for one token, or for several that nobody has written yet (a prior)."""
         logs = self.log_weights
         if losses.count(losses[0]) < len(losses):  # else nobody gains on anybody
             logs = [log - self.eta * loss for log, loss in zip(logs, losses, strict=True)]
@@ -103,7 +104,7 @@ class FixedShare:
         self.log_weights = logs
 
     def _pay_awake(self, losses: list[float | None]) -> None:
-        """[arms] losses of one token; None: asleep."""
+        """Let experts pay losses [arms] for one token; None: asleep."""
         if None not in losses:
             self.pay(losses)  # type: ignore[arg-type]
             return

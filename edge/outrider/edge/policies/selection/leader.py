@@ -26,16 +26,16 @@ class Leader(Selector):
 
     Attributes:
         experts: and their weights.
-        stride: an idle arm is read with once it has so many unread tokens: a pass over a few costs a drafter hardly
-            more than one over a single token, and the news may be as old as that.
-        doubt: nats; for each that an arm is behind the best its stride grows by one, up to four: it will not overtake
-            within so few tokens, and reading takes energy.
-        prior: [arms] acceptance of each as the fleet has seen it; empty: not known, and the first arm begins.
-        prior_tokens: of evidence that it counts for.
+        stride: uncomputed tokens from which on an idle arm catches up: a pass over a few costs a drafter hardly more
+            than one over a single token, and the news may be that old.
+        doubt: nats that an arm lacks to the best for each doubling, tripling, up to four times the stride: it will not
+            overtake within few tokens, and catching up takes energy.
+        prior: [arms] acceptance of each in the fleet; empty: not known, and the first arm begins.
+        prior_tokens: tokens of evidence that the prior counts for.
         subject: nats of weight for every nat a token that a drafter gives to the prompt's end less than the best does:
-            whose subject the prompt is shows there before there is any text. A mixture of the drafters as models of the
-            prompt would have as many as it has tokens (Bayes); but to know a prompt is not yet to know the target.
-        most_subject: nats that a drafter loses by it at most.
+            the prompt's subject shows there before there is any text. A mixture of the drafters as models of the prompt
+            would have one for each of its tokens (Bayes); but to know a prompt is not yet to know the target.
+        max_subject: nats that a drafter loses by it at most.
     """
 
     catches_up: ClassVar[bool] = True
@@ -45,7 +45,7 @@ class Leader(Selector):
     doubt: float = 6.0
     prior_tokens: float = 12.0
     subject: float = 6.0
-    most_subject: float = 3.0
+    max_subject: float = 3.0
     blamed: list[float] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Leader(Selector):
             raise InvalidArgument("must be 1 token or more", field="leader.stride")
 
     def choose(self, view: SelectionView) -> int:
-        """The arm of the round that begins."""
+        """Choose the arm of the round that begins."""
         if self.prior:
             self._believe(view)
         weights, longest = self.experts.log_weights, max(view.round_s)
@@ -66,16 +66,14 @@ class Leader(Selector):
         return leader if weights[leader] - weights[view.current] > price else view.current
 
     def read_prompt(self, log_q: Sequence[float]) -> None:
-        """[arms] nats a token that each gave to the end of the prompt; NaN: not known, which is no reproach."""
+        """Take in nats a token [arms] that each gave to the end of the prompt; NaN: not known, and costs nothing."""
         best = max((value for value in log_q if not math.isnan(value)), default=0.0)
-        behind = [
-            0.0 if math.isnan(value) else min(self.most_subject, self.subject * (best - value)) for value in log_q
-        ]
+        behind = [0.0 if math.isnan(value) else min(self.max_subject, self.subject * (best - value)) for value in log_q]
         before, self.blamed = self.blamed or [0.0] * self.experts.arms, behind
         self.experts.pay([(now - then) / self.experts.eta for now, then in zip(behind, before, strict=True)])
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        """Idle arms with `stride` unread tokens or more, those far behind in weight less often; most unread first."""
+        """Return idle arms with `stride` uncomputed tokens or more, most first; arms of little weight need more."""
         weights = self.experts.log_weights
         best = max(weights)
         due = [
@@ -86,11 +84,11 @@ class Leader(Selector):
         return tuple(sorted(due, key=lambda arm: -view.behind[arm]))
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave."""
+        """Learn from the round that has ended."""
         self.experts.learn(outcome)
 
     def _believe(self, view: SelectionView) -> None:
-        """The prior, at the prices of the first view; once."""
+        """Pay for the prior once, at the prices of the first view."""
         longest, chain = max(view.round_s), BlockDivergence()
         self.experts.pay(
             [
@@ -103,7 +101,7 @@ class Leader(Selector):
 
 @dataclass(slots=True)
 class Hedge(Selector):
-    """Freund and Schapire 1997, figure 2: p_i = w_i / sum w, with full information from all that read along.
+    """Freund and Schapire 1997, figure 2: p_i = w_i / sum w, with full information from all that catch up.
 
     Drawing guards against a text that is written to mislead a selector; `Leader` spares what it costs.
     """
@@ -113,27 +111,27 @@ class Hedge(Selector):
     rng: np.random.Generator
 
     def choose(self, view: SelectionView) -> int:
-        """The arm of the round that begins."""
+        """Choose the arm of the round that begins."""
         del view
         chances = np.exp(self.experts.log_weights)
         return int(self.rng.choice(self.experts.arms, p=chances / chances.sum()))
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        """All idle arms, the least read first."""
+        """Return all idle arms, the one with the most uncomputed tokens first."""
         return idle_by_uncomputed_tokens(view, chosen)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave."""
+        """Learn from the round that has ended."""
         self.experts.learn(outcome)
 
 
 def default_selector(arms: int, prior: tuple[float, ...] = ()) -> Selector:
-    """`Leader`: on synthetic hit traces the fastest of all here on a mix of domains and where one changes midway.
+    """Return `Leader`, on hit traces the fastest selector on a mix of domains and where one changes midway.
 
     Where nothing ever changes MetaSD-UCB ends up ahead of it: staying ready for a change has a small price.
 
     Args:
-        arms: how many drafters.
-        prior: [arms] acceptance of each as the fleet has seen it; empty: not known.
+        arms: number of drafters.
+        prior: [arms] acceptance of each in the fleet; empty: not known.
     """
     return Leader(experts=FixedShare(arms=arms), prior=prior)

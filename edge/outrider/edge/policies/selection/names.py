@@ -24,7 +24,7 @@ from outrider.proto.policy.selection import Selector, StaticSelector
 
 HALVING_ROUNDS = 60  # over which Sequential Halving spreads its trials
 
-# Of so many drafters, with what it draws from.
+# Called with the number of drafters and the generator to draw from.
 MakeSelector = Callable[[int, np.random.Generator], Selector]
 SELECTORS: Mapping[str, MakeSelector] = {
     "leader": lambda arms, _rng: default_selector(arms),
@@ -43,7 +43,7 @@ SELECTORS: Mapping[str, MakeSelector] = {
 
 
 def selector_named(name: str) -> MakeSelector:
-    """The selector of that name.
+    """Return what makes the selector of that name.
 
     Raises:
         ConfigError: there is none.

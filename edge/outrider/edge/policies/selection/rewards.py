@@ -30,29 +30,29 @@ class Reward(Protocol):
     """A number between 0 and 1 that a round gives its arm, and what its mean says of E[N]."""
 
     def of(self, outcome: RoundOutcome) -> float:
-        """The round's reward."""
+        """Return the round's reward."""
         ...
 
     def tokens(self, mean: float, drafts: int) -> float:
-        """E[N]: committed on average by a round of so many drafts, of an arm with this mean reward."""
+        """Return E[N], the mean committed tokens of a round of `drafts` by an arm with this mean reward."""
         ...
 
 
 class BlockDivergence:
-    """MetaSD's r^BD, estimated by what the drafts' own probabilities tell.
+    """MetaSD's r^BD, estimated from the drafts' own probabilities.
 
     Where those are not known (a drafter without probabilities) the share of verified drafts that were accepted stands
     in: one coin for each chance, more scattered.
     """
 
     def of(self, outcome: RoundOutcome) -> float:
-        """The round's reward."""
+        """Return the round's reward."""
         if outcome.agreement == outcome.agreement:  # not NaN
             return outcome.agreement
         return outcome.accepted / outcome.verified if outcome.verified else 0.0
 
     def tokens(self, mean: float, drafts: int) -> float:
-        """Leviathan et al. 2023, equation 1, with the mean as the acceptance of every draft."""
+        """Return E[N] by Leviathan et al. 2023, equation 1, with the mean as the acceptance of every draft."""
         return drafts + 1.0 if mean >= 1 else (1 - mean ** (drafts + 1)) / (1 - mean)
 
 
@@ -60,26 +60,26 @@ class BlockEfficiency:
     """MetaSD's r^BE: accepted drafts over all drafts of a round."""
 
     def of(self, outcome: RoundOutcome) -> float:
-        """The round's reward."""
+        """Return the round's reward."""
         return outcome.accepted / outcome.view.drafts if outcome.view.drafts else 0.0
 
     def tokens(self, mean: float, drafts: int) -> float:
-        """Exact: the accepted drafts and the target's own token."""
+        """Return E[N] exactly: the accepted drafts and the target's own token."""
         return 1 + drafts * mean
 
 
 def block_divergence(target: np.ndarray, drafter: np.ndarray) -> float:
-    """mean(1 - TV) over a block, from full distributions: `target` and `drafter` [k, vocab] each; k >= 1."""
+    """Return mean(1 - TV) over a block, from full distributions: `target` and `drafter` [k, vocab] each; k >= 1."""
     return float(np.minimum(target, drafter).sum(axis=-1).mean())
 
 
 def draft_agreement(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """min(1, p(x) / q(x)) of drafts x ~ q: `p` and `q` [k] are the two sides' probabilities of x, q > 0; [k]."""
+    """Return min(1, p(x) / q(x)) [k] of drafts x ~ q; `p` and `q` [k] are probabilities of x, q > 0."""
     return np.minimum(1.0, p / q)
 
 
 def committed_agreement(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """min(1, q(x) / p(x)) of committed tokens x ~ p; p > 0; [n].
+    """Return min(1, q(x) / p(x)) [n] of committed tokens x ~ p; p > 0.
 
     For idle drafters: it needs the target's log-probability, which each commit carries, and one reading pass.
     """
@@ -87,7 +87,7 @@ def committed_agreement(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def coupled_acceptance(p: np.ndarray, q: np.ndarray) -> float:
-    """The chance that both sides draw the same token with shared Gumbel noise; `p` and `q` [vocab].
+    """Return the chance that both sides draw the same token with shared Gumbel noise; `p` and `q` [vocab].
 
     sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) over the tokens that both can draw (Daliri et al. 2024, arXiv
     2408.07978): both draw i when i comes first in two exponential races with the same clocks.
@@ -100,7 +100,7 @@ def coupled_acceptance(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def signal_strength(best: Sequence[float], other: Sequence[float]) -> float:
-    """Delta^2 / max Var of two arms' rewards: rounds to tell them apart go with its inverse (MetaSD's R).
+    """Return Delta^2 / max Var of two arms' rewards; rounds to tell them apart go with its inverse (MetaSD's R).
 
     Args:
         best: [n] rewards of one arm, n >= 2.
@@ -111,23 +111,23 @@ def signal_strength(best: Sequence[float], other: Sequence[float]) -> float:
     return gap**2 / scatter if scatter else float("inf") if gap else 0.0
 
 
-STAY_ROUNDS = 8.0  # that a choice is expected to last; its switch is shared by them
+STAY_ROUNDS = 8.0  # rounds that a choice is expected to last; they share its switch
 
 
 class Objective(Protocol):
     """Ranks arms by their rewards; rises with the reward."""
 
     def worth(self, reward: Reward, mean: float, view: SelectionView, arm: int) -> float:
-        """Of an arm with this mean reward, 0 or more."""
+        """Return the worth of an arm with this mean reward, 0 or more."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """The reward itself, as MetaSD has it: all drafters are equally fast and switches are free."""
+    """The reward itself, MetaSD's objective: all drafters are equally fast and switches are free."""
 
     def worth(self, reward: Reward, mean: float, view: SelectionView, arm: int) -> float:
-        """The mean reward."""
+        """Return the mean reward."""
         del reward, view, arm
         return mean
 
@@ -143,12 +143,12 @@ class Throughput:
     stay_rounds: float = STAY_ROUNDS
 
     def worth(self, reward: Reward, mean: float, view: SelectionView, arm: int) -> float:
-        """Tokens a second."""
+        """Return tokens a second."""
         tokens = reward.tokens(min(1.0, max(0.0, mean)), view.drafts)
         return tokens / (view.round_s[arm] + view.switch_s[arm] / self.stay_rounds)
 
 
 def share_of_best(objective: Objective, reward: Reward, mean: float, view: SelectionView, arm: int) -> float:
-    """The worth over the most that any arm could be worth now: in [0, 1], as EXP3 wants its gains."""
+    """Return the worth over the most that any arm could be worth now, in [0, 1], which EXP3 needs."""
     most = max(objective.worth(reward, 1.0, view, other) for other in view.arms)
     return objective.worth(reward, mean, view, arm) / most

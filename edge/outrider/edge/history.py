@@ -1,0 +1,106 @@
+"""What an edge learns from its texts, for the beginning of the next ones and for its coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.edge.config import EdgeConfig, edge_of_this_process
+from outrider.edge.drafters.protocol import Drafter
+from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, reported_hits
+from outrider.edge.policies.selection import default_selector, selector_named
+from outrider.edge.preparation import Ready
+from outrider.edge.warm_start import OwnTexts, TextKind
+from outrider.proto.policy.selection import StaticSelector
+from outrider.proto.session import EdgeSession, Selection, SharedMeasurements
+from outrider.proto.types import Sampling, SessionReport
+
+REPORT_WITHIN_S = 1.0
+
+
+class TextHistory:
+    """Measurements and hits of one client's texts, and the reports on them that are under way."""
+
+    def __init__(self, config: EdgeConfig) -> None:
+        self._config = config
+        # A drafter's confidence means one thing where the most likely token is taken and another where one is drawn.
+        self._measured = {greedy: SharedMeasurements() for greedy in (True, False)}
+        self._own_texts = OwnTexts()
+        self._reports: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Wait a moment for reports that are under way."""
+        if self._reports:
+            await asyncio.wait(self._reports, timeout=REPORT_WITHIN_S)
+
+    def measured(self, sampling: Sampling) -> SharedMeasurements:
+        """Return the measurements of texts of such sampling."""
+        return self._measured[sampling.temperature == 0]
+
+    def features(self, ready: Ready, prompt: Sequence[int], round_trip_s: float) -> TextFeatures:
+        """Return the features of a text, for a coordinator and for the choice among drafters."""
+        pool = ready.drafters
+        if not self._config.coordinator and (pool is None or len(pool) == 1):
+            return TextFeatures()  # nobody asks
+        return TextFeatures.of(ready.decode(prompt[-TOKENS_LOOKED_AT:]), round_trip_s)
+
+    def selection(
+        self,
+        ready: Ready,
+        sampling: Sampling,
+        features: TextFeatures,
+        drafters: Sequence[Drafter],
+        steered: int | None,
+    ) -> Selection:
+        """Return the selection among the drafters of a text that begins."""
+        names = tuple(drafter.name for drafter in drafters)
+        if len(drafters) == 1:
+            return Selection(StaticSelector(), names, steered=steered)
+        if self._config.selector == "leader":
+            versions = [(drafter.name, drafter.version) for drafter in drafters]
+            fleet = ready.route.prior(features)
+            prior = self._own_texts.acceptances(_kind(features, sampling), versions, fleet)
+            return Selection(default_selector(len(drafters), prior), names, steered=steered)
+        make = selector_named(self._config.selector)
+        return Selection(make(len(drafters), np.random.default_rng()), names, steered=steered)
+
+    def learn(self, ready: Ready, session: str, machine: EdgeSession, seconds: float) -> None:
+        """Count in a text that has ended after `seconds`, and report it without making anybody wait."""
+        features = self.features(ready, machine.transcript[: machine.prompt_length], machine.round_trip_s)
+        self._own_texts.learn(_kind(features, machine.sampling), machine.statistics.of_drafters)
+        task = asyncio.create_task(ready.route.report(self._report(ready, session, machine, seconds, features)))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    def _report(
+        self, ready: Ready, session: str, machine: EdgeSession, seconds: float, features: TextFeatures
+    ) -> SessionReport:
+        statistics, pool = machine.statistics, ready.drafters
+        versions = dict(zip(pool.names, pool.versions, strict=True)) if pool is not None else {}
+        return SessionReport(
+            session=session,
+            model=ready.model,
+            verifier=machine.verifier,
+            drafter=ready.drafter.name if ready.drafter else "",
+            drafter_version=ready.drafter.version if ready.drafter else "",
+            committed_tokens=statistics.committed,
+            accepted_tokens=statistics.accepted,
+            drafted_tokens=statistics.drafted,
+            verified_tokens=statistics.verified,
+            steps=statistics.steps,
+            seconds=seconds,
+            uplink_bytes=statistics.uplink_bytes,
+            downlink_bytes=statistics.downlink_bytes,
+            resumes=statistics.resumes,
+            round_trip_s=statistics.round_trip_s,
+            edge=self._config.edge or edge_of_this_process(),
+            drafter_hits=reported_hits(statistics.of_drafters, versions),
+            prompt_class=features.prompt_class,
+            link_class=features.link_class,
+        )
+
+
+def _kind(features: TextFeatures, sampling: Sampling) -> TextKind:
+    return TextKind(features.prompt_class, sampling.temperature == 0)
