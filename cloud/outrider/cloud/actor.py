@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from outrider.cloud.config import VerifierConfig
     from outrider.cloud.server import VerifierServer
 
-# The coordinator finds verifiers by these two; it has its own copy, since neither side imports the other.
+# The coordinator finds verifiers by these two, and has its own copy: neither side imports the other.
 NAMESPACE = "outrider"
 ACTOR_PREFIX = "outrider-verifier-"
 CONCURRENT_CALLS = 8
-# A coordinator that knows of a drain takes the verifier's end for wanted. It looks every second, but waits for other
+# A coordinator that knows of a drain does not replace the verifier. It looks every second, but waits for other
 # verifiers too, and its first answer may be from before the drain. Without a coordinator nobody acknowledges.
 ACKNOWLEDGED_WITHIN_S = 30.0
 
@@ -33,23 +33,23 @@ Result = TypeVar("Result")
 
 
 class VerifierActor:
-    """Owns one `VerifierServer`, on an event loop in a thread of its own.
+    """An actor with one `VerifierServer`, on an event loop in a thread of its own.
 
-    On a restart Ray runs `__init__` again and nothing else, so serving begins here; it returns when the server
-    listens. All methods block, since Ray builds an actor with such methods in the main thread of its process, where
-    alone SIGTERM can be caught, and calls them in threads of its own. One coroutine among them, even a private one,
-    and Ray would run all on one event loop, where a method that waits holds up the others. Usable without Ray.
+    On a restart Ray runs `__init__` again and nothing else, so serving begins there; it returns when the server
+    listens. All methods block: Ray then builds the actor in the main thread of its process, the only one that can
+    catch SIGTERM, and calls the methods in threads of its own. With one coroutine among them, even a private one, Ray
+    would run all on one event loop, where a method that waits holds up the others. The class works without Ray.
 
-    SIGTERM, as of `ray stop`, and a node that Ray drains, as before a machine is taken away, drain: sessions are sent
-    elsewhere and get `config.drain_grace_s` for it, then the process ends. Ray starts it again where it can.
+    SIGTERM (`ray stop`) and a node that Ray drains before it is taken away make the verifier drain: sessions are sent
+    elsewhere within `config.drain_grace_s`, then the process ends. Ray starts it again where it can.
 
     Args:
-        config: of the server.
+        config: settings of the server.
         lease_secret: shared with the coordinator; empty: sessions need no lease.
-        ray_options: with which it was started, for `recipe`.
+        ray_options: options that it was started with, for `recipe`.
 
     Raises:
-        OutriderError: as `VerifierServer.start`. Ray then gives the actor up, and its callers see the error.
+        OutriderError: the errors of `VerifierServer.start`; Ray then gives the actor up, and its callers see the error.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class VerifierActor:
             threading.Thread(target=self._watch_node, name="outrider-node", daemon=True).start()
 
     def info(self) -> dict[str, Any]:
-        """Return what the coordinator places by. `incarnation` is another one after every restart."""
+        """Return what the coordinator places sessions by; `incarnation` changes with every restart."""
         return self._submit(_called(self._describe)).result()
 
     def recipe(self) -> tuple[VerifierConfig, bytes, dict[str, Any]]:
-        """Return what another one like this is started with: its config, the lease secret, options of Ray."""
+        """Return what starts another actor like this one: its config, the lease secret, and Ray's options."""
         return self._config, self._lease_secret, self._ray_options
 
     def tokenizer_json(self) -> str:
@@ -95,17 +95,17 @@ class VerifierActor:
         return chat_template_json(self._config.target)
 
     def drain(self, grace_s: float) -> int:
-        """Take no more sessions, ask those that run to move within `grace_s` seconds; how many there were."""
+        """Take no more sessions, ask those that run to move within `grace_s` seconds, and return their number."""
         return self._submit(self._server.drain(grace_s)).result()
 
     def acknowledge_drain(self) -> None:
-        """Take note that a coordinator knows of the drain and will not replace this verifier."""
+        """Note that a coordinator knows of the drain and will not replace this verifier."""
         self._acknowledged.set()
 
     def leave(self, grace_s: float) -> int:
         """Drain, wait for a coordinator to acknowledge it, and return how many sessions stayed.
 
-        The actor can be killed then. That an answer said so is not enough: it may arrive after the actor's end.
+        The actor can be killed then. An answer that reports the drain is no proof: it may arrive after the actor's end.
         """
         self.drain(grace_s)
         self._acknowledged.wait(ACKNOWLEDGED_WITHIN_S)
@@ -118,7 +118,7 @@ class VerifierActor:
         self._end_loop()
 
     def _on_sigterm(self, _: int, __: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, self._on_second_sigterm)  # that of Ray, which ends the process
+        signal.signal(signal.SIGTERM, self._on_second_sigterm)  # Ray's handler, which ends the process
         threading.Thread(target=self._drain_and_end, name="outrider-drain", daemon=True).start()
 
     def _watch_node(self) -> None:
@@ -164,17 +164,17 @@ class VerifierActor:
 
 
 def _runs_in_ray() -> bool:
-    """Whether this process is a worker of Ray, or has joined a cluster; imports nothing."""
+    """Return whether this process is a worker of Ray, or has joined a cluster; import nothing."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
 def _node_is_draining() -> bool:
-    """Whether Ray takes this node away, as after SIGTERM to `ray start`, a preemption, or `ray drain-node`."""
+    """Return whether Ray drains this node: after SIGTERM to `ray start`, a preemption, or `ray drain-node`."""
     import ray
     import ray._private.state
 
-    # What Ray's own Serve and Train ask; there is no public call.
+    # Ray's own Serve and Train ask this; there is no public call.
     return ray.get_runtime_context().get_node_id() in ray._private.state.state.get_draining_nodes()
 
 
@@ -183,7 +183,7 @@ async def _called(function: Callable[[], Result]) -> Result:
 
 
 async def _serve(config: VerifierConfig, lease_secret: bytes) -> tuple[VerifierServer, str]:
-    from outrider.cloud.server import VerifierServer  # brings torch, which whoever only starts actors does not need
+    from outrider.cloud.server import VerifierServer  # imports torch, which starting an actor does not need
 
     server = VerifierServer(config, lease_secret)
     return server, await server.start()
@@ -203,10 +203,10 @@ def start_verifier_actor(
     with its last handle, and with this process.
 
     Args:
-        name: replaces `config.name`; leases and the coordinator's lists go by it.
-        config: of the server.
+        name: replaces `config.name`; leases and the coordinator's lists use it.
+        config: settings of the server.
         lease_secret: shared with the coordinator; empty: sessions need no lease.
-        ray_options: of `ActorClass.options`, such as num_cpus, num_gpus, resources, scheduling_strategy, lifetime.
+        ray_options: arguments of `ActorClass.options`, such as num_cpus, num_gpus, resources, lifetime.
 
     Returns:
         The actor's handle (`ray.actor.ActorHandle`).

@@ -1,4 +1,4 @@
-"""Who gets a slot of a verifier, and how many unverified tokens each session may have in flight."""
+"""Admission of sessions to the slots of a verifier, and their credit of unverified tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.proto.types import Continue, Goaway, Open, Sampling
 
 
 class Admission:
-    """Lets sessions in, as long as there are slots and KV pages and the verifier does not drain."""
+    """The rule that admits sessions while there are slots and KV pages and the verifier does not drain."""
 
     def __init__(self, slots: Slots, rules: VerifierRules, max_sessions: int) -> None:
         self.draining = False
@@ -35,7 +35,7 @@ class Admission:
             raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
         session = VerifierSession(frame, self._rules, now)
         for other in [slot for slot in self._slots if slot.session.id == frame.session]:
-            # Its edge has lost the old stream before this end noticed.
+            # Its edge lost the old stream, and this end has not noticed yet.
             self._slots.fail(other, Unavailable("the session goes on in another stream"))
         if len(self._slots) >= self._max_sessions:
             self._slots.evict_longest_idle("its place is needed")
@@ -45,7 +45,7 @@ class Admission:
         return self._slots.open(key, session, outbox, matcher, now)
 
     def resume(self, slot: Slot, frame: Continue, matcher: GrammarMatcher | None, now: float) -> None:
-        """Begin the next turn of a parked session on what is still right of its cache.
+        """Begin the next turn of a parked session on the part of its cache that is still valid.
 
         Raises:
             OutriderError: there are not enough KV pages, or the session's own errors.
@@ -63,6 +63,6 @@ class Admission:
 
 
 def _check_matcher(matcher: GrammarMatcher | None, sampling: Sampling) -> None:
-    """Refuse a grammar that came without what enforces it: the text would ignore it."""
+    """Refuse a grammar without the matcher that enforces it: the text would ignore it."""
     if matcher is None and sampling.grammar is not None:
         raise Internal("came without its matcher", field="sampling.grammar")

@@ -1,8 +1,8 @@
 """Attention of a ragged batch over the paged KV cache, for any decoder-only architecture of transformers.
 
 The rows of all sessions are one sequence to the model, [1, rows]; their positions are explicit, and the only place
-where rows meet is attention. So one attention function, registered under a name of its own, is all that has to know
-about sessions: it files the new keys and values and lets each session's rows see that session's positions alone.
+where rows meet is attention. So only one attention function, registered under a name of its own, knows about sessions:
+it stores the new keys and values and lets the rows of each session see the positions of that session alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.proto.errors import ModelRefused
 
 NAME = "outrider_paged"
-# Up to so many rows, the query heads of a group are rows of their key head: keys and values are then read once a group.
-# Beyond, the masks that this takes would be large, and the matrix products hide what it saves.
+# Up to this many rows, the query heads of a group become rows of their key head, so that keys and values are read once
+# for the group. With more rows the masks would be large, and the matrix products would hide what it saves.
 _FEW_ROWS = 32
 
 
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(slots=True)
 class RaggedBatch:
-    """Which rows belong to whom. `slots` [rows] int64: where each row's keys and values go."""
+    """The rows of each session; `slots` [rows] int64 says where the keys and values of each row go."""
 
     pool: PagedKVCache
     spans: list[Span]
@@ -47,9 +47,9 @@ class RaggedBatch:
     masks: dict[tuple[int, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
     def mask(self, span: Span, window: int | None, copies: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """[copies * count, context] to add to scores: 0 where a row may look, else -inf; None: it may everywhere.
+        """Return [copies * count, context] to add to scores: 0 where a row may look, else -inf; None: all zeros.
 
-        The same for all layers of a kind, and made once.
+        All layers of a kind share one mask, which is made once.
         """
         key = (span.start, span.count, window or 0, copies)
         if key not in self.masks:
@@ -59,7 +59,7 @@ class RaggedBatch:
 
 
 def _mask(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """[count, context] bool, True where a row may look; None: everywhere."""
+    """Return [count, context] bool, True where a row may look; None: everywhere."""
     if span.count == 1 and not (window and window < span.context):
         return None
     row = torch.arange(span.start, span.context, device=device)[:, None]
@@ -86,7 +86,7 @@ def paged_attention(
     outrider_batch: RaggedBatch | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers' interface.
+    """Attend, by transformers' interface of attention functions.
 
     Args:
         module: the attention layer; its `layer_idx` names its share of the cache.
@@ -94,12 +94,12 @@ def paged_attention(
         key: [1, kv_heads, rows, head_dim].
         value: [1, kv_heads, rows, head_dim].
         attention_mask: not used.
-        scaling: of the scores; None: 1 / sqrt(head_dim).
+        scaling: factor of the scores; None: 1 / sqrt(head_dim).
         dropout: not used.
         sliding_window: positions that a row sees, itself included; None: all.
         softcap: bound of the scores by tanh (Gemma 2); None: none.
-        outrider_batch: who the rows belong to.
-        kwargs: of other attention functions; those that would change the result are refused.
+        outrider_batch: the sessions that the rows belong to.
+        kwargs: arguments for other attention functions; those that would change the result are refused.
 
     Returns:
         [1, rows, heads, head_dim], and None in place of the attention weights.
@@ -137,7 +137,7 @@ def _attend(
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One session: query [1, heads, n, d], keys and values [1, kv_heads, context, d] to [1, heads, n, d]."""
+    """Attend for one session: query [1, heads, n, d], keys and values [1, kv_heads, context, d] to [1, heads, n, d]."""
     grouped = query.shape[1] != keys.shape[1]
     if softcap is None:
         return functional.scaled_dot_product_attention(

@@ -1,8 +1,8 @@
-"""Which sessions take part in a verifier's next step, and when it begins: rules without thread, clock or model.
+"""The sessions that take part in a verifier's next step, and when it begins: rules without thread, clock or model.
 
-Sessions that have what they wait for are due, and so is everybody who still reads a prompt. Sessions that wait for
+Sessions that have what they wait for are due, and so are those that still read a prompt. Sessions that wait for
 drafts are co-scheduled where a row costs less than a step of their own, and a step that only decodes is delayed while
-drafts that are about to arrive make tokens come faster. The engine and the simulator run this same code.
+drafts that are about to arrive make tokens come faster. The engine and the simulator share these rules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from outrider.proto.policy import StepCost, batching_delay_s
 from outrider.proto.session import VerifierRules, VerifierSession
 
-MAX_PREFILL_ROWS_ALONE = 512  # of prompts in one step, while nobody decodes
+MAX_PREFILL_ROWS_ALONE = 512  # rows of prompts in one step, while nobody decodes
 MIN_DELAY_S = 0.0003  # below it a delay costs more than it brings
 _MIN_STEP_S = 1e-4
 _SESSIONS_WITH_WHOLE_CREDIT = 8
@@ -68,18 +68,18 @@ class Share(Generic[CandidateT]):
 
     @property
     def only_decodes(self) -> bool:
-        """Whether no row of it reads a prompt, which costs otherwise."""
+        """Whether no row of it reads a prompt, which has another cost."""
         return self.block is not None and self.num_tokens == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[CandidateT]):
-    """What to do next.
+    """The engine's next action: a step, or a time to look again.
 
     Attributes:
-        shares: of the step that begins now; empty: none does.
+        shares: sessions' shares of the step that begins now; empty: none does.
         wake_at: when to plan again if nothing happens before; infinite: at the next event.
-        delayed: whether a step could begin, and had better wait for the drafts of others.
+        delayed: whether a step could begin now but waits for the drafts of others.
     """
 
     shares: Sequence[Share[CandidateT]] = ()
@@ -107,9 +107,9 @@ class Batching:
     """The rules of one verifier, with what it has measured of its steps.
 
     Attributes:
-        prefill_chunk: rows of prompts in a step that others decode in.
-        cost: of steps that only decode.
-        base_s, row_s: line through that cost at as many sessions as there are, seconds; 0: not measured yet.
+        prefill_chunk: rows of prompts in a step in which others decode.
+        cost: measured cost of steps that only decode.
+        base_s, row_s: line through that cost at the present number of sessions, seconds; 0: not measured yet.
     """
 
     prefill_chunk: int
@@ -128,8 +128,8 @@ class Batching:
 
         Args:
             candidates: sessions that could take part, longest admitted first.
-            num_sessions: that run, those among them that cannot take part now included.
-            now: on the clock of the sessions' events.
+            num_sessions: number of sessions that run, whether they can take part now or not.
+            now: time on the clock of the sessions' events.
         """
         due: list[CandidateT] = []
         waiting: list[CandidateT] = []
@@ -158,7 +158,7 @@ class Batching:
         return Share(slot, uncomputed, slot.session.block(self.base_s / max(1, num_sessions), self.row_s))
 
     def _delay_s(self, due: Sequence[Candidate], waiting: Sequence[Candidate], now: float) -> float:
-        """Return how much later the step had better begin, because others will have their drafts by then."""
+        """Return by how many seconds to delay the step, because others will have their drafts by then."""
         if not waiting:
             return 0.0
         prospects = [slot.session.prospect(self.base_s, self.row_s, now) for slot in waiting]
@@ -168,7 +168,7 @@ class Batching:
     def _shares(
         self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], num_sessions: int
     ) -> tuple[Share[CandidateT], ...]:
-        """Return everybody who decodes, and prompts as far as there is room."""
+        """Return shares of all sessions that decode, and of prompts as far as there is room."""
         shares = [self.share_of(slot, 1, num_sessions) for slot in decoding]
         room = self.prefill_chunk if shares else MAX_PREFILL_ROWS_ALONE
         for slot in reading:

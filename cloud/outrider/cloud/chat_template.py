@@ -1,4 +1,4 @@
-"""How a target's chats become prompts: its tokenizer's template and special tokens, as edges want them."""
+"""A target's chat template: how chats become prompts, with the special tokens that edges need for it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 
 
 def chat_template_json(target: str) -> str:
-    """The chat template of an embedded name, a folder or a hub name; empty: it has none.
+    """Return the chat template of an embedded name, a folder or a hub name; empty: it has none.
 
     Returns:
         A JSON object with `chat_template` and the special tokens that a template may name (`bos_token`,
-        `eos_token`, …): what `tokenizer_config.json` holds of them, wherever the repository keeps its template.
+        `eos_token`, …), wherever the repository keeps its template.
     """
     source = resolve_target(target)
     try:
@@ -38,7 +38,7 @@ def chat_template_json(target: str) -> str:
 
 
 def _of_folder(folder: Path) -> Mapping[str, Any]:
-    """Where transformers looks too: the template's own file goes before the one in the config."""
+    """Return the tokenizer's config; a template's own file goes before one in it, in transformers' order."""
     path, own = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return {**config, "chat_template": own.read_text(encoding="utf-8")} if own.is_file() else config
@@ -50,7 +50,7 @@ def _of_hub(name: str) -> Mapping[str, Any]:
 
 
 def _text(token: Any) -> str:
-    """Of a special token: itself, or an object with it as `content`."""
+    """Return the text of a special token, given itself or an object with it as `content`."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else ""

@@ -42,7 +42,7 @@ class VerifierConfig(GrpcServerSettings):
     name: str = option("verifier", "name, unique in the cluster", metavar="NAME")
     advertise: str = option("", "host by which edges reach it; empty: the one it listens on", metavar="HOST")
     dtype: str = option(
-        "float32", "of weights and KV cache; float32 keeps the text bit for bit", choices=DTYPES, group=TARGET
+        "float32", "type of weights and KV cache; float32 keeps the text bit for bit", choices=DTYPES, group=TARGET
     )
     device: str = option("cpu", "torch device: cpu, cuda, cuda:1", metavar="DEVICE", group=TARGET)
     threads: int = option(
@@ -87,12 +87,12 @@ class VerifierConfig(GrpcServerSettings):
     watch_node_s: float = option(1.0, "time between looks whether Ray drains the node; 0: never", check=at_least(0))
     stall_s: float = option(30.0, "how long a client may leave its commits unread", check=above(0))
     trace_endpoint: str = trace_endpoint_option()
-    log_level: str = option("", "of an actor's process, which has no command line; empty: Ray's")
-    log_format: str = option("text", "of the same", choices=("text", "json"))
+    log_level: str = option("", "log level of an actor's process, which has no command line; empty: Ray's")
+    log_format: str = option("text", "log format of an actor's process", choices=("text", "json"))
 
     @property
     def host(self) -> str:
-        """The host that edges are told."""
+        """Host under which edges reach it."""
         listening = self.listen.rpartition(":")[0]
         if self.advertise or listening not in EVERYWHERE:
             return self.advertise or listening
@@ -100,5 +100,5 @@ class VerifierConfig(GrpcServerSettings):
 
     @property
     def model_id(self) -> str:
-        """The id that edges ask for."""
+        """Id that edges ask for."""
         return self.model or self.target

@@ -1,4 +1,4 @@
-"""The verifier's engine: one thread that takes events, plans a step, runs it and commits what it gives."""
+"""The verifier's engine: one thread that takes events, plans a step, runs it and commits its tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs a target for many sessions. `post_*` may be called from any thread; the rest belongs to the engine's."""
+    """The decoding of many sessions on one target; `post_*` may be called from any thread."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class Engine:
         self._thread.join()
 
     def post_open(self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None = None) -> None:
-        """Admit a session as `key`, or put the reason why not into its outbox; `matcher` is of its grammar, if any."""
+        """Admit a session as `key`, or put the error into its outbox; `matcher` enforces its grammar, if any."""
         self._post(lambda: self._admit(key, frame, outbox, matcher))
 
     def post_frame(
         self, key: int, frame: EdgeFrame, taken: Callable[[], None], matcher: GrammarMatcher | None = None
     ) -> None:
-        """Take a later frame of session `key` and call `taken` then; `matcher` is of a Continue's grammar, if any."""
-        arrived = time.monotonic()  # not when the engine gets to it: a step may be running
+        """Take a later frame of session `key`, then call `taken`; `matcher` enforces a Continue's grammar, if any."""
+        arrived = time.monotonic()  # before it is queued: a step may be running
         self._post(lambda: self._take_frame(key, frame, arrived, taken, matcher))
 
     def post_close(self, key: int) -> None:
@@ -91,7 +91,7 @@ class Engine:
 
     @property
     def session_count(self) -> int:
-        """Sessions admitted at present, without those that are parked until their next turn."""
+        """Admitted sessions, without those that are parked until their next turn."""
         return self._slots.num_running
 
     @property
@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def timings(self) -> deque[StepTiming]:
-        """Of the newest steps; whoever reads them may take them out."""
+        """Times of the newest steps; a reader may take them out."""
         return self._meter.timings
 
     @property
@@ -148,7 +148,7 @@ class Engine:
                 wake_at = batch.wake_at if not batch.shares else 0.0
                 if batch.shares:
                     self._step_or_find_culprit(batch)
-            except Exception:  # the thread's top loop: it must go on for the others, whatever one event was
+            except Exception:  # the thread's top loop must go on for the other sessions
                 log.exception("the engine met a defect")
 
     def _take_events(self, wake_at: float) -> None:
@@ -162,7 +162,7 @@ class Engine:
         for event in events:
             try:
                 event()
-            except Exception:  # the thread's top loop: one bad event must not end every session
+            except Exception:  # one bad event must not end every session
                 log.exception("an event failed")
 
     def _schedule(self, now: float) -> Batch[Slot]:
@@ -185,7 +185,7 @@ class Engine:
         return Batch(shares) if whole else Batch(wake_at=_masks_by(running))
 
     def _with_masks(self, shares: Sequence[Share[Slot]], now: float) -> list[Share[Slot]]:
-        """Return those whose grammar, if they have one, has said what it allows; ask the others, which wakes us."""
+        """Return the shares whose grammar, if any, has its masks ready; ask the others, which wake the engine."""
         masked = []
         for share in shares:
             slot, block = share.slot, share.block
@@ -197,7 +197,7 @@ class Engine:
                 slot.matcher.ask(block, self._wake)
             try:
                 allowed = slot.matcher.allowed(block)
-            except Exception as error:  # what a parser raises for a stranger's grammar
+            except Exception as error:  # a parser may raise anything for a stranger's grammar
                 known = error if isinstance(error, OutriderError) else Internal(f"the grammar failed: {error!r}")
                 self._slots.fail(slot, known)
                 continue
@@ -206,11 +206,11 @@ class Engine:
         return masked
 
     def _step_or_find_culprit(self, batch: Batch[Slot]) -> None:
-        """Make a step; where it fails, one for each session alone, so that only the one at fault ends."""
+        """Make a step; where it fails, make one for each session alone, so that only the one at fault ends."""
         try:
             self._step(batch)
             return
-        except Exception:  # whatever torch raises, memory that is short among it
+        except Exception:  # torch may raise anything, lack of memory included
             log.exception("a step of %d sessions failed; trying each alone", len(batch.shares))
         for slot in [share.slot for share in batch.shares if share.slot.session.finish is None]:
             slot.forget_drafts()
@@ -222,7 +222,7 @@ class Engine:
                 self._slots.fail(slot, Internal(f"the step failed: {type(error).__name__}"))
 
     def _step(self, batch: Batch[Slot]) -> None:
-        """Run the batch and commit what the target says."""
+        """Run the batch and commit the target's tokens."""
         result = self._runner.run(batch.shares)
         self._meter.record(batch, result.times)
         self._batching.measure(batch, result.times.verify_s, self._slots.num_running)
@@ -299,5 +299,5 @@ class Engine:
 
 
 def _masks_by(slots: Sequence[Slot]) -> float:
-    """Return until when a step waits for grammars that are asked what may come next; 0: none is."""
+    """Return until when a step waits for the masks of grammars, seconds; 0: it waits for none."""
     return max((slot.masks_by for slot in slots if slot.busy), default=0.0)

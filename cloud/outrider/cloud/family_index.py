@@ -1,4 +1,4 @@
-"""Models that the package carries, found by name. Needs no torch."""
+"""Models that the package carries, found by name, without torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def embedded_targets() -> tuple[str, ...]:
 
 
 def target_folder(name: str) -> Path:
-    """Return where the embedded target `name` lies."""
+    """Return the folder of the embedded target `name`."""
     return _FAMILY / name
 
 
@@ -42,7 +42,7 @@ def tokenizer_file(source: str | Path) -> Path | None:
 
 
 def load_tokenizer(source: str) -> Any:
-    """Return the transformers tokenizer of a folder or hub name; raises what `from_pretrained` does."""
+    """Return the transformers tokenizer of a folder or hub name; raise what `from_pretrained` does."""
     from transformers import AutoTokenizer
 
     file = tokenizer_file(source)
@@ -69,7 +69,7 @@ def _unpacked(name: str) -> TemporaryDirectory[str]:
 
 
 def resolve_target(target: str) -> str:
-    """Return the folder or hub name behind `target`: an embedded name, an existing folder, or else a hub name.
+    """Return the folder or hub name that `target` stands for: an embedded name, an existing folder, or a hub name.
 
     Raises:
         NotFound: it looks like a folder, but there is none.

@@ -16,7 +16,7 @@ class SessionCache:
     """One session's share of the pool.
 
     Attributes:
-        pages: the pages it holds, in order of position.
+        pages: the pages that it holds, in order of position.
         slots: [capacity] int64, the pool slot of each position.
         length: positions that hold valid keys and values.
     """
@@ -31,7 +31,7 @@ class SessionCache:
         self.lie_on(self.pages, self.slots)
 
     def lie_on(self, pages: list[int], slots: torch.Tensor) -> None:
-        """Take `pages` with their `slots`; positions that hold something stay where they are."""
+        """Hold `pages` with their `slots`; positions that hold something stay where they are."""
         self.pages, self.slots = pages, slots
         self.first_slot = int(slots[0])
         self.contiguous = all(after == before + 1 for before, after in itertools.pairwise(pages))
@@ -46,8 +46,8 @@ class SessionCache:
 class PagedKVCache:
     """Keys and values of every layer, [slots, kv_heads, head_dim] each, made at the layer's first write.
 
-    A session's pages are reserved when it is admitted, and anew for every turn, so a running session never fails for
-    memory. They lie side by side where the pool allows it, so that reading them is a view instead of a gather.
+    A session's pages are reserved at admission and at every turn, so a running session never fails for lack of memory.
+    They lie side by side where the pool allows it, so that reading them is a view instead of a gather.
     """
 
     def __init__(self, tokens: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class PagedKVCache:
         """Reserve room for `tokens` positions instead, no fewer than hold something.
 
         Raises:
-            ResourceExhausted: as `allocate`; the session keeps what it has.
+            ResourceExhausted: not enough free pages; the session keeps what it has.
         """
         if tokens < cache.length:
             raise ValueError(f"cannot hold {cache.length} positions in {tokens}")
@@ -96,11 +96,11 @@ class PagedKVCache:
         cache.lie_on(pages, self._slots_of(pages))
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages `tokens` positions take."""
+        """Return how many pages `tokens` positions take."""
         return math.ceil(tokens / self.page_size)
 
     def _check_room(self, tokens: int, more: int) -> None:
-        """That `tokens` positions fit at all, and that `more` pages are free."""
+        """Check that `tokens` positions fit at all, and that `more` pages are free."""
         if self.pages_for(tokens) > self.page_count:
             raise ResourceExhausted(
                 f"needs {tokens} positions, the verifier's KV cache holds {self.page_count * self.page_size}; "
@@ -115,17 +115,17 @@ class PagedKVCache:
             )
 
     def _slots_of(self, pages: list[int]) -> torch.Tensor:
-        """[capacity] int64, the slot of each position on `pages`."""
+        """Return [capacity] int64, the slot of each position on `pages`."""
         first = torch.tensor(pages, dtype=torch.int64, device=self._device) * self.page_size
         return (first[:, None] + torch.arange(self.page_size, device=self._device)).flatten()
 
     def _next_to(self, page: int, wanted: int) -> list[int]:
-        """The `wanted` pages behind `page`, where they are free; empty: they are not."""
-        behind = list(range(page + 1, page + 1 + wanted))
-        return behind if self._free.issuperset(behind) else []
+        """Return the `wanted` pages after `page`, where they are free; empty: they are not."""
+        following = list(range(page + 1, page + 1 + wanted))
+        return following if self._free.issuperset(following) else []
 
     def _run_of(self, wanted: int) -> list[int]:
-        """`wanted` free pages side by side; empty: there are none."""
+        """Return `wanted` free pages side by side; empty: there are none."""
         run: list[int] = []
         for page in sorted(self._free):
             if run and page != run[-1] + 1:
@@ -151,7 +151,7 @@ class PagedKVCache:
         self._values[layer].index_copy_(0, slots, values.to(self._dtype))
 
     def read(self, layer: int, cache: SessionCache, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [length, kv_heads, head_dim] of a session's first positions; a view where they can be."""
+        """Return keys and values [length, kv_heads, head_dim] of a session's first positions, a view if possible."""
         if cache.contiguous:
             here = slice(cache.first_slot, cache.first_slot + length)
             return self._keys[layer][here], self._values[layer][here]

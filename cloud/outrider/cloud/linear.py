@@ -19,11 +19,11 @@ class ExchangedLinear(nn.Linear):
     """`nn.Linear` with the same parameters and state, and another order of operands for a dozen rows."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name it has in nn.Linear
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         rows = input.numel() // self.in_features
         if not _FEWEST_ROWS <= rows <= _MAX_ROWS:
             return functional.linear(input, self.weight, self.bias)
-        # Made contiguous at once: what follows would pay for the exchange otherwise.
+        # Contiguous, or later operations would pay for the exchange.
         output = torch.mm(self.weight, input.reshape(rows, self.in_features).t()).t().contiguous()
         if self.bias is not None:
             output += self.bias

@@ -12,17 +12,17 @@ from outrider.proto.speculation import GENERATED, SpeculationMetrics
 from outrider.proto.types import Commit
 
 if TYPE_CHECKING:
-    from outrider.cloud.engine import Engine  # brings torch, which a table of the metrics does not need
+    from outrider.cloud.engine import Engine  # imports torch, which the table of metrics does not need
 
 PART = "verifier"
 _WHOSE = ("model_name", "verifier")
 
 
 class VerifierMetrics:
-    """Metrics of one verifier. An engine's thread and its server's loop count; any thread may read.
+    """The metrics of one verifier, counted by the engine's thread and the server's loop; any thread may read them.
 
     Attributes:
-        registry: of this verifier alone.
+        registry: Prometheus registry of this verifier alone.
     """
 
     def __init__(self, model: str, verifier: str) -> None:
@@ -59,7 +59,7 @@ class VerifierMetrics:
         )
         self._waits = Histogram(
             "outrider:verifier_patience_seconds",
-            "From a session's commit to its next step: its patience, its company, and other sessions' steps.",
+            "From a session's commit to its next step: its patience, batching delays, and other sessions' steps.",
             _WHOSE,
             registry=self.registry,
             buckets=SECONDS,
@@ -70,7 +70,7 @@ class VerifierMetrics:
             "Sessions not in it: they wait for drafts, or have just ended.",
         )
         self._kv_usage = self._gauge("outrider:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
-        self._max_sessions = self._gauge("outrider:verifier_max_sessions", "Sessions admitted at once, at most.")
+        self._max_sessions = self._gauge("outrider:verifier_max_sessions", "Most sessions admitted at once.")
         self._kept = self._gauge("outrider:verifier_kept_sessions", "Sessions kept between the turns of conversations.")
         self._credit = self._gauge("outrider:verifier_credit_tokens", "Unverified tokens that a session may have.")
         pages = Gauge(

@@ -1,4 +1,4 @@
-"""The projections that a verifier has: those it is told of, and those of embedded drafters made for its target."""
+"""The projections of a verifier: those in its settings, and those of embedded drafters made for its target."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ log = logging.getLogger(__name__)
 def load_projections(
     paths: Sequence[str], target: Target, *, name: str, model: str, embedded: Path = _EMBEDDED
 ) -> dict[str, Projection]:
-    """Projections by id.
+    """Load the projections by id.
 
     Args:
         paths: files, or folders that hold a `projection.safetensors`, as `outrider train steer` writes them.
-        target: that is to be tapped.
-        name: under which it was loaded: embedded name, folder, or hub name.
+        target: the model to tap.
+        name: embedded name, folder, or hub name that it was loaded by.
         model: the id that edges ask for.
-        embedded: whose folders hold the drafters that Outrider carries.
+        embedded: folder of the drafters that Outrider carries.
 
     Raises:
-        NotFound: there is none.
-        ModelRefused: it is none, or made for a target of another shape.
+        NotFound: a file is missing.
+        ModelRefused: a file is no projection, or is for a target of another shape.
     """
     found: dict[str, Projection] = {}
     for path in sorted(embedded.glob(f"*/{PROJECTION_FILE}")):
@@ -41,7 +41,7 @@ def load_projections(
         found[_checked(projection, path, target)] = projection
         if projection.target not in ("", name, model):
             log.warning(
-                "%s was trained with %r and steers drafters of %r all the same: expect little",
+                "%s was trained with %r but steers drafters of %r: expect little gain",
                 path,
                 projection.target,
                 model,
@@ -55,7 +55,7 @@ def _file(path: str) -> Path:
 
 
 def _checked(projection: Projection, path: Path, target: Target) -> str:
-    """Its id, if the target has what it taps."""
+    """Return its id, if the target has the layers that it taps."""
     shape = target.model.config.get_text_config()
     if projection.hidden != shape.hidden_size:
         raise ModelRefused(
@@ -71,5 +71,5 @@ def _checked(projection: Projection, path: Path, target: Target) -> str:
             field="steering",
         )
     identity = projection_id(path)
-    log.info("steering: projection %s of %s", identity, path)
+    log.info("steering: projection %s from %s", identity, path)
     return identity

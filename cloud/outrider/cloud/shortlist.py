@@ -1,4 +1,4 @@
-"""The coupled rule without a logarithm for each token: only likely tokens and tokens of loud noise are looked at.
+"""The coupled rule without a logarithm for each token: it looks only at likely tokens and at tokens of loud noise.
 
 Listed are the tokens with log p >= s (a few dozen) and those with G >= g, which `NoiseSieve` finds by integers alone.
 Every other token stays below s + g, so if the best log p + G of the listed ones is at least that, it is the argmax over
@@ -37,7 +37,7 @@ _NEAR_EXACT_CUT = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """What makes a distribution of a row of logits; rows of equal laws are sampled together."""
+    """The settings that turn a row of logits into a distribution; rows of equal laws are sampled together."""
 
     temperature: float
     top_k: int = 0
@@ -46,7 +46,7 @@ class Law:
 
     @classmethod
     def of(cls, sampling: Sampling, vocab: int) -> Law:
-        """The law of a session; a top-k of the whole vocabulary is none, and at temperature 0 nothing is cut."""
+        """Return the law of a session; a top-k of the whole vocabulary is none, and at temperature 0 nothing is cut."""
         if sampling.temperature == 0:
             return cls(0.0)
         top_k = sampling.top_k if sampling.top_k < vocab else 0
@@ -65,7 +65,7 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """[rows] each: the tokens, log p of them and of the tokens asked for; `certain` False: the row is not settled."""
+    """The tokens, log p of them and of the tokens asked for, [rows] each; `certain` False: the row is not settled."""
 
     tokens: np.ndarray
     logp: np.ndarray
@@ -74,7 +74,7 @@ class Choice:
 
     @classmethod
     def none(cls, rows: int) -> Choice:
-        """No row is settled."""
+        """Return a choice that settles no row."""
         return cls(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows), np.zeros(rows, bool))
 
 
@@ -87,19 +87,19 @@ class _Rows:
     temperature: float
 
     def row(self, i: int) -> _Rows:
-        """One of them."""
+        """Return row `i` alone."""
         return _Rows(self.logits[i : i + 1], self.best[i : i + 1], self.temperature)
 
     def scores(self, rows: Any, tokens: Any) -> Any:
-        """Log p up to a constant of the row, 0 for the best: float64 for rows and tokens [n], or one of either."""
+        """Return log p up to a constant of the row, 0 for the best, in float64, for rows and tokens [n] or one each."""
         return self.scaled(self.logits[rows, tokens], rows)
 
     def scaled(self, logits: Any, rows: Any) -> Any:
-        """The score that a logit has in its row."""
+        """Return the scores of `logits` in their rows."""
         return (logits.astype(np.float64) - self.best[rows]) / self.temperature
 
     def log_sums(self) -> np.ndarray:
-        """[rows] log of the sum of exp(score), to 1e-6."""
+        """Return [rows] log of the sum of exp(score), to 1e-6."""
         below = (self.logits - self.best.astype(self.logits.dtype)[:, None]).astype(np.float32, copy=False)
         np.multiply(below, np.float32(1 / self.temperature), out=below)
         torch.from_numpy(below).exp_()  # numpy's takes three times as long
@@ -118,7 +118,7 @@ class _Close:
 
 
 class Shortlist:
-    """The rule for one vocabulary; for one thread, since it holds the buffers that it works in."""
+    """The rule for one vocabulary and one thread: it owns its work buffers."""
 
     def __init__(self, vocab: int) -> None:
         self.vocab = vocab
@@ -126,14 +126,14 @@ class Shortlist:
 
     @np.errstate(over="ignore")  # a logit of -1e38 at a low temperature is one of -inf
     def choose(self, logits: np.ndarray, law: Law, keys: list[int], asked: np.ndarray) -> Choice:
-        """The token of every row, argmax_t log p(t) + G(key, t); at temperature 0 the argmax of the logits.
+        """Return the token of every row, argmax_t log p(t) + G(key, t); at temperature 0 the argmax of the logits.
 
         log p is right to 1e-6. Nothing is settled where a row's best logit is no float32 number or the temperature is
-        next to 0; and a row is not where its cut is not certain.
+        almost 0, and a row whose cut is uncertain is not settled either.
 
         Args:
             logits: [rows, vocab] float32 or float64, -inf where a token is excluded.
-            law: of all rows.
+            law: the law of all rows.
             keys: [rows] `row_key` of each.
             asked: [rows] int64, a token of each row whose log p is wanted.
         """
@@ -152,13 +152,13 @@ class Shortlist:
         return Choice(tokens, logp, logp_of_asked, np.ones(len(logits), bool))
 
     def _choose_from_all(self, rows: _Rows, law: Law, keys: list[int], loud: list[float]) -> np.ndarray:
-        """[rows] tokens where none is excluded; listed are the likely and those whose noise reaches `loud` [rows]."""
+        """Return [rows] tokens where none is excluded; listed are the likely and those of noise above `loud` [rows]."""
         floor = self._floor(rows, law)
         mask = rows.logits >= floor[:, None]
         for row, key, bound in zip(mask, keys, loud, strict=True):
             if bound < _LARGEST_NOISE:
                 row |= self._sieve.reaches(key, bound)
-        close = self._judge(rows, mask, np.array(keys, np.uint64))
+        close = self._best_sums(rows, mask, np.array(keys, np.uint64))
         tokens = _winners(close)
         margin = close.best - rows.scaled(floor, slice(None)) - NEAR_TIE
         for i in np.flatnonzero(margin < loud).tolist():
@@ -166,37 +166,37 @@ class Shortlist:
         return tokens
 
     def _choose_from_part(self, rows: _Rows, law: Law, keys: list[int], asked: np.ndarray) -> Choice:
-        """As `choose`, where tokens are excluded."""
+        """Return what `choose` does, where tokens are excluded."""
         floor = self._floor(rows, law)
         mask = rows.logits >= floor[:, None]
         count = len(mask)
         log_sums = np.zeros(count) if law.top_k else rows.log_sums()
         certain, logp_of_asked = np.zeros(count, bool), np.full(count, -math.inf)
-        for i, most_of_rest in enumerate(rows.scaled(floor, slice(None))):
+        for i, max_of_rest in enumerate(rows.scaled(floor, slice(None))):
             token = np.flatnonzero(mask[i])
             scores = rows.scores(i, token)
-            kept = _cut(scores, law, most_of_rest, log_sums[i])
+            kept = _cut(scores, law, max_of_rest, log_sums[i])
             if kept is None:
                 continue
             certain[i], mask[i, token] = True, kept
             log_sums[i] = math.log(np.exp(scores[kept]).sum())
             if mask[i, asked[i]]:
                 logp_of_asked[i] = rows.scores(i, asked[i]) - log_sums[i]
-        tokens = _winners(self._judge(rows, mask, np.array(keys, np.uint64)))
+        tokens = _winners(self._best_sums(rows, mask, np.array(keys, np.uint64)))
         return Choice(tokens, rows.scores(np.arange(count), tokens) - log_sums, logp_of_asked, certain)
 
     def _floor(self, rows: _Rows, law: Law) -> np.ndarray:
-        """[rows] a logit that at least `law.listed` tokens reach, or all that are not excluded, and not many more do.
+        """Return [rows] a logit that at least `law.listed` tokens reach, or all that are not excluded, and few more.
 
-        It is one of the maxima of blocks, which are much fewer than the tokens.
+        It is one of the maxima of blocks, which are far fewer than the tokens.
         """
         blocks = self.vocab // _BLOCK
         best_of_block = rows.logits[:, : blocks * _BLOCK].reshape(-1, _BLOCK, blocks).max(axis=1)
         last = blocks - min(law.listed, blocks)
         return np.maximum(np.partition(best_of_block, last, axis=1)[:, last], _FLOAT32.min)
 
-    def _judge(self, rows: _Rows, mask: np.ndarray, keys: np.ndarray) -> _Close:
-        """The tokens of a mask [rows, vocab], at least one in each row."""
+    def _best_sums(self, rows: _Rows, mask: np.ndarray, keys: np.ndarray) -> _Close:
+        """Return the best sums among the tokens of a mask [rows, vocab], which has at least one in each row."""
         place = np.flatnonzero(mask)
         starts = np.searchsorted(place, np.arange(len(mask) + 1) * self.vocab)
         row = np.repeat(np.arange(len(mask)), starts[1:] - starts[:-1])
@@ -209,7 +209,7 @@ class Shortlist:
 
 
 def _winners(close: _Close) -> np.ndarray:
-    """[rows] the token of the largest sum in each row; near ties by the portable noise, then the lowest token."""
+    """Return [rows] the token of the largest sum in each row; near ties by the portable noise, then token id."""
     if len(close.tokens) == len(close.best):
         return close.tokens
     exact = close.scores - portable_log(-portable_log(uniform(close.bits)))
@@ -217,20 +217,20 @@ def _winners(close: _Close) -> np.ndarray:
     return close.tokens[order[np.unique(close.rows[order], return_index=True)[1]]]
 
 
-def _cut(scores: np.ndarray, law: Law, most_of_rest: float, log_sum: float) -> np.ndarray | None:
-    """Which listed tokens of a row top-k, top-p and min-p keep, as a mask; None: the list does not tell.
+def _cut(scores: np.ndarray, law: Law, max_of_rest: float, log_sum: float) -> np.ndarray | None:
+    """Return a mask of the listed tokens that top-k, top-p and min-p keep; None: the list does not settle it.
 
     Args:
         scores: [n] float64 of the listed tokens, in order of token; the best is 0.
-        law: of the row.
-        most_of_rest: a score that no other token exceeds.
+        law: the law of the row.
+        max_of_rest: a score that no other token exceeds.
         log_sum: log of the sum of exp(score) over all tokens; not used with top-k.
     """
     order = np.argsort(-scores, kind="stable")
     ordered = scores[order]
     end, complete = len(ordered), False
     if law.top_k > 0:
-        if end < law.top_k or ordered[law.top_k - 1] <= most_of_rest:
+        if end < law.top_k or ordered[law.top_k - 1] <= max_of_rest:
             return None
         end, complete = int((ordered >= ordered[law.top_k - 1]).sum()), True
     if law.top_p < 1:
@@ -240,11 +240,11 @@ def _cut(scores: np.ndarray, law: Law, most_of_rest: float, log_sum: float) -> n
         if (np.abs(before - law.top_p) < (_NEAR_EXACT_CUT if complete else _NEAR_CUT)).any():
             return None
         kept = int((before < law.top_p).sum())
-        if not complete and (kept == end or ordered[kept - 1] <= most_of_rest):
+        if not complete and (kept == end or ordered[kept - 1] <= max_of_rest):
             return None
         end, complete = kept, True
     if law.min_p > 0:
-        if not complete and math.log(law.min_p) <= most_of_rest:
+        if not complete and math.log(law.min_p) <= max_of_rest:
             return None
         end = min(end, int((ordered >= math.log(law.min_p)).sum()))
     mask = np.zeros(len(ordered), bool)

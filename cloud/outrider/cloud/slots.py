@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Where a session's frames go; the server puts one around its stream. Called from the engine's thread."""
+    """The way of a session's frames to its stream, called from the engine's thread."""
 
     def put(self, item: CloudFrame | OutriderError) -> None:
         """Hand over a frame, or the error that ends the stream."""
@@ -32,16 +32,16 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """An admitted session with what the engine keeps for it.
+    """An admitted session and the engine's state for it.
 
     Attributes:
-        key: of its stream.
-        session: the session machine of the present turn.
+        key: number of its stream.
+        session: session machine of the present turn.
         cache: its share of the KV pages.
         outbox: where its frames go.
         ready_since: when it could have begun its next step, seconds.
-        matcher: of its grammar, if it has one.
-        masks_by: until when a step waits for what the grammar allows, seconds.
+        matcher: enforces its grammar, if it has one.
+        masks_by: until when a step waits for its grammar's mask, seconds.
     """
 
     key: int
@@ -73,7 +73,7 @@ class Slot:
 
 
 class Slots:
-    """All slots by key. Parked ones wait for their next turn; they are evicted, longest idle first, to make room."""
+    """All slots by key; parked ones wait for their next turn and are evicted, longest idle first, to make room."""
 
     def __init__(self, pool: PagedKVCache, verifier: str) -> None:
         self._pool = pool
@@ -144,7 +144,7 @@ class Slots:
         return slot in self._parked
 
     def expire(self, now: float) -> None:
-        """Evict who was parked for longer than it asked for."""
+        """Evict slots that were parked for longer than they asked for."""
         for slot in [slot for slot, until in self._parked.items() if until <= now]:
             self.evict(slot, f"no turn came within {slot.session.keep_s:g} s")
 
@@ -170,13 +170,13 @@ class Slots:
         slot.outbox.put(error)
 
     def release(self, slot: Slot) -> None:
-        """Free a slot and its pages; nothing happens where that was done before."""
+        """Free a slot and its pages, once."""
         if self._by_key.pop(slot.key, None) is not None:
             self._parked.pop(slot, None)
             self._pool.release(slot.cache)
 
     def _make_room(self, pages: int) -> None:
-        """Evict parked slots, longest idle first, until `pages` are free; none where that would not do."""
+        """Evict parked slots, longest idle first, until `pages` are free; evict none where that would not suffice."""
         if self._pool.free_pages + sum(len(slot.cache.pages) for slot in self._parked) >= pages:
             while self._pool.free_pages < pages:
                 self.evict_longest_idle("its KV pages are needed")

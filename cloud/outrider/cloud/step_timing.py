@@ -1,4 +1,4 @@
-"""Where the time of an engine's steps goes."""
+"""The time of an engine's steps, by stage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MAX_KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """Where the time of one step went, seconds.
+    """The time of one step by stage, seconds.
 
     Attributes:
-        sessions: that took part.
-        rows: of the forward pass.
-        forward_s: the model's own.
-        sample_s: from logits to tokens and steering codes.
+        sessions: number that took part.
+        rows: rows of the forward pass.
+        forward_s: the model's pass.
+        sample_s: from logits to tokens and steering vectors.
         overhead_s: all else since the step before it, but for waiting: events, planning, commits, other threads.
     """
 
@@ -42,15 +42,15 @@ class StepTimes:
 
     @property
     def verify_s(self) -> float:
-        """What the step took, with the wait where steps have a minimum."""
+        """Time of the step in seconds, with the wait where steps have a minimum."""
         return self.ended - self.began
 
 
 class StepMeter:
-    """Measures an engine's steps.
+    """The meter of an engine's steps.
 
     Attributes:
-        timings: of the newest steps; whoever reads them may take them out.
+        timings: the newest steps' times; a reader may take them out.
         step_s: smoothed time of a decoding step.
     """
 

@@ -22,9 +22,9 @@ from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
 TILE_ROWS = 16
-# Relative to the size of the logits. Rounding gives a tenth of this; a mask or a cache that is wrong gives 0.3 or more.
+# Relative to the size of the logits; rounding gives a tenth of this, a wrong mask or cache 0.3 or more.
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
-# These turn all rows by the longest session of the step, so that one session would change another's text.
+# These scale by the longest session of the step, so that one session would change another's text.
 _ROPE_ACROSS_SESSIONS = ("dynamic", "longrope")
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One session's share of a step: `tokens` [n] at positions cache.length.., logits wanted for the last `wanted`."""
+    """One session's rows of a step: `tokens` [n] from position cache.length on, logits for the last `wanted`."""
 
     cache: SessionCache
     tokens: tuple[int, ...]
@@ -70,24 +70,24 @@ class Target:
         self._tapped: TappedRows | None = None
 
     def tap(self, layers: Sequence[int]) -> None:
-        """Keep from now on what enters `layers`, and no other, in every step, for `tapped`.
+        """Keep what enters `layers`, and no other, in every later step, for `tapped`.
 
         Raises:
-            ModelRefused: it has no such layers, or none that can be found.
+            ModelRefused: it has no such layers, or they cannot be found.
         """
         if self._tapped is not None:
             self._tapped.close()
         self._tapped = TappedRows(self.model, layers)
 
     def tapped(self, layers: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
-        """[n, taps * hidden] float32: the residual stream entering `layers` in `rows` [n] of the newest logits."""
+        """Return [n, taps * hidden] float32: the residual stream into `layers` in `rows` [n] of the newest logits."""
         if self._tapped is None:
             raise RuntimeError("the target is not tapped")
         return self._tapped.of(layers, rows)
 
     @torch.inference_mode()
     def forward(self, batch: list[Rows]) -> torch.Tensor:
-        """Logits [sum of wanted, vocab] float32 of one pass over all sessions' rows, which their caches keep."""
+        """Return logits [sum of wanted, vocab] float32 of one pass over all sessions' rows, and extend their caches."""
         if self._tapped is not None:
             self._tapped.begin()
         if self.batch_invariant:
@@ -124,10 +124,10 @@ class Target:
             self._tapped.keep(rows)
 
     def _forward_tiles(self, batch: list[Rows]) -> torch.Tensor:
-        """As `forward`, but every row is computed in a tile of TILE_ROWS rows and attends alone.
+        """Compute every row in a tile of TILE_ROWS rows, where it attends alone.
 
-        The shapes of all matrix products are then the same in every step, so the same row gives the same bits
-        whatever shares its step. (The kernels of one shape add in one order; a test holds them to it.)
+        All matrix products then have one shape, so a row gives the same bits whatever shares its step: the kernels of
+        one shape add in one order, which a test checks.
         """
         flat = [(rows, i) for rows in batch for i in range(len(rows.tokens))]
         kept: list[torch.Tensor] = []
@@ -145,7 +145,7 @@ class Target:
 
     @torch.inference_mode()
     def check(self) -> float:
-        """Compare ragged, chunked passes with the model's own plain forward; the relative difference of logits.
+        """Compare ragged, chunked passes with the model's own forward, and return the relative difference of logits.
 
         Raises:
             ModelRefused: they disagree, so this architecture needs more than keys, values and positions.
@@ -204,7 +204,7 @@ def load_target(
 
 
 def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
-    """The model of a folder or hub name, as transformers makes it; the rules and errors of `load_target`."""
+    """Load transformers' model of a folder or hub name, with the rules and errors of `load_target`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -228,7 +228,7 @@ def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
 
 
 def _tokenizer_json(source: str, target: str) -> str:
-    """The text of the fast tokenizer's file; where a repository has none, transformers converts what there is."""
+    """Return the text of the fast tokenizer's file; where a repository has none, transformers converts another."""
     if (file := tokenizer_file(source)) is not None:
         return file.read_text(encoding="utf-8")
     try:
@@ -242,7 +242,7 @@ def _tokenizer_json(source: str, target: str) -> str:
 
 
 def _refuse_what_sees_other_sessions(config: Any) -> None:
-    """Refuse what the check on one short session cannot notice."""
+    """Refuse what the check on one short session cannot find."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     for kind in _ROPE_ACROSS_SESSIONS:

@@ -1,7 +1,7 @@
-"""Texts that a target writes alone, many at once, by the session's own rules and the shared noise.
+"""Texts that a target writes alone, many at once, by the rules of a session and the shared noise.
 
-These are the texts that every edge gets from a verifier of this target, whatever it drafts. Training learns from them,
-and measurements take drafters through them.
+Every edge gets these texts from a verifier of this target, whatever it drafts. Training learns from them, and
+comparisons of drafters run on them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Open, Sampling
 
 AT_ONCE = 64  # texts
-MAX_PROMPT_ROWS = 1024  # of new prompts in a step
-LOGITS_BYTES = 1 << 30  # of texts that are being written, where they are kept
+MAX_PROMPT_ROWS = 1024  # rows of new prompts in a step
+LOGITS_BYTES = 1 << 30  # for the logits of texts in progress, where they are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +46,27 @@ class TextRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextVectors:
-    """Steering vectors `rows` [n, rank] float32 of positions `first` .. first + n - 1."""
+    """The steering vectors of one text: `rows` [n, rank] float32 of positions `first` .. first + n - 1."""
 
     first: int
     rows: np.ndarray
 
     def at(self, position: int) -> np.ndarray | None:
-        """Return [rank] of that position; None: it has none."""
+        """Return the vector [rank] of `position`; None: it has none."""
         index = position - self.first
         return self.rows[index] if 0 <= index < len(self.rows) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenText:
-    """A prompt, and what the target says after it.
+    """A prompt and the target's text after it.
 
     Attributes:
-        request: that asked for it.
+        request: the request that it answers.
         transcript: [p + n] prompt and text.
-        limit: tokens that the text was allowed; it has fewer where it ended by itself.
-        vectors: by projection, of the positions that the target has processed.
-        logits: [n, vocab] float32, the target's in place of each token; None: not kept.
+        limit: most tokens that the text could have; an EOS token ends it earlier.
+        vectors: steering vectors of the positions that the target has processed, by projection.
+        logits: [n, vocab] float32, the target's for each token; None: not kept.
     """
 
     request: TextRequest
@@ -92,7 +92,7 @@ class WrittenText:
 
 @dataclass(slots=True, eq=False)
 class _Sheet:
-    """A text that is being written: the verifier's half of a session whose edge sends no drafts."""
+    """A text in progress: the verifier's half of a session whose edge sends no drafts."""
 
     request: TextRequest
     session: VerifierSession
@@ -119,14 +119,14 @@ class _Sheet:
 
 
 class TextWriter:
-    """Decodes prompts with the target alone, many at once.
+    """A decoder of prompts with the target alone, many at once.
 
     Args:
-        target: is tapped from now on, if there is a projection.
-        projections: by id, whose steering vectors are wanted; None: none.
+        target: the model that writes; tapped from now on, if there is a projection.
+        projections: projections whose steering vectors are wanted, by id; None: none.
         oldest: how many positions older than the freshest a vector may be; older ones of the prompt are left out.
-        at_once: texts that are written at the same time, at most.
-        eos_tokens: that end a text; None: the target's own.
+        at_once: most texts that are written at the same time.
+        eos_tokens: tokens that end a text; None: the target's own.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class TextWriter:
         """Yield each text as soon as it is written, with the target's logits of every token.
 
         Raises:
-            ConfigError: as `write`, before anything is written.
+            ConfigError: a prompt is empty or too long; raised before anything is written.
         """
         sheets = [self._sheet(request) for request in requests]
         longest = max((sheet.request.sampling.max_tokens for sheet in sheets), default=1)
@@ -205,9 +205,9 @@ class TextWriter:
             raise ConfigError(f"{where} {error.message}", field="prompts") from error
 
     def _admit(self, waiting: deque[_Sheet], writing: Sequence[_Sheet], places: int) -> list[_Sheet]:
-        """Return those that begin with the next step: as many as have a place, KV pages, and room for their prompts.
+        """Return the texts that begin with the next step: those with a place, KV pages, and room for their prompts.
 
-        A prompt that is being written after is not read again, but taken from there once it has been read.
+        The KV cache of a prompt that another text has read is copied, once it has been read.
         """
         pool, admitted, rows = self._target.pool, list[_Sheet](), 0
         readers = {sheet.request.prompt: sheet for sheet in writing} if waiting and places else {}

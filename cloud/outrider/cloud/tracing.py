@@ -1,4 +1,4 @@
-"""Spans of a verifier for OpenTelemetry: `queue` and `verify` of every commit, in the trace that the edge began."""
+"""A verifier's spans for OpenTelemetry: `queue` and `verify` of every commit, in the trace that the edge began."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class VerifierTracing:
-    """Joins the traces of edges.
+    """The verifier's part in the traces of edges.
 
     Args:
-        provider: of OpenTelemetry's SDK; where spans go.
-        verifier: name of this one.
+        provider: OpenTelemetry provider that takes the spans.
+        verifier: name of this verifier.
     """
 
     def __init__(self, provider: TracerProvider, verifier: str) -> None:
@@ -28,7 +28,7 @@ class VerifierTracing:
 
     @classmethod
     def to(cls, endpoint: str, verifier: str) -> VerifierTracing:
-        """By OTLP over gRPC to `endpoint`.
+        """Send spans by OTLP over gRPC to `endpoint`.
 
         Raises:
             ConfigError: OpenTelemetry is not installed.
@@ -36,7 +36,7 @@ class VerifierTracing:
         return cls(tracer_provider("outrider-verifier", endpoint, 0.0), verifier)  # it begins no traces of its own
 
     def parent(self, metadata: Any) -> Context | None:
-        """The span that a stream's metadata names; None: there is none, or it is not sampled."""
+        """Return the span that a stream's metadata names; None: there is none, or it is not sampled."""
         from opentelemetry.trace import get_current_span
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -45,7 +45,7 @@ class VerifierTracing:
         return context if get_current_span(context).get_span_context().trace_flags.sampled else None
 
     def commit(self, parent: Context, session: str, commit: Commit) -> None:
-        """A commit goes out now: make its spans."""
+        """Make the spans of a commit that goes out now."""
         if not commit.tokens:
             return
         ended = time.time_ns()
@@ -62,5 +62,5 @@ class VerifierTracing:
             self._tracer.start_span(name, parent, attributes=about, start_time=began).end(until)
 
     def close(self) -> None:
-        """Export what waits; blocks for some seconds where the collector does not answer."""
+        """Export pending spans; this blocks for some seconds where the collector does not answer."""
         self._provider.shutdown()
