@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from outrider.bench.replay.selection import Text, Track, best_single, joined, oracle, play, texts_of
+from outrider.bench.replay.optimum import synchronous
+from outrider.bench.replay.texts import Text, joined, texts_of
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.costs import Costs
+from outrider.bench.traces.stages import Stage, Trajectory
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.policies.selection import (
     Alignment,
@@ -50,10 +52,10 @@ def link(rtt_ms: float):
     return lambda _: shape
 
 
-def track_of(hits: Sequence[bool], agreement: Sequence[float] = (), prompt: int = 40, **fields) -> Track:
+def trace_of(hits: Sequence[bool], agreement: Sequence[float] = (), prompt: int = 40, **fields) -> HitTrace:
     n = len(hits)
     values = {"id": "t", "domain": "", "drafter": "d", "drafter_version": "1", "temperature": 1.0} | fields
-    trace = HitTrace(
+    return HitTrace(
         prompt_tokens=prompt,
         tokens=tuple(range(100, 100 + n)),
         hits=tuple(map(bool, hits)),
@@ -61,65 +63,57 @@ def track_of(hits: Sequence[bool], agreement: Sequence[float] = (), prompt: int 
         agreement=tuple(agreement),
         **values,
     )
-    return Track(trace)
 
 
 def text_of(rng: np.random.Generator, stretches: Sequence[tuple[int, int]], acceptance: np.ndarray = DOMAINS) -> Text:
     """Stretches of (domain, tokens), with scattered agreement and hits that follow it."""
-    tracks = []
+    traces = []
     for of_arm in acceptance:
         mean = np.concatenate([np.full(tokens, of_arm[domain]) for domain, tokens in stretches])
         agreement = rng.beta(3 * mean, 3 * (1 - mean))
-        tracks.append(track_of(rng.random(len(mean)) < agreement, agreement.tolist()))
-    return Text(tuple(tracks), tuple(itertools.accumulate(tokens for _, tokens in stretches[:-1])))
+        hits = rng.random(len(mean)) < agreement
+        traces.append(trace_of(hits, agreement.tolist(), drafter=f"d{len(traces)}"))
+    return Text(tuple(traces), tuple(itertools.accumulate(tokens for _, tokens in stretches[:-1])))
 
 
-# --- by hand ---
-
-TWO = [Arm("a", 0.001, 0.0005), Arm("b", 0.002, 0.01)]
-HAND = Text((track_of([1, 1, 0, 1, 1, 1, 0], prompt=10), track_of([0, 1, 1, 1, 0, 1, 1], prompt=10)))
-
-
-def test_rounds_draft_wait_and_commit_as_counted_by_hand() -> None:
-    run = play(HAND, TWO, StaticSelector(0), link(20), PLAIN, 2)
-    assert [(r.at, r.committed) for r in run.rounds] == [(0, 3), (3, 3), (6, 1)]
-    round_s = 2 * 0.001 + 0.020 + 0.010 + 3 * 0.001
-    last_s = 0.001 + 0.020 + 0.010 + 2 * 0.001  # one draft is left to make
-    assert [r.seconds for r in run.rounds] == pytest.approx([10 * 0.0005 + round_s, round_s, last_s])
-    assert run.tokens == 7
-    assert run.elapsed()[-1] == pytest.approx(run.seconds)
-    assert run.choices() == [0] * 7
-    assert run.switches == 0
+def stage_of(arms: Sequence[Arm], shape_at) -> Stage:
+    """Synchronous rounds of these drafters."""
+    costs = [replace(PLAIN, drafting_s=arm.drafting_s, catch_up_s=arm.catch_up_s) for arm in arms]
+    return Stage(costs, shape_at, lambda: synchronous(DRAFTS))
 
 
-def test_a_switch_reads_what_the_others_have_committed() -> None:
-    class Turns(StaticSelector):
-        def learn(self, outcome: RoundOutcome) -> None:
-            self.arm = 1 - self.arm
-
-    run = play(HAND, TWO, Turns(0), link(20), PLAIN, 2)
-    assert [r.arm for r in run.rounds] == [0, 1, 0]
-    assert [(r.at, r.committed) for r in run.rounds] == [(0, 3), (3, 2), (5, 2)]
-    assert run.rounds[1].seconds == pytest.approx(13 * 0.01 + 2 * 0.002 + 0.020 + 0.010 + 3 * 0.001)
-    assert run.rounds[2].seconds == pytest.approx(2 * 0.0005 + 2 * 0.001 + 0.020 + 0.010 + 3 * 0.001)
+def play(texts: Sequence[Text], arms: Sequence[Arm], selector: Selector, shape_at) -> list[Trajectory]:
+    return stage_of(arms, shape_at).trajectories(texts, selector)
 
 
-def test_a_silent_drafter_ends_its_round_early() -> None:
-    track = track_of([1, 0, 1, 1], silent=(False, True, False, False))
-    [first, *_] = play(Text((track,)), TWO[:1], StaticSelector(0), link(20), PLAIN, 3).rounds
-    assert first.committed == 2
-    assert first.seconds == pytest.approx(40 * 0.0005 + 0.001 + 0.020 + 0.010 + 2 * 0.001)
+def oracle(text: Text, arms: Sequence[Arm], shape_at) -> Trajectory:
+    [best] = stage_of(arms, shape_at).best([text])
+    return best
+
+
+def best_single(texts: Sequence[Text], arms: Sequence[Arm], shape_at) -> tuple[int, list[Trajectory]]:
+    """The drafter that alone would have been the fastest, and its trajectories."""
+    stage = stage_of(arms, shape_at)
+    runs = {arm: stage.alone(texts, arm) for arm in range(len(arms))}
+    arm = min(runs, key=lambda index: sum(run.seconds for run in runs[index]))
+    return arm, runs[arm]
+
+
+# --- what selectors learn ---
 
 
 @dataclass
 class Listening(Selector):
-    """Chooses at random, reads with everybody, and notes what it is told."""
+    """Keep the outcomes, and let all idle drafters catch up; the active one is drawn, or always `arm`."""
+
+    catches_up = True
 
     rng: np.random.Generator
+    arm: int | None = None
     outcomes: list[RoundOutcome] = field(default_factory=list)
 
     def choose(self, view: SelectionView) -> int:
-        return int(self.rng.integers(len(view.arms)))
+        return int(self.rng.integers(len(view.arms))) if self.arm is None else self.arm
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
         return tuple(arm for arm in view.arms if arm != chosen)
@@ -127,97 +121,58 @@ class Listening(Selector):
     def learn(self, outcome: RoundOutcome) -> None:
         self.outcomes.append(outcome)
 
+    def by_text(self) -> list[list[RoundOutcome]]:
+        """Return the outcomes of each text but the last, which are told to be over where the next one begins."""
+        ends = [i + 1 for i, outcome in enumerate(self.outcomes) if not outcome.committed]
+        return [self.outcomes[a:b] for a, b in itertools.pairwise((0, *ends))]
 
-@pytest.mark.parametrize("catch_up_s", [0.0, 0.0001, 0.005])
-def test_arms_hear_every_token_that_they_have_not_drafted_once_and_in_order(catch_up_s) -> None:
+
+@pytest.mark.parametrize("catch_up_s", [0.0, 0.0001, 0.004])
+def test_arms_learn_of_every_token_once_in_order_and_of_an_end_that_nobody_knows(catch_up_s) -> None:
+    texts = [text_of(np.random.default_rng(seed), [(0, 150)]) for seed in (1, 2, 3)]
+    listening = Listening(np.random.default_rng(2))
+    play(texts, [replace(arm, catch_up_s=catch_up_s) for arm in FAMILY], listening, link(20))
+    _, *played = listening.by_text()  # after the warm-up
+    for text, outcomes in zip(texts, played, strict=False):
+        learned = [[hit for outcome in outcomes for hit in outcome.hits[arm]] for arm in range(5)]
+        assert len(set(map(len, learned))) == 1, "the next text begins with the same token for all"
+        assert 140 <= len(learned[0]) <= 150
+        for hits, trace in zip(learned, text.traces, strict=True):
+            assert all(hit in (None, own) for hit, own in zip(hits, trace.hits, strict=False))
+            assert sum(hit is not None for hit in hits) > 100
+    assert len(played) == 2
+
+
+def test_catching_up_while_the_edge_waits_costs_no_time() -> None:
     text = text_of(np.random.default_rng(1), [(0, 150)])
-    arms = [replace(arm, catch_up_s=catch_up_s) for arm in FAMILY]
-    listening = Listening(np.random.default_rng(2))
-    run = play(text, arms, listening, link(20), PLAIN, DRAFTS)
-    for arm, track in enumerate(text.tracks):
-        at = 0
-        for entry, outcome in zip(run.rounds, listening.outcomes, strict=True):
-            heard = outcome.hits[arm]
-            mine = entry.arm == arm
-            heard = tuple(hit for hit in heard if hit is not None)  # of the text's end perhaps
-            read = heard[:-1] if mine else heard  # its round's last token is the target's, whatever it would have said
-            assert read == track.trace.hits[at : at + len(read)]
-            at += len(heard)
-            if mine:
-                assert heard[-1] is (outcome.accepted == entry.committed)
-                assert at == entry.at + entry.committed, "it has caught up with the text"
-        assert at > 0
+    arms = [replace(arm, catch_up_s=0.00001) for arm in FAMILY]
+    [along] = play([text], arms, Listening(np.random.default_rng(0), arm=0), link(20))
+    [alone] = play([text], arms, StaticSelector(0), link(20))
+    assert along.seconds == pytest.approx(alone.seconds, rel=0.01)
 
 
-def test_at_the_end_of_a_text_nothing_is_left_to_be_heard_of_it() -> None:
-    listening = Listening(np.random.default_rng(2))
-    slow = [replace(arm, catch_up_s=0.004) for arm in FAMILY]
-    for seed in (1, 2):
-        listening.outcomes.clear()
-        text = text_of(np.random.default_rng(seed), [(0, 150)])
-        play(text, slow, listening, link(20), PLAIN, DRAFTS)
-        for arm in range(5):
-            heard = [hit for outcome in listening.outcomes for hit in outcome.hits[arm]]
-            assert len(heard) == 150
-        assert any(None in hits for hits in listening.outcomes[-1].hits)
-
-
-def test_reading_along_never_takes_longer_than_the_wait() -> None:
-    text = Text((track_of([1] * 60, prompt=1), track_of([1] * 60, prompt=1)))
-
-    class Stays(Listening):
-        def choose(self, view: SelectionView) -> int:
-            return 0
-
-    stays = Stays(np.random.default_rng(0))
-    slow_reader = [TWO[0], Arm("b", 0.001, 0.02)]
-    run = play(text, slow_reader, stays, link(20), PLAIN, 2)
-    assert run.seconds == play(text, slow_reader, StaticSelector(0), link(20), PLAIN, 2).seconds
-    heard = [[hit for hit in outcome.hits[1] if hit is not None] for outcome in stays.outcomes]
-    assert max(map(len, heard)) == 1, "0.033 s hold one token of 0.02 s"
-
-
-def test_catching_up_starts_with_the_prompt_and_costs_what_the_wait_does_not_hide() -> None:
-    told: list[list[float]] = []
-
-    class Reader(StaticSelector):
-        catches_up = True
-
-        def read_prompt(self, log_q: Sequence[float]) -> None:
-            told.append(list(log_q))
-
-    first, second = (
-        replace(track.trace, prompt_log_q=log_q) for track, log_q in zip(HAND.tracks, (-2.5, -1.5), strict=True)
-    )
-    text = Text((Track(first), Track(second)))
-    costs = replace(PLAIN, prefill_row_s=0.0003)
-    alone = play(text, TWO, StaticSelector(0), link(20), costs, 2)
-    along = play(text, TWO, Reader(0), link(20), costs, 2)
-    assert told == [[-2.5, -1.5]]
-    waiting_s = 0.020 + 0.010 + 10 * 0.0003
-    both_s = 10 * (0.0005 + 0.01)
-    assert along.seconds - alone.seconds == pytest.approx(both_s - waiting_s - 10 * 0.0005)
-    assert play(text, TWO, Reader(0), link(200), costs, 2).seconds == pytest.approx(
-        play(text, TWO, StaticSelector(0), link(200), costs, 2).seconds
-    )
-
-
-def test_what_a_commit_tells_is_counted_as_the_target_judges() -> None:
-    listening = Listening(np.random.default_rng(0))
-    play(Text((track_of([1, 1, 0, 1, 1], [0.9, 0.8, 0.3, 0.7, 0.6]),)), TWO[:1], listening, link(20), PLAIN, 4)
-    first, second = listening.outcomes
-    assert (first.committed, first.accepted, first.verified) == (3, 2, 3)
-    assert first.agreement == pytest.approx((0.9 + 0.8 + 0.3 + 0.7) / 4)
-    assert (second.committed, second.accepted, second.verified) == (2, 2, 2)
+def test_outcomes_count_as_the_target_verifies_and_tell_the_agreement_of_all_drafts() -> None:
+    hits, agreement = (True, True, False, True, True) * 12, (0.9, 0.8, 0.3, 0.7, 0.6) * 12
+    listening = Listening(np.random.default_rng(0), arm=0)
+    text = Text((trace_of(hits, agreement), trace_of(hits, agreement, drafter="e")))
+    play([text] * 2, FAMILY[:2], listening, link(20))
+    _, outcomes = listening.by_text()
+    rounds = outcomes[2:-2]
+    assert len(rounds) > 8
+    assert {(outcome.committed, outcome.accepted) for outcome in rounds} == {(5, 4)}, "from one miss to the next"
+    for outcome in rounds:
+        drafted = (0.7, 0.6, 0.9, 0.8, 0.3, 0.7)[: outcome.verified]
+        assert len(drafted) >= 5
+        assert outcome.agreement == pytest.approx(sum(drafted) / len(drafted))
 
 
 # --- texts ---
 
 
 def test_traces_of_drafters_meet_by_prompt() -> None:
-    one, other = track_of([1, 0]).trace, track_of([0, 1], drafter="e").trace
+    one, other = trace_of([1, 0]), trace_of([0, 1], drafter="e")
     [text] = texts_of({"d": [one], "e": [other]})
-    assert [track.trace.drafter for track in text.tracks] == ["d", "e"]
+    assert [trace.drafter for trace in text.traces] == ["d", "e"]
     with pytest.raises(ConfigError, match="every prompt with every drafter"):
         texts_of({"d": [one], "e": [replace(other, id="u")]})
     with pytest.raises(ConfigError, match="must be on one text"):
@@ -229,28 +184,24 @@ def test_joined_texts_change_where_they_meet() -> None:
     texts = [text_of(rng, [(0, 30)]), text_of(rng, [(1, 20)]), text_of(rng, [(2, 10)])]
     text = joined(texts)
     assert text.changes == (30, 50)
-    assert text.tracks[3].trace.hits == sum((part.tracks[3].trace.hits for part in texts), ())
-    assert len(text.tracks[3].agreement) == text.tokens == 60
+    assert text.traces[3].hits == sum((part.traces[3].hits for part in texts), ())
+    assert len(text.traces[3].agreement) == text.tokens == 60
     with pytest.raises(ConfigError, match="the same drafters"):
         joined([])
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"text\.changes"):
-        Text((track_of([1, 1]),), (2,))
+        Text((trace_of([1, 1]),), (2,))
     with pytest.raises(ConfigError, match=r"trace\.agreement"):
-        track_of([1, 1], [0.5])
-    with pytest.raises(ConfigError, match="one for each track"):
-        play(HAND, TWO[:1], StaticSelector(0), link(20), PLAIN, 2)
-    with pytest.raises(ConfigError, match="drafts"):
-        play(HAND, TWO, StaticSelector(0), link(20), PLAIN, 0)
+        trace_of([1, 1], [0.5])
 
 
 # --- behaviour ---
 
 
 def seconds_of(texts: Sequence[Text], selector: Selector, rtt_ms: float, arms: Sequence[Arm] = FAMILY) -> float:
-    return sum(play(text, arms, selector, link(rtt_ms), PLAIN, DRAFTS).seconds for text in texts)
+    return sum(run.seconds for run in play(texts, arms, selector, link(rtt_ms)))
 
 
 def contenders(seed: int) -> dict[str, Callable[[], Selector]]:
@@ -278,7 +229,7 @@ def shares_of_oracle(
     best = 0.0
     for seed in seeds:
         texts = make(np.random.default_rng(seed))
-        best += sum(oracle(text, FAMILY, link(rtt_ms), PLAIN, DRAFTS).seconds for text in texts)
+        best += sum(oracle(text, FAMILY, link(rtt_ms)).seconds for text in texts)
         for name, selector in contenders(seed).items():
             spent[name] += seconds_of(texts, selector(), rtt_ms)
     return {name: best / seconds for name, seconds in spent.items()}
@@ -298,7 +249,7 @@ def test_on_mixed_domains_the_default_beats_each_drafter_and_no_selector_beats_i
 def test_the_default_stays_above_every_single_drafter_over_many_texts() -> None:
     rng = np.random.default_rng(5)
     texts = [text_of(rng, [(int(domain), 100)]) for domain in rng.integers(0, 4, 24)]
-    _, runs = best_single(texts, FAMILY, link(20), PLAIN, DRAFTS)
+    _, runs = best_single(texts, FAMILY, link(20))
     alone = sum(run.seconds for run in runs)
     assert seconds_of(texts, default_selector(5), 20) < alone / 1.15
     assert seconds_of(texts, Hedge(FixedShare(arms=5), np.random.default_rng(0)), 20) < alone / 1.15
@@ -308,20 +259,20 @@ def test_the_default_stays_above_every_single_drafter_over_many_texts() -> None:
 def test_the_default_is_near_the_best_drafter_of_a_domain_that_it_is_not_told(domain) -> None:
     rng = np.random.default_rng(domain)
     texts = [text_of(rng, [(domain, 300)]) for _ in range(3)]
-    arm, runs = best_single(texts, FAMILY, link(50), PLAIN, DRAFTS)
+    arm, runs = best_single(texts, FAMILY, link(50))
     assert arm == domain + 1
     assert sum(run.seconds for run in runs) > 0.95 * seconds_of(texts, default_selector(5), 50)
 
 
 def test_after_a_change_of_domain_the_default_is_soon_near_the_oracle() -> None:
     mine = best = stuck = 0.0
-    for seed in range(12):
+    for seed in range(6):
         rng = np.random.default_rng(seed)
         before, after = (int(domain) for domain in rng.permutation(4)[:2])
         text = text_of(rng, [(before, 160), (after, 224)])
-        best_run = oracle(text, FAMILY, link(50), PLAIN, DRAFTS).elapsed()
-        run = play(text, FAMILY, default_selector(5), link(50), PLAIN, DRAFTS).elapsed()
-        still = play(text, FAMILY, StaticSelector(before + 1), link(50), PLAIN, DRAFTS).elapsed()
+        best_run = oracle(text, FAMILY, link(50)).elapsed()
+        run = play([text], FAMILY, default_selector(5), link(50))[0].elapsed()
+        still = play([text], FAMILY, StaticSelector(before + 1), link(50))[0].elapsed()
         settled, end = 160 + 64, 383
         best += best_run[end] - best_run[settled]
         mine += run[end] - run[settled]
@@ -332,7 +283,7 @@ def test_after_a_change_of_domain_the_default_is_soon_near_the_oracle() -> None:
 
 def test_the_oracle_takes_the_best_of_every_stretch() -> None:
     text = text_of(np.random.default_rng(0), [(0, 200), (3, 200)])
-    choices = oracle(text, FAMILY, link(50), PLAIN, DRAFTS).choices()
+    choices = oracle(text, FAMILY, link(50)).choices
     assert set(choices[:190]) == {1}
     assert set(choices[210:]) == {4}
 
@@ -344,17 +295,17 @@ UNEQUAL = [Arm("fast", 0.0005, 0.0001), Arm("slow and better", 0.015, 0.001)]
 @pytest.mark.parametrize("make", [lambda: default_selector(2), lambda: MetaSdUcb(arms=2)], ids=["default", "MetaSD"])
 def test_a_slower_better_drafter_wins_on_a_long_link_and_loses_on_a_short_one(make, rtt_ms, better) -> None:
     texts = [text_of(np.random.default_rng(seed), [(0, 400)], np.array([[0.6], [0.9]])) for seed in range(3)]
-    arm, _ = best_single(texts, UNEQUAL, link(rtt_ms), PLAIN, DRAFTS)
+    arm, _ = best_single(texts, UNEQUAL, link(rtt_ms))
     assert arm == better
     selector = make()
-    choices = [play(text, UNEQUAL, selector, link(rtt_ms), PLAIN, DRAFTS).choices() for text in texts]
+    choices = [play([text], UNEQUAL, selector, link(rtt_ms))[0].choices for text in texts]
     late = np.concatenate([choice[100:] for choice in choices])
     assert (late == better).mean() > 0.85
 
 
 def test_alignment_alone_takes_the_slower_drafter_on_a_short_link_too() -> None:
     text = text_of(np.random.default_rng(0), [(0, 600)], np.array([[0.6], [0.9]]))
-    choices = play(text, UNEQUAL, MetaSdUcb(arms=2, objective=Alignment()), link(2), PLAIN, DRAFTS).choices()
+    choices = play([text], UNEQUAL, MetaSdUcb(arms=2, objective=Alignment()), link(2))[0].choices
     assert np.mean(choices[200:]) > 0.85
 
 
@@ -362,18 +313,12 @@ def test_after_a_change_of_link_the_default_switches_drafter_within_64_tokens() 
     shares = []
     for seed in range(4):
         text = text_of(np.random.default_rng(seed), [(0, 800)], np.array([[0.6], [0.9]]))
-        changes_at_s = play(text, UNEQUAL, StaticSelector(0), link(2), PLAIN, DRAFTS).elapsed()[400]
-        run = play(
-            text,
-            UNEQUAL,
-            default_selector(2),
-            lambda time, at=changes_at_s: LinkShape.of(rtt_ms=2 if time < at else 200),
-            PLAIN,
-            DRAFTS,
-        )
+        changes_at_s = play([text], UNEQUAL, StaticSelector(0), link(2))[0].elapsed()[400]
+        shape_at = lambda time, at=changes_at_s: LinkShape.of(rtt_ms=2 if time < at else 200)  # noqa: E731
+        [run] = play([text], UNEQUAL, default_selector(2), shape_at)
         change = next(i for i, elapsed in enumerate(run.elapsed()) if elapsed >= changes_at_s)
-        shares.append(np.mean(run.choices()[change + 64 :]))
-        assert np.mean(run.choices()[50 : change - 10]) < 0.15
+        shares.append(np.mean(run.choices[change + 64 :]))
+        assert np.mean(run.choices[50 : change - 10]) < 0.15
     assert np.mean(shares) > 0.85
 
 
@@ -382,14 +327,14 @@ def test_regret_of_ucb_grows_like_a_logarithm_and_that_of_chance_in_line() -> No
     early, late = (dict.fromkeys(("ucb", "random", "default"), 0.0) for _ in range(2))
     for seed in range(2):
         text = text_of(np.random.default_rng(seed), [(0, 8_000)], np.array([[0.85], [0.7], [0.55]]))
-        best = play(text, arms, StaticSelector(0), link(50), PLAIN, DRAFTS).elapsed()
+        best = play([text], arms, StaticSelector(0), link(50))[0].at_s
         selectors = {
             "ucb": MetaSdUcb(arms=3, strength=0.6, objective=Alignment()),
             "random": RandomSelector(3, np.random.default_rng(seed)),
             "default": default_selector(3),
         }
         for name, selector in selectors.items():
-            regret = play(text, arms, selector, link(50), PLAIN, DRAFTS).regret(best)
+            regret = play([text], arms, selector, link(50))[0].at_s - best
             early[name] += regret[799]
             late[name] += regret[-1]
     assert late["ucb"] < 5 * early["ucb"], "from 800 to 8000 tokens"

@@ -19,7 +19,7 @@ from outrider.proto.policy import FixedWindow
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.session.selection import Conditions
-from outrider.proto.types import Sampling, token_ids
+from outrider.proto.types import Patience, Sampling, token_ids
 
 SELECTORS = {
     "random": lambda arms, rng: RandomSelector(arms, rng),
@@ -154,15 +154,16 @@ def test_a_selector_without_catch_up_costs_no_reading_and_late_ones_read_at_once
     assert statistics.of("b").committed > 60
 
 
-def test_views_are_of_rounds_where_the_link_is_shorter_than_a_step_else_of_a_stream() -> None:
-    def looked_at(delay_s: float) -> SelectionView:
+def test_views_are_of_rounds_where_the_verifier_waits_for_drafts_else_of_a_stream() -> None:
+    def looked_at(delay_s: float, patience: Patience | None = None) -> SelectionView:
         class Looking(Leader):
             def choose(self, view: SelectionView) -> int:
                 views.append(view)
                 return Leader.choose(self, view)
 
         views: list[SelectionView] = []
-        oracle, frame = hashing_oracle(8, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
+        oracle = hashing_oracle(8, eos_odds=0.0)
+        frame = open_frame(sampling=Sampling(max_tokens=80), patience=patience)
         CheckedSimulation(
             frame,
             oracle,
@@ -178,6 +179,24 @@ def test_views_are_of_rounds_where_the_link_is_shorter_than_a_step_else_of_a_str
     far = looked_at(0.06)
     assert set(far.lead) <= {4, 5}, "120 ms of link in steps of 30 ms"
     assert far.alone_s == pytest.approx(0.03, rel=0.2)
+    assert looked_at(0.06, Patience(math.inf, 4)).lead == (), "the verifier waits, since the text asks it to"
+    assert looked_at(0.06, Patience(0.0, 4)).lead
+
+
+def test_a_drafter_that_has_read_everything_is_not_asked_to_catch_up() -> None:
+    class Eager(StaticSelector):
+        catches_up = True
+
+        def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
+            return tuple(arm for arm in view.arms if arm != chosen)
+
+    oracle, frame = hashing_oracle(8, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
+    first, *others = pool(oracle, [0.6, 0.6, 0.6], 1)
+    simulation = CheckedSimulation(
+        frame, oracle, first, rivals=others, selector=Eager(), link=Faults(delay_s=0.06), step_s=0.03
+    )
+    assert simulation.run() == own_text(oracle, frame, rules())
+    assert simulation.edge.statistics.read > 100, "both of the others, prompt and text"
 
 
 def test_a_broken_drafter_yields_to_the_others_and_the_last_one_to_the_cloud() -> None:

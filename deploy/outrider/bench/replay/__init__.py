@@ -7,6 +7,6 @@ on a virtual clock.
 traces    the recorded bits, and how they are kept
 record    making them with a drafter
 traced    targets and drafters that say what traces say, and texts of theirs in the simulator
-selection several drafters and their selector in synchronous rounds
+texts     texts with the traces of several drafters
 optimum   the best policy in hindsight
 """

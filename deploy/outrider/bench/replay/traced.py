@@ -41,7 +41,7 @@ class Policy:
 
     Attributes:
         window: of the edge; None: the default policy.
-        patience: of the verifier; None: planned.
+        patience: of the verifier, at the edge's request; None: planned.
         goal: of the deployment.
         max_drafts: verified in a step at most.
         drafting: False: cloud streaming.
@@ -92,17 +92,24 @@ class Truth:
     Attributes:
         first: position of the first token of text.
         tokens: prompt and text; what the prompt says matters to nobody here but for its bytes.
+        agreement: by position, min(1, p / q) of what was last drafted there; NaN: not known.
     """
 
     def __init__(self, trace: HitTrace) -> None:
         self.first = trace.prompt_tokens
         self.tokens = (*itertools.islice(itertools.cycle(trace.tokens), self.first), *trace.tokens)
+        self.agreement = [math.nan] * len(self.tokens)
 
     def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
         """Return [k + 1] tokens from the transcript's end on; 0 behind the text's, where nothing is accepted."""
         start = len(transcript)
         tokens = self.tokens[start : start + len(block) + 1]
         return tokens + (0,) * (len(block) + 1 - len(tokens))
+
+    def reward(self, start: int, drafts: int) -> float | None:
+        """Return the mean agreement of the drafts; after one that misses, that of the drafter's on the right text."""
+        known = [agreement for agreement in self.agreement[start : start + drafts] if not math.isnan(agreement)]
+        return sum(known) / len(known) if known else None
 
 
 class TraceDrafters:
@@ -111,6 +118,7 @@ class TraceDrafters:
     def __init__(self, drafters: Sequence[Rival], truth: Truth) -> None:
         self._drafters = drafters
         self._truth = truth.tokens
+        self._agreement = truth.agreement
         self._first = truth.first
         self._right = [0] * len(drafters)  # tokens of each one's prefix that are as the target has them
 
@@ -150,6 +158,7 @@ class TraceDrafters:
                 break
             hit = right == position and trace.hits[i]
             right += hit
+            self._agreement[position] = trace.agreement[i] if trace.agreement else math.nan
             unknown = (math.nan,) * len(trace.tokens)
             signs = trace.confidence[i], (trace.entropy or unknown)[i], (trace.perturbed_probability or unknown)[i]
             drafts.append(DraftToken(self._truth[position] + (not hit), *signs))
@@ -207,7 +216,7 @@ class Replay(Simulation):
         frame = _open_frame(trace, truth, policy)
         names = tuple(drafter.trace.drafter for drafter in drafters)
         selection = Selection(selector, names) if selector is not None else None
-        machine = EdgeSession(frame, policy.window, measurements=measurements, selection=selection)
+        machine = EdgeSession(frame, policy.window, measurements=measurements, send_q=bool(rivals), selection=selection)
         verifier = SimulatedVerifier(clock, _rules(trace, truth, policy), truth, costs, batching)
         self._wires = WireLink(shape_at, costs, machine.statistics, random.Random(seed))
         super().__init__(clock, machine, verifier, TraceDrafters(drafters, truth), lambda _: self._wires)
@@ -243,6 +252,7 @@ def _open_frame(trace: HitTrace, truth: Truth, policy: Policy) -> Open:
         session="0" * 32,
         drafting=policy.drafting,
         logp=policy.logprobs,
+        patience=policy.patience,
     )
 
 
@@ -255,7 +265,6 @@ def _rules(trace: HitTrace, truth: Truth, policy: Policy) -> VerifierRules:
         context_length=len(truth.tokens) + _BEYOND * (1 + trace.ended),
         eos_tokens=frozenset(trace.tokens[-1:]) if trace.ended else frozenset(),
         max_drafts=policy.max_drafts,
-        patience=policy.patience,
         goal=policy.goal,
     )
 

@@ -39,6 +39,9 @@ class OracleTarget:
         before = tuple(transcript)
         return tuple(self.oracle(before + block[:j]) for j in range(len(block) + 1))
 
+    def reward(self, start: int, drafts: int) -> None:
+        """Return that it is not known."""
+
 
 def drafter_of(
     oracle: Oracle,

@@ -24,6 +24,10 @@ class Target(Protocol):
         """[k + 1] its token after the transcript and after each of the drafts `block` [k]."""
         ...
 
+    def reward(self, start: int, drafts: int) -> float | None:
+        """Mean of min(1, p / q) over so many drafts from position `start` on; None: not known."""
+        ...
+
 
 class DownStream(Protocol):
     """The verifier's end of a stream."""
@@ -169,11 +173,13 @@ class SimulatedVerifier:
 
     def verify(self, slot: SimulatedSlot, block: tuple[int, ...], began: float) -> Commit:
         """Let the target verify `block` in the step that `began`, and make text of what it says."""
-        now = self._clock.now
-        tokens = tuple([CommittedToken(token, -1.0) for token in self._target.after(slot.session.transcript, block)])
+        now, transcript = self._clock.now, slot.session.transcript
+        tokens = tuple([CommittedToken(token, -1.0) for token in self._target.after(transcript, block)])
+        sent_q = any(q > 0 for q in slot.session.q_of(block))
+        reward = self._target.reward(len(transcript), len(block)) if sent_q else None
         queue_s = max(0.0, began - slot.ready_since)
         slot.session.credit = self.credit()  # the session lowers it where drafts do not pay
-        return slot.session.on_verified(Verified(block, tokens, queue_s, now - began), now)
+        return slot.session.on_verified(Verified(block, tokens, queue_s, now - began, reward=reward), now)
 
     def _free(self) -> None:
         self._busy = False

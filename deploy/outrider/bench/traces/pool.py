@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.bench.links import BenchLink
-from outrider.bench.replay.selection import Text, joined, texts_of
+from outrider.bench.replay.texts import Text, joined, texts_of
 from outrider.bench.statistics import Bootstrap
 from outrider.bench.traces.pool_results import DRAFTER, ORACLE, SELECTOR, Accumulator, Row
 from outrider.bench.traces.recording import Recording
@@ -28,7 +28,7 @@ def variants_of(texts: Sequence[Text]) -> Variants:
     """Group texts by prompt, in their order."""
     found: dict[tuple[str, str], list[Text]] = {}
     for text in texts:
-        trace = text.tracks[0].trace
+        trace = text.traces[0]
         found.setdefault((trace.domain, trace.id), []).append(text)
     return found
 

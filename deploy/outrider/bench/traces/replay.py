@@ -12,17 +12,18 @@ from outrider.bench.commands import ReplaySettings, check_once
 from outrider.bench.environment import command_line
 from outrider.bench.links import BenchLink, links_of
 from outrider.bench.outputs import check_plot_folder, hand_out, progress
+from outrider.bench.replay.optimum import synchronous
+from outrider.bench.replay.traced import Policy
 from outrider.bench.traces.plots import draw_pool, draw_sweep
 from outrider.bench.traces.pool import STATIC, Pool
 from outrider.bench.traces.pool_results import PoolReplayed, Row
 from outrider.bench.traces.recording import Recording, load_recording
-from outrider.bench.traces.stages import RoundsStage, Stage, StreamStage
+from outrider.bench.traces.stages import Stage
 from outrider.bench.traces.sweep import Replayed, Sweep, WindowResult, policy_of
 from outrider.bench.traces.tables import pool_tables, sweep_tables
 from outrider.deploy.arguments import Given
 from outrider.edge.policies.selection import selector_named
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection import Arm
 
 ROUNDS, STREAM = "rounds", "stream"
 
@@ -106,23 +107,20 @@ def _windows(names: Sequence[str]) -> Sequence[str]:
 
 
 def _rounds(options: ReplaySettings, recording: Recording) -> Callable[[BenchLink], Stage]:
-    costs = recording.costs.of(next(iter(recording.traces)), min_step_s=options.min_step / 1e3)
-    return lambda link: RoundsStage(arms_of(recording), link.shape_at, costs, options.rounds)
+    return _stage(options, recording, lambda: synchronous(options.rounds))
 
 
 def _stream(options: ReplaySettings, recording: Recording) -> Callable[[BenchLink], Stage]:
-    costs = [recording.costs.of(name, min_step_s=options.min_step / 1e3) for name in recording.traces]
     if not options.window:
         raise ConfigError("names no policy; name adaptive, or some N", field="window")
-    name = options.window[0]
+    name, goal = options.window[0], options.goal
     policy_of(name)
-    goal = options.goal
-    return lambda link: StreamStage(costs, link.shape_at, lambda: replace(policy_of(name), goal=goal), options.seed)
+    return _stage(options, recording, lambda: replace(policy_of(name), goal=goal))
 
 
-def arms_of(recording: Recording) -> list[Arm]:
-    """Return the drafters, at what they were measured to cost."""
-    return [Arm(name, **asdict(recording.costs.drafters[name])) for name in recording.traces]
+def _stage(options: ReplaySettings, recording: Recording, policy: Callable[[], Policy]) -> Callable[[BenchLink], Stage]:
+    costs = [recording.costs.of(name, min_step_s=options.min_step / 1e3) for name in recording.traces]
+    return lambda link: Stage(costs, link.shape_at, policy, options.seed)
 
 
 def _rows(pool: Pool) -> tuple[Row, ...]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
-from outrider.bench.replay.selection import Text, in_hindsight, play
+from outrider.bench.replay.texts import Text, in_hindsight
 from outrider.bench.replay.traced import Outcome, Policy, Rival, replay
 from outrider.bench.simulator.costs import Costs
 from outrider.bench.simulator.wire import ShapeAt
 from outrider.bench.traces.sweep import WARM_UP_TOKENS
-from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +21,7 @@ class Segment:
     """A text on its way.
 
     Attributes:
-        text: with every drafter's track.
+        text: with every drafter's trace.
         prompt: domain and id of the prompt at its beginning.
         domains: of its stretches.
     """
@@ -59,82 +58,12 @@ def in_seconds(trajectory: Trajectory) -> float:
     return trajectory.seconds
 
 
-class Stage(Protocol):
-    """A link with machines at both ends."""
-
-    def cloud_s(self, text: Text) -> float:
-        """Return seconds of cloud streaming, measured as `Trajectory.seconds` is."""
-        ...
-
-    def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
-        """Play the texts one after the other with one drafter."""
-        ...
-
-    def trajectories(self, texts: Sequence[Text], selector: Selector) -> list[Trajectory]:
-        """Play the texts one after the other; the selector keeps what it has learned."""
-        ...
-
-    def best(self, texts: Sequence[Text]) -> list[Trajectory]:
-        """Play each stretch between changes of domain with the drafter that is the fastest there."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class RoundsStage:
-    """Synchronous rounds, MetaSD's own setting (arXiv 2604.05417): draft, wait for the verdict, begin again.
+class Stage:
+    """A link with machines at both ends, in the simulator.
 
-    Attributes:
-        arms: [K] drafters.
-        shape_at: the link.
-        costs: of the verifier and the events.
-        drafts: of a round.
-    """
-
-    arms: Sequence[Arm]
-    shape_at: ShapeAt
-    costs: Costs
-    drafts: int
-    _known: dict[tuple[object, ...], Trajectory] = field(init=False, default_factory=dict)  # of one drafter on one text
-
-    def cloud_s(self, text: Text) -> float:
-        """Return a step a token, and the link once."""
-        events_s = self.costs.cloud_event_s + self.costs.edge_event_s
-        return self.shape_at(0.0).rtt_s + events_s + text.tokens * (self.costs.verify_s(1) + self.costs.commit_s)
-
-    def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
-        """Play the texts with one drafter; one text does not depend on the others."""
-        return [self._alone(text, arm) for text in texts]
-
-    def trajectories(self, texts: Sequence[Text], selector: Selector) -> list[Trajectory]:
-        """Play the texts one after the other."""
-        return [self._trajectory(text, selector) for text in texts]
-
-    def best(self, texts: Sequence[Text]) -> list[Trajectory]:
-        """Play in hindsight."""
-        return [self._best(text) for text in texts]
-
-    def _best(self, text: Text) -> Trajectory:
-        if text.changes:
-            return in_hindsight(text, lambda selector: self._trajectory(text, selector))
-        return min((self._alone(text, arm) for arm in range(len(self.arms))), key=in_seconds)
-
-    def _alone(self, text: Text, arm: int) -> Trajectory:
-        trace = text.tracks[arm].trace
-        if text.changes:  # hardly met twice
-            return self._trajectory(text, StaticSelector(arm))
-        key = (trace.domain, trace.id, trace.seed, arm)
-        if key not in self._known:
-            self._known[key] = self._trajectory(text, StaticSelector(arm))
-        return self._known[key]
-
-    def _trajectory(self, text: Text, selector: Selector) -> Trajectory:
-        run = play(text, self.arms, selector, self.shape_at, self.costs, self.drafts)
-        return Trajectory(np.array(run.elapsed()), np.array(run.choices(), dtype=np.int16))
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStage:
-    """The session machine: another drafter may become active with each chain; idle ones catch up while it waits.
+    Another drafter becomes the active one where a chain of drafts begins; idle drafters catch up while that one waits.
+    With a policy of synchronous rounds this is MetaSD's own setting (arXiv 2604.05417).
 
     Attributes:
         costs: [K] of the verifier and the events, with each drafter's own.
@@ -154,7 +83,7 @@ class StreamStage:
 
     def cloud_s(self, text: Text) -> float:
         """Return seconds from the request to the last token, as for the others."""
-        tokens = text.tracks[0].trace.tokens
+        tokens = text.traces[0].tokens
         if tokens not in self._cloud_s:
             [outcome] = self._replayed([text], 0, replace(self.policy(), drafting=False))
             self._cloud_s[tokens] = outcome.arrivals[-1]
@@ -162,7 +91,7 @@ class StreamStage:
 
     def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
         """Play the texts with one drafter; edge and verifier keep what they have measured."""
-        key = (arm, *(text.tracks[arm].trace.tokens for text in texts))
+        key = (arm, *(text.traces[arm].tokens for text in texts))
         if key not in self._known:
             outcomes = self._replayed(texts, arm, self.policy())
             self._known[key] = [_trajectory_of(outcome, (arm,) * len(outcome.arrivals)) for outcome in outcomes]
@@ -175,15 +104,14 @@ class StreamStage:
             return self.alone(texts, 0)
         aligned = Aligned(selector, len(self.costs))
         outcomes = replay(
-            [text.tracks[0].trace for text in texts],
+            [text.traces[0] for text in texts],
             self.shape_at,
             first,
             self.policy(),
             warm_up_tokens=WARM_UP_TOKENS,
             seed=self.seed,
             rivals=[
-                [Rival(track.trace, costs) for track, costs in zip(text.tracks[1:], others, strict=True)]
-                for text in texts
+                [Rival(trace, costs) for trace, costs in zip(text.traces[1:], others, strict=True)] for text in texts
             ],
             selector=aligned.begin_text,
         )
@@ -197,10 +125,11 @@ class StreamStage:
         return [self._best(text) if text.changes else min(next(alone), key=in_seconds) for text in texts]
 
     def _best(self, text: Text) -> Trajectory:
-        return in_hindsight(text, lambda selector: self.trajectories([text], selector)[0])
+        warm_up = min(WARM_UP_TOKENS, text.tokens)
+        return in_hindsight(text, lambda selector: self.trajectories([text], selector)[0], warm_up_tokens=warm_up)
 
     def _replayed(self, texts: Sequence[Text], arm: int, policy: Policy) -> list[Outcome]:
-        traces = [text.tracks[arm].trace for text in texts]
+        traces = [text.traces[arm] for text in texts]
         costs = self.costs[arm]
         return replay(traces, self.shape_at, costs, policy, warm_up_tokens=WARM_UP_TOKENS, seed=self.seed)
 

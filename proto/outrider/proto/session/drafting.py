@@ -135,7 +135,8 @@ class Drafting:
         """Choose the active drafter, now that a chain begins."""
         self._choice_due = False
         before, meter = self.active, self._meter
-        self._selection.choose(meter.arms(before), meter.conditions(), len(self._text.tokens))
+        conditions = meter.conditions(self._text.frame.patience)
+        self._selection.choose(meter.arms(before), conditions, len(self._text.tokens))
         self._text.statistics.switches += self.active != before
 
     def _draft(self, count: int) -> DraftJob:

@@ -13,7 +13,7 @@ from outrider.proto.policy import (
 from outrider.proto.policy.selection import Arm
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.selection import Conditions
-from outrider.proto.types import Commit
+from outrider.proto.types import Commit, Patience
 
 DRAFT_BYTES = 30  # of a Draft message beside its tokens, framing included, for the link's rate
 UNMEASURED_S = 0.0005  # to draft a token, of a drafter that has not
@@ -157,10 +157,10 @@ class Meter:
         measured = [(name, self.measurements.of(name)) for name in self._drafters]
         return [Arm(name, of.drafting_s.value or usual_s, of.reading_s.value) for name, of in measured]
 
-    def conditions(self) -> Conditions:
-        """Return what a round costs beside its drafter."""
-        step = self.measurements.step
-        return Conditions(self.round_trip_s, step.base or UNMEASURED_STEP_S, step.slope)
+    def conditions(self, patience: Patience | None) -> Conditions:
+        """Return what a round costs beside its drafter, where the text asks for such patience."""
+        step, patience_s = self.measurements.step, patience.seconds if patience is not None else 0.0
+        return Conditions(self.round_trip_s, step.base or UNMEASURED_STEP_S, step.slope, patience_s)
 
     def steering_view(self) -> SteeringView:
         """Return what the rule of steering vectors goes by."""

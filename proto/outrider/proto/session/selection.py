@@ -23,11 +23,13 @@ class Conditions:
         round_trip_s: round-trip time of a small message.
         step_s: a step of the verifier, without its rows.
         row_s: each row of a step.
+        patience_s: that the text asks of the verifier; 0: it asks for none.
     """
 
     round_trip_s: float
     step_s: float
     row_s: float
+    patience_s: float = 0.0
 
 
 class Selection:
@@ -182,8 +184,8 @@ class Selection:
         return len(self._failed) < self.drafters
 
     def _look(self, arms: Sequence[Arm], conditions: Conditions, committed: int) -> SelectionView:
-        # A target whose step outlasts the round trip waits for drafts; one on a longer link goes on alone.
-        waits = conditions.round_trip_s < conditions.step_s
+        # A target waits for drafts that come within a step, or as long as it was asked to; later ones find it ahead.
+        waits = conditions.round_trip_s < max(conditions.step_s, conditions.patience_s)
         look = SelectionView.of_rounds if waits else SelectionView.of_stream
         return look(
             arms,
@@ -210,7 +212,7 @@ class Selection:
             return None if drafter is None else self._catch_up_of(drafter, transcript)
         view = replace(self._view, behind=tuple(self._behind(len(transcript))))
         for drafter in self._selector.score(view, self.current):
-            if drafter not in self._failed:
+            if drafter not in self._failed and view.behind[drafter]:
                 return self._catch_up_of(drafter, transcript)
         return None
 

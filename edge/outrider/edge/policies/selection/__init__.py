@@ -11,7 +11,7 @@ bandits   MetaSD-UCB, discounted and sliding-window UCB, Thompson sampling, EXP3
 routing   the drafter that is surest of itself
 names     all of them by the names that users give
 
-Nothing here knows of sessions, links or models. `outrider.bench.replay.selection` plays selectors on hit traces and
+Nothing here knows of sessions, links or models. `outrider.bench.traces.stages` plays selectors on hit traces and
 compares them with the oracle in hindsight; an edge with several drafters fills the same view from what it measures.
 """
 
