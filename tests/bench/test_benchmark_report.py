@@ -1,4 +1,4 @@
-"""Tables, pictures and the page of a benchmark. Every figure here is synthetic: from a formula, not measured."""
+"""Tables, pictures and the page of a benchmark. Every number here is synthetic: from a formula, not measured."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_text_that_differs_and_an_unknown_figure_are_seen_in_the_table() -> No
     bare = Run("cloud", LinkRecord(5))
     text = printed(Benchmark(ENVIRONMENT, (bare, replace(bare, mode="sync", identical_to_cloud=False))))
     assert re.search(r"sync( +-){10} +NO", text)
-    assert "All figures are measured" in text
+    assert "All metrics are measured" in text
 
 
 def test_a_report_is_a_page_with_its_pictures_and_its_figures(synthetic, tmp_path) -> None:

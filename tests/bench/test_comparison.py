@@ -1,4 +1,4 @@
-"""`outrider compare`: its rounds are those of real sessions, its figures those of its rounds, its numbers add up."""
+"""`outrider compare`: its rounds are those of real sessions, its results those of its rounds, its numbers add up."""
 
 from __future__ import annotations
 
@@ -424,7 +424,7 @@ def test_a_prompt_that_the_target_cannot_read_is_named(target) -> None:
     assert refused.value.field == "prompts"
 
 
-# --- figures ---
+# --- results ---
 
 
 def trial_of(by_variant: dict[Variant, list[tuple[int, int]]], domains: str) -> Trial:
@@ -461,25 +461,25 @@ def test_ratios_are_paired_so_a_constant_one_has_no_width() -> None:
     rng = random.Random(1)
     counts = [(2 * rng.randint(20, 90), 2 * rng.randint(5, 20)) for _ in range(40)]
     trial = trial_of({SLOW: counts, FAST: [(tokens, steps // 2) for tokens, steps in counts]}, "ab" * 20)
-    figures = Summary(trial, seed=0)
-    for ratio in [*figures.ratios(FAST, [SLOW]), *figures.mean_ratios(FAST, [SLOW])]:
+    summary = Summary(trial, seed=0)
+    for ratio in [*summary.ratios(FAST, [SLOW]), *summary.mean_ratios(FAST, [SLOW])]:
         assert ratio.ratio == pytest.approx(2.0)
         assert (ratio.interval.low, ratio.interval.high) == pytest.approx((2.0, 2.0))
-    for figure in figures.results():
-        assert figure.interval.low < figure.block_efficiency < figure.interval.high
+    for result in summary.results():
+        assert result.interval.low < result.block_efficiency < result.interval.high
 
 
 def test_the_mean_of_the_domains_ratios_counts_each_domain_once() -> None:
     slow = [(60, 60)] * 30 + [(60, 30)] * 2
     fast = [(60, 30)] * 30 + [(60, 30)] * 2
-    figures = Summary(trial_of({SLOW: slow, FAST: fast}, "a" * 30 + "b" * 2), seed=0)
-    by_domain = {ratio.domain: ratio.ratio for ratio in figures.ratios(FAST, [SLOW])}
+    summary = Summary(trial_of({SLOW: slow, FAST: fast}, "a" * 30 + "b" * 2), seed=0)
+    by_domain = {ratio.domain: ratio.ratio for ratio in summary.ratios(FAST, [SLOW])}
     assert by_domain == {"a": 2.0, "b": 1.0, None: pytest.approx((60 * 30 + 30 * 2) / (32 * 30))}
-    (mean,) = figures.mean_ratios(FAST, [SLOW])
+    (mean,) = summary.mean_ratios(FAST, [SLOW])
     assert mean.ratio == 1.5
     alone = Summary(trial_of({SLOW: slow, FAST: fast}, "a" * 32), seed=0)
     assert alone.mean_ratios(FAST, [SLOW]) == []
-    assert [figure.domain for figure in alone.results()] == [None, None]
+    assert [result.domain for result in alone.results()] == [None, None]
 
 
 def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -551,19 +551,19 @@ def test_the_command_compares_every_variant_and_writes_all_of_it(family, prompt_
     names = [(v["drafter"], v["vectors"], v["age"]) for v in record["variants"]]
     steered = [("steered", vectors, age) for vectors in ("int8", "float16") for age in (0, 3)]
     assert names == [("plain", "none", None), *steered, ("steered", "none", None)]
-    assert len(record["figures"]) == 2 * 3 * 6  # temperatures, domains and all, variants
+    assert len(record["results"]) == 2 * 3 * 6  # temperatures, domains and all, variants
     assert len(record["texts"]) == 2 * 6
-    for figure in record["figures"]:
-        own = [t for t in record["texts"] if t["temperature"] == figure["temperature"]]
-        own = [t for t in own if figure["domain"] in (t["domain"], None)]
-        at = record["variants"].index(figure["variant"])
-        assert figure["tokens"] == sum(t["tokens"] for t in own)
-        assert figure["steps"] == sum(t["steps"][at] for t in own)
-        assert figure["block_efficiency"] == figure["tokens"] / figure["steps"]
-        assert figure["first_ms"] > 0
-        without = {(f["temperature"], f["domain"]): f for f in record["figures"] if f["variant"]["drafter"] == "plain"}
-        if figure["variant"]["vectors"] == "none":  # here both drafters are one, but for vectors
-            assert figure["steps"] == without[figure["temperature"], figure["domain"]]["steps"]
+    for result in record["results"]:
+        own = [t for t in record["texts"] if t["temperature"] == result["temperature"]]
+        own = [t for t in own if result["domain"] in (t["domain"], None)]
+        at = record["variants"].index(result["variant"])
+        assert result["tokens"] == sum(t["tokens"] for t in own)
+        assert result["steps"] == sum(t["steps"][at] for t in own)
+        assert result["block_efficiency"] == result["tokens"] / result["steps"]
+        assert result["first_ms"] > 0
+        without = {(f["temperature"], f["domain"]): f for f in record["results"] if f["variant"]["drafter"] == "plain"}
+        if result["variant"]["vectors"] == "none":  # here both drafters are one, but for vectors
+            assert result["steps"] == without[result["temperature"], result["domain"]]["steps"]
     front = [("plain", "none"), ("steered", "float16"), ("steered", "none")]
     for ratio in record["ratios"]:
         assert ratio["variant"] == {"drafter": "steered", "vectors": "int8", "age": 0}
@@ -611,7 +611,7 @@ def test_without_codes_no_projection_is_needed(family, prompt_file, capsys) -> N
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["general", "general"], 1, "package: two drafters are called 'general'; tell them apart by NAME=FOLDER"),
+        (["general", "general"], 1, "package: two drafters are called 'general'; name them by NAME=FOLDER"),
         (["=general"], 1, "package: '=general' has no name before the =; write NAME=FOLDER"),
         (["nowhere"], 1, "no drafter 'nowhere': give a folder with a manifest.json"),
         (["general", "--temperature", "0,0"], 1, "temperature: names something twice; once is enough"),

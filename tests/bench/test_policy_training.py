@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from outrider.bench.length_training.command import SAYINGS, PolicyTraining
+from outrider.bench.length_training.evaluation import evaluate
 from outrider.bench.length_training.fit import Fit
-from outrider.bench.length_training.judge import judge
 from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.traces.sweep import NotedWindow, policy_of
@@ -110,19 +110,19 @@ def test_a_block_row_has_the_share_up_to_a_miss_and_the_first_drafts_signals() -
 
 
 def test_a_planted_dependency_is_learnt_and_the_chances_are_calibrated(trained) -> None:
-    (weights, verdicts), unseen = trained, planted(prompts=40, seed=9)
+    (weights, evaluations), unseen = trained, planted(prompts=40, seed=9)
     rows = draft_rows(unseen, np.random.default_rng(0))
     truth = np.concatenate(
         [chance_of(np.array(t.confidence), np.array(t.perturbed_probability), t.temperature) for t in unseen]
     )
-    verdict = judge(weights.head, rows, rows)
+    evaluation = evaluate(weights.head, rows, rows)
     least = -(truth * np.log(truth) + (1 - truth) * np.log(1 - truth)).mean()
-    assert verdict.loss_of_mean > 1.1 * least
-    assert verdict.loss < 1.03 * least
-    assert verdict.calibration_error < 0.03
+    assert evaluation.loss_of_mean > 1.1 * least
+    assert evaluation.loss < 1.03 * least
+    assert evaluation.calibration_error < 0.03
     assert np.abs(weights.head.chances(rows.inputs) - truth).mean() < 0.06
-    assert verdicts["head"].loss < verdicts["head"].loss_of_mean
-    assert verdicts["head"].rows == 12 * 100, "a fifth of the prompts"
+    assert evaluations["head"].loss < evaluations["head"].loss_of_mean
+    assert evaluations["head"].rows == 12 * 100, "a fifth of the prompts"
 
 
 def test_a_head_without_what_it_learnt_from_gives_the_mean_of_what_it_knows(trained) -> None:
@@ -134,13 +134,13 @@ def test_a_head_without_what_it_learnt_from_gives_the_mean_of_what_it_knows(trai
 
 
 def test_a_blocks_share_falls_with_its_length_and_rises_with_what_is_known_of_it(trained) -> None:
-    weights, verdicts = trained
+    weights, evaluations = trained
     shares = weights.block.chances(block_inputs((), (), 0.0, 0, [1, 2, 4, 8, 16])).tolist()
     expected = [sum(0.55**k for k in range(1, n + 1)) / n for n in (1, 2, 4, 8, 16)]
     assert shares == pytest.approx(expected, abs=0.08)
     unsure, sure = (weights.block.chances(block_inputs((q, q), (), 0.0, 2, [4]))[0] for q in (0.1, 0.9))
     assert unsure + 0.3 < sure
-    block = verdicts["block"]
+    block = evaluations["block"]
     assert block.loss_of_outcomes < block.loss < block.loss_of_mean
     assert block.calibration_error < 0.05
 

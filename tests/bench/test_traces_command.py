@@ -350,9 +350,9 @@ def test_every_cell_is_there_once_and_replays_its_own_drafter_window_and_link() 
     }
     by_link = {link.record: link for link in links}
     for whole, *domains in cells:
-        assert [figure.domain for figure in (whole, *domains)] == [None, "d0", "d1"]
-        assert whole.tokens == sum(figure.tokens for figure in domains)
-        assert whole.seconds == pytest.approx(sum(figure.seconds for figure in domains))
+        assert [result.domain for result in (whole, *domains)] == [None, "d0", "d1"]
+        assert whole.tokens == sum(result.tokens for result in domains)
+        assert whole.seconds == pytest.approx(sum(result.seconds for result in domains))
         if whole.drafter is None:
             continue
         costs = SHEET.of(whole.drafter, min_step_s=0.02)
@@ -396,8 +396,8 @@ def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> 
     assert status == 0, err
     assert max(map(len, out.splitlines())) <= 100
     assert out.count("(cloud)") == 3
-    figures, _, _ = out.partition("by domain")
-    assert sum(" * " in line for line in figures.splitlines()) == 3  # the best of each link
+    shown, _, _ = out.partition("by domain")
+    assert sum(" * " in line for line in shown.splitlines()) == 3  # the best of each link
     for words in (
         "a target step at least 30 ms",
         "1/100",
@@ -406,7 +406,7 @@ def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> 
     ):
         assert words in out
     record = json.loads((tmp_path / "a" / "r.json").read_text())
-    assert len(record["figures"]) == 3 * (1 + 2 * 2) * 3
+    assert len(record["results"]) == 3 * (1 + 2 * 2) * 3
     assert record["costs"] == asdict(SHEET)
     assert (record["min_step_ms"], record["goal"], record["seed"]) == (30, "latency", 0)
     for name in ("speed", "window", "drafters"):
@@ -441,7 +441,7 @@ def test_costs_come_back_from_their_file(tmp_path) -> None:
         (["record", "--output", "/proc/t.jsonl"], 1, "output: cannot write /proc/t.jsonl"),
         (["record", "--output", "t.jsonl", "--drafter", ""], 1, "drafter: names none; name an embedded drafter"),
         (["record", "--output", "t.jsonl", "--drafter", "nobody"], 1, "drafter: no drafter 'nobody': give a folder"),
-        (["record", "--output", "t.jsonl", "--drafter", "ngram,ngram"], 1, "'ngram'; tell them apart by NAME=FOLDER"),
+        (["record", "--output", "t.jsonl", "--drafter", "ngram,ngram"], 1, "'ngram'; name them by NAME=FOLDER"),
         (["record", "--output", "t.jsonl", "--drafter", "=x"], 1, "drafter: '=x' has no name before the =; write"),
         (["record", "--output", "t.jsonl", "--prompts", "nowhere"], 1, "prompts: cannot read nowhere"),
         (["record", "--output", "t.jsonl", "--temperature", "hot"], 2, "--temperature: 'hot' is not a number"),

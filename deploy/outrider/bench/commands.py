@@ -1,6 +1,6 @@
-"""What each command that measures takes: bench, compare, traces, train policy.
+"""Options of the commands that measure: bench, compare, traces, train policy.
 
-Loads neither numpy nor torch: help and completion read it.
+This module loads neither numpy nor torch, since help and completion read it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class LinkListSettings(Settings):
     rtt: tuple[float, ...] = listed((2.0, 30.0, 120.0), "round trips, ms; 0: no link", check=at_least(0))
     up: tuple[float, ...] = listed((20.0,), "Mbit/s from the edge, one or one a round trip", check=at_least(0))
     down: tuple[float, ...] = listed((100.0,), "Mbit/s to the edge", check=at_least(0))
-    jitter: tuple[float, ...] = listed((0.0,), "ms added each way, at most; uniform", check=at_least(0))
+    jitter: tuple[float, ...] = listed((0.0,), "longest delay added each way, ms; uniform", check=at_least(0))
     trace: tuple[str, ...] = listed((), "more links: built-in traces, or CSV files")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSettings(Settings):
-    """Which ways of decoding are measured, and where the results go."""
+    """Ways of decoding to measure, and outputs."""
 
     sessions: int = option(1, "decoded at once", check=at_least(1))
     mixed: bool = option(False, "deal the sessions out among all links at once")
@@ -66,10 +66,10 @@ class BenchSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritingSettings(Settings):
-    """A target that writes texts on its own, and after which prompts."""
+    """A target that writes texts alone, and its prompts."""
 
     target: str = option("reference", "embedded name, folder, or hub name", metavar="NAME")
-    dtype: str = option("float32", "of the target", choices=DTYPES)
+    dtype: str = option("float32", "type of the target's weights", choices=DTYPES)
     device: str = option("cpu", "torch device of the target: cpu, cuda, cuda:1", metavar="DEVICE")
     threads: int = option(0, "torch threads; 0: torch's choice", check=at_least(0))
     prompts: Path | None = option(None, "file, or folder of DOMAIN.jsonl; not set: built-in", metavar="PATH")
@@ -79,7 +79,7 @@ class WritingSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareSettings(WritingSettings):
-    """Which drafters are compared, and how."""
+    """Drafters to compare, and conditions."""
 
     package: tuple[str, ...] = option(
         REQUIRED,
@@ -114,7 +114,7 @@ class CompareSettings(WritingSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSettings(WritingSettings):
-    """Which drafters are recorded on which texts."""
+    """Drafters to record, and texts."""
 
     drafter: tuple[str, ...] = listed(
         ("general", "ngram"),
@@ -123,14 +123,12 @@ class RecordSettings(WritingSettings):
     temperature: float = option(0.0, "0 is greedy", metavar="T", check=at_least(0))
     seed: int = option(0, "seed of the noise; same seed, same text", check=at_least(0))
     seeds: int = option(0, "texts a prompt, by seeds 1 to N; 0: one, by --seed", check=at_least(0))
-    output: Path = option(
-        REQUIRED, ".jsonl of a trace a line; what the machines took is written beside it, to .costs.json"
-    )
+    output: Path = option(REQUIRED, ".jsonl with a trace a line; the costs of the machines go to .costs.json beside it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings(LinkListSettings):
-    """Which recording is replayed, with which windows or selectors."""
+    """A recording to replay, with windows or selectors."""
 
     traces: Path = option(REQUIRED, "what `traces record` wrote", metavar="FILE", positional=True)
     rtt: tuple[float, ...] = (2.0, 10.0, 60.0, 200.0)
@@ -163,7 +161,7 @@ class ReplaySettings(LinkListSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings(Settings):
-    """How length rules are trained on recorded traces."""
+    """Training of length rules on recorded traces."""
 
     traces: tuple[Path, ...] = option(
         REQUIRED, "what `traces record` wrote", metavar="FILE", positional=True, many="words"
@@ -171,7 +169,7 @@ class PolicySettings(Settings):
     output: Path = option(REQUIRED, "JSON of weights, for --window")
     hidden: int = option(16, "units of each network", check=at_least(1))
     steps: int = option(4000, "steps of training, 256 rows each", check=at_least(1))
-    held_out: float = option(0.2, "share of the prompts kept for judging", check=between(0, 1))
+    held_out: float = option(0.2, "share of the prompts kept for evaluation", check=between(0, 1))
     seed: int = option(0, "seed of everything random", check=at_least(0))
 
 

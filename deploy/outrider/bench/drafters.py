@@ -13,7 +13,7 @@ from outrider.proto.errors import ConfigError, OutriderError, TokenizerMismatch
 
 NGRAM = "ngram"
 
-Packages = Mapping[str, DrafterPackage | None]  # by label, in the order of the command; None: n-grams need none
+Packages = Mapping[str, DrafterPackage | None]  # packages by label, in the order of the command; None: n-grams
 
 
 def find_packages(arguments: Sequence[str], field: str, *, ngram: bool = False) -> Packages:
@@ -35,7 +35,7 @@ def find_packages(arguments: Sequence[str], field: str, *, ngram: bool = False) 
     for argument in arguments:
         label, package = (NGRAM, None) if ngram and argument == NGRAM else _find(argument, field)
         if label in found:
-            raise ConfigError(f"two drafters are called {label!r}; tell them apart by NAME=FOLDER", field=field)
+            raise ConfigError(f"two drafters are called {label!r}; name them by NAME=FOLDER", field=field)
         found[label] = package
     return found
 

@@ -1,4 +1,4 @@
-"""On what, with what and by which command something was measured."""
+"""Machine, versions and command of a measurement."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def environment(
     prompts: int,
     hf_drafter: str | None = None,
 ) -> Environment:
-    """Return the environment of a command that runs here and now."""
+    """Return the environment of the running command."""
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(),
@@ -80,7 +80,7 @@ def environment(
 
 
 def command_line() -> str:
-    """Return the command that runs, as one would type it."""
+    """Return the running command in the form that one would type."""
     return shlex.join(["outrider", *sys.argv[1:]])
 
 

@@ -1,4 +1,4 @@
-"""The links that something is measured over: from options, as emulated, and as they are written down."""
+"""Links of a measurement: their options, emulation and record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LinkRecord:
         rtt_ms: round-trip time without queueing.
         up_mbit: bandwidth from the edge, Mbit/s; None: unlimited.
         down_mbit: bandwidth to the edge, Mbit/s; None: unlimited.
-        jitter_ms: scale of the random delay that is added, as the emulator defines it.
+        jitter_ms: longest random delay added each way.
         trace: name of the recorded link that was played; None: none.
     """
 
@@ -36,7 +36,7 @@ class LinkRecord:
 
 @dataclass(frozen=True, slots=True)
 class BenchLink:
-    """One link: its emulation, and how it is written down. `shape.rtt_s` of a traced one is its mean."""
+    """One link: its emulation and its record; `shape.rtt_s` of a traced link is the mean."""
 
     shape: LinkShape
     trace: LinkTrace | None
@@ -48,7 +48,7 @@ class BenchLink:
         return f"trace {self.trace.name}" if self.trace else f"{self.record.rtt_ms:g} ms"
 
     def shape_at(self, time_s: float) -> LinkShape:
-        """Return what the link is like `time_s` after a text began."""
+        """Return the shape of the link `time_s` after a text began."""
         if self.trace is None:
             return self.shape
         return replace(self.trace.at(time_s), jitter_s=self.shape.jitter_s)
@@ -72,7 +72,7 @@ def links_of(settings: LinkListSettings) -> list[BenchLink]:
 
 
 def link_name(link: LinkRecord) -> str:
-    """Return `30 ms`, and what else is not ideal: `30±5 ms 10/50 Mbit/s lte`, up before down."""
+    """Return a name such as `30 ms` or `30±5 ms 10/50 Mbit/s lte`, up before down."""
     return " ".join(link_parts(link))
 
 
@@ -91,7 +91,7 @@ def link_parts(link: LinkRecord) -> list[str]:
 
 def _spread(values: Sequence[float], count: int, name: str) -> list[float]:
     if len(values) not in (1, count):
-        raise ConfigError(f"has {len(values)} entries where --rtt has {count}; give one, or as many", field=name)
+        raise ConfigError(f"has {len(values)} entries where --rtt has {count}; give one, or one for each", field=name)
     return [*values] * (count if len(values) == 1 else 1)
 
 

@@ -1,4 +1,4 @@
-"""What many texts came to together, whoever decoded them: measured, replayed, or written by transformers."""
+"""Metrics of many texts together: measured, replayed, or by transformers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outrider.proto.session import EdgeStatistics
 
 
 class Decoded(Protocol):
-    """One text that was decoded.
+    """A decoded text.
 
     Attributes:
-        arrivals: [n] when each token came, seconds on any clock.
-        seconds: from the request to the last token.
-        first_token_s: from the request to the first token.
-        statistics: target steps, and which drafts were right.
+        arrivals: [n] time of each token, in seconds of any clock.
+        seconds: time from the request to the last token.
+        first_token_s: seconds from the request to the first token.
+        statistics: target steps and right drafts.
     """
 
     @property
@@ -40,8 +40,8 @@ def pooled(texts: Sequence[Decoded], seconds: float | None = None) -> dict[str, 
     Acceptance is the chance that a draft is right, given those before it in its chain; None: none was compared.
 
     Args:
-        texts: one or more.
-        seconds: that they took together; None: one after the other.
+        texts: one text or more.
+        seconds: time that they took together; None: one after the other.
     """
     tokens = sum(len(text.arrivals) for text in texts)
     seconds = sum(text.seconds for text in texts) if seconds is None else seconds
@@ -56,7 +56,7 @@ def pooled(texts: Sequence[Decoded], seconds: float | None = None) -> dict[str, 
 
 
 def bytes_per_token(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return what a replayed link carried both ways."""
+    """Return the bytes a token on a replayed link, both ways."""
     tokens = sum(len(outcome.arrivals) for outcome in outcomes)
     return {
         "uplink_bytes_per_token": sum(outcome.uplink_bytes for outcome in outcomes) / tokens,

@@ -1,4 +1,4 @@
-"""Where results go, checked before the work that makes them, and how far that work is."""
+"""Outputs of results, checked before the work, and progress of the work."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def hand_out(
     """Print what `make` returns as a table, write it to `json` and draw it into `plot`.
 
     Args:
-        json: the command's --json; None: not given.
-        plot: the command's --plot; None: not given.
-        make: does the work.
-        table: renders the result.
-        draw: draws the result.
-        check_plot: refuses a path into which nothing could be drawn.
+        json: path of --json; None: not given.
+        plot: path of --plot; None: not given.
+        make: function that does the work.
+        table: function that renders the result.
+        draw: function that draws the result.
+        check_plot: function that refuses a path that cannot be drawn into.
 
     Raises:
-        ConfigError: before anything is made, that an output cannot be written; afterwards, that it could not.
+        ConfigError: an output cannot be written; raised before the work where possible.
     """
     if json:
         check_file(json, "json")
@@ -61,7 +61,7 @@ def hand_out(
 
 
 def check_file(path: Path, field: str) -> None:
-    """Make the folder of `path`, and see that the file can be written; what it holds stays.
+    """Make the folder of `path` and check that the file can be written; its content stays.
 
     Raises:
         ConfigError: it cannot be written.
@@ -78,7 +78,7 @@ def check_file(path: Path, field: str) -> None:
 
 
 def check_plot_folder(folder: Path) -> None:
-    """Make the folder, and see that plots can be written into it.
+    """Make the folder and check that plots can be written into it.
 
     Raises:
         ConfigError: it cannot be written.
@@ -95,7 +95,7 @@ def progress(console: Console, doing: str, total: int) -> Iterator[Callable[[], 
     """Show a bar on a terminal, or a line now and then in a log.
 
     Yields:
-        what is to be called after each of `total` parts of the work.
+        a function to call after each of `total` parts of the work.
     """
     if console.is_terminal:
         with Progress(console=console, transient=True) as bar:

@@ -1,4 +1,4 @@
-"""What all plots share: style, colours, a canvas without a display, and saving it.
+"""Style, colours and saving of all plots.
 
 The colours are those of Okabe and Ito, which stay apart for the colour-blind.
 """

@@ -1,4 +1,4 @@
-"""Results as JSON: pydantic dataclasses, with one clear line for a field that is wrong.
+"""Results in JSON: pydantic dataclasses, with one clear line for a wrong field.
 
 Every record is `@dataclass(frozen=True, slots=True, config=RECORD)` of pydantic, so that what is written is checked as
 strictly as what is read.
@@ -39,7 +39,7 @@ _WORDS = {
 
 
 def one_of(*names: str) -> AfterValidator:
-    """Return a validator that lets only these names pass."""
+    """Return a validator that accepts only these names."""
 
     def check(value: str) -> str:
         if value not in names:
@@ -50,7 +50,7 @@ def one_of(*names: str) -> AfterValidator:
 
 
 def rising(what: str) -> AfterValidator:
-    """Return a validator of numbers that must not fall; `what` they are is for the message."""
+    """Return a validator of numbers that must not fall; `what` names them in the message."""
 
     def check(values: Sequence[float]) -> Sequence[float]:
         if any(high < low for low, high in itertools.pairwise(values)):
@@ -83,7 +83,7 @@ def from_json(kind: type[RecordT], text: str, field: str, *, prefix: str = "", r
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         cause = wrong.get("ctx", {}).get("error")
-        if isinstance(cause, OutriderError):  # of a check that knows the field better
+        if isinstance(cause, OutriderError):  # a check that knows the field better
             raise ConfigError(cause.message, field=cause.field) from error
         message = _message(wrong)
         if remedy or wrong["type"] in _UNKNOWN:
@@ -105,7 +105,7 @@ def load(kind: type[RecordT], path: Path, field: str) -> RecordT:
     """Read what `save` wrote.
 
     Raises:
-        ConfigError: as `from_json`, or the file cannot be read.
+        ConfigError: the content is wrong (see `from_json`), or the file cannot be read.
     """
     return from_json(kind, read(path, field), field)
 

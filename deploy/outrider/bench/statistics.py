@@ -1,4 +1,4 @@
-"""Confidence intervals by resampling the prompts (Efron and Tibshirani 1993, chapters 8 and 13: percentiles)."""
+"""Confidence intervals by resampling of the prompts (Efron and Tibshirani 1993, chapters 8 and 13: percentiles)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Interval:
 
 
 class Bootstrap:
-    """Resamples of prompts, drawn within each domain: the same for every drafter, so what compares two is paired."""
+    """Resamples of prompts, drawn within each domain and shared by all drafters, so that comparisons are paired."""
 
     def __init__(self, domains: Sequence[str], *, seed: int, resamples: int = RESAMPLES) -> None:
-        """Draw the resamples; `domains`: [n] the domain of each prompt."""
+        """Draw the resamples; `domains`: [n] domain of each prompt."""
         rng = np.random.default_rng(seed)
         self._domains = np.array(domains)
         self._drawn = np.zeros((resamples, len(domains)))  # times that each prompt is in each resample

@@ -22,11 +22,11 @@ class Grid:
     """A table before it is drawn.
 
     Attributes:
-        title: above it; empty: none.
-        headings: [c].
-        words: columns, from the left, that hold words; the others hold numbers.
-        blocks: of rows [r][c].
-        caption: below it.
+        title: text above it; empty: none.
+        headings: [c] headings of the columns.
+        words: number of columns, from the left, that hold words; the others hold numbers.
+        blocks: blocks of rows [r][c].
+        caption: text below it.
     """
 
     title: str

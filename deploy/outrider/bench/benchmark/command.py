@@ -52,7 +52,7 @@ WARM_UP_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known before the links: the texts, where the drafter hits in them, what the machines take."""
+    """Data from before the links: the texts, the drafter's hits in them, and the costs of the machines."""
 
     texts: dict[str, tuple[int, ...]]
     traces: list[HitTrace]
@@ -63,7 +63,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen of each mode over one link: its texts, the verifier's steps, the bytes that the link carried."""
+    """Observations of each mode over one link: texts, steps of the verifier, and bytes on the link."""
 
     texts: dict[str, list[Measured]]
     steps: dict[str, list[StepTiming]]
@@ -103,7 +103,7 @@ class Bench:
         }
 
     async def run(self) -> int:
-        """Measure, show, write."""
+        """Measure all runs, print them and write the results; return 1 if texts differ."""
         runs: list[Run] = []
         with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
             async with VerifierProcess(self._verifier, Path(folder) / "tokenizer.json") as verifier:
@@ -122,7 +122,7 @@ class Bench:
             self._say(f"report: {write_report(benchmark, self._options.report)}")
         different = [run for run in runs if run.identical_to_cloud is False]
         if different:
-            self._say(f"{len(different)} runs wrote other texts than cloud streaming")
+            self._say(f"{len(different)} runs have other texts than cloud streaming")
         return 1 if different else 0
 
     def _library_modes(self, link: BenchLink) -> list[str]:
@@ -220,7 +220,7 @@ class Bench:
         link: BenchLink,
         verifier: VerifierProcess,
     ) -> Seen:
-        """Decode every prompt in every mode in turn, so that a slow moment of the machine meets them all."""
+        """Decode each prompt in all modes before the next, so that a slow moment of the machine meets them all."""
         seen = Seen({mode: [] for mode in clients}, {mode: [] for mode in clients}, {}, {mode: [] for mode in library})
         prompt_ids = self._prompt_ids(verifier) if library else []
         share = 1 if self._options.sessions == 1 else len(self._prompts)
@@ -264,8 +264,8 @@ class Bench:
         domains = list(dict.fromkeys(text.prompt.domain for text in texts))
         if len(domains) > 1 and self._options.sessions == 1:
             for domain in domains:
-                of_domain = [text for text in texts if text.prompt.domain == domain]
-                runs.append(run_of(mode, link.record, of_domain, None, domain=domain, **fields, **self._common))
+                in_domain = [text for text in texts if text.prompt.domain == domain]
+                runs.append(run_of(mode, link.record, in_domain, None, domain=domain, **fields, **self._common))
         return runs
 
     def _identical(self, texts: Sequence[Measured], known: Known) -> bool:
@@ -302,7 +302,7 @@ class Bench:
     # --- many sessions on unlike links ---
 
     async def _mixed(self, verifier: VerifierProcess, known: Known) -> list[Run]:
-        """Run all sessions at once, the links dealt out among them in turn."""
+        """Run all sessions at once, with the links dealt out among them."""
         runs = []
         for mode in (mode for mode in ("cloud", "outrider") if mode in self._modes):
             self._say(f"{self._options.sessions} sessions on {len(self._links)} links, {mode}")

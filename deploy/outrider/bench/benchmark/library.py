@@ -1,4 +1,4 @@
-"""The baselines that transformers itself gives: `generate`, and `generate(assistant_model=…)`, with no link at all.
+"""Baselines of transformers: `generate` and `generate(assistant_model=…)`, without any link.
 
 Each runs in a process of its own (`python -m outrider.bench.benchmark.library`), so that neither its threads nor its
 memory meet those of the benchmark. A request comes on the first line of its standard input, a prompt on each further
@@ -28,12 +28,12 @@ _END_WITHIN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LibraryText:
-    """One text as transformers made it.
+    """One text by transformers.
 
     Attributes:
         tokens: [n] new tokens, with the end token where there is one.
-        seconds: from the call of `generate` to its return.
-        arrivals: [n] seconds from the call on, when each token was handed to the streamer.
+        seconds: time from the call of `generate` to its return.
+        arrivals: [n] seconds from the call until each token was handed to the streamer.
         steps: forward passes of the target, the prompt's included.
         accepted: draft tokens in the text; 0 without an assistant.
         questioned: drafts that the target verified, up to the first wrong one of each step.
@@ -53,13 +53,13 @@ class LibraryText:
 
     @property
     def statistics(self) -> EdgeStatistics:
-        """The counts, as an edge keeps them."""
+        """Counts in the form that an edge keeps."""
         return EdgeStatistics(steps=self.steps, hits=self.accepted, compared=self.questioned)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the process is to be."""
+    """Models and sampling of the process."""
 
     target: str
     assistant: str | None
@@ -77,15 +77,15 @@ class LibraryProcess:
     than 40 % sure (transformers 5).
 
     Args:
-        target_folder: of the target, with safetensors.
+        target_folder: folder of the target, with safetensors.
         sampling: temperature, max_tokens and seed count; anything else must be off.
-        assistant_folder: of the drafter as transformers saves it; None: without.
-        threads: of torch; 0: torch's own choice.
-        dtype: of the weights, one of `DTYPES`.
+        assistant_folder: transformers folder of the drafter; None: without.
+        threads: threads of torch; 0: torch's own choice.
+        dtype: type of the weights, one of `DTYPES`.
 
     Raises:
         ConfigError: a folder or the sampling is not usable; the field says which.
-        Internal: on entering: the models do not load; the message says why.
+        Internal: the models do not load (raised on entering).
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class LibraryProcess:
         await self._ask(asdict(self._request))
 
     async def text(self, prompt: Sequence[int], max_tokens: int | None = None) -> LibraryText:
-        """Return what follows `prompt` [n], token ids; at most `max_tokens`, None: as the sampling says.
+        """Return what follows `prompt` [n], token ids; at most `max_tokens`, None: the sampling's limit.
 
         Raises:
             ConfigError: the prompt holds no token.
@@ -135,7 +135,7 @@ class LibraryProcess:
 
 
 def drafter_folder_of(folder: Path | None) -> Path:
-    """Return `folder` if it holds a drafter as transformers saves it (what `outrider train drafter` writes).
+    """Return `folder` if it holds a drafter of transformers (what `outrider train drafter` writes).
 
     Raises:
         ConfigError: it is None or holds something else, such as an ONNX package.
@@ -161,7 +161,7 @@ def _request(target: Path, assistant: Path | None, sampling: Sampling, threads: 
     plain = Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=sampling.seed)
     if sampling != plain:
         raise ConfigError(
-            "the baselines of transformers run with temperature, max_tokens and seed alone; leave the rest as it is",
+            "the baselines of transformers support temperature, max_tokens and seed alone; leave the rest out",
             field="sampling",
         )
     if dtype not in DTYPES:
@@ -178,12 +178,12 @@ def _request(target: Path, assistant: Path | None, sampling: Sampling, threads: 
 
 
 class _Watch:
-    """Counts the target's forward passes and their rows, and notes when tokens come: a forward hook and a streamer."""
+    """A forward hook and a streamer that count the target's passes and their rows, and note when tokens come."""
 
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
         self.rows: list[int] = []  # [steps] positions in each forward pass
-        self.commits: list[int] = []  # [steps] tokens that each gave
+        self.commits: list[int] = []  # [steps] tokens of each step
         self.arrivals_s: list[float] = []
         self._prompt_seen = False
 
@@ -201,7 +201,7 @@ class _Watch:
         self.arrivals_s.extend([time.perf_counter() - self.began_s] * count)
 
     def end(self) -> None:
-        """End the stream, as a streamer must."""
+        """Do nothing: a streamer needs the method."""
 
     def verified(self, prompt_tokens: int) -> tuple[int, int]:
         """Return accepted drafts, and drafts verified up to the first wrong one of each step."""
@@ -284,7 +284,7 @@ def main() -> None:
                     answer = {}
                 else:
                     answer = asdict(_text(target, assistant, request, question["prompt"], question["max_tokens"]))
-        except Exception as error:  # the process's top: the asker must hear what went wrong
+        except Exception as error:  # top of the process: the parent must get the error
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 

@@ -1,4 +1,4 @@
-"""Decoding prompts over an emulated link, and what is observed of it."""
+"""Decoding of prompts over an emulated link, with observations."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One text.
+    """One decoded text.
 
     Attributes:
-        prompt: whose.
-        tokens: of the text.
-        began: when it was asked for, monotonic seconds.
-        arrivals: [n] when each token reached the user, same clock.
-        statistics: of the edge's session.
-        observer: what it did and when.
+        prompt: its prompt.
+        tokens: [n] its tokens.
+        began: time of the request, monotonic seconds.
+        arrivals: [n] time when each token reached the user, same clock.
+        statistics: counts of the edge's session.
+        observer: what the session did and when.
     """
 
     prompt: Prompt
@@ -34,17 +34,17 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """From the request to the last token."""
+        """Seconds from the request to the last token."""
         return self.arrivals[-1] - self.began
 
     @property
     def first_token_s(self) -> float:
-        """From the request to the first token."""
+        """Seconds from the request to the first token."""
         return self.arrivals[0] - self.began
 
 
 class TextObserver(Observer):
-    """Keeps what it sees: (began, ended, tokens), (frame, at), (frame, at)."""
+    """Recorder of drafting jobs (began, ended, tokens), drafts (frame, at) and commits (frame, at)."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[float, float, int]] = []

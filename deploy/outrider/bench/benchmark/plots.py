@@ -68,7 +68,7 @@ def draw(condition: Condition, runs: Sequence[Run], folder: Path, stem: str) -> 
 
     traced = by_link([run for run in runs if run.arrivals_s])
     drawings = [("speed", _speed), ("gaps", _gaps), ("timeline", _timeline), ("bytes", _bytes)]
-    drawings += [(f"trace-{number}", partial(_course, link=link)) for number, link in enumerate(traced, 1)]
+    drawings += [(f"trace-{number}", partial(_arrivals, link=link)) for number, link in enumerate(traced, 1)]
     pictures = []
     with styled():
         for kind, drawing in drawings:
@@ -318,7 +318,7 @@ def _bytes(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
     )
 
 
-def _course(figure: Any, runs: Sequence[Run], link: LinkRecord) -> tuple[str, str] | None:
+def _arrivals(figure: Any, runs: Sequence[Run], link: LinkRecord) -> tuple[str, str] | None:
     """Draw speed over time on a link that changes, and below it how the link was."""
     over_link = [run for run in runs if run.link == link and run.arrivals_s]
     shown = [(mode, run) for mode in COURSE_MODES if (run := fastest(over_link, mode)) is not None]

@@ -1,4 +1,4 @@
-"""What a benchmark measured, run by run. An unknown metric is None, in JSON null."""
+"""Results of a benchmark, run by run; an unknown metric is None."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _quantiles(values: tuple[float, ...]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, config=RECORD)
 class Span:
-    """Something that lasted from `start_s` to `end_s` of a session, in the lane of whoever was busy (`LANES`)."""
+    """Work from `start_s` to `end_s` of a session, in one of `LANES`."""
 
     lane: Annotated[str, one_of(*LANES)]
     start_s: Metric
@@ -45,36 +45,36 @@ class Run:
 
     Attributes:
         mode: one of `MODES`; hf-generate and hf-assisted are transformers' own, in one process without any link.
-        link: that lay between.
-        min_step_ms: every target step took at least so long, as a larger target's would; 0: the target's own time.
-        temperature: of the sampling.
-        sessions: that decoded at the same time.
-        domain: of the prompts; "": all.
-        goal: what the policies were set to save, one of `GOALS`; None: the mode has no such choice.
+        link: link between edge and verifier.
+        min_step_ms: shortest time of a target step, in place of a larger target; 0: the target's own time.
+        temperature: temperature of the sampling.
+        sessions: number of sessions that decoded at the same time.
+        domain: domain of the prompts; "": all.
+        goal: what the policies save, one of `GOALS`; None: the mode has no such choice.
         sync_length: draft tokens a round of synchronous speculation.
-        replayed: computed from recorded hits on a virtual clock, not measured.
-        tokens: committed by all sessions together.
-        seconds: in which they were committed.
-        tokens_per_second: of all sessions together.
+        replayed: whether computed from recorded hits on a virtual clock instead of measured.
+        tokens: tokens committed by all sessions together.
+        seconds: time in which they were committed.
+        tokens_per_second: rate of all sessions together.
         steps_per_token: target steps a committed token.
         acceptance: chance that a draft is right, given that those before it in its chain were.
         ttft_ms_p50: median time to a session's first token.
         token_gap_ms_p50: median time between tokens as they reach the user.
-        token_gap_ms_p99: the same, 99 %.
-        uplink_bytes_per_token: sent by the edge.
-        downlink_bytes_per_token: received by the edge.
+        token_gap_ms_p99: 99 % quantile of that time.
+        uplink_bytes_per_token: bytes sent by the edge.
+        downlink_bytes_per_token: bytes received by the edge.
         identical_to_cloud: whether every text was that of cloud streaming.
         window_mean: unverified tokens in flight, on average.
         vector_age_mean: positions between a steering vector and the token before the drafts made with it, on average
             over steered drafting jobs; None: there were none.
-        token_gaps_ms: [101] the 0, 1, … 100 % quantiles of the gaps.
-        session_tokens_per_second: [sessions] of each text or session, in order.
+        token_gaps_ms: [101] 0, 1, … 100 % quantiles of the gaps.
+        session_tokens_per_second: [sessions] rate of each text or session, in order.
         forward_ms_p50: median time of the model's own forward pass in a target step.
-        sample_ms_p50: the same of taking tokens from its logits.
-        overhead_ms_p50: the same of all else between two steps but waiting: events, planning, commits, other threads.
-        timeline: what the parts did in the first second or two of one session.
-        arrivals_s: [n] when the tokens of the longest text came, seconds since it was asked for; None: the link did not
-            change, or the text did not meet its trace from the beginning.
+        sample_ms_p50: median time of sampling from its logits.
+        overhead_ms_p50: median time of all else between two steps but waiting: events, planning, commits, threads.
+        timeline: work of the parts in the first second or two of one session.
+        arrivals_s: [n] seconds from the request to each token of the longest text; None: the link did not change, or
+            the text did not meet its trace from the beginning.
     """
 
     mode: Annotated[str, one_of(*MODES)]
@@ -110,7 +110,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, config=RECORD)
 class Benchmark:
-    """An environment, and all that was measured in it."""
+    """An environment and the runs in it."""
 
     environment: Environment
     runs: tuple[Run, ...] = ()

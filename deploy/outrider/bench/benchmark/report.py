@@ -1,4 +1,4 @@
-"""A benchmark as a folder: one HTML page, the pictures beside it, and the figures as JSON."""
+"""A report folder of a benchmark: an HTML page, its plots, and the record as JSON."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _table(grid: Grid) -> str:
 
 
 def _row(cells: Sequence[str], *, starts: bool) -> str:
-    """Return the row; `starts`: it is the first of its block."""
+    """Return a row in HTML; `starts`: it is the first of its block."""
     kind = " ".join(name for name, holds in (("start", starts), ("ours", cells[1].startswith("outrider"))) if holds)
     opening = f'<tr class="{kind}">' if kind else "<tr>"
     return opening + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -1,4 +1,4 @@
-"""From what was observed of texts to runs, and to the costs and hit traces that a replay needs."""
+"""Runs from observed texts, and the costs and hit traces that a replay needs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Byte
     """Return a run of texts that were decoded over a link.
 
     Args:
-        mode: of the run.
-        link: that lay between.
-        texts: decoded in it.
-        carried: by the link; None: there was no link to count at.
-        fields: of `Run` that the caller knows.
+        mode: mode of the run.
+        link: link between edge and verifier.
+        texts: texts decoded in the run.
+        carried: bytes that the link carried; None: there was no link.
+        fields: other fields of `Run`.
     """
     seconds = max(text.arrivals[-1] for text in texts) - min(text.began for text in texts)
     arrivals_s = None
-    if fields.get("sessions", 1) == 1:  # one after the other, and other modes' texts between them
+    if fields.get("sessions", 1) == 1:  # one after the other, with texts of other modes in between
         seconds = sum(text.seconds for text in texts)
         arrivals_s = _arrivals_s(texts) if link.trace else None
     together = pooled(texts, seconds)
@@ -105,7 +105,7 @@ def _step(commit: Commit, ended: float) -> tuple[float, float]:
 
 
 def _arrivals_s(texts: Sequence[Measured]) -> tuple[float, ...]:
-    """Return [n] arrivals of the longest text, to 0.1 ms. It is the same one in every mode: the texts are equal."""
+    """Return [n] arrivals of the longest text, to 0.1 ms. Every mode has the same one: the texts are equal."""
     longest = max(texts, key=lambda text: len(text.tokens))
     return tuple(round(at - longest.began, 4) for at in longest.arrivals)
 
@@ -129,10 +129,10 @@ def costs_of(
     """Return the costs that drafted texts show.
 
     Args:
-        texts: decoded with drafts, over a link whose round trip is next to nothing.
-        steps: of the verifier, for these texts.
-        min_step_s: of the verifier.
-        round_trip_s: that was measured on that link: what gRPC and the event loops take, half on either side.
+        texts: texts decoded with drafts, over a link with almost no round trip.
+        steps: the verifier's steps of these texts.
+        min_step_s: shortest step of the verifier.
+        round_trip_s: round trip measured on that link, which gRPC and event loops take, half on either side.
     """
     step = Line(fade=1.0)
     drafting = []

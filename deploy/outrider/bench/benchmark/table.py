@@ -1,7 +1,7 @@
-"""A benchmark as tables: every figure of every run, and the ratios that matter, one pair a condition.
+"""Tables of a benchmark: every metric of every run and the main ratios, two tables a condition.
 
-A *condition* is what must be equal for two runs to be compared: pace, temperature, sessions and domain. Within one, the
-runs differ in their mode and in the link.
+A *condition* is what must be equal for two runs to be compared: shortest step, temperature, sessions and domain. Within
+one, the runs differ in their mode and in the link.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXACT_MS = 100  # from here on, tenths of a millisecond are noise
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What runs that are compared have in common."""
+    """Settings that compared runs have in common."""
 
     min_step_ms: float
     temperature: float
@@ -40,12 +40,12 @@ class Condition:
 
     def __str__(self) -> str:
         sessions = "1 session" if self.sessions == 1 else f"{self.sessions} sessions"
-        pace = f"target step at least {self.min_step_ms:g} ms" if self.min_step_ms else "target at its own speed"
-        return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, pace, self.domain) if part)
+        step = f"target step at least {self.min_step_ms:g} ms" if self.min_step_ms else "target at its own speed"
+        return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, step, self.domain) if part)
 
 
 def by_condition(benchmark: Benchmark) -> dict[Condition, tuple[Run, ...]]:
-    """Group runs by condition, in the order of the first of each; within one, by link, mode and sync length."""
+    """Group runs by condition, in order of appearance; within one, by link, mode and sync length."""
     found: dict[Condition, list[Run]] = {}
     for run in benchmark.runs:
         condition = Condition(run.min_step_ms, run.temperature, run.sessions, run.domain)
@@ -92,7 +92,7 @@ def results(condition: Condition, runs: Sequence[Run]) -> Grid:
     for link, over_link in by_link(runs).items():
         cloud, names = fastest(over_link, "cloud"), _down_the_rows(link, len(over_link))
         blocks.append([(name, *_row(run, cloud)) for name, run in zip(names, over_link, strict=True)])
-    return Grid("Figures", HEADINGS, 2, blocks, ". ".join(notes(condition, runs)))
+    return Grid("Metrics", HEADINGS, 2, blocks, ". ".join(notes(condition, runs)))
 
 
 def ratios(runs: Sequence[Run]) -> Grid | None:
@@ -116,13 +116,13 @@ def ratios(runs: Sequence[Run]) -> Grid | None:
 
 
 def notes(condition: Condition, runs: Sequence[Run]) -> Iterator[str]:
-    """Yield what must be said about the runs of a condition."""
+    """Yield notes on the runs of a condition."""
     if condition.min_step_ms:
-        yield f"A paced target stands for a larger one: every step takes at least {condition.min_step_ms:g} ms"
+        yield f"A shortest step stands for a larger target: every step takes at least {condition.min_step_ms:g} ms"
     if any(run.replayed for run in runs):
         yield "* is replayed: computed from recorded hits on a virtual clock. All else is measured"
     elif runs:
-        yield "All figures are measured"
+        yield "All metrics are measured"
     if any(run.mode.startswith("hf-") for run in runs):
         yield LIBRARY_LEGEND
 

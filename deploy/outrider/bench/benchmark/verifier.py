@@ -1,8 +1,8 @@
 """A verifier in a process of its own, for the benchmark: `python -m outrider.bench.benchmark.verifier`.
 
-One JSON object comes on standard input ({"config": …, "tokenizer": FILE}), the settings in it as a pickle of the
-parent's; the address goes out on a line. Each further line asks for the times of the steps since the last one. It ends
-with its standard input.
+The first line of standard input is a JSON object ({"config": …, "tokenizer": FILE}), its config a pickle of the
+parent's settings; the answer is the address. Each further line asks for the times of the steps since the last one. The
+process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ _END_WITHIN_S = 10.0
 
 
 class VerifierProcess:
-    """An async context manager; `address` is where it serves, `tokenizer` the target's tokenizer file."""
+    """A verifier in a child process, as an async context manager.
+
+    Attributes:
+        address: where the verifier serves.
+        tokenizer: file of the target's tokenizer.
+    """
 
     def __init__(self, config: VerifierConfig, tokenizer: Path) -> None:
         self.address = ""

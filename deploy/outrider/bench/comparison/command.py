@@ -113,7 +113,7 @@ class _Comparing:
             drafts=options.drafts,
             drafters=tuple(map(_record_of, self._contenders)),
             variants=tuple(self._variants),
-            figures=tuple(result for each in found for result in each.results()),
+            results=tuple(result for each in found for result in each.results()),
             ratios=tuple(ratio for each in found for ratio in each.ratios(last, others)),
             mean_ratios=tuple(ratio for each in found for ratio in each.mean_ratios(last, others)),
             texts=tuple(text for each in found for text in each.texts()),

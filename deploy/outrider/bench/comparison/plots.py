@@ -56,7 +56,7 @@ def _by_domain(axes: Any, comparison: Comparison, temperature: float) -> None:
         at = [place + (index - (len(variants) - 1) / 2) * width for place in range(len(shown))]
         axes.bar(
             at,
-            [figure.block_efficiency for figure in shown],
+            [result.block_efficiency for result in shown],
             0.92 * width,
             yerr=_errors(shown),
             error_kw={"elinewidth": 1, "capsize": 2},
@@ -74,20 +74,20 @@ def _by_domain(axes: Any, comparison: Comparison, temperature: float) -> None:
 def _by_age(axes: Any, comparison: Comparison, temperature: float) -> None:
     """Draw lines over the age, of all prompts together, with intervals; without vectors age does not matter."""
     by_variant = comparison.by_variant(temperature, None)
-    for variant, figure in by_variant.items():
+    for variant, result in by_variant.items():
         if variant.age is None:
             style = {"color": _colour(comparison, variant), "linestyle": ":", "linewidth": 1.6}
-            axes.axhline(figure.block_efficiency, label=comparison.name(variant), **style)
+            axes.axhline(result.block_efficiency, label=comparison.name(variant), **style)
     for variant in (variant for variant in in_front(comparison.variants) if variant.age is not None):
         own = [f for v, f in by_variant.items() if (v.drafter, v.vectors) == (variant.drafter, variant.vectors)]
-        line = sorted(own, key=lambda figure: figure.variant.age or 0)
-        ages, colour = [figure.variant.age or 0 for figure in line], _colour(comparison, variant)
-        efficiencies = [figure.block_efficiency for figure in line]
+        line = sorted(own, key=lambda result: result.variant.age or 0)
+        ages, colour = [result.variant.age or 0 for result in line], _colour(comparison, variant)
+        efficiencies = [result.block_efficiency for result in line]
         style = {"color": colour, "linestyle": LINES[variant.vectors], "marker": "o", "zorder": 4}
         axes.plot(ages, efficiencies, label=comparison.name(variant), **style)
-        if all(figure.interval for figure in line):
-            low = [figure.interval.low for figure in line if figure.interval]
-            high = [figure.interval.high for figure in line if figure.interval]
+        if all(result.interval for result in line):
+            low = [result.interval.low for result in line if result.interval]
+            high = [result.interval.high for result in line if result.interval]
             axes.fill_between(ages, low, high, color=colour, alpha=0.15, linewidth=0)
     ages = sorted(ages_of(comparison.variants))
     axes.set_xscale("symlog", base=2, linthresh=1)
@@ -99,14 +99,14 @@ def _by_age(axes: Any, comparison: Comparison, temperature: float) -> None:
     axes.legend(fontsize=8, handlelength=3)
 
 
-def _errors(figures: Sequence[VariantResult]) -> list[list[float]] | None:
+def _errors(results: Sequence[VariantResult]) -> list[list[float]] | None:
     """Return [2][bars], below and above; None where they are not known."""
     below, above = list[float](), list[float]()
-    for figure in figures:
-        if figure.interval is None:
+    for result in results:
+        if result.interval is None:
             return None
-        below.append(max(0.0, figure.block_efficiency - figure.interval.low))
-        above.append(max(0.0, figure.interval.high - figure.block_efficiency))
+        below.append(max(0.0, result.block_efficiency - result.interval.low))
+        above.append(max(0.0, result.interval.high - result.block_efficiency))
     return [below, above]
 
 

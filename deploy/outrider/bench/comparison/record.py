@@ -144,7 +144,7 @@ class Comparison:
         drafts: a round, at most.
         drafters: in the order of the command.
         variants: of them.
-        figures: of every variant, at every temperature, of all prompts and of each domain where there are several.
+        results: of every variant, at every temperature, of all prompts and of each domain where there are several.
         ratios: of the last drafter to the others; of all prompts together, and of each domain.
         mean_ratios: the mean of the domains' ratios, where there are several.
         texts: of which all this is made.
@@ -155,7 +155,7 @@ class Comparison:
     drafts: Count
     drafters: tuple[DrafterRecord, ...]
     variants: tuple[Variant, ...]
-    figures: tuple[VariantResult, ...]
+    results: tuple[VariantResult, ...]
     ratios: tuple[Ratio, ...]
     mean_ratios: tuple[Ratio, ...]
     texts: tuple[TextRecord, ...]
@@ -164,16 +164,16 @@ class Comparison:
     @property
     def temperatures(self) -> tuple[float, ...]:
         """Temperatures, in the order of the command."""
-        return tuple(dict.fromkeys(figure.temperature for figure in self.figures))
+        return tuple(dict.fromkeys(result.temperature for result in self.results))
 
     @property
     def domains(self) -> tuple[str | None, ...]:
         """Domains, in the order of the prompts, and None for all of them at last."""
-        return tuple(dict.fromkeys(figure.domain for figure in self.figures))
+        return tuple(dict.fromkeys(result.domain for result in self.results))
 
     def by_variant(self, temperature: float, domain: str | None) -> Mapping[Variant, VariantResult]:
         """Return the results of one temperature and domain."""
-        return {f.variant: f for f in self.figures if (f.temperature, f.domain) == (temperature, domain)}
+        return {f.variant: f for f in self.results if (f.temperature, f.domain) == (temperature, domain)}
 
     def name(self, variant: Variant) -> str:
         """Return the drafter's label, and its vectors where it is compared with several kinds of them."""

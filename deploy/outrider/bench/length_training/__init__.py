@@ -1,7 +1,7 @@
 """`outrider train policy`: the networks of the trained length rules, from recorded hit traces.
 
-command  reads traces, trains both networks, judges them, writes the file
+command  reads traces, trains both networks, evaluates them, writes the file
 rows     what is learnt: inputs and outcomes, row by row
 fit      a network to rows
-judge    how well a network's chances hold on texts that it has not seen
+evaluation  how well a network's chances hold on texts that it has not seen
 """

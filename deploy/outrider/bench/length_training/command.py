@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 
 from outrider.bench.commands import PolicySettings
+from outrider.bench.length_training.evaluation import Evaluation, evaluate, tables
 from outrider.bench.length_training.fit import Fit
-from outrider.bench.length_training.judge import Verdict, judge, tables
 from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
 from outrider.bench.outputs import check_file
 from outrider.bench.replay.traces import HitTrace, load_traces
@@ -26,31 +26,31 @@ SAYINGS = frozenset((*DRAFT_INPUTS, *BLOCK_INPUTS)) - {"temperature", "depth", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTraining:
-    """How both networks are trained.
+    """Training of both networks.
 
     Attributes:
-        fit: of each.
-        held_out: share of the prompts that they are judged on and do not learn from.
-        max_rows: rows that each learns from; of more, these are drawn.
+        fit: settings of each fit.
+        held_out: share of the prompts kept for evaluation.
+        max_rows: rows that each learns from; drawn if there are more.
     """
 
     fit: Fit
     held_out: float = 0.2
     max_rows: int = 400_000
 
-    def train(self, traces: Sequence[HitTrace]) -> tuple[Trained, Mapping[str, Verdict]]:
+    def train(self, traces: Sequence[HitTrace]) -> tuple[Trained, Mapping[str, Evaluation]]:
         """Return both networks, and how they do on the held-out prompts.
 
         Raises:
             ConfigError: there are too few traces.
         """
         learnt, unseen = self._split(traces)
-        networks, verdicts = {}, {}
+        networks, evaluations = {}, {}
         for name, inputs, rows_of in (("head", DRAFT_INPUTS, draft_rows), ("block", BLOCK_INPUTS, block_rows)):
             rng = np.random.default_rng(self.fit.seed)
             rows: Rows = rows_of(learnt, rng).some(self.max_rows, rng)
             networks[name] = self.fit.network(inputs, SAYINGS, rows)
-            verdicts[name] = judge(networks[name], rows, rows_of(unseen, rng).some(self.max_rows, rng))
+            evaluations[name] = evaluate(networks[name], rows, rows_of(unseen, rng).some(self.max_rows, rng))
         made = {
             "texts": len(traces),
             "prompts": len({trace.id for trace in traces}),
@@ -58,9 +58,9 @@ class PolicyTraining:
             "temperatures": sorted({trace.temperature for trace in traces}),
             "held_out": self.held_out,
             **asdict(self.fit),
-            "losses": {name: round(verdict.loss, 4) for name, verdict in verdicts.items()},
+            "losses": {name: round(evaluation.loss, 4) for name, evaluation in evaluations.items()},
         }
-        return Trained(**networks, made=made), verdicts
+        return Trained(**networks, made=made), evaluations
 
     def _split(self, traces: Sequence[HitTrace]) -> tuple[list[HitTrace], list[HitTrace]]:
         """Split by prompt, so that no drafter and no seed gives away another's text."""
@@ -69,8 +69,8 @@ class PolicyTraining:
         held = {prompts[i] for i in rng.permutation(len(prompts))[: round(self.held_out * len(prompts))]}
         if not held or len(held) == len(prompts):
             raise ConfigError(
-                f"hold {len(prompts)} prompts, too few to keep {self.held_out:g} of them for judging; record more, or "
-                "set --held-out",
+                f"hold {len(prompts)} prompts, too few to keep {self.held_out:g} of them for evaluation; record more, "
+                "or set --held-out",
                 field="traces",
             )
         learnt = [trace for trace in traces if (trace.domain, trace.id) not in held]
@@ -83,13 +83,13 @@ def train_policy(given: Given) -> int:
     check_file(options.output, "output")
     traces = [trace for path in options.traces for trace in load_traces(path.expanduser())]
     fit = Fit(hidden=options.hidden, steps=options.steps, seed=options.seed)
-    trained, verdicts = PolicyTraining(fit=fit, held_out=options.held_out).train(traces)
+    trained, evaluations = PolicyTraining(fit=fit, held_out=options.held_out).train(traces)
     made = {"traces_sha256": _hash(options.traces), **trained.made}
     try:
         version = save_trained(Trained(trained.head, trained.block, made), options.output)
     except OSError as error:
         raise ConfigError(f"cannot write {options.output}: {error.strerror}", field="output") from error
-    Console(width=100, highlight=False).print(tables(verdicts))
+    Console(width=100, highlight=False).print(tables(evaluations))
     print(f"{options.output}: weights {version}; use them with --window specdec++@{options.output}, and with speckv")
     return 0
 

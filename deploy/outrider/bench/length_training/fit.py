@@ -1,4 +1,4 @@
-"""A network to rows: cross-entropy by Adam (Kingma and Ba 2015), in numpy."""
+"""Fit of a network to rows: cross-entropy by Adam (Kingma and Ba 2015), in numpy."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from outrider.edge.policies.length import Network
 from outrider.proto.errors import ConfigError
 
 _FADES, _LEAST = (0.9, 0.999), 1e-8
-_SPREAD = 1e-9  # of an input that varies
+_SPREAD = 1e-9  # least deviation of an input that varies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How it is fitted.
+    """Settings of a fit.
 
     Attributes:
-        hidden: units.
-        steps: of a batch each; the rows are gone through again and again.
+        hidden: number of hidden units.
+        steps: number of steps, of one batch each; the rows are repeated.
         rate: first learning rate; falls to 0 as half a cosine.
         batch: rows in a step.
-        decay: of the weights in each step, times the rate.
-        forgotten: chance that an input that traces know is hidden in a row, and that all that a drafter says are: so it
-            is learnt what to do without.
-        seed: of everything random.
+        decay: weight decay of each step, times the rate.
+        forgotten: chance that an optional input of a row is hidden, and that all of them are, so that the network
+            learns to do without them.
+        seed: seed of everything random.
     """
 
     hidden: int = 16
@@ -44,9 +44,9 @@ class Fit:
         """Fit a network.
 
         Args:
-            names: [f] of the inputs.
-            sayings: those among them that a drafter may leave unsaid.
-            rows: to learn from.
+            names: [f] names of the inputs.
+            sayings: inputs that a drafter may leave out.
+            rows: rows to learn from.
 
         Raises:
             ConfigError: there are no rows.

@@ -1,4 +1,4 @@
-"""What is learnt: inputs and outcomes, row by row."""
+"""Training data: inputs and outcomes, row by row."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from outrider.bench.replay.traces import HitTrace
 from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, LENGTHS, block_inputs, draft_inputs
 
-DEEPEST = 16  # drafts before one, of which none is settled
+DEEPEST = 16  # unverified drafts before a draft, at most
 KNOWN = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # drafts of a block that are there when its length is chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """n of them.
+    """Inputs and outcomes of n rows.
 
     Attributes:
         inputs: [n, f], NaN where not known.
@@ -37,11 +37,11 @@ class Rows:
             return cls(np.empty((0, width)), np.empty(0))
         return cls(np.concatenate([p.inputs for p in parts]), np.concatenate([p.outcomes for p in parts]))
 
-    def some(self, most: int, rng: np.random.Generator) -> Self:
-        """Return at most `most` of them, drawn without replacement."""
-        if len(self) <= most:
+    def some(self, limit: int, rng: np.random.Generator) -> Self:
+        """Return at most `limit` rows, drawn without replacement."""
+        if len(self) <= limit:
             return self
-        drawn = rng.choice(len(self), most, replace=False)
+        drawn = rng.choice(len(self), limit, replace=False)
         return type(self)(self.inputs[drawn], self.outcomes[drawn])
 
 

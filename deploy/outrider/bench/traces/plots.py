@@ -184,7 +184,7 @@ def _regret(rows: Sequence[Row]) -> Any:
 
 
 def _shown(row: Row) -> tuple[float, float]:
-    """Return the panel's least and most seconds: curves much worse than usual leave it, to tell the others apart."""
+    """Return the panel's least and most seconds; curves much worse than usual leave it to keep the others apart."""
     curves = [cell.regret_s for _, cell, _ in _lines(row)]
     most = max(map(max, curves))
     usual = median(curve[-1] for curve in curves)

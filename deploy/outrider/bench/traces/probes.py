@@ -86,7 +86,7 @@ class TargetProbe:
             reading_s = self._step(cache, VerificationInput(self._sampling, list(prompt), len(prompt), ()), prompt)
             steps = []
             for _ in range(repeats):
-                for count in drafts:  # in turn: a slow moment meets them all
+                for count in drafts:  # all counts a round, so that a slow moment meets them all
                     cache.truncate(len(prompt))
                     block = (transcript[-1],) * count
                     verified = VerificationInput(self._sampling, transcript, len(prompt), block)

@@ -127,7 +127,7 @@ class Recorder:
         """Measure each drafter after some of the prompts."""
         probes = {name: DrafterProbe(drafter, self._samplings[0]) for name, drafter in self._drafters.items()}
         for text in texts[:: -(-len(texts) // PROBED_TEXTS)]:
-            for probe in probes.values():  # in turn: a slow moment meets them all
+            for probe in probes.values():  # all drafters a prompt, so that a slow moment meets them all
                 probe.after(text)
         return {name: probe.costs() for name, probe in probes.items()}
 

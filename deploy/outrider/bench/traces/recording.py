@@ -20,7 +20,7 @@ SUFFIX = ".jsonl"
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class TargetCosts:
-    """Seconds: of a step beside its rows, of each row, of each row of a prompt."""
+    """Seconds of a step beside its rows, of each row, and of each row of a prompt."""
 
     step_s: Metric
     row_s: Metric
@@ -29,7 +29,7 @@ class TargetCosts:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class DrafterCosts:
-    """Seconds: of a token that the drafter drafts, of one that it reads."""
+    """Seconds of a token that the drafter drafts, and of one that it reads."""
 
     drafting_s: Metric
     catch_up_s: Metric
@@ -112,7 +112,7 @@ class Recording:
 
     @property
     def texts(self) -> Sequence[HitTrace]:
-        """A trace of every text, whoever drafts."""
+        """One trace of every text, of any drafter."""
         return next(iter(self.traces.values()))
 
     @property

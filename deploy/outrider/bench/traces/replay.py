@@ -49,7 +49,7 @@ def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequen
             min_step_ms=options.min_step,
             seed=options.seed,
             costs=asdict(recording.costs),
-            figures=_results(sweep),
+            results=_results(sweep),
         )
 
     hand_out(options.json, options.plot, replayed, sweep_tables, draw_sweep, check_plot=check_plot_folder)

@@ -21,7 +21,7 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
 from outrider.proto.types import Goal
 
-WARM_UP_TOKENS = 24  # of the first text, not counted: as `outrider bench` measures
+WARM_UP_TOKENS = 24  # tokens of the first text that are not counted, like in `outrider bench`
 ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
 
 
@@ -73,7 +73,7 @@ class Replayed:
         min_step_ms: a step took at least so long.
         seed: of the jitter.
         costs: of the machines, as they were recorded.
-        figures: link by link: cloud streaming, then every drafter with every window; of all prompts, and then of each
+        results: link by link: cloud streaming, then every drafter with every window; of all prompts, and then of each
             domain where there are several.
     """
 
@@ -82,31 +82,31 @@ class Replayed:
     min_step_ms: Metric
     seed: int
     costs: Mapping[str, Any]
-    figures: tuple[WindowResult, ...]
+    results: tuple[WindowResult, ...]
 
     @property
     def links(self) -> tuple[LinkRecord, ...]:
         """Links, in the order of the command."""
-        return tuple(dict.fromkeys(figure.link for figure in self.figures))
+        return tuple(dict.fromkeys(result.link for result in self.results))
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """Drafters, in the order of the command."""
-        return tuple(dict.fromkeys(figure.drafter for figure in self.figures if figure.drafter is not None))
+        return tuple(dict.fromkeys(result.drafter for result in self.results if result.drafter is not None))
 
     @property
     def windows(self) -> tuple[str, ...]:
         """Windows, in the order of the command."""
-        return tuple(dict.fromkeys(figure.window for figure in self.figures if figure.window is not None))
+        return tuple(dict.fromkeys(result.window for result in self.results if result.window is not None))
 
     @property
     def domains(self) -> tuple[str, ...]:
         """Domains, in the order of the prompts; none where there is one alone."""
-        return tuple(dict.fromkeys(figure.domain for figure in self.figures if figure.domain is not None))
+        return tuple(dict.fromkeys(result.domain for result in self.results if result.domain is not None))
 
     def over(self, link: LinkRecord, domain: str | None = None) -> tuple[WindowResult, ...]:
         """Return the results of one link and domain, cloud streaming first."""
-        return tuple(figure for figure in self.figures if (figure.link, figure.domain) == (link, domain))
+        return tuple(result for result in self.results if (result.link, result.domain) == (link, domain))
 
 
 def fastest(results: Sequence[WindowResult]) -> WindowResult:
@@ -123,7 +123,7 @@ class NotedWindow:
     wanted: int = 0
 
     def more(self, view: EdgeView) -> int:
-        """Return what the policy says."""
+        """Return the policy's decision."""
         count = self.inner.more(view)
         self.asked += 1
         self.wanted += view.in_flight + count
@@ -136,7 +136,7 @@ class NotedWindow:
 
     @property
     def mean(self) -> float:
-        """Mean of the unverified tokens that it asked for; 0 before its first decision."""
+        """Mean of the unverified tokens that the policy asked for; 0 before its first decision."""
         return self.wanted / self.asked if self.asked else 0.0
 
 
@@ -159,7 +159,7 @@ def policy_of(name: str) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What is tried.
+    """Combinations to replay.
 
     Attributes:
         recording: of whose drafters.
@@ -187,7 +187,7 @@ class Sweep:
         Link by link: cloud streaming, then every drafter with every window.
         """
         drafters = self.recording.traces
-        anybody = next(iter(drafters))  # of cloud streaming the texts alone count
+        anybody = next(iter(drafters))  # for cloud streaming only the texts count
         for link in self.links:
             cloud = self._replay(anybody, link, Policy(drafting=False))
             yield self._results(link, cloud, cloud, {"drafter": None, "window": None}, None)

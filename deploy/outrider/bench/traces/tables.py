@@ -15,7 +15,7 @@ CLOUD = "(cloud)"
 KINDS = (DRAFTER, SELECTOR, ORACLE)
 BESIDE = 5  # drafters in a table
 HEADINGS = ("link", "drafter", "window", "tok/s", "", "/ cloud", "steps", "accept", "up B", "down B", "mean")
-WORDS = 3  # of these headings are of words
+WORDS = 3  # columns of words
 LEGEND = (
     "all is computed from recorded hits on a virtual clock. tok/s: tokens a second, from requests to last tokens; "
     "* the most over its link; / cloud: to cloud streaming's; steps: of the target, a token; accept: chance that a "

@@ -1,4 +1,4 @@
-"""From what was seen of texts to a run's figures."""
+"""From what was seen of texts to a run's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well a network's chances hold on rows that it has not seen, and that as a table."""
+"""Calibration of a network on rows that it has not seen, with tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Rows of like chance: how many, the mean chance, the mean outcome."""
+    """Rows of similar chance: their number, mean chance and mean outcome."""
 
     rows: int
     chance: float
@@ -31,14 +31,14 @@ class Bin:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """Of one network; losses in nats a row.
+class Evaluation:
+    """Losses and calibration of one network, in nats a row.
 
     Attributes:
-        rows: that were judged.
+        rows: number of rows.
         loss: cross-entropy of the network's chances.
-        loss_of_mean: of one chance for all, which is the mean outcome of the rows that were learnt from.
-        loss_of_outcomes: that no chance can go below; 0 where outcomes are yes or no.
+        loss_of_mean: loss of one chance for all, the mean outcome of the rows that were learnt from.
+        loss_of_outcomes: least loss that any chances can have; 0 if outcomes are yes or no.
         bins: tenths of the rows, least chances first.
     """
 
@@ -54,12 +54,12 @@ class Verdict:
         return sum(b.rows * abs(b.chance - b.outcome) for b in self.bins) / self.rows if self.rows else math.nan
 
 
-def judge(network: Network, learnt: Rows, unseen: Rows) -> Verdict:
-    """Judge the network on `unseen`; `learnt`: what it was trained on."""
+def evaluate(network: Network, learnt: Rows, unseen: Rows) -> Evaluation:
+    """Evaluate the network on `unseen`; `learnt`: what it was trained on."""
     chances, outcomes = network.chances(unseen.inputs), unseen.outcomes
     order = np.argsort(chances, kind="stable")
     tenths = [tenth for tenth in np.array_split(order, _BINS) if len(tenth)]
-    return Verdict(
+    return Evaluation(
         rows=len(unseen),
         loss=_loss(chances, outcomes),
         loss_of_mean=_loss(np.full(len(unseen), learnt.outcomes.mean()), outcomes),
@@ -75,22 +75,23 @@ def _loss(chances: np.ndarray, outcomes: np.ndarray) -> float:
     return float(-(outcomes * np.log(bounded) + (1 - outcomes) * np.log(1 - bounded)).mean())
 
 
-def tables(verdicts: Mapping[str, Verdict]) -> Group:
+def tables(evaluations: Mapping[str, Evaluation]) -> Group:
     """Return losses, and calibration tenth by tenth, by what is predicted, for a terminal of 100 columns."""
-    losses: list[Block] = [[_losses(name, verdict)] for name, verdict in verdicts.items()]
+    losses: list[Block] = [[_losses(name, evaluation)] for name, evaluation in evaluations.items()]
     grids = (
         Grid("", ("predicts", "rows", "one chance", "network", "least", "off"), 1, losses),
-        Grid("", ("predicts", "rows", "chance", "outcome"), 1, [_bins(*item) for item in verdicts.items()]),
+        Grid("", ("predicts", "rows", "chance", "outcome"), 1, [_bins(*item) for item in evaluations.items()]),
     )
     return draw(grids, LEGEND)
 
 
-def _losses(name: str, verdict: Verdict) -> tuple[str, ...]:
-    losses = (verdict.loss_of_mean, verdict.loss, verdict.loss_of_outcomes, verdict.calibration_error)
-    return (name, str(verdict.rows), *(f"{value:.4f}" for value in losses))
+def _losses(name: str, evaluation: Evaluation) -> tuple[str, ...]:
+    losses = (evaluation.loss_of_mean, evaluation.loss, evaluation.loss_of_outcomes, evaluation.calibration_error)
+    return (name, str(evaluation.rows), *(f"{value:.4f}" for value in losses))
 
 
-def _bins(name: str, verdict: Verdict) -> Block:
+def _bins(name: str, evaluation: Evaluation) -> Block:
     return [
-        (name if i == 0 else "", str(b.rows), f"{b.chance:.3f}", f"{b.outcome:.3f}") for i, b in enumerate(verdict.bins)
+        (name if i == 0 else "", str(b.rows), f"{b.chance:.3f}", f"{b.outcome:.3f}")
+        for i, b in enumerate(evaluation.bins)
     ]
