@@ -62,7 +62,7 @@ Graph = dict[str, set[str]]
 
 
 def import_graph(root: Path) -> Graph:
-    """Every module of every room, without `outrider.`, and the modules that it imports, at its top or in a function."""
+    """Every module of every room, without `outrider.`, and the modules that it imports anywhere, for types too."""
     modules = {}
     for room, folder in ROOMS.items():
         for path in (root / folder).rglob("*.py"):
@@ -76,16 +76,8 @@ def import_graph(root: Path) -> Graph:
 
 def modules_named(path: Path, modules: set[str]) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    for_types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
     named = set()
     for node in ast.walk(tree):
-        if node in for_types:
-            continue
         if isinstance(node, ast.Import):
             named |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -11,11 +11,36 @@ from outrider.proto.plumbing.metrics import SECONDS, TOKENS
 from outrider.proto.speculation import GENERATED, SpeculationMetrics
 from outrider.proto.types import Commit
 
-if TYPE_CHECKING:
-    from outrider.cloud.engine import Engine  # imports torch, which the table of metrics does not need
-
 PART = "verifier"
 _WHOSE = ("model_name", "verifier")
+
+
+class EngineState(Protocol):
+    """What a scrape reads of the engine; see `Engine`."""
+
+    @property
+    def session_count(self) -> int:
+        """Sessions admitted at present."""
+
+    @property
+    def parked_count(self) -> int:
+        """Sessions parked until their next turn."""
+
+    @property
+    def free_pages(self) -> int:
+        """KV pages that no session holds."""
+
+    @property
+    def page_count(self) -> int:
+        """KV pages in all."""
+
+    @property
+    def credit(self) -> int:
+        """Unverified tokens that a session may have in flight."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether sessions are being sent away."""
 
 
 class VerifierMetrics:
@@ -82,7 +107,7 @@ class VerifierMetrics:
         self._used_pages, self._free_pages = (pages.labels(*self._whose, state) for state in ("used", "free"))
         self._draining = self._gauge("outrider:verifier_draining", "1 while sessions are sent elsewhere.")
 
-    def watch(self, engine: Engine, *, max_sessions: int) -> None:
+    def watch(self, engine: EngineState, *, max_sessions: int) -> None:
         """Read the state of `engine` whenever somebody asks for it."""
         self._max_sessions.set(max_sessions)
         self._sessions_running.set_function(lambda: min(self._running, engine.session_count))

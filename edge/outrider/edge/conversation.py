@@ -7,7 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import AsyncGeneratorType, TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Protocol, Self, cast
+
+from tokenizers import Tokenizer
 
 from outrider.edge.decoding import Decoding, Observer
 from outrider.edge.event_stream import collect, stream_events, within
@@ -15,10 +17,40 @@ from outrider.edge.events import Completion, Event, Finished, Tokens
 from outrider.edge.request import checked_sampling, checked_stop, request_probabilities
 from outrider.edge.text import TextStream
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import Sampling
+from outrider.proto.session import EdgeSession, SharedMeasurements
+from outrider.proto.types import Open, Sampling
 
-if TYPE_CHECKING:
-    from outrider.edge.client import Client
+
+class Opener(Protocol):
+    """What a conversation needs of the client that opens its sessions; see `Client`."""
+
+    async def prepare(self) -> None:
+        """Fetch the tokenizer and a drafter."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the target."""
+
+    def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Return the ids of a prompt."""
+
+    def encode_more(self, text: str | Sequence[int]) -> tuple[int, ...]:
+        """Return the ids of text that follows other text."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+
+    def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open:
+        """Return the frame that opens a session."""
+
+    def begin(self, frame: Open, observer: Observer | None) -> Decoding:
+        """Return the decoding of a new session."""
+
+    def measured(self, sampling: Sampling) -> SharedMeasurements:
+        """Return the measurements of such texts."""
+
+    def report(self, session: str, machine: EdgeSession, seconds: float) -> None:
+        """Learn from a text that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +85,7 @@ class Conversation:
 
     def __init__(
         self,
-        client: Client,
+        client: Opener,
         sampling: Sampling,
         *,
         stop: tuple[str, ...],
