@@ -294,6 +294,6 @@ def test_a_grid_takes_rules_by_name_and_tells_those_that_learn() -> None:
             policy_of(wrong)
         assert caught.value.field == "window"
     noted = NotedWindow(AimdWindow(start=8))
-    noted.settled(0, True)
+    noted.observe(0, True)
     assert noted.inner.tokens < 8
-    NotedWindow(FixedWindow(3)).settled(1, True)
+    NotedWindow(FixedWindow(3)).observe(1, True)

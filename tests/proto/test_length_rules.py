@@ -274,24 +274,24 @@ def test_flexspec_makes_one_draft_to_find_out_unless_a_usual_one_would_not_pay()
 
 def test_aimd_adds_after_a_window_of_hits_and_shrinks_by_its_factor_on_a_miss() -> None:
     rule = AimdWindow(start=8, increase=2, decrease=0.5, most=64)
-    rule.settled(8, False)
+    rule.observe(8, False)
     assert rule.tokens == pytest.approx(10)
-    rule.settled(5, False)
+    rule.observe(5, False)
     assert rule.tokens == pytest.approx(11), "half a window of hits is half the increase"
-    rule.settled(0, True)
+    rule.observe(0, True)
     assert rule.tokens == pytest.approx(5.5)
     assert [rule.more(replace(USUAL, in_flight=n)) for n in (0, 3, 5, 9)] == [5, 2, 0, 0]
-    rule.settled(11, True)
+    rule.observe(11, True)
     assert rule.tokens == pytest.approx((5.5 + 2 * 11 / 5.5) / 2), "hits before the miss count"
 
 
 def test_aimd_stays_between_one_draft_and_the_most() -> None:
     rule = AimdWindow(start=4, most=6)
     for _ in range(50):
-        rule.settled(6, False)
+        rule.observe(6, False)
     assert rule.more(USUAL) == 6
     for _ in range(50):
-        rule.settled(0, True)
+        rule.observe(0, True)
     assert rule.more(USUAL) == 1
 
 
@@ -300,9 +300,9 @@ def test_aimd_settles_where_growth_and_cut_weigh_the_same(hits: int) -> None:
     rule, widths = AimdWindow(start=30), []
     for _ in range(400):
         for _ in range(hits):
-            rule.settled(1, False)
+            rule.observe(1, False)
         widths.append(rule.tokens)
-        rule.settled(0, True)
+        rule.observe(0, True)
     assert sum(widths[-50:]) / 50 == pytest.approx(math.sqrt(4.0 * hits / 0.2), rel=0.25)
 
 

@@ -237,9 +237,9 @@ def test_where_drafting_and_verifying_alternate_the_window_is_the_fastest() -> N
 
         best = min(map(token_s, range(64)))
         view = replace(USUAL, acceptance=acceptance, drafting_s=drafting_s, round_trip_s=round_trip_s, token_s=best)
-        assert token_s(SurvivalWindow(least=0.0).more(view)) < 1.01 * best
-        eager = token_s(SurvivalWindow(least=0.0).more(replace(view, token_s=USUAL.step_s)))
-        assert eager >= token_s(SurvivalWindow(least=0.0).more(view))
+        assert token_s(SurvivalWindow(min_share=0.0).more(view)) < 1.01 * best
+        eager = token_s(SurvivalWindow(min_share=0.0).more(replace(view, token_s=USUAL.step_s)))
+        assert eager >= token_s(SurvivalWindow(min_share=0.0).more(view))
     far = replace(USUAL, round_trip_s=0.2, token_s=0.001)
     assert SurvivalWindow().more(far) == SurvivalWindow().more(replace(far, token_s=0.0)), "it runs ahead there"
 

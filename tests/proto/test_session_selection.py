@@ -248,7 +248,7 @@ def test_a_selector_is_told_what_commits_gave(monkeypatch) -> None:
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_a_rule_that_learns_is_told_of_every_draft_that_met_the_text(right) -> None:
     class Learning(FixedWindow):
-        def settled(self, hits: int, missed: bool) -> None:
+        def observe(self, hits: int, missed: bool) -> None:
             told.append((hits, missed))
 
     told: list[tuple[int, bool]] = []

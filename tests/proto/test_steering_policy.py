@@ -27,7 +27,7 @@ from outrider.proto.policy import (
     choose,
     commit_bytes,
 )
-from outrider.proto.policy.steering import ALL, FIRST, LEAST, NONE, RATES, saved_s
+from outrider.proto.policy.steering import ALL, FIRST, NONE, RAREST, RATES, saved_s
 from outrider.proto.types import Commit, CommittedToken, Steering, SteeringPrecision
 
 INT8, FLOAT16 = SteeringPrecision.INT8, SteeringPrecision.FLOAT16
@@ -133,16 +133,16 @@ def test_what_is_not_known_changes_nothing():
 
 def test_fewer_or_more_bytes_are_requested_only_where_that_surely_pays():
     price = byte_s(0.1)
-    assert choose(view(0.1, 0.1 * price), ALL, 256, Gain()) == LEAST
+    assert choose(view(0.1, 0.1 * price), ALL, 256, Gain()) == RAREST
     assert choose(view(0.1, price), ALL, 256, Gain()) == ALL, "a byte may cost nothing"
     assert choose(view(5.0, 0.1 * byte_s(5.0)), NONE, 64, Gain()) == ALL
-    assert choose(view(5.0, price), NONE, 64, Gain()) == LEAST, "more may cost too much"
+    assert choose(view(5.0, price), NONE, 64, Gain()) == RAREST, "more may cost too much"
     assert choose(view(5.0, 10 * price), NONE, 64, Gain()) == NONE
 
 
 def test_where_commits_pile_up_doubt_is_no_reason_to_go_on():
     price = byte_s(0.1)
-    assert choose(view(0.1, price, queued_s=2 * COMMIT_S), ALL, 256, Gain()) in (LEAST, NONE)
+    assert choose(view(0.1, price, queued_s=2 * COMMIT_S), ALL, 256, Gain()) in (RAREST, NONE)
     assert choose(view(0.1, math.inf, queued_s=2 * COMMIT_S), ALL, 256, Gain()) == NONE
     assert choose(view(0.1, price, queued_s=0.5 * COMMIT_S), ALL, 256, Gain()) == ALL
 
@@ -243,7 +243,7 @@ def test_a_link_that_becomes_thin_is_followed_within_thirty_commits(rank, before
         edge = Edge(rank, jitter_s, seed=seed).decode(before, 150)
         assert edge.rates[-1].every in (1, 2, 4)
         edge.decode(after, 30)
-        assert edge.rates[-1].bytes_of(rank) <= 2 * LEAST.bytes_of(rank)
+        assert edge.rates[-1].bytes_of(rank) <= 2 * RAREST.bytes_of(rank)
         edge.decode(after, 170)
         assert edge.missed(after, 230) < 0.35
 
@@ -253,9 +253,9 @@ def test_a_link_that_becomes_thin_is_followed_within_thirty_commits(rank, before
 def test_a_link_that_recovers_is_followed(rank, before, after):
     for jitter_s, seed in itertools.product((0.001, 0.005), range(2)):
         edge = Edge(rank, jitter_s, seed=seed).decode(before, 150)
-        assert edge.rates[-1] == LEAST
+        assert edge.rates[-1] == RAREST
         edge.decode(after, 60)
-        assert edge.rates[-1].bytes_of(rank) >= 2 * LEAST.bytes_of(rank)
+        assert edge.rates[-1].bytes_of(rank) >= 2 * RAREST.bytes_of(rank)
         edge.decode(after, 100)
         assert edge.missed(after, 250) < 0.15
 

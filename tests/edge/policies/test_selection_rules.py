@@ -34,7 +34,7 @@ from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, St
 
 def view_of(*round_s: float, switch_s: tuple[float, ...] = (), drafts: int = 4, **fields) -> SelectionView:
     switch_s = switch_s or (0.0,) * len(round_s)
-    return SelectionView(drafts, round_s, switch_s, **({"behind": (0,) * len(round_s)} | fields))
+    return SelectionView(drafts, round_s, switch_s, **({"num_uncomputed_tokens": (0,) * len(round_s)} | fields))
 
 
 EVEN = view_of(0.1, 0.1)
@@ -313,7 +313,7 @@ def test_hedge_draws_by_weight_and_reads_with_all_that_are_behind() -> None:
     hedge.experts.pay([math.log(3), 0.0])
     assert hedge.choose(EVEN) == 1
     assert dice.p == pytest.approx([0.25, 0.75])
-    view = view_of(*[0.1] * 4, behind=(0, 3, 9, 5))
+    view = view_of(*[0.1] * 4, num_uncomputed_tokens=(0, 3, 9, 5))
     assert hedge.score(view, 2) == (3, 1)
 
 
@@ -329,16 +329,16 @@ def test_the_leader_takes_over_when_its_lead_is_worth_the_switch() -> None:
 
 def test_the_leader_reads_with_idle_arms_by_the_stride() -> None:
     leader = Leader(experts=FixedShare(arms=4), stride=4)
-    assert leader.score(view_of(*[0.1] * 4, behind=(9, 3, 4, 5)), 0) == (3, 2)
+    assert leader.score(view_of(*[0.1] * 4, num_uncomputed_tokens=(9, 3, 4, 5)), 0) == (3, 2)
 
 
 def test_the_leader_reads_less_often_with_arms_that_are_far_behind_in_weight() -> None:
     leader = Leader(experts=FixedShare(arms=4, eta=1.0, share=0.0), stride=4, doubt=2.0)
     leader.experts.pay([0.0, 2.0, 5.9, 100.0])
     even = [0.1] * 4
-    assert leader.score(view_of(*even, behind=(0, 7, 15, 15)), 0) == ()
-    assert leader.score(view_of(*even, behind=(0, 8, 15, 15)), 0) == (1,)
-    assert leader.score(view_of(*even, behind=(0, 0, 16, 16)), 0) == (2, 3), "four strides at most"
+    assert leader.score(view_of(*even, num_uncomputed_tokens=(0, 7, 15, 15)), 0) == ()
+    assert leader.score(view_of(*even, num_uncomputed_tokens=(0, 8, 15, 15)), 0) == (1,)
+    assert leader.score(view_of(*even, num_uncomputed_tokens=(0, 0, 16, 16)), 0) == (2, 3), "four strides at most"
 
 
 def test_a_prior_begins_with_the_fastest_that_it_knows_at_the_prices_of_the_day() -> None:

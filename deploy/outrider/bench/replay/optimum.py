@@ -76,7 +76,7 @@ def best_in_hindsight(traces: Sequence[HitTrace], shape_at: ShapeAt, costs: Cost
         return sorted(results, key=lambda best: -best.tokens_per_second)
 
     windows: list[WindowPolicy] = [
-        *(SurvivalWindow(least=least) for least in _LEAST),
+        *(SurvivalWindow(min_share=least) for least in _LEAST),
         *(FixedWindow(n) for n in _WINDOWS),
     ]
     patiences: list[Patience | None] = [

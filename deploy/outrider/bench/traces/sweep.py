@@ -129,10 +129,10 @@ class NotedWindow:
         self.wanted += view.in_flight + count
         return count
 
-    def settled(self, hits: int, missed: bool) -> None:
+    def observe(self, hits: int, missed: bool) -> None:
         """Pass verified drafts on to a policy that learns."""
         if isinstance(self.inner, LearningRule):
-            self.inner.settled(hits, missed)
+            self.inner.observe(hits, missed)
 
     @property
     def mean(self) -> float:

@@ -1,14 +1,14 @@
-"""Window (edge) and patience (verifier): pure functions of what each side has measured. Neither can change a token.
+"""Policies of edge and verifier: pure functions of what each has measured, none of which can change a token.
 
 measures     counts and means that fade with age
 measurements what an edge has measured with them
 window       how far ahead the edge drafts
-flush        when the edge sends what it has drafted
-steering     which steering codes the edge asks for
-patience     how many drafts a step judges, and how long the verifier waits for them
-selection    which of several drafters drafts
+flush        when the edge sends its drafts
+steering     which steering vectors the edge requests
+patience     how many drafts a step verifies, and how long the verifier waits for them
+selection    which of several drafters is active
 
-`outrider.edge.policies` has other rules of how far ahead to draft, and selectors that learn.
+`outrider.edge.policies` has further length rules, and selectors that learn.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from outrider.proto.policy.measures import Calibration, Line, Smoothed
 
 _PACE_FADE = 0.95  # at every commit
-_USUAL_S = 0.005  # by which a round trip may always differ from the usual
+_USUAL_S = 0.005  # a round trip may always differ from the usual by this
 _MANY_COMMITS, _FEW_COMMITS = 1 - 1 / 32, 1 - 1 / 8  # fade of the downlink's price at every commit
-_CONTRADICTION = 1.5  # standard errors between the two
+_CONTRADICTION = 1.5  # standard errors between the two estimates
 _QUEUE_FADE = 1 - 1 / 64
 _FEW_POINTS = 4
 _UNUSUAL = 6.0  # times the usual scatter of round trips
@@ -24,7 +24,7 @@ class Pace:
     Attributes:
         seconds: faded sum of the times between commits.
         tokens: faded sum of their tokens.
-        commits: faded number of them.
+        commits: faded number of commits.
     """
 
     seconds: float = 0.0
@@ -32,34 +32,34 @@ class Pace:
     commits: float = 0.0
 
     def add(self, seconds: float, tokens: int) -> None:
-        """Take in that a commit of `tokens` came `seconds` after the one before it."""
+        """Count a commit of `tokens` tokens that came `seconds` after the one before it."""
         self.seconds = self.seconds * _PACE_FADE + seconds
         self.tokens = self.tokens * _PACE_FADE + tokens
         self.commits = self.commits * _PACE_FADE + 1
 
     @property
     def token_s(self) -> float:
-        """Seconds a token; 0 before the first."""
+        """Mean time of a token, in seconds; 0 before the first."""
         return self.seconds / self.tokens if self.tokens else 0.0
 
     @property
     def commit_s(self) -> float:
-        """Seconds between commits; 0 before the first."""
+        """Mean time between commits, in seconds; 0 before the first."""
         return self.seconds / self.commits if self.commits else 0.0
 
     @property
     def commit_tokens(self) -> float:
-        """Tokens in a commit; 0 before the first."""
+        """Mean tokens of a commit; 0 before the first."""
         return self.tokens / self.commits if self.commits else 0.0
 
 
 @dataclass(slots=True)
 class ByteTime:
-    """Seconds that a byte takes, from round trips that end with messages of different sizes.
+    """The time of a byte, in seconds, from round trips that end with messages of different sizes.
 
-    Least squares through the origin over points that fade with age: each is the difference of a message's bytes and
-    round trip from those of the message before it. A round trip that drifts or jumps thus counts for nothing, and a
-    moment's jam for little, because what differs by far more than usual is cut.
+    The fit is least squares through the origin over points that fade with age; each point is the difference of a
+    message's bytes and round trip from those of the message before it. A drift or jump of the round trip thus counts
+    for nothing, and a moment's jam for little, because differences far beyond the usual are clipped.
 
     Attributes:
         fade: weight of the older points at each new one.
@@ -67,7 +67,7 @@ class ByteTime:
         xx: faded sum of squared differences in bytes.
         xy: faded sum of differences in bytes times those in seconds.
         errors: faded sum of squared errors, in square seconds.
-        queued_s: how much round trips have grown lately, one after the other, in seconds.
+        queued_s: recent growth of round trips, summed over messages, in seconds.
     """
 
     fade: float
@@ -78,7 +78,7 @@ class ByteTime:
     queued_s: float = 0.0
 
     def add(self, size: float, seconds: float) -> None:
-        """Take in a message of `size` more bytes than the one before it, whose round trip took `seconds` longer."""
+        """Count a message of `size` more bytes than the one before it, whose round trip took `seconds` longer."""
         expected = self.xy / self.xx * size if self.xx else 0.0
         error = seconds - expected
         if self.weight >= _FEW_POINTS:
@@ -96,12 +96,12 @@ class ByteTime:
 
     @property
     def byte_s(self) -> float:
-        """Seconds a byte, 0 or more; 0 while all messages had the same size."""
+        """Time of a byte, in seconds, 0 or more; 0 while all messages had the same size."""
         return max(0.0, self.xy / self.xx) if self.xx else 0.0
 
     @property
     def doubt_s(self) -> float:
-        """Standard error of `byte_s`; infinite while there are too few points.
+        """Standard error of `byte_s`, in seconds; infinite while there are too few points.
 
         Neighbouring differences share a round trip, which makes the variance half as large again.
         """
@@ -112,18 +112,18 @@ class ByteTime:
 
 @dataclass(slots=True)
 class Downlink:
-    """What a byte of a commit takes on its way to the edge.
+    """The time of a commit's bytes on their way to the edge.
 
     Attributes:
-        many: over many commits, unless the newest contradict them.
-        few: over the newest commits.
+        many: estimate over many commits, unless the newest contradict them.
+        few: estimate over the newest commits.
     """
 
     many: ByteTime = field(default_factory=lambda: ByteTime(_MANY_COMMITS))
     few: ByteTime = field(default_factory=lambda: ByteTime(_FEW_COMMITS))
 
     def add(self, size: float, seconds: float) -> None:
-        """Take in a commit of `size` more bytes than the one before it, whose way down took `seconds` longer."""
+        """Count a commit of `size` more bytes than the one before it, whose way down took `seconds` longer."""
         for measured in (self.many, self.few):
             measured.add(size, seconds)
         if abs(self.few.byte_s - self.many.byte_s) > _CONTRADICTION * math.hypot(self.few.doubt_s, self.many.doubt_s):
@@ -131,17 +131,17 @@ class Downlink:
 
     @property
     def byte_s(self) -> float:
-        """Seconds a byte, 0 or more."""
+        """Time of a byte, in seconds, 0 or more."""
         return self.many.byte_s
 
     @property
     def doubt_s(self) -> float:
-        """Standard error of `byte_s`; infinite while nothing is known."""
+        """Standard error of `byte_s`, in seconds; infinite while nothing is known."""
         return self.many.doubt_s
 
     @property
     def queued_s(self) -> float:
-        """How much round trips have grown lately, in seconds, 0 or more: what is sent piles up."""
+        """Recent growth of round trips, in seconds, 0 or more: commits pile up."""
         return self.many.queued_s
 
 
@@ -151,12 +151,12 @@ def _new_round_trip() -> Line:
 
 @dataclass(slots=True)
 class DrafterMeasurements:
-    """What an edge has measured of one drafter.
+    """Measurements of one drafter.
 
     Attributes:
-        calibration: what its confidence is worth.
-        drafting_s: seconds to draft one token.
-        reading_s: seconds to read one token that others have committed, in a pass with some more.
+        calibration: share of hits by the drafter's confidence.
+        drafting_s: time to draft one token, in seconds.
+        reading_s: time to read one committed token, in a pass with several, in seconds.
     """
 
     calibration: Calibration = field(default_factory=Calibration)
@@ -164,7 +164,7 @@ class DrafterMeasurements:
     reading_s: Smoothed = field(default_factory=Smoothed)
 
     def copy(self) -> DrafterMeasurements:
-        """Return measurements that go on by themselves from these."""
+        """Return an independent copy."""
         bins = [list(counts) for counts in self.calibration.bins]
         calibration = Calibration(replace(self.calibration.acceptance), bins)
         return DrafterMeasurements(calibration, replace(self.drafting_s), replace(self.reading_s))
@@ -176,12 +176,12 @@ class Measurements:
 
     Attributes:
         drafters: measurements of each drafter, by name.
-        round_trip: seconds against bytes of Draft messages; before the first of them, of an Open.
-        timed: whether a Draft message has been timed: an Open's time may hold a connection's handshake.
-        outliers: newest times, one after the other, that are half or twice the expected one.
-        step: seconds of the verifier's steps against their rows.
-        pace: seconds and tokens of commits.
-        downlink: seconds a byte of commits; measured for steered drafters alone.
+        round_trip: round-trip time in seconds against bytes of Draft messages, or of an Open before the first.
+        timed: whether a Draft message has been timed; an Open's time may include a connection's handshake.
+        outliers: consecutive newest times that are below half or above twice the expected one.
+        step: duration of the verifier's steps in seconds against their rows.
+        pace: mean times and tokens of commits.
+        downlink: time of a commit's bytes; measured for steered drafters alone.
         lead: positions from the newest that the verifier has processed to the one that a drafting job follows; measured
             for steered drafters alone.
     """
@@ -202,7 +202,7 @@ class Measurements:
         return self.drafters[drafter]
 
     def copy(self) -> Measurements:
-        """Return measurements that go on by themselves from these."""
+        """Return an independent copy."""
         return replace(
             self,
             drafters={name: drafter.copy() for name, drafter in self.drafters.items()},
@@ -214,13 +214,13 @@ class Measurements:
         )
 
     def time_open(self, seconds: float) -> None:
-        """Take in that an Open was answered after `seconds`, which counts while nothing better is known."""
+        """Count an Open that was answered after `seconds`, which matters until a Draft message is timed."""
         if not self.timed:
             self.round_trip = _new_round_trip()
             self.round_trip.add(0, seconds)
 
     def time_draft(self, size: int, seconds: float) -> None:
-        """Take in that a Draft message of `size` bytes was answered after `seconds`, the verifier's time taken off."""
+        """Count a Draft message of `size` bytes that was answered after `seconds`, without the verifier's time."""
         line = self.round_trip
         expected = line.base + line.slope * size
         outlying = self.timed and not 0.5 * expected - _USUAL_S < seconds < 2 * expected + _USUAL_S
@@ -228,6 +228,6 @@ class Measurements:
         if self.outliers == 1:
             return  # a moment's jam, perhaps
         if not self.timed or outlying:
-            # Another link: its times beside the old one's, at other sizes, would look like a price on bytes.
+            # It is another link, whose times beside the old one's, at other sizes, would look like a price on bytes.
             self.round_trip, self.timed, self.outliers = _new_round_trip(), True, 0
         self.round_trip.add(size, max(0.0, seconds))

@@ -1,4 +1,4 @@
-"""Counts and means that fade with age, and what a drafter's confidence is worth by them."""
+"""Counts and means that fade with age, and the calibration of a drafter's confidence by them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 ACCEPTANCE_PRIOR = 0.7
 _PRIOR_TRIALS, _BELIEVED_TRIALS = 2.0, 8.0
 _SMOOTHING = 0.2
-_FADE = 0.98  # of a count at every trial: a change of subject is noticed within some 50 tokens
+_FADE = 0.98  # at every trial, so that a change of subject is noticed within some 50 tokens
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Smoothed:
     seen: bool = False
 
     def add(self, value: float) -> None:
-        """Take one more value in."""
+        """Count a value."""
         self.value += (value - self.value) * (_SMOOTHING if self.seen else 1.0)
         self.seen = True
 
@@ -30,40 +30,40 @@ class Smoothed:
 class Acceptance:
     """The chance that a draft agrees with the target, given that all before it in its chain did.
 
-    Every draft that meets a committed token counts, whether a step verified it or the target overtook it; drafts after
-    the first that missed were never compared.
+    Every draft that is compared with a committed token counts, whether a step verified it or the target overtook it;
+    drafts after the first miss are not compared.
     """
 
     hits: float = _PRIOR_TRIALS * ACCEPTANCE_PRIOR
     trials: float = _PRIOR_TRIALS
 
     def add(self, hit: bool) -> None:
-        """Count one draft that met the target's token."""
+        """Count one draft that was compared with the target's token."""
         self.hits = self.hits * _FADE + hit
         self.trials = self.trials * _FADE + 1
 
     def believe(self, rate: float) -> None:
-        """Begin from what another edge has seen, as a few trials; ignore it once there are own ones."""
+        """Begin from another edge's rate, worth a few trials; ignore it after the first trial here."""
         if self.trials <= _PRIOR_TRIALS:
             self.hits, self.trials = rate * _BELIEVED_TRIALS, _BELIEVED_TRIALS
 
     @property
     def rate(self) -> float:
-        """Between 0.02 and 0.98, so that one lucky or unlucky run decides nothing for good."""
+        """Share of hits, between 0.02 and 0.98 so that one lucky or unlucky run decides nothing for good."""
         return min(0.98, max(0.02, self.hits / self.trials))
 
 
 _BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 _PRIOR_WEIGHT = 3.0
 _COMMON_WEIGHT = 5.0  # other texts' trials against a text's own; replayed: 1 % faster at T = 0, the same at T = 1
-_OCTAVES = 10  # of rows in a step: 1, 2 to 3, 4 to 7, … 512 and more
+_OCTAVES = 10  # rows in a step: 1, 2 to 3, 4 to 7, … 512 and more
 
 
 def _prior_bins() -> list[list[float]]:
-    """Hits and trials of each bin before any was seen.
+    """Return hits and trials of each bin before the first draft.
 
-    A target often agrees where the drafter hesitates, so 0.35 + 0.64 sqrt(q): what hit traces of the embedded family
-    show at temperatures 0 and 1 to within 0.1, and three trials' weight, soon outvoted.
+    A target often agrees where the drafter hesitates, hence 0.35 + 0.64 sqrt(q), which fits hit traces of the embedded
+    family at temperatures 0 and 1 to within 0.1; three trials' weight is soon outvoted.
     """
     middles = [(low + high) / 2 for low, high in zip((0.0, *_BIN_EDGES), (*_BIN_EDGES, 1.0), strict=True)]
     return [[_PRIOR_WEIGHT * (0.35 + 0.64 * middle**0.5), _PRIOR_WEIGHT] for middle in middles]
@@ -71,13 +71,13 @@ def _prior_bins() -> list[list[float]]:
 
 @dataclass(slots=True)
 class Calibration:
-    """What a drafter's confidence in a token has been worth: the share of hits among drafts of like confidence."""
+    """The share of hits among drafts of similar confidence."""
 
     acceptance: Acceptance = field(default_factory=Acceptance)
     bins: list[list[float]] = field(default_factory=_prior_bins)
 
     def add(self, confidence: float, hit: bool) -> None:
-        """Count a draft of this confidence (NaN: not known) that met the target's token."""
+        """Count a draft of this confidence (NaN: unknown) that was compared with the target's token."""
         self.acceptance.add(hit)
         _count(self.bins, confidence, hit)
 
@@ -94,13 +94,13 @@ class Calibration:
 
 @dataclass(slots=True)
 class TextCalibration:
-    """The calibration of one text: it begins at what all texts have shown, and its own drafts soon count for more.
+    """The calibration of one text, which begins at that of all texts and soon weighs its own drafts more.
 
-    What a drafter's doubt means depends on the subject: in sums it is right where it hesitates, in prose it is not.
+    A drafter's doubt means different things by subject: in sums it is right where it hesitates, in prose it is not.
 
     Attributes:
-        common: calibration over all texts, which learns of this one's drafts too.
-        bins: hits and trials of this text's drafts, by their confidence.
+        common: calibration over all texts, which learns from this one's drafts too.
+        bins: hits and trials of this text's drafts, by confidence.
     """
 
     common: Calibration
@@ -112,7 +112,7 @@ class TextCalibration:
         _count(self.bins, confidence, hit)
 
     def chance(self, confidence: float) -> float:
-        """Return the chance that a draft agrees; the common one weighs as `_COMMON_WEIGHT` trials."""
+        """Return the chance that a draft agrees; the common one weighs `_COMMON_WEIGHT` trials."""
         chance = self.common.chance(confidence)
         if math.isnan(confidence):
             return chance
@@ -133,9 +133,9 @@ def _bin(confidence: float) -> int:
 
 @dataclass(slots=True)
 class Line:
-    """base + slope * x, by least squares over points that fade with age.
+    """A line base + slope * x, fitted by least squares to points that fade with age.
 
-    For a link: seconds of a round trip against bytes sent. For one session's steps: seconds against rows.
+    It holds seconds of a round trip against bytes sent, or seconds of a session's steps against rows.
     """
 
     weight: float = 0.0
@@ -146,7 +146,7 @@ class Line:
     fade: float = 1 - 1 / 64
 
     def add(self, x: float, y: float) -> None:
-        """Take one more point in."""
+        """Count a point."""
         self.weight = self.weight * self.fade + 1
         self.x = self.x * self.fade + x
         self.y = self.y * self.fade + y
@@ -163,7 +163,7 @@ class Line:
 
     @property
     def mean(self) -> float:
-        """Mean of y, recent points counting most; 0 before the first."""
+        """Mean of y, weighted to recent points; 0 before the first."""
         return self.y / self.weight if self.weight else 0.0
 
     @property
@@ -182,25 +182,27 @@ class StepCost:
     as the first. One straight line through both would mislead where many sessions share a step.
     """
 
+    # Rows and seconds by octave.
+
     rows: list[Smoothed] = field(default_factory=lambda: [Smoothed() for _ in range(_OCTAVES)])
     seconds_of: list[Smoothed] = field(default_factory=lambda: [Smoothed() for _ in range(_OCTAVES)])
 
     def add(self, rows: int, seconds: float) -> None:
-        """Take in that a step of `rows` rows took `seconds`."""
+        """Count a step of `rows` rows that took `seconds`."""
         octave = min(_OCTAVES - 1, rows.bit_length() - 1)
         measured = self.seconds_of[octave]
         before = measured.value
         self.rows[octave].add(rows)
         measured.add(seconds)
-        # A machine that gets faster or slower does so for all: an octave that is not met any more must not keep the
-        # price of a bad moment, which would keep it from ever being met again.
+        # A machine gets faster or slower for all octaves: one that is not met any more must not keep the price of a bad
+        # moment, which would keep it from ever being met again.
         if before > 0:
             for other in self.seconds_of:
                 if other is not measured:
                     other.value *= measured.value / before
 
     def seconds(self, rows: float) -> float:
-        """Return what a step of `rows` rows takes, in seconds; 0 before the first step.
+        """Return the duration of a step of `rows` rows, in seconds; 0 before the first step.
 
         It never falls with rows, and the last slope goes on beyond the largest step.
         """

@@ -1,4 +1,4 @@
-"""How many drafts a step judges, and how long the verifier waits for them."""
+"""How many drafts a step verifies, and how long the verifier waits for them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from functools import lru_cache
 
 from outrider.proto.types import Goal, Patience
 
-MIN_GAIN = 1.02  # below it drafts are not worth judging, nor making
-WORTH_THE_LINK = 1.012  # below it drafts come too late, all in all, to be worth making and sending
-LEANING = 1.05  # between plans as good as each other the one that waits takes fewer steps
-LATE, MARGIN_S = 1.25, 0.002  # a wait ends when the drafts are so much later than they should be
-_GRAIN = 8  # parts of a step by which times are told apart
+MIN_GAIN = 1.02  # below it drafts are not worth verifying, nor making
+WORTH_THE_LINK = 1.012  # below it drafts come too late to be worth making and sending
+LEANING = 1.05  # among equally good plans the one that waits takes fewer steps
+LATE, MARGIN_S = 1.25, 0.002  # a wait ends when drafts exceed their expected time by this factor and margin
+_GRAIN = 8  # resolution of times, in parts of a step
 _HORIZON = 48  # tokens after a miss that a plan looks ahead
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierView:
-    """What the verifier knows of a session when it plans a step. Seconds; 0: not measured yet.
+    """What the verifier knows of a session when it plans a step; times are 0 until they are measured.
 
     Attributes:
         acceptance: chance that a draft agrees, given that all before it did.
-        step_s: the session's share of a step beside its rows.
-        row_s: of one row.
-        drafting_s: of one token at the edge.
-        round_trip_s: from a commit's sending to the arrival of what answers it, drafting not counted.
-        max_drafts: verified in a step at most.
-        at_hand: drafts that follow the transcript.
+        step_s: the session's share of a step beside its rows, in seconds.
+        row_s: time of one row, in seconds.
+        drafting_s: time to draft one token at the edge, in seconds.
+        round_trip_s: time from the sending of a commit to the arrival of its answer, without drafting, in seconds.
+        max_drafts: most drafts verified in a step.
+        at_hand: received drafts that follow the transcript.
         since_miss: tokens committed since a draft last missed (or the text began).
-        since_miss_s: seconds since that commit was sent.
-        goal: of the deployment.
+        since_miss_s: time since that commit was sent, in seconds.
+        goal: goal of the deployment.
     """
 
     acceptance: float
@@ -47,14 +47,14 @@ class VerifierView:
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Committed on average by a step that judges so many drafts (Leviathan et al. 2023, equation 1)."""
+    """Return the expected tokens of a step that verifies `drafts` drafts (Leviathan et al. 2023, equation 1)."""
     return (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
 def best_block(view: VerifierView) -> int:
-    """How many of the drafts at hand to judge in one step, so that tokens come fastest.
+    """Return the number of drafts to verify in one step so that tokens come fastest.
 
-    0 where rows are so dear, as on a crowded CPU, that none pays.
+    It is 0 where rows cost so much, on a crowded CPU for one, that no draft pays.
     """
     if not view.step_s:
         return view.max_drafts
@@ -62,24 +62,24 @@ def best_block(view: VerifierView) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _best_block(acceptance: float, row_share: float, most: int) -> int:
-    """As `best_block`; `row_share` is a row's cost, of a step's beside its rows."""
+def _best_block(acceptance: float, row_share: float, max_drafts: int) -> int:
+    """Return the best number of drafts; `row_share` is a row's time over that of a step beside its rows."""
 
     def rate(drafts: int) -> float:
         return expected_tokens(acceptance, drafts) / (1 + row_share * (drafts + 1))
 
-    best = max(range(1, most + 1), key=rate)
+    best = max(range(1, max_drafts + 1), key=rate)
     return best if rate(best) > MIN_GAIN * rate(0) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a session should wait for, and what that should bring.
+    """What a session should wait for, and the drafts that should come of it.
 
     Attributes:
-        patience: from when the session became ready; 0 s: run ahead.
-        expected_s: from then until the drafts should be here.
-        drafts: that should be here then.
+        patience: wait from when the session became ready; 0 s: run ahead.
+        expected_s: time from then until the drafts should be here, in seconds.
+        drafts: drafts that should be here then.
     """
 
     patience: Patience
@@ -92,7 +92,7 @@ _AT_ONCE = Plan(Patience(0.0))
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What a session that waits would bring into a step: now, and after `wait_s` more seconds; expected tokens."""
+    """Expected tokens of a waiting session in a step: now, and after `wait_s` more seconds."""
 
     wait_s: float
     tokens_now: float
@@ -100,15 +100,15 @@ class Prospect:
 
 
 def batching_delay_s(due: float, prospects: Sequence[Prospect], step_s: float) -> float:
-    """How long a step that could begin should wait for sessions that will have drafts soon.
+    """Return how long a step that could begin should wait for sessions that will have drafts soon, in seconds.
 
-    All of them go into it, with drafts or without, so what counts is tokens a second of the step and the wait
-    together: linger for the next session while that raises it.
+    All sessions join the step, with drafts or without, so the objective is tokens a second of step and wait together:
+    wait for the next session while that raises it.
 
     Args:
-        due: expected tokens of the sessions that have all they wait for.
-        prospects: of the others.
-        step_s: of a step.
+        due: expected tokens of the sessions that are ready.
+        prospects: prospects of the others.
+        step_s: duration of a step, in seconds.
     """
     waiting = sorted(prospects, key=lambda prospect: prospect.wait_s)
     tokens = due + sum(prospect.tokens_now for prospect in waiting)
@@ -122,12 +122,11 @@ def batching_delay_s(due: float, prospects: Sequence[Prospect], step_s: float) -
 
 
 def plan_for(view: VerifierView) -> Plan:
-    """How long to wait before the next step, and for what.
+    """Plan how long to wait before the next step, and for how many drafts.
 
-    Between two misses nothing is left to chance but the end of the run, so the best plan minimises the expected time
-    from one miss to the next (`_Outlook.to_next_miss`). Where the best plan waits at all, the edge says when its chain
-    is complete, since it knows how sure its drafter is of this one. With goal efficiency it waits for a whole block,
-    however long that takes within reason.
+    Between two misses only the end of the run is random, so the best plan minimises the expected time from one miss to
+    the next (`_Outlook.to_next_miss`). If it waits, the edge says when its chain is complete, since it knows how sure
+    its drafter is of this one. With goal efficiency it waits for a whole block, within reason.
     """
     if not (view.step_s and view.drafting_s):
         return _AT_ONCE
@@ -135,7 +134,7 @@ def plan_for(view: VerifierView) -> Plan:
     if view.goal is Goal.EFFICIENCY:
         wait_s = view.round_trip_s + view.max_drafts * view.drafting_s
         return Plan(Patience(LATE * wait_s + view.step_s, view.max_drafts), wait_s, view.max_drafts)
-    # Tokens that the target took alone have not met their drafts yet: one that missed has killed the chain unseen, and
+    # Tokens that the target took alone have not been compared yet: a draft that missed has ended the chain unseen, and
     # then a wait is lost.
     alive = 1.0 if view.at_hand else outlook.acceptance ** max(0, view.since_miss)
     best_cost, best_drafts = LEANING * alive * outlook.cost(view.since_miss, view.since_miss_s, view.at_hand, 0.0), 0
@@ -145,7 +144,7 @@ def plan_for(view: VerifierView) -> Plan:
         if wait_s > outlook.step_s:
             break
         if wait_s <= 0:
-            continue  # it should have been here: the edge has stopped before it
+            continue  # overdue: the edge has stopped before it
         cost = alive * outlook.cost(view.since_miss, view.since_miss_s, drafts, wait_s) + (1 - alive) * wait_s
         if cost < best_cost:
             best_cost, best_drafts, best_wait_s = cost, drafts, wait_s
@@ -156,11 +155,11 @@ def plan_for(view: VerifierView) -> Plan:
 
 
 def overtakes(view: VerifierView) -> bool:
-    """Whether drafts come in time to matter.
+    """Return whether drafts come in time to matter.
 
-    A target that runs ahead is some round_trip_s / step_s tokens further when the first draft after a miss is here,
-    and all of those must have been hits for the rest to be of use. Where that makes tokens hardly faster than the
-    target alone, drafts cost the edge's time and the uplink's bytes for nothing.
+    A target that runs ahead is some round_trip_s / step_s tokens further when the first draft after a miss arrives,
+    and all of those must have been hits for the rest to be of use. If tokens then come hardly faster than from the
+    target alone, drafts waste the edge's time and the uplink's bytes.
     """
     if not (view.step_s and view.drafting_s):
         return True
@@ -172,35 +171,36 @@ class _Outlook:
     """The expected time until the next miss, under the best plan, for one set of measurements."""
 
     def __init__(
-        self, acceptance: float, step_s: float, row_s: float, drafting_s: float, round_trip_s: float, most: int
+        self, acceptance: float, step_s: float, row_s: float, drafting_s: float, round_trip_s: float, max_drafts: int
     ) -> None:
         self.acceptance = acceptance
         self.step_s = step_s
         self._row_s = row_s
         self._drafting_s = drafting_s
         self._round_trip_s = round_trip_s
-        self._most = most
-        self._best = min(range(most + 1), key=lambda drafts: self._duration(drafts) / (1 - acceptance ** (drafts + 1)))
+        self._best = min(
+            range(max_drafts + 1), key=lambda drafts: self._duration(drafts) / (1 - acceptance ** (drafts + 1))
+        )
         self._steady = self._duration(self._best) / (1 - acceptance ** (self._best + 1))
         self._known: dict[tuple[int, int], float] = {}
         self.alone_to_next_miss = self._duration(0) / (1 - acceptance)
 
     def arrival_s(self, token: int) -> float:
-        """When the token-th draft after a miss is here, seconds after the miss was told."""
+        """Return when the token-th draft after a miss arrives, in seconds after the commit that held the miss."""
         return self._round_trip_s + token * self._drafting_s
 
     def _duration(self, drafts: int) -> float:
         return self.step_s + self._row_s * (drafts + 1)
 
     def cost(self, committed: int, time_s: float, drafts: int, wait_s: float) -> float:
-        """Expected seconds to the next miss when the next step begins after `wait_s` with so many drafts."""
+        """Return the expected seconds to the next miss when the next step begins after `wait_s` with `drafts`."""
         drafts = min(drafts, self._best)
         duration = wait_s + self._duration(drafts)
         survives = self.acceptance ** (drafts + 1)
         return duration + survives * self.to_next_miss(committed + drafts + 1, time_s + duration)
 
     def to_next_miss(self, committed: int, time_s: float) -> float:
-        """Expected seconds to the next miss: `committed` tokens and `time_s` after the last, a step about to begin."""
+        """Return the expected seconds to the next miss, `committed` tokens and `time_s` after the last."""
         if time_s >= self.arrival_s(committed + self._best) or committed > _HORIZON:
             return self._steady
         key = (committed, int(time_s / self.step_s * _GRAIN))
@@ -229,9 +229,9 @@ def _outlook_of(view: VerifierView) -> _Outlook:
 
 @lru_cache(maxsize=512)
 def _outlook(
-    acceptance: float, step_s: float, row_s: float, drafting_s: float, round_trip_s: float, most: int
+    acceptance: float, step_s: float, row_s: float, drafting_s: float, round_trip_s: float, max_drafts: int
 ) -> _Outlook:
-    return _Outlook(acceptance, step_s, row_s, drafting_s, round_trip_s, most)
+    return _Outlook(acceptance, step_s, row_s, drafting_s, round_trip_s, max_drafts)
 
 
 def _rounded(value: float, grain: float) -> float:
@@ -239,5 +239,5 @@ def _rounded(value: float, grain: float) -> float:
 
 
 def _on_scale(seconds: float) -> float:
-    """To the nearest twentieth of an octave, so that measurements that waver give one plan."""
+    """Round to the nearest twentieth of an octave, so that wavering measurements give one plan."""
     return 2 ** (round(math.log2(seconds) * 20) / 20) if seconds > 1e-6 else 0.0

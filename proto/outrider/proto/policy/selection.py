@@ -1,8 +1,8 @@
-"""Which drafter drafts the next round: the protocol of selectors, and the one that never switches.
+"""Which drafter is active in the next round: the protocol of selectors, and the one that never switches.
 
-A selector is asked at the beginning of a round (`choose`), says which idle drafters are worth reading along (`score`),
-and learns from each round's outcome (`learn`). The objective is committed tokens a second, E[N]/E[T] (renewal reward),
-with each drafter's speed, its switch and the link in T. `outrider.edge.policies.selection` has selectors that learn.
+A selector chooses at the beginning of a round (`choose`), says which idle drafters should catch up (`score`), and
+learns from each round's outcome (`learn`). The objective is committed tokens a second, E[N]/E[T] (renewal reward), with
+each drafter's speed, its switch and the link in T. `outrider.edge.policies.selection` has selectors that learn.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from outrider.proto.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A drafter. Both costs are known before it is chosen.
+    """A drafter, with the costs that are known before it is chosen.
 
     Attributes:
-        name: of the drafter.
-        drafting_s: to draft one token.
-        catch_up_s: to read one token that others have committed, in one batched pass with the rest.
+        name: name of the drafter.
+        drafting_s: time to draft one token, in seconds.
+        catch_up_s: time to read one token that others have committed, in a batched pass, in seconds.
 
     Raises:
         InvalidArgument: a cost is no time; the field is named.
@@ -40,18 +40,18 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class SelectionView:
-    """What a choice is made on; K arms.
+    """What a choice among K arms is made on.
 
     Attributes:
-        drafts: of a round.
-        round_s: [K] seconds that a round with this arm takes, without its switch.
-        switch_s: [K] seconds before this arm can draft, since it has not read what others have committed.
-        behind: [K] tokens that it has not read.
-        waiting_s: of a round, in which the edge has nothing to draft and can read with idle arms at no loss.
-        current: the arm of the round before; None: there was none.
-        lead: [K] tokens after a miss that the target writes alone, before drafts of this arm can reach it; empty: none,
+        drafts: drafts of a round.
+        round_s: [K] duration of a round with each arm without its switch, in seconds.
+        switch_s: [K] time before each arm can draft, since it has to catch up, in seconds.
+        num_uncomputed_tokens: [K] tokens of the text that each arm has not read.
+        waiting_s: time of a round in which the edge has nothing to draft and idle arms can catch up, in seconds.
+        current: arm of the round before; None: there was none.
+        lead: [K] tokens after a miss that the target writes alone, before drafts of each arm can reach it; empty: none,
             since it waits.
-        alone_s: of the target for a token that it writes alone.
+        alone_s: time of a token that the target writes alone, in seconds.
 
     Raises:
         InvalidArgument: no arm, or lists of unequal length.
@@ -60,14 +60,14 @@ class SelectionView:
     drafts: int
     round_s: tuple[float, ...]
     switch_s: tuple[float, ...]
-    behind: tuple[int, ...]
+    num_uncomputed_tokens: tuple[int, ...]
     waiting_s: float = 0.0
     current: int | None = None
     lead: tuple[int, ...] = ()
     alone_s: float = 0.0
 
     def __post_init__(self) -> None:
-        lists = (self.switch_s, self.behind, self.lead or self.round_s)
+        lists = (self.switch_s, self.num_uncomputed_tokens, self.lead or self.round_s)
         if not self.round_s or any(len(entries) != len(self.round_s) for entries in lists):
             raise InvalidArgument("must hold one entry for each drafter, and there must be one", field="view.round_s")
 
@@ -75,7 +75,7 @@ class SelectionView:
     def of_rounds(
         cls,
         arms: Sequence[Arm],
-        behind: Sequence[int],
+        num_uncomputed_tokens: Sequence[int],
         *,
         drafts: int,
         round_trip_s: float,
@@ -83,23 +83,23 @@ class SelectionView:
         row_s: float,
         current: int | None,
     ) -> Self:
-        """Of synchronous rounds: draft, send, wait for the verdict, begin again.
+        """Return the view of synchronous rounds: draft, send, wait for the commit, begin again.
 
         Args:
-            arms: [K] the drafters.
-            behind: [K] tokens that each has not read.
-            drafts: of a round.
-            round_trip_s: of a small message and its answer.
-            step_s: of the verifier, beside its rows.
-            row_s: of each row in a step; a round has one more than drafts.
-            current: the arm of the round before.
+            arms: [K] drafters.
+            num_uncomputed_tokens: [K] tokens of the text that each has not read.
+            drafts: drafts of a round.
+            round_trip_s: round-trip time of a small message, in seconds.
+            step_s: duration of the verifier's step beside its rows, in seconds.
+            row_s: time of each row in a step, in seconds; a round has one more than drafts.
+            current: arm of the round before; None: there was none.
         """
         waiting_s = round_trip_s + step_s + row_s * (drafts + 1)
         return cls(
             drafts=drafts,
             round_s=tuple(drafts * arm.drafting_s + waiting_s for arm in arms),
-            switch_s=tuple(arm.catch_up_s * unread for arm, unread in zip(arms, behind, strict=True)),
-            behind=tuple(behind),
+            switch_s=tuple(arm.catch_up_s * unread for arm, unread in zip(arms, num_uncomputed_tokens, strict=True)),
+            num_uncomputed_tokens=tuple(num_uncomputed_tokens),
             waiting_s=waiting_s,
             current=current,
         )
@@ -108,7 +108,7 @@ class SelectionView:
     def of_stream(
         cls,
         arms: Sequence[Arm],
-        behind: Sequence[int],
+        num_uncomputed_tokens: Sequence[int],
         *,
         drafts: int,
         round_trip_s: float,
@@ -116,17 +116,17 @@ class SelectionView:
         row_s: float,
         current: int | None,
     ) -> Self:
-        """Of a target that does not wait: it goes on alone after a miss, while the edge hears of it and drafts anew.
+        """Return the view of a target that does not wait but goes on alone after a miss, until drafts reach it again.
 
         Drafts that come later meet a text that has gone on, and count if all before them were right too. A round is a
-        step then, or the time that its drafts take where that is longer. Arguments as of `of_rounds`.
+        step then, or the time that its drafts take where that is longer. The arguments are those of `of_rounds`.
         """
         alone_s = step_s + row_s
         return cls(
             drafts=drafts,
             round_s=tuple(max(step_s + row_s * (drafts + 1), drafts * arm.drafting_s) for arm in arms),
-            switch_s=tuple(arm.catch_up_s * unread for arm, unread in zip(arms, behind, strict=True)),
-            behind=tuple(behind),
+            switch_s=tuple(arm.catch_up_s * unread for arm, unread in zip(arms, num_uncomputed_tokens, strict=True)),
+            num_uncomputed_tokens=tuple(num_uncomputed_tokens),
             waiting_s=round_trip_s,
             current=current,
             lead=tuple(math.ceil((round_trip_s + arm.drafting_s) / alone_s) if alone_s else 0 for arm in arms),
@@ -135,27 +135,27 @@ class SelectionView:
 
     @property
     def arms(self) -> range:
-        """Their indices."""
+        """Indices of the arms."""
         return range(len(self.round_s))
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What a commit tells.
+    """What a commit shows of the drafters.
 
     Attributes:
-        view: that the choice was made on.
-        arm: that drafted.
-        committed: tokens: the accepted drafts and the target's own.
-        verified: drafts that the target put to the question: the accepted ones and the first that missed.
-        accepted: of them.
-        agreement: mean min(1, p(x) / q(x)) over the drafts, the estimate of block divergence; NaN: not known.
-        seconds: that the round took, switch included.
-        hits: [K] for each arm, whether it proposed, or would have, the committed tokens of which nothing was said of it
-            before, in the order of the text; None: nobody knows. A token that it had nothing to do with, since its
-            round was full, counts as a miss. May itself be empty: nobody has read anything.
-        confidence: [K] beside `hits`: the probability that each arm gives to what it proposed there, or would have;
-            0: it proposed nothing; NaN: nobody knows. May itself be empty: no arm says.
+        view: view that the choice was made on.
+        arm: active drafter.
+        committed: committed tokens: the accepted drafts and the target's own.
+        verified: drafts that the target verified: the accepted ones and the first that missed.
+        accepted: accepted drafts.
+        agreement: mean min(1, p(x) / q(x)) over the drafts, the estimate of block divergence; NaN: unknown.
+        seconds: duration of the round, switch included.
+        hits: [K] for each arm and each committed token that is new for it, in the order of the text, whether it
+            proposed the token or would have; None: unknown. A token outside of its full round counts as a miss. Empty:
+            no arm has read anything.
+        confidence: [K] beside `hits`, the probability that each arm gives to its proposal; 0: it proposed nothing; NaN:
+            unknown. Empty: no arm says.
     """
 
     view: SelectionView
@@ -170,45 +170,45 @@ class RoundOutcome:
 
 
 class Selector(Protocol):
-    """Which drafter drafts. Holds what it has learned; one for each session, or for many texts one after the other.
+    """A rule of which drafter is active, which may learn; one serves a session, or texts one after the other.
 
     Attributes:
-        catches_up: whether hits of drafters are of use to it that come from reading and not from drafting.
+        catches_up: whether it uses hits of teacher-forced proposals, so that idle drafters catch up.
     """
 
     catches_up: ClassVar[bool] = False
 
     def choose(self, view: SelectionView) -> int:
-        """The arm of the round that begins."""
+        """Return the arm of the round that begins."""
         ...
 
     def read_prompt(self, log_q: Sequence[float]) -> None:
-        """[arms] nats a token that each gave to the end of the prompt; NaN: not known yet, and told later perhaps."""
+        """Take each arm's mean log probability of the prompt's last tokens, [K] in nats; NaN: not known yet."""
         del log_q
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        """Idle arms to read with during this round's wait, the most wanted first; what does not fit is left.
+        """Return the idle arms that should catch up during this round's wait, best first; there may be time for few.
 
-        Reading tells an arm's counterfactual hits, and leaves less to catch up with if it is chosen.
+        Catching up shows an arm's counterfactual hits, and shortens its switch if it is chosen.
         """
         del view, chosen
         return ()
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """What the round gave."""
+        """Learn from the outcome of a round."""
         ...
 
 
 @dataclass(slots=True)
 class StaticSelector(Selector):
-    """Always the same drafter."""
+    """Chooses the same drafter always."""
 
     arm: int = 0
 
     def choose(self, view: SelectionView) -> int:
-        """The arm of the round that begins."""
+        """Return the arm."""
         del view
         return self.arm
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""

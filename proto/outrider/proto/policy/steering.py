@@ -1,8 +1,8 @@
 """Which steering vectors the edge requests: how precise, and with how many of the commits.
 
-A vector makes drafts better and commits longer. It is worth a commit's time, times what the drafter gains by a vector
-of that age; it costs the time that its bytes take on the downlink. Sent with every k-th commit it costs a k-th, and is
-up to k - 1 commits older when drafts are made with it.
+A vector makes drafts better and commits longer. It is worth a commit's time, times the drafter's gain by a vector of
+that age; it costs the time of its bytes on the downlink. Sent with every k-th commit it costs a k-th, and is up to
+k - 1 commits older when drafts are made with it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from outrider.proto.types import Commit, SteeringPrecision
 
 EVERY = (1, 2, 4, 8)  # commits a vector
 DEFAULT_GAIN = ((1, 0.1), (64, 0.0))  # where the drafter's own is not known
-MAX_VECTOR_AGE = 64  # positions behind the first draft; drafters are trained for vectors up to a window old
-VECTOR_BYTES = 12  # of a vector in a commit beside its numbers
+MAX_VECTOR_AGE = 64  # positions before the first draft; drafters are trained for vectors up to a window old
+VECTOR_BYTES = 12  # a vector in a commit, beside its numbers
 _TOKEN_BYTES, _NUMBER_BYTES = 2, 4
-_INT8_KEEPS = 0.99  # of the gain: rounding to max / 127 is an error of about 1 % of a vector's length
-_DRAFTED = 0.5  # share of tokens that were drafts where a drafter's gain was measured, about
-_SURE = 1.0  # standard errors of what a byte takes
-_DEAREST_S = 1.0  # a byte, where nothing is known: beyond any link
-_PAYS = 0.1  # a change must bring so much more than it costs
-_SETTLES = 8  # commits until another change: some must come with the new vectors before they say anything
+_INT8_KEEPS = 0.99  # share of the gain: rounding to max / 127 is an error of about 1 % of a vector's length
+_DRAFTED = 0.5  # approximate share of drafts among the tokens where a drafter's gain was measured
+_SURE = 1.0  # standard errors of the time of a byte
+_DEAREST_S = 1.0  # time of a byte where nothing is known: beyond any link
+_PAYS = 0.1  # share by which a change must bring more than it costs
+_SETTLES = 8  # commits until another change, since the first with the new vectors show little
 _FIRST_TRY, _LAST_TRY = 48, 768  # commits without vectors before they are tried again; twice as many every time
 _TRY = 32  # commits
 
@@ -35,7 +35,7 @@ class SteeringRate:
     """How often vectors come, and how precise.
 
     Attributes:
-        precision: of their numbers.
+        precision: number format.
         every: commits for each vector; 0: none come.
     """
 
@@ -47,22 +47,22 @@ class SteeringRate:
         return (rank * self.precision.number_bytes + VECTOR_BYTES) / self.every if self.every else 0.0
 
 
-ALL, LEAST, NONE = SteeringRate(), SteeringRate(every=EVERY[-1]), SteeringRate(every=0)
-FIRST = SteeringRate(every=2)  # commits with and without show what a vector takes; with all it is a guess
+ALL, RAREST, NONE = SteeringRate(), SteeringRate(every=EVERY[-1]), SteeringRate(every=0)
+FIRST = SteeringRate(every=2)  # commits with and without a vector show its price
 RATES = (*(SteeringRate(precision, every) for precision in SteeringPrecision for every in EVERY), NONE)
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringView:
-    """What the edge has measured when it chooses. Seconds; 0: not known yet.
+    """What the edge has measured when it chooses; 0: unknown yet.
 
     Attributes:
-        commit_s: seconds between commits.
+        commit_s: time between commits, in seconds.
         commit_tokens: tokens in a commit.
         lead: positions from the newest that the verifier has processed to the one that the next draft follows.
-        byte_s: seconds a byte of the downlink.
-        doubt_s: standard error of `byte_s`; infinite while nothing is known.
-        queued_s: how much round trips have grown lately, one after the other: what is sent piles up.
+        byte_s: time of a byte on the downlink, in seconds.
+        doubt_s: standard error of `byte_s`, in seconds; infinite while nothing is known.
+        queued_s: recent growth of round trips, in seconds: commits pile up.
     """
 
     commit_s: float
@@ -81,7 +81,7 @@ class Gain:
     """
 
     def __init__(self, known: tuple[tuple[int, float], ...] = ()) -> None:
-        """Take what is known.
+        """Interpolate the known gains.
 
         Args:
             known: (age, gain), ages ascending, each once; empty: `DEFAULT_GAIN`.
@@ -96,11 +96,11 @@ class Gain:
         if points[-1][1]:
             points = (*points, (max(1, 2 * points[-1][0]), 0.0))
         young = np.interp(range(MAX_VECTOR_AGE + 1), [age for age, _ in points], [gain for _, gain in points])
-        self._at = [*young.tolist(), 0.0, 0.0]  # by age; a list, since numpy takes 20 times as long over eight numbers
+        self._at = [*young.tolist(), 0.0, 0.0]  # by age; a list, since numpy is 20 times slower on eight numbers
 
     @property
     def max_age(self) -> int:
-        """Age up to which a vector, and every younger one, is better than none; 0 where none is."""
+        """Age up to which a vector, and every younger one, is better than none, in positions; 0: no vector is."""
         return next((age for age, gain in enumerate(self._at[1:], 1) if gain <= 0), len(self._at)) - 1
 
     def by_every(self, lead: float, commit_tokens: float) -> dict[int, float]:
@@ -115,10 +115,10 @@ class Gain:
 
 
 def saved_s(rate: SteeringRate, view: SteeringView, gain_by_every: dict[int, float]) -> float:
-    """Return the seconds that a commit's vectors save, their way not counted: n (1 + g) tokens take the time of n.
+    """Return the seconds that a commit's vectors save, without their way: n (1 + g) tokens take the time of n.
 
-    A vector adds drafts that are right, and g was measured where half of the tokens were such drafts. Where fewer are,
-    because a long link lets them come too late, it adds as much less.
+    A vector adds right drafts, and g was measured where half of the tokens were such drafts. With fewer of them, on a
+    long link where they come too late, it adds proportionally less.
     """
     if not rate.every or not view.commit_tokens:
         return 0.0
@@ -129,17 +129,17 @@ def saved_s(rate: SteeringRate, view: SteeringView, gain_by_every: dict[int, flo
 
 
 def choose(view: SteeringView, now: SteeringRate, rank: int, gain: Gain) -> SteeringRate:
-    """Return the rate that saves the most time, less its bytes' time on the downlink; `now` where no other surely does.
+    """Return the rate that saves the most time, less its bytes' time on the downlink; `now` unless another surely does.
 
-    Fewer bytes are requested where that pays even if a byte takes as little time as it may, more where that pays even
-    if it takes as much. What is not known well changes nothing, so that noise does not make the rate flap. Where
-    commits pile up on the downlink, fewer are requested too if a byte may take so much that it pays.
+    Fewer bytes are requested if that pays at the lowest likely price of a byte, more if it pays at the highest, so that
+    noise does not make the rate flap. While commits pile up on the downlink, fewer are requested too if that pays at
+    the highest likely price.
     """
     if not view.commit_s:
         return now
     by_every = gain.by_every(view.lead, view.commit_tokens)
     if all(saved_s(rate, view, by_every) <= 0 for rate in RATES):
-        return NONE  # however little a byte takes
+        return NONE  # at any price of a byte
     saved, sent = saved_s(now, view, by_every), now.bytes_of(rank)
     doubt_s = _SURE * view.doubt_s
     min_s, max_s = max(0.0, view.byte_s - doubt_s), min(_DEAREST_S, view.byte_s + doubt_s)
@@ -156,7 +156,7 @@ def choose(view: SteeringView, now: SteeringRate, rank: int, gain: Gain) -> Stee
 
 
 class SteeringPolicy(Protocol):
-    """Rule of which vectors to request. Sessions with the same drafter may share one."""
+    """A rule of which vectors to request, which sessions with the same drafter may share."""
 
     @property
     def rate(self) -> SteeringRate:
@@ -169,7 +169,7 @@ class SteeringPolicy(Protocol):
         ...
 
     def after_commit(self, view: SteeringView) -> None:
-        """Take in that a commit has come."""
+        """Review the rate after a commit."""
         ...
 
 
@@ -185,9 +185,9 @@ class FixedSteering:
 
 
 class PricedSteering:
-    """Requests what `choose` returns; what was dropped is tried again after a while, ever less often.
+    """Requests what `choose` returns, and tries vectors again some time after it has dropped them, ever less often.
 
-    Without vectors commits are small and differ little in size, which says hardly what a byte takes. A try finds out
+    Without vectors commits are small and differ little in size, which shows little of a byte's price. A try finds out
     whether the link has recovered, unless the small differences show it before.
     """
 
@@ -209,7 +209,7 @@ class PricedSteering:
         rate = choose(view, self.rate, self._rank, self._gain)
         tries = rate == self.rate == NONE and self._commits >= self._pause
         if tries:
-            rate = LEAST
+            rate = RAREST
         elif rate == self.rate:
             return
         else:
@@ -218,7 +218,7 @@ class PricedSteering:
 
 
 def commit_bytes(commit: Commit) -> int:
-    """Return the approximate bytes of a commit on the wire, without what all commits have."""
+    """Return the approximate bytes of a commit on the wire beyond those of an empty one."""
     size = 0
     for token in commit.tokens:
         numbers = (token.logp is not None) + (token.logprob is not None)

@@ -8,29 +8,29 @@ from typing import Protocol, runtime_checkable
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import DraftToken, Goal
 
-TOKEN_BYTES = 2  # of a draft on the wire, vocabularies below 2^14 and most ids above 127
+TOKEN_BYTES = 2  # a draft on the wire, for vocabularies below 2^14 and most ids above 127
 FIRST_WINDOW = 8  # while nothing has been measured
 
 
 @dataclass(frozen=True, slots=True)
 class EdgeView:
-    """What the edge knows when it asks how much further to draft. Seconds; 0: not measured yet.
+    """What the edge knows when it decides how much further to draft; times are 0 until they are measured.
 
     Attributes:
-        in_flight: drafted tokens that no commit has settled.
+        in_flight: drafted tokens that no commit has met.
         survival: chance that all of them agree with the target.
         acceptance: chance that a further one does, given that.
-        drafting_s: to draft one token.
-        step_s: of the verifier, beside its rows.
-        row_s: of the verifier, for one more draft in a step.
-        round_trip_s: of a small message and its answer.
-        byte_s: a byte on the uplink.
-        token_s: what a committed token has taken, on average.
-        goal: of the deployment.
-        chances: [in_flight] that each unverified draft agrees given that those before it do, as calibrated.
-        drafts: [in_flight] what the drafter says of each; empty: not known.
-        temperature: of the text.
-        battery: share that is left, 1 on mains.
+        drafting_s: time to draft one token, in seconds.
+        step_s: duration of the verifier's step beside its rows, in seconds.
+        row_s: time of one more draft in a step, in seconds.
+        round_trip_s: round-trip time of a small message, in seconds.
+        byte_s: time of a byte on the uplink, in seconds.
+        token_s: mean time of a committed token, in seconds.
+        goal: goal of the deployment.
+        chances: [in_flight] calibrated chance that each unverified draft agrees, given that those before it do.
+        drafts: [in_flight] the drafts with the drafter's confidence; empty: unknown.
+        temperature: sampling temperature of the text.
+        battery: share of charge that is left, 1 on mains.
     """
 
     in_flight: int
@@ -50,25 +50,25 @@ class EdgeView:
 
 
 class WindowPolicy(Protocol):
-    """How many more tokens to draft; credit and the length of the text bound it besides."""
+    """A rule of how many more tokens to draft, within credit and the length of the text."""
 
     def more(self, view: EdgeView) -> int:
-        """Tokens to draft now; 0: enough until the next commit."""
+        """Return the tokens to draft now; 0: enough until the next commit."""
         ...
 
 
 @runtime_checkable
 class LearningRule(WindowPolicy, Protocol):
-    """One that learns from what becomes of its drafts, and so is no pure function of the view."""
+    """A rule that learns from the fate of its drafts, and so is no pure function of the view."""
 
-    def settled(self, hits: int, missed: bool) -> None:
-        """The target's tokens have met `hits` drafts that agreed, and then, if `missed`, one that did not."""
+    def observe(self, hits: int, missed: bool) -> None:
+        """Learn that `hits` drafts agreed with the target's tokens, and then, if `missed`, one did not."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FixedWindow:
-    """Always the same number of unverified tokens; 0 turns drafting off."""
+    """Keeps the same number of unverified tokens always; 0 turns drafting off."""
 
     tokens: int
 
@@ -77,33 +77,37 @@ class FixedWindow:
             raise InvalidArgument("must be 0 or more", field="window")
 
     def more(self, view: EdgeView) -> int:
-        """Tokens to draft now."""
+        """Return the tokens to draft now."""
         return max(0, self.tokens - view.in_flight)
 
 
 @dataclass(frozen=True, slots=True)
 class SurvivalWindow:
-    """Draft while the next token's chance to survive, times the time that it saves, exceeds its price.
+    """Drafts while the next token's chance to survive, times the time that it saves, exceeds its price.
 
-    A token that survives saves a target step, and where the verifier waits for drafts (goal efficiency) the round
-    trip that comes with it. On a link shorter than a step drafting and verifying take turns, and there it saves what a
-    token takes on average: of rewards in rounds the best is had where the last unit of time brings as much as all do
-    on average (renewal reward). It costs its drafting, its row in a step, its bytes on the uplink, and a share `least`
-    of what it can save, which bounds the bytes spent on chains that will hardly be read.
+    A token that survives saves a target step, and where the verifier waits for drafts (goal efficiency) the round trip
+    that comes with it. On a link shorter than a step drafting and verifying alternate, and there it saves the mean time
+    of a token: the reward rate of rounds is highest when the last unit of time brings the average (renewal reward). It
+    costs its drafting, its row in a step, its bytes on the uplink, and a share `min_share` of the possible saving,
+    which bounds the bytes spent on chains that will hardly be read.
+
+    Attributes:
+        max_tokens: most unverified tokens.
+        min_share: share of the possible saving that a draft must bring beyond its price.
     """
 
-    most: int = 64
-    least: float = 0.015
+    max_tokens: int = 64
+    min_share: float = 0.015
 
     def more(self, view: EdgeView) -> int:
-        """Tokens to draft now."""
+        """Return the tokens to draft now."""
         if not view.step_s:
-            return max(0, min(FIRST_WINDOW, self.most) - view.in_flight)
+            return max(0, min(FIRST_WINDOW, self.max_tokens) - view.in_flight)
         saved_s = _saved_s(view)
         hidden = min(1.0, view.step_s / view.round_trip_s) if view.round_trip_s else 1.0
-        price_s = hidden * (view.drafting_s + self.least * saved_s) + view.row_s + TOKEN_BYTES * view.byte_s
+        price_s = hidden * (view.drafting_s + self.min_share * saved_s) + view.row_s + TOKEN_BYTES * view.byte_s
         chance, count = view.survival, 0
-        while view.in_flight + count < self.most:
+        while view.in_flight + count < self.max_tokens:
             chance *= view.acceptance
             if chance * saved_s <= price_s and view.in_flight + count > 0:
                 break
@@ -112,7 +116,7 @@ class SurvivalWindow:
 
 
 def _saved_s(view: EdgeView) -> float:
-    """By a token that survives."""
+    """Return the time that a surviving token saves, in seconds."""
     if view.goal is Goal.EFFICIENCY:
         return view.step_s + view.round_trip_s
     if view.token_s and view.round_trip_s < view.step_s:

@@ -221,7 +221,7 @@ class Drafting:
         agree = hits == len(drafts)
         for i, draft in enumerate(drafts[: hits + 1]):
             self._compare(start + i, draft.confidence, i < hits)
-        self._settle(hits, missed=not agree)
+        self._observe(hits, missed=not agree)
         self._selection.agreed = start + hits
         self._choice_due = self._choice_due or not agree
         return agree
@@ -279,7 +279,7 @@ class Drafting:
             else:
                 self.abandon()
                 self._selection.agreed = min(self._selection.agreed, position)
-        self._settle(hits, missed=missed)
+        self._observe(hits, missed=missed)
         text.statistics.of(self._selection.names[self.active]).committed += len(tokens)
         self._selection.learn(
             committed=len(tokens),
@@ -295,9 +295,9 @@ class Drafting:
 
     # --- comparing ---
 
-    def _settle(self, hits: int, *, missed: bool) -> None:
+    def _observe(self, hits: int, *, missed: bool) -> None:
         if self._learner is not None and (hits or missed):
-            self._learner.settled(hits, missed)
+            self._learner.observe(hits, missed)
 
     def _compare(self, position: int, confidence: float, hit: bool) -> None:
         """Take in that the active drafter's draft of that position met the committed token."""

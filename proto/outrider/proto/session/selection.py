@@ -189,7 +189,7 @@ class Selection:
         look = SelectionView.of_rounds if waits else SelectionView.of_stream
         return look(
             arms,
-            self._behind(committed),
+            self._num_uncomputed_tokens(committed),
             drafts=ROUND_DRAFTS,
             round_trip_s=conditions.round_trip_s,
             step_s=conditions.step_s,
@@ -197,7 +197,7 @@ class Selection:
             current=self.current if self._view is not None else None,
         )
 
-    def _behind(self, committed: int) -> list[int]:
+    def _num_uncomputed_tokens(self, committed: int) -> list[int]:
         return [max(0, committed - length) for length in self._prefix]
 
     # --- catching up ---
@@ -210,9 +210,9 @@ class Selection:
             unread = (i for i, length in enumerate(self._prefix) if length < len(transcript) and i not in self._failed)
             drafter = next(unread, None)
             return None if drafter is None else self._catch_up_of(drafter, transcript)
-        view = replace(self._view, behind=tuple(self._behind(len(transcript))))
+        view = replace(self._view, num_uncomputed_tokens=tuple(self._num_uncomputed_tokens(len(transcript))))
         for drafter in self._selector.score(view, self.current):
-            if drafter not in self._failed and view.behind[drafter]:
+            if drafter not in self._failed and view.num_uncomputed_tokens[drafter]:
                 return self._catch_up_of(drafter, transcript)
         return None
 

@@ -41,7 +41,7 @@ class AimdWindow:
         """Return the tokens to draft now."""
         return max(0, int(self.tokens) - view.in_flight)
 
-    def settled(self, hits: int, missed: bool) -> None:
+    def observe(self, hits: int, missed: bool) -> None:
         """Widen the window by `hits` drafts that a commit accepted, and narrow it where one `missed`."""
         self.tokens = min(float(self.most), self.tokens + self.increase * hits / self.tokens)
         if missed:

@@ -27,8 +27,8 @@ def best_arm(values: Sequence[float], current: int | None) -> int:
 
 def idle_by_uncomputed_tokens(view: SelectionView, chosen: int) -> tuple[int, ...]:
     """Return the idle arms that can catch up, the one with the most uncomputed tokens first."""
-    idle = [arm for arm in view.arms if arm != chosen and view.behind[arm]]
-    return tuple(sorted(idle, key=lambda arm: -view.behind[arm]))
+    idle = [arm for arm in view.arms if arm != chosen and view.num_uncomputed_tokens[arm]]
+    return tuple(sorted(idle, key=lambda arm: -view.num_uncomputed_tokens[arm]))
 
 
 @dataclass(slots=True)

@@ -79,9 +79,10 @@ class Leader(Selector):
         due = [
             arm
             for arm in view.arms
-            if arm != chosen and view.behind[arm] >= min(4.0, 1 + (best - weights[arm]) / self.doubt) * self.stride
+            if arm != chosen
+            and view.num_uncomputed_tokens[arm] >= min(4.0, 1 + (best - weights[arm]) / self.doubt) * self.stride
         ]
-        return tuple(sorted(due, key=lambda arm: -view.behind[arm]))
+        return tuple(sorted(due, key=lambda arm: -view.num_uncomputed_tokens[arm]))
 
     def learn(self, outcome: RoundOutcome) -> None:
         """Learn from the round that has ended."""
