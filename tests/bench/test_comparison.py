@@ -64,6 +64,7 @@ from outrider.proto.types import (
     Sampling,
     SteeringPrecision,
     SteeringRequest,
+    token_ids,
 )
 
 GREEDY = Sampling(temperature=0.0, max_tokens=40)
@@ -246,7 +247,7 @@ def test_rounds_are_a_sessions_and_an_engine_that_reads_first_takes_one_more(see
         right = at < tokens and hits[at] and tuple(prefix) == text.transcript[: len(prefix)]
         return text.transcript[len(prefix)] if right else WRONG
 
-    def step(verifier: VerifierSession, block: tuple[int, ...]) -> Verified:
+    def step(verifier: VerifierSession, block: tuple[DraftToken, ...]) -> Verified:
         at = len(verifier.transcript)
         return Verified(block, tuple(map(CommittedToken, truth[at : at + len(block) + 1], (-1.0,) * (len(block) + 1))))
 
@@ -350,10 +351,10 @@ def real_session(
     sampler, vectors = Sampler(target.device), SteeringVectors(target, projections)
     cache = target.pool.allocate(len(prompt) + sampling.max_tokens)
 
-    def step(verifier: VerifierSession, block: tuple[int, ...]) -> Verified:
+    def step(verifier: VerifierSession, block: tuple[DraftToken, ...]) -> Verified:
         cache.truncate(min(cache.length, len(verifier.transcript) - 1))
         verified = VerificationInput(verifier.sampling, verifier.transcript, len(prompt), block)
-        rows = Rows(cache, (*verifier.transcript[cache.length :], *block), len(block) + 1)
+        rows = Rows(cache, (*verifier.transcript[cache.length :], *token_ids(block)), len(block) + 1)
         (sampled,) = sampler.sample(target.forward([rows]), [verified])
         (vector,) = vectors.of([verifier.wanted_vector], [verified], [sampled])
         return Verified(block, sampled.tokens, steering=vector)

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.cloud.batching import MAX_PREFILL_ROWS_ALONE, MIN_DELAY_S, Batch, Batching, Share
 from outrider.proto.session import VerifierRules, VerifierSession
-from outrider.proto.types import Draft, Open, Patience, Report, Sampling
+from outrider.proto.types import Draft, DraftToken, Open, Patience, Report, Sampling, token_ids
 
 HASH = "0" * 64
 RULES = VerifierRules("v", "m", HASH, 100, 4096, frozenset({0}))
@@ -52,11 +52,11 @@ def test_who_waits_for_drafts_is_looked_at_when_the_first_patience_ends() -> Non
 
 def test_drafts_at_hand_are_verified_with_the_last_committed_token() -> None:
     slot = slot_of(patience=WAIT)
-    slot.session.on_draft(Draft(0, 3, (7, 8)), 0.1)
+    slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, (7, 8)))), 0.1)
     assert not Batching(CHUNK).plan([slot], 1, 0.1).shares
-    slot.session.on_draft(Draft(0, 5, (9, 10)), 0.2)
+    slot.session.on_draft(Draft(0, 5, tuple(map(DraftToken, (9, 10)))), 0.2)
     [share] = Batching(CHUNK).plan([slot], 1, 0.2).shares
-    assert (share.num_tokens, share.block, share.num_rows) == (1, (7, 8, 9, 10), 5)
+    assert (share.num_tokens, token_ids(share.block), share.num_rows) == (1, (7, 8, 9, 10), 5)
     assert share.only_decodes
 
 
@@ -107,9 +107,9 @@ def test_prompts_share_a_chunk_beside_who_decodes_and_have_more_room_alone() -> 
 
 def test_the_last_chunk_of_a_prompt_takes_the_drafts_along() -> None:
     slot = slot_of(unread=3)
-    slot.session.on_draft(Draft(0, 3, (7, 8)), 0.0)
+    slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, (7, 8)))), 0.0)
     [share] = Batching(CHUNK).plan([slot], 1, 0.0).shares
-    assert (share.num_tokens, share.block, share.num_rows) == (3, (7, 8), 5)
+    assert (share.num_tokens, token_ids(share.block), share.num_rows) == (3, (7, 8), 5)
     assert not share.only_decodes
 
 
@@ -124,7 +124,7 @@ def test_only_steps_that_decode_are_measured() -> None:
 
 def test_each_session_reckons_with_its_share_of_a_step() -> None:
     slot = slot_of()
-    slot.session.on_draft(Draft(0, 3, tuple(range(1, 17))), 0.0)
+    slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, tuple(range(1, 17))))), 0.0)
     batching = replace(measured(), base_s=0.03, row_s=0.004)
     [alone] = batching.plan([slot], 1, 0.0).shares
     [among_many] = batching.plan([slot], 16, 0.0).shares

@@ -20,7 +20,7 @@ from outrider.cloud.slots import Outbox, Slot
 from outrider.cloud.target import Rows, load_target
 from outrider.proto.errors import ConfigError, Internal, Unavailable
 from outrider.proto.session import VerifierRules
-from outrider.proto.types import Commit, Draft, Open, Opened, Patience, Sampling, token_ids
+from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened, Patience, Sampling, token_ids
 
 POISON = 666
 RUN_AHEAD = Patience(0.0)
@@ -228,7 +228,7 @@ def test_a_grammar_is_asked_once_a_step_however_many_drafts_come_meanwhile(askin
     planned(engine, now)
     drafts = (7, 8, 9)
     for i, token in enumerate(drafts):
-        engine.post_frame(1, Draft(0, 1 + i, (token,)), lambda: None)
+        engine.post_frame(1, Draft(0, 1 + i, tuple(map(DraftToken, (token,)))), lambda: None)
         planned(engine, now)
     answered(matcher)
     [share] = (batch := planned(engine, now)).shares

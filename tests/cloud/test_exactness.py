@@ -24,7 +24,7 @@ import torch
 from outrider.cloud.sampling import Sampled, Sampler, VerificationInput, processed_logits
 from outrider.proto.noise import gumbel_for_proposals, row_key
 from outrider.proto.session import Verified, VerifierRules, VerifierSession, accept_drafts
-from outrider.proto.types import CommittedToken, Draft, FinishReason, Open, Sampling, token_ids
+from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids
 
 torch.set_num_threads(1)
 
@@ -146,8 +146,8 @@ class Texts:
                 self._hand_over_drafts(sessions[i], adversaries[i](seeds[i], step, sessions[i].transcript), step)
                 s = sessions[i]
                 block = s.block()
-                verified.append(VerificationInput(s.sampling, s.transcript, s.prompt_length, block, s.q_of(block)))
-            rows = [logits_after((*j.transcript, *j.block[:k])) for j in verified for k in range(j.rows)]
+                verified.append(VerificationInput(s.sampling, s.transcript, s.prompt_length, block))
+            rows = [logits_after((*j.transcript, *token_ids(j.block[:k]))) for j in verified for k in range(j.rows)]
             sampled = self.sampler.sample(torch.tensor(rows, dtype=torch.float32), verified)
             for i, j, result in zip(list(running), verified, sampled, strict=True):
                 sessions[i].on_verified(Verified(j.block, result.tokens), float(step))
@@ -165,7 +165,7 @@ class Texts:
     def _hand_over_drafts(session, messages, step):
         start = len(session.transcript)
         for tokens in messages:
-            session.on_draft(Draft(step, start, tuple(tokens)), float(step))
+            session.on_draft(Draft(step, start, tuple(map(DraftToken, tuple(tokens)))), float(step))
             start += len(tokens)
 
 
@@ -300,9 +300,10 @@ def test_long_texts_do_not_depend_on_splits_messages_or_the_most_drafts_of_a_ste
 def test_sampling_one_session_alone_equals_sampling_it_among_others():
     sampler = Sampler(torch.device("cpu"))
     verified = [
-        VerificationInput(replace(s, seed=7 + i), [*PROMPT], 3, (2, 1, 0)) for i, s in enumerate(SAMPLINGS.values())
+        VerificationInput(replace(s, seed=7 + i), [*PROMPT], 3, tuple(map(DraftToken, (2, 1, 0))))
+        for i, s in enumerate(SAMPLINGS.values())
     ]
-    rows = [logits_after((*j.transcript, *j.block[:k])) for j in verified for k in range(j.rows)]
+    rows = [logits_after((*j.transcript, *token_ids(j.block[:k]))) for j in verified for k in range(j.rows)]
     logits = torch.tensor(rows, dtype=torch.float32)
     together = sampler.sample(logits, verified)
     alone = [sampler.sample(logits[4 * i : 4 * i + 4], [j])[0] for i, j in enumerate(verified)]
@@ -361,7 +362,7 @@ def law_under_settle(strategy, sampling, eos):
                 continue
             by_target = tuple(map(CommittedToken, draws))
             committed, accepted, finish = accept_drafts(
-                block, by_target, generated=len(text), sampling=sampling, eos_tokens=eos
+                tuple(map(DraftToken, block)), by_target, generated=len(text), sampling=sampling, eos_tokens=eos
             )
             tokens = token_ids(committed)
             assert tokens[:accepted] == block[:accepted]
@@ -403,7 +404,7 @@ class Unprocessed(Sampler):
         )
         mixed = []
         for j, r, w in zip(sessions, right, raw, strict=True):
-            tokens = [w.tokens[i] if w.tokens[i].id == j.block[i] else r.tokens[i] for i in range(len(j.block))]
+            tokens = [w.tokens[i] if w.tokens[i].id == j.block[i].id else r.tokens[i] for i in range(len(j.block))]
             mixed.append(Sampled((*tokens, r.tokens[-1]), None))
         return mixed
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 
 import grpc
@@ -20,6 +21,7 @@ from outrider.proto.types import (
     Cancel,
     Commit,
     Draft,
+    DraftToken,
     FinishReason,
     Goaway,
     Open,
@@ -117,9 +119,14 @@ def random_draft(rng):
     return Draft(
         chain=rng.choice([0, 0, 1, 2, rng.randrange(1 << 32)]),
         start=rng.choice([3, 3, 4, 5, 8, 30, 250, rng.randrange(1 << 32)]),
-        tokens=tuple(rng.randrange(top) for _ in range(n)),
+        tokens=tuple(
+            map(
+                DraftToken,
+                tuple(rng.randrange(top) for _ in range(n)),
+                tuple(rng.random() for _ in range(n)) if rng.random() < 0.3 else (math.nan,) * n,
+            )
+        ),
         parents=tuple(rng.randrange(-1, i) for i in range(n)) if rng.random() < 0.2 else (),
-        q=tuple(rng.random() for _ in range(n)) if rng.random() < 0.3 else (),
         complete=rng.random() < 0.3,
     )
 
@@ -195,7 +202,7 @@ def test_random_drafts_of_any_kind_never_change_the_text_of_their_own_session(co
                 start = rng.randrange(3, 20)
                 ahead = wanted[start - 3 : start - 3 + rng.randrange(1, 9)]
                 tokens = tuple(token if rng.random() < 0.8 else rng.randrange(VOCAB) for token in ahead)
-                frames.append(codec.encode_edge_frame(Draft(rng.randrange(3), start, tokens)))
+                frames.append(codec.encode_edge_frame(Draft(rng.randrange(3), start, tuple(map(DraftToken, tokens)))))
             seen = await send_and_look(channel, frames, 64)
             tokens = tuple(token for frame in seen if isinstance(frame, Commit) for token in token_ids(frame.tokens))
             ended_by_error = not isinstance(seen[-1], Commit)  # it contradicted its own chain

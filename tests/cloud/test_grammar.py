@@ -34,7 +34,7 @@ from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument
 from outrider.proto.noise import gumbel
 from outrider.proto.session import Verified, VerifierRules, VerifierSession, accept_drafts
-from outrider.proto.types import CommittedToken, Draft, Grammar, GrammarKind, Open, Sampling, token_ids
+from outrider.proto.types import CommittedToken, Draft, DraftToken, Grammar, GrammarKind, Open, Sampling, token_ids
 from outrider.proto.v1 import decoding_pb2 as pb
 
 torch.set_num_threads(1)
@@ -187,7 +187,11 @@ def law_of_texts(
             p = math.prod((row[t] for row, t in zip(rows, draws, strict=True)), start=chance)
             by_target = tuple(map(CommittedToken, draws))
             committed, _, finish = accept_drafts(
-                answer.block, by_target, generated=len(text), sampling=sampling, eos_tokens=frozenset({EOS})
+                tuple(map(DraftToken, answer.block)),
+                by_target,
+                generated=len(text),
+                sampling=sampling,
+                eos_tokens=frozenset({EOS}),
             )
             tokens = token_ids(committed)
             if finish is None:
@@ -230,12 +234,14 @@ def decode(seed: int, sampling: Sampling, drafts: Any, matcher: GrammarMatcher, 
     for step in itertools.count():
         proposed = drafts(step, session.transcript)
         if proposed:
-            session.on_draft(Draft(step, len(session.transcript), proposed), float(step))
-        answer = matcher.ask(session.block(), lambda: None).result()
-        verified = VerificationInput(session.sampling, session.transcript, len(PROMPT), answer.block, (), answer.tokens)
+            session.on_draft(Draft(step, len(session.transcript), tuple(map(DraftToken, proposed))), float(step))
+        block = session.block()
+        answer = matcher.ask(token_ids(block), lambda: None).result()
+        block = block[: len(answer.block)]
+        verified = VerificationInput(session.sampling, session.transcript, len(PROMPT), block, answer.tokens)
         rows = [logits_after((*session.transcript, *answer.block[:j])) for j in range(verified.rows)]
         (sampled,) = sampler.sample(torch.tensor(rows, dtype=torch.float32), [verified])
-        commit = session.on_verified(Verified(answer.block, sampled.tokens), float(step))
+        commit = session.on_verified(Verified(block, sampled.tokens), float(step))
         if commit.finish is not None:
             return tuple(session.transcript[len(PROMPT) :])
         matcher.advance(token_ids(commit.tokens))
@@ -511,7 +517,7 @@ def test_short_lists_are_exact_where_all_likely_tokens_are_forbidden(kept):
         for row in range(3):
             chosen = unlikely[row, torch.randperm(unlikely.shape[1], generator=generator)[:kept]]
             allowed[row, chosen.numpy()] = True
-        session = VerificationInput(replace(sampling, seed=i), [3, 7, 5], 2, (5, 9), (), allowed)
+        session = VerificationInput(replace(sampling, seed=i), [3, 7, 5], 2, tuple(map(DraftToken, (5, 9))), allowed)
         (got,) = sampler.sample(logits, [session])
         scores = processed_logits(logits, session)
         for row in range(3):
@@ -529,7 +535,7 @@ def test_a_forbidden_token_has_no_chance_and_a_single_allowed_one_is_certain():
     allowed = np.zeros((1, WIDE), bool)
     allowed[0, 900] = True
     for temperature in (0.0, 1.0, 50.0):
-        session = VerificationInput(Sampling(temperature=temperature), [3], 1, (), (), allowed)
+        session = VerificationInput(Sampling(temperature=temperature), [3], 1, (), allowed)
         (got,) = Sampler(CPU).sample(logits, [session])
         assert got.tokens == (CommittedToken(900, 0.0),)
     assert int(torch.isfinite(adjusted_logits(logits, session)).sum()) == 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.cloud.sampling import Sampler, VerificationInput, processed_logits
 from outrider.proto.noise import gumbel
-from outrider.proto.types import Sampling
+from outrider.proto.types import DraftToken, Sampling
 
 torch.set_num_threads(1)
 
@@ -79,7 +79,9 @@ def slow_law(logits, sampling, prompt, text):
 )
 def test_every_row_has_the_documented_law_and_counts_the_drafts_before_it(sampling, seed, prompt, text, block):
     logits = random_logits(seed, len(block) + 1)
-    rows = processed_logits(logits, VerificationInput(sampling, [*prompt, *text], len(prompt), block))
+    rows = processed_logits(
+        logits, VerificationInput(sampling, [*prompt, *text], len(prompt), tuple(map(DraftToken, block)))
+    )
     for j, row in enumerate(rows):
         wanted = slow_law(logits[j], sampling, prompt, [*text, *block[:j]])
         if sampling.temperature == 0:
@@ -94,7 +96,7 @@ def test_every_row_has_the_documented_law_and_counts_the_drafts_before_it(sampli
 @given(sampling=samplings, seed=st.integers(0, 10_000), block=st.lists(tokens, min_size=1, max_size=4).map(tuple))
 def test_a_row_in_a_block_equals_the_row_after_the_drafts_were_committed(sampling, seed, block):
     logits = random_logits(seed, len(block) + 1)
-    together = processed_logits(logits, VerificationInput(sampling, [1, 2, 2], 1, block))
+    together = processed_logits(logits, VerificationInput(sampling, [1, 2, 2], 1, tuple(map(DraftToken, block))))
     for j in range(len(block) + 1):
         alone = processed_logits(logits[j : j + 1], VerificationInput(sampling, [1, 2, 2, *block[:j]], 1, ()))
         assert torch.equal(together[j : j + 1], alone)
@@ -104,7 +106,7 @@ def test_processing_leaves_the_targets_logits_alone():
     logits = random_logits(0, 3)
     before = logits.clone()
     sampling = Sampling(temperature=0.5, logit_bias=((1, 1.0),), repetition_penalty=2.0, top_k=2)
-    processed_logits(logits, VerificationInput(sampling, [1, 2], 1, (3, 4)))
+    processed_logits(logits, VerificationInput(sampling, [1, 2], 1, tuple(map(DraftToken, (3, 4)))))
     assert torch.equal(logits, before)
 
 
@@ -113,7 +115,7 @@ def test_top_k_equals_transformers(k):
     from transformers import TopKLogitsWarper
 
     logits = random_logits(1, 4)
-    mine = processed_logits(logits, VerificationInput(Sampling(temperature=1.0, top_k=k), [0], 1, (0, 0, 0)))
+    mine = processed_logits(logits, VerificationInput(Sampling(temperature=1.0, top_k=k), [0], 1, (DraftToken(0),) * 3))
     theirs = TopKLogitsWarper(k)(torch.zeros(4, 1, dtype=torch.long), logits.double())
     assert torch.allclose(torch.softmax(mine, -1), torch.softmax(theirs, -1), atol=1e-12)
 
@@ -123,7 +125,7 @@ def test_top_p_equals_transformers(p):
     from transformers import TopPLogitsWarper
 
     logits = random_logits(2, 6)
-    mine = processed_logits(logits, VerificationInput(Sampling(temperature=1.0, top_p=p), [0], 1, (0,) * 5))
+    mine = processed_logits(logits, VerificationInput(Sampling(temperature=1.0, top_p=p), [0], 1, (DraftToken(0),) * 5))
     theirs = TopPLogitsWarper(p)(torch.zeros(6, 1, dtype=torch.long), logits.double())
     assert torch.allclose(torch.softmax(mine, -1), torch.softmax(theirs, -1), atol=1e-12)
 
@@ -133,7 +135,7 @@ def test_min_p_equals_transformers(p):
     from transformers import MinPLogitsWarper
 
     logits = random_logits(3, 6)
-    mine = processed_logits(logits, VerificationInput(Sampling(temperature=1.0, min_p=p), [0], 1, (0,) * 5))
+    mine = processed_logits(logits, VerificationInput(Sampling(temperature=1.0, min_p=p), [0], 1, (DraftToken(0),) * 5))
     theirs = MinPLogitsWarper(p)(torch.zeros(6, 1, dtype=torch.long), logits.double())
     assert torch.allclose(torch.softmax(mine, -1), torch.softmax(theirs, -1), atol=1e-12)
 
@@ -169,14 +171,16 @@ def test_ties_at_a_top_k_cut_are_kept_and_at_a_top_p_cut_broken_by_token_id():
 def test_a_tiny_temperature_takes_the_argmax_with_probability_one(temperature):
     logits = random_logits(6, 5)
     sampling = Sampling(temperature=temperature, seed=4)
-    (got,) = Sampler(torch.device("cpu")).sample(logits, [VerificationInput(sampling, [0], 1, (0,) * 4)])
+    (got,) = Sampler(torch.device("cpu")).sample(logits, [VerificationInput(sampling, [0], 1, (DraftToken(0),) * 4)])
     assert list(got.tokens) == [(token, 0.0, None, ()) for token in logits.argmax(dim=-1).tolist()]
 
 
 def test_the_token_is_the_argmax_of_log_probability_plus_noise_at_its_position():
     sampling = Sampling(temperature=0.8, seed=(1 << 64) - 1)
     logits = random_logits(7, 4, 5000)
-    (got,) = Sampler(torch.device("cpu")).sample(logits, [VerificationInput(sampling, [0] * 17, 5, (1, 2, 3))])
+    (got,) = Sampler(torch.device("cpu")).sample(
+        logits, [VerificationInput(sampling, [0] * 17, 5, tuple(map(DraftToken, (1, 2, 3))))]
+    )
     every = torch.arange(5000).numpy()
     for j, (token, logp, *_) in enumerate(got.tokens):
         law = torch.log_softmax(logits[j].double() / 0.8, -1)
@@ -220,7 +224,9 @@ def test_the_marginal_over_a_large_vocabulary_is_the_law():
 
 def test_the_reward_is_the_mean_of_capped_ratios_over_drafts_with_a_probability():
     logits = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]])).repeat(4, 1)
-    verified = VerificationInput(Sampling(temperature=1.0), [0], 1, (0, 1, 2), (0.25, 0.5, math.nan))
+    verified = VerificationInput(
+        Sampling(temperature=1.0), [0], 1, tuple(map(DraftToken, (0, 1, 2), (0.25, 0.5, math.nan)))
+    )
     sampler = Sampler(torch.device("cpu"))
     assert sampler.sample(logits, [verified])[0].reward == pytest.approx((1.0 + 0.5) / 2)
-    assert sampler.sample(logits, [replace(verified, q=(math.nan,) * 3)])[0].reward is None
+    assert sampler.sample(logits, [replace(verified, block=tuple(map(DraftToken, (0, 1, 2))))])[0].reward is None

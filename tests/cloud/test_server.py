@@ -38,6 +38,7 @@ from outrider.proto.types import (
     Commit,
     CommittedToken,
     Draft,
+    DraftToken,
     FinishReason,
     Goal,
     Goaway,
@@ -219,18 +220,34 @@ BAD_INPUT = {
     "malformed bytes": ([b"\xff\xff\xff"], InvalidArgument, "frame"),
     "empty frame": ([b""], InvalidArgument, "frame.body"),
     "malformed bytes later": ([waiting, b"\xff\xff\xff"], InvalidArgument, "frame"),
-    "draft first": ([Draft(0, START, (5,))], InvalidArgument, "frame.open"),
+    "draft first": ([Draft(0, START, tuple(map(DraftToken, (5,))))], InvalidArgument, "frame.open"),
     "cancel first": ([Cancel()], InvalidArgument, "frame.open"),
     "open twice": ([waiting, waiting], InvalidArgument, "frame.open"),
-    "draft inside the prompt": ([waiting, Draft(0, START - 1, (5,))], InvalidArgument, "draft.start"),
-    "draft of an unknown token": ([waiting, Draft(0, START, (VOCAB,))], UnknownToken, "draft.tokens"),
-    "draft beyond the context": ([waiting, Draft(0, CONTEXT + 64, (5,))], InvalidArgument, "draft.start"),
+    "draft inside the prompt": (
+        [waiting, Draft(0, START - 1, tuple(map(DraftToken, (5,))))],
+        InvalidArgument,
+        "draft.start",
+    ),
+    "draft of an unknown token": (
+        [waiting, Draft(0, START, tuple(map(DraftToken, (VOCAB,))))],
+        UnknownToken,
+        "draft.tokens",
+    ),
+    "draft beyond the context": (
+        [waiting, Draft(0, CONTEXT + 64, tuple(map(DraftToken, (5,))))],
+        InvalidArgument,
+        "draft.start",
+    ),
     "contradictory drafts": (
-        [waiting, Draft(0, START, (5, 6)), Draft(0, START + 1, (7,))],
+        [waiting, Draft(0, START, tuple(map(DraftToken, (5, 6)))), Draft(0, START + 1, tuple(map(DraftToken, (7,))))],
         InvalidArgument,
         "draft.tokens",
     ),
-    "flood in one frame": ([waiting, Draft(0, START, (5,) * 65)], ResourceExhausted, "draft.tokens"),
+    "flood in one frame": (
+        [waiting, Draft(0, START, tuple(map(DraftToken, (5,) * 65)))],
+        ResourceExhausted,
+        "draft.tokens",
+    ),
     "session name": ([lambda b: raw_open(b, session="a b")], InvalidArgument, "open.session"),
     "bad report": (
         [waiting, pb.EdgeFrame(report=pb.Report(acceptance=1.5)).SerializeToString()],
@@ -289,12 +306,15 @@ def test_a_text_equals_the_rule_computed_by_transformers_alone(folder, expected)
 def test_right_drafts_are_accepted_and_wrong_ones_are_not(folder, expected):
     async def scenario(bench):
         stream = bench.stream()
-        await stream.send(waiting(bench), Draft(0, START, (*expected[:5], (expected[5] + 1) % VOCAB), complete=True))
+        await stream.send(
+            waiting(bench),
+            Draft(0, START, tuple(map(DraftToken, (*expected[:5], (expected[5] + 1) % VOCAB))), complete=True),
+        )
         await stream.opened()
         commit = await stream.receive()
         assert (token_ids(commit.tokens), commit.accepted, commit.verified) == (expected[:6], 5, 6)
         assert all(token.logp is not None for token in commit.tokens)
-        await stream.send(Draft(1, START + 6, expected[6:9], q=(0.5, 0.5, 0.5), complete=True))
+        await stream.send(Draft(1, START + 6, tuple(map(DraftToken, expected[6:9], (0.5, 0.5, 0.5))), complete=True))
         commit = await stream.receive()
         assert (token_ids(commit.tokens), commit.accepted, commit.chain) == (expected[6:10], 3, 1)
         assert 0 < commit.reward <= 1
@@ -366,7 +386,9 @@ def test_drafts_up_to_the_end_of_the_context_stay_inside_the_reserved_pages(fold
         plain, _ = await bench.text(sampling=sampling)
         stream = bench.stream()
         patience = Patience(5.0, 1)
-        await stream.send(bench.open(sampling=sampling, patience=patience), Draft(0, START, (*plain, 5, 5)))
+        await stream.send(
+            bench.open(sampling=sampling, patience=patience), Draft(0, START, tuple(map(DraftToken, (*plain, 5, 5))))
+        )
         await stream.opened()
         assert await stream.rest() == (plain, FinishReason.LENGTH)
 
@@ -438,7 +460,7 @@ def test_a_client_that_sends_no_more_is_not_waited_for(folder, expected):
 def test_draining_sends_goaway_and_admits_nobody_and_the_text_goes_on_elsewhere(folder, expected):
     async def scenario(bench):
         stream = bench.stream()
-        await stream.send(waiting(bench), Draft(0, START, expected[:3], complete=True))
+        await stream.send(waiting(bench), Draft(0, START, tuple(map(DraftToken, expected[:3])), complete=True))
         await stream.opened()
         tokens = token_ids((await stream.receive()).tokens)
         draining = asyncio.create_task(bench.server.drain())
@@ -525,7 +547,7 @@ def test_a_flood_of_chains_neither_grows_nor_stops_anything(folder, expected):
         await stream.send(waiting(bench))
         await stream.opened()
         reading = asyncio.create_task(stream.rest())
-        await stream.send(*(Draft(chain, START, (5, 5, 5)) for chain in range(1500)))
+        await stream.send(*(Draft(chain, START, tuple(map(DraftToken, (5, 5, 5)))) for chain in range(1500)))
         assert await bench.text(session="other") == (expected, FinishReason.LENGTH)
         await stream.send(Report(False))
         assert await reading == (expected, FinishReason.LENGTH)
@@ -589,7 +611,7 @@ def test_a_failing_step_is_retried_then_ends_its_session_but_not_the_verifier(ti
 def test_a_step_that_failed_once_changes_no_text(folder, expected):
     async def scenario(bench):
         stream = bench.stream()
-        await stream.send(waiting(bench), Draft(0, START, expected[:4]))
+        await stream.send(waiting(bench), Draft(0, START, tuple(map(DraftToken, expected[:4]))))
         await stream.opened()
         failing(bench.server._engine._runner._target, 1)
         await stream.send(Report(False))

@@ -12,7 +12,7 @@ import torch
 from outrider.cloud.sampling import Sampler, VerificationInput, processed_logits
 from outrider.cloud.shortlist import Law, Shortlist
 from outrider.proto.noise import NoiseSieve, gumbel, row_key
-from outrider.proto.types import Sampling, token_ids
+from outrider.proto.types import DraftToken, Sampling, token_ids
 
 torch.set_num_threads(1)
 
@@ -74,7 +74,7 @@ ADJUSTED = [
 
 def verified(sampling, seed, rows=ROWS):
     return VerificationInput(
-        replace(sampling, seed=seed), [3, 77, 5, 17 + seed % 90], 2, tuple(range(70, 70 + rows - 1))
+        replace(sampling, seed=seed), [3, 77, 5, 17 + seed % 90], 2, tuple(map(DraftToken, range(70, 70 + rows - 1)))
     )
 
 
@@ -201,14 +201,15 @@ def test_sessions_of_all_kinds_together_are_sampled_as_each_alone():
 @pytest.mark.parametrize("sampling", [Sampling(), PLAIN[3], CUT[1], CUT[3], ADJUSTED[0]])
 def test_the_reward_is_that_of_the_whole_row(sampling):
     logits = rows_of("zipf", 8)
-    session = replace(verified(sampling, 8), q=(0.5, math.nan, 1e-3, 1e-5, 0.1))
-    likely = replace(session, block=tuple(logits.argmax(dim=-1).tolist()[: ROWS - 1]))
-    for each in (session, likely):
+    session, q = verified(sampling, 8), (0.5, math.nan, 1e-3, 1e-5, 0.1)
+    likeliest = logits.argmax(dim=-1).tolist()[: ROWS - 1]
+    for ids in (token_ids(session.block), likeliest):
+        each = replace(session, block=tuple(map(DraftToken, ids, q)))
         logp = torch.log_softmax(processed_logits(logits, each), dim=-1)
         ratios = [
-            min(1.0, math.exp(float(logp[j, t])) / q)
-            for j, (t, q) in enumerate(zip(each.block, each.q, strict=True))
-            if q > 0
+            min(1.0, math.exp(float(logp[j, draft.id])) / draft.confidence)
+            for j, draft in enumerate(each.block)
+            if draft.confidence > 0
         ]
         assert Sampler(CPU).sample(logits, [each])[0].reward == pytest.approx(sum(ratios) / len(ratios), rel=1e-5)
 

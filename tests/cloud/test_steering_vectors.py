@@ -35,6 +35,7 @@ from outrider.proto.types import (
     CommittedToken,
     Continue,
     Draft,
+    DraftToken,
     Open,
     Opened,
     Patience,
@@ -169,8 +170,8 @@ def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed)
     said = (*block[:agreed], *(20 + j for j in range(K + 1 - agreed)))
     verified = [
         VerificationInput(TEXT, [1, 2], 1, ()),
-        VerificationInput(TEXT, [1, 2], 1, block),
-        VerificationInput(TEXT, [1, 2], 1, (7,)),
+        VerificationInput(TEXT, [1, 2], 1, tuple(map(DraftToken, block))),
+        VerificationInput(TEXT, [1, 2], 1, (DraftToken(7),)),
     ]
     sampled = [
         Sampled(tuple(map(CommittedToken, (9,), (0.0,))), None),
@@ -309,7 +310,9 @@ def test_the_vector_is_of_the_newest_valid_state_however_many_drafts_are_accepte
     for chain, agreed in enumerate((*range(K + 1), 2, 0)):
         done = len(tokens_of(commits))
         ahead = [*right[done : done + agreed], *((token + 1) % VOCAB for token in right[done + agreed : done + K])]
-        engine.post_frame(2, Draft(chain, len(PROMPT) + done, tuple(ahead), complete=True), lambda: None)
+        engine.post_frame(
+            2, Draft(chain, len(PROMPT) + done, tuple(map(DraftToken, tuple(ahead))), complete=True), lambda: None
+        )
         commits.append(box.commit())
     engine.post_close(2)
     assert [commit.accepted for commit in commits] == [0, *range(K + 1), 2, 0]
@@ -332,7 +335,9 @@ def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, wish
     box.opened()
     commits = [box.commit()]
     expected = tokens_of(whole(engine, 2, opening(engine, "plain"))[1])
-    engine.post_frame(1, Draft(0, len(PROMPT) + 1, expected[1 : 1 + K], complete=True), lambda: None)
+    engine.post_frame(
+        1, Draft(0, len(PROMPT) + 1, tuple(map(DraftToken, expected[1 : 1 + K])), complete=True), lambda: None
+    )
     commits.append(box.commit())
     engine.post_close(1)
     assert commits[1].accepted == K

@@ -28,6 +28,7 @@ from outrider.proto.types import (
     Commit,
     CommittedToken,
     Draft,
+    DraftToken,
     Open,
     Opened,
     Patience,
@@ -99,7 +100,9 @@ def test_there_is_one_list_for_each_draft_that_agrees_and_for_the_token_after_th
     best = logits.argmax(dim=-1).tolist()
     for agreed in range(5):
         block = (*best[:agreed], *[(token + 1) % 5000 for token in best[agreed:4]])
-        (got,) = Sampler(CPU).sample(logits, [VerificationInput(GREEDY, [1], 1, block, logprobs=True, top_logprobs=2)])
+        (got,) = Sampler(CPU).sample(
+            logits, [VerificationInput(GREEDY, [1], 1, tuple(map(DraftToken, block)), logprobs=True, top_logprobs=2)]
+        )
         told, untold = got.tokens[: agreed + 1], got.tokens[agreed + 1 :]
         assert all(token.logprob is not None for token in told)
         assert all((token.logprob, token.top) == (None, ()) for token in untold)
@@ -199,7 +202,9 @@ def test_they_equal_a_plain_forward_with_drafts_accepted_and_rejected_in_one_ste
     for chain, right in enumerate((3, 0, 4)):
         done = sum(len(commit.tokens) for commit in commits)
         ahead = [*expected[done : done + right], (expected[done + right] + 1) % 8000, 9]
-        engine.post_frame(2, Draft(chain, len(prompt) + done, tuple(ahead), complete=True), lambda: None)
+        engine.post_frame(
+            2, Draft(chain, len(prompt) + done, tuple(map(DraftToken, tuple(ahead))), complete=True), lambda: None
+        )
         commits.append(box.next_commit())
     engine.post_close(2)
     assert any(0 < commit.accepted < commit.verified for commit in commits), "accepted and rejected in one step"

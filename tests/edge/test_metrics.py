@@ -17,7 +17,7 @@ from outrider.edge.decoding import Observer, Subject
 from outrider.edge.metrics import MAX_SERIES, EdgeMetrics
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import Cancelled, Done, Drafted, DrafterFailed, EdgeSession, TurnBegun
-from outrider.proto.types import Commit, CommittedToken, Draft, FinishReason, Opened, Sampling, Timing
+from outrider.proto.types import Commit, CommittedToken, Draft, DraftToken, FinishReason, Opened, Sampling, Timing
 
 WHOSE = {"model_name": "m", "drafter": "d"}
 PHASE = "outrider:edge_phase_seconds"
@@ -163,7 +163,7 @@ def test_the_phases_of_a_round_trip_add_up_to_what_it_took() -> None:
     metrics = EdgeMetrics()
     observer, _ = machine_of(metrics)
     observer.drafted(0.90, 0.95, 2)
-    observer.sent(Draft(0, 3, (1, 2)), 1.0)
+    observer.sent(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 1.0)
     observer.received(commit(3, accepted=2, verified=2, echo=1, hold_s=0.05, queue_s=0.02, verify_s=0.03), 1.09)
     sums = {phase: value(metrics, f"{PHASE}_sum", **WHOSE, phase=phase) for phase in phases()}
     assert sums["draft"] == pytest.approx(0.05)

@@ -19,7 +19,7 @@ from outrider.edge.tracing import MAX_COMMITS, Tracing
 from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.session import Done, EdgeSession
 from outrider.proto.tracing import TRACEPARENT
-from outrider.proto.types import Commit, CommittedToken, Draft, FinishReason, Opened, Timing
+from outrider.proto.types import Commit, CommittedToken, Draft, DraftToken, FinishReason, Opened, Timing
 
 OPENED = Opened(committed=0, credit=16, max_tokens=40, verifier="v", context_length=512)
 
@@ -68,7 +68,7 @@ def test_a_commit_becomes_five_spans_that_add_up_to_the_round_trip() -> None:
     begin(observer)
     observer.drafted(1.00, 1.01, 2)
     observer.drafted(1.01, 1.03, 2)
-    observer.sent(Draft(0, 3, (1, 2, 3, 4)), 1.04)
+    observer.sent(Draft(0, 3, tuple(map(DraftToken, (1, 2, 3, 4)))), 1.04)
     observer.received(commit(3, echo=1, hold_s=0.05, queue_s=0.07, verify_s=0.03, verified=4), 1.15)
     observer.ended(Done(FinishReason.EOS), 1.2)
     spans = spans_by_name(exporter)

@@ -42,6 +42,7 @@ from outrider.proto.types import (
     Commit,
     Continue,
     Draft,
+    DraftToken,
     EdgeFrame,
     Goaway,
     Lease,
@@ -696,7 +697,11 @@ def test_whatever_frames_come_the_others_texts_are_right_and_all_pages_come_back
             start, chain = dice.choice([0, 2, 5, 6, 9, 5000]), dice.randrange(4)
             tokens = tuple(dice.choice([5, 6, 7, 8191, 9000]) for _ in range(dice.randrange(4)))
             sampling = dice.choice([None, Sampling(max_tokens=3), Sampling(max_tokens=1900, temperature=1.0)])
-            kinds = [Cancel(), Continue(start, tokens, sampling, chain), Draft(chain, start, tokens, complete=True)]
+            kinds = [
+                Cancel(),
+                Continue(start, tokens, sampling, chain),
+                Draft(chain, start, tuple(map(DraftToken, tokens)), complete=True),
+            ]
             return dice.choice(kinds)
 
         async with raw(server, session=f"strange{seed}", keep_s=dice.choice([0.0, 0.1, 60.0])) as stream:

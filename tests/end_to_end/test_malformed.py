@@ -26,7 +26,7 @@ from outrider.cloud.testing import save_tiny_target
 from outrider.proto import codec
 from outrider.proto.streams import ENDED, send_bytes
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import Draft, LeaseRequest, Open, Sampling, SessionReport
+from outrider.proto.types import Draft, DraftToken, LeaseRequest, Open, Sampling, SessionReport
 
 pytestmark = pytest.mark.soak
 
@@ -321,7 +321,7 @@ def test_wrong_streams_to_the_verifier_are_errors_with_a_name(at: System) -> Non
     opening = codec.encode_edge_frame(
         Open(model=str(at.folder), tokenizer_sha256=sha256, prompt=(5, 6), sampling=sampling, session="hostile")
     )
-    draft = codec.encode_edge_frame(Draft(0, 2, (5, 6, 7)))
+    draft = codec.encode_edge_frame(Draft(0, 2, tuple(map(DraftToken, (5, 6, 7)))))
 
     async def main() -> None:
         rng = random.Random(5)

@@ -103,15 +103,14 @@ EXAMPLES = {
         t.Draft(
             chain=3,
             start=1000,
-            tokens=(7, 200, 70000),
+            tokens=tuple(map(t.DraftToken, (7, 200, 70000), (0.5, 0.25, 1.0))),
             parents=(-1, 0, 0),
-            q=(0.5, 0.25, 1.0),
             drafter="swift",
             drafter_version="7",
             complete=True,
         )
     ),
-    "draft, least": _edge(t.Draft(0, 0, (1,))),
+    "draft, least": _edge(t.Draft(0, 0, tuple(map(t.DraftToken, (1,))))),
     "report": _edge(t.Report(True, 0.0015, 0.02, 0.75, WISH)),
     "report, least": _edge(t.Report(False)),
     "cancel": _edge(t.Cancel("enough")),

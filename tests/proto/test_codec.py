@@ -83,9 +83,8 @@ def drafts(draw):
     return t.Draft(
         chain=draw(counts),
         start=draw(counts),
-        tokens=content,
+        tokens=tuple(map(t.DraftToken, content, draw(st.just((math.nan,) * n) | st.tuples(*(half for _ in range(n)))))),
         parents=draw(st.just(()) | st.tuples(*(st.integers(-1, i - 1) for i in range(n)))),
-        q=draw(st.just(()) | st.tuples(*(half for _ in range(n)))),
         drafter=draw(words),
         drafter_version=draw(words),
         complete=not content or draw(st.booleans()),
@@ -294,7 +293,7 @@ VALID_EDGE = [
             steering=t.SteeringRequest("0123456789ab", t.SteeringPrecision.FLOAT16, 4),
         )
     ),
-    codec.encode_edge_frame(t.Draft(1, 2, (3, 4), (-1, 0), (0.5, 0.25), "d", "1", True)),
+    codec.encode_edge_frame(t.Draft(1, 2, tuple(map(t.DraftToken, (3, 4), (0.5, 0.25))), (-1, 0), "d", "1", True)),
     codec.encode_edge_frame(t.Report(True, 0.1, 0.2, 0.5)),
 ]
 VALID_CLOUD = [
@@ -417,7 +416,7 @@ def test_a_frame_of_the_cloud_that_means_nothing_names_its_field(wire, field):
 @pytest.mark.parametrize(
     ("frame", "field"),
     [
-        (t.Draft(0, 0, (1,) * 21), "draft.tokens"),
+        (t.Draft(0, 0, tuple(map(t.DraftToken, (1,) * 21))), "draft.tokens"),
         (t.Open("m", "ab" * 32, (1,) * 21, t.Sampling(), "s"), "open.prompt"),
         (t.Open("m", "ab" * 32, (1,), t.Sampling(allowed_tokens=tuple(range(21))), "s"), "sampling.allowed_tokens"),
     ],
@@ -461,7 +460,7 @@ def test_an_unknown_finish_reason_is_refused():
 
 
 def test_a_draft_of_four_tokens_takes_few_bytes():
-    draft = t.Draft(3, 1000, (17, 5000, 40_000, 151_000))
+    draft = t.Draft(3, 1000, tuple(map(t.DraftToken, (17, 5000, 40_000, 151_000))))
     assert len(codec.encode_edge_frame(draft)) <= 20
 
 

@@ -44,6 +44,7 @@ from outrider.proto.types import (
     CommittedToken,
     Continue,
     Draft,
+    DraftToken,
     EdgeFrame,
     FinishReason,
     Goaway,
@@ -326,15 +327,17 @@ def test_drafts_of_earlier_turns_are_ignored_and_those_of_this_one_taken():
     session = finished()
     session.on_report(Report(True, 0.001, 0.05, 0.9))
     later = session.continued(Continue(5, (6,), Sampling(max_tokens=9), chain=3), 2.0)
-    later.on_draft(Draft(2, 3, (4, 5)), 2.1)
-    later.on_draft(Draft(0, 700, (4,)), 2.1)
+    later.on_draft(Draft(2, 3, tuple(map(DraftToken, (4, 5)))), 2.1)
+    later.on_draft(Draft(0, 700, tuple(map(DraftToken, (4,)))), 2.1)
     assert later.waiting_drafts == 0
-    later.on_draft(Draft(3, 6, (1, 2)), 2.2)
-    assert later.block() == (1, 2)
-    commit = later.on_verified(Verified((1, 2), tuple(map(CommittedToken, (1, 2, 3), (0.0,) * 3))), 2.3)
+    later.on_draft(Draft(3, 6, tuple(map(DraftToken, (1, 2)))), 2.2)
+    assert token_ids(later.block()) == (1, 2)
+    commit = later.on_verified(
+        Verified(tuple(map(DraftToken, (1, 2))), tuple(map(CommittedToken, (1, 2, 3), (0.0,) * 3))), 2.3
+    )
     assert (token_ids(commit.tokens), commit.accepted, commit.timing.echo) == ((1, 2, 3), 2, 1)
     with pytest.raises(InvalidArgument, match=r"draft\.start"):
-        later.on_draft(Draft(3, 5, (1,)), 2.4)
+        later.on_draft(Draft(3, 5, tuple(map(DraftToken, (1,)))), 2.4)
 
 
 def test_what_was_measured_and_the_credit_of_opening_go_on_into_the_next_turn():

@@ -53,7 +53,7 @@ def test_opening_brings_the_first_job_and_each_answer_the_next() -> None:
     (first,) = jobs(machine.handle(OPENED, 0.1))
     assert first == DraftJob(0, (3, 1, 2), 2, 0)
     sent, second = machine.handle(drafted(first, 1, 2), 0.2)
-    assert sent == Send(Draft(0, 3, (1, 2)))
+    assert sent == Send(Draft(0, 3, tuple(map(DraftToken, (1, 2)))))
     assert second == DraftJob(5, (), 2, 0)
     assert jobs(machine.handle(drafted(second, 4, 5), 0.3)) == [], "four tokens are in flight"
     emit, _, third = machine.handle(Commit(3, (CommittedToken(1), CommittedToken(2)), 2, 16), 0.4)

@@ -45,6 +45,7 @@ from outrider.proto.types import (
     Commit,
     CommittedToken,
     Draft,
+    DraftToken,
     FinishReason,
     Goal,
     Goaway,
@@ -345,10 +346,10 @@ def test_an_open_that_cannot_be_served_is_refused_with_the_field_at_fault(frame,
         (lambda: Patience(math.nan), "patience.seconds"),
         (lambda: Patience(1.0, 0), "patience.drafts"),
         (lambda: Draft(0, 0, ()), "draft.tokens"),
-        (lambda: Draft(-1, 0, (1,)), "draft.chain"),
-        (lambda: Draft(0, 0, (1, 2), q=(0.5,)), "draft.q"),
-        (lambda: Draft(0, 0, (1,), q=(math.nan,)), "draft.q"),
-        (lambda: Draft(0, 0, (1, 2), parents=(-1, 1)), "draft.parents"),
+        (lambda: Draft(-1, 0, tuple(map(DraftToken, (1,)))), "draft.chain"),
+        (lambda: Draft(0, 0, (DraftToken(1, 0.5), DraftToken(2))), "draft.q"),
+        (lambda: Draft(0, 0, (DraftToken(1, 1.5),)), "draft.q"),
+        (lambda: Draft(0, 0, tuple(map(DraftToken, (1, 2))), parents=(-1, 1)), "draft.parents"),
         (lambda: Report(True, math.inf), "report.drafting_s"),
         (lambda: Report(True, acceptance=1.1), "report.acceptance"),
         (lambda: Report(True, acceptance=math.nan), "report.acceptance"),
@@ -374,7 +375,7 @@ def test_a_malformed_value_cannot_be_made_and_names_its_field(make, field):
 def test_the_length_limit_is_lowered_to_where_the_context_ends():
     session = verifier_session(sampling=Sampling(max_tokens=100), context_length=10)
     assert session.opened().max_tokens == 7
-    session.on_draft(Draft(0, 3, (1,) * 20), 0.0)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1,) * 20))), 0.0)
     assert len(session.block()) == 6, "one place is the target's own"
     commit = verify(session, *(1,) * 7)
     assert (len(commit.tokens), commit.finish) == (7, FinishReason.LENGTH)
@@ -382,8 +383,8 @@ def test_the_length_limit_is_lowered_to_where_the_context_ends():
 
 def test_drafts_are_judged_accepted_and_followed_by_the_targets_own_token():
     session = verifier_session()
-    session.on_draft(Draft(0, 3, (1, 2)), 0.25)
-    session.on_draft(Draft(0, 5, (3, 4)), 0.5)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.25)
+    session.on_draft(Draft(0, 5, tuple(map(DraftToken, (3, 4)))), 0.5)
     commit = verify(session, 1, 2, 5)
     assert commit == Commit(
         3,
@@ -395,72 +396,80 @@ def test_drafts_are_judged_accepted_and_followed_by_the_targets_own_token():
         verified=4,
     )
     assert session.transcript == [3, 1, 2, 1, 2, 5]
-    assert session.block() == ()
+    assert token_ids(session.block()) == ()
 
 
 def test_a_chain_lives_on_where_its_next_draft_equals_the_targets_own_token():
     session = verifier_session(max_drafts=2)
-    session.on_draft(Draft(0, 3, (1, 2, 3, 4)), 0.0)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2, 3, 4)))), 0.0)
     commit = verify(session, 1, 2, 3)
     assert (token_ids(commit.tokens), commit.accepted) == ((1, 2, 3), 2)
-    assert session.block() == (4,)
-    session.on_draft(Draft(0, 7, (5,)), 0.0)
-    assert session.block() == (4, 5)
+    assert token_ids(session.block()) == (4,)
+    session.on_draft(Draft(0, 7, tuple(map(DraftToken, (5,)))), 0.0)
+    assert token_ids(session.block()) == (4, 5)
 
 
 def test_a_chain_that_arrives_after_the_commit_is_compared_with_it():
     session = verifier_session()
     verify(session, 4)
-    session.on_draft(Draft(0, 3, (4, 5)), 0.0)
-    assert session.block() == (5,)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (4, 5)))), 0.0)
+    assert token_ids(session.block()) == (5,)
     verify(session, 1)
-    session.on_draft(Draft(0, 5, (2,)), 0.0)
-    assert session.block() == (), "dead by now"
+    session.on_draft(Draft(0, 5, tuple(map(DraftToken, (2,)))), 0.0)
+    assert token_ids(session.block()) == (), "dead by now"
 
 
-@pytest.mark.parametrize("late", [Draft(0, 5, (7,)), Draft(0, 4, (9 - 2,)), Draft(0, 3, (1,)), Draft(0, 9, (1, 2))])
+@pytest.mark.parametrize(
+    "late",
+    [
+        Draft(0, 5, tuple(map(DraftToken, (7,)))),
+        Draft(0, 4, tuple(map(DraftToken, (9 - 2,)))),
+        Draft(0, 3, tuple(map(DraftToken, (1,)))),
+        Draft(0, 9, tuple(map(DraftToken, (1, 2)))),
+    ],
+)
 def test_messages_of_a_dead_or_older_chain_are_ignored(late):
     session = verifier_session()
-    session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
     verify(session, 5)
     session.on_draft(late, 0.0)
-    assert session.block() == ()
-    session.on_draft(Draft(1, 4, (3,)), 0.0)
+    assert token_ids(session.block()) == ()
+    session.on_draft(Draft(1, 4, tuple(map(DraftToken, (3,)))), 0.0)
     session.on_draft(late, 0.0)
-    assert session.block() == (3,)
+    assert token_ids(session.block()) == (3,)
 
 
 def test_a_newer_chain_replaces_what_waits():
     session = verifier_session()
-    session.on_draft(Draft(0, 3, (1, 2)), 0.0)
-    session.on_draft(Draft(4, 3, (7,)), 0.0)
-    assert (session.chain, session.block()) == (4, (7,))
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
+    session.on_draft(Draft(4, 3, tuple(map(DraftToken, (7,)))), 0.0)
+    assert (session.chain, token_ids(session.block())) == (4, (7,))
 
 
 def test_a_repeated_message_changes_nothing_and_an_overlapping_one_adds_its_end():
     session = verifier_session()
     for _ in range(3):
-        session.on_draft(Draft(0, 3, (1, 2)), 0.0)
-    session.on_draft(Draft(0, 4, (2, 3)), 0.0)
-    assert session.block() == (1, 2, 3)
+        session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
+    session.on_draft(Draft(0, 4, tuple(map(DraftToken, (2, 3)))), 0.0)
+    assert token_ids(session.block()) == (1, 2, 3)
 
 
 def test_a_draft_that_contradicts_its_own_chain_is_refused():
     session = verifier_session()
-    session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
     with pytest.raises(InvalidArgument) as caught:
-        session.on_draft(Draft(0, 4, (3,)), 0.0)
+        session.on_draft(Draft(0, 4, tuple(map(DraftToken, (3,)))), 0.0)
     assert caught.value.field == "draft.tokens"
 
 
 @pytest.mark.parametrize(
     ("draft", "error", "field"),
     [
-        (Draft(0, 2, (1,)), InvalidArgument, "draft.start"),
-        (Draft(0, 0, (1,), complete=True), InvalidArgument, "draft.start"),
-        (Draft(0, 3, (8,)), UnknownToken, "draft.tokens"),
-        (Draft(0, 3, (1, 2, 3, 4, 5)), ResourceExhausted, "draft.tokens"),
-        (Draft(0, 21, (1, 1, 1, 1)), InvalidArgument, "draft.start"),
+        (Draft(0, 2, tuple(map(DraftToken, (1,)))), InvalidArgument, "draft.start"),
+        (Draft(0, 0, tuple(map(DraftToken, (1,))), complete=True), InvalidArgument, "draft.start"),
+        (Draft(0, 3, tuple(map(DraftToken, (8,)))), UnknownToken, "draft.tokens"),
+        (Draft(0, 3, tuple(map(DraftToken, (1, 2, 3, 4, 5)))), ResourceExhausted, "draft.tokens"),
+        (Draft(0, 21, tuple(map(DraftToken, (1, 1, 1, 1)))), InvalidArgument, "draft.start"),
     ],
 )
 def test_drafts_that_no_honest_edge_sends_are_refused_with_the_field_at_fault(draft, error, field):
@@ -473,48 +482,50 @@ def test_drafts_that_no_honest_edge_sends_are_refused_with_the_field_at_fault(dr
 def test_a_draft_behind_a_hole_is_not_judged_but_ends_the_wait():
     session = verifier_session(patience=Patience(math.inf, 8))
     assert session.ready_at(0.01) == math.inf
-    session.on_draft(Draft(0, 5, (1,)), 0.0)
-    assert session.block() == ()
+    session.on_draft(Draft(0, 5, tuple(map(DraftToken, (1,)))), 0.0)
+    assert token_ids(session.block()) == ()
     assert session.ready_at(0.01) == 0.0
 
 
 def test_what_fills_the_hole_too_late_does_not_start_the_wait_again():
     session = verifier_session(patience=Patience(math.inf, 8))
-    session.on_draft(Draft(0, 5, (1,), complete=True), 0.0)
-    session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+    session.on_draft(Draft(0, 5, tuple(map(DraftToken, (1,))), complete=True), 0.0)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
     assert session.ready_at(0.01) == 0.0, "the last of the chain was lost in the hole; no more will come"
 
 
 def test_an_old_message_that_comes_again_does_not_undo_complete():
     session = verifier_session(patience=Patience(math.inf, 8))
-    session.on_draft(Draft(0, 3, (1,)), 0.0)
-    session.on_draft(Draft(0, 4, (2,), complete=True), 0.0)
-    session.on_draft(Draft(0, 3, (1,)), 0.0)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1,)))), 0.0)
+    session.on_draft(Draft(0, 4, tuple(map(DraftToken, (2,))), complete=True), 0.0)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1,)))), 0.0)
     assert session.ready_at(0.01) == 0.0
 
 
 def test_only_the_first_branch_of_a_tree_is_judged():
     session = verifier_session()
-    session.on_draft(Draft(0, 3, (1, 2, 5, 6), parents=(-1, 0, 0, 2), q=(0.5, 0.25, 0.125, 1.0)), 0.0)
-    assert session.block() == (1, 2)
-    assert session.q_of(session.block()) == (0.5, 0.25)
+    session.on_draft(
+        Draft(0, 3, tuple(map(DraftToken, (1, 2, 5, 6), (0.5, 0.25, 0.125, 1.0))), parents=(-1, 0, 0, 2)), 0.0
+    )
+    assert token_ids(session.block()) == (1, 2)
+    assert [draft.confidence for draft in session.block()] == [0.5, 0.25]
 
 
 def test_probabilities_stay_with_their_drafts_as_these_are_followed():
     session = verifier_session(max_drafts=2)
-    session.on_draft(Draft(0, 3, (1, 2)), 0.0)
-    session.on_draft(Draft(0, 5, (3, 4), q=(0.5, 0.25)), 0.0)
-    assert all(math.isnan(q) for q in session.q_of(session.block()))
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
+    session.on_draft(Draft(0, 5, tuple(map(DraftToken, (3, 4), (0.5, 0.25)))), 0.0)
+    assert all(math.isnan(draft.confidence) for draft in session.block())
     verify(session, 1, 2, 3)
-    assert session.q_of(session.block()) == (0.25,)
+    assert [draft.confidence for draft in session.block()] == [0.25]
 
 
 def test_the_verifier_waits_for_the_drafts_it_was_told_to_wait_for():
     session = verifier_session(patience=Patience(0.5, 2), now=1.0)
     assert session.ready_at(0.01) == 1.5
-    session.on_draft(Draft(0, 3, (1,)), 1.1)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1,)))), 1.1)
     assert session.ready_at(0.01) == 1.5
-    session.on_draft(Draft(0, 4, (1,)), 1.2)
+    session.on_draft(Draft(0, 4, tuple(map(DraftToken, (1,)))), 1.2)
     assert session.ready_at(0.01) == 1.0
     verify(session, 1, 1, 5, now=2.0)
     assert session.ready_at(0.01) == 2.5
@@ -530,8 +541,8 @@ def test_complete_ends_the_wait_until_the_next_commit_only():
 
 def test_a_new_chain_is_waited_for_though_the_old_one_was_complete():
     session = verifier_session(patience=Patience(math.inf, 8))
-    session.on_draft(Draft(0, 3, (1,), complete=True), 0.0)
-    session.on_draft(Draft(1, 3, (2,)), 0.0)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1,))), complete=True), 0.0)
+    session.on_draft(Draft(1, 3, tuple(map(DraftToken, (2,)))), 0.0)
     assert session.ready_at(0.01) == math.inf
 
 
@@ -544,7 +555,7 @@ def test_the_edges_wish_for_patience_comes_before_the_verifiers():
 def test_the_announced_window_and_the_credit_bound_the_drafts_waited_for():
     for changes in ({"window": 2}, {"max_drafts": 2}):
         session = verifier_session(frame=open_frame(patience=Patience(math.inf, 50), **changes))
-        session.on_draft(Draft(0, 3, (1, 2)), 0.0)
+        session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2)))), 0.0)
         assert session.ready_at(0.01) == 0.0
 
 
@@ -560,7 +571,7 @@ def test_the_planned_patience_uses_what_the_edge_reports_from_the_next_commit_on
     session = verifier_session()
     assert session.ready_at(0.03) == 0.0
     session.on_report(Report(True, drafting_s=0.0005, round_trip_s=0.002, acceptance=0.9))
-    session.on_draft(Draft(0, 3, (4,)), 0.5)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (4,)))), 0.5)
     verify(session, 5, now=1.0)
     assert 1.002 < session.ready_at(0.03) < 1.1
     assert session.ready_at(0.03) == session.ready_at(0.03)
@@ -571,7 +582,7 @@ def test_drafts_that_come_do_not_prolong_a_wait_that_has_begun():
     session.on_report(Report(True, drafting_s=0.0005, round_trip_s=0.002, acceptance=0.9))
     until = session.ready_at(0.03)
     assert until > 0
-    session.on_draft(Draft(0, 3, (4,)), until / 2)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (4,)))), until / 2)
     assert session.ready_at(0.03) in (until, 0.0)
 
 
@@ -580,9 +591,9 @@ def test_where_steps_are_to_be_few_the_verifier_waits_for_a_whole_block():
     assert session.opened().goal is Goal.EFFICIENCY
     session.on_report(Report(True, drafting_s=0.001, round_trip_s=0.3, acceptance=0.5))
     assert session.ready_at(0.03) > 0.3
-    session.on_draft(Draft(0, 3, (1, 2, 4)), 0.1)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2, 4)))), 0.1)
     assert session.ready_at(0.03) > 0.3
-    session.on_draft(Draft(0, 6, (5,)), 0.2)
+    session.on_draft(Draft(0, 6, tuple(map(DraftToken, (5,)))), 0.2)
     assert session.ready_at(0.03) == 0.0
 
 
@@ -596,11 +607,11 @@ def test_a_late_contradiction_dates_the_miss_back_to_the_commit_that_told_of_it(
         return session
 
     early, late, deaf = session(), session(), session()
-    early.on_draft(Draft(0, 3, (5,)), 0.9)
+    early.on_draft(Draft(0, 3, tuple(map(DraftToken, (5,)))), 0.9)
     for n in range(late_by):
         for each in (early, late, deaf):
             verify(each, 4, now=1.0 + 0.03 * n, block=each.block())
-    late.on_draft(Draft(0, 3, (5,)), 1.0 + 0.03 * late_by - 0.01)
+    late.on_draft(Draft(0, 3, tuple(map(DraftToken, (5,)))), 1.0 + 0.03 * late_by - 0.01)
     for each in (early, late, deaf):
         verify(each, 4, now=1.0 + 0.03 * late_by, block=())
     assert late.ready_at(0.03) == early.ready_at(0.03)
@@ -618,8 +629,8 @@ def test_log_probabilities_come_only_where_asked_for():
 def test_a_commit_echoes_how_many_draft_messages_came_and_the_age_of_the_last():
     session = verifier_session()
     assert verify(session, 4, now=1.0).timing.echo == 0
-    session.on_draft(Draft(0, 3, (7,)), 1.25)
-    session.on_draft(Draft(0, 4, (7,)), 1.5)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (7,)))), 1.25)
+    session.on_draft(Draft(0, 4, tuple(map(DraftToken, (7,)))), 1.5)
     timing = verify(session, 4, now=2.0).timing
     assert (timing.echo, timing.hold_s) == (2, 0.5), "a stale message came as well"
     assert verify(session, 4, now=3.0).timing.hold_s == 1.5
@@ -629,7 +640,7 @@ def test_the_edges_view_of_acceptance_counts_until_the_verifier_has_its_own():
     fine, poor = verifier_session(), verifier_session()
     for session, rate in ((fine, 0.98), (poor, 0.05)):
         session.on_report(Report(True, drafting_s=0.0005, round_trip_s=0.005, acceptance=rate))
-        session.on_draft(Draft(0, 3, (1, 2, 3, 4, 5, 6, 7, 1)), 0.0)
+        session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2, 3, 4, 5, 6, 7, 1)))), 0.0)
     assert len(fine.block(0.02, 0.002)) > len(poor.block(0.02, 0.002)) >= 1
 
 
@@ -656,13 +667,17 @@ def test_cancelling_ends_the_text_with_an_empty_commit():
 )
 def test_eos_is_settled_before_stop_tokens_and_these_before_the_length(sampling, targets, wanted):
     by_target = committed(*targets)
-    tokens, *rest = accept_drafts((1, 0), by_target, generated=0, sampling=sampling, eos_tokens=frozenset({0}))
+    tokens, *rest = accept_drafts(
+        tuple(map(DraftToken, (1, 0))), by_target, generated=0, sampling=sampling, eos_tokens=frozenset({0})
+    )
     assert (token_ids(tokens), *rest) == wanted
 
 
 def test_settling_needs_one_token_more_than_the_block():
     with pytest.raises(ValueError, match="one token more"):
-        accept_drafts((1,), committed(1), generated=0, sampling=Sampling(), eos_tokens=frozenset())
+        accept_drafts(
+            tuple(map(DraftToken, (1,))), committed(1), generated=0, sampling=Sampling(), eos_tokens=frozenset()
+        )
 
 
 # === the edge's half ============================================================================================
@@ -690,10 +705,10 @@ def test_the_edge_drafts_ahead_of_what_is_verified_in_one_chain():
     edge = edge_session(FixedWindow(3))
     job, out = draft(edge, 1, 2)
     assert (job.truncate_to, job.extend_with, job.count) == (0, (3, 1, 2), 3)
-    assert sent(out) == [Draft(0, 3, (1, 2))]
+    assert sent(out) == [Draft(0, 3, tuple(map(DraftToken, (1, 2))))]
     job, out = draft(edge, 4)
     assert (job.truncate_to, job.extend_with, job.count) == (5, (), 1)
-    assert sent(out) == [Draft(0, 5, (4,), complete=True)]
+    assert sent(out) == [Draft(0, 5, tuple(map(DraftToken, (4,))), complete=True)]
     assert edge.next_job(8) is None
 
 
@@ -704,7 +719,7 @@ def test_a_contradicted_chain_is_left_for_a_new_one_and_the_drafter_rewound():
     assert [i for i in out if isinstance(i, Emit)] == [Emit(3, committed(1, 5), (True, False))]
     job, out = draft(edge, 7)
     assert (job.truncate_to, job.extend_with) == (4, (5,))
-    assert sent(out) == [Draft(1, 5, (7,))]
+    assert sent(out) == [Draft(1, 5, tuple(map(DraftToken, (7,))))]
 
 
 def test_a_commit_that_agrees_with_the_chain_leaves_it_in_flight():
@@ -714,7 +729,7 @@ def test_a_commit_that_agrees_with_the_chain_leaves_it_in_flight():
     assert edge.in_flight == 1
     job, out = draft(edge, 7)
     assert (job.truncate_to, job.extend_with) == (6, ())
-    assert sent(out) == [Draft(0, 6, (7,))]
+    assert sent(out) == [Draft(0, 6, tuple(map(DraftToken, (7,))))]
 
 
 def test_a_job_overtaken_by_commits_sends_only_what_is_still_ahead():
@@ -722,7 +737,7 @@ def test_a_job_overtaken_by_commits_sends_only_what_is_still_ahead():
     job = edge.next_job(8)
     edge.on_commit(Commit(3, committed(1, 2), 0, 16), 0.1)
     out = edge.on_drafted(job, (1, 2, 4), (), 0.001, 0.2)
-    assert sent(out) == [Draft(0, 5, (4,))]
+    assert sent(out) == [Draft(0, 5, tuple(map(DraftToken, (4,))))]
 
 
 def test_a_job_contradicted_by_a_commit_sends_nothing_of_it():
@@ -756,16 +771,16 @@ def unsure_draft(edge, *tokens, now):
 
 def test_an_unlikely_rest_of_a_chain_waits_for_a_commit_where_the_verifier_plans():
     edge = measured_edge(planned=True, measurements=hopeless())
-    assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, (1, 2))]
+    assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, tuple(map(DraftToken, (1, 2))))]
     assert unsure_draft(edge, 4, 5, now=0.1495) == [], "not worth a message"
     edge.on_commit(Commit(4, committed(1, 2), 2, 64, timing=Timing(verify_s=0.03)), 0.15)
-    assert sent(unsure_draft(edge, 6, now=0.1695)) == [Draft(0, 6, (4, 5, 6))]
+    assert sent(unsure_draft(edge, 6, now=0.1695)) == [Draft(0, 6, tuple(map(DraftToken, (4, 5, 6))))]
 
 
 def test_the_rest_of_a_chain_goes_in_time_where_the_verifier_may_wait_forever():
     edge = measured_edge(planned=False, measurements=hopeless())
-    assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, (1, 2))]
-    assert sent(unsure_draft(edge, 4, 5, now=0.1495)) == [Draft(0, 6, (4, 5))]
+    assert sent(unsure_draft(edge, 1, 2, now=0.1195)) == [Draft(0, 4, tuple(map(DraftToken, (1, 2))))]
+    assert sent(unsure_draft(edge, 4, 5, now=0.1495)) == [Draft(0, 6, tuple(map(DraftToken, (4, 5))))]
 
 
 def test_nothing_is_said_of_an_empty_chain_to_a_verifier_that_runs_ahead():
@@ -780,11 +795,11 @@ def test_drafts_are_held_until_a_step_is_about_to_begin_and_go_in_one_message():
     _, out = draft(edge, 2, 4, now=0.11)
     assert out == []
     _, out = draft(edge, 5, now=0.1195)
-    assert sent(out) == [Draft(0, 4, (1, 2, 4, 5))]
+    assert sent(out) == [Draft(0, 4, tuple(map(DraftToken, (1, 2, 4, 5))))]
     _, out = draft(edge, 6, now=0.121)
     assert out == [], "the next step is far"
     _, out = draft(edge, 7, now=0.1495)
-    assert sent(out) == [Draft(0, 8, (6, 7))]
+    assert sent(out) == [Draft(0, 8, tuple(map(DraftToken, (6, 7))))]
     assert edge.statistics.messages == 2
 
 
@@ -794,19 +809,19 @@ def test_a_whole_block_is_not_held():
     edge.on_opened(Opened(0, 64, 40, "v", 512, max_drafts=3), 0.0)
     edge.on_commit(Commit(3, committed(1), 0, 64, timing=Timing(verify_s=0.03)), 0.1)
     assert draft(edge, 1, 2, now=0.101)[1] == []
-    assert sent(draft(edge, 4, now=0.102)[1]) == [Draft(0, 4, (1, 2, 4))]
+    assert sent(draft(edge, 4, now=0.102)[1]) == [Draft(0, 4, tuple(map(DraftToken, (1, 2, 4))))]
 
 
 def test_held_drafts_go_with_the_word_that_the_window_is_full():
     edge = measured_edge(window=3)
     assert draft(edge, 1, 2, now=0.101)[1] == []
-    assert sent(draft(edge, 4, now=0.102)[1]) == [Draft(0, 4, (1, 2, 4), complete=True)]
+    assert sent(draft(edge, 4, now=0.102)[1]) == [Draft(0, 4, tuple(map(DraftToken, (1, 2, 4))), complete=True)]
 
 
 def test_held_drafts_go_when_the_drafter_has_nothing_more_to_say():
     edge = measured_edge()
     assert draft(edge, 1, 2, now=0.101)[1] == []
-    assert sent(draft(edge, now=0.102)[1]) == [Draft(0, 4, (1, 2), complete=True)]
+    assert sent(draft(edge, now=0.102)[1]) == [Draft(0, 4, tuple(map(DraftToken, (1, 2))), complete=True)]
 
 
 def test_of_held_drafts_what_a_commit_has_overtaken_is_not_sent():
@@ -815,16 +830,16 @@ def test_of_held_drafts_what_a_commit_has_overtaken_is_not_sent():
     out = edge.on_commit(Commit(4, committed(1, 2), 0, 64, timing=Timing(verify_s=0.03)), 0.102)
     assert sent(out) == []
     assert edge.in_flight == 1
-    assert sent(draft(edge, 5, now=0.1215)[1]) == [Draft(0, 6, (4, 5))]
+    assert sent(draft(edge, 5, now=0.1215)[1]) == [Draft(0, 6, tuple(map(DraftToken, (4, 5))))]
     assert (edge.statistics.hits, edge.statistics.compared) == (2, 2)
 
 
 def test_of_a_chain_partly_sent_the_rest_follows_where_it_left_off():
     edge = measured_edge()
-    assert sent(draft(edge, 1, 2, now=0.1195)[1]) == [Draft(0, 4, (1, 2))]
+    assert sent(draft(edge, 1, 2, now=0.1195)[1]) == [Draft(0, 4, tuple(map(DraftToken, (1, 2))))]
     assert draft(edge, 4, 5, now=0.121)[1] == []
     edge.on_commit(Commit(4, committed(1), 1, 64, timing=Timing(verify_s=0.03)), 0.13)
-    assert sent(draft(edge, 6, now=0.1495)[1]) == [Draft(0, 6, (4, 5, 6))]
+    assert sent(draft(edge, 6, now=0.1495)[1]) == [Draft(0, 6, tuple(map(DraftToken, (4, 5, 6))))]
 
 
 def test_held_drafts_of_a_contradicted_chain_are_never_sent():
@@ -834,7 +849,7 @@ def test_held_drafts_of_a_contradicted_chain_are_never_sent():
     assert sent(out) == []
     job, out = draft(edge, 5, now=0.1385)
     assert (job.truncate_to, job.extend_with) == (4, (7,))
-    assert sent(out) == [Draft(0, 5, (5,))], "the wire has not heard of the chain that died"
+    assert sent(out) == [Draft(0, 5, tuple(map(DraftToken, (5,))))], "the wire has not heard of the chain that died"
 
 
 def test_drafts_held_while_the_stream_breaks_go_on_the_next():
@@ -847,7 +862,7 @@ def test_drafts_held_while_the_stream_breaks_go_on_the_next():
         if sent(out):
             break
         _, out = draft(edge, 5, now=0.301 + 0.001 * n)
-    assert (sent(out)[0].start, sent(out)[0].tokens[:2]) == (4, (1, 2))
+    assert (sent(out)[0].start, token_ids(sent(out)[0].tokens[:2])) == (4, (1, 2))
 
 
 @pytest.mark.parametrize(("echo", "measured"), [(1, 0.2), (2, 0.1), (0, None), (3, None)])
@@ -969,7 +984,7 @@ def test_after_reopening_the_unverified_drafts_go_again_as_a_new_chain():
     edge.on_disconnected(Unavailable("gone"), 0.2)
     assert edge.open_frame(b"new", 0.3).committed == (1,)
     out = edge.on_opened(Opened(1, 16, 40, "other", 512), 0.4)
-    assert sent(out) == [Draft(1, 4, (2, 4))]
+    assert sent(out) == [Draft(1, 4, tuple(map(DraftToken, (2, 4))))]
 
 
 def test_a_second_opened_is_ignored():
@@ -1059,7 +1074,7 @@ def test_credit_that_shrank_while_a_job_ran_is_respected():
     job = edge.next_job(8)
     edge.on_commit(Commit(3, committed(1), 0, 2), 0.1)
     (frame,) = sent(edge.on_drafted(job, (1, 2, 4, 5, 6), (), 0.001, 0.2))
-    assert (frame.start, frame.tokens, frame.complete) == (4, (2, 4), True)
+    assert (frame.start, token_ids(frame.tokens), frame.complete) == (4, (2, 4), True)
     edge.on_commit(Commit(4, committed(2, 4), 2, 8), 0.3)
     assert edge.next_job(8).truncate_to == 6, "what was not sent is forgotten by the drafter too"
 
@@ -1073,15 +1088,16 @@ def test_a_reopened_verifier_with_less_credit_gets_a_fresh_chain():
     assert edge.in_flight == 0
     job, out = draft(edge, 1, 2)
     assert (job.truncate_to, job.extend_with, job.count) == (3, (), 2)
-    assert sent(out)[0].tokens == (1, 2)
+    assert token_ids(sent(out)[0].tokens) == (1, 2)
 
 
 def test_probabilities_are_sent_only_where_asked_for():
-    assert sent(draft(edge_session(), 1)[1])[0].q == ()
+    (unasked,) = sent(draft(edge_session(), 1)[1])[0].tokens
+    assert math.isnan(unasked.confidence)
     edge = HandDrivenEdge(open_frame(), FixedWindow(4), send_q=True)
     edge.open_frame(b"", 0.0)
     edge.on_opened(Opened(0, 16, 40, "v", 512), 0.0)
-    assert sent(draft(edge, 1, 2)[1])[0].q == (0.5, 0.5)
+    assert sent(draft(edge, 1, 2)[1])[0].tokens == (DraftToken(1, 0.5), DraftToken(2, 0.5))
 
 
 def test_backoff_doubles_to_its_limit_and_is_forgotten_after_a_commit():
@@ -1189,10 +1205,10 @@ def test_one_job_runs_at_a_time():
 
 def test_a_session_judges_no_more_drafts_than_pay():
     session = verifier_session()
-    session.on_draft(Draft(0, 3, (1, 2, 3, 4, 5, 6, 7, 1)), 0.0)
+    session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1, 2, 3, 4, 5, 6, 7, 1)))), 0.0)
     assert len(session.block()) == 8
     assert 0 < len(session.block(step_s=0.02, row_s=0.002)) < 8
-    assert session.block(step_s=0.001, row_s=0.1) == (1,)
+    assert token_ids(session.block(step_s=0.001, row_s=0.1)) == (1,)
 
 
 def test_held_drafts_beyond_a_credit_that_has_shrunk_are_not_sent():
@@ -1215,7 +1231,9 @@ def test_held_drafts_go_though_another_text_has_changed_the_window_meanwhile():
         measurements.of("").calibration.add(0.5, False)
         measurements.of("").drafting_s.add(0.5)
     assert edge.next_job(8, measurements) is None
-    assert sent(edge.on_idle(0.102)) == [Draft(0, 4, (1, 2), complete=True)], "or a patient verifier waits for ever"
+    assert sent(edge.on_idle(0.102)) == [Draft(0, 4, tuple(map(DraftToken, (1, 2))), complete=True)], (
+        "or a patient verifier waits for ever"
+    )
     assert sent(edge.on_idle(0.103)) == [], "once is enough"
 
 
@@ -1224,7 +1242,7 @@ def test_a_verifier_on_which_rows_are_too_dear_asks_for_a_few_drafts_now_and_the
     costs = {"step_s": 0.001, "row_s": 0.1}
     allowed = []
     for i in range(64):
-        session.on_draft(Draft(i, len(session.transcript), (1, 2, 3)), 0.0)
+        session.on_draft(Draft(i, len(session.transcript), tuple(map(DraftToken, (1, 2, 3)))), 0.0)
         session.credit = 64
         block = session.block(**costs)
         assert len(block) <= 1

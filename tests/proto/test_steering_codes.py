@@ -19,6 +19,7 @@ from outrider.proto.types import (
     CommittedToken,
     Continue,
     Draft,
+    DraftToken,
     FinishReason,
     Report,
     Sampling,
@@ -129,7 +130,7 @@ def session_of(wish: Request | None, *, kept: tuple[str, ...] = (MINE,), **chang
     return VerifierSession(frame, rules(projections=frozenset(kept)), 0.0)
 
 
-def commit_of(session: VerifierSession, *tokens: int, block: tuple[int, ...] = ()):
+def commit_of(session: VerifierSession, *tokens: int, block: tuple[DraftToken, ...] = ()):
     """A step as the engine makes it: a code where one is wanted."""
     wish = session.wanted_vector
     code = encode(np.arange(4.0), wish.precision) if wish is not None else None
@@ -221,13 +222,14 @@ def test_a_resumed_session_gets_a_code_with_its_first_commit():
 
 def test_steering_changes_nothing_else_that_a_session_says_or_plans():
     steered, plain = session_of(Request(MINE)), session_of(None)
+    drafts = tuple(map(DraftToken, (1, 2, 3)))
     for k in range(8):
         for session in (steered, plain):
-            session.on_draft(Draft(k, len(session.transcript), (1, 2, 3)), k / 10)
+            session.on_draft(Draft(k, len(session.transcript), drafts), k / 10)
         assert steered.block() == plain.block()
         assert steered.ready_at(0.03, 0.001) == plain.ready_at(0.03, 0.001)
         agreed = (1, 2, 3)[: k % 4]
         tokens = (*agreed, *(5,) * (4 - len(agreed)))
-        mine, theirs = (commit_of(session, *tokens, block=(1, 2, 3)) for session in (steered, plain))
+        mine, theirs = (commit_of(session, *tokens, block=drafts) for session in (steered, plain))
         assert mine.steering is not None
         assert replace(mine, steering=None) == theirs

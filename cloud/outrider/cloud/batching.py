@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from outrider.proto.policy import StepCost, batching_delay_s
 from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.types import DraftToken
 
 MAX_PREFILL_ROWS_ALONE = 512  # rows of prompts in one step, while nobody decodes
 MIN_DELAY_S = 0.0003  # below it a delay costs more than it brings
@@ -59,7 +60,7 @@ class Share(Generic[CandidateT]):
 
     slot: CandidateT
     num_tokens: int
-    block: tuple[int, ...] | None
+    block: tuple[DraftToken, ...] | None
 
     @property
     def num_rows(self) -> int:

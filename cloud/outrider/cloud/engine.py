@@ -194,15 +194,15 @@ class Engine:
                 continue
             if not slot.matcher.asked:
                 slot.masks_by = now + MASKS_WITHIN_S
-                slot.matcher.ask(block, self._wake)
+                slot.matcher.ask(token_ids(block), self._wake)
             try:
-                allowed = slot.matcher.allowed(block)
+                allowed = slot.matcher.allowed(token_ids(block))
             except Exception as error:  # a parser may raise anything for a stranger's grammar
                 known = error if isinstance(error, OutriderError) else Internal(f"the grammar failed: {error!r}")
                 self._slots.fail(slot, known)
                 continue
             if allowed is not None:
-                masked.append(replace(share, block=allowed.block))
+                masked.append(replace(share, block=block[: len(allowed.block)]))
         return masked
 
     def _step_or_find_culprit(self, batch: Batch[Slot]) -> None:

@@ -14,7 +14,7 @@ from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.step_timing import StepTimes
 from outrider.cloud.target import Rows, Target
 from outrider.proto.session import Verified
-from outrider.proto.types import Steering
+from outrider.proto.types import DraftToken, Steering, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,17 @@ def _rows(share: Share[Slot]) -> Rows:
     tokens = slot.session.transcript[start : start + share.num_tokens]
     if share.block is None:
         return Rows(slot.cache, tuple(tokens), 0)
-    return Rows(slot.cache, (*tokens, *share.block), len(share.block) + 1)
+    return Rows(slot.cache, (*tokens, *token_ids(share.block)), len(share.block) + 1)
 
 
-def _verification_input(slot: Slot, block: tuple[int, ...]) -> VerificationInput:
+def _verification_input(slot: Slot, block: tuple[DraftToken, ...]) -> VerificationInput:
     session = slot.session
-    allowed = slot.matcher.allowed(block) if slot.matcher is not None else None
+    allowed = slot.matcher.allowed(token_ids(block)) if slot.matcher is not None else None
     return VerificationInput(
         session.sampling,
         session.transcript,
         session.prompt_length,
         block,
-        session.q_of(block),
         allowed.tokens if allowed is not None else None,
         session.logprobs,
         session.top_logprobs,

@@ -16,7 +16,7 @@ import torch
 
 from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, Shortlist
 from outrider.proto.noise import TorchNoise, row_key
-from outrider.proto.types import CommittedToken, Sampling, TopLogprobs, token_ids
+from outrider.proto.types import CommittedToken, DraftToken, Sampling, TopLogprobs, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,6 @@ class VerificationInput:
         transcript: prompt and text before the step.
         prompt_length: tokens of it that are prompt.
         block: [k] drafts to verify; row j of k + 1 follows transcript + block[:j].
-        q: [k] the drafter's probability of each draft, NaN where it was not sent.
         allowed: [k + 1, vocab] bool, the tokens that the grammar allows in each row; None: there is none.
         logprobs: whether the model's own log probabilities are wanted.
         top_logprobs: so many likeliest tokens of each position too.
@@ -37,8 +36,7 @@ class VerificationInput:
     sampling: Sampling
     transcript: list[int]
     prompt_length: int
-    block: tuple[int, ...]
-    q: tuple[float, ...] = ()
+    block: tuple[DraftToken, ...]
     allowed: np.ndarray | None = field(default=None, compare=False)
     logprobs: bool = False
     top_logprobs: int = 0
@@ -186,7 +184,7 @@ def _settled(
 
 def _asked(sessions: list[VerificationInput]) -> list[int]:
     """[sum of rows] the draft that is verified in each row; 0 in a session's last."""
-    return [token for session in sessions for token in (*session.block, 0)]
+    return [token for session in sessions for token in (*token_ids(session.block), 0)]
 
 
 def _per_session(
@@ -203,7 +201,11 @@ def _per_session(
 
 def _reward(logp_of_drafts: list[float], session: VerificationInput) -> float | None:
     """Mean of min(1, p(x) / q(x)) over the block's drafts: the one-sample estimate of 1 - TV (MetaSD, section 3)."""
-    ratios = [min(1.0, math.exp(logp) / q) for logp, q in zip(logp_of_drafts, session.q, strict=False) if q > 0]
+    ratios = [
+        min(1.0, math.exp(logp) / draft.confidence)
+        for logp, draft in zip(logp_of_drafts, session.block, strict=False)
+        if draft.confidence > 0
+    ]
     return sum(ratios) / len(ratios) if ratios else None
 
 
@@ -218,7 +220,7 @@ def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: VerificationI
         logits: [k + 1, vocab] float32, of the target.
         session: whose rows they are.
     """
-    agreed = (draft == token.id for draft, token in zip(session.block, sampled.tokens, strict=False))
+    agreed = (draft.id == token.id for draft, token in zip(session.block, sampled.tokens, strict=False))
     count = sum(itertools.takewhile(bool, agreed)) + 1
     rows = logits[:count]
     log_sums = torch.logsumexp(rows, dim=-1, keepdim=True)
@@ -295,7 +297,7 @@ def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.T
 def _penalise(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
     """Only tokens that came before can change: `used` [n] of them, a few columns of `scores`, which are written to."""
     sampling, end = session.sampling, len(session.transcript)
-    before = torch.tensor([*session.transcript, *session.block], dtype=torch.int64, device=scores.device)
+    before = torch.tensor([*session.transcript, *token_ids(session.block)], dtype=torch.int64, device=scores.device)
     used, place = torch.unique(before, return_inverse=True)
     count = len(used)
     earlier = torch.zeros(session.rows, count, dtype=torch.int64, device=scores.device)  # in the same block

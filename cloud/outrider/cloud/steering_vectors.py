@@ -14,7 +14,7 @@ from outrider.cloud.steering import FoldedProjection, Projection
 from outrider.cloud.target import Target
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.steering import encode
-from outrider.proto.types import CommittedToken, Steering, SteeringPrecision, SteeringRequest
+from outrider.proto.types import CommittedToken, DraftToken, Steering, SteeringPrecision, SteeringRequest
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +77,9 @@ def newest_rows(inputs: Sequence[VerificationInput], sampled: Sequence[Sampled])
     return [first + hits for first, hits in zip(firsts, agreed, strict=False)]
 
 
-def _agreed(block: tuple[int, ...], tokens_by_target: tuple[CommittedToken, ...]) -> int:
+def _agreed(block: tuple[DraftToken, ...], tokens_by_target: tuple[CommittedToken, ...]) -> int:
     """Return how many drafts of `block` [k] the target accepts."""
-    return next((j for j, draft in enumerate(block) if draft != tokens_by_target[j].id), len(block))
+    return next((j for j, draft in enumerate(block) if draft.id != tokens_by_target[j].id), len(block))
 
 
 def _encoded(vector: np.ndarray, precision: SteeringPrecision) -> Steering | None:

@@ -13,7 +13,7 @@ from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.target import Rows, Target
 from outrider.cloud.text_writer import WrittenText
-from outrider.proto.types import Sampling, SteeringRequest
+from outrider.proto.types import DraftToken, Sampling, SteeringRequest
 
 DRAFTS = (0, 4, 8)  # verified in a step
 PAIRS = 60
@@ -67,6 +67,6 @@ class _Measuring:
         self.cache.length = prompt - 1
         began = time.perf_counter()
         logits = self.target.forward([Rows(self.cache, (known[-1], *block), drafts + 1)])
-        verified = [VerificationInput(Sampling(), known, prompt, block)]
+        verified = [VerificationInput(Sampling(), known, prompt, tuple(map(DraftToken, block)))]
         self.vectors.of([request], verified, sampler.sample(logits, verified))
         return time.perf_counter() - began

@@ -12,7 +12,19 @@ from outrider.bench.simulator.clock import VirtualClock
 from outrider.bench.simulator.costs import Costs
 from outrider.cloud.batching import Batch, Batching, Share, credit_of
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
-from outrider.proto.types import Cancel, CloudFrame, Commit, CommittedToken, Continue, Draft, EdgeFrame, Open, Report
+from outrider.proto.types import (
+    Cancel,
+    CloudFrame,
+    Commit,
+    CommittedToken,
+    Continue,
+    Draft,
+    DraftToken,
+    EdgeFrame,
+    Open,
+    Report,
+    token_ids,
+)
 
 PREFILL_CHUNK = 64  # as verifiers have it where nobody sets it
 
@@ -171,11 +183,12 @@ class SimulatedVerifier:
             slot.ready_since = now
             self._clock.at(now + self._costs.commit_s, lambda: slot.stream.send_down(commit))
 
-    def verify(self, slot: SimulatedSlot, block: tuple[int, ...], began: float) -> Commit:
+    def verify(self, slot: SimulatedSlot, block: tuple[DraftToken, ...], began: float) -> Commit:
         """Let the target verify `block` in the step that `began`, and make text of what it says."""
         now, transcript = self._clock.now, slot.session.transcript
-        tokens = tuple([CommittedToken(token, -1.0) for token in self._target.after(transcript, block)])
-        sent_q = any(q > 0 for q in slot.session.q_of(block))
+        said = self._target.after(transcript, token_ids(block))
+        tokens = tuple([CommittedToken(token, -1.0) for token in said])
+        sent_q = any(draft.confidence > 0 for draft in block)
         reward = self._target.reward(len(transcript), len(block)) if sent_q else None
         queue_s = max(0.0, began - slot.ready_since)
         slot.session.credit = self.credit()  # the session lowers it where drafts do not pay

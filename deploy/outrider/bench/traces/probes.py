@@ -17,7 +17,7 @@ from outrider.cloud.text_writer import WrittenText
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import Drafter, DraftState
 from outrider.proto.policy import Line
-from outrider.proto.types import Sampling
+from outrider.proto.types import DraftToken, Sampling
 
 DRAFTS = (0, 1, 2, 4, 8, 16)  # verified in a step
 REPEATS = 5
@@ -34,7 +34,8 @@ class TargetChances:
         if written.logits is None:
             raise ValueError("the text was written without its logits")
         prompt = written.request.prompt
-        verified = VerificationInput(written.request.sampling, list(prompt), len(prompt), written.tokens[:-1])
+        block = tuple(map(DraftToken, written.tokens[:-1]))
+        verified = VerificationInput(written.request.sampling, list(prompt), len(prompt), block)
         with torch.inference_mode():
             self._scores = processed_logits(written.logits, verified)  # [n, vocab] float64
             self._log_totals = torch.logsumexp(self._scores, dim=-1)
@@ -88,9 +89,9 @@ class TargetProbe:
             for _ in range(repeats):
                 for count in drafts:  # all counts a round, so that a slow moment meets them all
                     cache.truncate(len(prompt))
-                    block = (transcript[-1],) * count
+                    block = (DraftToken(transcript[-1]),) * count
                     verified = VerificationInput(self._sampling, transcript, len(prompt), block)
-                    steps.append((count + 1, self._step(cache, verified, (transcript[-1], *block))))
+                    steps.append((count + 1, self._step(cache, verified, transcript[-1:] * (count + 1))))
         finally:
             pool.release(cache)
         return reading_s, steps

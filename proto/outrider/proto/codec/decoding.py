@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -37,12 +38,13 @@ GOAWAY = Table(t.Goaway, pb.Goaway)
 
 
 def _draft_to_wire(draft: t.Draft) -> pb.Draft:
+    q = [token.confidence for token in draft.tokens if not math.isnan(token.confidence)]
     return pb.Draft(
         chain=draft.chain,
         start=draft.start,
-        tokens=draft.tokens,
+        tokens=[token.id for token in draft.tokens],
         parents=draft.parents,
-        q=np.asarray(draft.q, dtype="<f2").tobytes(),
+        q=np.asarray(q, dtype="<f2").tobytes(),
         drafter=draft.drafter,
         drafter_version=draft.drafter_version,
         complete=draft.complete,
@@ -50,18 +52,26 @@ def _draft_to_wire(draft: t.Draft) -> pb.Draft:
 
 
 def _draft_from_wire(wire: pb.Draft) -> t.Draft:
-    if len(wire.q) % 2:
-        raise InvalidArgument("must be 2 bytes a token", field="draft.q")
     return t.Draft(
         chain=wire.chain,
         start=wire.start,
-        tokens=tuple(wire.tokens),
+        tokens=_drafted_from_wire(wire),
         parents=tuple(wire.parents),
-        q=tuple(np.frombuffer(wire.q, dtype="<f2").astype(float).tolist()),
         drafter=wire.drafter,
         drafter_version=wire.drafter_version,
         complete=wire.complete,
     )
+
+
+def _drafted_from_wire(wire: pb.Draft) -> tuple[t.DraftToken, ...]:
+    if not wire.q:
+        return tuple(map(t.DraftToken, wire.tokens))
+    if len(wire.q) != 2 * len(wire.tokens):
+        raise InvalidArgument("must be 2 bytes a token, or none", field="draft.q")
+    confidence: list[float] = np.frombuffer(wire.q, dtype="<f2").tolist()
+    if any(map(math.isnan, confidence)):  # in a draft it means that none was sent
+        raise InvalidArgument("must be probabilities", field="draft.q")
+    return tuple(map(t.DraftToken, wire.tokens, confidence))
 
 
 def _commit_to_wire(commit: t.Commit) -> pb.Commit:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from outrider.proto.types import CommittedToken, FinishReason, Sampling
+from outrider.proto.types import CommittedToken, DraftToken, FinishReason, Sampling
 
 
 def accept_drafts(
-    block: tuple[int, ...],
+    block: tuple[DraftToken, ...],
     tokens_by_target: tuple[CommittedToken, ...],
     *,
     generated: int,
@@ -30,7 +30,7 @@ def accept_drafts(
     tokens: list[CommittedToken] = []
     for j, token in enumerate(tokens_by_target):
         tokens.append(token)
-        agreed = j < len(block) and block[j] == token.id
+        agreed = j < len(block) and block[j].id == token.id
         accepted = j + agreed
         if token.id in eos_tokens and not sampling.ignore_eos:
             return tuple(tokens), accepted, FinishReason.EOS

@@ -12,7 +12,7 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Open, Patience
+from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Open, Patience, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def check_draft(draft: Draft, prompt_length: int, rules: VerifierRules) -> None:
         )
     if draft.start + len(draft.tokens) > rules.context_length + rules.max_credit:
         raise InvalidArgument(f"{draft.start} lies beyond the context of {rules.context_length}", field="draft.start")
-    _check_vocabulary(draft.tokens, rules.vocab_size, "draft.tokens")
+    _check_vocabulary(token_ids(draft.tokens), rules.vocab_size, "draft.tokens")
 
 
 def check_open(frame: Open, rules: VerifierRules) -> None:

@@ -60,9 +60,9 @@ class Chain:
         """Return the drafts that may be sent, when `credit` of all in flight are allowed."""
         return self.drafts[self.sent : max(self.sent, credit)]
 
-    def send(self, start: int, tokens: tuple[int, ...], q: tuple[float, ...], *, complete: bool) -> Draft:
+    def send(self, start: int, tokens: tuple[DraftToken, ...], *, complete: bool) -> Draft:
         """Return the message that sends the next `tokens`, the first of which has position `start`."""
         self.sent += len(tokens)
         self.said_complete = complete
         self._on_wire = True
-        return Draft(self.number, start, tokens, q=q, complete=complete)
+        return Draft(self.number, start, tokens, complete=complete)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
 from outrider.proto.policy import Acceptance
-from outrider.proto.types import Draft
+from outrider.proto.types import Draft, DraftToken
 
 MAX_COMMITS = 64  # whose times are kept
 
@@ -18,7 +17,6 @@ class ReceivedDrafts:
     Attributes:
         chain: number of the chain; that of the newest that may not come any more where none has come.
         tokens: drafts that follow the transcript.
-        q: the drafter's probability of each; NaN: not sent.
         complete: whether the edge sends no more of them before the next commit.
         acceptance: chance that a draft agrees.
         since_miss: tokens committed since a draft last missed.
@@ -29,8 +27,7 @@ class ReceivedDrafts:
         self, transcript: list[int], max_credit: int, now: float, *, chain: int, acceptance: Acceptance
     ) -> None:
         self.chain = chain
-        self.tokens: list[int] = []
-        self.q: list[float] = []
+        self.tokens: list[DraftToken] = []
         self.complete = False
         self.acceptance = acceptance
         self.since_miss = 0
@@ -56,27 +53,26 @@ class ReceivedDrafts:
             self.chain = draft.chain
             self._alive = True
             self.complete = False
-            self._drop()
+            self.tokens.clear()
         path = draft.first_path()
         if draft.start > len(self._transcript) + len(self.tokens):
             self.complete = True  # a hole: what is missing will not come in order, so do not wait for it
             return False
-        q = draft.q or (math.nan,) * len(path)
         for i, token in enumerate(path):
-            if not self._take(draft.start + i, token, q[i]):
+            if not self._take(draft.start + i, token):
                 return True
         overtaken = draft.start + len(path) < len(self._transcript) + bool(path)
         if draft.complete and not overtaken:  # else it spoke of an older text; the next commit is answered again
             self.complete = True
         return False
 
-    def _take(self, position: int, token: int, q: float) -> bool:
+    def _take(self, position: int, token: DraftToken) -> bool:
         """Whether the chain still lives after `token` at `position`."""
         ahead = position - len(self._transcript)
         if ahead < 0:
-            return self._compare(position, self._transcript[position] == token)
+            return self._compare(position, self._transcript[position] == token.id)
         if ahead < len(self.tokens):
-            if self.tokens[ahead] != token:
+            if self.tokens[ahead].id != token.id:
                 raise InvalidArgument(f"contradicts what chain {self.chain} said at {position}", field="draft.tokens")
         elif ahead >= self._max_credit:
             raise ResourceExhausted(
@@ -84,7 +80,6 @@ class ReceivedDrafts:
             )
         else:
             self.tokens.append(token)
-            self.q.append(q)
         return True
 
     def commit(self, tokens: tuple[int, ...], now: float) -> None:
@@ -95,9 +90,9 @@ class ReceivedDrafts:
         for position, token in enumerate(tokens, end - len(tokens)):
             if not self.tokens:
                 break  # drafts for these positions may still come, and will be compared then
-            if not self._compare(position, self.tokens[0] == token):
+            if not self._compare(position, self.tokens[0].id == token):
                 break
-            del self.tokens[0], self.q[0]
+            del self.tokens[0]
         if self.complete and self._alive:  # the edge drafts on only when it hears of this commit
             self.since_miss, self.missed_at = -len(self.tokens), now
         self.complete = False
@@ -107,12 +102,8 @@ class ReceivedDrafts:
         self.acceptance.add(hit)
         if not hit:
             self._alive = False
-            self._drop()
+            self.tokens.clear()
             self.since_miss = len(self._transcript) - position - 1
             # The edge knows of it by the commit that held the position.
             self.missed_at = next((at for end, at in self._commits if end > position), self.missed_at)
         return hit
-
-    def _drop(self) -> None:
-        self.tokens.clear()
-        self.q.clear()

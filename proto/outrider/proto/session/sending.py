@@ -107,9 +107,11 @@ class Sender:
         )
 
     def _send(self, drafts: list[DraftToken], now: float, *, complete: bool) -> Send:
-        confidence = tuple(draft.confidence for draft in drafts)
-        q = confidence if self._send_q and not any(map(math.isnan, confidence)) else ()
+        confidence = [draft.confidence for draft in drafts]
+        with_q = self._send_q and not any(map(math.isnan, confidence))
+        ids = token_ids(drafts)
+        tokens = tuple(map(DraftToken, ids, confidence) if with_q else map(DraftToken, ids))
         start = len(self._text.tokens) + self._chain.sent
         self._meter.send_draft(len(drafts), now)
         self._text.statistics.messages += 1
-        return Send(self._chain.send(start, token_ids(drafts), q, complete=complete))
+        return Send(self._chain.send(start, tokens, complete=complete))

@@ -24,6 +24,7 @@ from outrider.proto.types import (
     CommittedToken,
     Continue,
     Draft,
+    DraftToken,
     FinishReason,
     Goal,
     Open,
@@ -53,7 +54,7 @@ class Verified:
             if `wanted_vector` asked for it.
     """
 
-    block: tuple[int, ...]
+    block: tuple[DraftToken, ...]
     tokens_by_target: tuple[CommittedToken, ...]
     queue_s: float = 0.0
     verify_s: float = 0.0
@@ -197,7 +198,7 @@ class VerifierSession:
             return None
         return wish
 
-    def block(self, step_s: float = 0.0, row_s: float = 0.0) -> tuple[int, ...]:
+    def block(self, step_s: float = 0.0, row_s: float = 0.0) -> tuple[DraftToken, ...]:
         """[k] drafts to judge in a step now: no more than pay, are allowed, or the text has room for.
 
         Args:
@@ -210,10 +211,6 @@ class VerifierSession:
         if not worthwhile and self.generated % PROBE_EVERY == 0:
             worthwhile = 1  # acceptance that is never put to the question could never be seen to have risen
         return tuple(self._received.tokens[: max(0, min(worthwhile, self._max_useful()))])
-
-    def q_of(self, block: tuple[int, ...]) -> tuple[float, ...]:
-        """[k] the drafter's probability of each draft in `block`, NaN where it was not sent."""
-        return tuple(self._received.q[: len(block)])
 
     def _max_useful(self) -> int:
         return min(self._max_drafts, self.sampling.max_tokens - self.generated - 1)

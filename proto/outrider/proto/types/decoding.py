@@ -210,24 +210,24 @@ def token_ids(tokens: Iterable[DraftToken | CommittedToken]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens proposed from `start` on, as part of `chain`."""
+    """Tokens proposed from `start` on, as part of `chain`; their ids travel, and all confidences or none."""
 
     chain: int
     start: int
-    tokens: tuple[int, ...]
+    tokens: tuple[DraftToken, ...]
     parents: tuple[int, ...] = ()
-    q: tuple[float, ...] = ()
     drafter: str = ""
     drafter_version: str = ""
     complete: bool = False
 
     def __post_init__(self) -> None:
-        require_tokens(self.tokens, "draft.tokens")
+        require_tokens(token_ids(self.tokens), "draft.tokens")
         require(self.chain >= 0, "draft.chain", "must be 0 or more")
         require(self.start >= 0, "draft.start", "must be 0 or more")
         require(bool(self.tokens) or self.complete, "draft.tokens", "is empty and the chain is not complete")
-        require(len(self.q) in (0, len(self.tokens)), "draft.q", "must hold one number for each token, or none")
-        require(all(0 <= value <= 1 for value in self.q), "draft.q", "must be probabilities")
+        known = [token.confidence for token in self.tokens if not math.isnan(token.confidence)]
+        require(len(known) in (0, len(self.tokens)), "draft.q", "must hold one number for each token, or none")
+        require(all(0 <= confidence <= 1 for confidence in known), "draft.q", "must be probabilities")
         require(len(self.parents) in (0, len(self.tokens)), "draft.parents", "must hold one for each token, or none")
         require(
             all(-1 <= parent < child for child, parent in enumerate(self.parents)),
@@ -235,7 +235,7 @@ class Draft:
             "must point to an earlier token of the message, or be -1",
         )
 
-    def first_path(self) -> tuple[int, ...]:
+    def first_path(self) -> tuple[DraftToken, ...]:
         """Return the tokens of the tree's first branch, which a verifier without tree attention verifies."""
         if not self.parents:
             return self.tokens
