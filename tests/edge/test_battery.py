@@ -58,4 +58,4 @@ def test_it_is_looked_at_once_a_minute(tmp_path: Path) -> None:
 
 def test_what_somebody_said_counts(tmp_path: Path) -> None:
     supply(tmp_path, "BAT0", type="Battery", status="Discharging", capacity="80")
-    assert Battery(told=0.0, folder=tmp_path).share == 0.0
+    assert Battery(fixed=0.0, folder=tmp_path).share == 0.0

@@ -21,7 +21,7 @@ from outrider.edge.drafters import pool as pool_module
 from outrider.edge.drafters.memory import give_back, own_bytes
 from outrider.edge.drafters.onnx import OnnxDrafter
 from outrider.edge.drafters.packages import DrafterPackage, SteeringShape, sha256_of
-from outrider.edge.drafters.pool import LOOK_AGAIN_S, REST_S, DrafterPool, Member
+from outrider.edge.drafters.pool import LOOK_AGAIN_S, MIN_LOADED_S, DrafterPool, Member
 from outrider.edge.drafters.search import DrafterSearch
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.testing import GarbageDrafter, ScriptedDrafter
@@ -169,7 +169,7 @@ def test_the_limit_of_memory_holds_and_what_is_most_wanted_is_what_is_there(pool
     pool.want((3, 1, 0, 2))
     until(lambda: loaded(pool) == [1, 3] and at_rest(pool))
     for _ in range(3):
-        clock.now += REST_S
+        clock.now += MIN_LOADED_S
         pool.want((3, 1, 0, 2))
         until(lambda: at_rest(pool))
     assert (loaded(pool), shelf.loads) == ([1, 3], ["d", "b"]), "asking again changes nothing"
@@ -182,10 +182,10 @@ def test_the_least_recently_wanted_drafter_makes_room(pools, clock):
         clock.now += 1
         pool.want((index,))
         until(lambda: at_rest(pool))
-    clock.now += REST_S
+    clock.now += MIN_LOADED_S
     pool.want((2,))
     until(lambda: loaded(pool) == [0, 2])
-    clock.now += REST_S
+    clock.now += MIN_LOADED_S
     pool.want((1, 2))
     until(lambda: loaded(pool) == [1, 2])
     assert shelf.loads == ["a", "b", "c", "b"]
@@ -197,29 +197,29 @@ def test_a_drafter_wanted_a_moment_ago_stays_so_that_two_sessions_do_not_thrash(
     pool.want((0,))
     until(lambda: loaded(pool) == [0] and at_rest(pool))
     for _ in range(20):
-        clock.now += REST_S / 25
+        clock.now += MIN_LOADED_S / 25
         pool.want((1,))
         until(lambda: at_rest(pool))
         pool.want((0,))
     assert shelf.loads == ["a"]
-    clock.now += REST_S
+    clock.now += MIN_LOADED_S
     pool.want((1,))
     until(lambda: loaded(pool) == [1])
 
 
-def test_none_is_given_up_in_vain(pools, clock):
+def test_none_is_evicted_in_vain(pools, clock):
     shelf = Shelf("a", "b")
     large = Member("large", "1", 2 * SIZE, lambda: GarbageDrafter(10))
     pool = pools([*shelf.members, large], limit_bytes=2.5 * SIZE, clock=clock)
     pool.want((0,))
     until(lambda: loaded(pool) == [0] and at_rest(pool))
-    clock.now += REST_S
+    clock.now += MIN_LOADED_S
     pool.want((1,))
     until(lambda: loaded(pool) == [0, 1] and at_rest(pool))
     pool.want((2,))
     until(lambda: at_rest(pool))
     assert loaded(pool) == [0, 1], "the first could go, the second not yet"
-    clock.now += REST_S
+    clock.now += MIN_LOADED_S
     pool.want((2,))
     until(lambda: loaded(pool) == [2])
 
@@ -244,7 +244,7 @@ def test_what_a_session_still_holds_counts_until_it_lets_go(pools, clock):
     shelf = Shelf("a", "b")
     pool = pools(shelf.members, limit_bytes=1.5 * SIZE, clock=clock)
     held = pool.load(0)
-    clock.now += REST_S
+    clock.now += MIN_LOADED_S
     pool.want((1,))
     until(lambda: at_rest(pool))
     assert (loaded(pool), shelf.loads) == ([], ["a"]), "given up, and in memory"
@@ -255,11 +255,11 @@ def test_what_a_session_still_holds_counts_until_it_lets_go(pools, clock):
     until(lambda: loaded(pool) == [1])
 
 
-def test_what_was_given_up_and_is_still_held_is_taken_back_without_loading(pools, clock):
+def test_an_evicted_drafter_that_is_still_held_is_taken_back_without_loading(pools, clock):
     shelf = Shelf("a", "b")
     pool = pools(shelf.members, limit_bytes=1.5 * SIZE, clock=clock)
     held = pool.load(0)
-    clock.now += REST_S
+    clock.now += MIN_LOADED_S
     pool.want((1,))
     until(lambda: at_rest(pool) and pool.loaded(0) is None)
     pool.want((0,))
@@ -273,7 +273,7 @@ def test_an_onnx_state_holds_its_drafter(tmp_path):
     pool = DrafterPool([Member("tiny", "1", SIZE, lambda: None)], limit_bytes=SIZE)
     pool._loaded[0] = drafter
     del drafter
-    pool._give_up(0)
+    pool._evict(0)
     gc.collect()
     assert pool._in_memory() == SIZE
     state.close()
@@ -343,13 +343,13 @@ def test_one_that_cannot_be_loaded_is_left_out_with_a_warning_and_not_tried_agai
     assert shelf.loads == ["a", "b", "c"]
 
 
-def test_what_takes_no_memory_is_never_given_up(pools, clock):
+def test_what_takes_no_memory_is_never_evicted(pools, clock):
     shelf = Shelf("a", "b")
     members = [Member("ngram", "1", 0, NgramDrafter), *shelf.members]
     pool = pools(members, limit_bytes=SIZE, clock=clock)
     pool.want((0, 1))
     until(lambda: loaded(pool) == [0, 1] and at_rest(pool))
-    clock.now += REST_S
+    clock.now += MIN_LOADED_S
     pool.want((2,))
     until(lambda: loaded(pool) == [0, 2])
 

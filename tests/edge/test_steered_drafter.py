@@ -1,4 +1,4 @@
-"""A steered ONNX drafter: which positions are computed with which code, and what that does to its logits.
+"""A steered ONNX drafter: which positions are computed with which steering vector, and what that does to its logits.
 
 The tiny graph's cache says of every position what it was computed with, so it is read back and compared.
 """
@@ -41,11 +41,11 @@ from outrider.proto.types import Sampling, token_ids
 SHAPE = SteeringShape(RANK, MLP, "0123456789ab", ((1, 0.12), (8, 0.08)))
 
 
-def code(*numbers):
+def vector(*numbers):
     return np.array(numbers, dtype=np.float32)
 
 
-ONE, OTHER = code(1, -2, 3), code(-3, 1, 2)
+ONE, OTHER = vector(1, -2, 3), vector(-3, 1, 2)
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,11 @@ def computed(state):
 
 
 def steered_greedily(prefix, since, by, n):
-    """The n greedy tokens after `prefix`, position `since` and all behind it steered by the code `by`, by hand."""
+    """The n greedy tokens after `prefix`, position `since` and all behind it steered by the vector `by`, by hand."""
     tokens = list(prefix)
     for _ in range(n):
-        codes = dict.fromkeys(range(since, len(tokens)), by)
-        tokens.append(int(np.argmax(log_q_after(tokens, codes))))
+        vectors = dict.fromkeys(range(since, len(tokens)), by)
+        tokens.append(int(np.argmax(log_q_after(tokens, vectors))))
     return tuple(tokens[len(prefix) :])
 
 
@@ -79,7 +79,7 @@ def test_a_steered_drafter_says_what_codes_it_takes_and_others_take_none(drafter
     others = [unsteered, NgramDrafter(), ScriptedDrafter(()), GarbageDrafter(5), FailingDrafter()]
     assert [steering_of(other) for other in others] == [None] * 5
     assert steering_of(FailingDrafter(inner=drafter)) == SHAPE
-    assert steering_of(SimpleNamespace(name="written before there were codes")) is None
+    assert steering_of(SimpleNamespace(name="written before there were vectors")) is None
 
 
 def test_until_it_is_steered_it_drafts_bit_for_bit_as_the_unsteered_one(drafter, unsteered):
@@ -109,8 +109,8 @@ def test_the_prompt_is_computed_unsteered_and_all_that_follows_with_the_code(dra
     state.extend(tokens)
     proposal = state.propose(6)
     assert token_ids(proposal) == steered_greedily(tokens, length, ONE, 6)
-    codes = dict.fromkeys(range(length, length + behind + 5), ONE)
-    np.testing.assert_array_equal(computed(state), rows_of((*tokens, *token_ids(proposal[:-1])), codes))
+    vectors = dict.fromkeys(range(length, length + behind + 5), ONE)
+    np.testing.assert_array_equal(computed(state), rows_of((*tokens, *token_ids(proposal[:-1])), vectors))
 
 
 def test_a_code_changes_what_is_drafted(drafter):
@@ -145,8 +145,8 @@ def test_a_new_code_leaves_what_is_computed_and_counts_from_there_on(drafter):
     second = token_ids(state.propose(3))  # positions 6 to 8
     state.steer(None, since=3)
     third = token_ids(state.propose(2))
-    codes = dict.fromkeys((3, 4, 5), ONE) | dict.fromkeys((6, 7, 8), OTHER)
-    np.testing.assert_array_equal(computed(state), rows_of((3, 1, 4, *first, *second, *third[:-1]), codes))
+    vectors = dict.fromkeys((3, 4, 5), ONE) | dict.fromkeys((6, 7, 8), OTHER)
+    np.testing.assert_array_equal(computed(state), rows_of((3, 1, 4, *first, *second, *third[:-1]), vectors))
 
 
 def test_a_rollback_recomputes_with_the_newest_code_but_for_the_prompt(drafter):
@@ -157,8 +157,8 @@ def test_a_rollback_recomputes_with_the_newest_code_but_for_the_prompt(drafter):
     state.truncate(6)
     state.steer(OTHER, since=4)
     state.propose(3)
-    codes = {4: ONE} | dict.fromkeys((5, 6, 7), OTHER)
-    np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:8], codes))
+    vectors = {4: ONE} | dict.fromkeys((5, 6, 7), OTHER)
+    np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:8], vectors))
     state.truncate(2)  # into the prompt, without another word of steering
     state.extend((5, 9, 2))
     state.propose(2)
@@ -175,8 +175,8 @@ def test_a_longer_prompt_begins_unsteered_and_keeps_what_was_computed(drafter):
     state.extend((7, 7, 7, 7))
     state.steer(OTHER, since=10)
     state.propose(3)
-    codes = {3: ONE, 4: ONE} | dict.fromkeys((10, 11), OTHER)
-    np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:12], codes))
+    vectors = {3: ONE, 4: ONE} | dict.fromkeys((10, 11), OTHER)
+    np.testing.assert_array_equal(computed(state), rows_of(state._tokens[:12], vectors))
 
 
 @pytest.mark.parametrize(("prompt", "before", "scored"), [(3, 3, 5), (3, 5, 40), (30, 3, 60), (100, 3, 20), (1, 1, 1)])
@@ -194,9 +194,9 @@ def test_scores_are_of_the_steered_logits_on_both_sides_of_the_prompts_end(draft
     np.testing.assert_allclose(log_q, by_hand, atol=3e-4)
 
 
-codes_or_none = st.sampled_from([None, ONE, OTHER, code(2, 2, 2)])
+vectors_or_none = st.sampled_from([None, ONE, OTHER, vector(2, 2, 2)])
 verbs = st.one_of(
-    st.tuples(st.just("steer"), codes_or_none, st.integers(0, 40)),
+    st.tuples(st.just("steer"), vectors_or_none, st.integers(0, 40)),
     st.tuples(st.just("propose"), st.integers(0, 9)),
     st.tuples(st.just("extend"), st.lists(st.integers(0, VOCAB - 1), max_size=9)),
     st.tuples(st.just("score"), st.lists(st.integers(0, VOCAB - 1), max_size=20)),
@@ -210,7 +210,7 @@ def test_each_position_has_the_code_that_was_newest_when_it_was_computed(drafter
     state = drafter.open(WARM)
     state.extend(some_tokens(prompt))
     newest, since = None, 0
-    codes = {}
+    vectors = {}
     for verb, *arguments in steps:
         had = state._computed
         if verb == "truncate":
@@ -218,9 +218,9 @@ def test_each_position_has_the_code_that_was_newest_when_it_was_computed(drafter
         if verb == "steer":
             newest, since = arguments
         getattr(state, verb)(*arguments)
-        codes = {position: by for position, by in codes.items() if position < state._computed}
-        codes |= {p: newest for p in range(had, state._computed) if p >= since and newest is not None}
-        np.testing.assert_array_equal(computed(state), rows_of(state._tokens[: state._computed], codes))
+        vectors = {position: by for position, by in vectors.items() if position < state._computed}
+        vectors |= {p: newest for p in range(had, state._computed) if p >= since and newest is not None}
+        np.testing.assert_array_equal(computed(state), rows_of(state._tokens[: state._computed], vectors))
 
 
 def test_an_allowed_set_without_a_candidate_keeps_prefix_and_steering(drafter):
@@ -278,8 +278,8 @@ def test_its_steering_survives_a_cache_that_grows(drafter):
 
 
 def test_a_code_of_another_length_is_refused(drafter):
-    with pytest.raises(InvalidArgument, match=r"code: has the shape \(2,\), the drafter takes \[3\]"):
-        drafter.open(GREEDY).steer(code(1, 2), since=0)
+    with pytest.raises(InvalidArgument, match=r"vector: has the shape \(2,\), the drafter takes \[3\]"):
+        drafter.open(GREEDY).steer(vector(1, 2), since=0)
 
 
 @pytest.mark.parametrize(

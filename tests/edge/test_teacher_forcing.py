@@ -38,7 +38,7 @@ SAMPLINGS = {
     "allowed": Sampling(temperature=1.0, seed=4, allowed_tokens=tuple(range(7, 19))),
     "biased": Sampling(temperature=1.0, seed=4, logit_bias=((3, 4.0),)),
 }
-CODE, OTHER = np.array([1, -2, 3], dtype=np.float32), np.array([-3, 1, 2], dtype=np.float32)
+VECTOR, OTHER = np.array([1, -2, 3], dtype=np.float32), np.array([-3, 1, 2], dtype=np.float32)
 BLOCK = st.lists(st.integers(0, VOCAB - 1), max_size=9)
 
 
@@ -98,15 +98,15 @@ def test_borders_of_runs_and_of_the_cache_change_nothing(plain, before, count):
 
 
 @pytest.mark.parametrize("since", [1, 3, 10, 3 + SCORED_TOKENS, 3 + PREFILL_TOKENS + 5])
-@pytest.mark.parametrize("code", [None, CODE])
-def test_codes_count_on_both_sides_of_the_prompts_end(steered, since, code):
+@pytest.mark.parametrize("vector", [None, VECTOR])
+def test_vectors_count_on_both_sides_of_the_prompts_end(steered, since, vector):
     state, twin = steered.open(WARM), steered.open(WARM)
     for each in (state, twin):
         each.extend((3, 1, 4))
         each.steer(OTHER, since=since)
         each.propose(2)
         each.truncate(3)
-        each.steer(code, since=since)
+        each.steer(vector, since=since)
     assert_forces(state, twin, some_tokens(PREFILL_TOKENS + 20, seed=8))
 
 
@@ -169,7 +169,7 @@ verbs = st.one_of(
     st.tuples(st.just("score"), BLOCK),
     st.tuples(st.just("propose_forced"), st.lists(st.integers(0, VOCAB - 1), max_size=20)),
     st.tuples(st.just("truncate"), st.floats(0, 1)),
-    st.tuples(st.just("steer"), st.sampled_from([None, CODE, OTHER, np.ones(RANK, dtype=np.float32)])),
+    st.tuples(st.just("steer"), st.sampled_from([None, VECTOR, OTHER, np.ones(RANK, dtype=np.float32)])),
 )
 
 

@@ -1,4 +1,4 @@
-"""How much of this machine's battery is left, for rules that price energy."""
+"""Share of this machine's battery that is left, for rules that price energy."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _FRESH_S = 60.0
 
 @dataclass(slots=True)
 class Battery:
-    """Looked at once a minute at most.
+    """Charge of the battery, read once a minute at most.
 
     Attributes:
-        told: share that is left, as somebody said; None: as this machine says.
-        folder: of its power supplies, one folder each.
-        clock: monotonic, seconds.
+        fixed: share that is left by configuration; None: read from this machine.
+        folder: power supplies of this machine, one folder each.
+        clock: monotonic time in seconds.
     """
 
-    told: float | None = None
+    fixed: float | None = None
     folder: Path = POWER_SUPPLY
     clock: Callable[[], float] = time.monotonic
     _seen: tuple[float, float] | None = field(default=None, init=False)
 
     @property
     def share(self) -> float:
-        """What is left, 0 to 1; 1 on mains, without a battery, and where nobody can tell."""
-        if self.told is not None:
-            return self.told
+        """Share that is left, 0 to 1; 1 on mains, without a battery, and where nobody can tell."""
+        if self.fixed is not None:
+            return self.fixed
         now = self.clock()
         if self._seen is None or now - self._seen[0] >= _FRESH_S:
             self._seen = now, _share_left(self.folder)
@@ -38,7 +38,7 @@ class Battery:
 
 
 def _share_left(folder: Path) -> float:
-    """Of the batteries that run this machine down, on average."""
+    """Return the mean share of the batteries that this machine runs on."""
     try:
         supplies = sorted(folder.iterdir())
     except OSError:
@@ -48,7 +48,7 @@ def _share_left(folder: Path) -> float:
 
 
 def _of_supply(supply: Path) -> float | None:
-    """None: no battery, one of a mouse or the like, or one that is not being run down."""
+    """Return the share; None: no battery, one of a mouse or the like, or one that is not being run down."""
     if _read(supply / "type") != "Battery" or _read(supply / "scope") == "Device":
         return None
     capacity = _read(supply / "capacity")

@@ -25,7 +25,7 @@ ADDRESS = "HOST:PORT"
 DRAFTING, CONNECTION = "drafting", "connection"
 
 
-# What needs numpy is imported where a value is checked: declaring an option must cost nothing.
+# Modules with numpy are imported where a value is checked: declaring an option must cost nothing.
 
 
 def _check_selector(name: str) -> None:
@@ -60,10 +60,10 @@ def _retry_rules() -> RetryRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeConfig(Settings):
-    """Where one edge decodes, and what it drafts with.
+    """Where one edge decodes, and its drafters.
 
-    `patience` is a wish to the verifier (None: it decides), `retry` how long lost streams are reopened, and `api_key`
-    the secret for the coordinator.
+    `patience` is a request to the verifier (None: it decides), `retry` how long lost streams are reopened,
+    and `api_key` the secret for the coordinator.
     """
 
     coordinator: str = option("", "coordinator to ask for a verifier; or", metavar=ADDRESS)
@@ -108,7 +108,7 @@ class EdgeConfig(Settings):
     )
     battery: float | None = option(
         None,
-        "charge that is left, 0 to 1, for --window flexspec; not set: as this machine says, 1 on mains",
+        "charge that is left, 0 to 1, for --window flexspec; not set: read from this machine, 1 on mains",
         check=between(0, 1),
     )
     threads: int = option(1, "threads of ONNX Runtime", flag="drafter-threads", group=DRAFTING, check=at_least(1))
@@ -168,7 +168,7 @@ class EdgeConfig(Settings):
 
     @property
     def window_policy(self) -> WindowPolicy:
-        """How far ahead to draft; a new one each time, since some learn from their text."""
+        """Rule for how far ahead to draft; a new one each time, since some learn from their text."""
         from outrider.edge.policies.length import rule_by_name
         from outrider.proto.policy import FixedWindow, SurvivalWindow
 
@@ -177,7 +177,7 @@ class EdgeConfig(Settings):
         return SurvivalWindow() if self.window is None else FixedWindow(self.window)
 
     def steering_policy(self, rank: int, gain: tuple[tuple[int, float], ...]) -> SteeringPolicy | None:
-        """Which codes of `rank` numbers to ask for, where the drafter has that `gain` by their age; None: none ever."""
+        """Return which vectors of `rank` numbers to request, by their `gain` at each age; None: none."""
         from outrider.proto.policy import FixedSteering, PricedSteering
 
         match self.steering:

@@ -1,4 +1,4 @@
-"""The coordinator as the edge sees it: leases, drafters, files, reports."""
+"""The edge's client of a coordinator: leases, drafters, files, reports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CoordinatorClient:
         self.address = address
         self.security = security or Security()
         self.security.check_coordinator(address)
-        self.priors = FleetPriors()  # as leases said
+        self.priors = FleetPriors()  # from leases
         self._timeout_s = timeout_s
         self._files = ClientCredentials(self.security.tls) if self.security.tls else None
         self._credentials: grpc.ChannelCredentials | None = None
@@ -53,11 +53,11 @@ class CoordinatorClient:
         return lease
 
     async def list_drafters(self, tokenizer_sha256: str = "") -> tuple[DrafterManifest, ...]:
-        """All drafters, or those of one tokenizer."""
+        """List all drafters, or those of one tokenizer."""
         return await self._call("ListDrafters", codec.encode_drafter_query(tokenizer_sha256), codec.decode_drafters)
 
     async def watch_drafters(self, tokenizer_sha256: str = "") -> AsyncIterator[tuple[DrafterManifest, ...]]:
-        """The list of drafters now, and again each time it changes."""
+        """Yield the list of drafters now, and again each time it changes."""
         method: Any = self._channel().unary_stream(_PREFIX + "WatchDrafters")
         call = method(codec.encode_drafter_query(tokenizer_sha256), metadata=self.security.metadata)
         try:
@@ -67,25 +67,25 @@ class CoordinatorClient:
             raise from_rpc_error(error) from error
 
     async def report(self, report: SessionReport) -> None:
-        """Hand in the figures of a finished session."""
+        """Report the statistics of a finished session."""
         await self._call("ReportSession", codec.encode_report(report), codec.decode_nothing)
 
     async def status(self) -> ClusterStatus:
-        """The coordinator's whole view."""
+        """Return the coordinator's whole view."""
         return await self._call("Status", b"", codec.decode_status)
 
     async def drain(self, verifier: str) -> int:
-        """Send the sessions of `verifier` elsewhere; how many there were."""
+        """Send the sessions of `verifier` elsewhere and return their number."""
         return await self._call("Drain", codec.encode_drain(verifier), codec.decode_drained)
 
     async def close(self) -> None:
-        """Give the channel back."""
+        """Close the channel."""
         if self._open is not None:
             await self._open.close()
         await asyncio.gather(*self._retired)
 
     def _channel(self) -> grpc.aio.Channel:
-        """The channel; a new one where the certificates were replaced."""
+        """Return the channel, a new one after the certificates were replaced."""
         credentials = self._files.current() if self._files is not None else None
         if self._open is not None and credentials is self._credentials:
             return self._open
@@ -114,7 +114,7 @@ class CoordinatorClient:
 def file_fetcher(
     address: str, timeout_s: float = 120.0, security: Security | None = None
 ) -> Callable[[RemoteFile, int], Iterator[bytes]]:
-    """A blocking download from the coordinator, for the drafter cache, which works in a thread."""
+    """Return a blocking download from the coordinator, for the drafter cache, which works in a thread."""
     secured = security or Security()
     name = secured.tls.server_name if secured.tls else ""
 

@@ -55,7 +55,7 @@ class Opener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """All that was said so far.
+    """A conversation so far.
 
     Attributes:
         tokens: [n] ids, prompts and texts in order.
@@ -70,9 +70,9 @@ class Conversation:
     """Turns of one session, one after the other; made by `Client.conversation`, used as a context manager.
 
     The verifier keeps its cache between turns, and the drafter keeps its own, so that a turn costs the uplink, the
-    target and the drafter only what is new. A turn gives what `Client.generate` gives with the whole transcript and the
-    new prompt as its prompt: the same tokens with the same seed. Penalties that count text count that of the turn, and
-    `max_tokens` and stop strings are the turn's own.
+    target and the drafter only what is new. A turn gives the text of `Client.generate` with the whole transcript and
+    the new prompt as its prompt: the same tokens with the same seed. Penalties that count text count that of the turn,
+    and `max_tokens` and stop strings are the turn's own.
 
     The transcript is the edge's. Where the stream has broken, or the verifier has drained, restarted or needed the
     memory, the next turn sends all of it to whichever verifier there is; that takes longer, and nothing else changes.
@@ -129,7 +129,7 @@ class Conversation:
 
     @property
     def transcript(self) -> Transcript:
-        """All that was said so far, a running turn included."""
+        """The conversation so far, a running turn included."""
         return Transcript(tuple(self._tokens), self._client.decode(self._tokens) if self._tokens else "")
 
     async def say(
@@ -141,23 +141,23 @@ class Conversation:
         deadline_s: float | None = None,
         **overrides: Any,
     ) -> AsyncGenerator[Event]:
-        """One turn. Leaving the loop early cancels it on both sides; the conversation goes on with the next.
+        """Decode one turn; leaving the loop early cancels it on both sides, and the next turn goes on.
 
         Args:
-            prompt: what is new, as text or token ids; empty: the text goes on. Text is encoded by itself, so that no
+            prompt: new text or token ids; empty: the text goes on. Text is encoded by itself, so that no
                 token of the transcript ever changes.
-            sampling: instead of the conversation's; `overrides` replace single ones, such as `max_tokens=64`.
-            stop: instead of the conversation's.
-            deadline_s: for this turn.
+            sampling: replaces the conversation's; `overrides` replace single ones, such as `max_tokens=64`.
+            stop: replaces the conversation's.
+            deadline_s: seconds for this turn.
             overrides: fields of `Sampling`.
 
         Yields:
-            `Tokens` as they are committed, then `Finished`, whose statistics are of this turn.
+            `Tokens` as they are committed, then `Finished`, with the statistics of this turn.
 
         Raises:
             InvalidArgument: bad parameters or prompt, with the field named; or the conversation is closed, or another
                 task is in the middle of a turn.
-            DeadlineExceeded: what came until then has been yielded.
+            DeadlineExceeded: whatever came in time has been yielded.
             OutriderError: the turn cannot be finished anywhere.
         """
         if self._closed:
@@ -179,7 +179,7 @@ class Conversation:
         deadline_s: float | None = None,
         **overrides: Any,
     ) -> Completion:
-        """`say`, collected; its prompt tokens are all that came before the text."""
+        """Decode one turn and return all of it; prompt tokens are all that came before the text."""
         return await collect(self.say(prompt, sampling, stop=stop, deadline_s=deadline_s, **overrides))
 
     # --- one turn ---

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Whose decoding it is: session id, target and drafter (`none` without one)."""
+    """The session id, target and drafter (`none` without one) of a decoding."""
 
     session: str
     model: str
@@ -53,7 +53,7 @@ class Subject:
 
 
 class Observer:
-    """Sees what one text does and when, on the monotonic clock; this one looks away.
+    """Observer of one text's events, on the monotonic clock; this one does nothing.
 
     Attributes:
         metadata: sent to the verifier with every stream that is opened, such as a trace's `traceparent`.
@@ -62,28 +62,28 @@ class Observer:
     metadata: tuple[tuple[str, str], ...] = ()
 
     def began(self, subject: Subject, machine: EdgeSession, at: float) -> None:
-        """The text begins; `machine.statistics` counts on until `ended`."""
+        """Note that the text begins; `machine.statistics` counts on until `ended`."""
 
     def lost(self, error: OutriderError, at: float) -> None:
-        """A stream broke or was refused; another may follow."""
+        """Note that a stream broke or was refused; another may follow."""
 
     def ended(self, done: Done | None, at: float) -> None:
-        """The text is whole or has failed; None: it was left before."""
+        """Note that the text is whole or has failed; None: it was left before."""
 
     def drafted(self, began: float, ended: float, tokens: int) -> None:
-        """A drafting job."""
+        """Note a drafting job, in monotonic seconds."""
 
     def sent(self, frame: EdgeFrame, at: float) -> None:
-        """A frame that was put on the stream."""
+        """Note a frame that was put on the stream."""
 
     def received(self, frame: CloudFrame, at: float) -> None:
-        """A frame that came."""
+        """Note a frame that came."""
 
 
 class Decoding:
     """One text being decoded: a session machine with its stream, its drafters and the thread that drafts.
 
-    `run` is the whole of it. A conversation has `turn` after `turn`, with `begin_turn` between them, and `close`.
+    `run` decodes all of it. A conversation has `turn` after `turn`, with `begin_turn` between them, and `aclose`.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Decoding:
         self._observer = observer
         self._subject = subject
         self.session = subject.session
-        self._drafters = drafters  # as the machine's selection counts them
+        self._drafters = drafters  # in the order of the machine's selection
         self._states: dict[int, DraftState] = {}  # of those that have had work, by the drafting thread
         self._rule = rule
-        self._followed: dict[int, ProposalRule] = {}  # that each state was told
+        self._followed: dict[int, ProposalRule] = {}  # rule of each state
         self._thread = thread
         self._open_timeout_s = open_timeout_s
         self._stream: Stream | None = None
@@ -123,11 +123,11 @@ class Decoding:
         self._emitted: asyncio.Queue[Emit | Done] = asyncio.Queue()
 
     def run(self) -> AsyncGenerator[Emit | Done]:
-        """Committed tokens as they come, and at last Done. Leaving early cancels the text everywhere."""
+        """Yield committed tokens as they come, and at last Done; leaving early cancels the text everywhere."""
         return self._items(self.aclose)
 
     def turn(self) -> AsyncGenerator[Emit | Done]:
-        """As `run`, of the first turn or the one that `begin_turn` began; the session stays where it is kept."""
+        """Run the first turn or the one that `begin_turn` began; the session stays where it is kept."""
         return self._items(self._cancel)
 
     async def _items(self, leave: Callable[[], Awaitable[None]]) -> AsyncGenerator[Emit | Done]:
@@ -155,8 +155,8 @@ class Decoding:
         """Go on with `prompt` after the first `start` tokens of the transcript; what was emitted before is forgotten.
 
         Args:
-            start: tokens that are kept.
-            prompt: [n] tokens that are new.
+            start: number of tokens that are kept.
+            prompt: [n] new tokens.
             sampling: parameters of the turn.
             measured: measurements of texts of such sampling.
 
@@ -181,14 +181,14 @@ class Decoding:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(RuntimeError):  # the client is closed, and the thread with it
-            self._thread.submit(self._close_states)  # behind a job that may still run there
+            self._thread.submit(self._close_states)  # after a job that may still run there
 
     def stop(self, finish: FinishReason) -> None:
         """End the text from this side; Done follows."""
         self._handle(Cancelled(finish))
 
     async def _next_emitted(self, tasks: list[asyncio.Task[None]]) -> Emit | Done:
-        """The next item; a defect in one of the tasks is raised here instead of waiting for ever."""
+        """Return the next item; raise a defect of one of the tasks instead of waiting for ever."""
         getting = asyncio.create_task(self._emitted.get())
         await asyncio.wait([getting, *(t for t in tasks if not t.done())], return_when=asyncio.FIRST_COMPLETED)
         while not getting.done():
@@ -219,7 +219,7 @@ class Decoding:
             self._handle(done)
 
     def _drafter_failed(self, error: Exception, drafter: int) -> None:
-        """Go on without. The message of a foreign error is not logged: it may hold the text."""
+        """Go on without the drafter; a foreign error's message is not logged, since it may hold the text."""
         extra = about(self.session, self.machine.verifier, error)
         log.warning("the drafter %s failed; the text goes on without", self._drafters[drafter].name, extra=extra)
         known = error if isinstance(error, OutriderError) else Internal(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""What an edge says of a text to its coordinator: a kind of prompt, a kind of link, and counts of hits.
+"""Features of a text that an edge reports to its coordinator: kinds of prompt and link, and counts of hits.
 
 It says so that other edges begin with the drafter that does well in such texts. What leaves the edge:
 
@@ -7,11 +7,11 @@ It says so that other edges begin with the drafter that does well in such texts.
 
 No text and no token leaves it. A class is less than three bits and made of shares of characters and lines alone: it
 tells what kind of text a prompt is and not what it says. Counts of fewer than `MIN_COMPARED` tokens stay here, so
-that no short text is told apart by them. A coordinator adds reports up and keeps the sums.
+that they identify no short text. A coordinator adds reports up and keeps the sums.
 
-What this does not protect: a coordinator sees each report as it comes, beside the session's other figures, so whoever
-runs it can tell that this edge had a text of code just now, how long it was, and how well drafters did. Against that an
-edge can decode without a coordinator. (A verifier sees prompt and text in any case.)
+What this does not protect: a coordinator sees each report as it comes, beside the session's other statistics, so
+whoever runs it can tell that this edge had a text of code just now, how long it was, and how well drafters did.
+Against that an edge can decode without a coordinator. (A verifier sees prompt and text in any case.)
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from outrider.proto.types import MAX_REPORTED_DRAFTERS, DrafterHits
 MIN_COMPARED = 8
 LOOKED_AT = 2048  # characters of a prompt, the last ones: what comes next is most like them
 TOKENS_LOOKED_AT = 512
-MIN_CHARACTERS = 24  # that are no blanks; of fewer no class is told
+MIN_CHARACTERS = 24  # that are no blanks; fewer have no class
 OCTAVES_MS = (4, 16, 64, 256)
 
 # Thresholds between kinds of text, each a share. Chosen on four domains with 40 prompts each (Python's sources, its
-# documentation, English novels, grade-school arithmetic), of which 144 are told right.
+# documentation, English novels, grade-school arithmetic), of which 144 come out right.
 FOREIGN_LETTERS = 0.5  # of letters, those beyond the Latin script
-NUMBERS = 0.35  # of characters, those that are digits: tables and lists of figures
+NUMBERS = 0.35  # of characters, those that are digits: tables and lists of numbers
 FORMULAS = 0.12  # the same, in text that is not indented
 OPERATORS = 0.04  # of characters
 WORDY_LINES = 0.6  # of lines, those with four words in a row: comments in code stay below
@@ -65,19 +65,19 @@ class PromptClass(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextFeatures:
-    """What is told of one text: see the head of this file."""
+    """The two reported classes of one text; see the head of this file."""
 
     prompt_class: int = PromptClass.UNKNOWN
     link_class: int = 0
 
     @classmethod
     def of(cls, prompt: str, round_trip_s: float) -> Self:
-        """Of a prompt, or the end of one, over a link with this round trip; 0: not measured yet."""
+        """Return the features of a prompt, or its end, over a link with this round trip; 0: not measured yet."""
         return cls(prompt_class(prompt), link_class(round_trip_s))
 
 
 def prompt_class(prompt: str) -> PromptClass:
-    """What kind of text the end of `prompt` is; takes some 0.2 ms."""
+    """Return the kind of text at the end of `prompt`; takes some 0.2 ms."""
     text = _ROLE.sub("", prompt[-LOOKED_AT:])
     counts = Counter(text)
     characters = sum(count for character, count in counts.items() if not character.isspace())
@@ -105,7 +105,7 @@ def prompt_class(prompt: str) -> PromptClass:
 
 
 def class_name(number: int) -> str:
-    """Of a prompt's class; its number where a later release told it."""
+    """Return the name of a prompt's class; its number where a later release sent it."""
     try:
         return PromptClass(number).name.lower()
     except ValueError:
@@ -113,22 +113,22 @@ def class_name(number: int) -> str:
 
 
 def link_class(round_trip_s: float) -> int:
-    """1 to 5: a round trip below 4, 16, 64, 256 ms, or more; 0: not measured yet."""
+    """Return 1 to 5: a round trip below 4, 16, 64, 256 ms, or more; 0: not measured yet."""
     if not round_trip_s > 0:
         return 0
     return 1 + sum(1e3 * round_trip_s >= octave for octave in OCTAVES_MS)
 
 
 def reported_hits(counts: Mapping[str, DrafterCounts], versions: Mapping[str, str]) -> tuple[DrafterHits, ...]:
-    """What is told of a text's drafters: those with the most compared tokens, none with fewer than `MIN_COMPARED`.
+    """Return reported hits of a text's drafters: the most compared ones, none below `MIN_COMPARED` tokens.
 
     Args:
-        counts: of the text, by name of the drafter.
-        versions: of the drafters, by name; one without is not told of.
+        counts: counts of the text by name of the drafter.
+        versions: versions of the drafters by name; a drafter without one is left out.
     """
-    told = [
+    reported = [
         DrafterHits(name, versions[name], each.hits, each.compared)
         for name, each in counts.items()
         if name in versions and each.compared >= MIN_COMPARED
     ]
-    return tuple(sorted(told, key=lambda hits: -hits.compared)[:MAX_REPORTED_DRAFTERS])
+    return tuple(sorted(reported, key=lambda hits: -hits.compared)[:MAX_REPORTED_DRAFTERS])

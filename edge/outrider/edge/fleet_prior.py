@@ -1,4 +1,4 @@
-"""What the fleet knows of drafters, as leases bring it: where a text's choice of drafter begins."""
+"""The fleet's knowledge of drafters from leases, where a text's choice of drafter begins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FleetPrior:
     drafters: tuple[DrafterPrior, ...] = ()
 
     def acceptance_of(self, drafter: str, version: str) -> tuple[float, float] | None:
-        """(share of hits, compared tokens that it rests on, faded); None: not known."""
+        """Return (share of hits, faded number of compared tokens); None: not known."""
         for prior in self.drafters:
             if (prior.drafter, prior.drafter_version) == (drafter, version):
                 return prior.acceptance, prior.trials
@@ -35,7 +35,7 @@ class FleetPriors:
         self._newest: OrderedDict[tuple[str, int, int], FleetPrior] = OrderedDict()
 
     def learn(self, request: LeaseRequest, lease: Lease) -> None:
-        """What a lease said; a coordinator that says nothing of any drafter is asked in vain, and changes nothing."""
+        """Keep the prior of a lease; one without any drafter changes nothing."""
         if not lease.prior.drafters:
             return
         key = (lease.model, request.prompt_class, request.link_class)
@@ -45,7 +45,7 @@ class FleetPriors:
             self._newest.popitem(last=False)
 
     def of(self, model: str, features: TextFeatures) -> FleetPrior:
-        """For such a text; else what was said last of the same kind of prompt, or of any: a lease asks for more."""
+        """Return the prior for such a text, or else the newest one for the same kind of prompt, or for any."""
         prompt_class, link_class = features.prompt_class, features.link_class
         exact = self._newest.get((model, prompt_class, link_class))
         if exact is not None:

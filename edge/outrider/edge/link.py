@@ -1,4 +1,4 @@
-"""The link: streams to verifiers. Bytes are counted here, foreign errors translated here, and nothing else."""
+"""The link: streams to verifiers, which count bytes and translate foreign errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.proto.streams import ENDED, GRPC_PREFIX_BYTES, send_bytes
 from outrider.proto.types import CloudFrame, EdgeFrame, Lease
 
 LAST_WORDS_S = 0.2
-# With these gRPC reports a connection lost in its various moments; a verifier's own word carries a detail.
+# gRPC reports a lost connection with one of these; a verifier's own error carries a detail.
 BROKEN = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.INTERNAL,
@@ -42,7 +42,7 @@ class Stream:
         self._writer = asyncio.create_task(self._write())
 
     def send(self, frame: EdgeFrame) -> None:
-        """Put `frame` behind those already on their way."""
+        """Put `frame` after those already on their way."""
         self._outgoing.put_nowait(codec.encode_edge_frame(frame))
 
     def count_into(self, statistics: EdgeStatistics) -> None:
@@ -50,7 +50,7 @@ class Stream:
         self._statistics = statistics
 
     async def frames(self) -> AsyncIterator[CloudFrame]:
-        """What the verifier sends.
+        """Yield the frames that the verifier sends.
 
         Raises:
             OutriderError: the stream's status, translated; Unavailable where it just ends. A connection that
@@ -64,7 +64,7 @@ class Stream:
                 self._statistics.downlink_bytes += len(data) + GRPC_PREFIX_BYTES
                 self.connection.received_bytes += len(data) + GRPC_PREFIX_BYTES
                 yield codec.decode_cloud_frame(data)
-        except grpc.aio.AioRpcError as error:  # of the read alone; the stream's own status tells more
+        except grpc.aio.AioRpcError as error:  # from the read alone; the stream's own status says more
             raise await self._ending() from error
         except asyncio.InvalidStateError as error:
             raise Unavailable("the stream is gone") from error
@@ -85,7 +85,7 @@ class Stream:
             try:
                 await send_bytes(self._call, data)
             except ENDED:
-                return  # the reading side meets the same end and tells why
+                return  # the reading side meets the same end and says why
 
     async def close(self) -> None:
         """Send what is still waiting, for a moment at most, and end the stream."""
@@ -108,7 +108,7 @@ class Connection:
 
 
 def relay_metadata(lease: Lease) -> tuple[tuple[str, bytes], ...]:
-    """What a relay needs to know beside the frames, which it does not read; empty where there is none."""
+    """Return the lease for a relay, which does not read frames; empty where there is none."""
     return ((LEASE_METADATA, lease.token),) if lease.relayed else ()
 
 
@@ -130,10 +130,10 @@ class Channels:
         """Begin a stream to the verifier at `address`; connecting happens in the background.
 
         Args:
-            address: as host:port.
+            address: host:port.
             statistics: counts the bytes.
-            metadata: of the call.
-            tls_name: that its certificate must have; empty: the host of `address`; None: it speaks plain text.
+            metadata: metadata of the call.
+            tls_name: name that its certificate must have; empty: the host of `address`; None: it speaks plain text.
 
         Raises:
             ConfigError: it speaks TLS and the edge does not, or the other way round beyond this machine.
@@ -149,11 +149,11 @@ class Channels:
         return Stream(method(metadata=metadata), statistics, connection)
 
     async def close_stream(self, address: str, stream: Stream) -> None:
-        """A stream is done; where its connection has used up the window that it came with, the next one gets a new."""
+        """Close a stream, and retire its connection once that has used up the window that it began with."""
         connection = stream.connection
         try:
             await stream.close()
-        finally:  # whoever waits for this may be cancelled
+        finally:  # the caller may be cancelled
             connection.streams -= 1
             if connection.received_bytes > CONNECTION_WINDOW_BYTES - 2 * DECODING_WINDOW_BYTES:
                 self._retire(address, connection)
@@ -161,7 +161,7 @@ class Channels:
                 await connection.channel.close()
 
     def drop(self, address: str, stream: Stream) -> None:
-        """A stream to `address` was lost: the next one connects anew, instead of waiting for gRPC's backoff."""
+        """Retire the connection of a lost stream: the next one connects at once, without gRPC's backoff."""
         self._retire(address, stream.connection)
 
     def _retire(self, address: str, connection: Connection) -> None:

@@ -24,7 +24,7 @@ from outrider.proto.speculation import GENERATED, SpeculationMetrics
 from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame, FinishReason, Goaway, Open, Opened
 
 PART = "edge"
-MAX_SERIES = 64  # (target, drafter) pairs told apart; what comes after them is counted as `other`
+MAX_SERIES = 64  # (target, drafter) pairs with labels of their own; later ones are counted as `other`
 _RECENT = 0.995  # of the running estimate of the speed-up kept at every commit: some 200 commits count
 
 _WHOSE = ("model_name", "drafter")
@@ -174,7 +174,7 @@ class SessionObserver(Observer):
         self.cloud_s = 0.0
         self.credit = 0
         self.planned = False
-        self.missing = False  # no drafter from the start, though one was wished for
+        self.missing = False  # no drafter from the start, though one was requested
         self._metrics = metrics
         self._series: _Series  # from the beginning of the text on
         self._began = 0.0
@@ -239,7 +239,7 @@ class SessionObserver(Observer):
             self._series.sheds.inc()
 
     def ended(self, done: Done | None, at: float) -> None:  # noqa: ARG002 - the base's
-        """Settle the text's account."""
+        """Count the text that has ended."""
         if self.machine is None:
             return
         if done is not None and done.error is not None:
@@ -282,7 +282,7 @@ class SessionObserver(Observer):
         self._newest = at
 
     def _own_step_s(self, commit: Commit) -> float:
-        """What the commit's step would have taken without drafts, seconds; 0: not known."""
+        """Return the seconds that the commit's step would have taken without drafts; 0: not known."""
         steps, verify_s = self._steps, commit.timing.verify_s
         if self._reads_prompt:
             self._reads_prompt = False

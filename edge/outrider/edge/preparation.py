@@ -1,4 +1,4 @@
-"""What a client finds out before its first text: the route, the tokenizer, the drafters."""
+"""Preparation of a client's first text: the route, the tokenizer, the drafters."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Ready:
     """Where to decode, in which tokens, with which drafters.
 
     Attributes:
-        drafters: the first of them is loaded; None: there are none, and
-        drafter_error: says why, where that is against the wish.
+        drafters: pool whose first drafter is loaded; None: there are none.
+        drafter_error: reason for that where drafters were requested.
         chat_template: content of a template file, as `daemon.chat_template` reads it; empty: the target has none.
     """
 
@@ -88,13 +88,13 @@ class _Drafting:
 
 
 class Preparation:
-    """Carried out once a client.
+    """Search for route, tokenizer and drafters, once a client.
 
     Args:
-        config: of the edge.
-        coordinator: where the config names one.
-        route: instead of the config's.
-        drafters: instead of the config's; empty: the config's.
+        config: settings of the edge.
+        coordinator: client of the coordinator that the config names; None: it names none.
+        route: replaces the config's.
+        drafters: replace the config's unless empty.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Preparation:
         return Ready(route, lease.model, Tokenizer.from_str(text), sha256, drafting.drafters, drafting.error, template)
 
     async def _first_lease(self, coordinator: CoordinatorClient) -> Lease:
-        """A lease, waited for while the coordinator says that there will be one."""
+        """Return a lease, after waiting for as long as the coordinator promises one."""
         until = time.monotonic() + self._config.retry.abandon_after_s
         while True:
             try:
@@ -185,7 +185,7 @@ class Preparation:
         return file_fetcher(self._config.coordinator, security=self._config.security)
 
     async def _load_drafter(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
-        """The drafters that are wished for.
+        """Return the requested drafters.
 
         One that cannot be had at present, or is broken, is no reason not to decode: others go on without it, and where
         there is none the text goes on as plain cloud streaming and its statistics say why. A name that nobody knows,
@@ -218,7 +218,7 @@ class Preparation:
         return _Drafting(DrafterPool.of(OnnxDrafter(package, threads=self._config.threads)), package)
 
     def _pool(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
-        """Several drafters, the first that can be is loaded, and the others begin to be."""
+        """Make a pool of several drafters, load the first that can be, and begin to load the others."""
         config = self._config
         search = DrafterSearch(offers, self._cache, self._fetcher(), config.threads)
         found = (
@@ -240,7 +240,7 @@ class Preparation:
             return _Drafting(pool, package)
 
     def _find_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> DrafterPackage | None:
-        """The package that the config names; with `auto` the first that fits, None where none does."""
+        """Return the package that the config names; with `auto` the first that fits, None where none does."""
         wanted = self._config.drafter
         known = wanted in embedded_packages() or any(wanted == offer.name for offer in offers)
         if "/" in wanted or (not known and Path(wanted).is_dir()):
@@ -261,7 +261,7 @@ class Preparation:
 
 
 def _any_subject_first(offers: tuple[DrafterManifest, ...]) -> tuple[DrafterManifest, ...]:
-    """As embedded ones are ordered, else as the coordinator has them."""
+    """Return the drafter for any subject first, the others in the coordinator's order."""
     return tuple(sorted(offers, key=lambda offer: offer.name != FOR_ANY_SUBJECT))
 
 

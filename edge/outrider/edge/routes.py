@@ -15,26 +15,26 @@ from outrider.proto.types import Lease, LeaseRequest, SessionReport
 
 
 class Route(Protocol):
-    """Finds a verifier, again and again if need be."""
+    """A way to find a verifier, again and again if need be."""
 
     async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
-        """Permission to decode; `avoid` names verifiers just lost."""
+        """Return permission to decode; `avoid` names verifiers just lost."""
         ...
 
     def about(self, features: TextFeatures) -> Route:
-        """The same way for one text of this kind: what its leases say of drafters is of such texts."""
+        """Return a route for one text of this kind, whose leases bring priors for such texts."""
         ...
 
     def prior(self, features: TextFeatures) -> FleetPrior:
-        """What the fleet is known to have seen of drafters in such texts; asks nobody."""
+        """Return the known prior of drafters in such texts without asking anybody."""
         ...
 
     def report(self, report: SessionReport) -> Coroutine[Any, Any, None]:
-        """Hand in a finished session's figures, if anybody wants them."""
+        """Report a finished session, if anybody collects reports."""
         ...
 
     async def close(self) -> None:
-        """Give back what it holds."""
+        """Release all resources."""
         ...
 
 
@@ -50,7 +50,7 @@ class DirectRoute:
         self._tokenizer_sha256 = tokenizer_sha256
 
     async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:  # noqa: ARG002 - the protocol's
-        """The first address that is not to be avoided; all are tried in turn when all are."""
+        """Return the first address that is not to be avoided, or all in turn."""
         fresh = [address for address in self._addresses if address not in avoid]
         address = fresh[0] if fresh else self._addresses[len(avoid) % len(self._addresses)]
         return Lease(
@@ -65,18 +65,18 @@ class DirectRoute:
         )
 
     def about(self, features: TextFeatures) -> Self:  # noqa: ARG002 - the protocol's
-        """Nobody is told."""
+        """Return this route, since nobody collects features."""
         return self
 
     def prior(self, features: TextFeatures) -> FleetPrior:  # noqa: ARG002 - the protocol's
-        """There is no fleet."""
+        """Return no prior, since there is no fleet."""
         return NOT_KNOWN
 
     async def report(self, report: SessionReport) -> None:
-        """Nobody collects figures here."""
+        """Do nothing, since nobody collects reports."""
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing, since it holds nothing."""
 
 
 class CoordinatorRoute:
@@ -95,15 +95,15 @@ class CoordinatorRoute:
         self._features = features
 
     def about(self, features: TextFeatures) -> CoordinatorRoute:
-        """Another over the same client."""
+        """Return another route over the same client."""
         return CoordinatorRoute(self._client, self._model, self._tokenizer_sha256, features)
 
     def prior(self, features: TextFeatures) -> FleetPrior:
-        """As the newest leases said."""
+        """Return the prior of the newest leases."""
         return self._client.priors.of(self._model, features)
 
     async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
-        """As the coordinator decides; where it relays, the address is its own."""
+        """Ask the coordinator for a lease; where it relays, the address is its own."""
         lease = await self._client.open_lease(
             LeaseRequest(
                 model=self._model,
@@ -121,11 +121,11 @@ class CoordinatorRoute:
         return replace(lease, address=self._client.address, tls=tls is not None, tls_name=name)
 
     async def report(self, report: SessionReport) -> None:
-        """Figures are wanted, but no text depends on them: a coordinator that is away is not missed."""
+        """Report to the coordinator, and ignore errors, since no text depends on it."""
         try:
             await self._client.report(report)
         except OutriderError:
             return
 
     async def close(self) -> None:
-        """The client belongs to who made it."""
+        """Do nothing, since the client belongs to its maker."""

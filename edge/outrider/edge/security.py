@@ -1,4 +1,4 @@
-"""How an edge proves who it is, and keeps what it says to itself and the cloud."""
+"""Identity of an edge, and encryption of its traffic with the cloud."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _KEY = re.compile(r"[!-~]{1,512}")
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Raises `ConfigError` that names the option.
+    """TLS and API key of an edge; `ConfigError` names the option at fault.
 
     Attributes:
-        tls: what to speak TLS with; None: plain text.
+        tls: certificates of TLS; None: plain text.
         api_key: secret for the coordinator; empty: none. Never printed.
         plaintext: whether key, prompts and texts may cross a network unencrypted.
     """
@@ -32,18 +32,18 @@ class Security:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of calls to the coordinator."""
+        """Metadata of calls to the coordinator."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def check_coordinator(self, address: str) -> None:
-        """Raises `ConfigError` where the key would cross a network unencrypted."""
+        """Raise `ConfigError` where the key would cross a network unencrypted."""
         if self.api_key and self.tls is None and not self.plaintext and not is_local_address(address, "coordinator"):
             raise ConfigError(
                 f"would go to {address} in plain text; give --tls-ca, or --plaintext to accept that", field="api_key"
             )
 
     def check_verifier(self, address: str, tls_name: str | None) -> None:
-        """Raises `ConfigError` where a verifier that speaks TLS or not (None) is not what this edge expects."""
+        """Raise `ConfigError` where a verifier that speaks TLS or not (None) is not what this edge expects."""
         if tls_name is not None and self.tls is None:
             raise ConfigError(f"must be given: the verifier at {address} speaks TLS", field="tls_ca")
         if (

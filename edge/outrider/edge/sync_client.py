@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class SyncClient:
-    """`Client` without async. Use as a context manager."""
+    """`Client` without async; a context manager."""
 
     def __init__(self, config: EdgeConfig) -> None:
         self._loop = asyncio.new_event_loop()
@@ -44,17 +44,17 @@ class SyncClient:
         self._loop.close()
 
     def complete(self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any) -> Completion:
-        """As `Client.complete`."""
+        """Call `Client.complete`."""
         return self._call(self._client.complete(prompt, sampling, **options))
 
     def generate(
         self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any
     ) -> Generator[Event]:
-        """As `Client.generate`; closing the iterator cancels the text."""
+        """Call `Client.generate`; closing the iterator cancels the text."""
         return _iterate(self._loop, self._client.generate(prompt, sampling, **options))
 
     def conversation(self, sampling: Sampling | None = None, **options: Any) -> SyncConversation:
-        """As `Client.conversation`."""
+        """Call `Client.conversation`."""
         return SyncConversation(self._loop, self._client.conversation(sampling, **options))
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -78,24 +78,24 @@ class SyncConversation:
         self.close()
 
     def close(self) -> None:
-        """As `Conversation.close`."""
+        """Call `Conversation.close`."""
         _call(self._loop, self._talk.close())
 
     @property
     def transcript(self) -> Transcript:
-        """As `Conversation.transcript`."""
+        """The conversation's transcript so far."""
         return self._talk.transcript
 
     def say(
         self, prompt: str | Sequence[int] = "", sampling: Sampling | None = None, **options: Any
     ) -> Generator[Event]:
-        """As `Conversation.say`; closing the iterator cancels the turn."""
+        """Call `Conversation.say`; closing the iterator cancels the turn."""
         return _iterate(self._loop, self._talk.say(prompt, sampling, **options))
 
     def complete(
         self, prompt: str | Sequence[int] = "", sampling: Sampling | None = None, **options: Any
     ) -> Completion:
-        """As `Conversation.complete`."""
+        """Call `Conversation.complete`."""
         return _call(self._loop, self._talk.complete(prompt, sampling, **options))
 
 
@@ -104,7 +104,7 @@ def _call(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) ->
 
 
 def _iterate(loop: asyncio.AbstractEventLoop, events: AsyncGenerator[Event]) -> Generator[Event]:
-    """The events, each taken when it is asked for; leaving early closes what makes them."""
+    """Yield the events, each taken when it is asked for; leaving early closes their source."""
     taking: Future[Event | None] | None = None
     try:
         while (event := (taking := asyncio.run_coroutine_threadsafe(_next(events), loop)).result()) is not None:
@@ -118,7 +118,7 @@ async def _next(events: AsyncGenerator[Event]) -> Event | None:
 
 
 async def _close(events: AsyncGenerator[Event], taking: Future[Event | None] | None) -> None:
-    """Until the text is cancelled on both sides; `taking` may have been left in the middle, by Ctrl-C."""
+    """Wait until the text is cancelled on both sides; `taking` may have been left in the middle, by Ctrl-C."""
     if taking is not None and not taking.done():
         taking.cancel()
         await asyncio.wait([asyncio.wrap_future(taking)])

@@ -34,10 +34,10 @@ MAX_COMMITS = 2000  # of one text that get spans; the session's span counts the 
 
 
 class Tracing:
-    """Makes observers that turn into spans.
+    """Maker of observers that turn into spans.
 
     Args:
-        provider: of OpenTelemetry's SDK; it decides which sessions are sampled, and where spans go.
+        provider: OpenTelemetry's; it decides which sessions are sampled, and where spans go.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -46,7 +46,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str, ratio: float) -> Tracing:
-        """By OTLP over gRPC to `endpoint`, a share `ratio` of all sessions.
+        """Trace a share `ratio` of all sessions by OTLP over gRPC to `endpoint`.
 
         Raises:
             ConfigError: OpenTelemetry is not installed.
@@ -54,7 +54,7 @@ class Tracing:
         return cls(tracer_provider("outrider-edge", endpoint, ratio))
 
     def observer(self, inner: Observer) -> Observer:
-        """Tells `inner` everything, and makes spans of it; `inner` itself where this session is not sampled."""
+        """Return an observer that calls `inner` and makes spans; `inner` itself where the session is not sampled."""
         span = self._tracer.start_span("session")
         return _TracedObserver(self._tracer, span, inner) if span.is_recording() else inner
 
@@ -182,8 +182,8 @@ class _TracedObserver(Observer):
 
     def _make_spans_of(self, arrived: _Arrived) -> None:
         commit, message = arrived.commit, arrived.message
-        told_at = arrived.at - arrived.link_s / 2
-        step_from = told_at - commit.timing.verify_s
+        committed_at = arrived.at - arrived.link_s / 2
+        step_from = committed_at - commit.timing.verify_s
         queued_from = step_from - commit.timing.queue_s
         about = {
             "outrider.position": commit.start,
@@ -198,13 +198,13 @@ class _TracedObserver(Observer):
             self._make_span("draft", message.drafting_from, message.drafting_until, about)
             self._make_span("flight", message.sent_at, landed_at, about)
         self._make_span("queue", queued_from, step_from, about)
-        self._make_span("verify", step_from, told_at, about)
-        self._make_span("downlink", told_at, arrived.at, about)
+        self._make_span("verify", step_from, committed_at, about)
+        self._make_span("downlink", committed_at, arrived.at, about)
 
     def _make_span(self, name: str, began: float, ended: float, about: dict[str, int]) -> None:
         span = self._tracer.start_span(name, self._context, attributes=about, start_time=self._ns(began))
         span.end(self._ns(ended))
 
     def _ns(self, at: float) -> int:
-        """Monotonic seconds as nanoseconds since 1970."""
+        """Return monotonic seconds as nanoseconds since 1970."""
         return round(at * 1e9) + self._offset_ns

@@ -1,4 +1,4 @@
-"""Where a text's choice of drafter begins: the acceptance of each drafter in earlier texts of its kind."""
+"""Beginning of a text's choice of drafter: the acceptance of each drafter in earlier texts of its kind."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from outrider.edge.fleet_prior import FleetPrior
 from outrider.proto.session import DrafterCounts
 
 MIN_TRIALS = 32.0  # compared tokens; a drafter with fewer counts as unknown
-_FADE = 0.95  # of what was counted, with every text of the kind
+_FADE = 0.95  # of earlier counts with every text of the kind
 
 
 @dataclass(frozen=True, slots=True)
 class TextKind:
-    """What texts must have in common for one to predict the other."""
+    """Kind of text; texts of one kind predict each other."""
 
     prompt_class: int
     greedy: bool

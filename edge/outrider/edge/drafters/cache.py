@@ -39,12 +39,12 @@ class DrafterCache:
         return _as_promised(load_package(self._fetched(manifest, manifest.files, fetch)), manifest)
 
     def look(self, manifest: DrafterManifest, fetch: Fetch) -> DrafterPackage:
-        """As `ensure`, but fetch no more than `manifest.json`: what the drafter is, before its files are here."""
+        """Return the drafter like `ensure`, but fetch no more than `manifest.json`."""
         files = tuple(file for file in manifest.files if file.name == MANIFEST)
         return _as_promised(read_manifest(self._fetched(manifest, files, fetch)), manifest)
 
     def _fetched(self, manifest: DrafterManifest, files: tuple[RemoteFile, ...], fetch: Fetch) -> Path:
-        """The drafter's folder, where these `files` of it are."""
+        """Return the drafter's folder with these `files`."""
         names = [file.name for file in manifest.files]
         if MANIFEST not in names or len(set(names)) != len(names):
             raise InvalidArgument(f"must list {MANIFEST}, and no name twice", field="drafter.files")

@@ -1,4 +1,4 @@
-"""What this process holds in memory, where the system says so."""
+"""Memory that this process holds, where the system says so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def own_bytes() -> int | None:
-    """Bytes in memory that are this process's alone, without libraries' code; None: the system does not say."""
+    """Return bytes in memory of this process alone, without libraries; None: the system does not say."""
     try:
         _, resident, shared, *_ = (int(pages) for pages in _STATM.read_text(encoding="ascii").split())
     except OSError:
@@ -19,7 +19,7 @@ def own_bytes() -> int | None:
 
 
 def give_back() -> None:
-    """Hand freed memory back to the system, where the C library keeps it (glibc); elsewhere nothing is to be done."""
+    """Hand freed memory back to the system, where the C library keeps it (glibc); elsewhere do nothing."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

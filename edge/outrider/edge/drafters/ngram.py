@@ -1,4 +1,4 @@
-"""Drafting without a model: what followed the same words before, in this very prompt and text.
+"""Drafting without a model, from what followed the same words before in this prompt and text.
 
 Sources: Saxena 2023, "Prompt Lookup Decoding"; He et al. 2023, "REST: Retrieval-Based Speculative Decoding". Unlike
 theirs, the continuations are weighed, so that every proposal comes with an honest q. With c_n(t) how often token t
@@ -29,7 +29,7 @@ PLACES_READ = 16
 
 
 class NgramDrafter:
-    """Proposes the continuation of the longest suffix that was seen before."""
+    """Propose the continuation of the longest suffix that was seen before."""
 
     version = "1"
     steering = None
@@ -38,9 +38,9 @@ class NgramDrafter:
         """Make the drafter.
 
         Args:
-            longest: tokens of the longest suffix looked up; shorter ones down to one token are tried after it.
-            vocab_size: over how many tokens the belief in the unseen is spread; only a scale, need not be exact.
-            name: as reported to the verifier.
+            longest: tokens of the longest suffix looked up; shorter ones down to one token follow.
+            vocab_size: tokens over which the belief in the unseen is spread; only a scale, need not be exact.
+            name: name that the verifier sees.
         """
         if longest < 1:
             raise InvalidArgument(f"{longest} is below 1; the suffix needs a token", field="ngram.longest")
@@ -80,7 +80,7 @@ class NgramState(TokenPrefix):
             self.tokens.pop()
 
     def propose(self, n: int) -> tuple[DraftToken, ...]:
-        """Up to n tokens, for as long as the last token has been seen before."""
+        """Append and return up to n tokens, for as long as the last token has been seen before."""
         choices: list[DraftToken] = []
         while len(choices) < n:
             believed = self._believed()
@@ -101,7 +101,7 @@ class NgramState(TokenPrefix):
         return tuple(choices)
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
-        """Log q of each token [m] float32, appended; the module's q_n over the whole vocabulary."""
+        """Append tokens and return log q of each [m] float32, the module's q_n over the whole vocabulary."""
         check_scorable(self.length)
         log_q = np.empty(len(tokens), dtype=np.float32)
         for index, token in enumerate(tokens):

@@ -24,7 +24,7 @@ A steered drafter's graph has one more input for every layer, and a second, smal
     inputs   steering.L        float32 [mlp]       added to layer L's up projection
     steering.onnx   code float32 [rank]  ->  steering.L for every layer
 
-They are one buffer too, which the small graph writes once a code; a token costs nothing more.
+They are one buffer too, which the small graph writes once a vector; a token costs nothing more.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _OUTPUTS = {
     "log_normalizer": "tensor(float)",
     "logits": "tensor(float)",
 }
-_CODE, _BIAS = "code", "steering."
+_VECTOR, _BIAS = "code", "steering."
 # ONNX Runtime's exceptions have no common base of their own; binding raises the other two.
 _RUNTIME_ERRORS: tuple[type[Exception], ...] = (
     *(kind for kind in vars(_onnxruntime_errors).values() if isinstance(kind, type) and issubclass(kind, Exception)),
@@ -87,8 +87,8 @@ class OnnxDrafter:
         """Load the model and try it once; ModelRefused where it does not keep the contract.
 
         Args:
-            package: as `load_package` returned it, that is, with every hash checked.
-            threads: for one step of one session.
+            package: package from `load_package`, every hash checked.
+            threads: threads for one step of one session.
         """
         self.package = package
         self.name = package.name
@@ -105,7 +105,7 @@ class OnnxDrafter:
         return OnnxState(self, rule)
 
     def biases(self) -> _Biases | None:
-        """New ones, for one session; None: it is not steered."""
+        """Return new biases for one session; None: it is not steered."""
         if self._steering_session is None or self.steering is None:
             return None
         return _Biases(self._steering_session, self.steering, self.package.cache.layers)
@@ -119,12 +119,12 @@ class OnnxDrafter:
         self._check("graph", outputs, _OUTPUTS | caches["present"])
         if self._steering_session is None or self.steering is None:
             return
-        codes, rows = self._steering_session.get_inputs(), self._steering_session.get_outputs()
-        self._check("steering graph", codes, {_CODE: "tensor(float)"})
+        vectors, rows = self._steering_session.get_inputs(), self._steering_session.get_outputs()
+        self._check("steering graph", vectors, {_VECTOR: "tensor(float)"})
         self._check("steering graph", rows, biases)
-        for node in (*inputs, *codes, *rows):
-            if node.name == _CODE or node.name in biases:
-                size = self.steering.rank if node.name == _CODE else self.steering.mlp
+        for node in (*inputs, *vectors, *rows):
+            if node.name == _VECTOR or node.name in biases:
+                size = self.steering.rank if node.name == _VECTOR else self.steering.mlp
                 if node.shape != [size]:
                     raise ModelRefused(
                         f"drafter {self.name}: {node.name} has the shape {node.shape} where its manifest says [{size}]"
@@ -165,25 +165,25 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
 
 
 class _Biases:
-    """What is added to each layer's up projection, [layers, mlp] float32, all zero at first. One session's own."""
+    """One session's additions to each layer's up projection, [layers, mlp] float32, all zero at first."""
 
     def __init__(self, session: onnxruntime.InferenceSession, shape: SteeringShape, layers: int) -> None:
         self.rows = np.zeros((layers, shape.mlp), dtype=np.float32)
         self.rank = shape.rank
         self._session = session
-        self._code = np.zeros(shape.rank, dtype=np.float32)
+        self._vector = np.zeros(shape.rank, dtype=np.float32)
         self._binding = session.io_binding()
         with _translated(Internal, "binding a drafter's steering"):
-            _bind_input(self._binding, _CODE, self._code)
+            _bind_input(self._binding, _VECTOR, self._vector)
             for name, row in zip(_bias_names(layers), self.rows, strict=True):
                 _bind_output(self._binding, name, row)
 
-    def write(self, code: np.ndarray | None) -> None:
-        """Become U code; None: zero."""
-        if code is None:
+    def write(self, vector: np.ndarray | None) -> None:
+        """Become U vector; None: zero."""
+        if vector is None:
             self.rows.fill(0)
             return
-        self._code[:] = code
+        self._vector[:] = vector
         with _translated(Internal, "running a drafter's steering"):
             self._session.run_with_iobinding(self._binding)
 
@@ -199,11 +199,11 @@ class OnnxState:
     The last token is always left to the next run, because it is that run which answers what follows it.
 
     A steered drafter's positions before `_steered_since` (the prompt) are computed with biases of zero, later ones with
-    the newest code's. `_unsettled`: the next position needs other biases than there are.
+    the newest steering vector's. `_unsettled`: the next position needs other biases than there are.
 
     Where answers depend on the last `_reach` tokens alone, those before them are left out: the cache is right from
     `_first_computed` on, and what lies before it, never looked at, is zeros or old. Where a prefix is cut so far that
-    it would be looked at, what is needed is computed anew, with the newest code.
+    it would be looked at, what is needed is computed again, with the newest vector.
     """
 
     def __init__(self, drafter: OnnxDrafter, rule: ProposalRule) -> None:
@@ -211,7 +211,7 @@ class OnnxState:
         self.length = 0
         self._drafter = drafter  # which is in memory, and known to be, as long as this is
         self._biases = drafter.biases()
-        self._code: np.ndarray | None = None
+        self._vector: np.ndarray | None = None
         self._steered_since = 0
         self._unsettled = False
         self._first_computed = self._computed = 0
@@ -263,7 +263,7 @@ class OnnxState:
         self.length = end
 
     def propose(self, n: int) -> tuple[DraftToken, ...]:
-        """Up to n tokens; fewer at the end of the context, or where the rule allows none of the candidates."""
+        """Append and return up to n tokens, fewer at the end of the context or where the rule allows no candidate."""
         choices: list[DraftToken] = []
         while len(choices) < n and 0 < self.length <= self._context_length:
             self._compute_near(self.length - 1)
@@ -282,18 +282,20 @@ class OnnxState:
             self._append(chosen.id)
         return tuple(choices)
 
-    def steer(self, code: np.ndarray | None, since: int) -> None:
-        """Compute positions from `since` on with `code` [rank] float32, None: with none; those before it with none."""
+    def steer(self, vector: np.ndarray | None, since: int) -> None:
+        """Compute positions from `since` on with steering `vector` [rank] float32 or none; earlier ones with none."""
         if self._biases is None:
             return
-        if code is not None and code.shape != (self._biases.rank,):
-            raise InvalidArgument(f"has the shape {code.shape}, the drafter takes [{self._biases.rank}]", field="code")
-        self._code = code
+        if vector is not None and vector.shape != (self._biases.rank,):
+            raise InvalidArgument(
+                f"has the shape {vector.shape}, the drafter takes [{self._biases.rank}]", field="vector"
+            )
+        self._vector = vector
         self._steered_since = since
         self._unsettled = True
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
-        """Log q of each token [m] float32, appended; beyond the context's end the uniform distribution's."""
+        """Append tokens and return log q of each [m] float32; uniform beyond the context's end."""
         check_scorable(self.length)
         first = self.length
         self.extend(tokens)
@@ -307,7 +309,7 @@ class OnnxState:
         return log_q
 
     def propose_forced(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
-        """What would have been proposed in place of each of `tokens` [m], appended; -1 beyond the context's end."""
+        """Append `tokens` [m] and return the proposals in place of each; -1 beyond the context's end."""
         check_scorable(self.length)
         first = self.length
         self.extend(tokens)
@@ -326,7 +328,7 @@ class OnnxState:
         return tuple(choices)
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens. The cache stays where it is; rows past the end are written over."""
+        """Keep the first `length` tokens; the cache stays where it is, and rows past the end are written over."""
         check_truncation(length, self.length)
         self.length = length
         self._computed = max(0, min(self._computed, length - 1))
@@ -362,14 +364,14 @@ class OnnxState:
             self._run(PREFILL_TOKENS, self._binding)
 
     def _settle(self, biases: _Biases, position: int) -> None:
-        """Compute what is left of the prompt, but for `position`, with no steering; behind it let the code count."""
+        """Compute what is left of the prompt, but for `position`, without steering; after it let the vector count."""
         prompt_end = min(self._steered_since, position)
         if self._computed < self._steered_since:
             biases.write(None)
             while self._computed < prompt_end:
                 self._run(min(PREFILL_TOKENS, prompt_end - self._computed), self._binding)
         if self._computed >= self._steered_since:
-            biases.write(self._code)
+            biases.write(self._vector)
             self._unsettled = False
 
     def _run(self, n: int, binding: onnxruntime.IOBinding) -> None:
@@ -386,9 +388,9 @@ class OnnxState:
         self._computed = computed + n
 
     def _runs(self, start: int) -> Iterator[tuple[int, int]]:
-        """Positions (start, stop) to ask for in a run each, until all from `start` on but the prefix's last have been.
+        """Yield positions (start, stop) of one run each, from `start` to the prefix's last but one.
 
-        Each row answers for the token behind it. The caller carries each run out before it takes the next.
+        Each row answers for the token after it. The caller carries each run out before it takes the next.
         """
         end = min(self.length - 1, self._context_length)
         while start < end:

@@ -44,20 +44,20 @@ class CacheShape:
     head_dim: int
 
     def bytes_of(self, positions: int) -> int:
-        """Of a session's cache with room for so many."""
+        """Return the bytes of a session's cache with room for `positions`."""
         return 4 * 2 * self.layers * self.kv_heads * self.head_dim * positions
 
 
 @dataclass(frozen=True, slots=True)
 class SteeringShape:
-    """What a steered drafter takes: codes of the target's hidden state, which a projection in the cloud makes.
+    """Shape of a steered drafter's input, vectors that a projection in the cloud makes of the target's hidden state.
 
     Attributes:
-        rank: numbers in a code.
-        mlp: width of every layer's MLP, to whose up projection the code adds.
-        projection: 12 hexadecimal digits, the one that the drafter was trained with.
-        gain: (age of the code in positions, relative gain in tokens a round against no code), ages ascending; may be
-            empty.
+        rank: numbers in a steering vector.
+        mlp: width of every layer's MLP, to whose up projection the vector adds.
+        projection: 12 hexadecimal digits of the projection that the drafter was trained with.
+        gain: (age of the vector in positions, relative gain in tokens a round over no steering), ages ascending; may
+            be empty.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class SteeringShape:
 class DrafterPackage:
     """A drafter whose files are what its manifest says.
 
-    `reach`: tokens that an answer depends on, the last one counted; None: all. The others are as the manifest has them.
+    `reach`: tokens that an answer depends on, the last one counted; None: all. The other fields are the manifest's.
     """
 
     folder: Path
@@ -91,22 +91,22 @@ class DrafterPackage:
 
     @property
     def model_path(self) -> Path:
-        """The ONNX graph with its weights."""
+        """Path of the ONNX graph with its weights."""
         return self.folder / MODEL
 
     @property
     def steering_path(self) -> Path:
-        """The small ONNX graph from a code to every layer's bias, where the drafter is steered."""
+        """Path of the small ONNX graph from a steering vector to every layer's bias, where the drafter is steered."""
         return self.folder / STEERING_GRAPH
 
     @property
     def graph_bytes(self) -> int:
-        """Of the graphs on disk."""
+        """Size of the graphs on disk, in bytes."""
         return sum(file.bytes for file in self.files if file.name in (MODEL, STEERING_GRAPH))
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer that drafter and target share: the package's own, or the shipped one with its hash."""
+        """Path of the tokenizer that drafter and target share: the package's own, or the shipped one with its hash."""
         own = self.folder / TOKENIZER_FILE
         return own if own.exists() else shipped_tokenizer(self.tokenizer_sha256) or own
 
@@ -133,7 +133,7 @@ def load_package(folder: Path) -> DrafterPackage:
 
 
 def read_manifest(folder: Path) -> DrafterPackage:
-    """Read a folder's manifest and nothing else; errors as of `load_package`, but for those of files."""
+    """Read a folder's manifest and nothing else; raises what `load_package` does, but for errors of files."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         raise NotFound(f"{folder} holds no {MANIFEST}, so it is no drafter package")
@@ -183,7 +183,7 @@ def parse_manifest(text: str, folder: Path) -> DrafterPackage:
 
 
 def check_file(path: Path, file: RemoteFile) -> None:
-    """DataLoss, naming the file, unless `path` holds the promised content."""
+    """Raise DataLoss, naming the file, unless `path` holds the promised content."""
     if not path.is_file():
         raise DataLoss(f"{file.name} is missing")
     size = path.stat().st_size
@@ -210,7 +210,7 @@ def embedded_packages() -> tuple[str, ...]:
 
 
 def find_package(name_or_path: str | Path) -> DrafterPackage:
-    """Return the embedded drafter of that name, or else the package in that folder, checked as by `load_package`."""
+    """Return the embedded drafter of that name, or else the package in that folder, checked by `load_package`."""
     return load_package(find_folder(name_or_path))
 
 

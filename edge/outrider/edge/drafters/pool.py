@@ -1,7 +1,7 @@
 """Several drafters at one edge, loaded on demand within a limit of memory.
 
 A drafter is an index, as in the session's selection. Sessions say which ones they `want`; a thread loads these, and
-gives up the least recently wanted ones where they need the room. What is given up stays in memory for as long as a
+evicts the least recently wanted ones where they need the room. An evicted drafter stays in memory for as long as a
 session's state holds on to it, and is counted until then, so the limit holds for what is really there.
 """
 
@@ -28,11 +28,11 @@ from outrider.proto.errors import (
     Unavailable,
 )
 
-REST_S = 10.0  # for so long a drafter stays after it was wanted: loading again and again would be slower than any
+MIN_LOADED_S = 10.0  # after a drafter was last wanted: loading again and again would be slower than any
 LOOK_AGAIN_S = 0.5  # after there was no room for what is wanted
 
 BROKEN = (DataLoss, DeadlineExceeded, ModelRefused, Unavailable, OSError)
-"""What is wrong with a drafter and not with the wish for it: the others go on without it."""
+"""Errors of a drafter itself and not of the request for it: the others go on without it."""
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +42,11 @@ class Member:
     """A drafter that can be loaded.
 
     Attributes:
-        name: as in its manifest.
-        version: likewise.
-        bytes: of its graphs on disk; 0: it takes no memory to speak of, and is never given up.
-        load: does it, in any thread; raises `OutriderError` or `OSError`.
-        steering: the codes that it takes; None: none.
+        name: name in its manifest.
+        version: version in its manifest.
+        bytes: size of its graphs on disk; 0: it takes no memory to speak of, and is never evicted.
+        load: loads it in any thread; raises `OutriderError` or `OSError`.
+        steering: shape of the steering vectors that it takes; None: none.
     """
 
     name: str
@@ -70,11 +70,11 @@ class DrafterPool:
 
         Args:
             members: in the order of their indices.
-            limit_bytes: of memory that drafters hold together, without the caches of sessions.
-            clock: seconds.
+            limit_bytes: memory that drafters may hold together, without the caches of sessions.
+            clock: monotonic time in seconds.
 
         Raises:
-            ConfigError: no member, or two of one name.
+            ConfigError: there is no member, or two have one name.
         """
         names = tuple(member.name for member in members)
         if not names:
@@ -88,7 +88,7 @@ class DrafterPool:
         self._bytes = [member.bytes for member in members]  # the most that was ever measured
         self._errors = [self._too_large(member.name, member.bytes) for member in members]
         self._loaded: dict[int, Drafter] = {}
-        self._given_up: dict[int, weakref.ref[Drafter]] = {}  # and perhaps still in the hands of a session
+        self._evicted: dict[int, weakref.ref[Drafter]] = {}  # perhaps still held by a session
         self._wanted: list[int] = []  # the most wanted first
         self._wanted_at = [-math.inf] * len(members)
         self._look_again_at = -math.inf
@@ -100,7 +100,7 @@ class DrafterPool:
 
     @classmethod
     def of(cls, *drafters: Drafter) -> DrafterPool:
-        """Drafters that are loaded already."""
+        """Make a pool of drafters that are loaded already."""
 
         def member(drafter: Drafter) -> Member:
             return Member(drafter.name, drafter.version, 0, lambda: drafter, steering_of(drafter))
@@ -114,48 +114,48 @@ class DrafterPool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """[K] as in the manifests."""
+        """[K] from the manifests."""
         return tuple(member.name for member in self._members)
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """[K] as in the manifests."""
+        """[K] from the manifests."""
         return tuple(member.version for member in self._members)
 
     @property
     def bytes(self) -> tuple[int, ...]:
-        """[K] of memory: as measured after loading, and until then those of the graphs on disk."""
+        """[K] bytes of memory, measured after loading; until then those of the graphs on disk."""
         return tuple(self._bytes)
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """[K] why a drafter cannot be loaded, and will not be tried again; empty: nothing is known against it."""
+        """[K] reasons why a drafter cannot be loaded and will not be tried again; empty: none is known."""
         return tuple(self._errors)
 
     @property
     def steered(self) -> int | None:
-        """The drafter that codes are asked for: of those that take any, the one with the smallest index."""
+        """Index of the first drafter that takes steering vectors; None: there is none."""
         return next((index for index, member in enumerate(self._members) if member.steering is not None), None)
 
     @property
     def steering(self) -> SteeringShape | None:
-        """Of the steered one."""
+        """Shape of that drafter's steering vectors."""
         return None if self.steered is None else self._members[self.steered].steering
 
     @property
     def first(self) -> Drafter | None:
-        """Of those that are loaded, the one with the smallest index."""
+        """Loaded drafter with the smallest index."""
         with self._lock:
             return self._loaded[min(self._loaded)] if self._loaded else None
 
     def loaded(self, index: int) -> Drafter | None:
-        """The drafter, if it is loaded. Never waits, and is no wish for it."""
+        """Return the drafter if it is loaded; never waits, and does not ask for it."""
         return self._loaded.get(index)
 
     def want(self, indices: Sequence[int]) -> None:
         """Have these loaded, the most wanted first, as far as there is room; returns at once.
 
-        What is wanted again and again stays; what has not been for longest goes first, but not within `REST_S`.
+        What is wanted again and again stays; what has not been for longest goes first, but not within `MIN_LOADED_S`.
         """
         with self._lock:
             self._note(indices)
@@ -168,7 +168,7 @@ class DrafterPool:
         """Have this one loaded now, in this thread, as the most wanted.
 
         Raises:
-            OutriderError, OSError: it cannot be, and why.
+            OutriderError, OSError: it cannot be loaded.
         """
         with self._lock:
             self._note((index,))
@@ -182,11 +182,11 @@ class DrafterPool:
         return drafter
 
     def close(self) -> None:
-        """Give all up. A load that is in progress ends by itself, and comes to nothing."""
+        """Evict all; a load in progress ends by itself, and comes to nothing."""
         with self._lock:
             self._closed = True
             self._loaded = {}
-            self._given_up = {}
+            self._evicted = {}
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # --- in the loader's thread ---
@@ -199,7 +199,7 @@ class DrafterPool:
                 self._fail(index, error)
 
     def _next(self) -> int | None:
-        """What to load next, once there is room for it; None: nothing, or not now."""
+        """Return what to load next, once there is room for it; None: nothing, or not now."""
         with self._lock:
             had = len(self._loaded)
             index = None if self._closed else self._most_wanted()
@@ -211,15 +211,15 @@ class DrafterPool:
         return index
 
     def _most_wanted(self) -> int | None:
-        """Go through what is wanted, as long as it fits; take back or make room where one of them is not loaded."""
+        """Go through what is wanted and fits, take back what was evicted, and make room for the first not loaded."""
         room, kept = self._limit_bytes, set[int]()
         for index in self._wanted:
             if self._errors[index] or self._bytes[index] > room:
                 continue
             room -= self._bytes[index]
             kept.add(index)
-            given_up = self._given_up.pop(index, None)
-            drafter = given_up() if given_up is not None else None
+            evicted = self._evicted.pop(index, None)
+            drafter = evicted() if evicted is not None else None
             if drafter is not None:
                 self._loaded[index] = drafter
             if index in self._loaded:
@@ -228,8 +228,8 @@ class DrafterPool:
         return None
 
     def _make_room(self, needed: int, kept: set[int]) -> bool:
-        """Give up what is not to be kept, the least wanted first, until `needed` bytes are free; whether they are."""
-        rested = self._clock() - REST_S
+        """Evict what is not `kept`, the least wanted first, until `needed` bytes are free; return whether they are."""
+        rested = self._clock() - MIN_LOADED_S
         lacking = self._in_memory() + needed - self._limit_bytes
         leaving: list[int] = []
         for index in self._by_need():
@@ -237,9 +237,9 @@ class DrafterPool:
                 leaving.append(index)
                 lacking -= self._bytes[index]
         if lacking > 0:
-            return False  # and nobody leaves in vain
+            return False  # nothing is evicted in vain
         for index in leaving:
-            self._give_up(index)
+            self._evict(index)
         return self._in_memory() + needed <= self._limit_bytes
 
     def _load(self, index: int) -> None:
@@ -263,7 +263,7 @@ class DrafterPool:
         log.info("drafter %s: %.1f MB, loaded in %.0f ms", member.name, self._bytes[index] / 1e6, seconds * 1000)
 
     def _keep_to_limit(self, index: int) -> None:
-        """The drafter is larger than its file said: others go, or itself where it is the least wanted."""
+        """Evict others where a loaded drafter is larger than its file, or itself where it is the least wanted."""
         self._errors[index] = self._too_large(self._members[index].name, self._bytes[index])
         if self._errors[index]:
             log.warning("going on without a drafter: %s", self._errors[index])
@@ -273,7 +273,7 @@ class DrafterPool:
             if self._in_memory() <= self._limit_bytes:
                 return
             if self._bytes[candidate]:
-                self._give_up(candidate)
+                self._evict(candidate)
 
     def _fail(self, index: int, error: Exception) -> None:
         known = isinstance(error, OutriderError | OSError)
@@ -285,7 +285,7 @@ class DrafterPool:
     # --- with the lock held ---
 
     def _note(self, indices: Sequence[int]) -> None:
-        """These are wanted now, and more than any others."""
+        """Note that these are wanted now, and more than any others."""
         now = self._clock()
         for index in indices:
             self._wanted_at[index] = now
@@ -300,13 +300,13 @@ class DrafterPool:
         return f"{name} takes {size / 1e6:.1f} MB; raise --drafter-memory, which is {self._limit_bytes / 1e6:g}"
 
     def _by_need(self) -> list[int]:
-        """Loaded drafters, the least wanted first."""
+        """Return loaded drafters, the least wanted first."""
         wanted = {index: place for place, index in enumerate(self._wanted)}
         return sorted(self._loaded, key=lambda index: -wanted.get(index, len(wanted)))
 
-    def _give_up(self, index: int) -> None:
-        self._given_up[index] = weakref.ref(self._loaded.pop(index))
+    def _evict(self, index: int) -> None:
+        self._evicted[index] = weakref.ref(self._loaded.pop(index))
 
     def _in_memory(self) -> int:
-        self._given_up = {index: given_up for index, given_up in self._given_up.items() if given_up() is not None}
-        return sum(self._bytes[index] for index in (*self._loaded, *self._given_up))
+        self._evicted = {index: evicted for index, evicted in self._evicted.items() if evicted() is not None}
+        return sum(self._bytes[index] for index in (*self._loaded, *self._evicted))

@@ -1,4 +1,4 @@
-"""A prefix of tokens in a plain list: what every drafter without a cache keeps."""
+"""A prefix of tokens in a plain list, for drafters without a cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenPrefix:
         self.tokens.extend(int(token) for token in tokens)
 
     def propose_forced(self: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
-        """What would have been proposed in place of each of `tokens` [m], which are appended."""
+        """Append `tokens` [m] and return the proposals in place of each."""
         return propose_forced_one_by_one(self, tokens)
 
     def truncate(self, length: int) -> None:
@@ -36,10 +36,10 @@ class TokenPrefix:
         del self.tokens[length:]
 
     def follow(self, rule: ProposalRule) -> None:
-        """Nothing to do for proposals that follow no rule."""
+        """Do nothing, for proposals that follow no rule."""
 
-    def steer(self, code: np.ndarray | None, since: int) -> None:
-        """Nothing to do where there is no model."""
+    def steer(self, vector: np.ndarray | None, since: int) -> None:
+        """Do nothing where there is no model."""
 
     def close(self) -> None:
         """Give the memory back."""

@@ -26,7 +26,7 @@ NO_PROPOSAL = DraftToken(-1)
 
 
 class ProposalRule:
-    """How one session turns candidates into a proposal. Holds no state of the text: one rule serves any drafter."""
+    """Rule by which one session turns candidates into a proposal; stateless, so one rule serves any drafter."""
 
     def __init__(self, sampling: Sampling, *, prompt_length: int = 0) -> None:
         """Make the rule.
@@ -45,7 +45,7 @@ class ProposalRule:
         self._plain = not (edits or (self._truncates and sampling.temperature))
 
     def candidates_wanted(self, useful: int) -> int:
-        """How many candidates to hand to `choose`, `useful` at most: few where only the argmax can be proposed."""
+        """Return how many candidates `choose` needs, `useful` at most: few where only the argmax can be proposed."""
         return min(useful, GREEDY_CANDIDATES) if self._plain and self.sampling.temperature == 0 else useful
 
     def choose(
@@ -54,8 +54,8 @@ class ProposalRule:
         """Return the token to propose at `position`; its confidence is q.
 
         q counts the tokens that are no candidates too, so it is an honest confidence: exact at temperature 1, and
-        by `_log_tail` elsewhere. At temperature 0, where every proposal is certain, q is the argmax's probability at
-        temperature 1, since that is what tells how likely the target agrees.
+        estimated by `_log_tail` elsewhere. At temperature 0, where every proposal is certain, q is the argmax's
+        probability at temperature 1, which says how likely the target agrees.
 
         The entropy is that of the candidates and the others together. The others are taken for tokens as likely as the
         last candidate, so it is a lower bound: with the embedded family 0.3 nats too low for 128 candidates at
@@ -143,7 +143,7 @@ class ProposalRule:
         return logits
 
     def _keep(self, scaled: np.ndarray, log_total: float) -> np.ndarray:
-        """Which candidates [K] survive top-k, top-p and min-p, in this order; [K] bool."""
+        """Return which candidates survive top-k, top-p and min-p, in this order; [K] bool."""
         sampling = self.sampling
         order = np.argsort(-scaled, kind="stable")
         sorted_scaled = scaled[order]
@@ -162,13 +162,13 @@ class ProposalRule:
 
 
 def _entropy(q: np.ndarray, log_q: np.ndarray, log_other: float) -> float:
-    """Nats of candidates with `q` [K], where each of the other tokens that share the rest has `log_other`."""
+    """Return the entropy in nats of candidates with `q` [K], the other tokens having `log_other` each."""
     rest = max(0.0, 1.0 - _sum(q))
     return -float(q.dot(log_q)) - rest * float(log_other)
 
 
 def _sum(values: np.ndarray) -> float:
-    """Of [K] float64; as a product it takes a third of the time."""
+    """Return the sum of [K] float64; a product takes a third of the time."""
     return float(values.dot(_ones(len(values))))
 
 
@@ -178,7 +178,7 @@ def _ones(count: int) -> np.ndarray:
 
 
 def _entropy_of_few(logits: np.ndarray, log_normalizer: float) -> float:
-    """`_entropy` of a few candidates' logits [K], descending, at temperature 1; half the time that numpy takes."""
+    """Return `_entropy` of a few candidates' descending logits [K] at temperature 1, in half of numpy's time."""
     entropy, rest, log_q = 0.0, 1.0, 0.0
     for logit in logits.tolist():
         log_q = logit - log_normalizer
@@ -189,13 +189,13 @@ def _entropy_of_few(logits: np.ndarray, log_normalizer: float) -> float:
 
 
 def _log_sum_exp(values: np.ndarray) -> float:
-    """Log of the sum of exp(values), [K] with at least one finite entry."""
+    """Return the log of the sum of exp(values), [K] with at least one finite entry."""
     largest = values.max()
     return float(largest + math.log(np.exp(values - largest).sum()))
 
 
 def _log_tail(log_q: np.ndarray, inverse_temperature: float) -> float:
-    """Log of the sum of q ** (1 / temperature) over the tokens that are no candidates; `log_q` [K] float64 are.
+    """Return the log of the sum of q ** (1 / temperature) over all but the candidates of `log_q` [K] float64.
 
     Their probability r at temperature 1 is known. They are taken for r / q_K tokens as likely as the last candidate:
     exact at temperature 1, an upper bound below it, a lower bound above it.

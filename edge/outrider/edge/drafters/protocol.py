@@ -1,4 +1,4 @@
-"""What a drafter is. The engine, the policies and the tests know drafters by these types only."""
+"""Interfaces of a drafter; the engine, the policies and the tests know drafters by these types only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DraftState(Protocol):
         ...
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append known tokens. Cheap: what they cost is paid by the next `propose` or `score`."""
+        """Append known tokens; cheap, since the next `propose` or `score` computes them."""
         ...
 
     def propose(self, n: int) -> tuple[DraftToken, ...]:
@@ -32,54 +32,54 @@ class DraftState(Protocol):
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """Append `tokens` [m] and return log q of each given all before it: [m] float32, plain log-softmax, no noise.
 
-        Needs a prefix of at least one token. Where a drafter can know nothing it answers the uniform distribution.
+        Needs a prefix of at least one token. Where a drafter can know nothing the distribution is uniform.
         """
         ...
 
     def propose_forced(self, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
-        """Append `tokens` [m] and return what would have been proposed in place of each, given all before it: [m].
+        """Append `tokens` [m] and return teacher-forced proposals in place of each, given all before it: [m].
 
-        Equals `propose(1)`, `truncate` and `extend` for each of them, but for the time. The id is -1 where nothing
+        Equals `propose(1)`, `truncate` and `extend` for each of them, but is faster. The id is -1 where nothing
         would have been proposed. Needs a prefix of at least one token.
         """
         ...
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens, 0 <= length <= self.length; what comes next is as if no more had been."""
+        """Keep the first `length` tokens, 0 <= length <= self.length, without a trace of the others."""
         ...
 
     def follow(self, rule: ProposalRule) -> None:
         """Propose by `rule` from now on; the prefix stays. A conversation's turns differ in sampling and prompt."""
         ...
 
-    def steer(self, code: np.ndarray | None, since: int) -> None:
-        """Compute positions from `since` on with `code` [rank] float32, None: with none; those before it with none.
+    def steer(self, vector: np.ndarray | None, since: int) -> None:
+        """Compute positions from `since` on with steering `vector` [rank] float32 or none; those before it with none.
 
-        What is computed already stays as it is. Cheap, as `extend`. Only asked of the states of a steered drafter.
+        What is computed already stays as it is. Cheap like `extend`. Called for the states of a steered drafter only.
         """
         ...
 
     def close(self) -> None:
-        """Give the memory back. The state is not used afterwards."""
+        """Give the memory back; the state is not used afterwards."""
         ...
 
 
 class Drafter(Protocol):
-    """Loaded once a process, shared by its sessions."""
+    """A drafter, loaded once a process and shared by its sessions."""
 
     @property
     def name(self) -> str:
-        """As in the manifest."""
+        """Name in the manifest."""
         ...
 
     @property
     def version(self) -> str:
-        """As in the manifest."""
+        """Version in the manifest."""
         ...
 
     @property
     def steering(self) -> SteeringShape | None:
-        """The codes that its states can be steered by; None: none."""
+        """Shape of the vectors that steer its states; None: it cannot be steered."""
         ...
 
     def open(self, rule: ProposalRule) -> DraftState:
@@ -88,12 +88,12 @@ class Drafter(Protocol):
 
 
 def steering_of(drafter: Drafter) -> SteeringShape | None:
-    """The codes that a drafter takes; one that was written before there were any takes none."""
+    """Return the shape of a drafter's steering vectors; None for one that does not know of them."""
     return getattr(drafter, "steering", None)
 
 
 def propose_forced_one_by_one(state: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
-    """`DraftState.propose_forced` by its definition: for drafters that have nothing better."""
+    """Carry `DraftState.propose_forced` out by its definition, for drafters that have nothing better."""
     check_scorable(state.length)
     choices: list[DraftToken] = []
     for token in tokens:
@@ -111,6 +111,6 @@ def check_truncation(length: int, current: int) -> None:
 
 
 def check_scorable(length: int) -> None:
-    """Refuse to score the very first token, of which no causal model has an opinion."""
+    """Refuse to score the very first token, on which no causal model has an opinion."""
     if length == 0:
         raise InvalidArgument("nothing can be scored after an empty prefix; extend it with the prompt", field="tokens")

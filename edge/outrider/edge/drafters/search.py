@@ -1,4 +1,4 @@
-"""Which drafters a list of names stands for, found by their manifests: nothing else is fetched, checked or loaded yet.
+"""Search for the drafters that a list names, by their manifests: nothing else is fetched, checked or loaded yet.
 
 `ngram` is n-grams of the text itself, what has a slash or is a folder is a package there, and any other name is of a
 drafter that the coordinator offers, or else of an embedded one.
@@ -33,20 +33,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A drafter, and the package that it is in; None: it needs none."""
+    """A drafter and its package; None: it needs none."""
 
     member: Member
     package: DrafterPackage | None = None
 
 
 class DrafterSearch:
-    """Finds drafters that read the tokens of one target.
+    """Find drafters that read the tokens of one target.
 
     Args:
-        offers: of the coordinator.
-        cache: where its files are kept.
-        fetch: brings one of them.
-        threads: of ONNX Runtime, for what will be loaded.
+        offers: manifests that the coordinator offers.
+        cache: folder of downloaded files.
+        fetch: downloads one of them.
+        threads: threads of ONNX Runtime for each drafter.
     """
 
     def __init__(self, offers: tuple[DrafterManifest, ...], cache: DrafterCache, fetch: Fetch, threads: int) -> None:
@@ -57,10 +57,10 @@ class DrafterSearch:
         self._threads = threads
 
     def named(self, names: tuple[str, ...], tokenizer_sha256: str) -> list[Found]:
-        """These, in order; what is broken or cannot be had at present is left out, with a warning.
+        """Return these drafters in order, without those that are broken or cannot be had now, which are logged.
 
         Args:
-            names: of drafters or folders.
+            names: names of drafters, or folders.
             tokenizer_sha256: the target's; empty: the first package's.
 
         Raises:
@@ -89,7 +89,7 @@ class DrafterSearch:
         return found
 
     def all(self, tokenizer_sha256: str) -> list[Found]:
-        """Whatever fits the target's tokenizer: what the coordinator offers, the embedded family, and n-grams."""
+        """Return all that fit the target's tokenizer: the coordinator's offers, the embedded family, and n-grams."""
         found = []
         for name in dict.fromkeys((*self._order, *embedded_packages())):
             try:

@@ -147,8 +147,8 @@ class _FailingState:
     def follow(self, rule: ProposalRule) -> None:
         self._inner.follow(rule)
 
-    def steer(self, code: np.ndarray | None, since: int) -> None:
-        self._inner.steer(code, since)
+    def steer(self, vector: np.ndarray | None, since: int) -> None:
+        self._inner.steer(vector, since)
 
     def close(self) -> None:
         self._inner.close()

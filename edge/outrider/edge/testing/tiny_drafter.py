@@ -2,7 +2,7 @@
 
 Writing graphs needs onnx, which `pip install 'outrider[cloud]'` brings; running them does not.
 
-The cache entry of token t at position i is the row `E[t] * (i % 5 + 1)`, and where it is steered by a code c the row
+The cache entry of token t at position i is the row `E[t] * (i % 5 + 1)`, and where it is steered by a vector c the row
 `U c` besides; the logits after position i are `3 sin(S W)`, S being the sum of the entries 0..i. Sums of small whole
 numbers, and of 1024ths of them, are exact, so equality is equality; and hardly any two logits are the same, so that
 the last bit of a sine decides nothing.
@@ -32,7 +32,7 @@ TABLE = np.random.default_rng(1).integers(-3, 4, (VOCAB, WIDTH)).astype(np.float
 WEIGHT = (np.random.default_rng(2).integers(-3072, 3073, (WIDTH, VOCAB)) / 1024).astype(np.float32)
 TOKENIZER = word_tokenizer(VOCAB)
 MLP, RANK, STEERING = 2 * HEADS * HEAD_DIM, 3, "steering."
-UP_FROM_CODE = np.random.default_rng(3).integers(-2, 3, (LAYERS, MLP, RANK)).astype(np.float32)
+UP_FROM_VECTOR = np.random.default_rng(3).integers(-2, 3, (LAYERS, MLP, RANK)).astype(np.float32)
 STEERING_MANIFEST = {"rank": RANK, "mlp": MLP, "projection": "0123456789ab", "gain": {"1": 0.12, "8": 0.08}}
 GREEDY = ProposalRule(Sampling())
 WARM = ProposalRule(Sampling(temperature=1.0, seed=11))
@@ -148,7 +148,7 @@ def steering_graph(layers: int = LAYERS, rank: int = RANK, mlp: int = MLP) -> on
         [info("code", TensorProto.FLOAT, [rank])],
         [info(name, TensorProto.FLOAT, [mlp]) for name in names],
         [
-            numpy_helper.from_array(UP_FROM_CODE[layer % LAYERS, :mlp, :rank].T.copy(), f"u.{name}")
+            numpy_helper.from_array(UP_FROM_VECTOR[layer % LAYERS, :mlp, :rank].T.copy(), f"u.{name}")
             for layer, name in enumerate(names)
         ],
     )
@@ -206,22 +206,22 @@ def write_package(
     return load_package(folder)
 
 
-def rows_of(prefix: Sequence[int], codes: Mapping[int, Any] | Sequence[tuple[int, Any]] = ()) -> np.ndarray:
-    """Return the cache by hand, [positions, WIDTH]; `codes` has the steering vectors [RANK] by position."""
+def rows_of(prefix: Sequence[int], vectors: Mapping[int, Any] | Sequence[tuple[int, Any]] = ()) -> np.ndarray:
+    """Return the cache by hand, [positions, WIDTH]; `vectors` has the steering vectors [RANK] by position."""
     rows = TABLE[list(prefix)] * (np.arange(len(prefix)) % 5 + 1)[:, None]
-    for position, code in dict(codes).items():
-        rows[position] += bias_of(code)
+    for position, vector in dict(vectors).items():
+        rows[position] += bias_of(vector)
     return rows
 
 
-def bias_of(code: Any) -> np.ndarray:
+def bias_of(vector: Any) -> np.ndarray:
     """Return what a steering vector [RANK] adds to a row of the cache, [WIDTH]."""
-    return (UP_FROM_CODE @ np.asarray(code, dtype=np.float32)).reshape(WIDTH)
+    return (UP_FROM_VECTOR @ np.asarray(vector, dtype=np.float32)).reshape(WIDTH)
 
 
-def log_q_after(prefix: Sequence[int], codes: Mapping[int, Any] | Sequence[tuple[int, Any]] = ()) -> np.ndarray:
+def log_q_after(prefix: Sequence[int], vectors: Mapping[int, Any] | Sequence[tuple[int, Any]] = ()) -> np.ndarray:
     """Return the tiny model's log q after a prefix, by hand, [VOCAB]."""
-    logits = 3 * np.sin(rows_of(prefix, codes).sum(axis=0) @ WEIGHT.astype(np.float64))
+    logits = 3 * np.sin(rows_of(prefix, vectors).sum(axis=0) @ WEIGHT.astype(np.float64))
     return logits - np.log(np.exp(logits).sum())
 
 
