@@ -1,7 +1,7 @@
 """The session machine: both halves of the decoding contract, without any input or output.
 
-Events go in with the time of a clock that is passed in, instructions come out. The edge, the verifier, the simulator
-and the tests run this same code; sockets, threads and models live in thin shells around it.
+Events go in with a clock reading, instructions come out. The edge, the verifier, the simulator and the tests run this
+same code; sockets, threads and models live in thin shells around it.
 
 The rules, in short. Positions are absolute and commits append only. A *chain* is a run of drafts that continues the
 transcript; it dies at the first draft that contradicts a committed token, and what else arrives of it is ignored. A
@@ -11,18 +11,18 @@ edge begins another *turn* by naming the tokens that are new; both halves are th
 acceptance    the one place where verified drafts become text
 verifier      the cloud's half
 admission     its rules, and the frames that break them
-received      the drafts that it has received
+received      drafts that it has received
 edge          the edge's half: `EdgeSession.handle(event, now) -> instructions`
-events        what goes into it, beside the verifier's frames
-instructions  what comes out of it, drafting jobs included
+events        its input, beside the verifier's frames
+instructions  its output, drafting jobs included
 text          its transcript and counts
-chain         its unverified drafts, and what of them was sent
+chain         its unverified drafts, sent and unsent
 stream        its streams: opened, lost, retried, kept between turns
-drafting      its drafters' jobs, and what became of their drafts
+drafting      its drafters' jobs, and the fate of their drafts
 sending       when drafts are sent
-measuring     what the text adds to its edge's measurements
-steering      the steering vectors that it keeps
-selection     which of several drafters drafts
+measuring     measurements that the text adds to its edge's
+steering      steering vectors that it keeps
+selection     which of several drafters is active
 """
 
 from __future__ import annotations

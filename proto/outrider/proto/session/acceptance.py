@@ -17,15 +17,15 @@ def accept_drafts(
 
     Args:
         block: [k] drafts that the step verified.
-        tokens_by_target: [k + 1]; entry j is the target's token after the transcript and block[:j], so it means
-            something only while block[:j] was agreed with.
+        tokens_by_target: [k + 1]; entry j is the target's token after the transcript and block[:j], and is meaningful
+            only while block[:j] agrees.
         generated: tokens of text before this step.
-        sampling: for stop tokens and the length limit.
-        eos_tokens: of the target.
+        sampling: parameters with stop tokens and the length limit.
+        eos_tokens: ids that end a text of the target.
 
     Returns:
-        The committed tokens, how many of the first were drafts, and why the text ends (None: it goes on). EOS is
-        settled before stop tokens, and these before the length limit.
+        The committed tokens, the number of drafts among them, which come first, and why the text ends (None: it goes
+        on). EOS takes precedence over stop tokens, and these over the length limit.
     """
     tokens: list[CommittedToken] = []
     for j, token in enumerate(tokens_by_target):

@@ -1,4 +1,4 @@
-"""What a verifier takes: its rules, and the frames that break them."""
+"""The rules of a verifier, and checks of frames against them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class VerifierRules:
     """What a verifier announces to its sessions; fixed while it runs.
 
     Attributes:
-        name: of the verifier.
+        name: name of the verifier.
         model: name of its target.
         tokenizer_sha256: hash of the target's tokenizer.
-        vocab_size: token ids of the target.
+        vocab_size: number of the target's token ids.
         context_length: tokens that the target holds, prompt included.
         eos_tokens: ids that end a text.
-        max_drafts: drafts verified in a step at most.
-        max_credit: unverified drafts of a session at most.
+        max_drafts: most drafts verified in a step.
+        max_credit: most unverified drafts of a session.
         patience: how long to wait for drafts; None: planned, from each session's own measurements.
-        goal: of the deployment.
-        batch_invariant: whether a text is the same whatever shares its steps.
-        keep_s: seconds that an idle session is kept at most, where its edge wants that.
+        goal: goal of the deployment.
+        batch_invariant: whether a text is independent of co-scheduled sessions.
+        keep_s: longest time that an idle session is kept at its edge's request, in seconds.
         release: version of Outrider, for people.
-        projections: whose steering vectors it can make.
+        projections: projections whose steering vectors it can make.
     """
 
     name: str
@@ -55,7 +55,7 @@ class VerifierRules:
 def check_continue(
     frame: Continue, transcript: Sequence[int], first_chain: int, rules: VerifierRules
 ) -> tuple[int, ...]:
-    """Return the prompt of the turn that `frame` begins; `first_chain`: number with which the last turn began.
+    """Return the prompt of the turn that `frame` begins; `first_chain` is the first chain number of the last turn.
 
     Raises:
         InvalidArgument, PromptTooLong, UnknownToken: the frame cannot follow the transcript.
@@ -78,7 +78,7 @@ def check_draft(draft: Draft, prompt_length: int, rules: VerifierRules) -> None:
     """Refuse drafts that no text of this prompt can hold.
 
     Raises:
-        InvalidArgument, UnknownToken: with the field named.
+        InvalidArgument, UnknownToken: a field is wrong; it is named.
     """
     if draft.start < prompt_length:
         raise InvalidArgument(
@@ -93,7 +93,8 @@ def check_open(frame: Open, rules: VerifierRules) -> None:
     """Refuse a session before any compute.
 
     Raises:
-        UnsupportedProtocol, TokenizerMismatch, PromptTooLong, UnknownToken, InvalidArgument: with the field named.
+        UnsupportedProtocol, TokenizerMismatch, PromptTooLong, UnknownToken, InvalidArgument: a field is wrong; it is
+            named.
     """
     if frame.protocol_version != PROTOCOL_VERSION:
         raise UnsupportedProtocol(

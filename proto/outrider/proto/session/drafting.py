@@ -1,4 +1,4 @@
-"""What the drafters of one text do: who is active, how far ahead they draft, and what became of their drafts."""
+"""The drafters of one text: which is active, how far ahead it drafts, and the fate of its drafts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from outrider.proto.session.text import EdgeText
 from outrider.proto.types import Commit, DraftToken
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
-JOB_S = 0.004  # drafting time between looks at what the verifier has said
+JOB_S = 0.004  # drafting time between looks at the verifier's frames
 MAX_JOB_TOKENS = 8
 
 
 def job_tokens(drafting_s: float) -> int:
-    """Return the most tokens of a drafting job where each takes `drafting_s` seconds; 0: not known yet."""
+    """Return the most tokens of a drafting job where each takes `drafting_s` seconds; 0: unknown yet."""
     return max(1, min(MAX_JOB_TOKENS, int(JOB_S / max(1e-4, drafting_s))))
 
 
@@ -66,7 +66,7 @@ class Drafting:
         self._job_tokens = job_tokens
         self._choice_due = True
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
-        self._issued_in = 0  # turn of the text that the newest job is of
+        self._issued_in = 0  # turn of the text in which the newest job was issued
         selection.begin_text(text.prompt_length, 0)
 
     @property
@@ -85,7 +85,7 @@ class Drafting:
         return math.prod(self._chances())
 
     def expected_unsent(self) -> float:
-        """Return the tokens that the verifier will probably accept of those that it has not been sent."""
+        """Return the expected number of unsent drafts that the verifier will accept."""
         survival = itertools.accumulate(self._chances(), operator.mul)
         unsent: float = sum(itertools.islice(survival, self._chain.sent, None))
         return unsent
@@ -169,7 +169,7 @@ class Drafting:
         return job
 
     def _steer(self, position: int) -> Steer | None:
-        """Return what to steer a job by whose first token follows `position`; None: as before."""
+        """Return the vector for a job whose first token follows `position`; None: unchanged."""
         if self._vectors is None or self.active != self._selection.steered:
             return None
         self._meter.measurements.lead.add(position + 2 - len(self._text.tokens))
@@ -227,7 +227,7 @@ class Drafting:
         return agree
 
     def take_reading(self, done: CaughtUp) -> bool:
-        """Learn from what an idle drafter has read; return whether it is of this turn."""
+        """Learn from an idle drafter's catching up; return whether it belongs to this turn."""
         self.running = None
         text, job = self._text, done.job
         if text.done or self._issued_in != text.turns:
@@ -249,7 +249,7 @@ class Drafting:
     # --- the text goes on ---
 
     def begin_turn(self, kept: int) -> None:
-        """Begin with another prompt, of which the drafters may know the first `kept` tokens."""
+        """Begin with another prompt, whose first `kept` tokens the drafters may know."""
         self._stalled = False
         self.abandon()
         self._selection.begin_text(self._text.prompt_length, kept)
@@ -300,7 +300,7 @@ class Drafting:
             self._learner.observe(hits, missed)
 
     def _compare(self, position: int, confidence: float, hit: bool) -> None:
-        """Take in that the active drafter's draft of that position met the committed token."""
+        """Count the active drafter's draft of that position, which was compared with the committed token."""
         self._learn_hit(self.active, position, confidence, hit)
         self._text.statistics.compared += 1
         self._text.statistics.hits += hit

@@ -65,21 +65,21 @@ class EdgeSession:
 
         Args:
             frame: what to open streams with.
-            window: how far ahead to draft; None: as `SurvivalWindow` says.
+            window: how far ahead to draft; None: `SurvivalWindow`.
             retry: how long lost streams are reopened.
             measurements: snapshot of those of earlier texts with the same drafters; the machine's own from now on.
-            send_q: send the drafter's probabilities, which earn rewards in the commits.
-            steering: what the drafter takes of what `frame.steering` requests; None: it is not steered.
-            selection: among several drafters; None: there is one.
-            battery: share that is left, for rules that price energy.
-            job_tokens: most tokens of a drafting job, where each takes so many seconds (0: not known yet).
+            send_q: whether to send the drafter's probabilities, so that commits carry rewards.
+            steering: how the drafter uses the vectors that `frame.steering` requests; None: it is not steered.
+            selection: selection among several drafters; None: there is one.
+            battery: share of charge that is left, for rules that price energy.
+            job_tokens: function from the seconds of a drafted token (0: unknown yet) to the most tokens of a job.
 
         Raises:
             InvalidArgument: one of `frame.steering` and `steering` is there without the other.
         """
         if (frame.steering is None) != (steering is None):
             raise InvalidArgument(
-                "must come with what the drafter is steered by, and that with it", field="open.steering"
+                "must come with the drafter's steering settings, and they with it", field="open.steering"
             )
         selection = selection or Selection.of_one()
         self._vectors = None
@@ -100,7 +100,7 @@ class EdgeSession:
         )
         self._sender = Sender(*parts, self._drafting, vectors=self._vectors, send_q=send_q)
 
-    # --- what a shell may look at ---
+    # --- state that a shell may read ---
 
     @property
     def transcript(self) -> list[int]:
@@ -129,7 +129,7 @@ class EdgeSession:
 
     @property
     def finish(self) -> FinishReason | None:
-        """Why it ended; None: it runs, or failed."""
+        """Why the turn ended; None: it runs, or failed."""
         return self._text.finish
 
     @property
@@ -154,7 +154,7 @@ class EdgeSession:
 
     @property
     def measurements(self) -> Measurements:
-        """Measurements of this text and of those before it."""
+        """Measurements of this text and the texts before it."""
         return self._meter.measurements
 
     @property
@@ -169,11 +169,11 @@ class EdgeSession:
 
         Args:
             event: what has happened.
-            now: when, in seconds on the clock of all events.
+            now: time of the event, in seconds on the clock of all events.
             measurements: snapshot that other texts have added to since the last event; None: none have.
 
         Raises:
-            InvalidArgument: a turn cannot begin so; nothing has changed then.
+            InvalidArgument: a turn cannot begin with these values; nothing has changed then.
         """
         if measurements is not None:
             self._meter.adopt(measurements)
@@ -220,9 +220,9 @@ class EdgeSession:
     # --- streams ---
 
     def _opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:
-        """Take up a stream. Drafts that its verifier has not seen go again, as a new chain."""
+        """Take up a stream; drafts that its verifier has not seen are sent again as a new chain."""
         if self.done or self.connected:
-            return []  # said before
+            return []  # a duplicate
         try:
             reopen = self._stream.accept(opened)
         except InvalidArgument as error:
@@ -238,7 +238,7 @@ class EdgeSession:
         return [*self._sender.flush(now), *self._sender.report()]
 
     def _lose(self, error: OutriderError, now: float) -> list[EdgeInstruction]:
-        """Give a stream up, and the text with it where no other can help."""
+        """Abandon a stream, and the text with it where no other stream can help."""
         self._stream.connected = False
         if self.done:
             return []
@@ -252,7 +252,7 @@ class EdgeSession:
         return [*sends, self._end(finish)]
 
     def _begin_turn(self, begun: TurnBegun, now: float) -> list[EdgeInstruction]:
-        """Name what is new to a verifier that kept the session; else open a stream with the whole transcript."""
+        """Send the new tokens to a verifier that kept the session; else open a stream with the whole transcript."""
         text, stream, sampling = self._text, self._stream, begun.sampling
         same = sampling == self.sampling
         text.begin_turn(begun.start, begun.prompt, sampling)
@@ -273,7 +273,7 @@ class EdgeSession:
     # --- commits ---
 
     def _commit(self, commit: Commit, now: float) -> list[EdgeInstruction]:
-        """Append to the transcript what is new; follow or abandon the chain."""
+        """Append the new tokens to the transcript; follow or abandon the chain."""
         text, stream = self._text, self._stream
         if text.done or commit.turn != stream.turn:
             return []
@@ -310,7 +310,7 @@ class EdgeSession:
     def _take_vector(self, vectors: VectorKeeper, vector: Steering) -> None:
         """Take a vector of the last position but one, the newest that the verifier has processed.
 
-        A bad one costs drafts alone.
+        A bad vector costs drafts alone.
         """
         self.statistics.vectors += 1
         self.statistics.vector_bytes += len(vector.values)
@@ -331,7 +331,7 @@ class EdgeSession:
         return [] if self.done else self._sender.flush(now)
 
     def _drafter_failed(self, error: OutriderError, drafter: int) -> list[EdgeInstruction]:
-        """Go on with the other drafters, or as plain cloud streaming where it was the last, and say so."""
+        """Go on with the other drafters, or without drafts where it was the last, and report that."""
         self._drafting.fail(error, drafter)
         return self._sender.report()
 

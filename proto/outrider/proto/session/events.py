@@ -1,4 +1,4 @@
-"""What happens to an edge's machine; a frame that comes from the verifier is an event as it is."""
+"""Events of an edge's machine; a frame from the verifier is an event as it is."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from outrider.proto.types import CloudFrame, DraftToken, FinishReason, Sampling
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The text begins, before there is a stream; idle drafters may catch up with its prompt."""
+    """The text begins before there is a stream, and idle drafters may catch up with its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamReady:
-    """A stream to the verifier that `lease` names is there, and an Open is to be the first to go over it."""
+    """A stream to the verifier that `lease` names is open, and waits for an Open."""
 
     lease: bytes
 
@@ -41,10 +41,10 @@ class TurnBegun:
     """Another turn begins after the last is done: `prompt` [n] follows the first `start` tokens of the transcript.
 
     Attributes:
-        start: 0 to the transcript's length; what follows is dropped.
-        prompt: [n] the tokens that are new.
+        start: tokens of the transcript that stay; the others are dropped.
+        prompt: [n] new tokens.
         sampling: parameters of this turn.
-        measurements: from earlier texts of such sampling, if it is of another kind than the last turn's.
+        measurements: those of earlier texts with such sampling, if it is of another kind than the last turn's.
     """
 
     start: int
@@ -58,10 +58,10 @@ class Drafted:
     """A drafter has done `job`.
 
     Attributes:
-        job: as it was issued.
+        job: job that was issued.
         drafts: [n] proposals, at most `job.count`.
-        seconds: duration of the job.
-        teacher_forced: its proposals in place of the job's teacher-forced tokens.
+        seconds: duration of the job, in seconds.
+        teacher_forced: proposals in place of the job's teacher-forced tokens.
     """
 
     job: DraftJob

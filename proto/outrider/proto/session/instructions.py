@@ -1,4 +1,4 @@
-"""What the edge's machine tells its shell to do, and the drafters' jobs among it."""
+"""Instructions of the edge's machine to its shell, the drafters' jobs included."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Emit:
     """Hand committed tokens to the user.
 
     Attributes:
-        start: position of the first.
-        tokens: [n] the tokens.
+        start: position of the first token.
+        tokens: [n] committed tokens.
         drafted: [n] whether each was an accepted draft.
     """
 
@@ -56,10 +56,10 @@ class DraftJob:
         extend_with: [n] tokens after them: committed ones, then drafts of its own.
         count: most tokens to propose.
         epoch: number of the chain among those of the session.
-        steer: what to steer it by before it extends; None: as before.
+        steer: vector to set before it extends; None: unchanged.
         drafter: index of the drafter.
         skip: tokens of `extend_with` before those that are teacher-forced.
-        teacher_forced: tokens after these, all of them committed, in place of which it is to say its own proposals.
+        teacher_forced: committed tokens after these, in place of which it returns its own proposals.
     """
 
     truncate_to: int
@@ -85,9 +85,8 @@ class CatchUpJob:
         drafter: index of the drafter.
         truncate_to: tokens of its prefix that it keeps.
         tokens: [n] committed tokens after them.
-        skip: tokens that it only reads, the first ones.
-        score: tokens after these, all of the prompt, of which it says its log probabilities; the rest, of the text, is
-            teacher-forced.
+        skip: first tokens, which it only reads.
+        score: prompt tokens after these, whose log probabilities it returns; the rest, of the text, is teacher-forced.
     """
 
     drafter: int
@@ -104,11 +103,11 @@ class CatchUpJob:
 
 @dataclass(frozen=True, slots=True)
 class TeacherForced:
-    """What a drafter says in place of tokens that are there.
+    """A drafter's results at tokens that are already known.
 
     Attributes:
-        drafts: [m] its proposals in place of committed tokens.
-        log_q: [n] natural logs of its probabilities of tokens of the prompt.
+        drafts: [m] proposals in place of committed tokens.
+        log_q: [n] natural logs of its probabilities of prompt tokens.
     """
 
     drafts: tuple[DraftToken, ...] = ()

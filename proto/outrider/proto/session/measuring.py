@@ -1,4 +1,4 @@
-"""What one text adds to the measurements of its edge: of the link, the verifier and its drafters."""
+"""Measurements that one text adds to those of its edge: link, verifier and drafters."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from outrider.proto.session.chain import Chain
 from outrider.proto.session.selection import Conditions
 from outrider.proto.types import Commit, Patience
 
-DRAFT_BYTES = 30  # of a Draft message beside its tokens, framing included, for the link's rate
-UNMEASURED_S = 0.0005  # to draft a token, of a drafter that has not
-UNMEASURED_STEP_S = 0.03  # of a verifier that has not made any
+DRAFT_BYTES = 30  # a Draft message beside its tokens, framing included, for the link's rate
+UNMEASURED_S = 0.0005  # assumed time to draft a token
+UNMEASURED_STEP_S = 0.03  # assumed time of a verifier's step
 
 
 class SharedMeasurements:
-    """The measurements of an edge, as they go from text to text; each machine works on its own.
+    """The measurements of an edge, handed from text to text; each machine works on its own copy.
 
     Attributes:
-        newest: of the text that had the newest event.
+        newest: measurements of the text that had the newest event.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Meter:
     """Times the streams of one text and calibrates its drafters, on measurements of its own.
 
     Attributes:
-        measurements: of this edge, this text's included.
-        commit_at: when the newest commit came, or else the stream opened.
+        measurements: measurements of this edge, this text's included.
+        commit_at: arrival of the newest commit, or else opening of the stream, in seconds.
     """
 
     def __init__(self, drafters: tuple[str, ...], measurements: Measurements) -> None:
@@ -55,7 +55,7 @@ class Meter:
         self._heard_commit = False  # on this stream
         self._sent_at: list[tuple[float, int]] = []  # when each Draft message of this stream went, and its bytes
         self._round_trip: tuple[int, float] | None = None  # bytes of the newest commit; seconds, without the uplink's
-        self._revision = 0  # of what calibrations say of this text's drafts
+        self._revision = 0  # changes whenever a calibration does
         self._chances: list[float] = []
         self._chances_of: tuple[int, int, int] | None = None  # revision, epoch and drafter
 
@@ -69,7 +69,7 @@ class Meter:
             calibration.common = measurements.of(name).calibration
 
     def begin_kind(self, measurements: Measurements) -> None:
-        """Go on with the measurements of another kind of text; this text's own calibration begins afresh."""
+        """Go on with the measurements of another kind of text; this text's own calibration starts over."""
         self.measurements = measurements
         self._revision += 1
         self._calibrations = [TextCalibration(measurements.of(name).calibration) for name in self._drafters]
@@ -82,7 +82,7 @@ class Meter:
         return self.measurements.round_trip.base + self.measurements.round_trip.slope * DRAFT_BYTES
 
     def open_stream(self, opened_at: float, now: float) -> None:
-        """Take in that an Open of `opened_at` was answered now."""
+        """Time an Open that was sent at `opened_at` and is answered now."""
         self._round_trip = None
         self._sent_at.clear()
         self.commit_at = now
@@ -90,7 +90,7 @@ class Meter:
         self.measurements.time_open(now - opened_at)
 
     def begin_turn(self, now: float) -> None:
-        """Take in that another turn begins on the same stream."""
+        """Start over with the times of messages, for another turn on the same stream."""
         self._sent_at.clear()
         self.commit_at = now
 
@@ -99,11 +99,11 @@ class Meter:
         self._round_trip = None
 
     def send_draft(self, tokens: int, now: float) -> None:
-        """Take in that a Draft message of so many tokens goes now."""
+        """Note the sending of a Draft message with `tokens` tokens."""
         self._sent_at.append((now, DRAFT_BYTES + TOKEN_BYTES * tokens))
 
     def take_commit(self, commit: Commit, now: float, *, downlink: bool) -> bool:
-        """Take in a commit that came now; return whether it timed a round trip. `downlink`: whether to price bytes."""
+        """Measure a commit, and its bytes with `downlink`; return whether it timed a round trip."""
         measurements, timing = self.measurements, commit.timing
         if self._heard_commit:  # the prompt was read before the first of a stream
             measurements.pace.add(now - self.commit_at, len(commit.tokens))
@@ -129,18 +129,18 @@ class Meter:
     # --- drafters ---
 
     def drafter(self, drafter: int) -> DrafterMeasurements:
-        """Return what was measured of a drafter."""
+        """Return the measurements of a drafter."""
         return self.measurements.of(self._drafters[drafter])
 
     def compare(self, drafter: int, confidence: float, hit: bool) -> None:
-        """Take in that a proposal of this confidence (NaN: not known) met the committed token."""
+        """Count a proposal of this confidence (NaN: unknown) that was compared with the committed token."""
         self._calibrations[drafter].add(confidence, hit)
         self._revision += 1
 
     def chances(self, chain: Chain, drafter: int) -> list[float]:
-        """Return of each draft of the drafter's chain the chance that it agrees, given that those before it do.
+        """Return for each draft of the drafter's chain the chance that it agrees, given that those before it do.
 
-        The chances of earlier calls serve again as long as nothing was calibrated and the chain is the same.
+        Chances of earlier calls are reused while calibration and chain stay the same.
         """
         key = (self._revision, chain.epoch, drafter)
         if key != self._chances_of:
@@ -149,10 +149,10 @@ class Meter:
         self._chances += [chance(draft.confidence) for draft in chain.drafts[len(self._chances) :]]
         return self._chances
 
-    # --- what policies are shown ---
+    # --- views for policies ---
 
     def arms(self, active: int) -> list[Arm]:
-        """Return the drafters as a selector sees them; one that has not drafted yet is taken for the active one."""
+        """Return the drafters as arms of a selector; one that has not drafted yet is assumed as fast as the active."""
         usual_s = self.drafter(active).drafting_s.value or UNMEASURED_S
         measured = [(name, self.measurements.of(name)) for name in self._drafters]
         return [Arm(name, of.drafting_s.value or usual_s, of.reading_s.value) for name, of in measured]
@@ -163,7 +163,7 @@ class Meter:
         return Conditions(self.round_trip_s, step.base or UNMEASURED_STEP_S, step.slope, patience_s)
 
     def steering_view(self) -> SteeringView:
-        """Return what the rule of steering vectors goes by."""
+        """Return the view for the rule of steering vectors."""
         measurements = self.measurements
         return SteeringView(
             commit_s=measurements.pace.commit_s,

@@ -1,4 +1,4 @@
-"""Which of several drafters is active: what its selector sees and learns, and what idle drafters still have to read."""
+"""Which of several drafters is active, what its selector sees and learns, and how idle drafters catch up."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session.instructions import CatchUpJob
 
-READ_TOKENS = 16  # of a catch-up job; a commit that comes meanwhile has to wait for it
-PROMPT_TOKENS = 64  # of a prompt's end, which show whose subject it is before there is any text
-ROUND_DRAFTS = 8  # drafts of a round in what selectors see
+READ_TOKENS = 16  # tokens of a catch-up job; a commit that comes meanwhile has to wait for it
+PROMPT_TOKENS = 64  # last tokens of a prompt, which show its subject before there is any text
+ROUND_DRAFTS = 8  # drafts of a round in views of selectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class Conditions:
 
 
 class Selection:
-    """The drafters of one session: which is active, how far each has read, and what is known of its hits.
+    """The drafters of one session: which is active, how far each has read, and its known hits.
 
-    A drafter is an index into their names. Another one becomes active only where a chain begins.
+    A drafter is an index into their names. Another one becomes active only at the beginning of a chain.
 
     Attributes:
         names: names of the drafters.
-        current: the active drafter.
-        steered: the one that steering vectors are meant for; None: none of them.
+        current: active drafter.
+        steered: drafter that steering vectors are meant for; None: none of them.
     """
 
     def __init__(self, selector: Selector, names: tuple[str, ...], *, steered: int | None = 0) -> None:
@@ -58,20 +58,20 @@ class Selection:
         self.current = 0
         self.steered = steered
         self._selector = selector
-        self._prefix = [0] * drafters  # tokens of each one's prefix that are known to agree with the text
+        self._prefix = [0] * drafters  # tokens of each prefix that are known to agree with the text
         self._first = 0  # position of the first token of text
-        self._scored = [(0.0, 0)] * drafters  # sum of log q of tokens of the prompt's end, and how many
-        self._prompt_news = False  # that the selector has not learned
-        self._heard = [0] * drafters  # tokens of text of which it is known, or never will be, whether each hits
-        self._news: list[list[bool | None]] = []  # that the selector has not learned
-        self._confidence: list[list[float]] = []  # in what each would have proposed there
+        self._scored = [(0.0, 0)] * drafters  # sum and count of log q at the prompt's last tokens
+        self._prompt_news = False  # whether the selector has not learned these
+        self._heard = [0] * drafters  # tokens of text at which each drafter's hit is decided, known or not
+        self._news: list[list[bool | None]] = []  # hits that the selector has not learned
+        self._confidence: list[list[float]] = []  # probabilities of the proposals there
         self._forget_news()
         self._failed: set[int] = set()
         self._view: SelectionView | None = None
 
     @classmethod
     def of_one(cls, name: str = "") -> Selection:
-        """Return the selection of a drafter without rivals: nothing is selected, and nobody catches up."""
+        """Return the selection of a single drafter: nothing is selected, and none catches up."""
         return cls(StaticSelector(), (name,))
 
     @property
@@ -90,7 +90,7 @@ class Selection:
 
     def begin_text(self, first: int, kept: int) -> None:
         """Begin a text at position `first`; at most `kept` tokens of every prefix are still right."""
-        if self._view is not None:  # so that every drafter's next news are of the same token
+        if self._view is not None:  # so that all drafters' news go on at the same token
             for drafter in range(self.drafters):
                 self._pad(drafter, max(self._heard))
             self.learn(committed=0, verified=0, accepted=0, agreement=math.nan, seconds=0.0)
@@ -108,7 +108,7 @@ class Selection:
     # --- hits ---
 
     def note(self, drafter: int, position: int, hit: bool, confidence: float) -> None:
-        """Take in whether a drafter's proposal of that position, of such a probability, is the committed token."""
+        """Count whether a drafter's proposal at that position, with its probability, is the committed token."""
         if self.drafters > 1 and position >= self.first_unheard(drafter):
             self._pad(drafter, position - self._first)
             self._news[drafter].append(hit)
@@ -116,14 +116,14 @@ class Selection:
             self._heard[drafter] += 1
 
     def _pad(self, drafter: int, tokens: int) -> None:
-        """Take as unknown what the drafter has not said of the first `tokens` of the text."""
+        """Count as unknown the hits of the drafter among the first `tokens` of the text that it has not shown."""
         unknown = tokens - self._heard[drafter]
         self._news[drafter] += [None] * unknown
         self._confidence[drafter] += [math.nan] * unknown
         self._heard[drafter] = tokens
 
     def note_prompt(self, drafter: int, log_q: Sequence[float]) -> None:
-        """Take in a drafter's log probabilities of tokens of the prompt's end."""
+        """Count a drafter's log probabilities of the prompt's last tokens."""
         total, n = self._scored[drafter]
         self._scored[drafter] = (total + sum(log_q), n + len(log_q))
         self._prompt_news = self._prompt_news or bool(log_q)
@@ -161,7 +161,7 @@ class Selection:
         for drafter in self._failed:
             self._pad(drafter, max(self._heard))
         if self._selector.catches_up and not any(self._news):
-            return  # nothing that it would learn from
+            return  # nothing to learn from
         hits, confidence = tuple(map(tuple, self._news)), tuple(map(tuple, self._confidence))
         self._forget_news()
         self._selector.learn(
@@ -203,10 +203,10 @@ class Selection:
     # --- catching up ---
 
     def next_catch_up(self, transcript: Sequence[int]) -> CatchUpJob | None:
-        """Return what an idle drafter should read of the text while nobody drafts; None: nothing that is worth it."""
+        """Return a job for an idle drafter to catch up while none drafts; None: there is nothing worth reading."""
         if self.drafters == 1 or not self._selector.catches_up:
             return None
-        if self._view is None:  # before the first choice: everybody reads the prompt
+        if self._view is None:  # before the first choice all read the prompt
             unread = (i for i, length in enumerate(self._prefix) if length < len(transcript) and i not in self._failed)
             drafter = next(unread, None)
             return None if drafter is None else self._catch_up_of(drafter, transcript)
@@ -220,7 +220,7 @@ class Selection:
         start = self._prefix[drafter]
         end = min(len(transcript), start + READ_TOKENS)
         self._prefix[drafter] = end
-        # Scoring and teacher forcing compute, and need a token before; only to skip would leave all work for later.
+        # Scoring and teacher forcing compute, and need a token before; skipping alone would leave all work for later.
         if start < self._first:
             skip = max(1, min(self._first - PROMPT_TOKENS, end - 1), start) - start
             score = max(0, min(end, self._first) - start - skip)

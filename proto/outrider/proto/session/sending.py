@@ -1,4 +1,4 @@
-"""When an edge sends its drafts, and reports what it measures.
+"""When an edge sends its drafts and reports its measurements.
 
 Drafts go in one message just in time for a step, or as soon as no more come.
 """
@@ -19,7 +19,7 @@ from outrider.proto.types import DraftToken, Goal, Report, token_ids
 
 
 class Sender:
-    """Puts the chain of one text, and what the verifier should know beside it, on the wire."""
+    """Puts the chain of one text, and reports to its verifier, on the wire."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class Sender:
         self._send_q = send_q
 
     def flush(self, now: float, *, allowance: int | None = None) -> list[EdgeInstruction]:
-        """Send what is drafted when the chain is complete, or when more of it would come too late for a step.
+        """Send the drafts when the chain is complete, or when more of it would come too late for a step.
 
-        `allowance`: that of the drafters, if it was just computed.
+        `allowance` is that of the drafters, if it was just computed.
         """
         chain, stream, drafting = self._chain, self._stream, self._drafting
         if allowance is None:
@@ -53,15 +53,15 @@ class Sender:
             return []
         if not unsent:
             return self._say_complete(now, allowance)
-        if chain.sent and not self._must_tell() and not self._worth_a_message():
-            return []  # the verifier has the chain up to here; the rest goes with what the next commit brings
+        if chain.sent and not self._may_wait_long() and not self._worth_a_message():
+            return []  # the verifier has the chain up to here; the rest goes after the next commit
         whole_block = len(chain) >= stream.terms.max_drafts > chain.sent
         if allowance and not whole_block and not self._due(now):
             return []
         return [self._send(unsent, now, complete=not allowance and not drafting.job_runs)]
 
     def report(self) -> list[EdgeInstruction]:
-        """Report when what the verifier's patience rests on has changed by a quarter."""
+        """Report when measurements for the verifier's patience have changed by a quarter."""
         if not self._stream.connected:
             return []
         drafting, meter = self._drafting, self._meter
@@ -74,19 +74,19 @@ class Sender:
         return [Send(report)] if self._stream.changed(report) else []
 
     def _say_complete(self, now: float, allowance: int) -> list[EdgeInstruction]:
-        """Tell a waiting verifier that it waits in vain, where that is so."""
+        """Send an empty end of the chain to a verifier that waits in vain."""
         drafting = self._drafting
         if not drafting.enabled or drafting.job_runs or allowance:
             return []
-        if self._chain.said_complete or not self._must_tell():
+        if self._chain.said_complete or not self._may_wait_long():
             return []
         return [self._send([], now, complete=True)]
 
-    def _must_tell(self) -> bool:
-        """Whether the verifier may wait for long; one that plans has drafts in flight, or runs ahead on a long link."""
+    def _may_wait_long(self) -> bool:
+        """Return whether the verifier may wait for long; one that plans has drafts, or runs ahead on a long link."""
         stream = self._stream
         if not stream.credit:
-            return False  # it has said that it wants no drafts
+            return False  # it wants no drafts
         if not stream.terms.planned or stream.terms.goal is Goal.EFFICIENCY:
             return True
         return not self._chain.sent and self._meter.round_trip_s < self._meter.measurements.step.mean

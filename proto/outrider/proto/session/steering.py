@@ -1,4 +1,4 @@
-"""The steering vectors of one session on its edge: requested, received, and given to the drafter."""
+"""The steering vectors of one session on its edge: requested, received, and set in the drafter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.proto.types import Steering, SteeringRequest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Steer:
-    """What a drafter computes positions with.
+    """A vector for a drafter's positions.
 
     Attributes:
         vector: [rank] float32, for positions from `since` on; None: they are computed unsteered.
@@ -26,7 +26,7 @@ class Steer:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSteering:
-    """What a drafter can be steered by.
+    """How a drafter is steered.
 
     Attributes:
         rank: numbers in a vector.
@@ -38,35 +38,35 @@ class DrafterSteering:
 
 
 class VectorKeeper:
-    """Keeps the newest vector, and what verifier and drafter know.
+    """Keeps the newest vector, the request that the verifier has and the vector that the drafter has.
 
     Attributes:
         policy: rule of which vectors to request.
     """
 
     def __init__(self, request: SteeringRequest, drafter: DrafterSteering) -> None:
-        """Begin without a vector; `request` names the projection, and the policy says the rest."""
+        """Begin without a vector; `request` names the projection, and the policy sets its rate."""
         self.policy = drafter.policy
         self._rank = drafter.rank
         self._requested = request
         self._drafter_has: np.ndarray | None = None
         self._vector: np.ndarray | None = None
-        self._position = 0  # of the vector
+        self._position = 0  # position of the vector
 
     def request(self, *, drafting: bool) -> SteeringRequest:
-        """Return what to request now; none where nothing is drafted."""
+        """Return the request for now: no vectors where nothing is drafted."""
         rate = self.policy.rate
         every = rate.every if drafting else 0
         self._requested = replace(self._requested, precision=rate.precision, every=every)
         return self._requested
 
     def changed_request(self, *, drafting: bool) -> SteeringRequest | None:
-        """Return what to request now; None where the verifier knows it."""
+        """Return the request for now; None: the verifier has it."""
         before = self._requested
         return None if self.request(drafting=drafting) == before else self._requested
 
     def take(self, vector: Steering, position: int) -> None:
-        """Take in the vector of a position.
+        """Take the vector of a position.
 
         Raises:
             InvalidArgument: it cannot be read; the one before it stays.
@@ -80,7 +80,7 @@ class VectorKeeper:
     def age(self, position: int) -> int | None:
         """Return the positions from the vector's own to `position`, which the next draft follows.
 
-        None: there is none young enough, and the drafter is to be steered by nothing.
+        None means that no vector is young enough, and the drafter computes unsteered.
         """
         if self._vector is None or position - self._position > self.policy.max_age:
             self._vector = None
@@ -88,7 +88,7 @@ class VectorKeeper:
         return position - self._position
 
     def steer(self, prompt_length: int) -> Steer | None:
-        """Return what the drafter needs to know before its next job; None: it knows."""
+        """Return the vector for the drafter's next job; None: the drafter has it."""
         if self._vector is self._drafter_has:
             return None
         self._drafter_has = self._vector

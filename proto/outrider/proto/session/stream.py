@@ -26,9 +26,9 @@ class RetryRules:
     """How long and how often a lost stream is reopened.
 
     Attributes:
-        first_s: seconds before the first retry; each further one waits twice as long.
-        max_s: most seconds between two.
-        abandon_after_s: seconds after which the text fails.
+        first_s: wait before the first retry, in seconds; each further one waits twice as long.
+        max_s: longest wait between two, in seconds.
+        abandon_after_s: time after which the text fails, in seconds.
     """
 
     first_s: float = 0.05
@@ -45,8 +45,8 @@ class EdgeStream:
         credit: unverified drafts that the verifier allows now.
         max_tokens: tokens of text that it allows in this turn.
         turn: number of Continues that have gone over this stream.
-        opened_at: when the newest Open was sent.
-        reported: newest report, or else what the Open said.
+        opened_at: sending of the newest Open, in seconds.
+        reported: newest report, or else that of the Open.
     """
 
     def __init__(self, text: EdgeText, retry: RetryRules) -> None:
@@ -61,7 +61,7 @@ class EdgeStream:
         self._text = text
         self._retry = retry
         self._opened_for = 0  # turns of the text when the newest Open was sent
-        self._opened_with = 0  # tokens of text that it held
+        self._opened_with = 0  # tokens of text in that Open
         self._retries = 0  # since a verifier has answered
         self._failing_since = math.inf
 
@@ -76,13 +76,13 @@ class EdgeStream:
         return replace(text.frame, lease=lease, committed=committed, drafting=drafting, steering=steering)
 
     def accept(self, opened: Opened) -> Reopen | None:
-        """Take the verifier's terms; a Reopen where it has a turn that was left meanwhile.
+        """Take the verifier's terms; return a Reopen where they are for a turn that has ended meanwhile.
 
         Raises:
             InvalidArgument: it took over another text.
         """
         if self._opened_for != self._text.turns:
-            return Reopen(0.0, Unavailable("opened for a turn that was left"))
+            return Reopen(0.0, Unavailable("opened for a turn that has ended"))
         if opened.committed != self._opened_with:
             raise InvalidArgument("the verifier took over another text", field="opened.committed")
         self.connected = True
@@ -92,7 +92,7 @@ class EdgeStream:
         return None
 
     def lose(self, error: OutriderError, now: float) -> Reopen | None:
-        """Return when to open another stream; None where another cannot help, or not for too long."""
+        """Return when to open another stream; None: another cannot help, or retries have lasted too long."""
         if not _may_heal(error):
             return None
         retry = self._retry
@@ -105,12 +105,12 @@ class EdgeStream:
         return Reopen(max(error.retry_after_s, backoff_s), error)
 
     def forget_retries(self) -> None:
-        """Begin to count failures afresh, for the verifier has answered or another turn begins."""
+        """Start over counting failures, since the verifier has answered or another turn begins."""
         self._retries = 0
         self._failing_since = math.inf
 
     def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling | None, chain: int) -> Continue:
-        """Return what continues a kept session; `sampling`: None: as before."""
+        """Return the Continue of a kept session; `sampling` None means that of the last turn."""
         self.turn += 1
         self.credit = self.terms.credit
         return Continue(start, prompt, sampling, chain)
@@ -120,7 +120,7 @@ class EdgeStream:
         self.connected = self.connected and self.terms.keep_s > 0 and error is None
 
     def follow(self, commit: Commit) -> int:
-        """Return how many of the commit's tokens the transcript has already.
+        """Return the number of the commit's tokens that the transcript has already.
 
         Raises:
             Unavailable: a commit before it is missing.
@@ -136,7 +136,7 @@ class EdgeStream:
         return known
 
     def changed(self, report: Report) -> bool:
-        """Whether the report differs by a quarter from what the verifier knows; it is taken as sent then."""
+        """Return whether the report differs by a quarter from the verifier's; it counts as sent then."""
         old = self.reported
         same = (
             report.steering is None
@@ -150,7 +150,7 @@ class EdgeStream:
 
 
 def _may_heal(error: OutriderError) -> bool:
-    """Whether another lease and another stream can help."""
+    """Return whether another lease and another stream can help."""
     if isinstance(error, ResourceExhausted):
         return error.retry_after_s > 0
     return isinstance(error, Unavailable | LeaseExpired)

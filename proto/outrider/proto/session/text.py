@@ -1,4 +1,4 @@
-"""One text as its edge sees it: the transcript, which turn it is in, and what has been counted."""
+"""One text on its edge: the transcript, its turn and its counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DrafterCounts:
     Attributes:
         committed: tokens committed while it was active.
         hits: committed tokens that it proposed, or would have proposed.
-        compared: committed tokens of which that is known.
+        compared: committed tokens with which its proposals were compared.
     """
 
     committed: int = 0
@@ -26,27 +26,27 @@ class DrafterCounts:
 
 @dataclass(slots=True)
 class EdgeStatistics:
-    """Counts of one text, in tokens, seconds and bytes; the link fills the bytes in.
+    """Counts of one text; the link fills in the bytes.
 
     Attributes:
         committed: tokens of text.
         accepted: drafts among them.
         drafted: tokens that drafters proposed.
-        verified: drafts that the verifier's steps looked at.
+        verified: drafts that the verifier's steps verified.
         hits: drafts that agreed with the committed token of their position.
-        compared: drafts that met one, none before them in their chain having missed; acceptance is hits / compared.
+        compared: drafts up to the first miss of their chain that met a committed token; acceptance is hits / compared.
         steps: commits.
         messages: Draft messages.
         resumes: streams opened after the first.
-        round_trip_s: smoothed round-trip time of a small message.
-        drafter_error: what the newest broken drafter said.
+        round_trip_s: smoothed round-trip time of a small message, in seconds.
+        drafter_error: error of the newest broken drafter.
         steered: whether the verifier sends the steering vectors that the drafter takes.
         vectors: vectors received, unreadable ones included.
         vector_bytes: their bytes on the downlink, without framing.
         bad_vectors: vectors dropped because they could not be read.
         steered_jobs: drafting jobs steered by a vector.
         vector_age: sum over these of the positions from the vector's own to the one that the first draft follows.
-        of_drafters: by name, of each that was active or caught up.
+        of_drafters: counts by name, for each drafter that was active or caught up.
         switches: changes of the active drafter.
         read: tokens that idle drafters caught up with.
     """
@@ -96,7 +96,8 @@ class EdgeText:
         statistics: counts of the present turn.
         turns: turns begun after the first.
         done: whether the present turn has ended.
-        finish: why it ended; None: it runs, or failed.
+        finish: why the turn ended; None: it runs, or failed.
+
     """
 
     def __init__(self, frame: Open) -> None:
