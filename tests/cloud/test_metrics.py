@@ -67,7 +67,7 @@ def edge(folder, address: str, drafter=None) -> Client:
 def test_both_ends_count_the_same_decoding_alike(folder) -> None:
     async def scenario(server, address):
         async with edge(folder, address) as plain:
-            text = (await plain.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)).tokens
+            text = (await plain.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)).ids
         before = await asyncio.to_thread(scrape, server.metrics_address)
         drafter = ScriptedDrafter((0, 0, 0, *text[:10], *(1 for _ in text[10:])))
         metrics = EdgeMetrics()
