@@ -396,7 +396,7 @@ def test_texts_and_rounds_are_those_of_real_sessions_of_the_same_target_and_draf
 def test_codes_are_the_projections_of_the_hidden_states_of_the_models_own_forward(family, target) -> None:
     ((name, projection),) = load_projections([str(family.projection)], target, name="big", model="big").items()
     sampled = Sampling(temperature=1.0, max_tokens=12)
-    texts = TextWriter(target, {name: projection}, oldest=3).write(requests(5, sampled))
+    texts = TextWriter(target, {name: projection}, max_age=3).write(requests(5, sampled))
     model = LlamaForCausalLM.from_pretrained(family.target)
     for text in texts:
         with torch.inference_mode():

@@ -18,7 +18,7 @@ from outrider.bench.replay.optimum import (
     synchronous,
     tokens_per_second,
 )
-from outrider.bench.replay.traced import Policy, Replay, Rival, replay
+from outrider.bench.replay.traced import DrafterArm, Policy, Replay, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.costs import Costs
 from outrider.bench.simulator.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
@@ -429,8 +429,8 @@ def test_no_texts_have_no_speed() -> None:
 # --- several drafters ---
 
 
-def rival_of(hits, drafter: str, **changes) -> Rival:
-    return Rival(replace(trace_of(hits), drafter=drafter, **changes), FREE)
+def arm_of(hits, drafter: str, **changes) -> DrafterArm:
+    return DrafterArm(replace(trace_of(hits), drafter=drafter, **changes), FREE)
 
 
 def first_choice(arm: int) -> StaticSelector:
@@ -441,38 +441,38 @@ def test_a_drafter_that_is_always_active_is_as_fast_as_alone_but_for_the_prompt(
     good, bad = [1, 1, 1, 0] * 10, [0, 1] * 20
     [alone] = replay([trace_of(good)], at(LINK), FREE, Policy())
     [one] = replay(
-        [trace_of(bad)], at(LINK), FREE, Policy(), rivals=[[rival_of(good, "b")]], selector=lambda: first_choice(1)
+        [trace_of(bad)], at(LINK), FREE, Policy(), others=[[arm_of(good, "b")]], selector=lambda: first_choice(1)
     )
-    assert one.turns == (1,) * 40
+    assert one.active == (1,) * 40
     assert one.statistics.accepted == alone.statistics.accepted
     assert one.seconds == pytest.approx(alone.seconds, rel=0.02)
 
 
 def test_the_leader_soon_activates_the_better_drafter_and_beats_the_other_alone() -> None:
     good, bad = [1, 1, 1, 1, 1, 0] * 40, [0, 0, 1] * 80
-    traces, rivals = [trace_of(bad)], [[rival_of(good, "b")]]
+    traces, others = [trace_of(bad)], [[arm_of(good, "b")]]
     for rtt_ms in (5, 20):
         shape = at(LinkShape.of(rtt_ms=rtt_ms))
-        [leader] = replay(traces, shape, FREE, Policy(), rivals=rivals, selector=lambda: default_selector(2))
-        [best] = replay([rivals[0][0].trace], shape, FREE, Policy())
+        [leader] = replay(traces, shape, FREE, Policy(), others=others, selector=lambda: default_selector(2))
+        [best] = replay([others[0][0].trace], shape, FREE, Policy())
         [worst] = replay(traces, shape, FREE, Policy())
-        assert leader.turns.index(1) < 64, "within so many tokens"
-        assert sum(leader.turns) > 0.7 * len(leader.turns)
+        assert leader.active.index(1) < 64, "within so many tokens"
+        assert sum(leader.active) > 0.7 * len(leader.active)
         assert best.seconds * 1.3 > leader.seconds
         assert leader.seconds < 0.95 * worst.seconds
 
 
 def test_what_drafters_give_to_a_prompt_says_whose_turn_comes_first() -> None:
     traces = [replace(trace_of([1] * 8), prompt_log_q=-4.0)]
-    rivals = [[rival_of([1] * 8, "b", prompt_log_q=-3.5), rival_of([1] * 8, "c", prompt_log_q=-9.0)]]
+    others = [[arm_of([1] * 8, "b", prompt_log_q=-3.5), arm_of([1] * 8, "c", prompt_log_q=-9.0)]]
     shape = at(LinkShape.of(rtt_ms=40))
-    [outcome] = replay(traces, shape, FREE, Policy(), rivals=rivals, selector=lambda: default_selector(3))
-    assert outcome.turns == (1,) * 8
+    [outcome] = replay(traces, shape, FREE, Policy(), others=others, selector=lambda: default_selector(3))
+    assert outcome.active == (1,) * 8
 
 
 def test_rivals_on_another_text_or_without_a_selector_are_refused() -> None:
     trace = trace_of([1] * 4)
-    with pytest.raises(ConfigError, match="rivals"):
-        Replay(trace, at(LINK), FREE, Policy(), rivals=[rival_of([1] * 5, "b")], selector=first_choice(0))
+    with pytest.raises(ConfigError, match="others"):
+        Replay(trace, at(LINK), FREE, Policy(), others=[arm_of([1] * 5, "b")], selector=first_choice(0))
     with pytest.raises(ConfigError, match="selector"):
-        Replay(trace, at(LINK), FREE, Policy(), rivals=[rival_of([1] * 4, "b")])
+        Replay(trace, at(LINK), FREE, Policy(), others=[arm_of([1] * 4, "b")])

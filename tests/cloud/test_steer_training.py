@@ -87,7 +87,7 @@ def config(folders: dict[str, Path], tmp_path: Path) -> SteerTraining:
         drafter=folders["drafter"],
         model="tiny",
         rank=8,
-        oldest=4,
+        max_age=4,
         steps=6,
         block=32,
         positions_per_chunk=64,
@@ -203,11 +203,11 @@ def test_what_is_no_projection_is_refused(tmp_path: Path, folders: dict[str, Pat
         Projection.load(tmp_path / "text")
 
 
-def ages(arm: str, *, unsteered: float = 0.0, oldest: int = 4) -> torch.Tensor:
+def ages(arm: str, *, unsteered: float = 0.0, max_age: int = 4) -> torch.Tensor:
     """Ages [256, 64]; 0: none."""
     tokens = torch.zeros(256, 64, dtype=torch.int64)
     generator = torch.Generator().manual_seed(0)
-    sources = sources_of(ARMS[arm], tokens, oldest=oldest, unsteered=unsteered, generator=generator)
+    sources = sources_of(ARMS[arm], tokens, max_age=max_age, unsteered=unsteered, generator=generator)
     return torch.where(sources >= 0, torch.arange(64) - sources, 0)
 
 
@@ -306,13 +306,13 @@ def test_a_drafter_learns_from_codes_what_the_text_does_not_say() -> None:
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     streams = torch.randn(4, 32)
 
-    def kl(oldest: int) -> torch.Tensor:
+    def kl(max_age: int) -> torch.Tensor:
         tokens = torch.randint(VOCAB, (16, 8))
         secret = torch.randint(4, (16,))
         taps = streams[secret][:, None] * (torch.arange(8) % 4 == 0)[None, :, None]
         logits_by_target = torch.full((16, 8, VOCAB), -4.0)
         logits_by_target[torch.arange(16), :, secret] = 4.0
-        sources = (torch.arange(8) // 4 * 4).expand(16, 8) if oldest else None
+        sources = (torch.arange(8) // 4 * 4).expand(16, 8) if max_age else None
         hidden = steered.hidden(tokens, taps, sources)
         head = steered.drafter.lm_head.weight
         return forward_kl(hidden.flatten(0, 1), head, logits_by_target.flatten(0, 1), positions_per_chunk=64)
@@ -354,7 +354,7 @@ def test_tokens_a_round_are_those_of_the_geometric_series() -> None:
         ("arms", {"arms": ()}),
         ("arms", {"arms": ("steered", "steered")}),
         ("rank", {"rank": 0}),
-        ("oldest", {"oldest": 32}),
+        ("max_age", {"max_age": 32}),
         ("unsteered", {"unsteered": 1.0}),
         ("layers", {"layers": (1, 1)}),
         ("steering_lr", {"steering_lr": float("nan")}),

@@ -28,7 +28,7 @@ ATTEMPTS = 3  # the machine may be busy with something else
 
 
 @dataclass(frozen=True)
-class Course:
+class Trajectory:
     """One text on a link that changed.
 
     Attributes:
@@ -66,7 +66,7 @@ async def learnt(client: Client, follows: Callable[[float], bool]) -> float:
     return float("inf")
 
 
-async def decode_while_the_link_changes(client: Client, link: LinkProcess, prompt: str) -> Course:
+async def decode_while_the_link_changes(client: Client, link: LinkProcess, prompt: str) -> Trajectory:
     arrivals: list[float] = []
     changed_at: dict[str, float] = {}
     learnt_s: dict[str, float] = {}
@@ -99,7 +99,7 @@ async def decode_while_the_link_changes(client: Client, link: LinkProcess, promp
     await link.cut()
     changed_at["cut"] = time.monotonic()
     tokens, resumes = await reading
-    return Course(tokens, resumes, {name: silence(arrivals, at) for name, at in changed_at.items()}, learnt_s)
+    return Trajectory(tokens, resumes, {name: silence(arrivals, at) for name, at in changed_at.items()}, learnt_s)
 
 
 def silence(arrivals: list[float], since: float) -> float:
@@ -108,7 +108,7 @@ def silence(arrivals: list[float], since: float) -> float:
 
 
 def test_the_text_survives_every_change_and_goes_on_within_a_second(serving: Any, edge: Any, prompts: Any) -> None:
-    async def main() -> Course:
+    async def main() -> Trajectory:
         prompt = prompts(1)[0].text
         async with (
             serving(min_step_s=0.03) as address,
@@ -117,12 +117,12 @@ def test_the_text_survives_every_change_and_goes_on_within_a_second(serving: Any
         ):
             unchanged = (await client.complete(prompt, SAMPLING)).ids
             for _ in range(ATTEMPTS):
-                course = await decode_while_the_link_changes(client, link, prompt)
-                assert course.tokens == unchanged
-                if not course.late:
+                trajectory = await decode_while_the_link_changes(client, link, prompt)
+                assert trajectory.tokens == unchanged
+                if not trajectory.late:
                     break
-        return course
+        return trajectory
 
-    course = asyncio.run(main())
-    assert course.late == []
-    assert course.resumes == 1
+    trajectory = asyncio.run(main())
+    assert trajectory.late == []
+    assert trajectory.resumes == 1

@@ -31,7 +31,7 @@ STALL_S = 1.0
 
 
 @dataclass
-class Course:
+class FaultRun:
     """50 streams: how much of each has come, and what became of it."""
 
     answers: list[Answer] = field(default_factory=list)
@@ -118,34 +118,34 @@ async def system(folder: Path) -> AsyncIterator[System]:
                 await made.end_link(name)
 
 
-async def stream_through(at: System, fault: Callable[[], Awaitable[None]]) -> Course:
+async def stream_through(at: System, fault: Callable[[], Awaitable[None]]) -> FaultRun:
     """35 streams; the fault, when all have some text and most have more to come; 15 more while it lasts."""
-    course = Course()
+    run = FaultRun()
 
     async def one(index: int) -> Answer:
         def count(text: str) -> None:
-            course.words[index] += len(text.split())
+            run.words[index] += len(text.split())
 
         return await ask_patiently(at.port, at.questions[index].asks(str(at.folder)), count)
 
     await at.until_ready()
     asking = [asyncio.create_task(one(index)) for index in range(EARLY)]
-    while not all(course.words[:EARLY]):
+    while not all(run.words[:EARLY]):
         assert not any(task.done() and task.exception() for task in asking)
         await asyncio.sleep(0.005)
-    assert course.begun > EARLY // 2, "the fault must come in the middle of the streams"
+    assert run.begun > EARLY // 2, "the fault must come in the middle of the streams"
     faulting = asyncio.create_task(fault())
     await asyncio.sleep(0.05)
     asking += [asyncio.create_task(one(index)) for index in range(EARLY, STREAMS)]
-    course.answers = await asyncio.gather(*asking)
+    run.answers = await asyncio.gather(*asking)
     await faulting
-    return course
+    return run
 
 
-def counted(at: System, course: Course) -> Counter[str]:
+def counted(at: System, run: FaultRun) -> Counter[str]:
     """How many streams ended how; there are two kinds."""
     kinds: Counter[str] = Counter()
-    for question, answer in zip(at.questions, course.answers, strict=True):
+    for question, answer in zip(at.questions, run.answers, strict=True):
         if answer.done:
             assert answer.text == question.text, "a stream that says that it is whole is whole and right"
             kinds["full text"] += 1
@@ -210,8 +210,8 @@ def test_every_stream_ends_with_the_right_text_or_a_clear_error_whatever_dies(
     async def main() -> None:
         async with system(folder) as at:
             for name, fault in FAULTS.items():
-                course = await stream_through(at, lambda fault=fault: fault(at))  # type: ignore[misc]
-                counts[name] = counted(at, course)
+                run = await stream_through(at, lambda fault=fault: fault(at))  # type: ignore[misc]
+                counts[name] = counted(at, run)
             for question in at.questions[:5]:  # all is as it was
                 assert (await ask_patiently(at.port, question.asks(str(folder)))).text == question.text
             for command in (at.daemon, at.coordinator, *at.verifiers.values()):

@@ -124,7 +124,7 @@ class TextWriter:
     Args:
         target: the model that writes; tapped from now on, if there is a projection.
         projections: projections whose steering vectors are wanted, by id; None: none.
-        oldest: how many positions older than the freshest a vector may be; older ones of the prompt are left out.
+        max_age: how many positions older than the freshest a vector may be; older ones of the prompt are left out.
         at_once: most texts that are written at the same time.
         eos_tokens: tokens that end a text; None: the target's own.
     """
@@ -134,7 +134,7 @@ class TextWriter:
         target: Target,
         projections: Mapping[str, Projection] | None = None,
         *,
-        oldest: int = 0,
+        max_age: int = 0,
         at_once: int = AT_ONCE,
         eos_tokens: Set[int] | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class TextWriter:
         self._at_once = at_once
         self._sampler = Sampler(target.device)
         self._projections = {name: FoldedProjection(each, target.device) for name, each in projections.items()}
-        self._wanted_of_prompt = oldest + 1 if projections else 1
+        self._wanted_of_prompt = max_age + 1 if projections else 1
         self._rules = VerifierRules(
             name="writer",
             model="target",

@@ -136,9 +136,9 @@ class Arm:
         steered: with codes.
         frozen: the drafter's own weights stay; only projection and steering learn.
         place: where U c is added: "inside" the MLP, to the up projection; or "after" it, to what it adds to the stream.
-        offset: how old the code is that a position gets: "likely" (1 to `oldest`, for every position anew, each age as
+        offset: how old the code is that a position gets: "likely" (1 to `max_age`, for every position anew, each age as
             often as drafts of that age are verified), "random" (each as often as the others, as in the paper), "block"
-            (rising from 1 to `oldest` in blocks) or "fresh" (always 1).
+            (rising from 1 to `max_age` in blocks) or "fresh" (always 1).
     """
 
     steered: bool = True
@@ -185,7 +185,7 @@ class SteerTraining(Training):
         many="commas",
         check=at_least(0),
     )
-    oldest: int = option(8, "most positions that a code may be old", check=at_least(1))
+    max_age: int = option(8, "oldest steering vector that a position gets, in positions", check=at_least(1))
     unsteered: float = option(0.1, "share of the sequences without codes, so that the drafter stays good without")
     matrix_lr: float = option(0.01, "peak learning rate of the drafter's matrices", check=above(0))
     steering_lr: float = option(0.02, "peak learning rate of projection and steering", check=above(0))
@@ -202,5 +202,5 @@ class SteerTraining(Training):
             raise ConfigError(f"name at least one; there are {', '.join(ARMS)}", field="arms")
         if not 0 <= self.unsteered < 1:
             raise ConfigError(f"{self.unsteered} is not in [0, 1)", field="unsteered")
-        if self.oldest >= self.block:
-            raise ConfigError(f"{self.oldest} is not below the block of {self.block}", field="oldest")
+        if self.max_age >= self.block:
+            raise ConfigError(f"{self.max_age} is not below the block of {self.block}", field="max_age")

@@ -2,7 +2,7 @@
 
 "Steering Pretrained Drafters during Speculative Decoding" (AAAI 2026, arXiv 2511.09844): the frozen target's
 distributions on its own text are the teacher, forward KL the loss, on a cosine; drafter and steering learn
-together, with codes that are up to `oldest` positions old. Matrices are trained by Muon instead of the paper's AdamW.
+together, with codes that are up to `max_age` positions old. Matrices are trained by Muon instead of the paper's AdamW.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class _SteerRun(Run):
             sources = None
             if arm.steered:
                 generator = torch.Generator().manual_seed(seed)  # the same prompts and omissions for all arms
-                sources = sources_of(arm, tokens, oldest=config.oldest, unsteered=config.unsteered, generator=generator)
+                sources = sources_of(
+                    arm, tokens, max_age=config.max_age, unsteered=config.unsteered, generator=generator
+                )
             hidden = steered.hidden(tokens, taps, sources)
             loss = share * forward_kl(
                 hidden.flatten(0, 1),

@@ -86,7 +86,7 @@ class SteeredDrafter:
 
 
 def sources_of(
-    arm: Arm, tokens: torch.Tensor, *, oldest: int, unsteered: float, generator: torch.Generator
+    arm: Arm, tokens: torch.Tensor, *, max_age: int, unsteered: float, generator: torch.Generator
 ) -> torch.Tensor:
     """Which position's code each of `tokens` [rows, positions] gets while an arm trains: int64, as long; -1: none.
 
@@ -96,13 +96,13 @@ def sources_of(
     rows, positions = tokens.shape
     position = torch.arange(positions).expand(rows, positions)
     if arm.offset == "likely":
-        verified = SURVIVAL ** torch.arange(oldest)
+        verified = SURVIVAL ** torch.arange(max_age)
         age = 1 + torch.multinomial(verified, rows * positions, replacement=True, generator=generator).view(rows, -1)
     elif arm.offset == "random":
-        age = torch.randint(1, oldest + 1, (rows, positions), generator=generator)
+        age = torch.randint(1, max_age + 1, (rows, positions), generator=generator)
     elif arm.offset == "block":
-        phase = torch.randint(oldest, (rows, 1), generator=generator)
-        age = (position + phase) % oldest + 1
+        phase = torch.randint(max_age, (rows, 1), generator=generator)
+        age = (position + phase) % max_age + 1
     else:
         age = torch.ones_like(position)
     prompt = torch.randint(1, max(2, positions // 4), (rows, 1), generator=generator)

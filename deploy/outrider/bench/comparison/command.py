@@ -96,7 +96,7 @@ class _Comparing:
             for variant in contender.variants(options.precision, options.age)
         }
         self._projections = self._wanted_projections()
-        self._writer = TextWriter(target, self._projections, oldest=max(options.age))
+        self._writer = TextWriter(target, self._projections, max_age=max(options.age))
 
     def of(self, prompts: Sequence[Prompt]) -> Comparison:
         """Compare the drafters on texts after `prompts`."""

@@ -18,7 +18,7 @@ class Text:
     """One text of the target with every drafter's trace on it.
 
     Attributes:
-        traces: [K] of the drafters.
+        traces: [K] traces of the drafters.
         changes: positions at which the domain changes, rising, within the text.
 
     Raises:
@@ -48,7 +48,7 @@ class Text:
 
 
 def texts_of(traces: Mapping[str, Sequence[HitTrace]]) -> list[Text]:
-    """Traces of several drafters, put together by prompt and seed; drafters in the order of the mapping.
+    """Group traces of several drafters by prompt and seed, with drafters in the order of the mapping.
 
     Raises:
         ConfigError: a drafter has no trace of a text that another has, or their texts differ.
@@ -62,7 +62,7 @@ def texts_of(traces: Mapping[str, Sequence[HitTrace]]) -> list[Text]:
 
 
 def joined(texts: Sequence[Text]) -> Text:
-    """One text whose domain changes where one ends and the next begins; the first one's prompt.
+    """Join texts into one, after the first one's prompt, whose domain changes where the next text begins.
 
     Raises:
         ConfigError: no text, or texts of different drafters.
@@ -76,7 +76,7 @@ def joined(texts: Sequence[Text]) -> Text:
 
 
 def _joined(traces: Sequence[HitTrace]) -> HitTrace:
-    """A measure that one of them lacks is left out."""
+    """Join traces; a measure that one of them lacks is left out."""
     silent = [trace.silent or (False,) * len(trace.tokens) for trace in traces]
     lists = {name: [getattr(trace, name) for trace in traces] for name in LISTS}
     if any(trace.silent for trace in traces):

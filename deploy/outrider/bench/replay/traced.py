@@ -37,15 +37,15 @@ _BEYOND = 64  # tokens that a text which ended by itself could have had more; no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How both sides decide.
+    """Policies of both sides.
 
     Attributes:
-        window: of the edge; None: the default policy.
-        patience: of the verifier, at the edge's request; None: planned.
-        goal: of the deployment.
-        max_drafts: verified in a step at most.
-        drafting: False: cloud streaming.
-        logprobs: whether the edge asks for them; 4 bytes a token.
+        window: window policy of the edge; None: the default policy.
+        patience: patience that the edge asks for; None: the verifier plans it.
+        goal: goal of the deployment.
+        max_drafts: most drafts verified in a step.
+        drafting: whether the edge drafts; False: cloud streaming.
+        logprobs: whether the edge asks for log probabilities, 4 bytes a token.
     """
 
     window: WindowPolicy | None = None
@@ -58,15 +58,15 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it.
+    """Result of a replayed text.
 
     Attributes:
-        seconds: from Open to Done.
-        first_token_s: until the first token reached the user.
-        statistics: of the edge.
-        arrivals: [n] seconds, when each token reached the user.
-        uplink_bytes, downlink_bytes: as the link carries them.
-        turns: [n] whose turn it was when the token came: 0, or 1 + the rival's index.
+        seconds: time from Open to Done.
+        first_token_s: seconds until the first token reached the user.
+        statistics: counts of the edge.
+        arrivals: [n] seconds until each token reached the user.
+        uplink_bytes, downlink_bytes: bytes that the link carried.
+        active: [n] index of the active drafter when the token came; 0: the first one.
     """
 
     seconds: float
@@ -75,23 +75,23 @@ class Outcome:
     arrivals: tuple[float, ...]
     uplink_bytes: int
     downlink_bytes: int
-    turns: tuple[int, ...] = ()
+    active: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
-    """Another drafter of the pool: its trace of the same text, and what its tokens take."""
+class DrafterArm:
+    """A drafter of the pool: its trace of the text, and the costs of its tokens."""
 
     trace: HitTrace
     costs: Costs
 
 
 class Truth:
-    """The target of a trace: it says the recorded text, whatever is drafted.
+    """Target of a trace, which commits the recorded text whatever is drafted.
 
     Attributes:
         first: position of the first token of text.
-        tokens: prompt and text; what the prompt says matters to nobody here but for its bytes.
+        tokens: prompt and text; only the size of the prompt matters here.
         agreement: by position, min(1, p / q) of what was last drafted there; NaN: not known.
     """
 
@@ -101,7 +101,7 @@ class Truth:
         self.agreement = [math.nan] * len(self.tokens)
 
     def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
-        """Return [k + 1] tokens from the transcript's end on; 0 behind the text's, where nothing is accepted."""
+        """Return [k + 1] tokens from the transcript's end on; 0 after the text's end, where nothing is accepted."""
         start = len(transcript)
         tokens = self.tokens[start : start + len(block) + 1]
         return tokens + (0,) * (len(block) + 1 - len(tokens))
@@ -113,9 +113,9 @@ class Truth:
 
 
 class TraceDrafters:
-    """Drafters that say what their traces say where their prefix is right, and something wrong where it is not."""
+    """Drafters that propose what their traces say after a right prefix, and something wrong after a wrong one."""
 
-    def __init__(self, drafters: Sequence[Rival], truth: Truth) -> None:
+    def __init__(self, drafters: Sequence[DrafterArm], truth: Truth) -> None:
         self._drafters = drafters
         self._truth = truth.tokens
         self._agreement = truth.agreement
@@ -189,7 +189,7 @@ class Replay(Simulation):
         measurements: Measurements | None = None,
         batching: Batching | None = None,
         seed: int = 0,
-        rivals: Sequence[Rival] = (),
+        others: Sequence[DrafterArm] = (),
         selector: Selector | None = None,
     ) -> None:
         """Set both sides up, as `replay` does.
@@ -202,21 +202,21 @@ class Replay(Simulation):
             measurements: of the edge in earlier texts.
             batching: rules of the verifier, with what it has measured in earlier texts.
             seed: of the jitter.
-            rivals: other drafters.
+            others: other drafters.
             selector: among all of them; None: there are no others.
 
         Raises:
-            ConfigError: rivals on another text, or without a selector.
+            ConfigError: others on another text, or without a selector.
         """
-        if any((r.trace.tokens, r.trace.prompt_tokens) != (trace.tokens, trace.prompt_tokens) for r in rivals):
-            raise ConfigError("must be on the text of the first drafter", field="rivals")
-        if bool(rivals) != (selector is not None):
-            raise ConfigError("comes with rivals, and these with it", field="selector")
-        drafters, truth, clock = (Rival(trace, costs), *rivals), Truth(trace), VirtualClock()
+        if any((r.trace.tokens, r.trace.prompt_tokens) != (trace.tokens, trace.prompt_tokens) for r in others):
+            raise ConfigError("must be on the text of the first drafter", field="others")
+        if bool(others) != (selector is not None):
+            raise ConfigError("must be given together with others", field="selector")
+        drafters, truth, clock = (DrafterArm(trace, costs), *others), Truth(trace), VirtualClock()
         frame = _open_frame(trace, truth, policy)
         names = tuple(drafter.trace.drafter for drafter in drafters)
         selection = Selection(selector, names) if selector is not None else None
-        machine = EdgeSession(frame, policy.window, measurements=measurements, send_q=bool(rivals), selection=selection)
+        machine = EdgeSession(frame, policy.window, measurements=measurements, send_q=bool(others), selection=selection)
         verifier = SimulatedVerifier(clock, _rules(trace, truth, policy), truth, costs, batching)
         self._wires = WireLink(shape_at, costs, machine.statistics, random.Random(seed))
         super().__init__(clock, machine, verifier, TraceDrafters(drafters, truth), lambda _: self._wires)
@@ -277,7 +277,7 @@ def replay(
     *,
     warm_up_tokens: int = 0,
     seed: int = 0,
-    rivals: Sequence[Sequence[Rival]] = (),
+    others: Sequence[Sequence[DrafterArm]] = (),
     selector: Callable[[], Selector] | None = None,
 ) -> list[Outcome]:
     """Replay texts one after the other, by one edge on one verifier, which keep what they have measured.
@@ -289,12 +289,12 @@ def replay(
         policy: of both sides.
         warm_up_tokens: of the first text, decoded beforehand and not counted, as benchmarks do.
         seed: of the jitter.
-        rivals: [texts] the other drafters of each text, always in the same order; empty: there are none.
+        others: [texts] the other drafters of each text, always in the same order; empty: there are none.
         selector: makes the one that chooses among them, once for each text; None: nothing is chosen.
     """
     measurements, batching = Measurements(), Batching(PREFILL_CHUNK)
 
-    def one(trace: HitTrace, others: Sequence[Rival]) -> Outcome:
+    def one(trace: HitTrace, others: Sequence[DrafterArm]) -> Outcome:
         return Replay(
             trace,
             shape_at,
@@ -303,12 +303,12 @@ def replay(
             measurements=measurements,
             batching=batching,
             seed=seed,
-            rivals=others,
+            others=others,
             selector=selector() if selector is not None else None,
         ).outcome()
 
-    all_rivals = rivals or [()] * len(traces)
+    all_others = others or [()] * len(traces)
     if warm_up_tokens and traces:
-        few = [Rival(rival.trace.first(warm_up_tokens), rival.costs) for rival in all_rivals[0]]
+        few = [DrafterArm(arm.trace.first(warm_up_tokens), arm.costs) for arm in all_others[0]]
         one(traces[0].first(warm_up_tokens), few)
-    return [one(trace, others) for trace, others in zip(traces, all_rivals, strict=True)]
+    return [one(trace, others) for trace, others in zip(traces, all_others, strict=True)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from outrider.bench.replay.texts import Text, in_hindsight
-from outrider.bench.replay.traced import Outcome, Policy, Rival, replay
+from outrider.bench.replay.traced import DrafterArm, Outcome, Policy, replay
 from outrider.bench.simulator.costs import Costs
 from outrider.bench.simulator.wire import ShapeAt
 from outrider.bench.traces.sweep import WARM_UP_TOKENS
@@ -37,7 +37,7 @@ class Trajectory:
 
     Attributes:
         at_s: [n] seconds that went into the text up to and with each token.
-        choices: [n] index of the drafter in whose turn each token came.
+        choices: [n] index of the drafter that was active when each token came.
     """
 
     at_s: np.ndarray
@@ -110,12 +110,13 @@ class Stage:
             self.policy(),
             warm_up_tokens=WARM_UP_TOKENS,
             seed=self.seed,
-            rivals=[
-                [Rival(trace, costs) for trace, costs in zip(text.traces[1:], others, strict=True)] for text in texts
+            others=[
+                [DrafterArm(trace, costs) for trace, costs in zip(text.traces[1:], others, strict=True)]
+                for text in texts
             ],
             selector=aligned.begin_text,
         )
-        return [_trajectory_of(outcome, outcome.turns) for outcome in outcomes]
+        return [_trajectory_of(outcome, outcome.active) for outcome in outcomes]
 
     def best(self, texts: Sequence[Text]) -> list[Trajectory]:
         """Play in hindsight; of texts that do not change, take the best drafter of each, as `alone` plays it."""
@@ -180,5 +181,5 @@ class Aligned(Selector):
         self._inner.learn(outcome)
 
 
-def _trajectory_of(outcome: Outcome, turns: Sequence[int]) -> Trajectory:
-    return Trajectory(np.array(outcome.arrivals), np.array(turns, dtype=np.int16))
+def _trajectory_of(outcome: Outcome, active: Sequence[int]) -> Trajectory:
+    return Trajectory(np.array(outcome.arrivals), np.array(active, dtype=np.int16))

@@ -25,7 +25,7 @@ LEGEND = (
 POOL_LEGEND = (
     "speed-up over cloud streaming ± half of its 95 % confidence interval over the prompts; * the most, but for the "
     "oracle, which knows in hindsight the best drafter of every stretch; of {last} alone: oracle: share of its speed; "
-    "turns: switches of drafter a thousand tokens; after: share of the oracle's speed from {settled} tokens after a "
+    "switches: changes of drafter a thousand tokens; after: share of the oracle's speed from {settled} tokens after a "
     "change of domain on"
 )
 
@@ -82,7 +82,7 @@ def pool_tables(replayed: PoolReplayed) -> Group:
     grids = []
     for link in replayed.links:
         rows = replayed.over(link)
-        headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "turns", "after")
+        headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "switches", "after")
         blocks = [block for kind in KINDS if (block := _columns(rows, kind))]
         title = f"{link_name(link)}{paced(replayed.min_step_ms)}: {replayed.seeds} runs in {replayed.play}"
         grids.append(Grid(title, headings, 1, blocks))

@@ -68,7 +68,7 @@ TRAIN_DRAFTER = Command(
 )
 TRAIN_STEER = Command(
     "outrider.deploy.training:train_steer",
-    (part(SteerTraining, *TRAINING, "drafter", "arms", "rank", "layers", "oldest", defaults=DEFAULTS),),
+    (part(SteerTraining, *TRAINING, "drafter", "arms", "rank", "layers", "max_age", defaults=DEFAULTS),),
 )
 EXPORT = Command("outrider.deploy.training:export", (part(ExportSettings),))
 MODELS = Command("outrider.deploy.models:models", (part(ModelsSettings),))
