@@ -23,7 +23,7 @@ class TextStream:
         self._given = 0
 
     def push(self, tokens: tuple[int, ...]) -> tuple[str, ...]:
-        """The text that each of `tokens` adds for certain, as far as the token that completes a stop string.
+        """Return the text that each of `tokens` adds for certain, as far as the token that completes a stop string.
 
         Fewer pieces than tokens mean that the rest of the tokens are not part of the text.
         """
@@ -40,7 +40,7 @@ class TextStream:
         return self._give(self._settled())
 
     def finish(self) -> str:
-        """The rest: what was held back as the possible beginning of a stop string or of a character."""
+        """Return the rest, held back as the possible beginning of a stop string or of a character."""
         if self.stopped:
             return ""
         whole = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
