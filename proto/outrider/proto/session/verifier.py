@@ -36,7 +36,7 @@ from outrider.proto.types import (
     token_ids,
 )
 
-PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, so many are asked for after so many tokens
+PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, request PROBE drafts every PROBE_EVERY tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class VerifierSession:
         self._without_vector = math.inf  # commits since the last with a vector of this projection
 
     def opened(self) -> Opened:
-        """The answer to Open."""
+        """Return the answer to Open."""
         rules = self._rules
         self._granted = self.credit
         return Opened(
@@ -125,7 +125,7 @@ class VerifierSession:
         )
 
     def continued(self, frame: Continue, now: float) -> VerifierSession:
-        """The session of the next turn: that of a fresh Open, but for what was measured.
+        """Return the session of the next turn: that of a fresh Open with these measurements.
 
         Raises:
             InvalidArgument, PromptTooLong, UnknownToken: with the field named; this session stays as it was.
@@ -187,22 +187,22 @@ class VerifierSession:
 
     @property
     def steered(self) -> bool:
-        """Whether the verifier has the projection that the edge wishes for."""
+        """Whether the verifier has the projection that the edge requests."""
         return self._steering is not None and self._steering.projection in self._rules.projections
 
     @property
     def wanted_vector(self) -> SteeringRequest | None:
         """Which steering vector the next commit should carry, unless it ends the text; None: none."""
-        wish = self._steering
-        if wish is None or not wish.every or not self.steered or self._without_vector + 1 < wish.every:
+        request = self._steering
+        if request is None or not request.every or not self.steered or self._without_vector + 1 < request.every:
             return None
-        return wish
+        return request
 
     def block(self, step_s: float = 0.0, row_s: float = 0.0) -> tuple[DraftToken, ...]:
-        """[k] drafts to judge in a step now: no more than pay, are allowed, or the text has room for.
+        """[k] drafts to verify in a step now: no more than pay, are allowed, or the text has room for.
 
         Args:
-            step_s: this session's share of what a step costs beside its rows, seconds; 0: not known, judge all.
+            step_s: this session's share of what a step costs beside its rows, seconds; 0: unknown, verify all.
             row_s: what a row costs, seconds.
         """
         view = self._view(step_s, row_s, self._ready_since)
@@ -234,7 +234,7 @@ class VerifierSession:
         return self._patience is None and self._rules.patience is None and self._rules.goal is Goal.LATENCY
 
     def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
-        """What it would bring into a step now, and when the drafts are here that it waits for."""
+        """Return its expected tokens in a step now, and after the drafts that it waits for."""
         plan = self._planned(step_s, row_s)
         acceptance = self._received.acceptance.rate
         tokens_now = expected_tokens(acceptance, min(len(self._received), self._max_drafts))
@@ -244,7 +244,7 @@ class VerifierSession:
         return Prospect(wait_s, tokens_now, expected_tokens(acceptance, max(plan.drafts, len(self._received))))
 
     def _planned(self, step_s: float, row_s: float) -> Plan:
-        """The plan made for what was at hand when the session became ready; drafts that come do not change it."""
+        """Return the plan for the drafts received when the session became ready; later ones do not change it."""
         if self._plan is None:
             self._plan = plan_for(self._view(step_s, row_s, self._ready_since))
         return self._plan
