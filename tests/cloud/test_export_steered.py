@@ -453,7 +453,7 @@ def give_gains_no_ages(folder: Path) -> None:
     [
         (remove_projection, r"steering\.safetensors but no projection\.safetensors"),
         (remove_steering, r"projection\.safetensors but no steering\.safetensors"),
-        (give_another_rank, "codes of 8 numbers .* makes codes of 9"),
+        (give_another_rank, "takes 8 numbers .* makes 9"),
         (widen, "2 layers 73 wide, the model has 2 layers 72 wide"),
         (add_a_layer, "3 layers 72 wide, the model has 2 layers 72 wide"),
         (skip_a_layer, r"has layers\.1\.weight where layers\.0\.weight"),

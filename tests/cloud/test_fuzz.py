@@ -93,8 +93,8 @@ async def send_and_look(channel, frames, max_reads):
             seen.append(codec.decode_cloud_frame(data))
     except grpc.aio.AioRpcError as error:
         # Without a detail it is gRPC's own word for a write that met the stream's end, and hides the verifier's.
-        told = DETAIL_KEY in dict(error.trailing_metadata() or ())
-        seen.append(from_rpc_error(error) if told else ENDED_WHILE_WRITING)
+        detailed = DETAIL_KEY in dict(error.trailing_metadata() or ())
+        seen.append(from_rpc_error(error) if detailed else ENDED_WHILE_WRITING)
     finally:
         call.cancel()
     return seen

@@ -190,16 +190,16 @@ def test_the_token_is_the_argmax_of_log_probability_plus_noise_at_its_position()
 
 def test_near_ties_are_decided_by_the_portable_noise_alone():
     sampler = Sampler(torch.device("cpu"))
-    seed, position, rivals = 3, 9, torch.tensor([10, 20])
-    noise = torch.from_numpy(gumbel(seed, position, rivals.numpy()))
+    seed, position, tied = 3, 9, torch.tensor([10, 20])
+    noise = torch.from_numpy(gumbel(seed, position, tied.numpy()))
     for winner, loser in ((0, 1), (1, 0)):
         scores = torch.full((1, 32), -math.inf, dtype=torch.float64)
-        scores[0, rivals] = -noise  # both sums are 0 to the last bits
-        scores[0, rivals[winner]] += 3e-13
+        scores[0, tied] = -noise  # both sums are 0 to the last bits
+        scores[0, tied[winner]] += 3e-13
         keys = sampler._noise.row_keys([seed], [position])
-        exact = scores[0, rivals] + noise
+        exact = scores[0, tied] + noise
         assert exact[winner] > exact[loser]
-        assert int(sampler._coupled_argmax(scores, keys)) == int(rivals[winner])
+        assert int(sampler._coupled_argmax(scores, keys)) == int(tied[winner])
 
 
 def test_the_marginal_over_a_large_vocabulary_is_the_law():

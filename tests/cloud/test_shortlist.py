@@ -178,16 +178,16 @@ def test_one_sessions_rows_that_are_no_numbers_leave_the_others_alone():
 
 
 def test_near_ties_are_decided_by_the_portable_noise_alone():
-    shortlist, seed, position, rivals = Shortlist(VOCAB), 3, 9, np.array([10, 20])
-    noise = gumbel(seed, position, rivals)
+    shortlist, seed, position, tied = Shortlist(VOCAB), 3, 9, np.array([10, 20])
+    noise = gumbel(seed, position, tied)
     for winner, loser in ((0, 1), (1, 0)):
         logits = np.full((1, VOCAB), -math.inf)
-        logits[0, rivals] = -noise  # both sums are alike to the last bits
-        logits[0, rivals[winner]] += 3e-13
-        scores = logits[0, rivals] - logits.max()
+        logits[0, tied] = -noise  # both sums are alike to the last bits
+        logits[0, tied[winner]] += 3e-13
+        scores = logits[0, tied] - logits.max()
         assert (scores + noise)[winner] > (scores + noise)[loser]
         choice = shortlist.choose(logits, Law(1.0), [row_key(seed, position)], np.array([0]))
-        assert choice.tokens.tolist() == [rivals[winner]]
+        assert choice.tokens.tolist() == [tied[winner]]
 
 
 def test_sessions_of_all_kinds_together_are_sampled_as_each_alone():

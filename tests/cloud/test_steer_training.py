@@ -1,4 +1,4 @@
-"""Training of steered drafters: the formula, the ages of codes, what learns and what is written."""
+"""Training of steered drafters: the formula, the ages of vectors, what learns and what is written."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_untrained_steering_changes_nothing_bit_for_bit(arm: Arm) -> None:
     assert torch.equal(steered.hidden(tokens, taps, aged_sources(tokens, 1)), plain)
 
 
-def test_a_code_is_added_to_the_up_projection_before_the_gate() -> None:
+def test_a_vector_is_added_to_the_up_projection_before_the_gate() -> None:
     steered = steered_pair(ARMS["steered"])
     mlp = steered.drafter.model.layers[1].mlp
     with torch.no_grad():
@@ -126,13 +126,13 @@ def test_a_code_is_added_to_the_up_projection_before_the_gate() -> None:
     assert torch.equal(mlp(stream), mlp.down_proj(mlp.up_proj(stream) * mlp.act_fn(mlp.gate_proj(stream))))
 
 
-def test_every_position_gets_the_code_of_its_source_and_none_where_there_is_none() -> None:
+def test_every_position_gets_the_vector_of_its_source_and_none_where_there_is_none() -> None:
     steered = steered_pair(ARMS["steered"])
     taps = torch.randn(1, 4, 96)
-    codes = steered.codes(taps, torch.tensor([[-1, 0, 0, 2]]))
+    vectors = steered.vectors(taps, torch.tensor([[-1, 0, 0, 2]]))
     alone = steered.projection(taps)[0]
-    assert torch.equal(codes[0, 0], torch.zeros(8))
-    torch.testing.assert_close(codes[0, 1:], alone[[0, 0, 2]])
+    assert torch.equal(vectors[0, 0], torch.zeros(8))
+    torch.testing.assert_close(vectors[0, 1:], alone[[0, 0, 2]])
 
 
 def test_the_projection_starts_as_the_sum_of_the_normalised_taps() -> None:
@@ -211,7 +211,7 @@ def ages(arm: str, *, unsteered: float = 0.0, max_age: int = 4) -> torch.Tensor:
     return torch.where(sources >= 0, torch.arange(64) - sources, 0)
 
 
-def test_random_codes_are_of_every_age_up_to_the_oldest() -> None:
+def test_random_vectors_are_of_every_age_up_to_the_oldest() -> None:
     found = ages("random")[:, 20:]
     shares = torch.bincount(found.flatten(), minlength=5) / found.numel()
     assert shares[0] == 0
@@ -219,20 +219,20 @@ def test_random_codes_are_of_every_age_up_to_the_oldest() -> None:
     assert (found[:, 1:] != found[:, :-1] % 4 + 1).any()
 
 
-def test_likely_codes_are_of_an_age_as_often_as_drafts_of_that_age_are_judged() -> None:
+def test_likely_vectors_are_of_an_age_as_often_as_drafts_of_that_age_are_verified() -> None:
     found = ages("steered")[:, 20:]
     shares = torch.bincount(found.flatten(), minlength=5) / found.numel()
     verified = SURVIVAL ** torch.arange(4)
     torch.testing.assert_close(shares, torch.cat([torch.zeros(1), verified / verified.sum()]), atol=0.03, rtol=0)
 
 
-def test_codes_of_a_block_age_together() -> None:
+def test_vectors_of_a_block_age_together() -> None:
     found = ages("block")[:, 20:]
     assert (found[:, 1:] == found[:, :-1] % 4 + 1).all()
     assert len(found[:, 0].unique()) == 4
 
 
-def test_fresh_codes_are_one_position_old_and_prompts_and_some_texts_have_none() -> None:
+def test_fresh_vectors_are_one_position_old_and_prompts_and_some_texts_have_none() -> None:
     found = ages("fresh", unsteered=0.25)
     assert set(found.unique().tolist()) == {0, 1}
     without = (found == 0).all(dim=1)
@@ -298,7 +298,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one_bit_for_bit
     assert resumed.acceptance == whole.acceptance
 
 
-def test_a_drafter_learns_from_codes_what_the_text_does_not_say() -> None:
+def test_a_drafter_learns_from_vectors_what_the_text_does_not_say() -> None:
     """The target's word is a secret of each sequence, known only to the residual stream of one position in four."""
     torch.manual_seed(0)
     steered = SteeredDrafter(llama(16, 2, 1), Projection((1,), 32, 8), ARMS["steered"])
@@ -326,7 +326,7 @@ def test_a_drafter_learns_from_codes_what_the_text_does_not_say() -> None:
         assert kl(0) > 1.0
 
 
-def test_the_record_names_the_gain_of_codes_of_each_age(config: SteerTraining) -> None:
+def test_the_record_names_the_gain_of_vectors_of_each_age(config: SteerTraining) -> None:
     result = train_steering(config)
     record = json.loads((result.folders["steered"] / "training.json").read_text())
     assert set(record["steering_gain"]) == {str(age) for age in AGES}

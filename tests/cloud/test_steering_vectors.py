@@ -251,7 +251,7 @@ def engine(models: Any, projections: dict[str, Projection]) -> Any:
 
 
 @pytest.fixture
-def wish(projections: dict[str, Projection]) -> SteeringRequest:
+def asked(projections: dict[str, Projection]) -> SteeringRequest:
     return SteeringRequest(next(iter(projections)))
 
 
@@ -299,11 +299,11 @@ def vectors_off(
 
 @pytest.mark.parametrize("precision", SteeringPrecision)
 def test_the_vector_is_of_the_newest_valid_state_however_many_drafts_are_accepted(
-    precision, engine, models, projections, wish
+    precision, engine, models, projections, asked
 ):
     _, expected = whole(engine, 1, opening(engine, "plain"))
     right, box = tokens_of(expected), Collected()
-    asks = {"drafting": True, "patience": FOREVER, "steering": replace(wish, precision=precision)}
+    asks = {"drafting": True, "patience": FOREVER, "steering": replace(asked, precision=precision)}
     engine.post_open(2, opening(engine, "drafted", **asks), box)
     assert box.opened().steered
     commits = [box.commit()]  # the prompt's own step waits for nobody
@@ -318,20 +318,20 @@ def test_the_vector_is_of_the_newest_valid_state_however_many_drafts_are_accepte
     assert [commit.accepted for commit in commits] == [0, *range(K + 1), 2, 0]
     assert all(commit.verified == K for commit in commits[1:])
     assert all(commit.steering.precision is precision for commit in commits)
-    model, projection = models("llama")[1], projections[wish.projection]
+    model, projection = models("llama")[1], projections[asked.projection]
     assert max(vectors_off(model, projection, PROMPT, commits)) <= 1
     for shift in (-1, 1):
         wrong = vectors_off(model, projection, PROMPT, commits[:-1], shift)
-        assert min(wrong) > 2, "of the position beside it would be told apart"
+        assert min(wrong) > 2, "of the position beside it would show"
 
 
-def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, wish, monkeypatch):
+def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, asked, monkeypatch):
     right = steering_vectors_module.newest_rows
     monkeypatch.setattr(
         steering_vectors_module, "newest_rows", lambda verified, sampled: [row - 1 for row in right(verified, sampled)]
     )
     box = Collected()
-    engine.post_open(1, opening(engine, "beside", drafting=True, patience=FOREVER, steering=wish), box)
+    engine.post_open(1, opening(engine, "beside", drafting=True, patience=FOREVER, steering=asked), box)
     box.opened()
     commits = [box.commit()]
     expected = tokens_of(whole(engine, 2, opening(engine, "plain"))[1])
@@ -341,21 +341,21 @@ def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, wish
     commits.append(box.commit())
     engine.post_close(1)
     assert commits[1].accepted == K
-    assert vectors_off(models("llama")[1], projections[wish.projection], PROMPT, commits)[1] > 2
+    assert vectors_off(models("llama")[1], projections[asked.projection], PROMPT, commits)[1] > 2
 
 
-def test_vectors_go_on_after_a_resume(engine, models, projections, wish):
+def test_vectors_go_on_after_a_resume(engine, models, projections, asked):
     text = tokens_of(whole(engine, 1, opening(engine, "first"))[1])
-    _, commits = whole(engine, 2, opening(engine, "first", committed=text[:11], steering=wish))
+    _, commits = whole(engine, 2, opening(engine, "first", committed=text[:11], steering=asked))
     assert tokens_of(commits) == text[11:]
-    off_by = vectors_off(models("llama")[1], projections[wish.projection], (*PROMPT, *text[:11]), commits)
+    off_by = vectors_off(models("llama")[1], projections[asked.projection], (*PROMPT, *text[:11]), commits)
     assert off_by.pop() is None, "the last commit has none"
     assert max(off_by) <= 1
 
 
 def test_among_sessions_that_share_steps_only_those_that_ask_get_vectors(engine, models, projections):
     one, two = projections
-    wishes = {
+    requests = {
         "one": SteeringRequest(one),
         "none": None,
         "two": SteeringRequest(two, SteeringPrecision.FLOAT16),
@@ -363,10 +363,10 @@ def test_among_sessions_that_share_steps_only_those_that_ask_get_vectors(engine,
         "seldom": SteeringRequest(one, every=3),
         "off": SteeringRequest(two, every=0),
     }
-    boxes = {name: Collected() for name in wishes}
+    boxes = {name: Collected() for name in requests}
     for key, (name, box) in enumerate(boxes.items()):
         prompt = (key + 3, *PROMPT)
-        engine.post_open(key, opening(engine, name, prompt=prompt, steering=wishes[name]), box)
+        engine.post_open(key, opening(engine, name, prompt=prompt, steering=requests[name]), box)
     steered = {name: box.opened().steered for name, box in boxes.items()}
     commits = {name: box.rest() for name, box in boxes.items()}
     for key in range(len(boxes)):
@@ -376,9 +376,11 @@ def test_among_sessions_that_share_steps_only_those_that_ask_get_vectors(engine,
     last = TEXT.max_tokens - 1
     every = list(range(last))
     assert with_vector == {"one": every, "none": [], "two": every, "unknown": [], "seldom": every[::3], "off": []}
-    for key, (name, box_wish) in enumerate(wishes.items()):
+    for key, (name, box_request) in enumerate(requests.items()):
         if with_vector[name]:
-            found = vectors_off(models("llama")[1], projections[box_wish.projection], (key + 3, *PROMPT), commits[name])
+            found = vectors_off(
+                models("llama")[1], projections[box_request.projection], (key + 3, *PROMPT), commits[name]
+            )
             assert max(value for value in found if value is not None) <= 1, name
 
 
@@ -387,9 +389,9 @@ def without_measurements(commit: Commit) -> bytes:
     return codec.encode_cloud_frame(replace(commit, timing=type(commit.timing)()))
 
 
-def test_steering_changes_neither_the_text_nor_anything_else_in_a_commit(engine, wish):
+def test_steering_changes_neither_the_text_nor_anything_else_in_a_commit(engine, asked):
     _, plain_commits = whole(engine, 1, opening(engine, "same"))
-    opened, steered = whole(engine, 1, opening(engine, "same", steering=wish))
+    opened, steered = whole(engine, 1, opening(engine, "same", steering=asked))
     assert opened.steered
     assert all(commit.steering is not None for commit in steered[:-1])
     stripped = [replace(commit, steering=None) for commit in steered]
@@ -421,7 +423,7 @@ def test_a_wish_may_change_by_report_and_stays_in_the_next_turn(engine, models, 
     assert max(found) <= 1
 
 
-def test_a_projection_that_fails_or_gives_no_numbers_costs_its_vectors_and_no_text(engine, wish, monkeypatch, caplog):
+def test_a_projection_that_fails_or_gives_no_numbers_costs_its_vectors_and_no_text(engine, asked, monkeypatch, caplog):
     _, expected = whole(engine, 1, opening(engine, "fails"))
     right = FoldedProjection.__call__
 
@@ -434,7 +436,7 @@ def test_a_projection_that_fails_or_gives_no_numbers_costs_its_vectors_and_no_te
     for call in (fails, overflows):
         with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
             patch.setattr(FoldedProjection, "__call__", call)
-            opened, commits = whole(engine, 1, opening(engine, "fails", steering=wish))
+            opened, commits = whole(engine, 1, opening(engine, "fails", steering=asked))
         assert opened.steered
         assert tokens_of(commits) == tokens_of(expected)
         assert all(commit.steering is None for commit in commits)
@@ -452,7 +454,7 @@ def test_a_step_for_nobody_who_wishes_projects_nothing(engine, projections, monk
     assert len(tokens_of(commits)) == TEXT.max_tokens
 
 
-def test_sessions_that_wish_for_one_projection_share_one_batch_of_it(engine, wish, monkeypatch):
+def test_sessions_that_ask_for_one_projection_share_one_batch_of_it(engine, asked, monkeypatch):
     sizes: list[int] = []
     right = FoldedProjection.__call__
 
@@ -463,7 +465,7 @@ def test_sessions_that_wish_for_one_projection_share_one_batch_of_it(engine, wis
     monkeypatch.setattr(FoldedProjection, "__call__", counted)
     boxes = [Collected() for _ in range(4)]
     for key, box in enumerate(boxes):
-        engine.post_open(key, opening(engine, f"batch{key}", steering=wish), box)
+        engine.post_open(key, opening(engine, f"batch{key}", steering=asked), box)
     for key, box in enumerate(boxes):
         box.opened()
         assert all(commit.steering is not None for commit in box.rest()[:-1])
@@ -471,13 +473,13 @@ def test_sessions_that_wish_for_one_projection_share_one_batch_of_it(engine, wis
     assert max(sizes) == 4
 
 
-def test_what_is_sent_is_counted(engine, wish):
+def test_what_is_sent_is_counted(engine, asked):
     def counted(what: str) -> float:
         whose = {"model_name": engine.rules.model, "verifier": engine.rules.name}
         return engine.metrics.registry.get_sample_value(f"outrider:verifier_steering_{what}_total", whose)
 
     before = counted("vectors"), counted("bytes")
-    whole(engine, 1, opening(engine, "counted", steering=replace(wish, precision=SteeringPrecision.FLOAT16)))
+    whole(engine, 1, opening(engine, "counted", steering=replace(asked, precision=SteeringPrecision.FLOAT16)))
     vectors = TEXT.max_tokens - 1
     assert (counted("vectors") - before[0], counted("bytes") - before[1]) == (vectors, 2 * RANK * vectors)
 

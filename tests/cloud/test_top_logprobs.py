@@ -103,10 +103,10 @@ def test_there_is_one_list_for_each_draft_that_agrees_and_for_the_token_after_th
         (got,) = Sampler(CPU).sample(
             logits, [VerificationInput(GREEDY, [1], 1, tuple(map(DraftToken, block)), logprobs=True, top_logprobs=2)]
         )
-        told, untold = got.tokens[: agreed + 1], got.tokens[agreed + 1 :]
-        assert all(token.logprob is not None for token in told)
-        assert all((token.logprob, token.top) == (None, ()) for token in untold)
-        assert [[t for t, _ in token.top] for token in told] == [
+        known, unknown = got.tokens[: agreed + 1], got.tokens[agreed + 1 :]
+        assert all(token.logprob is not None for token in known)
+        assert all((token.logprob, token.top) == (None, ()) for token in unknown)
+        assert [[t for t, _ in token.top] for token in known] == [
             [t for t, _ in row] for row in top_of(logits[: agreed + 1], 2)
         ]
 

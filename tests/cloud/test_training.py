@@ -208,7 +208,7 @@ def test_a_window_that_sees_nothing_is_refused(window: int) -> None:
     assert refused.value.field == "window"
 
 
-def test_the_output_is_an_ordinary_model_folder_with_the_figures_of_its_training(config: DrafterTraining) -> None:
+def test_the_output_is_an_ordinary_model_folder_with_the_record_of_its_training(config: DrafterTraining) -> None:
     result = train_drafter(config)
     drafter = AutoModelForCausalLM.from_pretrained(result.folder)
     assert drafter.config.vocab_size == 258

@@ -1,8 +1,8 @@
-"""What a session's grammar allows: compiled when it opens, asked at every position, in threads of its own.
+"""The grammar of a session: compiled when it opens, asked at every position, in threads of its own.
 
 The parsers are llguidance's. A grammar comes from a stranger: its size is bounded when it is decoded, what llguidance
-may spend on it is limited, and neither the event loop nor the engine's thread is ever blocked by it. One that is dear
-slows down its own session only.
+may spend on it is limited, and neither the event loop nor the engine's thread is ever blocked by it. One that costs
+much slows down its own session only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MAX_OF_MESSAGE = 300
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Allowed:
-    """What the grammar allows in a step.
+    """The tokens that the grammar allows in a step.
 
     Attributes:
         block: [k] the first of the drafts asked about, as far as the grammar allows them and goes on after them.
@@ -56,7 +56,7 @@ class Allowed:
 
 
 class Grammars:
-    """Compiles grammars for one target. The tokenizer's trie is built at the first one."""
+    """The grammars of one target, compiled; the first one builds the tokenizer's trie."""
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_tokens: frozenset[int]) -> None:
         self._tokenizer_json = tokenizer_json
@@ -70,17 +70,17 @@ class Grammars:
         self._pools: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
 
     def begin(self, grammar: Grammar, committed: Sequence[int] = ()) -> Future[GrammarMatcher]:
-        """The matcher of a text that has come as far as `committed`, made in another thread.
+        """Make the matcher of a text that has come as far as `committed`, in another thread.
 
         Raises, from the future:
-            InvalidArgument: the grammar is wrong, too dear or allows nothing; `committed` does not follow it.
+            InvalidArgument: the grammar is wrong, costs too much or allows nothing; `committed` does not follow it.
             FailedPrecondition: this target or this installation cannot serve grammars.
         """
         compiling, masking = self._threads()
         return compiling.submit(self._resumed, grammar, list(committed), masking)
 
     def close(self) -> None:
-        """Let the threads go when they have done what they are at."""
+        """End the threads after their present work."""
         for pool in self._pools or ():
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -97,7 +97,7 @@ class Grammars:
         return matcher
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
-        """At the beginning of a text."""
+        """Return a matcher at the beginning of a text."""
         with self._keeping:
             compiled = self._compiled.get(grammar)
             if compiled is not None:
@@ -153,7 +153,7 @@ class Grammars:
 
 
 class GrammarMatcher:
-    """The grammar of one text; its state is that of the committed text, whatever drafts were asked about."""
+    """The matcher of one text; its state is that of the committed text, whatever drafts were asked about."""
 
     def __init__(
         self,
@@ -166,9 +166,9 @@ class GrammarMatcher:
 
         Args:
             fresh: makes a matcher at the beginning of a text.
-            vocab_size: of the target's logits.
-            eos_tokens: of the target.
-            threads: where masks are computed.
+            vocab_size: width of the target's logits.
+            eos_tokens: tokens that end a text of the target.
+            threads: executor that computes masks.
         """
         self._fresh = fresh
         self._vocab_size = vocab_size
@@ -182,10 +182,10 @@ class GrammarMatcher:
         self._answer: Future[Allowed] | None = None
 
     def resume(self, committed: list[int]) -> None:
-        """Take over a text; what follows it is asked once, so that a grammar that is too dear is refused now.
+        """Take over a text, and ask once what may follow, so that a grammar that costs too much is refused now.
 
         Raises:
-            InvalidArgument: with the field named.
+            InvalidArgument: `committed` does not follow the grammar, or it costs too much.
         """
         self._text = committed
         if not self._catch_up():
@@ -195,10 +195,10 @@ class GrammarMatcher:
     # --- the engine's thread ---
 
     def ask(self, block: tuple[int, ...], answered: Callable[[], None]) -> Future[Allowed]:
-        """What is allowed after the committed text and the drafts `block` [k]; while it is busy, the answer under way.
+        """Ask what is allowed after the committed text and the drafts `block` [k]; while busy, return that answer.
 
         `answered` is called from another thread. The future raises InvalidArgument where the grammar is at its end
-        without being complete, or has become too dear.
+        without being complete, or has become too costly.
         """
         if self._answer is None or not (self.busy or self._asked == block):
             self._asked = block
@@ -217,7 +217,7 @@ class GrammarMatcher:
         return self._answer is not None and not self._answer.done()
 
     def allowed(self, block: tuple[int, ...]) -> Allowed | None:
-        """Return what it answered, as far as that is about the drafts `block` [k]; None: there is no answer yet.
+        """Return its answer, as far as that is about the drafts `block` [k]; None: there is no answer yet.
 
         Raises what `ask` does.
         """
@@ -228,7 +228,7 @@ class GrammarMatcher:
         return answer if agreed == len(answer.block) else Allowed(block[:agreed], answer.tokens[: agreed + 1])
 
     def advance(self, tokens: tuple[int, ...]) -> None:
-        """`tokens` [n] are committed."""
+        """Note that `tokens` [n] are committed."""
         self._text += tokens
         self._answer = None
 
@@ -253,20 +253,20 @@ class GrammarMatcher:
         return Allowed(block[: len(rows) - 1], np.stack(rows))
 
     def _row_after(self, draft: int) -> np.ndarray | None:
-        """As `_row`, after one token more. None for EOS too: the row before says the same, and nothing comes after."""
+        """Return `_row` after one token more, or None after EOS: the row before says the same, and nothing follows."""
         if draft in self._eos_tokens or not self._matcher.consume_token(draft):
             return None
         self._drafts += 1
         return self._row()
 
     def _row(self) -> np.ndarray | None:
-        """[vocab] bool, the tokens that may come next; None: the matcher has failed or is at a dead end."""
+        """Return [vocab] bool, the tokens that may come next; None: the matcher has failed or is at a dead end."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         row = np.unpackbits(bits, bitorder="little").view(bool)[: self._vocab_size]
         if self._matcher.is_error() or not row.any():
             return None
         ends = sum(bool(row[token]) for token in self._eos_tokens)
-        if ends and not self._matcher.is_accepting():  # what llguidance says where it gave up
+        if ends and not self._matcher.is_accepting():  # llguidance answers EOS where it gave up
             return None
         return row
 
@@ -276,7 +276,7 @@ class GrammarMatcher:
         self._drafts = 0
 
     def _catch_up(self) -> bool:
-        """Whether the matcher takes the tokens of the text that it has not seen."""
+        """Feed the matcher the tokens of the text that it has not seen, and return whether it takes them."""
         while self._consumed < len(self._text):
             if not self._matcher.consume_token(self._text[self._consumed]):
                 return False
@@ -284,7 +284,7 @@ class GrammarMatcher:
         return True
 
     def _rebuild(self) -> None:
-        """A matcher that has failed stays so; another one reads the text again."""
+        """Replace a matcher that has failed, which it never recovers from, and read the text again."""
         self._matcher = self._fresh()
         self._consumed = 0
         self._catch_up()
@@ -301,7 +301,7 @@ def _limits() -> LLParserLimits:
 
 
 def _one_line(message: str) -> str:
-    """What llguidance says, without the quotation of the grammar that follows it."""
+    """Return llguidance's message without the quotation of the grammar that follows it."""
     lines = message.split("\n<non-verbose/>")[0].strip().split("\n")
     why = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
     return " ".join([lines[0], *why])[:_MAX_OF_MESSAGE]
@@ -317,7 +317,7 @@ def _stack_of_new_threads(size: int) -> Iterator[None]:
 
 
 def _pool(name: str, threads: int) -> ThreadPoolExecutor:
-    """All of its threads are started, with the stack that new threads have now."""
+    """Make a pool and start all its threads, which get the stack size of new threads now."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix=f"outrider-grammar-{name}")
     here = threading.Barrier(threads + 1)
     for _ in range(threads):

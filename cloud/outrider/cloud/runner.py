@@ -19,11 +19,11 @@ from outrider.proto.types import DraftToken, Steering, token_ids
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a step.
+    """The results of a step.
 
     Attributes:
-        verified: of each session that read its prompt to the end.
-        times: of the step.
+        verified: result of each session that has read its prompt to the end.
+        times: moments of the step.
     """
 
     verified: Sequence[tuple[Slot, Verified]]
@@ -31,14 +31,14 @@ class StepResult:
 
 
 class ModelRunner:
-    """Runs batches on a target."""
+    """The runner of batches on a target."""
 
     def __init__(self, target: Target, projections: Mapping[str, Projection], *, min_step_s: float = 0.0) -> None:
-        """Take a target.
+        """Run batches on `target`.
 
         Args:
-            target: with the KV cache of all sessions.
-            projections: that make steering vectors, by id.
+            target: model with the KV cache of all sessions.
+            projections: projections that make steering vectors, by id.
             min_step_s: least time of a step, which stands for a larger target; seconds.
         """
         self._target = target
@@ -73,7 +73,7 @@ class ModelRunner:
 
 
 def _rows(share: Share[Slot]) -> Rows:
-    """The next uncomputed tokens of the transcript, then the drafts; logits of the last token and of each draft."""
+    """Return rows of the next uncomputed tokens, then of the drafts, with logits of the last token and each draft."""
     slot, start = share.slot, share.slot.cache.length
     tokens = slot.session.transcript[start : start + share.num_tokens]
     if share.block is None:

@@ -21,16 +21,16 @@ from outrider.proto.types import CommittedToken, DraftToken, Sampling, TopLogpro
 
 @dataclass(frozen=True, slots=True)
 class VerificationInput:
-    """What the distribution of one session's rows depends on.
+    """The facts that the distribution of one session's rows depends on.
 
     Attributes:
-        sampling: the session's.
+        sampling: sampling settings of the session.
         transcript: prompt and text before the step.
-        prompt_length: tokens of it that are prompt.
+        prompt_length: tokens of the prompt in it.
         block: [k] drafts to verify; row j of k + 1 follows transcript + block[:j].
         allowed: [k + 1, vocab] bool, the tokens that the grammar allows in each row; None: there is none.
         logprobs: whether the model's own log probabilities are wanted.
-        top_logprobs: so many likeliest tokens of each position too.
+        top_logprobs: number of likeliest tokens wanted for each position.
     """
 
     sampling: Sampling
@@ -43,24 +43,24 @@ class VerificationInput:
 
     @property
     def rows(self) -> int:
-        """Rows of logits that belong to it."""
+        """Number of its rows of logits."""
         return len(self.block) + 1
 
     @property
     def adjusts(self) -> bool:
-        """Whether `adjusted_logits` are any others than the target's."""
+        """Whether `adjusted_logits` differ from the target's."""
         sampling = self.sampling
         return bool(self.allowed is not None or sampling.allowed_tokens or sampling.logit_bias or sampling.penalises)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a session's rows say.
+    """The results of a session's rows.
 
     Attributes:
         tokens: [k + 1] the target's, with `logp`; the a drafts that agree and the token after them have `logprob` and
             `top` too, where wanted.
-        reward: of the drafts; None: no q.
+        reward: mean acceptance ratio of the drafts; None: no q.
     """
 
     tokens: tuple[CommittedToken, ...]
@@ -77,7 +77,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, sessions: list[VerificationInput]) -> list[Sampled]:
-        """The target's token in every row of `logits` [sum of rows, vocab] float32, row by row in order of `sessions`.
+        """Return the target's tokens in the rows of `logits` [sum of rows, vocab] float32, in order of `sessions`.
 
         Row j of a session stands at absolute position i = len(transcript) + j and takes
         argmax_t log p_i(t) + G(seed, i, t); at temperature 0 the argmax of the logits (DESIGN section 1; Gumbel-max).
@@ -97,7 +97,7 @@ class Sampler:
     def _by_shortlist(
         self, logits: torch.Tensor, sessions: list[VerificationInput], spans: list[slice]
     ) -> dict[int, Sampled]:
-        """Results by index of session, for those that short lists settle; sessions of one law are taken together."""
+        """Return results by index of session, for those that short lists settle; sessions of one law go together."""
         vocab = logits.shape[1]
         if self._device.type != "cpu" or vocab < SMALLEST_VOCAB:
             return {}
@@ -135,7 +135,7 @@ class Sampler:
         return _per_session(sessions, tokens.tolist(), logp_of_tokens.tolist(), logp_of_asked.tolist())
 
     def _choose(self, scores: torch.Tensor, sessions: list[VerificationInput]) -> torch.Tensor:
-        """[rows] int64."""
+        """Return the tokens of `scores`, [rows] int64."""
         noisy: list[int] = []
         seeds: list[int] = []
         positions: list[int] = []
@@ -153,7 +153,7 @@ class Sampler:
         return tokens
 
     def _coupled_argmax(self, scores: torch.Tensor, row_keys: torch.Tensor) -> torch.Tensor:
-        """Argmax over tokens of scores + G, decided by the portable noise where the fast one leaves a doubt.
+        """Return the argmax over tokens of scores + G; the portable noise decides where the fast one leaves a doubt.
 
         scores: [rows, vocab] float64, -inf where a token is excluded; row_keys: [rows] int64.
         """
@@ -163,16 +163,16 @@ class Sampler:
         best = total.max(dim=-1)
         close = total >= best.values[:, None] - NEAR_TIE
         for row in (close.sum(dim=-1) > 1).nonzero()[:, 0].tolist():
-            rivals = close[row].nonzero()[:, 0]
-            exact = scores[row, rivals] + self._noise.gumbel(row_keys[row], rivals)
-            best.indices[row] = rivals[exact.argmax()]
+            tied = close[row].nonzero()[:, 0]
+            exact = scores[row, tied] + self._noise.gumbel(row_keys[row], tied)
+            best.indices[row] = tied[exact.argmax()]
         return best.indices
 
 
 def _settled(
     shortlist: Shortlist, logits: np.ndarray, law: Law, sessions: dict[int, VerificationInput]
 ) -> dict[int, Sampled]:
-    """Results by index, of the sessions of one law all of whose rows of `logits` [sum of rows, vocab] are settled."""
+    """Return results by index of the sessions of one law all of whose rows of `logits` are settled."""
     inputs = list(sessions.values())
     keys = [row_key(i.sampling.seed, len(i.transcript) + row) for i in inputs for row in range(i.rows)]
     choice = shortlist.choose(logits, law, keys, np.array(_asked(inputs)))
@@ -183,7 +183,7 @@ def _settled(
 
 
 def _asked(sessions: list[VerificationInput]) -> list[int]:
-    """[sum of rows] the draft that is verified in each row; 0 in a session's last."""
+    """Return [sum of rows] the draft that is verified in each row; 0 in a session's last."""
     return [token for session in sessions for token in (*token_ids(session.block), 0)]
 
 
@@ -200,7 +200,7 @@ def _per_session(
 
 
 def _reward(logp_of_drafts: list[float], session: VerificationInput) -> float | None:
-    """Mean of min(1, p(x) / q(x)) over the block's drafts: the one-sample estimate of 1 - TV (MetaSD, section 3)."""
+    """Return the mean of min(1, p(x) / q(x)) over the drafts, the one-sample estimate of 1 - TV (MetaSD, section 3)."""
     ratios = [
         min(1.0, math.exp(logp) / draft.confidence)
         for logp, draft in zip(logp_of_drafts, session.block, strict=False)
@@ -210,15 +210,15 @@ def _reward(logp_of_drafts: list[float], session: VerificationInput) -> float | 
 
 
 def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: VerificationInput) -> Sampled:
-    """The same with log probabilities of the model's own distribution, softmax(logits), in the rows that matter.
+    """Add log probabilities of the model's own distribution, softmax(logits), in the rows that matter.
 
     That is what OpenAI's API and vLLM (`logprobs_mode=raw_logprobs`) call logprobs. It has a value for every token,
     also where the processed distribution is one point or excludes the rest.
 
     Args:
         sampled: the target's token of each row.
-        logits: [k + 1, vocab] float32, of the target.
-        session: whose rows they are.
+        logits: [k + 1, vocab] float32, the target's.
+        session: session of the rows.
     """
     agreed = (draft.id == token.id for draft, token in zip(session.block, sampled.tokens, strict=False))
     count = sum(itertools.takewhile(bool, agreed)) + 1
@@ -235,7 +235,7 @@ def with_logprobs(sampled: Sampled, logits: torch.Tensor, session: VerificationI
 
 
 def _likeliest(logits: torch.Tensor, log_sums: torch.Tensor, count: int) -> tuple[TopLogprobs, ...]:
-    """The `count` likeliest tokens of each row [rows, vocab] with log p; the lower token first among equals."""
+    """Return the `count` likeliest tokens of each row [rows, vocab] with log p; the lower token first among equals."""
     least = logits.topk(min(count, logits.shape[1]), dim=-1).values[:, -1:]
     row, token = (logits >= least).nonzero(as_tuple=True)  # in order of row, then token; ties may make them more
     logp = (logits - log_sums)[row, token].tolist()
@@ -246,15 +246,15 @@ def _likeliest(logits: torch.Tensor, log_sums: torch.Tensor, count: int) -> tupl
 
 
 def processed_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
-    """Unnormalised log probabilities [k + 1, vocab] float64 of the processed distribution; -inf where excluded.
+    """Return unnormalised log probabilities [k + 1, vocab] float64 of the processed distribution; -inf: excluded.
 
     After `adjusted_logits` come, in this order, temperature, top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et
     al. 2024). At temperature 0 none of them does: only the argmax matters. Ties at a cut are kept by top-k and broken
     by token id by top-p.
 
     Args:
-        logits: [k + 1, vocab] float32, of the target.
-        session: whose rows they are.
+        logits: [k + 1, vocab] float32, the target's.
+        session: session of the rows.
     """
     sampling = session.sampling
     scores = adjusted_logits(logits, session)
@@ -274,10 +274,10 @@ def processed_logits(logits: torch.Tensor, session: VerificationInput) -> torch.
 
 
 def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
-    """[k + 1, vocab] float64 logits after what looks at single tokens, of which only some sessions ask anything.
+    """Return [k + 1, vocab] float64 logits after the adjustments of single tokens, which only some sessions ask for.
 
-    In this order: grammar, allowed tokens, bias, repetition penalty (Keskar et al. 2019, section 4.1), presence and
-    frequency penalty.
+    They come in this order: grammar, allowed tokens, bias, repetition penalty (Keskar et al. 2019, section 4.1),
+    presence and frequency penalty.
     """
     sampling = session.sampling
     scores = logits.double()
@@ -295,7 +295,7 @@ def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.T
 
 
 def _penalise(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
-    """Only tokens that came before can change: `used` [n] of them, a few columns of `scores`, which are written to."""
+    """Penalise the tokens that came before, a few columns of `scores`, in place."""
     sampling, end = session.sampling, len(session.transcript)
     before = torch.tensor([*session.transcript, *token_ids(session.block)], dtype=torch.int64, device=scores.device)
     used, place = torch.unique(before, return_inverse=True)

@@ -1,4 +1,4 @@
-"""The verifier's gRPC server: streams in, engine events out, and back. No decision about a token is made here."""
+"""The verifier's gRPC server: streams become the engine's events, and its frames become streams."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ OPEN_WITHIN_S = 10.0
 COMPILE_WITHIN_S = 10.0
 SPARE_CALLS = 16  # health checks, and streams that are refused
 MAX_UNTAKEN = 256
-REFILL = 0.1  # of a minute's tokens, before a session whose key has spent them goes on: coming back costs a prefill
-SWITCH_S = 0.0005  # else a frame that comes while the engine's thread runs Python waits 5 ms for the interpreter
+REFILL = 0.1  # share of a minute's tokens before a session whose key had spent them returns: that costs a prefill
+SWITCH_S = 0.0005  # by default, a frame that comes while the engine's thread runs Python waits 5 ms
 
 log = logging.getLogger(__name__)
 
@@ -56,28 +56,28 @@ class StreamOutbox(Outbox):
         self._unread = 0
         self.taken = 0
         self.goes_on = False  # whether a Continue may still follow the last commit of a turn
-        self.session = ""  # as soon as Open has come
+        self.session = ""  # until Open has come
         self.opened = False
-        self.closed = False  # the stream has ended
+        self.closed = False  # whether the stream has ended
         self.end_of_lease: asyncio.TimerHandle | None = None
-        self.meter: Bucket | None = None  # of its API key, where that has a limit
+        self.meter: Bucket | None = None  # its API key's, if that has a limit
 
     def put(self, item: CloudFrame | OutriderError) -> None:
-        """From any thread."""
+        """Queue a frame, from any thread."""
         self._unread += 1
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     def unread(self) -> int:
-        """Frames that gRPC has not taken yet; it takes none while the client reads none."""
+        """Return how many frames gRPC has not taken yet; it takes none while the client reads none."""
         return self._unread
 
     async def get(self) -> CloudFrame | OutriderError:
-        """The next item, in order."""
+        """Return the next item, in order."""
         return await self._queue.get()
 
     def sent(self) -> None:
-        """GRPC has taken the last item."""
+        """Note that gRPC has taken the last item."""
         self._unread -= 1
         self.taken += 1
 
@@ -89,11 +89,12 @@ class VerifierServer:
         """Load the target and check it.
 
         Args:
-            config: of the verifier.
+            config: settings of the verifier.
             lease_secret: shared with the coordinator; empty: no lease is asked for (loopback only).
 
         Raises:
-            NotFound, ModelRefused: as `load_target` and `load_projections`; ConfigError.
+            NotFound, ModelRefused: the target or a projection cannot be loaded.
+            ConfigError: it listens beyond loopback without a lease secret.
         """
         if not (lease_secret or is_local_address(config.listen, "listen")):
             raise ConfigError("must be given where the verifier listens beyond loopback", field="lease_secret")
@@ -142,7 +143,7 @@ class VerifierServer:
         self._meters = Meters()
 
     async def start(self) -> str:
-        """Begin to serve; the address as host:port."""
+        """Begin to serve, and return the address as host:port."""
         self._serve_metrics()  # a thread of its own, before gRPC's
         self._server = grpc.aio.server(
             options=SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions + SPARE_CALLS
@@ -164,7 +165,7 @@ class VerifierServer:
         return self._address
 
     async def drain(self, grace_s: float = 10.0) -> int:
-        """Send every session elsewhere and wait for them to go; how many there were."""
+        """Send every session elsewhere, wait for them to go, and return how many there were."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         sessions = self._engine.session_count
         self._engine.post_drain()
@@ -191,12 +192,12 @@ class VerifierServer:
 
     @property
     def tls_name(self) -> str:
-        """What its certificate is to be checked for; empty: the host of its address."""
+        """Name to check its certificate for; empty: the host of its address."""
         return "" if self._config.tls is None else name_to_expect(self._config.tls.cert, self._config.host)
 
     @property
     def metrics_address(self) -> str:
-        """Where Prometheus finds the metrics, host:port; empty: nowhere."""
+        """Address of the metrics for Prometheus, host:port; empty: none are served."""
         return self._metrics_server.address if self._metrics_server is not None else ""
 
     def _serve_metrics(self) -> None:
@@ -206,12 +207,12 @@ class VerifierServer:
         self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
 
     def take_step_timings(self) -> list[StepTiming]:
-        """Of the steps since the last call, oldest first; the newest few thousand are kept."""
-        figures = self._engine.timings
-        return [figures.popleft() for _ in range(len(figures))]
+        """Return the times of the steps since the last call, oldest first; the newest few thousand are kept."""
+        timings = self._engine.timings
+        return [timings.popleft() for _ in range(len(timings))]
 
     def status(self) -> VerifierStatus:
-        """What the coordinator wants to know."""
+        """Return the verifier's state for the coordinator."""
         return VerifierStatus(
             name=self.rules.name,
             address=self._address,
@@ -272,7 +273,7 @@ class VerifierServer:
             self._engine.post_close(key)
 
     async def _read(self, key: int, requests: AsyncIterator[bytes], outbox: StreamOutbox) -> None:
-        """Frames of one stream to the engine; waits while the engine has too many of them untaken."""
+        """Hand the frames of one stream to the engine; wait while too many of them are untaken."""
         loop = asyncio.get_running_loop()
         room = asyncio.Semaphore(MAX_UNTAKEN)
         try:
@@ -301,13 +302,12 @@ class VerifierServer:
             outbox.put(InvalidArgument(f"did not come within {OPEN_WITHIN_S:.0f} s", field="frame.open"))
 
     async def _grammar_matcher(self, grammar: Grammar | None, committed: tuple[int, ...] = ()) -> GrammarMatcher | None:
-        """What the engine asks about a grammar, which is compiled elsewhere; refused before any compute."""
+        """Return the matcher of a grammar, compiled in another thread, or refuse the grammar before any step."""
         if grammar is None:
             return None
         try:
-            return await asyncio.wait_for(
-                asyncio.wrap_future(self._grammars.begin(grammar, committed)), COMPILE_WITHIN_S
-            )
+            matcher = asyncio.wrap_future(self._grammars.begin(grammar, committed))
+            return await asyncio.wait_for(matcher, COMPILE_WITHIN_S)
         except TimeoutError as error:
             raise InvalidArgument(
                 f"is not compiled within {COMPILE_WITHIN_S:.0f} s; simplify it", field="sampling.grammar"
@@ -327,9 +327,8 @@ class VerifierServer:
 
     def _check_lease(self, frame: Open) -> LeaseClaim | None:
         if frame.model != self.rules.model:
-            raise NotFound(
-                f"{frame.model!r} is not served here; this verifier has {self.rules.model!r}", field="open.model"
-            )
+            reason = f"{frame.model!r} is not served here; this verifier has {self.rules.model!r}"
+            raise NotFound(reason, field="open.model")
         if not self._secret:
             return None
         return verify_lease(
@@ -342,7 +341,7 @@ class VerifierServer:
         )
 
     def _meter(self, claim: LeaseClaim | None) -> Bucket | None:
-        """The meter of the API key that the lease was given to; raises `ResourceExhausted` where that is spent."""
+        """Return the meter of the lease's API key; raise `ResourceExhausted` where its tokens are spent."""
         if claim is None or not claim.tokens_per_minute:
             return None
         now_s = time.monotonic()
@@ -357,7 +356,7 @@ class VerifierServer:
         """End a stream whose client has left its frames unread for `stall_s` seconds.
 
         The stream's task is then stuck in a write that flow control holds back. It is cancelled, which frees the
-        session now; the status is queued behind that write, for a client that comes to read again and resumes.
+        session now; the status is queued after that write, for a client that reads again and resumes.
         """
         taken, since = outbox.taken, time.monotonic()
         while True:
@@ -386,7 +385,7 @@ class VerifierServer:
 
 
 def _charge(meter: Bucket, outbox: StreamOutbox, tokens: int) -> None:
-    """Count tokens that were sent; where the key has no more, the session goes away until it has some again."""
+    """Count tokens that were sent; where the key has none left, send the session away until it has some again."""
     now_s = time.monotonic()
     meter.spend(tokens, now_s)
     if meter.level(now_s) < 0:

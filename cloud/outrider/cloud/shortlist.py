@@ -103,7 +103,8 @@ class _Rows:
         below = (self.logits - self.best.astype(self.logits.dtype)[:, None]).astype(np.float32, copy=False)
         np.multiply(below, np.float32(1 / self.temperature), out=below)
         torch.from_numpy(below).exp_()  # numpy's takes three times as long
-        return np.log(below.sum(axis=1), dtype=np.float64)
+        log_sums: np.ndarray = np.log(below.sum(axis=1), dtype=np.float64)
+        return log_sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.cloud.batching import Batch
 from outrider.cloud.metrics import VerifierMetrics
@@ -64,7 +65,7 @@ class StepMeter:
         """Count no overhead for `seconds` in which there was nothing to do."""
         self._accounted_until += seconds
 
-    def record(self, batch: Batch, times: StepTimes) -> None:
+    def record(self, batch: Batch[Any], times: StepTimes) -> None:
         """Count a step."""
         timing = StepTiming(
             sessions=len(batch.shares),

@@ -110,7 +110,7 @@ class Target:
     def _run(self, tokens: list[int], spans: list[Span], wanted: list[int]) -> torch.Tensor:
         slots = torch.cat([span.cache.slots[span.start : span.context] for span in spans])
         positions = [p for span in spans for p in range(span.start, span.context)]
-        logits = self.model(
+        logits: torch.Tensor = self.model(
             input_ids=torch.tensor([tokens], device=self.device),
             position_ids=torch.tensor([positions], device=self.device),
             use_cache=False,

@@ -1,15 +1,15 @@
 """From a transformers folder to the ONNX package that an edge runs.
 
-contract        what an exported graph takes and returns
-model           the model, looked at and run with attention and rotation replaced
-steered         a drafter's steering as its folder has it, and the drafter steered in torch
+contract        inputs and outputs of an exported graph
+model           the model to export, run with attention and rotation replaced
+steered         the steering in a drafter's folder, and the drafter steered in torch
 graph           the traced graph, and what is joined in it afterwards
-steering_graph  the graph that turns a code into biases
+steering_graph  the graph that turns a steering vector into biases
 quantised       the traced graph with 8-bit weights
 check           ONNX Runtime against torch
 check_steered   the same with biases, and without against the unsteered export
 package         the folder with its manifest: `export_drafter`
-errors          what an export can fail with
+errors          errors of an export
 """
 
 from __future__ import annotations

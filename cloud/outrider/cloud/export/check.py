@@ -1,4 +1,4 @@
-"""Nothing is published before ONNX Runtime has agreed with torch."""
+"""The check of an exported graph against torch, which comes before it is published."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.cloud.export.contract import OUTPUTS, cache_names
 from outrider.cloud.export.errors import ExportMismatch
 from outrider.cloud.export.model import CacheShape, context_length
 
-# What the check demands. Errors are in units of the standard deviation of torch's logits.
+# Limits of the check. Errors are in units of the standard deviation of torch's logits.
 LARGEST_FLOAT32_ERROR = 1e-3
 MIN_INT8_AGREEMENT = 0.97
 LARGEST_INT8_KL = 0.01
@@ -25,7 +25,7 @@ CHECK_SEQUENCES = 4
 
 
 def open_session(graph: Path, threads: int = 1) -> onnxruntime.InferenceSession:
-    """A CPU session that computes on `threads` threads and does not spin between calls."""
+    """Open a CPU session that computes on `threads` threads and does not spin between calls."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -40,7 +40,7 @@ def check_graph(
     """Run the graph in uneven chunks and single steps, and hold every output against torch's plain whole forward.
 
     Returns:
-        the figures, in units of the standard deviation of torch's logits where they are errors.
+        The metrics, in units of the standard deviation of torch's logits where they are errors.
     """
     session = open_session(graph)
     comparison = Comparison(precision)
@@ -48,11 +48,11 @@ def check_graph(
         chunks = chunk_lengths(len(tokens), seed=index)
         outputs = run_in_chunks(session, tokens, chunks, shape, candidates)
         comparison.add(logits_by_torch(plain, tokens), outputs, candidates)
-    return comparison.accepted_figures()
+    return comparison.accepted_metrics()
 
 
 def logits_by_torch(plain: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
-    """float32 [length, vocab] of one whole forward pass over `tokens` (int64 [length])."""
+    """Return float32 logits [length, vocab] of one whole forward pass over `tokens` (int64 [length])."""
     with torch.inference_mode():
         logits: np.ndarray = plain(input_ids=torch.from_numpy(tokens)[None]).logits[0].float().numpy()
     return logits
@@ -66,10 +66,10 @@ def run_in_chunks(
     candidates: int,
     biases: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> dict[str, np.ndarray]:
-    """All outputs for `tokens` (int64 [length]), fed in `chunks` that sum to its length.
+    """Return all outputs for `tokens` (int64 [length]), fed in `chunks` that sum to its length.
 
-    `OUTPUTS` come joined along positions, the caches as the last chunk leaves them. Past and present share their
-    memory, with room to spare that holds what no position may see. `biases`: a steered graph's, for every chunk.
+    `OUTPUTS` are joined along positions, and the caches are those after the last chunk. Past and present share their
+    memory, and NaN fills the room that no position may see. `biases`: those of a steered graph, for every chunk.
     """
     caches = {
         name: np.full((1, shape.kv_heads, len(tokens) + 3, shape.head_dim), np.nan, dtype=np.float32)
@@ -105,7 +105,7 @@ class Comparison:
     """Running totals of how ONNX Runtime's logits differ from torch's."""
 
     def __init__(self, precision: str):
-        """`precision` of the graph's weights."""
+        """Begin with nothing compared; `precision` is that of the graph's weights."""
         self.precision = precision
         # Two best logits at most this far apart, in nats, are a tie; float32 rounding is added to it.
         self.tie = INT8_TIE if precision == "int8" else 0.0
@@ -116,7 +116,7 @@ class Comparison:
         self.agreed = self.agreed_beyond_ties = self.beyond_ties = self.positions = 0
 
     def add(self, logits_by_torch: np.ndarray, outputs: dict[str, np.ndarray], candidates: int) -> None:
-        """`logits_by_torch`: float32 [length, vocab]; `outputs` as in `OUTPUTS`, m = length."""
+        """Add a text: `logits_by_torch` float32 [length, vocab]; `outputs` as in `OUTPUTS`, m = length."""
         logits_by_onnx = outputs["logits"]
         spread = float(logits_by_torch.std())
         if not np.isfinite(logits_by_onnx).all():
@@ -140,9 +140,9 @@ class Comparison:
             self.normalizer_error, float(np.abs(normalizer - outputs["log_normalizer"]).max()) / spread
         )
 
-    def accepted_figures(self, case: str = "") -> dict[str, float | int]:
-        """The figures; ExportMismatch, which names the `case`, where one is out of its limit."""
-        figures: dict[str, float | int] = {
+    def accepted_metrics(self, case: str = "") -> dict[str, float | int]:
+        """Return the metrics; raise ExportMismatch, which names the `case`, where one is out of its limit."""
+        metrics: dict[str, float | int] = {
             "positions": self.positions,
             "largest_error": self.largest_error,
             "agreement": self.agreed / self.positions,
@@ -154,26 +154,26 @@ class Comparison:
             "log_normalizer is wrong": self.normalizer_error <= LARGEST_FLOAT32_ERROR,
         }
         if self.precision == "float32":
-            limits["logits differ"] = figures["largest_error"] <= LARGEST_FLOAT32_ERROR
-            limits["argmax differs"] = figures["agreement_beyond_ties"] == 1.0
+            limits["logits differ"] = metrics["largest_error"] <= LARGEST_FLOAT32_ERROR
+            limits["argmax differs"] = metrics["agreement_beyond_ties"] == 1.0
         else:
-            limits["argmax differs"] = figures["agreement_beyond_ties"] >= MIN_INT8_AGREEMENT
-            limits["distributions differ"] = figures["mean_kl"] <= LARGEST_INT8_KL
+            limits["argmax differs"] = metrics["agreement_beyond_ties"] >= MIN_INT8_AGREEMENT
+            limits["distributions differ"] = metrics["mean_kl"] <= LARGEST_INT8_KL
         if failed := [what for what, holds in limits.items() if not holds]:
             what = f"what torch does {case}".rstrip()
-            raise ExportMismatch(f"ONNX Runtime does not compute {what}: {', '.join(failed)}; {figures}")
-        return figures
+            raise ExportMismatch(f"ONNX Runtime does not compute {what}: {', '.join(failed)}; {metrics}")
+        return metrics
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last axis, in float64."""
+    """Return the log softmax over the last axis, in float64."""
     shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     normalised: np.ndarray = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return normalised
 
 
 def check_sequences(plain: PreTrainedModel) -> list[np.ndarray]:
-    """Half of them random tokens, half text of the model's own making; int64 [length] each."""
+    """Return texts int64 [length], half of them random tokens, half written by the model."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = plain.config.vocab_size
     length = min(CHECK_LENGTH, context_length(plain))
@@ -187,7 +187,7 @@ def check_sequences(plain: PreTrainedModel) -> list[np.ndarray]:
 
 
 def chunk_lengths(total: int, seed: int) -> list[int]:
-    """Uneven chunks and single steps that sum to `total`."""
+    """Return uneven chunks and single steps that sum to `total`."""
     choose = np.random.default_rng(seed)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:

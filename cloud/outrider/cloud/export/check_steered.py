@@ -1,11 +1,11 @@
-"""A steered graph is published when it is the unsteered one without a code, and torch's with any.
+"""The check of a steered graph: the unsteered export without a vector, and torch's drafter with any.
 
-Three comparisons, each of which finds what the others cannot:
+It makes three comparisons, each of which finds what the others cannot:
 
     none    with biases of zero it gives the unsteered export's outputs, bit for bit
     loud    with random biases as large as what they are added to it gives torch's logits: a bias in another layer,
             after the gate or at another position shows even where U is still zero
-    codes   with codes of the drafter's own projection the steering graph gives U c, and the two together torch's logits
+    vectors with those of the drafter's own projection the steering graph gives U c, and both graphs torch's logits
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.cloud.export.check import (
     open_session,
     run_in_chunks,
 )
-from outrider.cloud.export.contract import CODE, MODEL_FILE, STEERING_GRAPH_FILE, steering_names
+from outrider.cloud.export.contract import MODEL_FILE, STEERING_GRAPH_FILE, VECTOR, steering_names
 from outrider.cloud.export.errors import ExportMismatch
 from outrider.cloud.export.model import CacheShape
 from outrider.cloud.export.steered import DrafterSteering, biases_by, steered_by, up_projections
@@ -36,7 +36,7 @@ LARGEST_BIAS_ERROR = 1e-5  # of the steering graph, in units of the largest bias
 
 @dataclass(frozen=True)
 class _Text:
-    """`tokens` (int64 [length]), fed in `chunks` that sum to its length, each with biases of its own."""
+    """A text of `tokens` (int64 [length]), fed in `chunks` that sum to its length, each with biases of its own."""
 
     tokens: np.ndarray
     chunks: list[int]
@@ -44,16 +44,16 @@ class _Text:
 
 @dataclass(frozen=True)
 class SteeredCheck:
-    """What is compared.
+    """A comparison of a steered package with torch and with its unsteered export.
 
     Attributes:
-        plain: the drafter in torch.
-        shape: of its cache.
-        steering: of its folder.
-        package: where its two graphs are.
-        unsteered: a graph of the same weights in the same precision, exported without steering.
-        precision: of the weights.
-        candidates: to ask the graphs for.
+        plain: drafter in torch.
+        shape: shape of its cache.
+        steering: steering of its folder.
+        package: folder of its two graphs.
+        unsteered: graph of the same weights in the same precision, exported without steering.
+        precision: precision of the weights.
+        candidates: number of candidates to ask the graphs for.
     """
 
     plain: PreTrainedModel
@@ -64,8 +64,8 @@ class SteeredCheck:
     precision: str
     candidates: int
 
-    def figures(self) -> dict[str, float | int]:
-        """`check_graph`'s figures, of the comparison with codes; ExportMismatch where any comparison fails."""
+    def metrics(self) -> dict[str, float | int]:
+        """Return `check_graph`'s metrics with vectors; raise ExportMismatch where any comparison fails."""
         sequences = enumerate(check_sequences(self.plain))
         texts = [_Text(tokens, chunk_lengths(len(tokens), seed=index)) for index, tokens in sequences]
         session = open_session(self.package / MODEL_FILE)
@@ -96,7 +96,7 @@ class SteeredCheck:
             biases *= sizes[:, None, None]
             biases[:, 0] = 0
             comparison.add(self._logits_by_torch(text, biases), self._run(session, text, biases), self.candidates)
-        comparison.accepted_figures("with random biases")
+        comparison.accepted_metrics("with random biases")
 
     def _compare_vectors(self, session: onnxruntime.InferenceSession, texts: list[_Text]) -> dict[str, float | int]:
         steering_graph = open_session(self.package / STEERING_GRAPH_FILE)
@@ -104,26 +104,26 @@ class SteeredCheck:
         comparison = Comparison(self.precision)
         generator = torch.Generator().manual_seed(0)
         for text in texts:
-            codes = self._codes(len(text.chunks), generator)
-            by_torch = torch.stack(biases_by(self.steering.matrices, codes))
-            by_graph = [steering_graph.run(names, {CODE: code}) for code in codes.numpy()]
+            vectors = self._vectors(len(text.chunks), generator)
+            by_torch = torch.stack(biases_by(self.steering.matrices, vectors))
+            by_graph = [steering_graph.run(names, {VECTOR: vector}) for vector in vectors.numpy()]
             biases = torch.from_numpy(np.stack(by_graph, axis=1))
             if float((biases - by_torch).abs().max()) > LARGEST_BIAS_ERROR * float(by_torch.abs().max()):
                 raise ExportMismatch("the steering graph does not give U c")
             comparison.add(self._logits_by_torch(text, by_torch), self._run(session, text, biases), self.candidates)
-        return comparison.accepted_figures("with codes")
+        return comparison.accepted_metrics("with vectors")
 
-    def _codes(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        """[count, rank], as large as the projection makes them; the first is zero: a prompt is not steered."""
+    def _vectors(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        """Return vectors [count, rank] of the projection; the first is zero: a prompt is not steered."""
         projection = self.steering.projection
         taps = torch.randn(count, len(projection.layers) * projection.hidden, generator=generator)
         with torch.inference_mode():
-            codes: torch.Tensor = projection(taps)
-            codes[0] = 0
-        return codes
+            vectors: torch.Tensor = projection(taps)
+            vectors[0] = 0
+        return vectors
 
     def _sizes(self, text: _Text) -> torch.Tensor:
-        """[layers] root mean squares of what the up projections give for `text`."""
+        """Return [layers] the root mean squares of the up projections' outputs for `text`."""
         outputs: list[torch.Tensor] = []
         hooks = [
             module.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
@@ -135,7 +135,7 @@ class SteeredCheck:
         return torch.stack([output.float().square().mean().sqrt() for output in outputs])
 
     def _logits_by_torch(self, text: _Text, biases: torch.Tensor) -> np.ndarray:
-        """float32 [length, vocab] with the `biases` [layers, chunks, mlp] at the positions of their chunks."""
+        """Return logits float32 [length, vocab] with the `biases` [layers, chunks, mlp] of each chunk."""
         by_position = biases.repeat_interleave(torch.tensor(text.chunks), dim=1)
         with steered_by(self.plain, by_position.unbind(0)):
             return logits_by_torch(self.plain, text.tokens)
@@ -143,7 +143,7 @@ class SteeredCheck:
     def _run(
         self, session: onnxruntime.InferenceSession, text: _Text, biases: torch.Tensor | None = None
     ) -> dict[str, np.ndarray]:
-        """All outputs, with the `biases` [layers, chunks, mlp] of a steered graph."""
+        """Return all outputs, with the `biases` [layers, chunks, mlp] of a steered graph."""
         names = steering_names(self.shape.layers)
         fed = [] if biases is None else [dict(zip(names, chunk.numpy(), strict=True)) for chunk in biases.unbind(1)]
         return run_in_chunks(session, text.tokens, text.chunks, self.shape, self.candidates, fed)

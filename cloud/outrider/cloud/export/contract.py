@@ -1,10 +1,10 @@
-"""What an exported graph takes and returns; the edge's side is in `outrider.edge.drafters.onnx`.
+"""The inputs and outputs of an exported graph; the edge's side is in `outrider.edge.drafters.onnx`.
 
 n new tokens join a cache in which p positions are filled. The cache is one pair of arrays a layer with room for c
 positions, c >= p + n; past and present are the same memory, so the graph writes n rows and copies none.
 
 A steered drafter's graph takes a bias of every layer's up projection besides. They are the outputs of a second small
-graph, which is run once a code, not once a token.
+graph, which runs once a steering vector, not once a token.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "log_normalizer": {"dtype": "float32", "shape": ["m"]},
     "logits": {"dtype": "float32", "shape": ["m", "vocab_size"]},
 }
-CODE = "code"  # the steering graph's only input, float32 [rank]
+VECTOR = "code"  # name of the steering graph's only input, float32 [rank]
 
 
 def cache_names(side: str, layers: int) -> list[str]:
-    """Names of the cache's inputs (`side` "past") or outputs ("present"), layer by layer, keys first."""
+    """Return the names of the cache's inputs (`side` "past") or outputs ("present"), by layer, keys first."""
     return [f"{side}_{kind}.{layer}" for layer in range(layers) for kind in ("key", "value")]
 
 
 def steering_names(layers: int) -> list[str]:
-    """Names of the biases, float32 [mlp] each: a steered graph's last inputs, and the steering graph's outputs."""
+    """Return the names of the biases, float32 [mlp] each: a steered graph's last inputs."""
     return [f"steering.{layer}" for layer in range(layers)]
 
 
 def described(ports: dict[str, dict[str, Any]], side: str, layers: int) -> dict[str, dict[str, Any]]:
-    """`ports` with the cache's, as the manifest lists them."""
+    """Return `ports` and the cache's for the manifest."""
     return ports | {name: {"dtype": "float32", "shape": CACHE_DIMENSIONS} for name in cache_names(side, layers)}
 
 
 def described_biases(layers: int, mlp: int) -> dict[str, dict[str, Any]]:
-    """A steered graph's further inputs, as the manifest lists them."""
+    """Return a steered graph's further inputs for the manifest."""
     return {name: {"dtype": "float32", "shape": [mlp]} for name in steering_names(layers)}

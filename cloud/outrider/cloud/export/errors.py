@@ -1,4 +1,4 @@
-"""What an export can fail with."""
+"""Errors of an export."""
 
 from __future__ import annotations
 

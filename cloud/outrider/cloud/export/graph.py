@@ -1,4 +1,4 @@
-"""The graph: the model traced with one GroupQueryAttention a layer, and what is joined afterwards.
+"""The graph: the model traced with one GroupQueryAttention a layer, then with nodes joined.
 
 GroupQueryAttention (ONNX Runtime's own operator) rotates, writes new keys and values into the cache in place, and
 attends, in one node. `gate_proj` and `up_proj` of an MLP stay two products, so that a bias can be added to the latter.
@@ -25,19 +25,19 @@ from outrider.cloud.export.model import Anatomy, AttentionSettings, forward
 from outrider.cloud.export.steered import steered_by
 
 OPSET = 20
-CONTRIB = "com.microsoft"  # operators of ONNX Runtime's own
-# A head's sink is a score that takes part in the softmax and carries no value. This one is as good as none, but with
+CONTRIB = "com.microsoft"  # ONNX Runtime's own operators
+# A head's sink is a score that takes part in the softmax and carries no value. This one changes nothing, but with
 # a sink ONNX Runtime 1.31 takes another softmax: at 800 positions the attention of a token costs a third less.
 EMPTY_SINK = -1e30
 
 
 class _Trace:
-    """Leaves attention and rotation to GroupQueryAttention."""
+    """A pass that leaves attention and rotation to GroupQueryAttention."""
 
     def __init__(
         self, tables: list[torch.Tensor], caches: list[torch.Tensor], last: torch.Tensor, length: torch.Tensor
     ):
-        """`tables` and `caches`: two of every layer, as in `Anatomy` and `contract`; no tables: nothing rotates."""
+        """Take two `tables` and two `caches` of every layer (see `Anatomy`, `contract`); no tables: nothing rotates."""
         self._tables = tables
         self._past = caches
         self._filled = (last, length)
@@ -91,7 +91,7 @@ class _Step(torch.nn.Module):
         caches: list[torch.Tensor],
         biases: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
-        """Shapes as in `contract`, outputs in its order; `candidate_count` is put in afterwards."""
+        """Return the outputs of `contract` in its order and shapes; `candidate_count` becomes an input later."""
         step = _Trace(self.tables, caches, last_position, length)
         first_position = last_position.to(torch.int64) + 1 - tokens.shape[1]
         with steered_by(self.model, biases) if biases else nullcontext():
@@ -108,7 +108,7 @@ def write_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph
 
 
 def write_steered_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, mlp: int, graph: Path) -> None:
-    """The same with a further input for every layer, `mlp` wide: what is added to its up projection."""
+    """Write the same with a further input for every layer, `mlp` wide, which is added to its up projection."""
     _write(model, anatomy, candidates, graph, biases=[torch.zeros(mlp) for _ in range(anatomy.shape.layers)])
 
 

@@ -1,4 +1,4 @@
-"""The model to export, and the two ways in which its own forward pass is run: to look at it, and to trace it.
+"""The model to export, and its own forward pass run in two ways: to look at it, and to trace it.
 
 No model code is copied. Attention goes through a function registered in transformers' attention interface, and the
 rotation of queries and keys, which ONNX Runtime's attention does by itself, is replaced while either pass runs.
@@ -26,7 +26,7 @@ Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The KV cache holds, for each layer, keys and values of shape [1, kv_heads, c, head_dim]."""
+    """The shape of the KV cache: for each layer, keys and values [1, kv_heads, c, head_dim]."""
 
     layers: int
     kv_heads: int
@@ -35,7 +35,7 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class RotationTable:
-    """What queries and keys are rotated by: cosines and sines, float32 [context_length, head_dim / 2] each."""
+    """The rotation of queries and keys: cosines and sines, float32 [context_length, head_dim / 2] each."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -43,10 +43,10 @@ class RotationTable:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What has to be known of a model before it can be traced.
+    """The facts about a model that tracing needs.
 
     Attributes:
-        shape: of its KV cache.
+        shape: shape of its KV cache.
         rotations: [layers]; None: no rotation.
         windows: [layers], positions that a layer sees, the own one counted; None: all.
     """
@@ -57,14 +57,14 @@ class Anatomy:
 
     @property
     def reach(self) -> int | None:
-        """Tokens that an answer depends on, the last one counted; None: all. Each layer sees a window further."""
+        """Tokens that an output depends on, the last one counted; None: all. Each layer sees a window further."""
         seen = [window - 1 for window in self.windows if window is not None]
         return sum(seen) + 1 if len(seen) == len(self.windows) else None
 
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """How a layer attends. `window`: positions seen, the own one counted; None: all. `softcap` of the scores."""
+    """The attention of a layer. `window`: positions seen, the own one counted; None: all. `softcap` bounds scores."""
 
     scale: float
     window: int | None
@@ -72,28 +72,31 @@ class AttentionSettings:
 
 
 class Pass(Protocol):
-    """What stands in for attention and rotation during one forward pass."""
+    """The stand-in for attention and rotation during one forward pass."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, settings: AttentionSettings
     ) -> torch.Tensor:
-        """[1, n, heads, head_dim] of `query` [1, heads, n, head_dim]; `key`, `value` [1, kv_heads, n, head_dim]."""
+        """Attend, from `query` [1, heads, n, head_dim], `key` and `value` [1, kv_heads, n, head_dim].
+
+        Return [1, n, heads, head_dim].
+        """
         ...
 
     def rotate(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys, as attention is to get them. `cos`, `sin`: [1, n, head_dim]."""
+        """Return queries and keys for attention. `cos`, `sin`: [1, n, head_dim]."""
         ...
 
 
 def load(folder: Path) -> PreTrainedModel:
-    """The model in float32, with transformers' own attention."""
+    """Load the model in float32, with transformers' own attention."""
     return _load(folder, None)
 
 
 def load_for_export(folder: Path) -> PreTrainedModel:
-    """The model in float32, with attention left to the `Pass` of each forward."""
+    """Load the model in float32, with attention left to the `Pass` of each forward."""
     AttentionInterface.register(ATTENTION, _attend)
     return _load(folder, ATTENTION)
 
@@ -109,7 +112,8 @@ def _load(folder: Path, attention: str | None) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"no causal language model to export: {error}", field="source_folder") from error
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -133,7 +137,7 @@ def forward(
 
 
 def look_at(model: PreTrainedModel) -> Anatomy:
-    """Found by running the model over all its positions: names of configuration fields differ from model to model."""
+    """Run the model over all its positions to find its anatomy: configuration fields differ from model to model."""
     look = _Look()
     tokens = torch.zeros(1, context_length(model), dtype=torch.int64)
     with torch.no_grad():
@@ -152,7 +156,7 @@ def look_at(model: PreTrainedModel) -> Anatomy:
 
 
 class _Look:
-    """Records every layer's shape of keys and window, and the angles of every position; attention sees nothing."""
+    """A pass that records every layer's shape of keys and window, and the angles of every position."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -193,7 +197,7 @@ def _attend(
     softcap: float | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of transformers' interface."""
+    """Attend, by transformers' interface of attention functions."""
     window = sliding_window if sliding_window is not None else getattr(module, "sliding_window", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return outrider_pass.attend(query, key, value, AttentionSettings(scale, window, softcap)), None

@@ -58,13 +58,13 @@ def export_drafter(
         source_folder: config.json, model.safetensors, tokenizer.json; training.json is summarised if present. With
             steering.safetensors and projection.safetensors the drafter is steered.
         out_folder: replaced whole once the check has passed, untouched otherwise.
-        name: of the drafter, for people and catalogues.
+        name: name of the drafter, for people and catalogues.
         precision: "float32", or "int8" for 8-bit weights and products (see `quantise`).
         candidates: how many of the most likely tokens an edge should ask for where it draws among them.
-        target_id: of the target that the drafter was distilled for.
+        target_id: id of the target that the drafter was distilled for.
 
     Returns:
-        the manifest, as written to `out_folder/manifest.json`.
+        The manifest, also written to `out_folder/manifest.json`.
     """
     transformers.utils.logging.disable_progress_bar()
     source_folder, out_folder = Path(source_folder), Path(out_folder)
@@ -107,7 +107,7 @@ def export_drafter(
 
 @dataclass(frozen=True)
 class _Drafter:
-    """`model` is to be traced, `plain` is the same in torch's own hands."""
+    """A drafter to export: `model` is traced, `plain` is the same with transformers' own attention."""
 
     model: PreTrainedModel
     plain: PreTrainedModel
@@ -116,20 +116,20 @@ class _Drafter:
     candidates: int
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the graph; return how it compares with torch."""
+        """Write the graph, and return how it compares with torch."""
         graph = folder / MODEL_FILE
         write_graph(self.model, self.anatomy, self.candidates, graph)
         self._quantise(graph)
         return check_graph(self.plain, self.anatomy.shape, graph, precision=self.precision, candidates=self.candidates)
 
     def write_steered(self, folder: Path, steering: DrafterSteering) -> dict[str, Any]:
-        """Write the two graphs of a steered drafter; return how they compare with torch."""
+        """Write the two graphs of a steered drafter, and return how they compare with torch."""
         graph = folder / MODEL_FILE
         write_steered_graph(self.model, self.anatomy, self.candidates, steering.mlp, graph)
         self._quantise(graph)
         write_steering_graph(steering, folder / STEERING_GRAPH_FILE)
         with TemporaryDirectory() as unsteered:
-            figures = self.write(Path(unsteered))
+            metrics = self.write(Path(unsteered))
             check = SteeredCheck(
                 self.plain,
                 self.anatomy.shape,
@@ -139,7 +139,7 @@ class _Drafter:
                 self.precision,
                 self.candidates,
             )
-            return figures | {"steered": check.figures()}
+            return metrics | {"steered": check.metrics()}
 
     def _quantise(self, graph: Path) -> None:
         if self.precision == "int8":
@@ -194,7 +194,7 @@ def _describe_steering(manifest: Manifest, steering: DrafterSteering) -> None:
 
 
 def _version(folder: Path) -> str:
-    """Twelve hexadecimal digits that tell any change of what the drafter computes."""
+    """Return twelve hexadecimal digits that change with whatever the drafter computes."""
     graphs = hashlib.sha256()
     for name in (MODEL_FILE, STEERING_GRAPH_FILE):
         if (folder / name).is_file():
@@ -203,7 +203,7 @@ def _version(folder: Path) -> str:
 
 
 def _swap(finished: Path, folder: Path) -> None:
-    """Put `finished` in the place of `folder`, whatever was there."""
+    """Put `finished` in the place of `folder`."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""Eight-bit weights: the same graph with its matrices in blocks of whole numbers."""
+"""Eight-bit weights: the graph with its matrices in blocks of whole numbers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class QuantisedMatrix:
 
     @staticmethod
     def of(matrix: np.ndarray) -> QuantisedMatrix:
-        """The nearest to `matrix` (float32 [rows, columns])."""
+        """Return the nearest to `matrix` (float32 [rows, columns])."""
         rows, columns = matrix.shape
         padded = np.pad(matrix, ((0, 0), (0, -columns % BLOCK))).reshape(rows, -1, BLOCK)
         scales = np.abs(padded).max(-1) / 127
@@ -72,7 +72,7 @@ class QuantisedMatrix:
         return QuantisedMatrix(levels.astype(np.uint8), scales.astype(np.float32), columns)
 
     def initializers(self, name: str) -> list[onnx.TensorProto]:
-        """Return all that nodes may ask for; what none does is dropped."""
+        """Return all that nodes may read; what none reads is dropped."""
         shape = np.array([len(self.levels), self.columns], dtype=np.int64)
         return [
             onnx.numpy_helper.from_array(self.levels, f"{name}.levels"),
@@ -81,7 +81,7 @@ class QuantisedMatrix:
         ]
 
     def product(self, name: str, node: onnx.NodeProto) -> onnx.NodeProto:
-        """What stands in for the MatMul `node` by this matrix, transposed."""
+        """Return the replacement of the MatMul `node` by this matrix, transposed."""
         return onnx.helper.make_node(
             "MatMulNBits",
             [node.input[0], f"{name}.levels", f"{name}.scales"],
@@ -96,7 +96,7 @@ class QuantisedMatrix:
 
 
 def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix]) -> list[onnx.NodeProto]:
-    """Return what stands in for a lookup of rows of a quantised matrix; any other node stays.
+    """Return the replacement of a lookup of rows of a quantised matrix; any other node stays.
 
     It reads the levels of the product in another shape, so that the file holds them once. ONNX Runtime folds the
     reshape when it loads the graph.

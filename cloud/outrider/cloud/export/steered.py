@@ -1,4 +1,4 @@
-"""What a folder holds of a steered drafter, and the drafter as torch runs it: `down((up(a) + U c) * act(gate(a)))`.
+"""A steered drafter's folder, and the drafter in torch: `down((up(a) + U c) * act(gate(a)))`.
 
 "Steering Pretrained Drafters during Speculative Decoding" (AAAI 2026, arXiv 2511.09844), section 3, with W_s = U V.
 V and what comes before it are the cloud's, see `outrider.cloud.steering`.
@@ -34,9 +34,9 @@ class DrafterSteering:
 
     Attributes:
         matrices: U of every layer, float32 [mlp, rank].
-        projection: makes the codes that U was trained with.
-        projection_id: as in `outrider.cloud.steering`.
-        gain: by age of the code in positions: relative gain in tokens per round against none; may be empty.
+        projection: makes the vectors that U was trained with.
+        projection_id: id of the projection.
+        gain: relative gain in tokens per round against none, by age of the vector in positions; may be empty.
     """
 
     matrices: tuple[torch.Tensor, ...]
@@ -51,16 +51,16 @@ class DrafterSteering:
 
     @property
     def rank(self) -> int:
-        """Numbers in a code."""
+        """Numbers in a steering vector."""
         return int(self.matrices[0].shape[1])
 
 
 def steering_of(folder: Path) -> DrafterSteering | None:
-    """The steering that a drafter's folder holds; None: the drafter is not steered.
+    """Return the steering that a drafter's folder holds; None: the drafter is not steered.
 
     Raises:
-        InvalidArgument: there is only half of it, or the halves are not of one drafter.
-        ModelRefused: the projection is none.
+        InvalidArgument: there is only half of it, or the halves belong to different drafters.
+        ModelRefused: the projection's file holds none.
     """
     halves = {name: (folder / name).is_file() for name in (STEERING_FILE, PROJECTION_FILE)}
     if not any(halves.values()):
@@ -76,7 +76,7 @@ def steering_of(folder: Path) -> DrafterSteering | None:
     rank = int(matrices[0].shape[1])
     if projection.rank != rank:
         raise InvalidArgument(
-            f"{STEERING_FILE} takes codes of {rank} numbers and {PROJECTION_FILE} makes codes of {projection.rank}: "
+            f"{STEERING_FILE} takes {rank} numbers and {PROJECTION_FILE} makes {projection.rank}: "
             "copy both from one `outrider train steer`",
             field="source_folder",
         )
@@ -84,7 +84,7 @@ def steering_of(folder: Path) -> DrafterSteering | None:
 
 
 def load_steering(folder: Path) -> tuple[torch.Tensor, ...]:
-    """U of every layer, float32 [mlp, rank], from a drafter's folder.
+    """Load U of every layer, float32 [mlp, rank], from a drafter's folder.
 
     Raises:
         NotFound: the folder has none: the drafter is not steered.
@@ -132,7 +132,7 @@ def _is_gain(age: str, value: Any) -> bool:
 
 
 def up_projections(model: Any) -> tuple[nn.Module, ...]:
-    """The module in each decoder layer whose output the gate multiplies, first layer first.
+    """Return the module in each decoder layer whose output the gate multiplies, first layer first.
 
     Raises:
         InvalidArgument: a layer has not just one `up_proj` with a `gate_proj` beside it, so it cannot be steered.
@@ -153,17 +153,16 @@ def up_projections(model: Any) -> tuple[nn.Module, ...]:
     return tuple(found)
 
 
-def biases_by(matrices: Sequence[torch.Tensor], codes: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """U c of every layer, [..., mlp] each, of `codes` [..., rank]."""
-    return tuple(codes @ matrix.T for matrix in matrices)
+def biases_by(matrices: Sequence[torch.Tensor], vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return U c of every layer, [..., mlp] each, of `vectors` [..., rank]."""
+    return tuple(vectors @ matrix.T for matrix in matrices)
 
 
 @contextmanager
 def steered_by(model: Any, biases: Sequence[torch.Tensor]) -> Iterator[None]:
     """Add `biases`, one of every layer, [mlp] or [n, mlp] of n positions, to the up projections of each forward pass.
 
-    Works by hooks, so on any model that `up_projections` accepts, and anew for each use; positions whose bias is zero
-    are computed as without.
+    Hooks do it, so any model works that `up_projections` accepts; a bias of zero changes nothing.
     """
     with adding(up_projections(model), biases):
         yield
@@ -171,7 +170,7 @@ def steered_by(model: Any, biases: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def adding(modules: Sequence[nn.Module], biases: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Add to what each of `modules` returns its own of `biases`, in every forward pass inside."""
+    """Add `biases`, one a module, to the outputs of `modules` in every forward pass inside."""
     with ExitStack() as hooks:
         for module, bias in zip(modules, biases, strict=True):
             hooks.enter_context(_adding(module, bias))
@@ -188,7 +187,7 @@ def _adding(module: nn.Module, bias: torch.Tensor) -> Iterator[None]:
 
 
 def check_fit(model: Any, steering: DrafterSteering) -> None:
-    """InvalidArgument, naming what differs, unless `steering` has the model's layers and its MLP's width."""
+    """Raise InvalidArgument, naming what differs, unless `steering` has the model's layers and its MLP's width."""
     widths = [int(module.get_parameter("weight").shape[0]) for module in up_projections(model)]
     wanted = [steering.mlp] * len(steering.matrices)
     if widths != wanted:

@@ -1,4 +1,4 @@
-"""Targets for the tests of whoever builds on Outrider's verifier; pytest is not needed.
+"""Targets for tests of software that builds on Outrider's verifier; pytest is not needed.
 
 tiny_target  a random Llama that costs next to nothing, in memory or as a folder that a verifier can serve
 """

@@ -34,16 +34,16 @@ def tiny_llama(*, seed: int = 3, sharpness: float = 1.0, **config: Any) -> Llama
     """Make a random Llama of one layer, in memory; no training makes it say anything sensible.
 
     Args:
-        seed: of torch's generator, for the weights.
+        seed: seed of torch's generator, for the weights.
         sharpness: factor of the output layer's weights. At 1 each token is almost as likely as any other, whatever
             came before; at 60 a text depends on all of its prompt.
-        config: fields of `transformers.LlamaConfig` that shall differ from `TINY`.
+        config: fields of `transformers.LlamaConfig` that differ from `TINY`.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(TINY | config))).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(**(TINY | config))).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpness)
     return model
@@ -57,9 +57,9 @@ def save_tiny_target(
     Args:
         folder: made where it is missing.
         tokenizer: text of `tokenizer.json`; empty: `word_tokenizer` of the model's vocabulary.
-        seed: as of `tiny_llama`.
-        sharpness: as of `tiny_llama`.
-        config: as of `tiny_llama`.
+        seed: seed of `tiny_llama`.
+        sharpness: sharpness of `tiny_llama`.
+        config: config of `tiny_llama`.
     """
     tiny_llama(seed=seed, sharpness=sharpness, **config).save_pretrained(folder)
     vocab_size = (TINY | config)["vocab_size"]
@@ -88,10 +88,10 @@ def decode_by_hand(
     """Continue prompts at temperature 1 by transformers and the documented rule alone: argmax of log p + noise.
 
     Args:
-        folder: of a model that transformers loads.
+        folder: folder of a model that transformers loads.
         prompts: token lists of one length, [prompts, prompt tokens].
-        seeds: one for each prompt.
-        max_tokens: of each text; an end-of-text token does not end it.
+        seeds: seed of each prompt.
+        max_tokens: tokens of each text; an end-of-text token does not end it.
 
     Returns:
         The tokens after each prompt, [prompts, max_tokens], and the margins, [prompts]: how much the closest choice of

@@ -1,1 +1,1 @@
-"""Training of drafters: small models that learn to say what the target would say."""
+"""Training of drafters: small models that learn the target's next-token distributions."""

@@ -27,10 +27,10 @@ class Acceptance:
 
     Attributes:
         greedy: share of positions where both argmaxes agree: acceptance at T = 0.
-        sampled: the same at T = 1 with the same Gumbel noise added to both log-probabilities.
+        sampled: the same share at T = 1, with the same Gumbel noise on both log-probabilities.
         overlap: 1 - total variation distance at T = 1.
         kl: KL(target || drafter), nats.
-        positions: how many there were.
+        positions: number of predicted positions.
     """
 
     greedy: float
@@ -41,7 +41,7 @@ class Acceptance:
 
 
 Student = Callable[[torch.Tensor], torch.Tensor]
-"""Logits [rows, positions, vocab] for tokens int64 [rows, positions]; the target has just run over the same tokens."""
+"""A function from tokens int64 [rows, positions] to logits [rows, positions, vocab], called after the target ran."""
 
 
 def measure_acceptance(
@@ -60,7 +60,7 @@ def measure_acceptance(
 def compare_students(
     target: PreTrainedModel, students: Mapping[str, Student], rows: Sequence[Row], *, seed: int
 ) -> dict[str, Acceptance]:
-    """As `measure_acceptance`, of several on the same text with the same noise, each by its name."""
+    """Measure several students on the same text with the same noise, and return their acceptance by name."""
     generator = torch.Generator().manual_seed(seed)
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in students}
     positions = 0
@@ -89,12 +89,12 @@ def _means(sums: torch.Tensor, positions: int) -> Acceptance:
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """float32 on the CPU."""
+    """Return the log softmax in float32 on the CPU."""
     return logits.float().cpu().log_softmax(-1)
 
 
 def _sums(log_p: torch.Tensor, log_q: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Sums over positions of (greedy, sampled, overlap, kl); all arguments are float32 [positions, vocab]."""
+    """Sum (greedy, sampled, overlap, kl) over positions; all arguments are float32 [positions, vocab]."""
     p = log_p.exp()
     return torch.stack(
         [

@@ -1,4 +1,4 @@
-"""Which blocks of which text a step reads: a pure function of seed and blocks read so far."""
+"""The blocks of text that a step reads: a pure function of the seed and the blocks read before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Source:
 
 
 class BlockSampler:
-    """Draws contiguous blocks. Each source is read through in a new order, from a new offset, every epoch.
+    """A sampler of contiguous blocks; every epoch reads each source in a new order, from a new offset.
 
     `taken` (blocks read of each source) and `drawn` (blocks in all) are the whole state.
     """
@@ -43,7 +43,7 @@ class BlockSampler:
         self.drawn = 0
 
     def draw(self, blocks: int) -> np.ndarray:
-        """The next blocks, int64 [blocks, block]."""
+        """Return the next blocks, int64 [blocks, block]."""
         rows = np.empty((blocks, self.block), dtype=np.int64)
         for row in rows:
             index = int(np.random.default_rng([self.seed, 2, self.drawn]).choice(len(self.sources), p=self.shares))

@@ -1,4 +1,4 @@
-"""Checkpoints: a folder each, there whole or not at all, and readable as an ordinary model folder."""
+"""Checkpoints: whole folders, each readable as an ordinary model folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATE = "state.pt"
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """The state of a run.
 
     Attributes:
         step: optimizer steps done.
@@ -26,9 +26,9 @@ class Progress:
         taken, drawn: the block sampler's state.
         losses: (step, mean KL in nats a token since the entry before).
         recent: losses of the steps since the last entry of `losses`.
-        run: the settings that must not change between resumes.
-        best_kl: the least held-out KL that was measured, nats a token.
-        stale: measurements since then.
+        run: settings that must not change between resumes.
+        best_kl: least held-out KL that was measured, nats a token.
+        stale: measurements since that one.
     """
 
     step: int
@@ -49,7 +49,7 @@ def save_checkpoint(
     optimizers: list[torch.optim.Optimizer],
     progress: Progress,
 ) -> Path:
-    """Write `folder/step-<n>`, with what `write_models` puts there, and remove older ones."""
+    """Write `folder/step-<n>` with the files that `write_models` puts there, and remove older ones."""
     final = folder / f"step-{progress.step:08d}"
     unfinished = folder / "unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -72,7 +72,7 @@ def save_checkpoint(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints in `folder`, oldest first."""
+    """Return the whole checkpoints in `folder`, oldest first."""
     return sorted(path for path in folder.glob("step-*") if (path / STATE).exists())
 
 

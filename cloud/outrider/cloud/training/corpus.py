@@ -1,4 +1,4 @@
-"""The texts a drafter learns from: one domain a file, tokenised once and kept on disk."""
+"""The texts that a drafter learns from: one domain a file, tokenised once and kept on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Documents:
     """Framed documents `<bos> text <eos>`, end to end.
 
     Attributes:
-        name: the domain.
+        name: name of the domain.
         tokens: uint32 [total].
         starts: int64 [documents + 1]; document `i` is `tokens[starts[i]:starts[i + 1]]`.
     """
@@ -38,7 +38,7 @@ class Documents:
         return self.tokens[self.starts[index] : self.starts[index + 1]]
 
     def select(self, indices: np.ndarray) -> Documents:
-        """The documents at `indices` (int64 [n]), in that order."""
+        """Return the documents at `indices` (int64 [n]), in that order."""
         return join_documents(self.name, [self[int(index)] for index in indices])
 
 
@@ -51,7 +51,7 @@ def join_documents(name: str, documents: list[np.ndarray]) -> Documents:
 
 
 def load_domain(path: Path, tokenizer: Tokenizer, *, bos: int, eos: int, cache: Path) -> Documents:
-    """Read and tokenise one file, or take its tokens from `cache` if neither file nor tokenizer changed."""
+    """Read and tokenise one file, or take its tokens from `cache` where neither file nor tokenizer changed."""
     content = hashlib.sha256(path.read_bytes())
     content.update(tokenizer.to_str().encode())
     content.update(f"{bos},{eos}".encode())
@@ -70,7 +70,7 @@ def load_domain(path: Path, tokenizer: Tokenizer, *, bos: int, eos: int, cache: 
 
 
 def domain_name(path: Path) -> str:
-    """`train.code.jsonl` is the domain `code`."""
+    """Return the domain of a file: `code` for `train.code.jsonl`."""
     return path.name.removesuffix(path.suffix).removeprefix("train.")
 
 
@@ -81,7 +81,7 @@ def split_held_out(documents: Documents, held_out_tokens: int, seed: int) -> tup
     tenth is held out.
 
     Returns:
-        (documents to train on, held-out documents).
+        The documents to train on, and the held-out documents.
     """
     if len(documents) == 1:
         cut = max(1, len(documents.tokens) * 9 // 10)

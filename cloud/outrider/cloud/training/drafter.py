@@ -1,4 +1,4 @@
-"""Distilling a drafter: the run from corpus and target to a model folder."""
+"""Distillation of a drafter: the run from corpus and target to a model folder."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.texts import Texts
 from outrider.proto.errors import InvalidArgument
 
-SmallLlama = LlamaForCausalLM | MistralForCausalLM  # the same but for the latter's sliding window
+SmallLlama = LlamaForCausalLM | MistralForCausalLM  # they differ in Mistral's sliding window
 
 
 @dataclass(frozen=True)
 class DrafterTrainingResult:
-    """What a finished run leaves.
+    """The results of a finished run.
 
     Attributes:
-        folder: the drafter, an ordinary transformers folder with `training.json`.
+        folder: folder of the drafter, an ordinary transformers folder with `training.json`.
         steps: optimizer steps.
         tokens_seen: tokens trained on.
-        parameters: of the drafter, tied ones counted once.
+        parameters: number in the drafter, tied ones counted once.
         losses: (step, mean KL in nats a token since the entry before).
-        acceptance: of held-out text; keys `corpus/<domain>` and `self/<domain>`.
+        acceptance: results on held-out text; keys `corpus/<domain>` and `self/<domain>`.
         elapsed_s: seconds of training, over all resumes.
     """
 
@@ -61,15 +61,15 @@ def train_drafter(
     stopping: Callable[[], bool] | None = None,
     reporter: Reporter | None = None,
 ) -> DrafterTrainingResult:
-    """Distil a drafter and write it to `config.output`; arguments and errors as of `carry_out`."""
+    """Distil a drafter and write it to `config.output`, with the arguments and errors of `carry_out`."""
 
-    def begin(target: PreTrainedModel, texts: Texts, told: Reporter) -> _DrafterRun:
+    def begin(target: PreTrainedModel, texts: Texts, reporter: Reporter) -> _DrafterRun:
         if config.start is None:
             drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
         else:
             drafter = read_drafter(config.start, target, field="start")
         drafter.to(torch.device(config.device))  # type: ignore[arg-type]
-        return _DrafterRun(config, target, drafter, texts, told)
+        return _DrafterRun(config, target, drafter, texts, reporter)
 
     run, acceptance = carry_out(config, begin, on_step=on_step, stopping=stopping, reporter=reporter)
     progress = run.progress
@@ -85,13 +85,13 @@ def train_drafter(
 
 
 def matrices_and_others(drafter: SmallLlama) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """Its layers' matrices, which Muon trains, and what it does not: the embedding, which is the head, and norms."""
+    """Return the layers' matrices, which Muon trains, and the rest: the embedding, which is the head, and norms."""
     matrices = [p for p in drafter.model.layers.parameters() if p.ndim == 2]
     return matrices, [p for p in drafter.parameters() if not any(p is matrix for matrix in matrices)]
 
 
 def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: bool) -> SmallLlama:
-    """A fresh drafter with the target's vocabulary and special tokens."""
+    """Make a drafter with the target's vocabulary and special tokens."""
     config = target.config
     settings: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -116,11 +116,12 @@ def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: b
     if warm_start:
         embedding = embedding_weight(drafter)
         embedding.copy_(start_embedding(embedding_weight(target), embedding))
-    return drafter.float()
+    drafter.float()
+    return drafter
 
 
 def read_drafter(folder: Path, target: PreTrainedModel, *, field: str) -> SmallLlama:
-    """A drafter that was trained before, in float32, ready to be trained on.
+    """Load a trained drafter in float32, ready for more training.
 
     Raises:
         InvalidArgument: no Llama or Mistral in safetensors is there, or it counts other tokens than the target.
@@ -142,10 +143,10 @@ def read_drafter(folder: Path, target: PreTrainedModel, *, field: str) -> SmallL
 
 
 def start_embedding(embedding_by_target: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """The target's embedding on its first principal directions (from the SVD, not centred).
+    """Return the target's embedding on its first principal directions (from the SVD, not centred).
 
     Tokens that are near for the target are then near for the drafter from the first step on. On the reference
-    target, forty steps from here came to a KL of 2.67 nats a token, and to 3.53 from a random embedding.
+    target, forty steps led to a KL of 2.67 nats a token, and to 3.53 from a random embedding.
 
     Args:
         embedding_by_target: [vocab, target hidden].
@@ -163,10 +164,10 @@ def start_embedding(embedding_by_target: torch.Tensor, random: torch.Tensor) -> 
 
 
 class _DrafterRun(Run):
-    """Distils one drafter."""
+    """The distillation of one drafter."""
 
     def __init__(
-        self, config: DrafterTraining, target: PreTrainedModel, drafter: SmallLlama, texts: Texts, told: Reporter
+        self, config: DrafterTraining, target: PreTrainedModel, drafter: SmallLlama, texts: Texts, reporter: Reporter
     ) -> None:
         matrices, others = matrices_and_others(drafter)
         budget = LinearBudget(config.steps, config.minutes, config.warm_up_steps, config.decay_fraction)
@@ -174,7 +175,7 @@ class _DrafterRun(Run):
             config,
             target,
             texts,
-            told,
+            reporter,
             budget,
             [
                 Muon(matrices, lr=config.matrix_lr),
@@ -204,21 +205,21 @@ class _DrafterRun(Run):
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
 
     def measure(self) -> dict[str, Acceptance]:
-        """On the target's own text, T = 0 figures come from what it wrote at T = 0, all others from T = 1."""
+        """Measure T = 0 acceptance on the target's text written at T = 0, all else on text written at T = 1."""
         self.drafter.eval()
-        figures: dict[str, Acceptance] = {}
+        measured: dict[str, Acceptance] = {}
         for name, rows in self.texts.sampled_rows.items():
             sampled = measure_acceptance(self.target, self.drafter, rows, seed=self.config.seed)
             greedy_rows = self.texts.greedy_rows[name]
             greedy = sampled
             if greedy_rows is not rows:
                 greedy = measure_acceptance(self.target, self.drafter, greedy_rows, seed=self.config.seed)
-            figures[name] = replace(sampled, greedy=greedy.greedy)
+            measured[name] = replace(sampled, greedy=greedy.greedy)
         for kind in ("corpus", "self"):
-            if of_kind := [a for name, a in figures.items() if name.startswith(f"{kind}/")]:
-                figures[f"{kind}/mean"] = mean_acceptance(of_kind)
+            if of_kind := [a for name, a in measured.items() if name.startswith(f"{kind}/")]:
+                measured[f"{kind}/mean"] = mean_acceptance(of_kind)
         self.drafter.train()
-        return figures
+        return measured
 
     def held_out_kl(self, acceptance: Mapping[str, Acceptance]) -> float:
         return mean_kl(acceptance, "")

@@ -1,4 +1,4 @@
-"""Forward KL divergence from target to drafter over the whole vocabulary, in little memory."""
+"""The forward KL divergence from target to drafter over the whole vocabulary, in little memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class _ForwardKL(torch.autograd.Function):
-    """Computes the gradients with the loss, so that no [positions, vocab] tensor outlives its chunk."""
+    """The loss and its gradients, made together so that no [positions, vocab] tensor outlives its chunk."""
 
     @staticmethod
     def forward(
@@ -48,7 +48,7 @@ def forward_kl(
     *,
     positions_per_chunk: int,
 ) -> torch.Tensor:
-    """Mean over positions of KL(target || drafter), in nats a token.
+    """Return the mean over positions of KL(target || drafter), in nats a token.
 
     Args:
         hidden_by_drafter: float32 [positions, hidden], after the last norm.
@@ -57,7 +57,7 @@ def forward_kl(
         positions_per_chunk: how many positions are expanded to the vocabulary at once.
 
     Returns:
-        float32 scalar.
+        A float32 scalar.
     """
     loss: torch.Tensor = _ForwardKL.apply(hidden_by_drafter, head, logits_by_target, positions_per_chunk)
     return loss

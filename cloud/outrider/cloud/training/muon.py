@@ -41,6 +41,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     """Bring the singular values of `matrix` ([rows, columns]) near one, leaving its singular vectors."""
     a, b, c = COEFFICIENTS
+    x: torch.Tensor
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = wide / wide.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):

@@ -1,4 +1,4 @@
-"""What a person sees while a drafter trains: a bar on a terminal, plain lines elsewhere."""
+"""Progress reports of a training run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Reporter(Protocol):
-    """Somewhere to say how a stage goes."""
+    """A place for reports on stages."""
 
     def stage(self, name: str) -> None:
-        """A new stage begins."""
+        """Begin a new stage."""
 
     def advance(self, share: float, text: str) -> None:
-        """`share` (0 to 1) of the stage is done; `text` is its figures."""
+        """Show that `share` (0 to 1) of the stage is done; `text` has its metrics."""
 
     def say(self, text: str) -> None:
-        """Something worth keeping."""
+        """Print text that stays."""
 
     def __enter__(self) -> Reporter: ...
 
@@ -43,20 +43,20 @@ class BarReporter:
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             TaskProgressColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[metrics]}"),
         )
-        self._task = self._progress.add_task("starting", total=1.0, figures="")
+        self._task = self._progress.add_task("starting", total=1.0, metrics="")
 
     def stage(self, name: str) -> None:
-        """A new stage begins."""
-        self._progress.reset(self._task, description=name, total=1.0, figures="")
+        """Begin a new stage."""
+        self._progress.reset(self._task, description=name, total=1.0, metrics="")
 
     def advance(self, share: float, text: str) -> None:
         """Show how far the stage is."""
-        self._progress.update(self._task, completed=min(share, 1.0), figures=text)
+        self._progress.update(self._task, completed=min(share, 1.0), metrics=text)
 
     def say(self, text: str) -> None:
-        """Print for good."""
+        """Print text that stays."""
         self._progress.console.print(text, highlight=False, markup=False)
 
     def __enter__(self) -> BarReporter:
@@ -70,14 +70,14 @@ class BarReporter:
 
 
 class LineReporter:
-    """Plain lines, at most one every `SECONDS_BETWEEN_LINES` of a stage's progress."""
+    """Plain lines, `SECONDS_BETWEEN_LINES` apart or more within a stage."""
 
     def __init__(self) -> None:
         self._name = ""
         self._last = 0.0
 
     def stage(self, name: str) -> None:
-        """A new stage begins."""
+        """Begin a new stage."""
         self._name = name
         self._last = time.monotonic()
         self.say(name)
@@ -90,7 +90,7 @@ class LineReporter:
             self.say(f"{self._name} {share:.1%} {text}")
 
     def say(self, text: str) -> None:
-        """Print for good."""
+        """Print text that stays."""
         print(text, flush=True)  # noqa: T201
 
     def __enter__(self) -> LineReporter:
@@ -103,21 +103,21 @@ class LineReporter:
 
 
 def reporter_for_stdout() -> Reporter:
-    """A bar if a person watches, lines if a file does."""
+    """Return a bar for a terminal, lines for a file."""
     return BarReporter() if Console(file=sys.stdout).is_terminal else LineReporter()
 
 
 def duration(seconds: float) -> str:
-    """`75` is `1:15`."""
+    """Return `seconds` as minutes and seconds: `1:15` for 75."""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     return f"{minutes}:{rest:02d}"
 
 
-def acceptance_table(figures: Mapping[str, Acceptance]) -> str:
-    """One line a text, and the mean of each kind."""
+def acceptance_table(metrics: Mapping[str, Acceptance]) -> str:
+    """Return one line for each text, and for the mean of each kind."""
     lines = [
         f"  {name:<20} T=0 {a.greedy:.3f}  T=1 {a.sampled:.3f}  1-TV {a.overlap:.3f}  KL {a.kl:.3f}"
         f"  ({a.positions} positions)"
-        for name, a in figures.items()
+        for name, a in metrics.items()
     ]
     return "\n".join(lines)

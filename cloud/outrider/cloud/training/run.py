@@ -1,6 +1,6 @@
 """A training run: steps until the budget is spent, with progress, checkpoints and measurements on the way.
 
-What is trained, and how it is verified, is the subclasses': `drafter` and `steer`.
+The subclasses in `drafter` and `steer` define what is trained and how it is measured.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from outrider.proto.errors import Cancelled, InvalidArgument
 
 TRAINING_FILE = "training.json"
 BEST = "best"
-# Settings that may differ between a run and its resumption: they change where and how often, not what.
+# Settings that may differ between a run and its resumption: they do not change its result.
 FREE_ON_RESUME = ("output", "resume", "measure_every_minutes", "checkpoint_every_steps", "checkpoint_every_minutes")
 
 
 class Run(ABC):
-    """One training run: target, optimizers, text and where it stands."""
+    """A training run: target, optimizers, text and progress."""
 
     def __init__(
         self,
         config: Training,
         target: PreTrainedModel,
         texts: Texts,
-        told: Reporter,
+        reporter: Reporter,
         budget: Budget,
         optimizers: list[torch.optim.Optimizer],
     ) -> None:
-        """The learning rates of `optimizers` are their peaks; the budget's course scales them."""
+        """Begin at step 0; the learning rates of `optimizers` are their peaks, which the budget scales."""
         self.config = config
         self.target = target
         self.texts = texts
-        self.told = told
+        self.reporter = reporter
         self.budget = budget
         self.optimizers = optimizers
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
@@ -66,11 +66,11 @@ class Run(ABC):
     @property
     @abstractmethod
     def models(self) -> Mapping[str, PreTrainedModel]:
-        """The drafters that are trained, by the folder inside `output` that each is written to ("": itself)."""
+        """Trained drafters by the folder inside `output` that each is written to ("": itself)."""
 
     @abstractmethod
     def backward(self, tokens: torch.Tensor, *, share: float) -> float:
-        """Add the gradient of `share` times the loss on `tokens` (int64 [rows, block]); that much of the loss."""
+        """Add the gradient of `share` times the loss on `tokens` (int64 [rows, block]), and return that loss."""
 
     @abstractmethod
     def clip(self) -> None:
@@ -78,45 +78,45 @@ class Run(ABC):
 
     @abstractmethod
     def measure(self) -> dict[str, Acceptance]:
-        """Acceptance on held-out text, by name."""
+        """Measure acceptance on held-out text, by name."""
 
     @abstractmethod
     def held_out_kl(self, acceptance: Mapping[str, Acceptance]) -> float:
-        """Of a measurement, the figure by which a run ends early, nats a token."""
+        """Return the KL of a measurement by which a run ends early, nats a token."""
 
     def save_more(self, folder: Path) -> None:
-        """Write what belongs to a checkpoint beside its drafters: by default nothing."""
+        """Write further files of a checkpoint; by default there are none."""
         del folder
 
     def load_more(self, folder: Path) -> None:
-        """Read what `save_more` wrote."""
+        """Read the files of `save_more`."""
         del folder
 
     def facts(self, name: str, acceptance: Mapping[str, Acceptance]) -> dict[str, Any]:
-        """What training.json of the drafter `name` says beside what every run's does."""
+        """Return further entries of the training.json of the drafter `name`."""
         del name
         return {"held_out_acceptance": as_json(acceptance)}
 
     # --- every run's ---
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on from there; InvalidArgument where that was another run."""
+        """Go on from a checkpoint; raise InvalidArgument where that is another run's."""
         progress = load_checkpoint(checkpoint, self.optimizers)
         for name, value in self.progress.run.items():
             if progress.run.get(name) != value:
                 raise InvalidArgument(f"the run to resume had {progress.run.get(name)!r}, not {value!r}", field=name)
         state = torch.get_rng_state()
         self._read_models(checkpoint)
-        torch.set_rng_state(state)  # models that are made anew to be read into have drawn from it
+        torch.set_rng_state(state)  # reading the models has drawn from it
         self.progress = progress
         self.sampler.taken, self.sampler.drawn = list(progress.taken), progress.drawn
-        self.told.say(f"resumed after step {progress.step}")
+        self.reporter.say(f"resumed after step {progress.step}")
 
     def to_the_end(self, on_step: Callable[[int], None], stopping: Callable[[], bool]) -> dict[str, Acceptance]:
-        """Train until the budget is spent, publish, and return what the last measurement found."""
+        """Train until the budget is spent, publish, and return the last measurement."""
         config, progress = self.config, self.progress
-        self.told.stage("training")
-        self.told.say(
+        self.reporter.stage("training")
+        self.reporter.say(
             f"{'; '.join(self._describe(name) for name in self.models)}; "
             f"{', '.join(source.name for source in self.texts.sources)}"
         )
@@ -126,7 +126,7 @@ class Run(ABC):
             began = time.monotonic()
             progress.recent.append(self.step())
             progress.elapsed_s += time.monotonic() - began
-            self._tell()
+            self._report()
             on_step(progress.step)
             if stopping():
                 self._save()
@@ -139,10 +139,10 @@ class Run(ABC):
                 saved = (progress.step, progress.elapsed_s)
             if progress.elapsed_s - measured >= 60 * config.measure_every_minutes:
                 acceptance = self.measure()
-                self.told.say(f"step {progress.step}\n{acceptance_table(acceptance)}")
+                self.reporter.say(f"step {progress.step}\n{acceptance_table(acceptance)}")
                 measured = progress.elapsed_s
                 if self._has_stopped_learning(acceptance):
-                    self.told.say(f"no better for {config.patience} measurements: this is the end")
+                    self.reporter.say(f"no better for {config.patience} measurements: this is the end")
                     break
         return self._finish()
 
@@ -167,13 +167,13 @@ class Run(ABC):
             newest = self.config.output / BEST
             self._read_models(newest)
             acceptance = self.measure()
-        self.told.say(f"finished after {self.progress.step} steps\n{acceptance_table(acceptance)}")
+        self.reporter.say(f"finished after {self.progress.step} steps\n{acceptance_table(acceptance)}")
         for name in self.models:
             self._publish(newest / name, name, acceptance)
         return acceptance
 
     def step(self) -> float:
-        """One optimizer step; returns its loss, nats a token."""
+        """Make an optimizer step, and return its loss, nats a token."""
         config, progress = self.config, self.progress
         rate = self.budget.rate(progress.step, progress.elapsed_s)
         for optimizer, peaks in zip(self.optimizers, self._peaks, strict=True):
@@ -193,19 +193,19 @@ class Run(ABC):
         return loss
 
     def parameters(self, name: str) -> int:
-        """Of the drafter `name`, tied ones counted once."""
+        """Return the number of parameters of the drafter `name`, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.models[name].parameters())
 
     def _describe(self, name: str) -> str:
         return f"{name or 'drafter'} of {self.parameters(name):,} parameters"
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         progress = self.progress
         share = self.budget.spent(progress.step, progress.elapsed_s)
         rate = progress.tokens_seen / max(progress.elapsed_s, 1e-9)
         left = progress.elapsed_s / max(share, 1e-9) * (1 - share)
         loss = float(np.mean(progress.recent[-20:]))
-        self.told.advance(share, f"step {progress.step} loss {loss:.3f} {rate:,.0f} tokens/s {duration(left)} left")
+        self.reporter.advance(share, f"step {progress.step} loss {loss:.3f} {rate:,.0f} tokens/s {duration(left)} left")
         if len(progress.recent) >= 20:
             progress.losses.append((progress.step, float(np.mean(progress.recent))))
             progress.recent.clear()
@@ -229,7 +229,7 @@ class Run(ABC):
         self.load_more(folder)
 
     def _publish(self, written: Path, name: str, acceptance: Mapping[str, Acceptance]) -> None:
-        """Copy a drafter's files from where they were `written` to the output folder, `training.json` last."""
+        """Copy a drafter's files from the folder `written` to the output folder, `training.json` last."""
         progress = self.progress
         record = {
             "config": settings_of_run(self.config),
@@ -267,10 +267,10 @@ def carry_out(
     stopping: Callable[[], bool] | None,
     reporter: Reporter | None,
 ) -> tuple[SomeRun, dict[str, Acceptance]]:
-    """The run that `begin` makes of target and texts, taken to its end, and what it measured there.
+    """Take the run that `begin` makes to its end, and return it with its last measurement.
 
     Args:
-        config: of the run.
+        config: settings of the run.
         begin: makes the run, at its first step.
         on_step: called with the number of steps done after each; an exception from it ends the run as a crash
             would, to be resumed from the newest checkpoint.
@@ -279,7 +279,7 @@ def carry_out(
 
     Raises:
         InvalidArgument: the settings, target or corpus do not serve, or another run's checkpoints are in the way.
-        Cancelled: `stopping` said so.
+        Cancelled: `stopping` returned true.
     """
     folder = config.output / "checkpoints"
     if checkpoints(folder) and not config.resume:
@@ -289,23 +289,23 @@ def carry_out(
     transformers.utils.logging.disable_progress_bar()  # one bar is enough
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     torch.manual_seed(config.seed)
-    with reporter or reporter_for_stdout() as told:
+    with reporter or reporter_for_stdout() as reporter:
         target = load_target(config)
-        run = begin(target, gather_texts(config, target, told), told)
+        run = begin(target, gather_texts(config, target, reporter), reporter)
         if newest := checkpoints(folder)[-1:]:
             run.resume(newest[0])
         return run, run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
 
 
 def as_json(acceptance: Mapping[str, Acceptance]) -> dict[str, dict[str, float]]:
-    """As training.json lists it."""
+    """Return acceptance in the form of training.json."""
     return {
-        name: {key: round(value, 4) for key, value in asdict(figure).items()} for name, figure in acceptance.items()
+        name: {key: round(value, 4) for key, value in asdict(measured).items()} for name, measured in acceptance.items()
     }
 
 
 def settings_of_run(config: Training) -> dict[str, Any]:
-    """The settings that decide a run's result, as plain JSON values."""
+    """Return the settings that decide a run's result, as plain JSON values."""
     settings = asdict(config)
     for name in FREE_ON_RESUME:
         del settings[name]
@@ -320,22 +320,22 @@ def settings_of_run(config: Training) -> dict[str, Any]:
     return settings
 
 
-def mean_acceptance(figures: list[Acceptance]) -> Acceptance:
-    """Of several texts; each counts alike."""
+def mean_acceptance(measured: list[Acceptance]) -> Acceptance:
+    """Return the mean over several texts, each with the same weight."""
 
     def mean(name: str) -> float:
-        return float(np.mean([getattr(figure, name) for figure in figures]))
+        return float(np.mean([getattr(each, name) for each in measured]))
 
     return Acceptance(
         greedy=mean("greedy"),
         sampled=mean("sampled"),
         overlap=mean("overlap"),
         kl=mean("kl"),
-        positions=sum(figure.positions for figure in figures),
+        positions=sum(each.positions for each in measured),
     )
 
 
 def mean_kl(acceptance: Mapping[str, Acceptance], prefix: str) -> float:
-    """Of the text that the target wrote, else of the corpus; its keys begin with `prefix`."""
+    """Return the KL on the target's text, else on the corpus; its keys begin with `prefix`."""
     kind = "self" if f"{prefix}self/mean" in acceptance else "corpus"
     return acceptance[f"{prefix}{kind}/mean"].kl

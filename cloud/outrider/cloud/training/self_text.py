@@ -1,6 +1,6 @@
-"""Text the target writes itself, continuing corpus prefixes: the text a drafter is verified on.
+"""Text that the target writes itself after corpus prefixes: the text that a drafter is verified on.
 
-`TextWriter` writes it as a verifier would: paged KV cache, ragged batch, the system's noise. A share of the rows is
+`TextWriter` writes it like a verifier: paged KV cache, ragged batch, the system's noise. A share of the rows is
 greedy (T = 0), the others are sampled at T = 1; rows that end leave the batch.
 """
 
@@ -31,7 +31,7 @@ class SelfText:
     """Rows of one domain, end to end: prefix, then what the target wrote.
 
     Attributes:
-        domain: name.
+        domain: name of the domain.
         tokens: uint32 [total].
         starts: int64 [rows + 1].
         prefix_lengths: int64 [rows].
@@ -48,16 +48,16 @@ class SelfText:
         return len(self.prefix_lengths)
 
     def row(self, index: int) -> np.ndarray:
-        """Prefix and continuation, uint32 [length]."""
+        """Return prefix and continuation, uint32 [length]."""
         return self.tokens[self.starts[index] : self.starts[index + 1]]
 
     @property
     def written(self) -> int:
-        """Tokens the target wrote (prefixes left out)."""
+        """Tokens that the target wrote, without the prefixes."""
         return len(self.tokens) - int(self.prefix_lengths.sum())
 
     def between(self, first: int, last: int) -> SelfText:
-        """Rows `first` to `last - 1`."""
+        """Return rows `first` to `last - 1`."""
         starts = self.starts[first : last + 1]
         return SelfText(
             self.domain,
@@ -75,14 +75,14 @@ class SelfText:
 
     @staticmethod
     def load(domain: str, path: Path) -> SelfText:
-        """What `save` wrote."""
+        """Read the file of `save`."""
         with np.load(path, allow_pickle=False) as stored:
             return SelfText(domain, stored["tokens"], stored["starts"], stored["prefix_lengths"], stored["greedy"])
 
 
 @dataclass(frozen=True)
 class SelfTextPlan:
-    """How much to write and in what portions. Lengths in tokens; `greedy`: share of the rows written at T = 0."""
+    """The amount to write and its portions; lengths in tokens; `greedy`: share of the rows written at T = 0."""
 
     tokens: int
     rows: int
@@ -93,7 +93,7 @@ class SelfTextPlan:
 
 
 def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
-    """[vocab, hidden], detached."""
+    """Return the input embedding [vocab, hidden], detached."""
     weight = model.get_input_embeddings().weight
     if not isinstance(weight, torch.Tensor):
         raise TypeError("the model's input embedding is not a plain matrix")
@@ -108,7 +108,7 @@ def stored_self_text(
     cache: Path,
     frame: tuple[int, int],
     seed: int,
-    told: Reporter,
+    reporter: Reporter,
 ) -> SelfText:
     """Take the text from `cache` if target, documents, plan and seed are the same, else write it there.
 
@@ -120,14 +120,14 @@ def stored_self_text(
     path = cache / f"self-text-{documents.name}-{mark.hexdigest()[:16]}.npz"
     if path.exists():
         return SelfText.load(documents.name, path)
-    told.stage(f"self-text {documents.name}")
+    reporter.stage(f"self-text {documents.name}")
     began, written = time.monotonic(), 0
 
     def report(added: int) -> None:
         nonlocal written
         written += added
         speed = written / (time.monotonic() - began)
-        told.advance(written / plan.tokens, f"{written:,} tokens {speed:,.0f} tokens/s")
+        reporter.advance(written / plan.tokens, f"{written:,} tokens {speed:,.0f} tokens/s")
 
     text = write_self_text(target, documents, plan, bos=frame[0], eos=frame[1], seed=seed, report=report)
     text.save(path)
@@ -181,7 +181,7 @@ def write_self_text(
 def choose_prefixes(
     documents: Documents, rows: int, length: int, new_tokens: int, bos: int, choose: np.random.Generator
 ) -> np.ndarray:
-    """Prefixes `<bos>` + window of a document, int64 [rows, length].
+    """Choose prefixes `<bos>` + window of a document, int64 [rows, length].
 
     A document shorter than one whole row (`length + new_tokens`) is continued from its beginning, a longer one from
     anywhere inside it. Documents too short for the prefix are passed over; if all are, the prefix is shortened.
@@ -202,18 +202,18 @@ def choose_prefixes(
 def continue_rows(
     model: PreTrainedModel, prefixes: np.ndarray, is_greedy: np.ndarray, *, new_tokens: int, eos: int, seeds: np.ndarray
 ) -> list[np.ndarray]:
-    """Continue every prefix as a verifier would, until it ends or `new_tokens` are written.
+    """Continue every prefix like a verifier, until it ends or `new_tokens` are written.
 
     Args:
-        model: the model that writes.
+        model: model that writes.
         prefixes: int64 [rows, length].
-        is_greedy: bool [rows]; at T = 0 where True, at T = 1 elsewhere.
-        new_tokens: the most that are written a row.
-        eos: the token that ends a row.
-        seeds: int64 [rows], of the samples.
+        is_greedy: bool [rows]; True: at T = 0, False: at T = 1.
+        new_tokens: most tokens to write in a row.
+        eos: token that ends a row.
+        seeds: int64 [rows], seeds of the noise.
 
     Returns:
-        for each row prefix and continuation (its end token included), int64 [length + written].
+        Prefix and continuation of each row (its end token included), int64 [length + written].
     """
     requests = [
         TextRequest(
@@ -229,7 +229,7 @@ def continue_rows(
 
 @contextmanager
 def verifying(model: PreTrainedModel, kv_tokens: int) -> Iterator[Target]:
-    """The model as a verifier runs it, with room for so many positions; afterwards it attends as before."""
+    """Run the model like a verifier, with room for `kv_tokens` positions; afterwards it attends as before."""
     attention = model.config._attn_implementation
     try:
         yield Target(model, "{}", kv_tokens=kv_tokens, page_size=PAGE)

@@ -40,7 +40,7 @@ class DrafterShape(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Settings):
-    """Whose words a drafter learns, from which text, for how long.
+    """The target that a drafter learns from, on which text, for how long.
 
     `domain_weights` is the share of each domain in what is read; equal for all if empty.
     """
@@ -80,7 +80,7 @@ class Training(Settings):
     resume: bool = option(False, "go on from the newest checkpoint in the output")
 
     def check_together(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse settings that do not go together."""
         if not self.corpus:
             raise ConfigError("name at least one .jsonl or text file", field="corpus")
         for path in self.corpus:
@@ -103,9 +103,9 @@ class Training(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterTraining(Training):
-    """How to distil a drafter from a target; `shape` is that of a new one.
+    """The distillation of a drafter from a target; `shape` is that of a new one.
 
-    `matrix_lr` is of Muon for the layers' matrices, `other_lr` of AdamW for embedding and norms.
+    `matrix_lr` is Muon's, for the layers' matrices; `other_lr` is AdamW's, for embedding and norms.
     """
 
     start: Path | None = option(None, "drafter to go on from; not set: a new one", metavar="DIR")
@@ -118,7 +118,7 @@ class DrafterTraining(Training):
     warm_start: bool = option(True, "start a new drafter from the target's embedding")
 
     def check_together(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse settings that do not go together."""
         Training.check_together(self)
         if self.start is not None:
             _require_drafter(self.start, "start")
@@ -130,14 +130,14 @@ class DrafterTraining(Training):
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train the drafter; all arms of a run learn from the same sequences.
+    """A way to train the drafter; all arms of a run learn from the same sequences.
 
     Attributes:
-        steered: with codes.
-        frozen: the drafter's own weights stay; only projection and steering learn.
-        place: where U c is added: "inside" the MLP, to the up projection; or "after" it, to what it adds to the stream.
-        offset: how old the code is that a position gets: "likely" (1 to `max_age`, for every position anew, each age as
-            often as drafts of that age are verified), "random" (each as often as the others, as in the paper), "block"
+        steered: whether it gets steering vectors.
+        frozen: whether only projection and steering learn, and the drafter's own weights stay.
+        place: "inside" the MLP (U c is added to the up projection) or "after" it (to what it adds to the stream).
+        offset: age of the vector that a position gets: "likely" (1 to `max_age`, drawn for every position, each age as
+            often as drafts of that age are verified), "random" (all ages equally often, as in the paper), "block"
             (rising from 1 to `max_age` in blocks) or "fresh" (always 1).
     """
 
@@ -161,10 +161,10 @@ ARMS: Mapping[str, Arm] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SteerTraining(Training):
-    """How to train a drafter that a target steers (SD²).
+    """The training of a drafter that a target steers (SD²).
 
-    `matrix_lr` and `steering_lr` are peaks of Muon for the drafter's matrices and those of projection and steering,
-    `other_lr` of AdamW for the rest. All fall to zero on a cosine.
+    `matrix_lr` and `steering_lr` are Muon's peaks for the drafter's matrices and those of projection and steering,
+    `other_lr` is AdamW's peak for the rest. All fall to zero on a cosine.
     """
 
     drafter: Path = option(REQUIRED, "what `train drafter` wrote", metavar="DIR")
@@ -176,7 +176,7 @@ class SteerTraining(Training):
         choices=tuple(ARMS),
         many="commas",
     )
-    rank: int = option(64, "numbers in a code", check=at_least(1))
+    rank: int = option(64, "numbers in a steering vector", check=at_least(1))
     layers: tuple[int, ...] = option(
         (),
         "layers of the target whose input is tapped; none named: 3, L/2 and L-3",
@@ -185,14 +185,14 @@ class SteerTraining(Training):
         many="commas",
         check=at_least(0),
     )
-    max_age: int = option(8, "oldest steering vector that a position gets, in positions", check=at_least(1))
-    unsteered: float = option(0.1, "share of the sequences without codes, so that the drafter stays good without")
+    max_age: int = option(8, "greatest age of a steering vector, in positions", check=at_least(1))
+    unsteered: float = option(0.1, "share of the sequences without steering, so that the drafter stays good without")
     matrix_lr: float = option(0.01, "peak learning rate of the drafter's matrices", check=above(0))
     steering_lr: float = option(0.02, "peak learning rate of projection and steering", check=above(0))
     other_lr: float = option(2e-3, "peak learning rate of everything else", check=above(0))
 
     def check_together(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse settings that do not go together."""
         Training.check_together(self)
         _require_drafter(self.drafter, "drafter")
         for name in ("arms", "layers"):

@@ -1,8 +1,8 @@
-"""Steering a drafter (SD²): the run from a distilled drafter to one that takes codes of the target's hidden states.
+"""Steering a drafter (SD²): the run from a distilled drafter to one that takes vectors of the target's hidden states.
 
 "Steering Pretrained Drafters during Speculative Decoding" (AAAI 2026, arXiv 2511.09844): the frozen target's
 distributions on its own text are the teacher, forward KL the loss, on a cosine; drafter and steering learn
-together, with codes that are up to `max_age` positions old. Matrices are trained by Muon instead of the paper's AdamW.
+together, with vectors that are up to `max_age` positions old. Muon trains the matrices instead of the paper's AdamW.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ROUND = 8  # drafts in a round, for the gain that is written into training.json
 
 @dataclass(frozen=True)
 class SteerTrainingResult:
-    """What a finished run leaves.
+    """The results of a finished run.
 
     Attributes:
-        folders: of each arm's drafter, by its name.
+        folders: folder of each arm's drafter, by its name.
         steps: optimizer steps.
         tokens_seen: tokens trained on, the same for every arm.
-        acceptance: of held-out text; keys `<arm>/<none or age>/<text>`.
+        acceptance: results on held-out text; keys `<arm>/<none or age>/<text>`.
         elapsed_s: seconds of training, over all resumes.
     """
 
@@ -61,7 +61,7 @@ def train_steering(
 ) -> SteerTrainingResult:
     """Train every arm of `config` on the same sequences and write each to `config.output`/<its name>.
 
-    Arguments and errors as of `carry_out`.
+    Arguments and errors are those of `carry_out`.
     """
     run, acceptance = carry_out(
         config, partial(_SteerRun, config), on_step=on_step, stopping=stopping, reporter=reporter
@@ -77,23 +77,23 @@ def train_steering(
 
 
 class _SteerRun(Run):
-    """Trains all arms; the target runs once for all of them."""
+    """The training of all arms; the target runs once for all of them."""
 
     config: SteerTraining
 
-    def __init__(self, config: SteerTraining, target: PreTrainedModel, texts: Texts, told: Reporter) -> None:
+    def __init__(self, config: SteerTraining, target: PreTrainedModel, texts: Texts, reporter: Reporter) -> None:
         self.arms = {name: _make_arm(config, target, ARMS[name]) for name in config.arms}
         self.taps = Taps(target, next(iter(self.arms.values())).projection.layers)
         budget = CosineBudget(config.steps, config.minutes, config.warm_up_steps)
         optimizers = [each for name, arm in self.arms.items() for each in _optimizers(config, ARMS[name], arm)]
-        super().__init__(config, target, texts, told, budget, optimizers)
+        super().__init__(config, target, texts, reporter, budget, optimizers)
 
     @property
     def models(self) -> Mapping[str, PreTrainedModel]:
         return {name: steered.drafter for name, steered in self.arms.items()}
 
     def backward(self, tokens: torch.Tensor, *, share: float) -> float:
-        """The loss is the first arm's."""
+        """Train every arm, and return the first arm's loss."""
         config = self.config
         with torch.no_grad():
             logits_by_target = self.target(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
@@ -124,23 +124,23 @@ class _SteerRun(Run):
             torch.nn.utils.clip_grad_norm_(steered.parameters(), self.config.clip)
 
     def measure(self) -> dict[str, Acceptance]:
-        """Every arm on the same held-out text, without codes and with codes of each age."""
+        """Measure every arm on the same held-out text, without steering and with vectors of each age."""
         for steered in self.arms.values():
             steered.drafter.eval()
-        figures: dict[str, dict[str, Acceptance]] = {}
+        measured: dict[str, dict[str, Acceptance]] = {}
         for text in self.texts.sampled_rows:
             for name, acceptance in self._measure_text(text).items():
-                figures.setdefault(name, {})[text] = acceptance
-        for by_text in figures.values():
+                measured.setdefault(name, {})[text] = acceptance
+        for by_text in measured.values():
             for kind in ("corpus", "self"):
                 if of_kind := [a for text, a in by_text.items() if text.startswith(f"{kind}/")]:
                     by_text[f"{kind}/mean"] = mean_acceptance(of_kind)
         for steered in self.arms.values():
             steered.drafter.train()
-        return {f"{name}/{text}": a for name, by_text in figures.items() for text, a in by_text.items()}
+        return {f"{name}/{text}": a for name, by_text in measured.items() for text, a in by_text.items()}
 
     def _measure_text(self, text: str) -> dict[str, Acceptance]:
-        """By `<arm>/<none or age>`; T = 0 figures as `train_drafter` takes them."""
+        """Measure on one text, by `<arm>/<none or age>`; T = 0 acceptance on text written at T = 0."""
         students: dict[str, Student] = {}
         for name, steered in self.arms.items():
             for age in (0, *AGES) if ARMS[name].steered else (0,):
@@ -162,7 +162,7 @@ class _SteerRun(Run):
         return logits
 
     def held_out_kl(self, acceptance: Mapping[str, Acceptance]) -> float:
-        """The first arm's, with fresh codes."""
+        """Return the first arm's KL with fresh vectors."""
         first = self.config.arms[0]
         return mean_kl(acceptance, f"{first}/{AGES[0] if ARMS[first].steered else 'none'}/")
 
@@ -179,7 +179,7 @@ class _SteerRun(Run):
                 steered.steering.load(folder / name)
 
     def facts(self, name: str, acceptance: Mapping[str, Acceptance]) -> dict[str, Any]:
-        """Its own acceptance, and the gain in tokens a round of codes of each age over none."""
+        """Return the arm's acceptance, and the gain in tokens a round of vectors of each age over none."""
         own = {key.removeprefix(f"{name}/"): a for key, a in acceptance.items() if key.startswith(f"{name}/")}
         facts: dict[str, Any] = {"arm": name, "held_out_acceptance": as_json(own)}
         text = "self/mean" if "none/self/mean" in own else "corpus/mean"
@@ -192,7 +192,7 @@ class _SteerRun(Run):
 
 
 def tokens_a_round(acceptance: float, drafts: int = ROUND) -> float:
-    """Committed tokens a target step, (1 - a^(k + 1)) / (1 - a) (Leviathan et al. 2023, equation 1)."""
+    """Return the committed tokens a target step, (1 - a^(k + 1)) / (1 - a) (Leviathan et al. 2023, equation 1)."""
     return (1 - acceptance ** (drafts + 1)) / (1 - acceptance) if acceptance < 1 else drafts + 1.0
 
 
@@ -208,7 +208,7 @@ def _make_arm(config: SteerTraining, target: PreTrainedModel, arm: Arm) -> Steer
 
 
 def _optimizers(config: SteerTraining, arm: Arm, steered: SteeredDrafter) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for the rest where the arm learns any of it."""
+    """Return Muon for matrices, and AdamW for the rest where the arm learns any of it."""
     optimizers: list[torch.optim.Optimizer] = []
     by_muon = []
     if not arm.frozen:

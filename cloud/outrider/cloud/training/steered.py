@@ -1,4 +1,4 @@
-"""A drafter whose MLPs take a code of the target's hidden states (SD²), as torch trains it."""
+"""A drafter whose MLPs take a vector of the target's hidden states (SD²), as torch trains it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from outrider.cloud.steering import Projection
 from outrider.cloud.training.drafter import SmallLlama
 from outrider.cloud.training.settings import Arm
 
-SURVIVAL = 0.6  # chance that a draft is right, about: a draft one position further is verified so much less often
+SURVIVAL = 0.6  # chance that a draft is right, about: a draft one position further is verified this much less often
 
 
 class Steering(nn.Module):
-    """U of every layer: what a code adds inside that layer's MLP, [width, rank] each, zero at the start.
+    """U of every layer: what a steering vector adds inside that layer's MLP, [width, rank] each, zero at the start.
 
     SD² (arXiv 2511.09844): `down((up(a) + U c) * act(gate(a)))`; with W_s = U V, c = V g comes from `Projection`.
     `place` "after" is the paper's ablation: U c is added to the MLP's result instead.
@@ -33,11 +33,11 @@ class Steering(nn.Module):
         self.layers = nn.ParameterList([nn.Parameter(torch.zeros(width, rank)) for width in widths])
         self._steered = up_projections(drafter) if place == "inside" else tuple(mlps)  # the drafter's, not its own
 
-    def by(self, codes: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Steer the drafter's passes inside by `codes` [rows, positions, rank]; None: not at all."""
-        if codes is None:
+    def by(self, vectors: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Steer the drafter's passes inside by `vectors` [rows, positions, rank]; None: not at all."""
+        if vectors is None:
             return nullcontext()
-        return adding(self._steered, biases_by(list(self.layers), codes))
+        return adding(self._steered, biases_by(list(self.layers), vectors))
 
     def save(self, folder: Path) -> None:
         """Write `file`: float32 `layers.<l>.weight` [width, rank]."""
@@ -45,7 +45,7 @@ class Steering(nn.Module):
         save_file(tensors, folder / self.file)
 
     def load(self, folder: Path) -> None:
-        """What `save` wrote."""
+        """Read the file of `save`."""
         tensors = load_file(folder / self.file)
         with torch.no_grad():
             for index, weight in enumerate(self.layers):
@@ -61,34 +61,34 @@ class SteeredDrafter:
         self.steering = Steering(drafter, projection.rank, arm.place).to(drafter.device)
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that has one, each once."""
+        """Return all parameters, each once."""
         modules = (self.drafter, self.steering, self.projection)
         return list(dict.fromkeys(p for module in modules for p in module.parameters()))
 
     def hidden(self, tokens: torch.Tensor, taps: torch.Tensor, sources: torch.Tensor | None) -> torch.Tensor:
-        """After the last norm, float32 [rows, positions, hidden].
+        """Return the hidden states after the last norm, float32 [rows, positions, hidden].
 
         Args:
             tokens: int64 [rows, positions].
             taps: float32 [rows, positions, taps * target hidden].
-            sources: int64 [rows, positions]: the position whose code each position gets; negative: none. None: no
+            sources: int64 [rows, positions]: the position whose vector each position gets; negative: none. None: no
                 position gets any.
         """
-        with self.steering.by(None if sources is None else self.codes(taps, sources)):
+        with self.steering.by(None if sources is None else self.vectors(taps, sources)):
             hidden: torch.Tensor = self.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden
 
-    def codes(self, taps: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-        """The code of every position [rows, positions, rank]; zero where there is none."""
-        codes: torch.Tensor = self.projection(taps)
-        index = sources.clamp(min=0)[..., None].expand(*sources.shape, codes.shape[-1])
-        return codes.gather(1, index) * (sources >= 0)[..., None]
+    def vectors(self, taps: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+        """Return the vector of every position [rows, positions, rank]; zero where there is none."""
+        vectors: torch.Tensor = self.projection(taps)
+        index = sources.clamp(min=0)[..., None].expand(*sources.shape, vectors.shape[-1])
+        return vectors.gather(1, index) * (sources >= 0)[..., None]
 
 
 def sources_of(
     arm: Arm, tokens: torch.Tensor, *, max_age: int, unsteered: float, generator: torch.Generator
 ) -> torch.Tensor:
-    """Which position's code each of `tokens` [rows, positions] gets while an arm trains: int64, as long; -1: none.
+    """Return int64 [rows, positions]: the position whose vector each of `tokens` gets while an arm trains; -1: none.
 
     Every sequence begins with a stretch of up to a quarter that has none, as a prompt; a share `unsteered` of the
     sequences has none at all.
@@ -112,5 +112,5 @@ def sources_of(
 
 
 def aged_sources(tokens: torch.Tensor, age: int) -> torch.Tensor:
-    """As `sources_of` where every position gets the code of `age` positions before."""
+    """Return `sources_of` where every position gets the vector of `age` positions before."""
     return (torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape) - age).clamp(min=-1)

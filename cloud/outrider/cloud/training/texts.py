@@ -1,4 +1,4 @@
-"""Whose words are learnt, and from which text: the frozen target, the corpus and what the target writes itself."""
+"""The inputs of a training run: the frozen target, the corpus and the text that the target writes itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELD_OUT_ROWS, HELD_OUT_NEW_TOKENS = 32, 128
 
 
 def load_target(config: Training) -> PreTrainedModel:
-    """The target, frozen: weights from safetensors only, no remote code."""
+    """Load the target, frozen: weights from safetensors only, no remote code."""
     try:
         target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             config.target, dtype=getattr(torch, config.dtype), use_safetensors=True, trust_remote_code=False
@@ -38,14 +38,14 @@ def load_target(config: Training) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Texts:
-    """Everything a run reads: sources to train on and rows to measure on, by name."""
+    """The texts of a run: sources to train on and rows to measure on, by name."""
 
     sources: list[Source]
     greedy_rows: Mapping[str, list[Row]]
     sampled_rows: Mapping[str, list[Row]]
 
 
-def gather_texts(config: Training, target: PreTrainedModel, told: Reporter) -> Texts:
+def gather_texts(config: Training, target: PreTrainedModel, reporter: Reporter) -> Texts:
     """Tokenise the corpus, let the target write its own text, and set some of both aside."""
     tokenizer = load_tokenizer(config.target)
     if not tokenizer.is_fast:
@@ -67,7 +67,7 @@ def gather_texts(config: Training, target: PreTrainedModel, told: Reporter) -> T
         greedy_rows[f"corpus/{domain.name}"] = sampled_rows[f"corpus/{domain.name}"] = rows
         if not (config.self_text_tokens and weight):
             continue
-        written, kept = _self_text(config, target, training, held_out, len(domains), (bos, eos), told)
+        written, kept = _self_text(config, target, training, held_out, len(domains), (bos, eos), reporter)
         sources.append(Source(f"self/{domain.name}", written.tokens, weight * config.self_text_fraction))
         greedy_rows[f"self/{domain.name}"] = self_text_rows(kept, greedy=True)
         sampled_rows[f"self/{domain.name}"] = self_text_rows(kept, greedy=False)
@@ -75,7 +75,7 @@ def gather_texts(config: Training, target: PreTrainedModel, told: Reporter) -> T
 
 
 def _frame(tokenizer: Any, target: PreTrainedModel) -> tuple[int, int]:
-    """Ids of the tokens that open and close a document; one that is missing is stood in for by the other."""
+    """Return the ids of the tokens that open and close a document; each may stand in for the other."""
     bos = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else bos
     if bos is None:
@@ -92,9 +92,9 @@ def _self_text(
     held_out: Documents,
     domains: int,
     frame: tuple[int, int],
-    told: Reporter,
+    reporter: Reporter,
 ) -> tuple[SelfText, SelfText]:
-    """(text to train on, text to measure on), the latter continuing held-out documents."""
+    """Return text to train on, and text to measure on, which continues held-out documents."""
     longest = min(128, config.block // 2)
     shortest = min(32, longest)
     plan = SelfTextPlan(
@@ -110,14 +110,16 @@ def _self_text(
     small = SelfTextPlan(1, few_rows, short, shortest, longest)
     cache = config.output / "cache"
     parts = [
-        stored_self_text(target, documents, part, cache=cache, frame=frame, seed=config.seed + offset, told=told)
+        stored_self_text(
+            target, documents, part, cache=cache, frame=frame, seed=config.seed + offset, reporter=reporter
+        )
         for offset, (documents, part) in enumerate([(training, plan), (held_out, small)])
     ]
     return parts[0], parts[1]
 
 
 def held_out_rows(held_out: Documents, block: int, tokens: int) -> list[Row]:
-    """Blocks of the held-out documents, `tokens` at most (but at least one row)."""
+    """Return blocks of the held-out documents, up to `tokens` tokens, but at least one row."""
     pieces = [
         document[first : first + block]
         for document in map(held_out.__getitem__, range(len(held_out)))
@@ -128,7 +130,7 @@ def held_out_rows(held_out: Documents, block: int, tokens: int) -> list[Row]:
 
 
 def self_text_rows(text: SelfText, *, greedy: bool) -> list[Row]:
-    """What the target wrote at T = 0, or at T = 1, with the prefix before it."""
+    """Return the target's rows of T = 0, or of T = 1, with the prefix before each."""
     return [
         Row(text.row(index), first=int(text.prefix_lengths[index]))
         for index in range(len(text))
