@@ -21,7 +21,7 @@ from outrider.edge.metrics import EdgeMetrics
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.logs import JsonLines
-from outrider.proto.types import Commit, CommittedToken, FinishReason, Timing
+from outrider.proto.types import Commit, CommittedToken, FinishReason, Patience, Timing
 
 TOKENS = 24
 PROMPT = "w7 w8 w9"
@@ -59,7 +59,11 @@ def run(folder, scenario, **changes):
 
 
 def edge(folder, address: str, drafter=None) -> Client:
-    config = EdgeConfig(verifier=address, model="tiny", tokenizer=folder / "tokenizer.json", drafter="none")
+    """A client; with a drafter it has the verifier wait for drafts, which a busy machine would bring too late."""
+    patience = None if drafter is None else Patience(1.0)
+    config = EdgeConfig(
+        verifier=address, model="tiny", tokenizer=folder / "tokenizer.json", drafter="none", patience=patience
+    )
     return Client(config, drafter=drafter)
 
 
