@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
 import threading
 
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
 from outrider.edge.daemon.config import DaemonConfig
-from outrider.edge.daemon.server import Daemon
+from outrider.edge.daemon.server import Daemon, HttpProtocol
 from outrider.proto.errors import (
     ConfigError,
     DataLoss,
@@ -280,3 +283,36 @@ def test_a_taken_port_is_one_sentence(live, scripted) -> None:
 
 async def _daemon(client, port) -> Daemon:
     return Daemon(DaemonConfig(listen=f"127.0.0.1:{port}"), client)
+
+
+class _GoneClient(asyncio.Transport):
+    """A connection whose client reset it, which the event loop does not know yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+
+    def write(self, data) -> None:
+        self.written += data
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_client_that_is_gone_when_it_is_refused_is_no_defect() -> None:
+    async def refuse() -> bytes:
+        protocol = HttpProtocol(uvicorn.Config(lambda: None, log_config=None), ServerState(), {})
+        protocol.connection_made(client := _GoneClient())
+        protocol.data_received(b"SM\r\n\r\n")
+        return client.written
+
+    assert asyncio.run(refuse()).startswith(b"HTTP/1.1 400 ")

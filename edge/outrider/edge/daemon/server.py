@@ -224,7 +224,8 @@ class HttpProtocol(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.loop.call_later(LINGER_S, self.transport.close)
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client may be gone already
+                self.transport.write_eof()
 
 
 class LiveTls:
