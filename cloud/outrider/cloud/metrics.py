@@ -16,7 +16,7 @@ _WHOSE = ("model_name", "verifier")
 
 
 class EngineState(Protocol):
-    """What a scrape reads of the engine; see `Engine`."""
+    """State of an engine that a scrape reads; see `Engine`."""
 
     @property
     def session_count(self) -> int:

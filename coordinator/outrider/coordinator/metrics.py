@@ -124,7 +124,7 @@ class FleetMetrics(Collector):
 
 
 class RelayMetrics:
-    """What one relay has done since it began. One event loop writes; any thread may read.
+    """Counts of one relay since it began. One event loop writes; any thread may read.
 
     A frame's seconds are from having it to having passed it on; a receiver that reads slowly shows there.
 

@@ -184,7 +184,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What one command line, with environment and config file, gives a command.
+    """Values that command line, environment and config file give a command.
 
     Attributes:
         command: words of the command.

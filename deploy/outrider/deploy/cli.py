@@ -96,7 +96,7 @@ COMMANDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSettings(Settings):
-    """What every command logs to standard error."""
+    """Settings of every command's log on standard error."""
 
     log_level: str = option("warning", "least severe messages to log", choices=LEVELS)
     log_format: str = option("text", "json: one object a line", choices=FORMATS)

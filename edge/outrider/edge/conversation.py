@@ -22,7 +22,7 @@ from outrider.proto.types import Open, Sampling
 
 
 class Opener(Protocol):
-    """What a conversation needs of the client that opens its sessions; see `Client`."""
+    """Client that opens a conversation's sessions, as far as it is needed; see `Client`."""
 
     async def prepare(self) -> None:
         """Fetch the tokenizer and a drafter."""

@@ -1,4 +1,4 @@
-"""What a generation yields."""
+"""Events that a generation yields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an edge learns from its texts, for the beginning of the next ones and for its coordinator."""
+"""Lessons of an edge's texts, for the beginning of the next ones and for its coordinator."""
 
 from __future__ import annotations
 

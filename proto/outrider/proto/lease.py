@@ -27,7 +27,7 @@ LEASE_METADATA = "outrider-lease-bin"  # on a relayed call
 
 @dataclass(frozen=True, slots=True)
 class LeaseClaim:
-    """What a lease allows.
+    """Permissions of a lease.
 
     Attributes:
         verifier: name of the verifier; no other may take it.

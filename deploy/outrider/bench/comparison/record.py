@@ -1,4 +1,4 @@
-"""What a comparison found."""
+"""Record of a comparison."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class SentVectors:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What became of one text.
+    """Result of one text.
 
     Attributes:
         tokens: of the text.

@@ -1,4 +1,4 @@
-"""What steering vectors cost a verifier: its steps with and without them, in turn."""
+"""Cost of steering vectors to a verifier: its steps with and without them, in turn."""
 
 from __future__ import annotations
 

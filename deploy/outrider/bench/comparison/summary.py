@@ -24,7 +24,7 @@ class Trial:
 
 
 class Summary:
-    """What one trial shows, pooled: all tokens over all steps, so that a long text counts for more."""
+    """Pooled results of one trial: all tokens over all steps, so that a long text counts for more."""
 
     def __init__(self, trial: Trial, *, seed: int) -> None:
         """Sum up `trial`; `seed`: of the resampling."""

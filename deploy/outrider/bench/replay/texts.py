@@ -86,7 +86,7 @@ def _joined(traces: Sequence[HitTrace]) -> HitTrace:
 
 
 class Timed(Protocol):
-    """What came of one text with one selector."""
+    """Result of one text with one selector."""
 
     def elapsed(self) -> Sequence[float]:
         """[tokens] seconds that went into the text up to and with each token."""

@@ -32,11 +32,11 @@ class Link(Protocol):
     """Carries the frames of one stream."""
 
     def up(self, frame: EdgeFrame, now: float) -> Iterable[tuple[float, EdgeFrame]]:
-        """When a frame that is sent now arrives, as what: once, or more often on a bad link."""
+        """Return when a frame sent now arrives, and as what: once, or more often on a bad link."""
         ...
 
     def down(self, frame: CloudFrame, now: float) -> Iterable[tuple[float, CloudFrame]]:
-        """As `up`, from the verifier."""
+        """Return the same for a frame from the verifier."""
         ...
 
     def arrived_up(self) -> None:

@@ -24,7 +24,7 @@ ShapeAt = Callable[[float], LinkShape]  # what the link is like at a time, such 
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """What HTTP/2 adds to a stream in one direction, bytes beside `FRAME_BYTES` a message.
+    """Overhead of HTTP/2 on a stream in one direction, bytes beside `FRAME_BYTES` a message.
 
     Attributes:
         headers: before the first message, on a connection that has carried a stream before.

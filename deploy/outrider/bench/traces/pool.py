@@ -72,7 +72,7 @@ def _midway(segments: Sequence[Segment], domains: Sequence[str], seed: int) -> l
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """What is tried.
+    """Scope of a trial.
 
     Attributes:
         recording: of the drafters of the pool.

@@ -1,4 +1,4 @@
-"""What selectors of a pool of drafters came to, added up run by run."""
+"""Results of the selectors of a pool of drafters, added up run by run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Cell:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class Change:
-    """Who drafts around changes to one domain.
+    """Shares of the drafters around changes to one domain.
 
     Attributes:
         kind: as of a cell.

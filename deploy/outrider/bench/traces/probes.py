@@ -1,4 +1,4 @@
-"""What recording measures: the target's opinion of proposals, and what a token of drafter and target takes."""
+"""Probes of a recording: the target's opinion of proposals, and what a token of drafter and target takes."""
 
 from __future__ import annotations
 

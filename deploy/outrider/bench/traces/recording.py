@@ -1,4 +1,4 @@
-"""What `outrider traces record` wrote: traces, and beside `FILE.jsonl` in `FILE.costs.json` what the machines took."""
+"""Recording by `outrider traces record`: traces, and beside `FILE.jsonl` the machines' costs in `FILE.costs.json`."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class FixedVerifierSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSettings(Settings):
-    """What a verifier actor needs from Ray."""
+    """Resources that a verifier actor needs from Ray."""
 
     ray_address: str = option("", "start as a detached actor in that Ray cluster, and exit", metavar="ADDRESS")
     cpus: float = option(1.0, "CPUs that Ray reserves for it", metavar="N", check=at_least(0))

@@ -29,7 +29,7 @@ _FOLDER = Path(__file__).parent / "traces"
 
 @dataclass(frozen=True, slots=True)
 class TracePoint:
-    """What the link is like from `time_s` on, until the next point."""
+    """State of the link from `time_s` on, until the next point."""
 
     time_s: float
     rtt_ms: float

@@ -1,4 +1,4 @@
-"""What a submitted job runs on its node: the command in a folder of its own, whose files go to the output place."""
+"""Entry point of a job on its node: the command runs in a folder of its own, whose files go to the output place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job is sent: the files that it is given, and the wheel that it runs."""
+"""Uploads of a job: the files that it is given, and the wheel that it runs."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ R = TypeVar("R", bound=Request)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint(Generic[R]):
-    """What distinguishes the two endpoints.
+    """Parts that distinguish the two endpoints.
 
     Attributes:
         kind: what a request may say.

@@ -1,4 +1,4 @@
-"""What every request passes: who may come in, its id, its line in the log, its count."""
+"""Checks that every request passes: access, its id, its line in the log, its count."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Auth:
-    """Who may come in.
+    """Rules of access.
 
     Attributes:
         listen_host: host that the daemon listens on.

@@ -34,7 +34,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What requests are answered with once the client is prepared."""
+    """Parts that answer requests once the client is prepared."""
 
     ready: Ready
     template: ChatTemplate | None

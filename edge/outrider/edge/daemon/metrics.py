@@ -1,4 +1,4 @@
-"""What the daemon counts of its HTTP requests; the texts themselves are counted by `edge.metrics`."""
+"""Counts of the daemon's HTTP requests; the texts themselves are counted by `edge.metrics`."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What all requests share.
+    """Parts that all requests share.
 
     Attributes:
         cloud: decodes the texts.

@@ -1,4 +1,4 @@
-"""What requests may say: OpenAI's fields by OpenAI's names, and vLLM's extras. Unknown fields are refused by name.
+"""Schema of requests: OpenAI's fields by OpenAI's names, and vLLM's extras. Unknown fields are refused by name.
 
 Three kinds of fields change nothing here: those that are OpenAI's book-keeping (`user`, `store`, …) are ignored; those
 that ask for what this daemon does not do (`tools`, `audio`, …) are refused unless they ask for nothing.
@@ -114,7 +114,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """What a stream holds beside the text; `include_speculation` is this daemon's own."""
+    """Options of a stream; `include_speculation` is this daemon's own."""
 
     include_usage: bool | None = None
     include_obfuscation: Ignored
@@ -131,7 +131,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """What an answer must be."""
+    """Format that an answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -167,7 +167,7 @@ class Message(Strict):
 
 
 class Request(Strict):
-    """What both endpoints share."""
+    """Fields that both endpoints share."""
 
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None

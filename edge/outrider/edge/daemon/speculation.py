@@ -1,4 +1,4 @@
-"""What an answer says about the drafts: while its text streams, and at its end."""
+"""Metrics of an answer's drafts: while its text streams, and at its end."""
 
 from __future__ import annotations
 

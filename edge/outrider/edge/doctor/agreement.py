@@ -1,4 +1,4 @@
-"""What the two sides agree on: the lease, the tokenizer, a session, their releases and their clocks."""
+"""Checks of what the two sides agree on: the lease, the tokenizer, a session, their releases and their clocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_STEP_S = 0.5  # that a clock may move against the monotonic one during a vis
 
 @dataclass(slots=True)
 class Visit:
-    """What the checks know so far: each adds what later ones need, and `close` ends what they opened.
+    """State of the checks so far: each adds what later ones need, and `close` ends what they opened.
 
     Attributes:
         config: the edge's config, with short timeouts.

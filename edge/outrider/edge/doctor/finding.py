@@ -1,4 +1,4 @@
-"""What one check found, and what to do about each error of the tree."""
+"""Finding of one check, and what to do about each error of the tree."""
 
 from __future__ import annotations
 

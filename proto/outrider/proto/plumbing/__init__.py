@@ -1,4 +1,4 @@
-"""What every server needs beside the contract.
+"""Plumbing that every server needs beside the contract.
 
 access    API keys of tenants, and their limits
 logs      log lines for people and for machines

@@ -65,7 +65,7 @@ class ServerTls:
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """What a client needs to speak TLS.
+    """Files and names that a client needs to speak TLS.
 
     Attributes:
         ca: authorities that it trusts; `PUBLIC`: those that gRPC ships.

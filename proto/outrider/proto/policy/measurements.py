@@ -1,4 +1,4 @@
-"""What an edge has measured of its link, its verifier and its drafters."""
+"""Measurements of an edge: its link, its verifier and its drafters."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class DrafterMeasurements:
 
 @dataclass(slots=True)
 class Measurements:
-    """What an edge has measured; a new text begins where the last ended.
+    """Measurements of an edge; a new text begins where the last ended.
 
     Attributes:
         drafters: measurements of each drafter, by name.

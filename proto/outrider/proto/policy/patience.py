@@ -19,7 +19,7 @@ _HORIZON = 48  # tokens after a miss that a plan looks ahead
 
 @dataclass(frozen=True, slots=True)
 class VerifierView:
-    """What the verifier knows of a session when it plans a step; times are 0 until they are measured.
+    """Knowledge of the verifier about a session when it plans a step; times are 0 until they are measured.
 
     Attributes:
         acceptance: chance that a draft agrees, given that all before it did.
@@ -74,7 +74,7 @@ def _best_block(acceptance: float, row_share: float, max_drafts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a session should wait for, and the drafts that should come of it.
+    """Plan of a session: the time to wait, and the drafts that should come meanwhile.
 
     Attributes:
         patience: wait from when the session became ready; 0 s: run ahead.

@@ -40,7 +40,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class SelectionView:
-    """What a choice among K arms is made on.
+    """Basis of a choice among K arms.
 
     Attributes:
         drafts: drafts of a round.
@@ -141,7 +141,7 @@ class SelectionView:
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What a commit shows of the drafters.
+    """Evidence of a commit about the drafters.
 
     Attributes:
         view: view that the choice was made on.

@@ -54,7 +54,7 @@ RATES = (*(SteeringRate(precision, every) for precision in SteeringPrecision for
 
 @dataclass(frozen=True, slots=True)
 class SteeringView:
-    """What the edge has measured when it chooses; 0: unknown yet.
+    """Measurements of the edge when it chooses; 0: unknown yet.
 
     Attributes:
         commit_s: time between commits, in seconds.

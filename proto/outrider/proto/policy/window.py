@@ -14,7 +14,7 @@ FIRST_WINDOW = 8  # while nothing has been measured
 
 @dataclass(frozen=True, slots=True)
 class EdgeView:
-    """What the edge knows when it decides how much further to draft; times are 0 until they are measured.
+    """Knowledge of the edge when it decides how much further to draft; times are 0 until they are measured.
 
     Attributes:
         in_flight: drafted tokens that no commit has met.

@@ -17,7 +17,7 @@ from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Open, 
 
 @dataclass(frozen=True, slots=True)
 class VerifierRules:
-    """What a verifier announces to its sessions; fixed while it runs.
+    """Rules that a verifier announces to its sessions; fixed while it runs.
 
     Attributes:
         name: name of the verifier.

@@ -17,7 +17,7 @@ ROUND_DRAFTS = 8  # drafts of a round in views of selectors
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a round costs beside its drafter, in seconds.
+    """Costs of a round beside its drafter, in seconds.
 
     Attributes:
         round_trip_s: round-trip time of a small message.

@@ -41,7 +41,7 @@ PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, request PROBE drafts ever
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a step has made of a session's drafts: event of the verifier's half.
+    """Result of a step for one session: an event of the verifier's half.
 
     Attributes:
         block: [k] the drafts.

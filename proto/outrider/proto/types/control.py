@@ -94,7 +94,7 @@ class DrafterPrior:
 
 @dataclass(frozen=True, slots=True)
 class DraftingPrior:
-    """What the fleet knows before a session's first commit; 0: unknown.
+    """Knowledge of the fleet before a session's first commit; 0: unknown.
 
     Attributes:
         acceptance: share of drafts that the target accepts.
@@ -228,7 +228,7 @@ class EdgeStatus:
 
 @dataclass(frozen=True, slots=True)
 class RelayStatus:
-    """What the coordinator has forwarded since it started; times are upper bounds of the quantiles, 0 before any."""
+    """Forwarding of the coordinator since it started; times are upper bounds of the quantiles, 0 before any."""
 
     streams: int = 0
     streams_total: int = 0

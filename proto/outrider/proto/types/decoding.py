@@ -28,14 +28,14 @@ class FinishReason(Enum):
 
 
 class Goal(Enum):
-    """What a deployment wants of speculation: low latency, or few target steps at a bounded cost in time."""
+    """Goal of a deployment: low latency, or few target steps at a bounded cost in time."""
 
     LATENCY = 1
     EFFICIENCY = 2
 
 
 class Provenance(Enum):
-    """Who proposed a committed token first; it is the target's token either way."""
+    """Origin of a committed token, which is the target's token either way."""
 
     DRAFT = "draft"
     TARGET = "target"
@@ -245,7 +245,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the edge has measured for the verifier's patience.
+    """Measurements of the edge that the verifier's patience rests on.
 
     Attributes:
         drafting: whether drafts still come.

@@ -1,4 +1,4 @@
-"""What several selectors share, and the one that draws blindly."""
+"""Base of several selectors, and the one that draws blindly."""
 
 from __future__ import annotations
 
