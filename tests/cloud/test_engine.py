@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from collecting_outbox import CollectingOutbox
 
 from outrider.cloud.batching import Batch
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import IDLE_S, MASKS_WITHIN_S, Engine
 from outrider.cloud.grammar import Allowed, GrammarMatcher
-from outrider.cloud.slots import Outbox, Slot
+from outrider.cloud.slots import Slot
 from outrider.cloud.target import Rows, load_target
 from outrider.proto.errors import ConfigError, Internal, Unavailable
 from outrider.proto.session import VerifierRules
@@ -26,16 +26,7 @@ POISON = 666
 RUN_AHEAD = Patience(0.0)
 
 
-class Collected(Outbox):
-    def __init__(self) -> None:
-        self.items: queue.Queue[Any] = queue.Queue()
-
-    def put(self, item: Any) -> None:
-        self.items.put(item)
-
-    def unread(self) -> int:
-        return 0
-
+class Collected(CollectingOutbox):
     def until_end(self) -> list[Any]:
         items = []
         while not items or not (isinstance(items[-1], Exception) or getattr(items[-1], "finish", None)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import queue
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from collecting_outbox import CollectingOutbox
 
 from outrider.cloud import steering_vectors as steering_vectors_module
 from outrider.cloud.config import VerifierConfig
@@ -21,7 +21,6 @@ from outrider.cloud.engine import Engine
 from outrider.cloud.projections import load_projections
 from outrider.cloud.sampling import Sampled, VerificationInput
 from outrider.cloud.server import VerifierServer
-from outrider.cloud.slots import Outbox
 from outrider.cloud.steering import FoldedProjection, Projection
 from outrider.cloud.steering_vectors import newest_rows
 from outrider.cloud.target import Rows, load_target
@@ -184,16 +183,7 @@ def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed)
 # === the engine: which state a commit's vector is of ==============================================================
 
 
-class Collected(Outbox):
-    def __init__(self) -> None:
-        self.items: queue.Queue[Any] = queue.Queue()
-
-    def put(self, item: Any) -> None:
-        self.items.put(item)
-
-    def unread(self) -> int:
-        return 0
-
+class Collected(CollectingOutbox):
     def opened(self) -> Opened:
         item = self.items.get(timeout=60)
         assert isinstance(item, Opened), item

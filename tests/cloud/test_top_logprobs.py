@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import queue
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from collecting_outbox import CollectingOutbox
 
 from outrider.cloud import sampling as sampling_module
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.family_index import resolve_target
 from outrider.cloud.sampling import Sampler, VerificationInput
-from outrider.cloud.slots import Outbox
 from outrider.cloud.target import load_model, load_target
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
@@ -123,16 +122,7 @@ def test_a_session_that_did_not_ask_costs_nothing(monkeypatch):
 # === the engine, on the reference target ========================================================================
 
 
-class Collected(Outbox):
-    def __init__(self) -> None:
-        self.items: queue.Queue[Any] = queue.Queue()
-
-    def put(self, item: Any) -> None:
-        self.items.put(item)
-
-    def unread(self) -> int:
-        return 0
-
+class Collected(CollectingOutbox):
     def next_commit(self) -> Commit:
         item = self.items.get(timeout=60)
         while isinstance(item, Opened):
