@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from outrider.deploy.arguments import Given
 from outrider.deploy.cluster import embedded_drafters, local_cluster
 from outrider.deploy.commands.serving import ActorSettings, FixedVerifierSettings, SecretSettings, UpSettings
 from outrider.deploy.credentials import lease_secret, serving_tls
+from outrider.deploy.termination import until_stopped
 from outrider.proto.address import is_local_address
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ClientTls
@@ -174,15 +174,6 @@ def _read_tokenizer(path: Path | None) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", field="tokenizer") from error
-
-
-async def until_stopped() -> None:
-    """Wait for SIGINT or SIGTERM."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    await stop.wait()
 
 
 def ray_options(settings: ActorSettings) -> dict[str, Any]:

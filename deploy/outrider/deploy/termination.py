@@ -1,4 +1,4 @@
-"""An orderly end on SIGTERM, which a stopped job gets."""
+"""An orderly end on SIGTERM, which a stopped job gets, and on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def sigterm_unwinds() -> Iterator[None]:
 
     with _handled(raise_once, signal.SIGTERM):
         yield
+
+
+async def until_stopped() -> None:
+    """Wait for SIGINT or SIGTERM."""
+    import asyncio  # here, since every command imports this module, and `outrider --help` is to be quick
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
 
 
 class StopAtStep:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import LinkSettings
-from outrider.deploy.link import punctual
-from outrider.deploy.link.relay import Relay
+from outrider.deploy.link.relay import Relay, run_on_time
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace, find_trace
-from outrider.deploy.servers import until_stopped
+from outrider.deploy.termination import until_stopped
 from outrider.proto.errors import ConfigError
 
 
@@ -23,7 +22,7 @@ def link(given: Given) -> int:
         down_mbit=options.down,
         queue_kib=options.queue,
     )
-    return punctual.run(_link(options, shape, trace))
+    return run_on_time(_link(options, shape, trace))
 
 
 async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None) -> int:

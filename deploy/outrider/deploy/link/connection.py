@@ -1,22 +1,133 @@
-"""A connection over the link: two sockets and a stream each way between them."""
+"""The connections over the link, a stream each way, and the two directions that the streams share."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 
-from outrider.deploy.link.sockets import abort, prepare
-from outrider.deploy.link.way import Way
+from outrider.deploy.link.pipe import Pipe
+from outrider.deploy.link.shape import MTU_BYTES, WayShape
+from outrider.deploy.link.sockets import abort, prepare, receive
+
+_READ_BYTES = 16 << 10  # small, so that streams alternate
+
+
+class Timer:
+    """How early a timer must be set to be on time: the median lateness, in seconds."""
+
+    _STEP_S = 1e-6
+    _MAX_S = 1.5e-4
+
+    def __init__(self) -> None:
+        self.early_s = 30e-6
+
+    def was_late(self, seconds: float) -> None:
+        """Move a step towards `seconds`; steps of one size settle at the median."""
+        step = self._STEP_S if seconds > 0 else -self._STEP_S
+        self.early_s = min(max(self.early_s + step, 0.0), self._MAX_S)
+
+
+class Way:
+    """One direction of the link: a pipe, its timer, and the streams that share it."""
+
+    def __init__(self, pipe: Pipe, timer: Timer) -> None:
+        self._pipe = pipe
+        self._timer = timer
+        self._handle: asyncio.TimerHandle | None = None
+        self._when = 0.0  # time for which `_handle` is set
+        self._streams: set[Stream] = set()
+        self.full = False
+        self.delivered_bytes = 0
+
+    def add(self, stream: Stream) -> None:
+        """Add a stream that waits for room."""
+        self._streams.add(stream)
+
+    def discard(self, stream: Stream) -> None:
+        """Remove a stream; what it has under way still takes its time."""
+        self._streams.discard(stream)
+
+    def read(self, stream: Stream) -> None:
+        """Read from the stream's source while there is room."""
+        now = time.monotonic()
+        room = self._pipe.room(now)
+        if room:
+            try:
+                data, age_s = receive(stream.source, min(room, _READ_BYTES))
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                stream.connection.abort()
+                return
+            self._pipe.push(max(now - age_s, stream.reading_since), stream, data)
+            if not data:
+                stream.finished = True
+                stream.update_reading()
+        if self._pipe.room(now) < MTU_BYTES:
+            self.full = True
+            self._update_reading()
+        self._set_timer(now)
+
+    def reshape(self, shape: WayShape) -> None:
+        """Change the pipe to `shape` now."""
+        now = time.monotonic()
+        self._pipe.reshape(now, shape)
+        self._set_timer(now)
+
+    def stall(self, seconds: float) -> None:
+        """Hold the pipe for `seconds`, beginning now."""
+        now = time.monotonic()
+        self._pipe.stall(now, seconds)
+        self._set_timer(now)
+
+    def clear(self) -> None:
+        """Lose everything that is under way."""
+        self._pipe.clear()
+        self._set_timer(time.monotonic())
+
+    def _set_timer(self, now: float) -> None:
+        when = self._pipe.next_time()
+        if self.full:
+            when = min(when, self._pipe.half_empty_time(now))
+        if self._handle is not None:
+            if when == self._when:
+                return
+            self._handle.cancel()
+            self._handle = None
+        if when < math.inf:
+            self._when = when
+            at = when - self._timer.early_s
+            self._handle = asyncio.get_running_loop().call_at(at, self._on_time, at > now)
+
+    def _on_time(self, was_ahead: bool) -> None:
+        self._handle = None
+        now = time.monotonic()
+        arrivals = self._pipe.due(now + self._timer.early_s)
+        for arrival in arrivals:
+            if not arrival.stream.connection.cut:
+                self.delivered_bytes += len(arrival.data)
+                arrival.stream.deliver(arrival.data)
+        if arrivals and was_ahead:
+            self._timer.was_late(time.monotonic() - self._when)
+        if self.full and self._pipe.half_empty_time(now) <= now:
+            self.full = False
+            self._update_reading()
+        self._set_timer(now)
+
+    def _update_reading(self) -> None:
+        for stream in self._streams:
+            stream.update_reading()
 
 
 class Stream:
     """One direction of one connection."""
 
     def __init__(self, connection: Connection, source: socket.socket, sink: socket.socket, way: Way) -> None:
-        self._connection = connection
+        self.connection = connection
         self.source = source
-        self.finished = False
+        self.finished = False  # the source has ended
         self.over = False  # the sink has all bytes and the end
         self.reading_since = 0.0
         self._sink = sink
@@ -28,18 +139,9 @@ class Stream:
         way.add(self)
         self.update_reading()
 
-    @property
-    def gone(self) -> bool:
-        """Whether the connection is closed."""
-        return self._connection.cut
-
-    def abort(self) -> None:
-        """Reset the connection."""
-        self._connection.abort()
-
     def update_reading(self) -> None:
         """Read while the source has more, the way has room, and the sink takes bytes."""
-        wanted = not (self.finished or self._way.full or self._outbox or self.gone)
+        wanted = not (self.finished or self._way.full or self._outbox or self.connection.cut)
         if wanted and not self._reading:
             self.reading_since = time.monotonic()
             self._loop.add_reader(self.source, self._way.read, self)
@@ -48,7 +150,7 @@ class Stream:
         self._reading = wanted
 
     def deliver(self, data: bytes) -> None:
-        """Send bytes that are due; none: the end."""
+        """Send bytes that are due; empty bytes are the end."""
         if not data:
             self._ends = True
         if self._outbox:
@@ -68,7 +170,7 @@ class Stream:
 
     def _flush(self) -> None:
         del self._outbox[: self._send(self._outbox)]
-        if not self._outbox and not self.gone:
+        if not self._outbox and not self.connection.cut:
             self._loop.remove_writer(self._sink)
             self.update_reading()
             self._end_if_all_is_sent()
@@ -79,30 +181,27 @@ class Stream:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
-            self.abort()
+            self.connection.abort()
             return len(data)
 
     def _end_if_all_is_sent(self) -> None:
-        if self._ends and not self._outbox and not self.over and not self.gone:
+        if self._ends and not self._outbox and not self.over and not self.connection.cut:
             self.over = True
-            self._connection.end(self._sink)
+            self.connection.end(self._sink)
 
 
 class Connection:
-    """An edge's socket, the socket to the verifier, and a stream each way."""
+    """Two connected sockets, of an edge and of the verifier, with a stream each way."""
 
-    def __init__(self, edge: socket.socket, verifier: socket.socket, connections: set[Connection]) -> None:
+    def __init__(
+        self, edge: socket.socket, verifier: socket.socket, up: Way, down: Way, connections: set[Connection]
+    ) -> None:
         self.cut = False
         self._sockets = (edge, verifier)
-        self._streams: tuple[Stream, ...] = ()
-        self._all = connections
-        connections.add(self)
         for end in self._sockets:
             prepare(end)
-
-    def open(self, up: Way, down: Way) -> None:
-        """Let the bytes flow between the connected sockets."""
-        edge, verifier = self._sockets
+        self._all = connections
+        connections.add(self)
         self._streams = (Stream(self, edge, verifier, up), Stream(self, verifier, edge, down))
 
     def end(self, sink: socket.socket) -> None:

@@ -95,7 +95,7 @@ class Pipe:
         return math.inf
 
     def half_empty_time(self, now: float) -> float:
-        """Return when half of the queue is free, if nothing more comes and the rate stays."""
+        """Return when half of the queue will be free if nothing more comes and the rate stays."""
         self._advance(now)
         if self._flight_bytes > MAX_IN_FLIGHT_BYTES // 2:
             return self._flight[0].due_s

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from outrider.deploy.child import Child
-from outrider.deploy.link.control import trace_to_mapping
 from outrider.deploy.link.relay import Counters
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace
@@ -66,7 +65,7 @@ class LinkProcess:
 
     async def play(self, trace: LinkTrace) -> None:
         """Play round trip and rates of `trace` in a loop; jitter and queue stay."""
-        await self._ask({"do": "play", "trace": trace_to_mapping(trace)})
+        await self._ask({"do": "play", "trace": asdict(trace)})
 
     async def stall(self, seconds: float) -> None:
         """Hold the link for `seconds`, beginning now; return at once."""

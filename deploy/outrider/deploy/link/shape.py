@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from outrider.proto.errors import ConfigError
 
@@ -84,13 +83,6 @@ class LinkShape:
             down_bytes_per_s=math.inf if down_mbit is None else down_mbit * BYTES_PER_MBIT,
             queue_bytes=int(queue_kib * 1024),
         )
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Return the shape that `dataclasses.asdict` was given; raises `ConfigError` for an unknown key."""
-        unknown = sorted(set(mapping) - set(cls.__dataclass_fields__))
-        _require(not unknown, "shape", f"has no {', '.join(unknown)}")
-        return cls(**mapping)
 
     @property
     def up(self) -> WayShape:

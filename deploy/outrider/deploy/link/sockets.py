@@ -12,7 +12,7 @@ from outrider.proto.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_RECEIVE_BUFFER = 64 << 10  # small: what waits there is a queue that the link does not know of
+_RECEIVE_BUFFER = 64 << 10  # small: what waits there is a queue that the link cannot see
 _SO_TIMESTAMPNS = 35  # Linux; the socket module does not have it
 _TIMESPEC = struct.Struct("@qq")
 _MAX_LATE_S = 0.05  # an older kernel stamp is not believed: the wall clock may have been set

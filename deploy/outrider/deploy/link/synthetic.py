@@ -1,8 +1,7 @@
 """The built-in traces.
 
-They are SYNTHETIC, not recordings: each is a small random process whose level, spread and events are like what
-is usually published for such a link (rounded; no single source).
-`python -m outrider.deploy.link.synthetic` writes them.
+They are SYNTHETIC, not recordings: each is a small random process whose level, spread and events resemble what is
+usually published for such a link (rounded; no single source). `python -m outrider.deploy.link.synthetic` writes them.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from outrider.deploy.link.traces import LinkTrace, TracePoint, write_trace
 from outrider.proto.errors import ConfigError
 
 STEP_S = 0.1
-COMMENT = "SYNTHETIC: made by outrider.deploy.link.synthetic, shaped after typical published figures; not a recording."
+COMMENT = "SYNTHETIC: made by outrider.deploy.link.synthetic, shaped after typical published values; not a recording."
 
 _Values = Iterator[tuple[float, float, float]]  # rtt_ms, up_mbit, down_mbit, every STEP_S
 
 
 def make_trace(name: str, seed: int = 0) -> LinkTrace:
-    """Return the trace of that name, the same everywhere for the same seed; the built-in traces have seed 0."""
+    """Return a trace, the same on every machine for the same seed; the built-in traces have seed 0."""
     if name not in MAKERS:
         raise ConfigError(f"there is no maker of {name!r}; there are {', '.join(MAKERS)}", field="trace")
     rng = random.Random(f"{name} {seed}")

@@ -1,7 +1,7 @@
 """How a link changes over time.
 
-The built-in traces are SYNTHETIC: made by `synthetic.make_trace`, shaped after typical published figures of such
-links. They are not recordings. A recording of your own is a CSV file of the same form:
+The built-in traces are SYNTHETIC, not recordings (see `synthetic`). A recording of your own is a CSV file of the same
+form:
 
     time_s,rtt_ms,up_mbit,down_mbit
     0.0,42.5,8.1,31.0
@@ -13,7 +13,6 @@ Lines that begin with # are comments. Rates are in 10^6 bit/s; 0 is an outage, `
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,29 +43,19 @@ class TracePoint:
 
 @dataclass(frozen=True, slots=True)
 class LinkTrace:
-    """A link over time; it begins anew when it is over.
+    """A link over time, which repeats.
 
     Attributes:
-        name: for people.
-        points: times rise from 0.
-
-    Raises:
-        ConfigError: no points, or times that do not rise from 0.
+        name: name in outputs.
+        points: points whose times rise from 0; at least one.
     """
 
     name: str
     points: tuple[TracePoint, ...]
 
-    def __post_init__(self) -> None:
-        if not self.points:
-            raise ConfigError(f"{self.name} has no points", field="trace")
-        times = [point.time_s for point in self.points]
-        if times[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(times)):
-            raise ConfigError(f"{self.name}: time_s must rise from 0, line by line", field="trace")
-
     @property
     def duration_s(self) -> float:
-        """Until it begins anew: the last point lasts as long as the one before. One point lasts a second."""
+        """Length of one repetition: the last point lasts as long as the one before; a single point, one second."""
         if len(self.points) == 1:
             return 1.0
         last = self.points[-1].time_s
@@ -77,7 +66,7 @@ class LinkTrace:
         return self.points[self._index(time_s % self.duration_s)].shape
 
     def next_time(self, time_s: float) -> float:
-        """When, after `time_s`, the next point begins."""
+        """Return when the first point after `time_s` begins."""
         rounds, within = divmod(time_s, self.duration_s)
         index = self._index(within) + 1
         upcoming = self.points[index].time_s if index < len(self.points) else self.duration_s
@@ -88,7 +77,7 @@ class LinkTrace:
 
 
 def built_in_traces() -> tuple[str, ...]:
-    """Names that `find_trace` knows."""
+    """Return the names that `find_trace` knows."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.csv")))
 
 
@@ -124,6 +113,8 @@ def read_trace(path: Path) -> LinkTrace:
         if point.time_s != 0 if not points else point.time_s <= points[-1].time_s:
             raise ConfigError(f"{path} line {number}: time_s: must rise from 0, line by line", field="trace")
         points.append(point)
+    if not points:
+        raise ConfigError(f"{path} has no points", field="trace")
     return LinkTrace(path.stem, tuple(points))
 
 
