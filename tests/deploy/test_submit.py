@@ -22,10 +22,9 @@ import pytest
 from outrider.deploy.cli import main, parse
 from outrider.deploy.commands.operating import SubmitSettings
 from outrider.deploy.submit import command, entry
-from outrider.deploy.submit.command import send
+from outrider.deploy.submit.command import absolute, find_wheel, link_inputs, send
 from outrider.deploy.submit.jobs import follow
-from outrider.deploy.submit.place import Mirror, Place, absolute
-from outrider.deploy.submit.upload import find_wheel, link_inputs
+from outrider.deploy.submit.place import Mirror, Place
 from outrider.proto.errors import ConfigError
 
 WHEEL = "outrider-0.1.0-py3-none-any.whl"

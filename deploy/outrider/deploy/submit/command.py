@@ -1,30 +1,34 @@
-"""`outrider submit`: send a command to a Ray cluster and follow it; what it writes goes to the output place."""
+"""`outrider submit`: send a command to a Ray cluster and follow it."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import importlib.util
 import shlex
+import shutil
+import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import SubmitSettings
 from outrider.deploy.submit.jobs import connect, follow, job_of, ray_errors
-from outrider.deploy.submit.place import Place, absolute
-from outrider.deploy.submit.upload import find_wheel, link_inputs
+from outrider.deploy.submit.place import Place
 from outrider.proto.errors import ConfigError
 
-OUTPUT_KEY = "outrider_output"  # of the job's metadata: whoever follows it later learns where its files are
-# Ray kills a job that it stops after 3 s, too few for a checkpoint and its copying; its supervisor reads this.
+OUTPUT_KEY = "outrider_output"  # in the job's metadata, for those who follow it later
+# Ray kills a job 3 s after it asks it to stop, too soon to copy a checkpoint; its supervisor reads this.
 STOP_WAIT = {"RAY_JOB_STOP_WAIT_TIME_S": "120"}
 DETACHED, STOPPED = 130, 143
 # Options of commands that name what they write.
 WRITING = ("output", "report", "json", "plot")
 UNPACKED = "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"
+CHECKOUT = Path(__file__).resolve().parents[4]
 
 
 def submit(given: Given) -> int:
@@ -57,9 +61,9 @@ def send(client: Any, arguments: list[str], written: list[str], options: SubmitS
 
     Args:
         client: Ray's `JobSubmissionClient`.
-        arguments: the command to run.
-        written: names below the job's folder that the command says it writes.
-        options: of `outrider submit`.
+        arguments: command to run.
+        written: names of what the command writes in the job's folder.
+        options: options of `outrider submit`.
     """
     job_id = options.name or f"outrider-{arguments[0]}-{uuid.uuid4().hex[:8]}"
     place = absolute(options.output or job_id)
@@ -94,10 +98,78 @@ def send(client: Any, arguments: list[str], written: list[str], options: SubmitS
     return job_id
 
 
-def _leave_mark(place: str, job_id: str, named: str) -> bool:
-    """Mark the place for the job to recognise, and return whether that was possible from here.
+def absolute(place: str) -> str:
+    """Return a place in the form that the job uses: a URL unchanged, a path from the root."""
+    return place if "://" in place else str(Path(place).expanduser().absolute())
 
-    A relative path means a folder of this machine. A path from the root, or a URL, may be one that only nodes reach.
+
+def link_inputs(spelled: Iterable[str], folder: Path, into: Path) -> dict[str, str]:
+    """Link the inputs into the folder that Ray will pack, and return their names there by the user's spelling.
+
+    What lies in `folder` keeps its relative path, anything else its last name.
+
+    Raises:
+        ConfigError: one is not there, or two would have the same name.
+    """
+    paths = {text: (folder / Path(text).expanduser()).resolve() for text in spelled}
+    names = {}
+    for text, path in paths.items():
+        if not path.exists():
+            raise ConfigError(f"there is no {text}", field="input")
+        inside = path.is_relative_to(folder.resolve())
+        names[text] = path.relative_to(folder.resolve()).as_posix() if inside else path.name
+        if names[text] == ".":
+            raise ConfigError("names the whole folder; name what the job needs of it", field="input")
+    for text, name in sorted(names.items(), key=lambda item: item[1]):  # a folder before what lies in it
+        if not (into / name).exists():
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            (into / name).symlink_to(paths[text])
+        elif (into / name).resolve() != paths[text]:
+            raise ConfigError(f"{text} and another input would both be {name} in the job", field="input")
+    return names
+
+
+def find_wheel(wanted: str, folder: Path) -> Path:
+    """Put the wheel `wanted` (a file; `auto`: built from the checkout) into `folder`, and return its path there.
+
+    Its build number (PEP 427) becomes a hash of its content: Ray caches wheels by file name, and would otherwise run
+    the first one of a version for ever.
+
+    Raises:
+        ConfigError: there is none, or it cannot be built.
+    """
+    wheel = _build(folder) if wanted == "auto" else Path(wanted).expanduser()
+    if not wheel.is_file() or wheel.suffix != ".whl" or wheel.name.count("-") < 4:
+        raise ConfigError(f"{wanted} is no wheel of Outrider", field="wheel")
+    name, version, *_, python, abi, platform = wheel.name.split("-")
+    build = f"0x{hashlib.sha256(wheel.read_bytes()).hexdigest()[:16]}"
+    tagged = folder / "-".join((name, version, build, python, abi, platform))
+    shutil.copyfile(wheel, tagged)
+    return tagged
+
+
+def _build(folder: Path) -> Path:
+    if not (CHECKOUT / "pyproject.toml").is_file():
+        raise ConfigError(
+            "must be named, since this is no checkout to build one from; "
+            "`pip download --no-deps outrider` fetches one, and `none` uses what the cluster has installed",
+            field="wheel",
+        )
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "built"), str(CHECKOUT)]
+    if importlib.util.find_spec("hatchling") is not None:
+        command.insert(4, "--no-isolation")  # seconds rather than a fresh environment
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - a fixed program
+    if done.returncode:
+        reason = " ".join((done.stderr or done.stdout).strip().splitlines()[-3:])
+        raise ConfigError(f"cannot be built: {reason}", field="wheel")
+    (wheel,) = (folder / "built").glob("outrider-*.whl")
+    return wheel
+
+
+def _leave_mark(place: str, job_id: str, named: str) -> bool:
+    """Mark the place so that the job can recognise it, and return whether it can be reached from here.
+
+    A relative path must be reachable; an absolute path or a URL may be one that only nodes reach.
     """
     try:
         Place(place).leave_mark(job_id)
@@ -110,7 +182,7 @@ def _leave_mark(place: str, job_id: str, named: str) -> bool:
 
 
 def _see_through(client: Any, job_id: str, address: str) -> int:
-    """Follow a job, say where its files are, and end as it ended."""
+    """Follow a job, say where its files are, and return its exit status."""
     try:
         job = asyncio.run(follow(client, job_id))
     except KeyboardInterrupt:
@@ -124,7 +196,6 @@ def _see_through(client: Any, job_id: str, address: str) -> int:
         _complain(f"job {job_id} was stopped")
         return STOPPED
     if job.driver_exit_code:
-        # Its log, which says why, has just been shown.
         _complain(f"job {job_id} failed with exit status {job.driver_exit_code}")
         return int(job.driver_exit_code)
     _complain(f"job {job_id} did not run: {(job.message or '').strip()}")
@@ -137,9 +208,9 @@ def _how_to_go_on(address: str, job_id: str) -> str:
 
 
 def _checked_command(words: Sequence[str], parse: Callable[[Sequence[str]], Given]) -> tuple[list[str], list[str]]:
-    """Return the command without its `--`, and what it says that it writes in the job's folder.
+    """Return the command without its `--`, and the names of what it writes in the job's folder.
 
-    A mistake in the command ends here, before anything is uploaded.
+    A mistake in the command ends the process before anything is uploaded.
     """
     arguments = list(words[1:] if words[:1] == ("--",) else words)
     if not arguments or arguments[0] == "submit":

@@ -1,4 +1,4 @@
-"""Entry point of a job on its node: the command runs in a folder of its own, whose files go to the output place."""
+"""A job on its node: runs the command in a folder of its own, whose files go to the output place."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SYNC_EVERY_S = 30.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit status, as a shell would give it."""
+    """Run the command and return its exit status in a shell's form."""
     parser = argparse.ArgumentParser(prog="python -m outrider.deploy.submit.entry", description=__doc__)
     parser.add_argument("--inputs", action="store_true", help="the current folder holds the job's inputs")
     parser.add_argument("--output", required=True, metavar="PLACE", help="absolute path or URL")
-    parser.add_argument("--mark", default="", metavar="ID", help="left in the output place by the submitter")
-    parser.add_argument("--probe", default="", metavar="ID", help="to leave and take here, where it could not be left")
+    parser.add_argument("--mark", default="", metavar="ID", help="mark in the output place, left by the submitter")
+    parser.add_argument("--probe", default="", metavar="ID", help="mark that the submitter could not leave")
     parser.add_argument("--resume", action="append", default=[], metavar="NAME", help="taken from the output place")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="of `outrider`")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command of outrider")
     options = parser.parse_args(arguments)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     work = Path(tempfile.mkdtemp(prefix="outrider-job-"))
@@ -48,21 +48,21 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(command: list[str], work: Path, mirror: Mirror) -> int:
-    """Run the command and return its exit status, or 1 where only its files cannot be brought to the place.
+    """Run the command and return its exit status, or 1 if it succeeds but its files cannot be copied to the place.
 
-    They are brought there while it runs and at its end, also if it fails or is stopped.
+    Files are copied while it runs and at its end, even if it fails or is stopped.
     """
     process = subprocess.Popen([sys.executable, "-m", "outrider.deploy.cli", *command], cwd=work)  # noqa: S603
-    for number in (signal.SIGTERM, signal.SIGINT):  # Ray signals the command as well
+    for number in (signal.SIGTERM, signal.SIGINT):  # Ray signals the command too
         signal.signal(number, lambda *_: None)
     ended = False
     while not ended:
         with suppress(subprocess.TimeoutExpired):
             process.wait(SYNC_EVERY_S)
         ended = process.poll() is not None
-        failure = _sync(mirror)
+        failed = _sync_fails(mirror)  # no reason to end a command that runs
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    if failure:
+    if failed:
         _complain(f"what is missing there is in {work} on {socket.gethostname()}")
         return status or 1
     print(mirror.summary, end="", flush=True)
@@ -70,8 +70,7 @@ def run(command: list[str], work: Path, mirror: Mirror) -> int:
     return status
 
 
-def _sync(mirror: Mirror) -> bool:
-    """Return whether it failed: while the command runs, that is no reason to end it."""
+def _sync_fails(mirror: Mirror) -> bool:
     try:
         mirror.sync()
     except ConfigError as error:

@@ -15,9 +15,9 @@ from outrider.proto.errors import ConfigError, NotFound, OutriderError, Unauthen
 ATTEMPTS = 5
 RETRY_S = 1.0
 END_POLL_S = 0.3
-# With these set, Ray's client would go there whatever address it is given.
+# If these are set, Ray's client ignores the address that it is given.
 OVERRIDING = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-# Ray is to send inputs whole, whatever a .gitignore among them says.
+# Makes Ray send inputs whole, even if a .gitignore is among them.
 SENDING_ALL = {"RAY_RUNTIME_ENV_IGNORE_GITIGNORE": "1"}
 
 
@@ -25,9 +25,9 @@ def connect(address: str) -> Any:
     """Return Ray's `JobSubmissionClient` of a job server.
 
     Raises:
-        ConfigError: Ray's client is not installed, or the address is none.
-        Unavailable: nobody answers there, or something that is no job server.
-        Unauthenticated: it wants a token.
+        ConfigError: Ray's client is not installed, or the address is malformed.
+        Unavailable: no job server answers there.
+        Unauthenticated: the server wants a token.
     """
     try:
         import requests
@@ -50,8 +50,8 @@ def connect(address: str) -> Any:
 
 
 @contextmanager
-def ray_errors(address: str, deed: str, known: Mapping[str, OutriderError] = MappingProxyType({})) -> Iterator[None]:
-    """Raise the errors of Ray's client as ours; `known` maps a part of Ray's message to the error that it means."""
+def ray_errors(address: str, action: str, known: Mapping[str, OutriderError] = MappingProxyType({})) -> Iterator[None]:
+    """Translate the errors of Ray's client; `known` maps parts of its messages to the errors that they mean."""
     import requests
     from ray.exceptions import AuthenticationError
 
@@ -68,7 +68,7 @@ def ray_errors(address: str, deed: str, known: Mapping[str, OutriderError] = Map
                 raise meaning from error
         lines = [line.strip() for line in str(error).replace("\\n", "\n").splitlines() if line.strip()]
         reason = lines[-1][:300] if lines else "it does not say why"  # a traceback has its message at the end
-        raise Unavailable(f"the job server at {address} cannot {deed}: {reason}", field="address") from error
+        raise Unavailable(f"the job server at {address} cannot {action}: {reason}", field="address") from error
 
 
 def job_of(client: Any, job_id: str) -> Any:
@@ -82,10 +82,10 @@ def job_of(client: Any, job_id: str) -> Any:
 async def follow(client: Any, job_id: str) -> Any:
     """Print the log from its beginning until the job has ended, and return its `JobDetails`.
 
-    A stream that breaks is opened again, which begins at the log's beginning; what was printed is then left out.
+    A stream that breaks is opened again, begins at the log's beginning, and is printed from where it broke.
 
     Raises:
-        Unavailable: the server stays away.
+        Unavailable: the server does not come back.
     """
     printed = 0  # characters
     last = "\n"
@@ -93,7 +93,7 @@ async def follow(client: Any, job_id: str) -> Any:
     while True:
         at = 0
         try:
-            with ray_errors(client.get_address(), "hand out the log"):
+            with ray_errors(client.get_address(), "show the log"):
                 async for piece in client.tail_job_logs(job_id):
                     failures = 0
                     print(piece[max(0, printed - at) :], end="", flush=True)

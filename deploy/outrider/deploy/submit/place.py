@@ -14,11 +14,6 @@ from outrider.proto.errors import ConfigError
 Stamp = tuple[int, int] | None  # modification time in ns and bytes of a file; None for a folder
 
 
-def absolute(place: str) -> str:
-    """Return a place as a job knows it: a URL as it is, a path from the root."""
-    return place if "://" in place else str(Path(place).expanduser().absolute())
-
-
 class Place:
     """A folder by its absolute path, or by a URL of any file system that fsspec knows.
 
@@ -31,18 +26,18 @@ class Place:
             from fsspec.core import url_to_fs
             from fsspec.implementations.local import LocalFileSystem
 
-            files, self._root = url_to_fs(url)
-        self._files: Any = files
-        self._is_local = isinstance(files, LocalFileSystem)
+            self._files: Any
+            self._files, self._root = url_to_fs(url)
+        self._is_local = isinstance(self._files, LocalFileSystem)
 
     def leave_mark(self, job_id: str) -> None:
-        """Create the folder, with a file by which the job shall know it."""
+        """Create the folder, with a file by which the job recognises it."""
         with self._translated("written"):
             self._files.makedirs(self._root, exist_ok=True)
             self._files.pipe_file(self._mark(job_id), job_id.encode())
 
     def take_mark(self, job_id: str) -> None:
-        """Remove that file again, and fail where it is not: then this is another folder of the same name."""
+        """Remove that file, and fail if it is missing: then this is another folder of the same name."""
         with self._translated("written"):
             if not self._files.exists(self._mark(job_id)):
                 raise ConfigError(
@@ -53,13 +48,13 @@ class Place:
             self._files.rm_file(self._mark(job_id))
 
     def get(self, name: str, folder: Path) -> None:
-        """Copy what is there under `name`, a file or a folder, into `folder`."""
+        """Copy the file or folder `name`, if it is there, into `folder`."""
         with self._translated("read"):
             if self._files.exists(f"{self._root}/{name}"):
                 self._files.get(f"{self._root}/{name}", str(folder / name), recursive=True)
 
     def put(self, source: Path, name: str) -> None:
-        """Copy one file to `name`, where it appears whole: object stores see to that themselves, disks do not."""
+        """Copy one file to `name`, where it appears whole: object stores ensure that, disks do not."""
         target = f"{self._root}/{name}"
         with self._translated("written"):
             self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
@@ -68,7 +63,7 @@ class Place:
                 os.replace(f"{target}.part", target)
 
     def remove(self, name: str, *, is_folder: bool) -> None:
-        """Delete a file or an empty folder; what is gone already, and what is not empty, is left alone."""
+        """Delete a file or an empty folder, if it is there; leave a folder that is not empty."""
         with self._translated("written"), suppress(OSError):
             (self._files.rmdir if is_folder else self._files.rm_file)(f"{self._root}/{name}")
 
@@ -89,7 +84,7 @@ class Place:
 
 
 class Mirror:
-    """Keeps a place equal to what a command writes in its folder; what lies there at first is the command's input."""
+    """A copy in a place of what a command writes in its folder, without its inputs, which lie there at first."""
 
     def __init__(self, folder: Path, place: Place) -> None:
         self._folder = folder
@@ -99,12 +94,12 @@ class Mirror:
 
     @property
     def summary(self) -> str:
-        """One line on the files that the place has of this job; empty without any."""
+        """One line on the files of this job in the place; empty without any."""
         sizes = [stamp[1] for stamp in self._copied.values() if stamp is not None]
         return f"{len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, in {self._place.url}\n" if sizes else ""
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Begin with what an earlier job left in the place under these names, so that this one can resume it."""
+        """Copy what an earlier job left in the place under these names, for this one to resume."""
         for name in names:
             self._place.get(name, self._folder)
         self._copied = {name: stamp for name, stamp in _stamps(self._folder).items() if name not in self._inputs}
