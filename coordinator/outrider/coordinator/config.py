@@ -1,4 +1,4 @@
-"""The settings of one coordinator."""
+"""Settings of a coordinator and of verifiers at fixed addresses."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class StaticVerifier(Settings):
     """
 
     name: str = option(REQUIRED, "name that leases are bound to", check=no_empty_text)
-    address: str = option(REQUIRED, "where it serves", metavar="HOST:PORT", check=no_empty_text)
+    address: str = option(REQUIRED, "address that it listens on", metavar="HOST:PORT", check=no_empty_text)
     model: str = option(REQUIRED, "id of its target", check=no_empty_text)
     tokenizer_json: str = option(REQUIRED, "text of the target's tokenizer.json", check=no_empty_text)
-    max_sessions: int = option(64, "texts that it decodes at once", check=at_least(1))
-    chat_template_json: str = option("", "chat template, or text of its tokenizer_config.json; empty: it has none")
-    tls: bool = option(False, "it speaks TLS")
-    tls_name: str = option("", "name that its certificate has; empty: the host of its address")
+    max_sessions: int = option(64, "sessions at once", check=at_least(1))
+    chat_template_json: str = option("", "chat template, or text of its tokenizer_config.json; empty: none")
+    tls: bool = option(False, "whether it speaks TLS")
+    tls_name: str = option("", "name in its certificate; empty: the host of its address")
 
     def check_together(self) -> None:
         """Refuse an address without a port."""
@@ -45,10 +45,10 @@ def _long_enough(secret: bytes) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorConfig(GrpcServerSettings):
-    """Settings of placement, drafters, access and relay.
+    """Settings of one coordinator.
 
     Attributes:
-        verifier_tls: how to speak to verifiers that speak TLS; None: none does.
+        verifier_tls: certificates for verifiers that speak TLS; None: none does.
         verifiers: fixed verifiers instead of a Ray cluster.
     """
 
@@ -56,20 +56,20 @@ class CoordinatorConfig(GrpcServerSettings):
     lease_secret: bytes = option(REQUIRED, "shared with every verifier", check=_long_enough, shown=False)
     verifier_tls: ClientTls | None = None
     api_keys: Path | None = option(
-        None, "keys that callers must have (outrider key); not set: none is asked for", group=ACCESS
+        None, "file of the keys that callers must have (see outrider key); not set: none needed", group=ACCESS
     )
-    remote_drain: bool = option(False, "without API keys, let other machines drain verifiers", group=ACCESS)
-    relay: bool = option(False, "pass decoding streams on, for edges that cannot reach the verifiers", group=ACCESS)
+    remote_drain: bool = option(False, "let other machines drain verifiers if there are no API keys", group=ACCESS)
+    relay: bool = option(False, "relay decoding streams for edges that cannot reach the verifiers", group=ACCESS)
     relay_streams: int = option(256, "streams relayed at once", group=ACCESS, check=at_least(1))
     lease_seconds: float = option(600.0, "how long a lease lasts", metavar="S", check=above(0))
-    drafters: tuple[Path, ...] = option((), "folder of more drafter packages, up to two levels deep", metavar="DIR")
-    poll_s: float = option(1.0, "time between looks at verifiers and drafter folders", check=above(0))
+    drafters: tuple[Path, ...] = option((), "folder of further drafter packages, up to two levels deep", metavar="DIR")
+    poll_s: float = option(1.0, "time between polls of verifiers and drafter folders", check=above(0))
     ray_address: str = option(
-        "", "Ray cluster whose verifiers to place on; auto: the one on this machine; empty: no Ray", metavar="ADDRESS"
+        "", "Ray cluster of the verifiers; auto: the one on this machine; empty: no Ray", metavar="ADDRESS"
     )
     verifiers: tuple[StaticVerifier, ...] = ()
     drain_grace_s: float = option(10.0, "time for the sessions of a drained verifier to move", check=at_least(0))
-    state: Path | None = option(None, "keeps the fleet's statistics over a restart; not set: they are forgotten")
+    state: Path | None = option(None, "file that keeps the fleet's statistics over a restart; not set: they are lost")
     max_request_bytes: int = option(1 * MIB, "largest message taken from an edge", check=at_least(64 << 10))
     # One chunk of a drafter file is 256 KiB; a smaller limit would make every download fail late.
     max_reply_bytes: int = option(
@@ -77,13 +77,13 @@ class CoordinatorConfig(GrpcServerSettings):
     )
 
     def check_together(self) -> None:
-        """Refuse what does not go together."""
+        """Refuse settings that contradict each other."""
         GrpcServerSettings.check_together(self)
         if self.ray_address and self.verifiers:
-            raise ConfigError("cannot stand beside ray_address", field="verifiers")
+            raise ConfigError("cannot be given together with ray_address", field="verifiers")
         names = [verifier.name for verifier in self.verifiers]
         if len(set(names)) < len(names):
-            raise ConfigError("stands twice", field="verifiers.name")
+            raise ConfigError("must be unique", field="verifiers.name")
         if self.verifier_tls is None and any(verifier.tls for verifier in self.verifiers):
             raise ConfigError(
                 "must be given where a fixed verifier speaks TLS; name the file of its authority", field="verifier_tls"

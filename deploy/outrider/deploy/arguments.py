@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,27 +24,26 @@ from outrider.proto.settings import REQUIRED, Declared, declared
 T = TypeVar("T")
 PREFIX = "OUTRIDER_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
-_MADE_BY = "_made_by"  # where a parser leaves them in the namespace that it makes
+_MADE_BY = "_made_by"  # in the namespace that a parser makes: the parser, its command and table
 
 
 class Parser(argparse.ArgumentParser):
-    """Say in one line what is wrong, and where help is."""
+    """A parser whose errors are one line that names the help."""
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2."""
+        """Print the message to standard error and end the process with status 2."""
         sys.stderr.write(f"{self.prog}: {message} (see {self.prog} --help)\n")
         sys.exit(2)
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A declared field as one command takes it; `default` may be a function that makes it."""
+    """A declared field of the settings class `kind` as one command takes it; `default` may be a function."""
 
     kind: type[Any]
     field: Declared
     flag: str
     default: Any
-    group: str
 
     @property
     def name(self) -> str:
@@ -63,13 +63,24 @@ class Argument:
             notes += ["required"] if self.default is REQUIRED else shown_default(self.value)
         return self.field.option.help + (f" ({'; '.join(notes)})" if notes else "")
 
+    @property
+    def placeholder(self) -> str:
+        """Placeholder of the value in help texts; empty for switches."""
+        return self.field.metavar or ("{" + ",".join(self.field.choices) + "}" if self.field.choices else "")
+
+    @property
+    def usage(self) -> str:
+        """The argument in a line of usage."""
+        words = self.placeholder if self.field.option.positional else f"--{self.flag} {self.placeholder}".rstrip()
+        return f"{words} ..." if self.field.several and self.field.option.many in ("repeat", "words") else words
+
     def variable(self, table: str) -> str:
         """Return the environment variable of a command with that table."""
         return f"{PREFIX}{table}_{self.name}".upper()
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         """Have `parser` take it; a value that is not given leaves no trace."""
-        option, metavar = self.field.option, self.field.metavar or None
+        option, metavar = self.field.option, self.placeholder or None
         how: dict[str, Any] = {"help": self.help.replace("%", "%%"), "default": argparse.SUPPRESS}
         if self.field.kind is bool:
             how |= {"action": "store_true"}
@@ -77,8 +88,6 @@ class Argument:
             how |= {"nargs": argparse.REMAINDER, "metavar": metavar}
         else:
             how |= {"type": self._typed, "metavar": metavar}
-            if self.field.choices and not self.field.several:
-                how["metavar"] = "{" + ",".join(self.field.choices) + "}"
             if self.field.several and option.many == "repeat":
                 how["action"] = "append"
             elif self.field.several and option.many == "words":
@@ -87,10 +96,10 @@ class Argument:
                 how["nargs"] = "?"
         action = parser.add_argument(*([self.name] if option.positional else [f"--{self.flag}"]), **how)
         if self.field.choices and not self.field.several:
-            action.choices = _Choices(self.field)
+            action.choices = _Choices(self.field.choices)
 
     def from_line(self, value: Any) -> Any:
-        """Return the field's value from what argparse made of the command line."""
+        """Return the field's value from that of argparse."""
         return tuple(value) if isinstance(value, list) else value
 
     def from_text(self, text: str) -> Any:
@@ -101,7 +110,7 @@ class Argument:
         return (self._parsed(text),) if listed else self._parsed(text)
 
     def from_toml(self, value: Any) -> Any:
-        """Return the field's value from one of a TOML file; raises `ValueError`."""
+        """Return the field's value from a TOML file's; raises `ValueError`."""
         if isinstance(value, list):
             if not self.field.several:
                 raise ValueError("is a list where one value belongs")
@@ -121,20 +130,14 @@ class Argument:
 
 
 class _Choices(tuple[str, ...]):
-    """Words that completion offers; a value has been checked by the time that argparse looks."""
-
-    def __new__(cls, field: Declared) -> _Choices:
-        return super().__new__(cls, field.choices)
+    """Words that completion offers; argparse need not check them, since `_typed` has."""
 
     def __contains__(self, value: object) -> bool:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some fields of a settings class that a command takes; `part` makes it."""
-
-    arguments: tuple[Argument, ...]
+Part = tuple[Argument, ...]
+"""Fields of one settings class that a command takes; `part` makes it."""
 
 
 def part(
@@ -144,34 +147,30 @@ def part(
     flags: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Part:
-    """Choose what a command takes of a settings class.
+    """Choose the fields of a settings class that a command takes.
 
     Args:
-        kind: the class.
+        kind: settings class.
         names: fields, or groups of them; none: all.
         required: fields without which the command does not run.
-        flags: other flags than those declared.
-        defaults: other defaults than those declared, or functions that make them.
+        flags: flags that replace the declared ones, by field.
+        defaults: defaults that replace the declared ones, or functions that make them, by field.
     """
-    fields = declared(kind).values()
-    chosen = [field for field in fields if not names or field.name in names or field.option.group in names]
-    return Part(
-        tuple(
-            Argument(
-                kind,
-                field,
-                (flags or {}).get(field.name, field.flag),
-                REQUIRED if field.name in required else (defaults or {}).get(field.name, field.default),
-                field.option.group,
-            )
-            for field in chosen
+    return tuple(
+        Argument(
+            kind,
+            field,
+            (flags or {}).get(field.name, field.flag),
+            REQUIRED if field.name in required else (defaults or {}).get(field.name, field.default),
         )
+        for field in declared(kind).values()
+        if not names or field.name in names or field.option.group in names
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command: the function `module:name` that runs it, which gets `Given`, and what it takes."""
+    """A command: the function `module:name` that runs it on `Given`, and the arguments that it takes."""
 
     run: str
     parts: tuple[Part, ...] = ()
@@ -179,7 +178,7 @@ class Command:
     @property
     def arguments(self) -> tuple[Argument, ...]:
         """All options and positional arguments of the command."""
-        return tuple(argument for part in self.parts for argument in part.arguments)
+        return tuple(itertools.chain(*self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +188,9 @@ class Given:
     Attributes:
         command: words of the command.
         run: the function `module:name` that runs it.
-        arguments: what the command takes.
+        arguments: options and positional arguments of the command.
         values: values by the name of the option.
-        parse: takes another command line apart, for commands that run commands.
+        parse: function that parses another command line, for commands that run commands.
     """
 
     command: str
@@ -201,16 +200,16 @@ class Given:
     parse: Callable[[Sequence[str]], Given]
 
     def __call__(self, kind: type[T], /, **more: Any) -> T:
-        """Build settings of that class, with `more` fields that are no options of the command; raises `ConfigError`."""
+        """Build settings of a class from the options and from `more` fields; raises `ConfigError`."""
         return kind(**self.fields(kind) | more)
 
     def fields(self, kind: type[Any]) -> dict[str, Any]:
-        """Return the fields of that class that the command takes."""
+        """Return the values of a settings class's fields that the command takes."""
         return {a.field.name: self.values[a.name] for a in self.arguments if a.kind is kind}
 
     @property
     def logging(self) -> dict[str, Any]:
-        """Log settings of this process, for processes that it starts."""
+        """Log settings of this process, for those that it starts."""
         return {name: self.values[name] for name in ("log_level", "log_format")}
 
     def flag_of(self, field: str) -> str:
@@ -223,25 +222,30 @@ class Given:
 
 def fill(parser: Parser, command: Command, table: str) -> None:
     """Have `parser` take the arguments of a command, whose config-file table is `table`."""
+    needed = [a.usage for a in command.arguments if a.default is REQUIRED and not a.field.option.positional]
+    places = [a for a in command.arguments if a.field.option.positional]
+    words = [a.usage if a.default is REQUIRED else f"[{a.usage}]" for a in places]
+    parser.usage = " ".join(["%(prog)s", "[OPTION ...]", *needed, *words])
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"TOML file whose [{table}] sets options (or {CONFIG_VARIABLE})"
     )
     parser.epilog = (
-        f"Every option can be set by an environment variable, {PREFIX}{table.upper()}_ and its name in capitals, or by "
-        f"a key in the config file. The command line wins over the environment, and that over the file."
+        f"Every option can also be set by an environment variable, {PREFIX}{table.upper()}_ and its name in capitals, "
+        f"or by a key in the config file. The command line wins over the environment, and that over the file."
     )
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for argument in command.arguments:
-        if argument.group not in groups:
-            groups[argument.group] = parser.add_argument_group(argument.group)
-        argument.add_to(groups[argument.group])
+        group = argument.field.option.group
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        argument.add_to(groups[group])
     parser.set_defaults(**{_MADE_BY: (parser, command, table)})
 
 
 def resolve(line: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Command, dict[str, Any]]:
     """Return the command that `line` names, and its values from line, environment, config file and defaults.
 
-    What is wrong with them ends the process with one line on standard error, and status 2.
+    A mistake in them ends the process with one line on standard error, and status 2.
     """
     parser, command, table = getattr(line, _MADE_BY)
     given = vars(line)
@@ -291,12 +295,12 @@ def _read_table(parser: Parser, path: Path, table: str, command: Command) -> dic
 
 
 def message_of(error: ValueError) -> str:
-    """Return what is wrong, without the field of an error of ours: the option stands before it."""
+    """Return an error's message without its field, since the option is named before it."""
     return error.message if isinstance(error, OutriderError) else str(error)
 
 
 def shown_default(value: Any) -> list[str]:
-    """Return the note on a default; none where it means that nothing is set, which help texts put into words."""
+    """Return the note on a default; none for one that sets nothing, which the help text explains."""
     if value is None or value is False or value in ("", ()):
         return []
     if isinstance(value, Enum):

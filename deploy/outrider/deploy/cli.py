@@ -22,9 +22,9 @@ class Entry:
     """A line of the list of commands.
 
     Attributes:
-        help: one sentence, without capital and full stop.
-        declared: `module:name` of the `Command`; empty: other commands stand under this one.
-        table: in config files and environment variables; empty: as the command.
+        help: sentence without capital and full stop.
+        declared: `module:name` of the `Command`; empty: a group of commands.
+        table: name in config files and environment variables; empty: the command's own.
     """
 
     help: str
@@ -32,7 +32,7 @@ class Entry:
     table: str = ""
 
     def load(self) -> Command:
-        """Import what declares the command."""
+        """Import the command's declaration."""
         module, _, name = self.declared.partition(":")
         command: Command = getattr(importlib.import_module(module), name)
         return command
@@ -47,12 +47,12 @@ MEASURING = "outrider.bench.commands"
 
 COMMANDS = {
     "run": Entry("decode prompts with verifier and edge in this process", f"{DECODING}:RUN"),
-    "up": Entry("start a local Ray with verifiers and a coordinator, and stay", f"{SERVING}:UP"),
-    "coordinator": Entry("serve leases and drafters for a Ray cluster", f"{SERVING}:COORDINATOR"),
-    "verifier": Entry("serve one target, here or as an actor in a Ray cluster", f"{SERVING}:VERIFIER"),
+    "up": Entry("run a local Ray cluster with verifiers and a coordinator", f"{SERVING}:UP"),
+    "coordinator": Entry("serve leases and drafters for a fleet of verifiers", f"{SERVING}:COORDINATOR"),
+    "verifier": Entry("serve a target, here or as an actor in a Ray cluster", f"{SERVING}:VERIFIER"),
     "generate": Entry("decode prompts on a running cluster", f"{EDGE}:GENERATE"),
     "edge": Entry("serve OpenAI's HTTP API on this machine", f"{EDGE}:EDGE"),
-    "train": Entry("train drafters for a target, or rules that say how far ahead to draft"),
+    "train": Entry("train drafters, or rules for the length of drafts"),
     "train drafter": Entry("distil a small drafter from a target", f"{TRAINING}:TRAIN_DRAFTER", "train"),
     "train steer": Entry(
         "teach a drafter to take vectors of the target's hidden states (SD2)", f"{TRAINING}:TRAIN_STEER", "steer"
@@ -61,36 +61,30 @@ COMMANDS = {
         "train the length rules specdec++ and speckv on recorded traces", f"{MEASURING}:TRAIN_POLICY", "train_policy"
     ),
     "export": Entry("write a drafter as a checked ONNX package", f"{TRAINING}:EXPORT"),
-    "submit": Entry(
-        "run a command as a job on a Ray cluster and follow it; what it writes goes to an output place",
-        f"{OPERATING}:SUBMIT",
-    ),
+    "submit": Entry("run a command as a job on a Ray cluster, and follow it", f"{OPERATING}:SUBMIT"),
     "models": Entry("list the embedded targets and drafters", f"{TRAINING}:MODELS"),
-    "drain": Entry("send a verifier's sessions elsewhere", f"{OPERATING}:DRAIN"),
-    "scale": Entry("start or drain verifiers of a Ray cluster until there are N", f"{OPERATING}:SCALE"),
-    "status": Entry("show verifiers, drafters, leases and the edges' links", f"{OPERATING}:STATUS"),
-    "certs": Entry("make an authority and certificates for tests and closed networks", f"{OPERATING}:CERTS"),
-    "key": Entry("make an API key: its secret, shown once, and its table", f"{OPERATING}:KEY"),
-    "doctor": Entry("check everything between here and the target, and say what to do", f"{EDGE}:DOCTOR"),
-    "demo": Entry("decode prompts of four domains on a local Ray, against cloud streaming", f"{DECODING}:DEMO"),
-    "link": Entry("put an emulated network link in front of a server, and stay", f"{OPERATING}:LINK"),
-    "bench": Entry("measure ways of decoding side by side over emulated links", f"{MEASURING}:BENCH"),
-    "compare": Entry(
-        "measure drafters' block efficiency side by side: tokens a target step in synchronous rounds",
-        f"{MEASURING}:COMPARE",
-    ),
-    "traces": Entry("record where drafters hit, and replay that over any link with any window"),
+    "drain": Entry("move a verifier's sessions to other verifiers", f"{OPERATING}:DRAIN"),
+    "scale": Entry("start or drain verifiers of a Ray cluster until it has N", f"{OPERATING}:SCALE"),
+    "status": Entry("show verifiers, drafters, leases and links", f"{OPERATING}:STATUS"),
+    "certs": Entry("make certificates for tests and closed networks", f"{OPERATING}:CERTS"),
+    "key": Entry("make an API key", f"{OPERATING}:KEY"),
+    "doctor": Entry("check everything between here and the target", f"{EDGE}:DOCTOR"),
+    "demo": Entry("compare with cloud streaming on a local Ray cluster", f"{DECODING}:DEMO"),
+    "link": Entry("run an emulated network link in front of a server", f"{OPERATING}:LINK"),
+    "bench": Entry("measure ways of decoding over emulated links", f"{MEASURING}:BENCH"),
+    "compare": Entry("measure the block efficiency of drafters", f"{MEASURING}:COMPARE"),
+    "traces": Entry("record which drafts would hit, and replay them over any link"),
     "traces record": Entry(
-        "write a target's own texts, and where drafters would have said the same",
+        "record a target's texts, and where drafters propose the same tokens",
         f"{MEASURING}:RECORD",
         "traces_record",
     ),
     "traces replay": Entry(
-        "compute what recorded drafters give over any link with any window, on a virtual clock",
+        "simulate recorded drafters over any link, on a virtual clock",
         f"{MEASURING}:REPLAY",
         "traces_replay",
     ),
-    "completion": Entry("write what makes a shell complete commands and options", f"{OPERATING}:COMPLETION"),
+    "completion": Entry("print the completion script of a shell", f"{OPERATING}:COMPLETION"),
 }
 
 
@@ -102,11 +96,11 @@ class LogSettings(Settings):
     log_format: str = option("text", "json: one object a line", choices=FORMATS)
 
 
-LOGS = part(LogSettings).arguments
+LOGS = part(LogSettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status. A mistake or a failure is one line on standard error."""
+    """Run one command and return its exit status; a mistake or a failure is one line on standard error."""
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     given = parse(sys.argv[1:] if argv is None else argv)
@@ -127,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> Given:
-    """Take a command line apart, with environment and config file; what is wrong ends the process with status 2."""
+    """Parse a command line, with environment and config file; a mistake ends the process with status 2."""
     line = build_parser(argv).parse_args(argv)
     command, values = resolve(line, os.environ)
     logs = {argument.name: getattr(line, argument.name, argument.value) for argument in LOGS}
@@ -135,12 +129,14 @@ def parse(argv: Sequence[str]) -> Given:
 
 
 def build_parser(words: Iterable[str]) -> Parser:
-    """Return the parser of all commands, with the arguments of those whose names are among `words`.
-
-    What declares the others is not loaded.
-    """
+    """Return the parser of all commands, with the arguments of those alone whose names are among `words`."""
     words = set(words)
-    parser = Parser(prog="outrider", description="Edge-cloud speculative decoding; the text is exactly the target's.")
+    parser = Parser(
+        prog="outrider",
+        usage="outrider [OPTION ...] COMMAND ...",
+        description="Edge-cloud speculative decoding; the text is exactly the target's.",
+        epilog="`outrider COMMAND --help` shows the options of a command.",
+    )
     for argument in LOGS:
         argument.add_to(parser)
     groups = {"": _subcommands(parser, "COMMAND", "command")}
@@ -157,11 +153,13 @@ def build_parser(words: Iterable[str]) -> Parser:
 
 
 def _subcommands(parser: Parser, metavar: str, name: str) -> argparse._SubParsersAction[Parser]:
-    return parser.add_subparsers(dest=name, metavar=metavar, required=True, parser_class=Parser)
+    return parser.add_subparsers(
+        title="commands", dest=name, metavar=metavar, required=True, parser_class=Parser, prog=parser.prog
+    )
 
 
 def _run(given: Given) -> int:
-    """Import what runs the command now: `outrider generate` must not load torch."""
+    # Imported now, since `outrider generate` must not load torch.
     module, _, function = given.run.partition(":")
     try:
         return int(getattr(importlib.import_module(module), function)(given))
@@ -171,8 +169,16 @@ def _run(given: Given) -> int:
         raise ConfigError(f"needs the package {error.name}; pip install 'outrider[all]'") from error
 
 
+def completion(given: Given) -> int:
+    """Run `outrider completion`."""
+    import argcomplete
+
+    print(argcomplete.shellcode(["outrider"], shell=given.values["shell"]))
+    return 0
+
+
 def _complete() -> None:
-    """Answer a shell that asks how the line goes on, and end the process."""
+    """Answer a shell that completes a line, and end the process."""
     import argcomplete
 
     argcomplete.autocomplete(build_parser(os.environ["COMP_LINE"].split()))

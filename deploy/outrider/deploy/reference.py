@@ -56,32 +56,29 @@ def reference() -> str:
 def _command(name: str, entry: Entry) -> Iterator[str]:
     table = entry.table or name
     arguments = entry.load().arguments
-    positional = [(_word(argument), argument.field.option.help) for argument in arguments if _positional(argument)]
+    positional = [argument for argument in arguments if argument.field.option.positional]
     yield f"## outrider {name}\n"
     yield f"{entry.help[0].upper()}{entry.help[1:]}.\n"
-    yield f"    outrider {name} [OPTION…] {' '.join(word for word, _ in positional)}".rstrip() + "\n"
+    yield f"    outrider {name} [OPTION ...] {' '.join(argument.usage for argument in positional)}".rstrip() + "\n"
     yield f"Variables: `{PREFIX}{table.upper()}_…`; table: `[{table}]`.\n"
     if positional:
-        yield _rows(("Argument", "What it is"), [(f"`{_escaped(word)}`", _escaped(text)) for word, text in positional])
-    options = [argument for argument in arguments if not _positional(argument)]
-    for group in dict.fromkeys(argument.group for argument in options):
-        yield _table(group, "", [argument for argument in options if argument.group == group])
+        rows = [(f"`{_escaped(argument.usage)}`", _escaped(argument.field.option.help)) for argument in positional]
+        yield _rows(("Argument", "Meaning"), rows)
+    options = [argument for argument in arguments if not argument.field.option.positional]
+    for group in dict.fromkeys(argument.field.option.group for argument in options):
+        yield _table(group, "", [argument for argument in options if argument.field.option.group == group])
 
 
 def _table(heading: str, note: str, arguments: Sequence[Argument]) -> str:
     rows = _rows(
-        ("Option", "Default", "What it does"),
-        [(f"`{_usage(argument)}`", _default(argument), _escaped(argument.field.option.help)) for argument in arguments],
+        ("Option", "Default", "Meaning"),
+        [
+            (f"`{_escaped(argument.usage)}`", _default(argument), _escaped(argument.field.option.help))
+            for argument in arguments
+        ],
     )
     title = f"**{heading[0].upper()}{heading[1:]}**{f', {note}' if note else ''}\n\n" if heading else ""
     return title + rows
-
-
-def _usage(argument: Argument) -> str:
-    field = argument.field
-    value = field.metavar or ("{" + ",".join(field.choices) + "}" if field.choices else "")
-    many = " …" if field.several and field.option.many in ("repeat", "words") else ""
-    return f"--{argument.flag} {value}".rstrip().replace("|", "\\|") + many
 
 
 def _default(argument: Argument) -> str:
@@ -97,14 +94,6 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def _word(argument: Argument) -> str:
-    return argument.field.metavar or "|".join(argument.field.choices)
-
-
-def _positional(argument: Argument) -> bool:
-    return argument.field.option.positional
 
 
 if __name__ == "__main__":

@@ -15,18 +15,18 @@ from outrider.proto.types import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltInPrompts(Settings):
-    """Prompts of the built-in domains, or others."""
+    """Built-in prompts, or others."""
 
-    prompts: Path | None = option(None, "prompts other than the built-in ones")
-    per_domain: int = option(2, "built-in prompts a domain", check=at_least(1))
+    prompts: Path | None = option(None, "file of prompts instead of the built-in ones")
+    per_domain: int = option(2, "built-in prompts per domain", check=at_least(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings(Settings):
-    """How the demonstration is shown, and on how many verifiers."""
+    """Output and size of the demonstration."""
 
-    quiet: bool = option(False, "the table only")
-    verifiers: int = option(1, "actors of the same target", check=at_least(1))
+    quiet: bool = option(False, "print only the table")
+    verifiers: int = option(1, "number of verifiers", check=at_least(1))
 
 
 RUN = Command("outrider.deploy.decode:run", (*TEXTS, edge_part(DRAFTING), part(VerifierConfig, TARGET)))

@@ -14,18 +14,18 @@ from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, at_least, option
 from outrider.proto.types import Grammar, GrammarKind, Sampling
 
-GRAMMAR = "grammar (texts follow it and end where it does; give one)"
+GRAMMAR = "grammar (the text follows it, and ends where it does; give one)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSettings(Settings):
-    """Prompts to decode, and output of their texts."""
+    """Prompts to decode, and the form of their texts."""
 
     prompt: str | None = option(None, "text to continue; - reads standard input", metavar="PROMPT", positional=True)
-    prompts: Path | None = option(None, '.jsonl of {"id","prompt"}, or text')
-    limit: int = option(0, "first N of --prompts; 0: all", check=at_least(0))
-    json: bool = option(False, "one JSON object a prompt")
-    sessions: int = option(1, "with --json: decoded at once", check=at_least(1))
+    prompts: Path | None = option(None, 'file of prompts: .jsonl of {"id","prompt"}, or text with one per line')
+    limit: int = option(0, "decode only the first N of --prompts; 0: all", check=at_least(0))
+    json: bool = option(False, "print one JSON object per prompt")
+    sessions: int = option(1, "with --json: prompts decoded at once", check=at_least(1))
 
     def check_together(self) -> None:
         """Refuse two sources of prompts, and none."""
@@ -39,15 +39,15 @@ class PromptSettings(Settings):
 class StopSettings(Settings):
     """Stop strings."""
 
-    stop: tuple[str, ...] = option((), "ends the text", group="sampling")
+    stop: tuple[str, ...] = option((), "string that ends the text", group="sampling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSettings(Settings):
     """Grammars of the texts."""
 
-    json_schema: Path | None = option(None, "JSON that the schema allows", group=GRAMMAR)
-    grammar_file: Path | None = option(None, "grammar in llguidance's Lark", group=GRAMMAR)
+    json_schema: Path | None = option(None, "JSON Schema of the text", group=GRAMMAR)
+    grammar_file: Path | None = option(None, "grammar of the text, in llguidance's Lark", group=GRAMMAR)
 
     def check_together(self) -> None:
         """Refuse two grammars."""
@@ -55,11 +55,11 @@ class GrammarSettings(Settings):
             raise ConfigError("cannot be given with --json-schema; give one", field="grammar_file")
 
     def grammar(self) -> Grammar | None:
-        """Read the grammar; None: texts are free.
+        """Read the grammar, which the verifier will check; None: the text is free.
 
         Raises:
             ConfigError: the file cannot be read.
-            InvalidArgument: it is empty or too large; whether it is right is for the verifier to say.
+            InvalidArgument: it is empty or too large.
         """
         for name, kind in (("json_schema", GrammarKind.JSON_SCHEMA), ("grammar_file", GrammarKind.LARK)):
             path: Path | None = getattr(self, name)
@@ -76,24 +76,24 @@ class GrammarSettings(Settings):
 class KeySettings(Settings):
     """The file of a client's API key."""
 
-    api_key_file: Path | None = option(None, "holds the key; else OUTRIDER_API_KEY does", group=CONNECTION)
+    api_key_file: Path | None = option(None, "file of the API key; not set: OUTRIDER_API_KEY", group=CONNECTION)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings(Settings):
     """Output of the findings."""
 
-    json: bool = option(False, "as one JSON object")
+    json: bool = option(False, "print one JSON object")
 
 
 def cache() -> Path:
-    """Return the folder for downloads that XDG_CACHE_HOME names, or else the usual one."""
+    """Return the folder for downloads, in XDG_CACHE_HOME if that is set."""
     home = os.environ.get("XDG_CACHE_HOME")
     return Path(home) / "outrider" if home else DEFAULT_CACHE
 
 
 def edge_part(*names: str, required: tuple[str, ...] = ()) -> Part:
-    """Choose what a command takes of an edge's settings."""
+    """Choose the fields of an edge's settings that a command takes."""
     return part(EdgeConfig, *names, required=required, defaults={"cache": cache})
 
 

@@ -15,7 +15,7 @@ ADDRESS = "HOST:PORT"
 
 
 def job_server() -> str:
-    """Return the job server that Ray's own commands use if its address is HTTP, or else the local one."""
+    """Return the address of the job server that Ray's own commands use if it is HTTP, or else the local one."""
     named = [os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")]
     return next((address for address in named if address.startswith("http")), "http://127.0.0.1:8265")
 
@@ -24,8 +24,8 @@ def job_server() -> str:
 class StatusSettings(Settings):
     """Output of a deployment's status."""
 
-    json: bool = option(False, "as one JSON object")
-    watch: float | None = option(None, "again every S seconds", metavar="S", check=at_least(0.1))
+    json: bool = option(False, "print one JSON object")
+    watch: float | None = option(None, "refresh every S seconds", metavar="S", check=at_least(0.1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,19 +39,19 @@ class DrainSettings(Settings):
 class ScaleSettings(Settings):
     """Size of a Ray cluster's fleet of verifiers."""
 
-    count: int = option(REQUIRED, "verifiers to have", positional=True, check=at_least(0))
+    count: int = option(REQUIRED, "number of verifiers", positional=True, check=at_least(0))
     ray_address: str = option("auto", "address of the Ray cluster", metavar="ADDRESS")
-    model: str = option("", "target; empty: the only one there is", metavar="NAME")
-    drain_grace_s: float = option(30.0, "time for sessions to move away", check=at_least(0))
+    model: str = option("", "target; empty: the only one in the cluster", metavar="NAME")
+    drain_grace_s: float = option(30.0, "time for sessions to move to other verifiers", check=at_least(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertsSettings(Settings):
     """Certificates to make."""
 
-    folder: Path = option(REQUIRED, "folder to make; nothing in it is overwritten", metavar="DIR", positional=True)
-    host: tuple[str, ...] = option((), "name or IP by which servers are reached", metavar="NAME")
-    days: int = option(90, "days that the certificates are valid", check=at_least(1))
+    folder: Path = option(REQUIRED, "folder to write to; no file is overwritten", metavar="DIR", positional=True)
+    host: tuple[str, ...] = option((), "name or IP address of the servers", metavar="NAME")
+    days: int = option(90, "validity of the certificates in days", check=at_least(1))
     client: str = option("edge", "name in the client's certificate", metavar="NAME")
 
 
@@ -59,25 +59,29 @@ class CertsSettings(Settings):
 class NewKeySettings(Settings):
     """Holder and limits of a new API key."""
 
-    name: str = option(REQUIRED, "name of the key's holder", metavar="NAME", positional=True)
-    max_sessions: int | None = option(None, "texts decoded at once", check=at_least(1))
-    tokens_per_minute: int | None = option(None, "tokens generated a minute, on average", check=at_least(1))
-    admin: bool = option(False, "may query the status and drain verifiers")
-    append: Path | None = option(None, "append the table to this keys file")
+    name: str = option(REQUIRED, "holder of the key", metavar="NAME", positional=True)
+    max_sessions: int | None = option(None, "limit of sessions at once; not set: none", check=at_least(1))
+    tokens_per_minute: int | None = option(None, "limit of tokens per minute; not set: none", check=at_least(1))
+    admin: bool = option(False, "allow `outrider status` and `outrider drain`")
+    append: Path | None = option(None, "keys file to append the key to; not set: its table is printed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSettings(Settings):
     """An emulated link and its ends."""
 
-    to: str = option(REQUIRED, "a verifier, or any TCP server", metavar=ADDRESS)
-    listen: str = option("127.0.0.1:0", "address on loopback; port 0 takes a free one", metavar=ADDRESS)
-    rtt: float | None = option(None, "round trip; not set: nothing added", metavar="MS", check=at_least(0))
-    jitter: float = option(0.0, "longest delay added each way; uniform", metavar="MS", check=at_least(0))
-    up: float | None = option(None, "Mbit/s; 0: outage; not set: no limit", metavar="MBIT", check=at_least(0))
-    down: float | None = option(None, "the same, to the edge", metavar="MBIT", check=at_least(0))
-    queue: float = option(256.0, "queue before each bottleneck", metavar="KIB", check=at_least(3))
-    trace: str | None = option(None, "round trip and rates over time: built-in, or CSV", metavar="NAME|FILE")
+    to: str = option(REQUIRED, "address of a verifier, or of any TCP server", metavar=ADDRESS)
+    listen: str = option("127.0.0.1:0", "loopback address to listen on; port 0 takes a free one", metavar=ADDRESS)
+    rtt: float | None = option(None, "round trip time; not set: no delay", metavar="MS", check=at_least(0))
+    jitter: float = option(0.0, "longest random delay added each way, uniform", metavar="MS", check=at_least(0))
+    up: float | None = option(
+        None, "rate from the edge; 0: outage; not set: no limit", metavar="MBIT/S", check=at_least(0)
+    )
+    down: float | None = option(
+        None, "rate to the edge; 0: outage; not set: no limit", metavar="MBIT/S", check=at_least(0)
+    )
+    queue: float = option(256.0, "size of the queue each way", metavar="KIB", check=at_least(3))
+    trace: str | None = option(None, "round trip and rates over time: built-in, or a CSV file", metavar="NAME|FILE")
     seed: int = option(0, "seed of the jitter", check=at_least(0))
 
 
@@ -85,28 +89,33 @@ class LinkSettings(Settings):
 class SubmitSettings(Settings):
     """A command to run as a job, and its cluster, inputs and output."""
 
-    address: str = option(REQUIRED, "the cluster's job server", metavar="URL")
-    name: str = option("", "id of the job; empty: a new one", metavar="ID")
+    address: str = option(REQUIRED, "address of the cluster's job server", metavar="URL")
+    name: str = option("", "id of the job; empty: a generated one", metavar="ID")
     input: tuple[str, ...] = option((), "file or folder that the command reads", metavar="FILE")
     output: str = option(
         "",
-        "place for what it writes: a folder that the nodes share, or a URL such as s3://BUCKET/FOLDER; not set: ./ID",
+        "place for the files that it writes: a folder that the nodes share, or a URL such as s3://BUCKET/FOLDER; "
+        "not set: ./ID",
         metavar="PLACE",
     )
     no_wait: bool = option(False, "do not follow the job")
     cpus: float | None = option(None, "CPUs that Ray reserves for the command", metavar="N", check=at_least(0))
     gpus: float | None = option(None, "GPUs that Ray reserves for the command", metavar="N", check=at_least(0))
-    wheel: str = option("auto", "wheel to install; auto: this checkout's; none: the cluster's", metavar="FILE")
+    wheel: str = option(
+        "auto",
+        "wheel to run; auto: built from this checkout; none: the installed one",
+        metavar="FILE",
+    )
     install: str = option(
         "modules",
-        "the wheel alone, where the cluster has its dependencies; or with them, from a package index",
+        "modules: the wheel alone, if the cluster has its dependencies; pip: with them, from a package index",
         choices=("modules", "pip"),
     )
-    env: tuple[str, ...] = option((), "variable for the command", metavar="NAME=VALUE")
-    follow: str = option("", "a job that runs, or has ended: show its log", metavar="ID")
-    stop: str = option("", "ask a job to stop", metavar="ID")
+    env: tuple[str, ...] = option((), "environment variable of the command", metavar="NAME=VALUE")
+    follow: str = option("", "show the log of this job, which may have ended", metavar="ID")
+    stop: str = option("", "ask this job to stop", metavar="ID")
     arguments: tuple[str, ...] = option(
-        (), "command of outrider, and its options", metavar="-- COMMAND", positional=True, many="rest"
+        (), "command of outrider with its options", metavar="-- COMMAND", positional=True, many="rest"
     )
 
 
@@ -114,7 +123,7 @@ class SubmitSettings(Settings):
 class CompletionSettings(Settings):
     """The shell to complete for."""
 
-    shell: str = option(REQUIRED, "the shell", choices=("bash", "zsh", "fish"), positional=True)
+    shell: str = option(REQUIRED, "shell to complete for", choices=("bash", "zsh", "fish"), positional=True)
 
 
 CONNECTED = (part(EdgeConfig, "coordinator", CONNECTION, required=("coordinator",)), part(KeySettings))
@@ -125,4 +134,4 @@ CERTS = Command("outrider.deploy.certs:certs", (part(CertsSettings),))
 KEY = Command("outrider.deploy.certs:key", (part(NewKeySettings),))
 LINK = Command("outrider.deploy.link.command:link", (part(LinkSettings),))
 SUBMIT = Command("outrider.deploy.submit.command:submit", (part(SubmitSettings, defaults={"address": job_server}),))
-COMPLETION = Command("outrider.deploy.completion:completion", (part(CompletionSettings),))
+COMPLETION = Command("outrider.deploy.cli:completion", (part(CompletionSettings),))

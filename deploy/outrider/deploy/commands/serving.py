@@ -19,7 +19,7 @@ LISTENING = ("listen", "insecure_listen", "metrics")
 class UpSettings(Settings):
     """Size of a local cluster."""
 
-    verifiers: int = option(1, "actors of the same target", check=at_least(1))
+    verifiers: int = option(1, "number of verifiers", check=at_least(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,25 +31,25 @@ class SecretSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedVerifierSettings(Settings):
-    """Verifiers at fixed addresses, and what nobody reports without Ray."""
+    """Verifiers at fixed addresses, and the properties that Ray would report."""
 
-    verifier: tuple[str, ...] = option((), "fixed verifier, instead of Ray", metavar="NAME=HOST:PORT")
+    verifier: tuple[str, ...] = option((), "verifier at a fixed address, instead of Ray", metavar="NAME=HOST:PORT")
     model: str = option("reference", "target of the fixed verifiers", metavar="NAME")
     tokenizer: Path | None = option(None, "tokenizer.json of that target")
     chat_template: Path | None = option(None, "chat template of that target, or its tokenizer_config.json")
-    verifier_tls_ca: Path | None = option(None, "speak TLS to verifiers; their authority")
-    verifier_tls_name: str = option("", "name that the certificates of fixed verifiers have", metavar="NAME")
+    verifier_tls_ca: Path | None = option(None, "certificate of the verifiers' authority; set: they speak TLS")
+    verifier_tls_name: str = option("", "name in the certificates of fixed verifiers", metavar="NAME")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSettings(Settings):
     """Resources that a verifier actor needs from Ray."""
 
-    ray_address: str = option("", "start as a detached actor in that Ray cluster, and exit", metavar="ADDRESS")
-    cpus: float = option(1.0, "CPUs that Ray reserves for it", metavar="N", check=at_least(0))
-    gpus: float = option(0.0, "GPUs that Ray reserves for it", metavar="N", check=at_least(0))
-    resource: tuple[str, ...] = option((), "custom resource that Ray reserves", metavar="NAME=N")
-    placement: str = option("pack", "on few nodes of the cluster, or on many", choices=("pack", "spread"))
+    ray_address: str = option("", "start a detached actor in this Ray cluster, and exit", metavar="ADDRESS")
+    cpus: float = option(1.0, "CPUs that Ray reserves for the actor", metavar="N", check=at_least(0))
+    gpus: float = option(0.0, "GPUs that Ray reserves for the actor", metavar="N", check=at_least(0))
+    resource: tuple[str, ...] = option((), "custom resource that Ray reserves for the actor", metavar="NAME=N")
+    placement: str = option("pack", "pack: on few nodes of the cluster; spread: on many", choices=("pack", "spread"))
 
 
 UP = Command(

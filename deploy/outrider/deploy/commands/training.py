@@ -39,23 +39,23 @@ class ExportSettings(Settings):
 
     source: Path = option(
         REQUIRED,
-        "a transformers model, such as train writes; with steering.safetensors and projection.safetensors in it, from "
-        "train steer, the package is a steered drafter",
+        "folder of a transformers model, such as `outrider train` writes; a folder of `outrider train steer` makes a "
+        "steered drafter",
         metavar="FOLDER",
         positional=True,
     )
-    output: Path = option(REQUIRED, "folder to make", metavar="PACKAGE", positional=True)
-    name: str = option(REQUIRED, "name under which edges ask for it", metavar="NAME")
-    target: str = option("reference", "the model that it drafts for", metavar="NAME")
+    output: Path = option(REQUIRED, "folder of the new package", metavar="PACKAGE", positional=True)
+    name: str = option(REQUIRED, "name of the drafter, by which edges ask for it", metavar="NAME")
+    target: str = option("reference", "target that it drafts for", metavar="NAME")
     precision: str = option("float32", "precision of the weights", choices=("float32", "int8"))
-    candidates: int = option(64, "most likely tokens that it returns", metavar="K", check=at_least(1))
+    candidates: int = option(64, "number of most likely tokens that it returns", metavar="K", check=at_least(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSettings(Settings):
-    """Output on the embedded models."""
+    """Further output of `outrider models`."""
 
-    memory: bool = option(False, "load every drafter, and show the memory that it takes")
+    memory: bool = option(False, "load each drafter, and show the memory that it takes")
 
 
 TRAIN_DRAFTER = Command(
