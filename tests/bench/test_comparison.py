@@ -34,9 +34,8 @@ from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import choose_prompts
 from outrider.edge.drafters import find_package
 from outrider.edge.drafters.onnx import OnnxDrafter
-from outrider.edge.drafters.prefix import TokenPrefix
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import DraftState
+from outrider.edge.drafters.protocol import DraftState, TokenPrefix
 from outrider.edge.testing import ScriptedDrafter, tiny_drafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedSteering, FixedWindow

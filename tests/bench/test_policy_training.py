@@ -18,8 +18,9 @@ from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.traces.sweep import NotedWindow, policy_of
 from outrider.deploy.cli import main, parse
 from outrider.edge import EdgeConfig
-from outrider.edge.policies.length import AimdWindow, SpecDecWindow, ThresholdWindow, load_trained
 from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, LENGTHS, block_inputs, draft_inputs
+from outrider.edge.policies.length.network import load_trained
+from outrider.edge.policies.length.rules import AimdWindow, SpecDecWindow, ThresholdWindow
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow
 

@@ -25,7 +25,7 @@ from outrider.bench.simulator.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import find_trace
-from outrider.edge.policies.selection import default_selector
+from outrider.edge.policies.selection.leader import default_selector
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow

@@ -15,20 +15,18 @@ from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.costs import Costs
 from outrider.bench.traces.stages import Stage, Trajectory
 from outrider.deploy.link.shape import LinkShape
-from outrider.edge.policies.selection import (
-    Alignment,
-    BlockEfficiency,
+from outrider.edge.policies.selection.bandits import (
     DiscountedUcb,
     Exp3,
-    FixedShare,
-    Hedge,
     MetaSdUcb,
-    RandomSelector,
     SequentialHalving,
     SlidingUcb,
     Thompson,
-    default_selector,
 )
+from outrider.edge.policies.selection.base import RandomSelector
+from outrider.edge.policies.selection.experts import FixedShare
+from outrider.edge.policies.selection.leader import Hedge, default_selector
+from outrider.edge.policies.selection.rewards import Alignment, BlockEfficiency
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
 

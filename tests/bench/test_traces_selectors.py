@@ -27,7 +27,11 @@ from outrider.bench.traces.stages import Aligned, Stage
 from outrider.bench.traces.sweep import WARM_UP_TOKENS
 from outrider.deploy.cli import main
 from outrider.deploy.link.shape import LinkShape
-from outrider.edge.policies.selection import SELECTORS, FixedShare, Hedge, MetaSdUcb, RandomSelector
+from outrider.edge.policies.selection import SELECTORS
+from outrider.edge.policies.selection.bandits import MetaSdUcb
+from outrider.edge.policies.selection.base import RandomSelector
+from outrider.edge.policies.selection.experts import FixedShare
+from outrider.edge.policies.selection.leader import Hedge
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, StaticSelector
 

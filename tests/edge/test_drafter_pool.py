@@ -18,10 +18,9 @@ from outrider.edge.doctor import Outcome, speed
 from outrider.edge.doctor.agreement import Visit
 from outrider.edge.drafters import DrafterCache, NgramDrafter, embedded_packages, find_package
 from outrider.edge.drafters import pool as pool_module
-from outrider.edge.drafters.memory import give_back, own_bytes
 from outrider.edge.drafters.onnx import OnnxDrafter
 from outrider.edge.drafters.packages import DrafterPackage, SteeringShape, sha256_of
-from outrider.edge.drafters.pool import LOOK_AGAIN_S, MIN_LOADED_S, DrafterPool, Member
+from outrider.edge.drafters.pool import LOOK_AGAIN_S, MIN_LOADED_S, DrafterPool, Member, give_back, own_bytes
 from outrider.edge.drafters.search import DrafterSearch
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.testing import GarbageDrafter, ScriptedDrafter
@@ -407,7 +406,7 @@ def test_this_process_knows_what_it_takes_and_gives_it_back():
     assert own_bytes() < during - 60 * MB
 
 
-# --- from the wish to the pool ---
+# --- from the option to the pool ---
 
 
 def package(folder, name, tokenizer=WORD_TOKENIZER, steered=False, **changes) -> DrafterPackage:
@@ -580,38 +579,38 @@ def offered(tmp_path):
     return SimpleNamespace(search=search, fetched=fetched, offers=offers, fetch=fetch, cache=tmp_path / "cache")
 
 
-def test_of_an_offered_drafter_only_the_manifest_is_fetched_until_it_is_loaded(offered):
+def test_only_the_manifest_of_an_offered_drafter_is_fetched_until_it_is_loaded(offered):
     found = offered.search.named(("further", "far"), "")
-    assert [one.member.name for one in found] == ["further", "far"]
+    assert [one.name for one in found] == ["further", "far"]
     assert offered.fetched == ["manifest.json"] * 2
-    assert found[0].member.load().name == "further"
+    assert found[0].load().name == "further"
     assert sorted(offered.fetched[2:]) == ["model.onnx", "tokenizer.json"]
 
 
 def test_all_starts_with_the_coordinators_offer_and_omits_what_does_not_fit(offered):
     found = offered.search.all(tokenizer_hash(WORD_TOKENIZER))
-    assert [one.member.name for one in found] == ["far", "further", "ngram"]
-    assert [one.member.name for one in offered.search.all("0" * 64)] == ["ngram"]
+    assert [one.name for one in found] == ["far", "further", "ngram"]
+    assert [one.name for one in offered.search.all("0" * 64)] == ["ngram"]
 
 
 def test_a_folder_here_does_not_hide_a_drafter_of_its_name(offered, tmp_path, monkeypatch):
     for name in ("far", "general"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
-    assert [one.member.name for one in offered.search.all(tokenizer_hash(WORD_TOKENIZER))] == [
+    assert [one.name for one in offered.search.all(tokenizer_hash(WORD_TOKENIZER))] == [
         "far",
         "further",
         "ngram",
     ]
-    assert [one.member.name for one in offered.search.named(("far",), "")] == ["far"]
+    assert [one.name for one in offered.search.named(("far",), "")] == ["far"]
 
 
 def test_an_offer_that_is_not_what_its_manifest_says_is_left_out(offered, caplog):
     lies = (replace(offered.offers[0], target="another"), offered.offers[1])
     search = DrafterSearch(lies, DrafterCache(offered.cache), offered.fetch, 1)
     with caplog.at_level(logging.WARNING):
-        assert [one.member.name for one in search.named(("far", "further"), "")] == ["further"]
-        assert [one.member.name for one in search.all(tokenizer_hash(WORD_TOKENIZER))] == ["further", "ngram"]
+        assert [one.name for one in search.named(("far", "further"), "")] == ["further"]
+        assert [one.name for one in search.all(tokenizer_hash(WORD_TOKENIZER))] == ["further", "ngram"]
     assert "going on without the drafter far" in caplog.text
     with pytest.raises(DataLoss):
         search.named(("far",), "")
@@ -632,12 +631,12 @@ def test_an_offer_that_is_not_what_its_manifest_says_is_left_out(offered, caplog
         ({"drafter_memory_mb": 0}, "drafter_memory_mb: 0 is not above 0"),
     ],
 )
-def test_a_wish_that_cannot_be_meant_is_refused(wrong, why):
+def test_a_list_of_drafters_that_makes_no_sense_is_refused(wrong, why):
     with pytest.raises(ConfigError, match=why):
         EdgeConfig(**WHERE, **wrong)
 
 
-def test_a_wish_names_one_drafter_or_several():
+def test_the_option_names_one_drafter_or_several():
     assert EdgeConfig(**WHERE).drafters == ("auto",)
     assert EdgeConfig(**WHERE, drafter="a, b/c,ngram").drafters == ("a", "b/c", "ngram")
 

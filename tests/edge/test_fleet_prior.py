@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.edge.features import PromptClass, TextFeatures
-from outrider.edge.fleet_prior import MAX_KEPT, NOT_KNOWN, FleetPrior, FleetPriors
 from outrider.edge.routes import DirectRoute
+from outrider.edge.warm_start import MAX_KEPT, NOT_KNOWN, FleetPrior, FleetPriors
 from outrider.proto.types import DrafterPrior, DraftingPrior, Lease, LeaseRequest
 
 LEASE = Lease(token=b"", verifier="v", address="v:1", expires_in_s=60.0, model="tiny", tokenizer_sha256="")

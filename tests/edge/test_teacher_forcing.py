@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.edge.drafters import NgramDrafter, ProposalRule, embedded_packages, find_package
 from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
-from outrider.edge.drafters.protocol import propose_forced_one_by_one
+from outrider.edge.drafters.protocol import TokenPrefix
 from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.testing.tiny_drafter import (
     CONTEXT,
@@ -70,7 +70,7 @@ def assert_same(got: tuple[DraftToken, ...], wanted: tuple[DraftToken, ...]) -> 
 
 def assert_forces(state, twin, tokens) -> None:
     """`state` sees at once what its equal `twin` sees token by token, and both go on alike."""
-    assert_same(state.propose_forced(tokens), propose_forced_one_by_one(twin, tokens))
+    assert_same(state.propose_forced(tokens), TokenPrefix.propose_forced(twin, tokens))
     assert state.length == twin.length
     assert_same(state.propose(5), twin.propose(5))
     assert state.length == twin.length
@@ -142,7 +142,7 @@ def test_beyond_the_contexts_end_nothing_would_have_been_proposed(plain):
     assert min(token_ids(forced[:6])) >= 0
     for column in list(zip(*forced, strict=True))[1:]:
         assert np.isnan(column).tolist() == [False] * 6 + [True] * 6
-    assert_same(forced, propose_forced_one_by_one(twin, some_tokens(12, seed=8)))
+    assert_same(forced, TokenPrefix.propose_forced(twin, some_tokens(12, seed=8)))
     assert token_ids(state.propose_forced((1, 2))) == (-1, -1)
     state.truncate(CONTEXT - 3)
     twin.truncate(CONTEXT - 3)
@@ -159,7 +159,7 @@ def test_where_no_candidate_is_allowed_nothing_is_proposed_and_the_rest_is_known
     assert forced[0].id == -1
     assert math.isnan(forced[0].confidence)
     assert set(token_ids(forced)) > {-1}
-    assert_same(forced, propose_forced_one_by_one(twin, some_tokens(40)))
+    assert_same(forced, TokenPrefix.propose_forced(twin, some_tokens(40)))
     assert state.propose(3) == twin.propose(3)
 
 
@@ -235,7 +235,7 @@ def test_the_shipped_drafters_forced_proposals_are_nearly_always_its_own(kind):
         each.extend((3, 1, 4))
     text = token_ids(state.propose(60))
     state.truncate(3)
-    at_once, one_by_one = state.propose_forced(text), propose_forced_one_by_one(twin, text)
+    at_once, one_by_one = state.propose_forced(text), TokenPrefix.propose_forced(twin, text)
     assert sum(a != b for a, b in zip(token_ids(at_once), token_ids(one_by_one), strict=True)) <= 3
     at_once, one_by_one = np.array(at_once), np.array(one_by_one)
     same = at_once[:, 0] == one_by_one[:, 0]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.edge.fleet_prior import NOT_KNOWN, FleetPrior
-from outrider.edge.warm_start import MIN_TRIALS, OwnTexts, TextKind
+from outrider.edge.warm_start import MIN_TRIALS, NOT_KNOWN, FleetPrior, OwnTexts, TextKind
 from outrider.proto.session import DrafterCounts
 from outrider.proto.types import DrafterPrior
 

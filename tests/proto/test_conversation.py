@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from outrider.bench.simulator.faults import Faults
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
-from outrider.edge.policies.selection import FixedShare, Leader
+from outrider.edge.policies.selection.experts import FixedShare
+from outrider.edge.policies.selection.leader import Leader
 from outrider.proto import codec
 from outrider.proto.errors import (
     InvalidArgument,

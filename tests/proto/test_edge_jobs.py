@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from checked_simulation import open_frame
 
-from outrider.edge.policies.selection import FixedShare, Leader
+from outrider.edge.policies.selection.experts import FixedShare
+from outrider.edge.policies.selection.leader import Leader
 from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.policy import FixedWindow
 from outrider.proto.session import (

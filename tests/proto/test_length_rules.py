@@ -15,22 +15,19 @@ from hypothesis import strategies as st
 
 from outrider.bench.simulator.faults import Faults
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
-from outrider.edge.policies.length import (
-    RULES,
+from outrider.edge.policies.length import RULES, rule_by_name
+from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, block_inputs, draft_inputs
+from outrider.edge.policies.length.network import Network, Trained, load_trained, save_trained, shipped
+from outrider.edge.policies.length.rules import (
     AimdWindow,
     FlexSpecWindow,
-    Network,
     SpecDecWindow,
     SpecKvWindow,
     ThresholdWindow,
-    Trained,
-    load_trained,
-    rule_by_name,
-    save_trained,
-    shipped,
+    draft_s,
+    expected_in_flight,
+    waiting_s,
 )
-from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, block_inputs, draft_inputs
-from outrider.edge.policies.length.rounds import draft_s, expected_in_flight, waiting_s
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow
 from outrider.proto.types import DraftToken, Goal, Sampling
@@ -94,10 +91,10 @@ def test_drafts_in_flight_are_worth_the_sum_of_their_chances_to_be_reached() -> 
     ],
 )
 def test_the_threshold_rule_drafts_on_while_the_last_draft_is_sure_enough(view: EdgeView, more: int) -> None:
-    assert ThresholdWindow(0.4, most=20, stride=4).more(view) == more
+    assert ThresholdWindow(0.4, max_tokens=20, stride=4).more(view) == more
 
 
-def test_the_threshold_rule_looks_after_so_many_drafts_as_its_stride_says() -> None:
+def test_the_threshold_rule_looks_after_as_many_drafts_as_its_stride_says() -> None:
     assert [ThresholdWindow(0.4, stride=stride).more(USUAL) for stride in (1, 2, 7)] == [1, 2, 7]
 
 
@@ -126,13 +123,13 @@ def test_specdec_stops_once_a_rejection_is_likelier_than_the_threshold(threshold
     while 1 - math.prod(drafts) <= threshold and len(drafts) < 32:
         drafts.append(acceptance)
         wished += 1
-    rule = SpecDecWindow(threshold, most=32, head=Said(*chances))
+    rule = SpecDecWindow(threshold, max_tokens=32, head=Said(*chances))
     assert rule.more(in_flight(*chances, acceptance=acceptance)) == wished
 
 
 def test_specdec_never_stops_at_threshold_1_and_makes_one_draft_at_threshold_0() -> None:
     view = in_flight(0.5)
-    assert SpecDecWindow(1.0, most=10, head=Said(0.5)).more(view) == 9
+    assert SpecDecWindow(1.0, max_tokens=10, head=Said(0.5)).more(view) == 9
     assert SpecDecWindow(0.0, head=Said(0.5)).more(view) == 0
     assert SpecDecWindow(0.0, head=Said()).more(USUAL) == 1
 
@@ -235,7 +232,7 @@ def test_flexspec_goes_to_the_length_of_most_tokens_for_time_and_energy(
         each_s = drafting_s + row_s + 2 * byte_s + energy_s
         return (1 + sum(agree)) / (round_trip_s + step_s + row_s + length * each_s)
 
-    more = FlexSpecWindow(most=24, drafting_w=4.0, byte_j=1e-4, joule_s=0.5).more(view)
+    more = FlexSpecWindow(max_tokens=24, drafting_w=4.0, byte_j=1e-4, joule_s=0.5).more(view)
     best = max(worth(n) for n in range(len(chances), 25))
     if not chances and more == 1:
         assert worth(1) == pytest.approx(best) or worth(0) == pytest.approx(best), "one draft is made to find out"
@@ -273,7 +270,7 @@ def test_flexspec_makes_one_draft_to_find_out_unless_a_usual_one_would_not_pay()
 
 
 def test_aimd_adds_after_a_window_of_hits_and_shrinks_by_its_factor_on_a_miss() -> None:
-    rule = AimdWindow(start=8, increase=2, decrease=0.5, most=64)
+    rule = AimdWindow(start=8, increase=2, decrease=0.5, max_tokens=64)
     rule.observe(8, False)
     assert rule.tokens == pytest.approx(10)
     rule.observe(5, False)
@@ -286,7 +283,7 @@ def test_aimd_adds_after_a_window_of_hits_and_shrinks_by_its_factor_on_a_miss() 
 
 
 def test_aimd_stays_between_one_draft_and_the_most() -> None:
-    rule = AimdWindow(start=4, most=6)
+    rule = AimdWindow(start=4, max_tokens=6)
     for _ in range(50):
         rule.observe(6, False)
     assert rule.more(USUAL) == 6
@@ -372,12 +369,12 @@ def test_a_name_that_is_no_rule_is_refused_in_one_line_that_names_the_option(tex
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ThresholdWindow(most=0),
+        lambda: ThresholdWindow(max_tokens=0),
         lambda: ThresholdWindow(stride=0),
-        lambda: SpecDecWindow(most=0, head=Said()),
+        lambda: SpecDecWindow(max_tokens=0, head=Said()),
         lambda: SpecKvWindow((), Said()),
         lambda: SpecKvWindow((0, 4), Said()),
-        lambda: FlexSpecWindow(most=0),
+        lambda: FlexSpecWindow(max_tokens=0),
         lambda: FlexSpecWindow(byte_j=-1.0),
         lambda: AimdWindow(start=0.5),
         lambda: AimdWindow(start=65),

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from outrider.bench.simulator.faults import Faults
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
-from outrider.edge.policies.selection import Exp3, FixedShare, Hedge, Leader, MetaSdUcb, RandomSelector
+from outrider.edge.policies.selection.bandits import Exp3, MetaSdUcb
+from outrider.edge.policies.selection.base import RandomSelector
+from outrider.edge.policies.selection.experts import FixedShare
+from outrider.edge.policies.selection.leader import Hedge, Leader
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import FixedWindow
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector

@@ -13,7 +13,7 @@ from outrider.cloud.family_index import embedded_targets, target_folder
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.training import ModelsSettings
 from outrider.edge.drafters import DrafterPackage, embedded_packages, find_package
-from outrider.edge.drafters.memory import give_back, own_bytes
+from outrider.edge.drafters.pool import give_back, own_bytes
 from outrider.proto.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.edge.client import Client
     from outrider.edge.config import EdgeConfig
     from outrider.edge.conversation import Conversation, Transcript
-    from outrider.edge.events import Completion, Event, Finished, Tokens
+    from outrider.edge.event_stream import Completion, Event, Finished, Tokens
     from outrider.edge.sync_client import SyncClient, SyncConversation
     from outrider.proto.types import CommittedToken, FinishReason, Grammar, GrammarKind, Provenance, Sampling
 
@@ -50,7 +50,7 @@ _MODULES = {
     "outrider.edge.client": ("Client",),
     "outrider.edge.config": ("EdgeConfig",),
     "outrider.edge.conversation": ("Conversation", "Transcript"),
-    "outrider.edge.events": ("Completion", "Event", "Finished", "Tokens"),
+    "outrider.edge.event_stream": ("Completion", "Event", "Finished", "Tokens"),
     "outrider.edge.sync_client": ("SyncClient", "SyncConversation"),
     "outrider.proto.types": ("CommittedToken", "FinishReason", "Grammar", "GrammarKind", "Provenance", "Sampling"),
 }

@@ -12,8 +12,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from tokenizers import Tokenizer
-
 from outrider.edge.battery import Battery
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient
@@ -21,12 +19,11 @@ from outrider.edge.conversation import Conversation
 from outrider.edge.decoding import Decoding, Observer, Subject
 from outrider.edge.drafters import ProposalRule
 from outrider.edge.drafters.protocol import Drafter
-from outrider.edge.event_stream import collect, stream_events, within
-from outrider.edge.events import Completion, Event, Finished
+from outrider.edge.event_stream import Completion, Event, Finished, collect, stream_events, within
 from outrider.edge.history import TextHistory
 from outrider.edge.link import Channels
 from outrider.edge.preparation import Preparation, Ready
-from outrider.edge.request import checked_sampling, checked_stop, request_probabilities
+from outrider.edge.request import RequestOptions, checked_sampling, checked_stop
 from outrider.edge.routes import Route
 from outrider.edge.text import TextStream
 from outrider.edge.tracing import Tracing
@@ -105,8 +102,8 @@ class Client:
         """Names of the drafters in use, with commas between; `none` without one."""
         return ",".join(self._ready.drafters.names) if self._ready and self._ready.drafters else "none"
 
-    async def prepare(self) -> None:
-        """Find the target and fetch its tokenizer and a drafter; the first generation does so otherwise.
+    async def prepare(self) -> Ready:
+        """Find the target and fetch its tokenizer and a drafter, once; the first generation does so otherwise.
 
         Raises:
             OutriderError: nobody answers, there is no such model or drafter, or content has the wrong hash.
@@ -120,6 +117,7 @@ class Client:
                     self._steering = DrafterSteering(shape.rank, policy)
                     self._steering_request = SteeringRequest(shape.projection)
                 self._ready = ready
+            return self._ready
 
     async def inquire(self) -> str:
         """Return the host:port where a text would be decoded now, without taking a slot; needs `prepare`.
@@ -172,11 +170,10 @@ class Client:
             OutriderError: the text cannot be finished anywhere.
         """
         began = time.monotonic()
-        await within(self.prepare(), deadline_s)
-        frame = request_probabilities(self.open(prompt, sampling or Sampling(), overrides), logprobs, top_logprobs)
-        if request_id:
-            frame = replace(frame, session=f"{request_id[:47]}-{frame.session[:16]}")
-        text = TextStream(self._ready_now().tokenizer, checked_stop(stop))
+        options = RequestOptions(logprobs, top_logprobs, request_id)
+        ready = await within(self.prepare(), deadline_s)
+        frame = options.applied_to(self.open(prompt, sampling or Sampling(), overrides))
+        text = TextStream(ready.tokenizer, checked_stop(stop))
         decoding = self.begin(frame, observer)
         reported = False
         try:
@@ -246,27 +243,16 @@ class Client:
             stop=checked_stop(stop),
             keep_s=keep_s,
             observer=observer,
-            logprobs=logprobs,
-            top_logprobs=top_logprobs,
-            request_id=request_id,
+            options=RequestOptions(logprobs, top_logprobs, request_id),
         )
 
     def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """Return the prompt's token ids; needs `prepare`."""
         return self._ready_now().encode(prompt, special=True)
 
-    def encode_more(self, text: str | Sequence[int]) -> tuple[int, ...]:
-        """Return token ids of text that follows other text, without a prompt's first special token; needs `prepare`."""
-        return self._ready_now().encode(text, special=False)
-
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones; needs `prepare`."""
         return self._ready_now().decode(tokens)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The target's tokenizer; needs `prepare`."""
-        return self._ready_now().tokenizer
 
     def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open:
         """Return the frame that opens a new session; needs `prepare`."""

@@ -8,21 +8,14 @@ from typing import Any, TypeVar
 
 import grpc
 
-from outrider.edge.fleet_prior import FleetPriors
 from outrider.edge.security import Security
+from outrider.edge.warm_start import FleetPriors
 from outrider.proto import codec
 from outrider.proto.channel import CLIENT_OPTIONS
 from outrider.proto.errors import DeadlineExceeded, Unavailable
 from outrider.proto.plumbing.tls import ClientCredentials, explain, open_blocking_channel, open_channel
 from outrider.proto.rpc_errors import from_rpc_error
-from outrider.proto.types import (
-    ClusterStatus,
-    DrafterManifest,
-    Lease,
-    LeaseRequest,
-    RemoteFile,
-    SessionReport,
-)
+from outrider.proto.types import ClusterStatus, DrafterManifest, Lease, LeaseRequest, RemoteFile, SessionReport
 
 T = TypeVar("T")
 _PREFIX = f"/{codec.CONTROL_SERVICE}/"
@@ -94,8 +87,7 @@ class CoordinatorClient:
             self._retired.add(retiring)
             retiring.add_done_callback(self._retired.discard)
         self._credentials = credentials
-        name = self.security.tls.server_name if self.security.tls else ""
-        self._open = open_channel(self.address, CLIENT_OPTIONS, credentials, name)
+        self._open = open_channel(self.address, CLIENT_OPTIONS, credentials, self.security.server_name)
         return self._open
 
     async def _call(self, method: str, request: bytes, decode: Callable[[bytes], T]) -> T:
@@ -116,11 +108,10 @@ def file_fetcher(
 ) -> Callable[[RemoteFile, int], Iterator[bytes]]:
     """Return a blocking download from the coordinator, for the drafter cache, which works in a thread."""
     secured = security or Security()
-    name = secured.tls.server_name if secured.tls else ""
 
     def fetch(file: RemoteFile, offset: int) -> Iterator[bytes]:
         credentials = ClientCredentials(secured.tls).current() if secured.tls else None
-        with open_blocking_channel(address, CLIENT_OPTIONS, credentials, name) as channel:
+        with open_blocking_channel(address, CLIENT_OPTIONS, credentials, secured.server_name) as channel:
             stream: Any = channel.unary_stream(_PREFIX + "FetchFile")
             request = codec.encode_fetch(file.sha256, offset)
             try:

@@ -1,4 +1,4 @@
-"""Several turns on one session: each sends only what is new, and any of them can be had again from the transcript."""
+"""Several turns on one session: each sends only what is new."""
 
 from __future__ import annotations
 
@@ -9,48 +9,30 @@ from dataclasses import dataclass, replace
 from types import AsyncGeneratorType, TracebackType
 from typing import Any, Protocol, Self, cast
 
-from tokenizers import Tokenizer
-
 from outrider.edge.decoding import Decoding, Observer
-from outrider.edge.event_stream import collect, stream_events, within
-from outrider.edge.events import Completion, Event, Finished, Tokens
-from outrider.edge.request import checked_sampling, checked_stop, request_probabilities
+from outrider.edge.event_stream import Completion, Event, Finished, Tokens, collect, stream_events, within
+from outrider.edge.preparation import Ready
+from outrider.edge.request import RequestOptions, checked_sampling, checked_stop
 from outrider.edge.text import TextStream
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import EdgeSession, SharedMeasurements
 from outrider.proto.types import Open, Sampling
 
 
-class Opener(Protocol):
-    """Client that opens a conversation's sessions, as far as it is needed; see `Client`."""
+class _Client(Protocol):
+    """The part of `outrider.edge.client.Client`, which imports this module, that a conversation needs."""
 
-    async def prepare(self) -> None:
-        """Fetch the tokenizer and a drafter."""
+    async def prepare(self) -> Ready: ...
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the target."""
+    def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """Return the ids of a prompt."""
+    def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open: ...
 
-    def encode_more(self, text: str | Sequence[int]) -> tuple[int, ...]:
-        """Return the ids of text that follows other text."""
+    def begin(self, frame: Open, observer: Observer | None) -> Decoding: ...
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
+    def measured(self, sampling: Sampling) -> SharedMeasurements: ...
 
-    def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open:
-        """Return the frame that opens a session."""
-
-    def begin(self, frame: Open, observer: Observer | None) -> Decoding:
-        """Return the decoding of a new session."""
-
-    def measured(self, sampling: Sampling) -> SharedMeasurements:
-        """Return the measurements of such texts."""
-
-    def report(self, session: str, machine: EdgeSession, seconds: float) -> None:
-        """Learn from a text that has ended."""
+    def report(self, session: str, machine: EdgeSession, seconds: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +67,13 @@ class Conversation:
 
     def __init__(
         self,
-        client: Opener,
+        client: _Client,
         sampling: Sampling,
         *,
         stop: tuple[str, ...],
         keep_s: float,
         observer: Observer | None,
-        logprobs: bool | None,
-        top_logprobs: int,
-        request_id: str,
+        options: RequestOptions,
     ) -> None:
         if not keep_s >= 0:
             raise InvalidArgument("must be 0 seconds or more", field="keep_s")
@@ -102,9 +82,7 @@ class Conversation:
         self._stop = stop
         self._keep_s = keep_s
         self._observer = observer
-        self._logprobs = logprobs
-        self._top_logprobs = top_logprobs
-        self._request_id = request_id
+        self._options = options
         self._tokens: list[int] = []
         self._decoding: Decoding | None = None
         self._turn: AsyncGenerator[Event] | None = None
@@ -198,13 +176,13 @@ class Conversation:
         self, prompt: str | Sequence[int], sampling: Sampling, stop: tuple[str, ...], deadline_s: float | None
     ) -> AsyncGenerator[Event]:
         began = time.monotonic()
-        await within(self._client.prepare(), deadline_s)
+        ready = await within(self._client.prepare(), deadline_s)
         start = len(self._tokens)
-        new = self._client.encode(prompt) if start == 0 else self._client.encode_more(prompt)
+        new = ready.encode(prompt, special=start == 0)
         decoding = self._begin(start, new, sampling)
         self._tokens += new
         said = False
-        text = TextStream(self._client.tokenizer, stop)
+        text = TextStream(ready.tokenizer, stop)
         try:
             async with aclosing(stream_events(decoding, decoding.turn(), text, began, deadline_s)) as events:
                 async for event in events:
@@ -220,9 +198,7 @@ class Conversation:
 
     def _begin(self, start: int, prompt: tuple[int, ...], sampling: Sampling) -> Decoding:
         if self._decoding is None:
-            frame = request_probabilities(self._client.open(prompt, sampling, {}), self._logprobs, self._top_logprobs)
-            if self._request_id:
-                frame = replace(frame, session=f"{self._request_id[:47]}-{frame.session[:16]}")
+            frame = self._options.applied_to(self._client.open(prompt, sampling, {}))
             self._decoding = self._client.begin(replace(frame, keep_s=self._keep_s), self._observer)
         else:
             self._decoding.begin_turn(start, prompt, sampling, self._client.measured(sampling))

@@ -1,4 +1,4 @@
-"""From emitted tokens to what a user sees: events as they come, deadlines, and whole texts."""
+"""Events that a generation yields as they come, deadlines, and whole texts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,76 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import TypeVar
 
 from outrider.edge.decoding import Decoding
-from outrider.edge.events import Completion, Event, Finished, Tokens
 from outrider.edge.text import TextStream
 from outrider.proto.errors import DeadlineExceeded
-from outrider.proto.session import Done, Emit
+from outrider.proto.session import Done, EdgeStatistics, Emit
 from outrider.proto.types import CommittedToken, FinishReason, Provenance, token_ids
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Committed tokens, which stay part of the text.
+
+    Attributes:
+        position: absolute position of tokens[0].
+        tokens: [n] tokens, each with its id and the log probabilities that were asked for.
+        provenance: [n] whether each was an accepted draft or the target's own.
+        pieces: [n] text that each adds for certain; late while a character or a stop string is incomplete.
+    """
+
+    position: int
+    tokens: tuple[CommittedToken, ...]
+    provenance: tuple[Provenance, ...]
+    pieces: tuple[str, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ids of the tokens, [n]."""
+        return token_ids(self.tokens)
+
+    @property
+    def text(self) -> str:
+        """Text of all pieces."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """End of the text: `text` is only what was still held back; `seconds` runs from `generate` to now."""
+
+    reason: FinishReason
+    text: str
+    statistics: EdgeStatistics
+    seconds: float
+    first_token_s: float
+
+
+Event = Tokens | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Whole text at once, with `tokens` [n] and `provenance` [n] as in `Tokens`."""
+
+    prompt_tokens: int
+    tokens: tuple[CommittedToken, ...]
+    provenance: tuple[Provenance, ...]
+    text: str
+    finish_reason: FinishReason
+    statistics: EdgeStatistics
+    seconds: float
+    first_token_s: float
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Ids of the tokens, [n]."""
+        return token_ids(self.tokens)
 
 
 async def stream_events(
@@ -27,8 +87,8 @@ async def stream_events(
         decoding: the text's decoding, which is stopped where `text` sees a stop string.
         items: committed tokens of `decoding`, and at last Done.
         text: makes text of tokens.
-        began: s of the monotonic clock at the text's beginning.
-        deadline_s: allowed s from there on; None: no limit.
+        began: monotonic time of the text's beginning, in seconds.
+        deadline_s: allowed seconds from there on; None: no limit.
 
     Raises:
         DeadlineExceeded: the time is over; what came until then has been yielded.

@@ -10,7 +10,8 @@ import numpy as np
 from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.drafters.protocol import Drafter
 from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, reported_hits
-from outrider.edge.policies.selection import default_selector, selector_named
+from outrider.edge.policies.selection import selector_named
+from outrider.edge.policies.selection.leader import default_selector
 from outrider.edge.preparation import Ready
 from outrider.edge.warm_start import OwnTexts, TextKind
 from outrider.proto.policy.selection import StaticSelector

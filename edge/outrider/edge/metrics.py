@@ -78,7 +78,7 @@ class _Counted:
         self.phase = self._histogram(
             "outrider:edge_phase_seconds",
             "Phases of a round trip: draft (making the tokens of one message), uplink and downlink (half each of what "
-            "the link took), queue (the verifier's patience, company and other sessions), verify (the target step).",
+            "the link took), queue (patience, co-scheduled and other sessions), verify (the target step).",
             "phase",
         )
         self.round_trip = self._histogram(

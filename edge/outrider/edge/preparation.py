@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.drafters import DrafterCache, DrafterPackage, NgramDrafter, embedded_packages
-from outrider.edge.drafters.packages import FOR_ANY_SUBJECT, find_package, load_package
+from outrider.edge.drafters.packages import FOR_ANY_SUBJECT, find_package
 from outrider.edge.drafters.pool import BROKEN, DrafterPool
 from outrider.edge.drafters.protocol import Drafter
 from outrider.edge.drafters.search import DrafterSearch
@@ -122,26 +123,16 @@ class Preparation:
         return await (self._direct() if self._coordinator is None else self._leased(self._coordinator))
 
     async def _direct(self) -> Ready:
-        wanted_sha256 = tokenizer_hash(_read(self._config.tokenizer)) if self._config.tokenizer else ""
-        drafting = await self._load_drafter((), wanted_sha256)
-        path = self._config.tokenizer or (drafting.package.tokenizer_path if drafting.package else None)
+        own = self._config.tokenizer
+        drafting = await self._load_drafter((), tokenizer_hash(_read(own, "tokenizer")) if own else "")
+        path = own or (drafting.package.tokenizer_path if drafting.package else None)
         if path is None:
-            raise ConfigError(
-                "is needed: without a coordinator and a drafter package nothing else has it", field="tokenizer"
-            )
-        text = _read(path)
+            raise ConfigError("is needed: without coordinator and drafter package nothing has it", field="tokenizer")
+        text, config = _read(path, "tokenizer"), self._config
         sha256 = tokenizer_hash(text)
-        config = self._config
         route = self._route or DirectRoute((config.verifier,), config.model, sha256, config.security)
-        return Ready(
-            route,
-            self._config.model,
-            Tokenizer.from_str(text),
-            sha256,
-            drafting.drafters,
-            drafting.error,
-            _read_chat_template(self._config.chat_template),
-        )
+        template = _read(config.chat_template, "chat_template") if config.chat_template else ""
+        return Ready(route, config.model, Tokenizer.from_str(text), sha256, drafting.drafters, drafting.error, template)
 
     async def _leased(self, coordinator: CoordinatorClient) -> Ready:
         lease = await self._first_lease(coordinator)
@@ -168,18 +159,18 @@ class Preparation:
 
     def _fetch_tokenizer(self, lease: Lease) -> str:
         if self._config.tokenizer is not None:
-            return _read(self._config.tokenizer)
+            return _read(self._config.tokenizer, "tokenizer")
         if lease.tokenizer is None:
             raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
-        return _read(self._cache.ensure_file(lease.tokenizer, self._fetcher()))
+        return _read(self._cache.ensure_file(lease.tokenizer, self._fetcher()), "tokenizer")
 
     def _fetch_chat_template(self, lease: Lease) -> str:
-        if self._config.chat_template is not None or lease.chat_template is None:
-            return _read_chat_template(self._config.chat_template)
-        if lease.chat_template.bytes > MAX_TEMPLATE_BYTES:
-            raise ModelRefused(f"has more than {MAX_TEMPLATE_BYTES} bytes", field="chat_template")
-        fetch = self._fetcher()
-        return _read_chat_template(self._cache.ensure_file(lease.chat_template, fetch))
+        path = self._config.chat_template
+        if path is None and lease.chat_template is not None:
+            if lease.chat_template.bytes > MAX_TEMPLATE_BYTES:
+                raise ModelRefused(f"has more than {MAX_TEMPLATE_BYTES} bytes", field="chat_template")
+            path = self._cache.ensure_file(lease.chat_template, self._fetcher())
+        return _read(path, "chat_template") if path else ""
 
     def _fetcher(self) -> Callable[[RemoteFile, int], Iterator[bytes]]:
         return file_fetcher(self._config.coordinator, security=self._config.security)
@@ -195,63 +186,50 @@ class Preparation:
             return _Drafting(DrafterPool.of(*self._drafters))
         if self._config.drafter == "none":
             return _Drafting(None)
-        if self._config.drafter == "ngram":
-            return _Drafting(DrafterPool.of(NgramDrafter()))
-        several = self._config.drafter == "all" or len(self._config.drafters) > 1
+        find = self._any_drafter if self._config.drafter == "auto" else self._named_drafters
         try:
-            return await asyncio.to_thread(self._pool if several else self._load_package, offers, tokenizer_sha256)
+            return await asyncio.to_thread(find, offers, tokenizer_sha256)
         except BROKEN as error:
             log.warning("decoding without a drafter: %s", error)
             return _Drafting(None, error=str(error).splitlines()[0])
 
-    def _load_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
-        from outrider.edge.drafters.onnx import OnnxDrafter
-
-        package = self._find_package(offers, tokenizer_sha256)
-        if package is None:
-            return _Drafting(DrafterPool.of(NgramDrafter()))
-        if tokenizer_sha256 and package.tokenizer_sha256 != tokenizer_sha256:
-            raise TokenizerMismatch(
-                f"{package.name!r} was made for another tokenizer than the target's; try `auto` or `ngram`",
-                field="drafter",
-            )
-        return _Drafting(DrafterPool.of(OnnxDrafter(package, threads=self._config.threads)), package)
-
-    def _pool(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
-        """Make a pool of several drafters, load the first that can be, and begin to load the others."""
-        config = self._config
+    def _named_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
+        """Make a pool of these drafters, load the first that can be, and begin to load the others."""
+        config, names = self._config, self._config.drafters
         search = DrafterSearch(offers, self._cache, self._fetcher(), config.threads)
-        found = (
-            search.all(tokenizer_sha256) if config.drafter == "all" else search.named(config.drafters, tokenizer_sha256)
-        )
-        package = next((one.package for one in found if one.package is not None), None)
+        found = search.all(tokenizer_sha256) if names == ("all",) else search.named(names, tokenizer_sha256)
+        several = names == ("all",) or len(names) > 1
+        limit_bytes = config.drafter_memory_mb * 1e6 if several else math.inf
+        package = next((member.package for member in found if member.package is not None), None)
         while True:
-            pool = DrafterPool([one.member for one in found], limit_bytes=config.drafter_memory_mb * 1e6)
+            pool = DrafterPool(found, limit_bytes=limit_bytes)
             try:
                 pool.load(0)
             except BROKEN as error:
                 pool.close()
                 if len(found) == 1:
                     raise
-                log.warning("going on without the drafter %s: %s", found[0].member.name, error)
+                log.warning("going on without the drafter %s: %s", found[0].name, error)
                 del found[0]
                 continue
             pool.want(range(len(pool)))
             return _Drafting(pool, package)
 
-    def _find_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> DrafterPackage | None:
-        """Return the package that the config names; with `auto` the first that fits, None where none does."""
-        wanted = self._config.drafter
-        known = wanted in embedded_packages() or any(wanted == offer.name for offer in offers)
-        if "/" in wanted or (not known and Path(wanted).is_dir()):
-            return load_package(Path(wanted).expanduser())
+    def _any_drafter(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
+        """Load the first drafter that fits: an offered one, or else an embedded one, or else n-grams."""
+        from outrider.edge.drafters.onnx import OnnxDrafter
+
+        package = self._any_package(offers, tokenizer_sha256)
+        if package is None:
+            return _Drafting(DrafterPool.of(NgramDrafter()))
+        return _Drafting(DrafterPool.of(OnnxDrafter(package, threads=self._config.threads)), package)
+
+    def _any_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> DrafterPackage | None:
         fetch = self._fetcher()
         for offer in offers:
-            if wanted == offer.name:
-                return self._cache.ensure(offer, fetch)
-        if wanted != "auto":
-            return find_package(wanted)
-        for offer in offers:
+            if offer.tokenizer_sha256 != tokenizer_sha256:
+                log.warning("passing over drafter %s %s: it is for another tokenizer", offer.name, offer.version)
+                continue
             try:
                 return self._cache.ensure(offer, fetch)
             except (OutriderError, OSError) as error:
@@ -265,17 +243,9 @@ def _any_subject_first(offers: tuple[DrafterManifest, ...]) -> tuple[DrafterMani
     return tuple(sorted(offers, key=lambda offer: offer.name != FOR_ANY_SUBJECT))
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise NotFound(f"cannot read {path}: {error.strerror}", field="tokenizer") from error
-
-
-def _read_chat_template(path: Path | None) -> str:
-    if path is None:
-        return ""
+def _read(path: Path, field: str) -> str:
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise NotFound(f"cannot read {path}: {error}", field="chat_template") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise NotFound(f"cannot read {path}: {reason}", field=field) from error

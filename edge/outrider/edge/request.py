@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.proto.errors import InvalidArgument
@@ -35,9 +35,28 @@ def checked_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def request_probabilities(frame: Open, logprobs: bool | None, top_logprobs: int) -> Open:
-    """Return the Open with its request for probabilities."""
-    if logprobs is False and top_logprobs:
-        raise InvalidArgument("needs logprobs; leave them on", field="top_logprobs")
-    wanted = bool(logprobs) or top_logprobs > 0
-    return replace(frame, logp=frame.logp and logprobs is not False, logprobs=wanted, top_logprobs=top_logprobs)
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """A caller's id, and its request for probabilities; see `Client.generate`.
+
+    Raises:
+        InvalidArgument: `top_logprobs` without log probabilities.
+    """
+
+    logprobs: bool | None = None
+    top_logprobs: int = 0
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        if self.logprobs is False and self.top_logprobs:
+            raise InvalidArgument("needs logprobs; leave them on", field="top_logprobs")
+
+    def applied_to(self, frame: Open) -> Open:
+        """Return the frame that opens the session so."""
+        return replace(
+            frame,
+            session=f"{self.request_id[:47]}-{frame.session[:16]}" if self.request_id else frame.session,
+            logp=frame.logp and self.logprobs is not False,
+            logprobs=bool(self.logprobs) or self.top_logprobs > 0,
+            top_logprobs=self.top_logprobs,
+        )

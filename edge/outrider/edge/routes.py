@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, Protocol, Self
 
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.features import TextFeatures
-from outrider.edge.fleet_prior import NOT_KNOWN, FleetPrior
 from outrider.edge.security import Security
+from outrider.edge.warm_start import NOT_KNOWN, FleetPrior
 from outrider.proto.errors import OutriderError
 from outrider.proto.types import Lease, LeaseRequest, SessionReport
 
 
-class Route(Protocol):
-    """A way to find a verifier, again and again if need be."""
+class Route(ABC):
+    """A way to find a verifier, again and again if need be; without a coordinator unless a subclass has one."""
 
+    @abstractmethod
     async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
         """Return permission to decode; `avoid` names verifiers just lost."""
-        ...
 
-    def about(self, features: TextFeatures) -> Route:
+    def about(self, features: TextFeatures) -> Route:  # noqa: ARG002 - no coordinator, no kinds of text
         """Return a route for one text of this kind, whose leases bring priors for such texts."""
-        ...
+        return self
 
-    def prior(self, features: TextFeatures) -> FleetPrior:
-        """Return the known prior of drafters in such texts without asking anybody."""
-        ...
+    def prior(self, features: TextFeatures) -> FleetPrior:  # noqa: ARG002 - no coordinator, no fleet
+        """Return the known prior of drafters in such texts, without a call."""
+        return NOT_KNOWN
 
-    def report(self, report: SessionReport) -> Coroutine[Any, Any, None]:
-        """Report a finished session, if anybody collects reports."""
-        ...
-
-    async def close(self) -> None:
-        """Release all resources."""
-        ...
+    async def report(self, report: SessionReport) -> None:  # noqa: B027 - not every route has somewhere to report to
+        """Report a finished session to a coordinator."""
 
 
-class DirectRoute:
+class DirectRoute(Route):
     """Verifiers at fixed addresses that ask for no lease; a lost one is followed by the next in the list."""
 
     def __init__(
         self, addresses: tuple[str, ...], model: str, tokenizer_sha256: str, security: Security | None = None
     ) -> None:
-        self._tls = security.tls if security is not None else None
+        self._security = security or Security()
         self._addresses = addresses
         self._model = model
         self._tokenizer_sha256 = tokenizer_sha256
@@ -60,26 +54,12 @@ class DirectRoute:
             expires_in_s=float("inf"),
             model=self._model,
             tokenizer_sha256=self._tokenizer_sha256,
-            tls=self._tls is not None,
-            tls_name=self._tls.server_name if self._tls is not None else "",
+            tls=self._security.tls is not None,
+            tls_name=self._security.server_name,
         )
 
-    def about(self, features: TextFeatures) -> Self:  # noqa: ARG002 - the protocol's
-        """Return this route, since nobody collects features."""
-        return self
 
-    def prior(self, features: TextFeatures) -> FleetPrior:  # noqa: ARG002 - the protocol's
-        """Return no prior, since there is no fleet."""
-        return NOT_KNOWN
-
-    async def report(self, report: SessionReport) -> None:
-        """Do nothing, since nobody collects reports."""
-
-    async def close(self) -> None:
-        """Do nothing, since it holds nothing."""
-
-
-class CoordinatorRoute:
+class CoordinatorRoute(Route):
     """Leases from a coordinator, for texts of one kind."""
 
     def __init__(
@@ -116,9 +96,8 @@ class CoordinatorRoute:
         )
         if not lease.relayed:
             return lease
-        tls = self._client.security.tls
-        name = tls.server_name if tls is not None else ""
-        return replace(lease, address=self._client.address, tls=tls is not None, tls_name=name)
+        security = self._client.security
+        return replace(lease, address=self._client.address, tls=security.tls is not None, tls_name=security.server_name)
 
     async def report(self, report: SessionReport) -> None:
         """Report to the coordinator, and ignore errors, since no text depends on it."""
@@ -126,6 +105,3 @@ class CoordinatorRoute:
             await self._client.report(report)
         except OutriderError:
             return
-
-    async def close(self) -> None:
-        """Do nothing, since the client belongs to its maker."""

@@ -31,6 +31,11 @@ class Security:
             raise ConfigError("holds spaces or characters beyond ASCII; give the secret alone", field="api_key")
 
     @property
+    def server_name(self) -> str:
+        """Name that a server's certificate must have; empty: the host, or no TLS."""
+        return self.tls.server_name if self.tls is not None else ""
+
+    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Metadata of calls to the coordinator."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
@@ -46,12 +51,8 @@ class Security:
         """Raise `ConfigError` where a verifier that speaks TLS or not (None) is not what this edge expects."""
         if tls_name is not None and self.tls is None:
             raise ConfigError(f"must be given: the verifier at {address} speaks TLS", field="tls_ca")
-        if (
-            tls_name is None
-            and self.tls is not None
-            and not self.plaintext
-            and not is_local_address(address, "verifier")
-        ):
+        unexpected = tls_name is None and self.tls is not None and not self.plaintext
+        if unexpected and not is_local_address(address, "verifier"):
             raise ConfigError(
                 f"the verifier at {address} would get the text unencrypted; start it with --tls-cert, "
                 "or give --plaintext to accept that",

@@ -12,29 +12,53 @@ from typing import Any, Self, TypeVar
 from outrider.edge.client import Client
 from outrider.edge.config import EdgeConfig
 from outrider.edge.conversation import Conversation, Transcript
-from outrider.edge.events import Completion, Event
+from outrider.edge.event_stream import Completion, Event
 from outrider.proto.types import Sampling
 
 T = TypeVar("T")
 
 
-class SyncClient:
-    """`Client` without async; a context manager."""
+class _OnLoop:
+    """A context manager whose coroutines run on an event loop in another thread."""
 
-    def __init__(self, config: EdgeConfig) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
-        self._thread.start()
-        self._client = self._call(_make(config))
-
-    def __enter__(self) -> Self:
-        self._call(self._client.prepare())
-        return self
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _iterate(self, events: AsyncGenerator[Event]) -> Generator[Event]:
+        """Yield the events, each taken when it is asked for; leaving early closes their source."""
+        taking: Future[Event | None] | None = None
+        try:
+            while (
+                event := (taking := asyncio.run_coroutine_threadsafe(_next(events), self._loop)).result()
+            ) is not None:
+                yield event
+        finally:
+            self._call(_close(events, taking))
+
+
+class SyncClient(_OnLoop):
+    """`Client` without async; a context manager."""
+
+    def __init__(self, config: EdgeConfig) -> None:
+        self._client = Client(config)
+        super().__init__(asyncio.new_event_loop())
+        self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-client", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        self._call(self._client.prepare())
+        return self
 
     def close(self) -> None:
         """End the loop and its thread."""
@@ -51,35 +75,27 @@ class SyncClient:
         self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any
     ) -> Generator[Event]:
         """Call `Client.generate`; closing the iterator cancels the text."""
-        return _iterate(self._loop, self._client.generate(prompt, sampling, **options))
+        return self._iterate(self._client.generate(prompt, sampling, **options))
 
     def conversation(self, sampling: Sampling | None = None, **options: Any) -> SyncConversation:
         """Call `Client.conversation`."""
         return SyncConversation(self._loop, self._client.conversation(sampling, **options))
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return _call(self._loop, coroutine)
 
-
-class SyncConversation:
+class SyncConversation(_OnLoop):
     """`Conversation` without async; made by `SyncClient.conversation`, used as a context manager."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, talk: Conversation) -> None:
-        self._loop = loop
+        super().__init__(loop)
         self._talk = talk
 
     def __enter__(self) -> Self:
-        _call(self._loop, self._talk.__aenter__())
+        self._call(self._talk.__aenter__())
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Call `Conversation.close`."""
-        _call(self._loop, self._talk.close())
+        self._call(self._talk.close())
 
     @property
     def transcript(self) -> Transcript:
@@ -90,27 +106,13 @@ class SyncConversation:
         self, prompt: str | Sequence[int] = "", sampling: Sampling | None = None, **options: Any
     ) -> Generator[Event]:
         """Call `Conversation.say`; closing the iterator cancels the turn."""
-        return _iterate(self._loop, self._talk.say(prompt, sampling, **options))
+        return self._iterate(self._talk.say(prompt, sampling, **options))
 
     def complete(
         self, prompt: str | Sequence[int] = "", sampling: Sampling | None = None, **options: Any
     ) -> Completion:
         """Call `Conversation.complete`."""
-        return _call(self._loop, self._talk.complete(prompt, sampling, **options))
-
-
-def _call(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
-
-
-def _iterate(loop: asyncio.AbstractEventLoop, events: AsyncGenerator[Event]) -> Generator[Event]:
-    """Yield the events, each taken when it is asked for; leaving early closes their source."""
-    taking: Future[Event | None] | None = None
-    try:
-        while (event := (taking := asyncio.run_coroutine_threadsafe(_next(events), loop)).result()) is not None:
-            yield event
-    finally:
-        _call(loop, _close(events, taking))
+        return self._call(self._talk.complete(prompt, sampling, **options))
 
 
 async def _next(events: AsyncGenerator[Event]) -> Event | None:
@@ -123,7 +125,3 @@ async def _close(events: AsyncGenerator[Event], taking: Future[Event | None] | N
         taking.cancel()
         await asyncio.wait([asyncio.wrap_future(taking)])
     await events.aclose()
-
-
-async def _make(config: EdgeConfig) -> Client:
-    return Client(config)

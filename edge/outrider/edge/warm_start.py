@@ -1,15 +1,63 @@
-"""Beginning of a text's choice of drafter: the acceptance of each drafter in earlier texts of its kind."""
+"""Acceptance of each drafter in earlier texts, the fleet's and the edge's own, where a text's choice begins."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.edge.fleet_prior import FleetPrior
+from outrider.edge.features import TextFeatures
 from outrider.proto.session import DrafterCounts
+from outrider.proto.types import DrafterPrior, Lease, LeaseRequest
 
 MIN_TRIALS = 32.0  # compared tokens; a drafter with fewer counts as unknown
 _FADE = 0.95  # of earlier counts with every text of the kind
+MAX_KEPT = 256  # kinds of text whose priors are kept
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPrior:
+    """How often drafters hit in other edges' texts of one kind."""
+
+    drafters: tuple[DrafterPrior, ...] = ()
+
+    def acceptance_of(self, drafter: str, version: str) -> tuple[float, float] | None:
+        """Return (share of hits, faded number of compared tokens); None: not known."""
+        for prior in self.drafters:
+            if (prior.drafter, prior.drafter_version) == (drafter, version):
+                return prior.acceptance, prior.trials
+        return None
+
+
+NOT_KNOWN = FleetPrior()
+
+
+class FleetPriors:
+    """The newest answers of one coordinator, by model and kind of text."""
+
+    def __init__(self) -> None:
+        self._newest: OrderedDict[tuple[str, int, int], FleetPrior] = OrderedDict()
+
+    def learn(self, request: LeaseRequest, lease: Lease) -> None:
+        """Keep the prior of a lease; one without any drafter changes nothing."""
+        if not lease.prior.drafters:
+            return
+        key = (lease.model, request.prompt_class, request.link_class)
+        self._newest[key] = FleetPrior(lease.prior.drafters)
+        self._newest.move_to_end(key)
+        while len(self._newest) > MAX_KEPT:
+            self._newest.popitem(last=False)
+
+    def of(self, model: str, features: TextFeatures) -> FleetPrior:
+        """Return the prior for such a text, or else the newest one for the same kind of prompt, or for any."""
+        prompt_class, link_class = features.prompt_class, features.link_class
+        exact = self._newest.get((model, prompt_class, link_class))
+        if exact is not None:
+            return exact
+        of_model = [(key, prior) for key, prior in reversed(self._newest.items()) if key[0] == model]
+        of_prompt = [prior for (_, prompt, _), prior in of_model if prompt == prompt_class]
+        of_any = [prior for (_, prompt, _), prior in of_model if prompt == 0]
+        return next(iter([*of_prompt, *of_any]), NOT_KNOWN)
 
 
 @dataclass(frozen=True, slots=True)

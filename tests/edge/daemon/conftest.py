@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from outrider.edge.daemon.config import DaemonConfig
 from outrider.edge.daemon.server import Daemon
-from outrider.edge.events import Event, Finished, Tokens
+from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.preparation import Ready
 from outrider.edge.routes import DirectRoute
 from outrider.proto.errors import OutriderError

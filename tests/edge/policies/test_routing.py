@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from outrider.edge.policies.selection import Routing
-from outrider.edge.policies.selection.routing import MIN_CONFIDENCE
+from outrider.edge.policies.selection.base import MIN_CONFIDENCE, Routing
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import RoundOutcome, SelectionView
 
@@ -18,25 +17,25 @@ def view_of(arms: int, current: int | None = None, num_uncomputed_tokens: tuple[
     return SelectionView(4, (0.1,) * arms, (0.0,) * arms, num_uncomputed_tokens or (0,) * arms, current=current)
 
 
-def heard(routing: Routing, *confidence: tuple[float, ...]) -> None:
+def learn(routing: Routing, *confidence: tuple[float, ...]) -> None:
     routing.learn(RoundOutcome(view_of(routing.arms), 0, 1, 1, 0, UNKNOWN, 0.1, confidence=confidence))
 
 
 def test_it_takes_the_highest_mean_log_probability_of_the_newest_tokens() -> None:
     routing = Routing(arms=2, window=3)
-    heard(routing, (0.9, 0.5), (0.6, 0.6))
+    learn(routing, (0.9, 0.5), (0.6, 0.6))
     assert [sum(log_q) for log_q in routing.newest] == pytest.approx([math.log(0.9 * 0.5), 2 * math.log(0.6)])
     assert routing.choose(view_of(2, current=1)) == 0, "0.67 against 0.6, as geometric means"
-    heard(routing, (0.2,), (0.6,))
+    learn(routing, (0.2,), (0.6,))
     assert routing.choose(view_of(2, current=0)) == 1, "0.45"
-    heard(routing, (0.9, 0.9, 0.9), ())
+    learn(routing, (0.9, 0.9, 0.9), ())
     assert list(routing.newest[0]) == pytest.approx([math.log(0.9)] * 3), "three count"
     assert routing.choose(view_of(2, current=1)) == 0
 
 
 def test_silence_counts_as_little_and_what_nobody_knows_not_at_all() -> None:
     routing = Routing(arms=2)
-    heard(routing, (0.99, 0.0), (UNKNOWN, 0.1, UNKNOWN))
+    learn(routing, (0.99, 0.0), (UNKNOWN, 0.1, UNKNOWN))
     assert list(routing.newest[0]) == pytest.approx([math.log(0.99), math.log(MIN_CONFIDENCE)])
     assert list(routing.newest[1]) == pytest.approx([math.log(0.1)])
     assert routing.choose(view_of(2)) == 1
@@ -46,12 +45,12 @@ def test_equal_and_unknown_arms_cost_no_switch() -> None:
     routing = Routing(arms=3)
     assert routing.choose(view_of(3)) == 0
     assert routing.choose(view_of(3, current=2)) == 2
-    heard(routing, (), (0.5,), (0.5,))
+    learn(routing, (), (0.5,), (0.5,))
     assert routing.choose(view_of(3, current=2)) == 2
     assert routing.choose(view_of(3, current=0)) == 1
 
 
-def test_it_reads_with_all_that_are_behind() -> None:
+def test_every_idle_arm_with_uncomputed_tokens_catches_up() -> None:
     assert Routing(arms=4).score(view_of(4, num_uncomputed_tokens=(9, 2, 0, 5)), 0) == (3, 1)
 
 

@@ -8,19 +8,47 @@ import math
 import numpy as np
 import pytest
 
-from outrider.edge.policies.selection import BlockDivergence, BlockEfficiency
-from outrider.edge.policies.selection.rewards import (
-    block_divergence,
-    committed_agreement,
-    coupled_acceptance,
-    draft_agreement,
-    signal_strength,
-)
+from outrider.edge.policies.selection.rewards import BlockDivergence, BlockEfficiency
 from outrider.proto.noise import gumbel
 from outrider.proto.policy.selection import RoundOutcome, SelectionView
 
 VOCAB, DRAFTS = 3, 2
 VIEW = SelectionView(DRAFTS, (0.1,), (0.0,), (0,))
+
+
+def block_divergence(target: np.ndarray, drafter: np.ndarray) -> float:
+    """Mean (1 - TV) over a block, from full distributions: `target` and `drafter` [k, vocab] each; k >= 1."""
+    return float(np.minimum(target, drafter).sum(axis=-1).mean())
+
+
+def draft_agreement(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Sample min(1, p(x) / q(x)) [k] of drafts x ~ q; `p` and `q` [k] are probabilities of x, q > 0."""
+    return np.minimum(1.0, p / q)
+
+
+def committed_agreement(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Sample min(1, q(x) / p(x)) [n] of committed tokens x ~ p, p > 0, which idle drafters can have too."""
+    return np.minimum(1.0, q / p)
+
+
+def coupled_acceptance(p: np.ndarray, q: np.ndarray) -> float:
+    """Chance that both sides draw the same token with shared Gumbel noise; `p` and `q` [vocab].
+
+    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) over the tokens that both can draw (Daliri et al. 2024, arXiv
+    2408.07978): both draw i when i comes first in two exponential races with the same clocks.
+    """
+    both = (p > 0) & (q > 0)
+    if not both.any():
+        return 0.0
+    races = np.maximum(p[None, :] / p[both, None], q[None, :] / q[both, None])
+    return float((1 / races.sum(axis=1)).sum())
+
+
+def signal_strength(best: list[float], other: list[float]) -> float:
+    """Delta^2 / max Var of two arms' rewards [n] and [m]; its inverse goes with the rounds needed (MetaSD's R)."""
+    gap = float(np.mean(best) - np.mean(other))
+    scatter = max(float(np.var(best)), float(np.var(other)))
+    return gap**2 / scatter if scatter else float("inf") if gap else 0.0
 
 
 def distributions(seed: int) -> tuple[dict, dict]:
@@ -31,7 +59,7 @@ def distributions(seed: int) -> tuple[dict, dict]:
 
 
 def blocks(seed: int):
-    """Every block that can be drafted and judged by speculative sampling: its chance and its statistics."""
+    """Every block that can be drafted and verified by speculative sampling: its chance and its statistics."""
     p, q = distributions(seed)
     for x in itertools.product(range(VOCAB), repeat=DRAFTS):
         drawn = [q[x[:j]][x[j]] for j in range(DRAFTS)]
@@ -44,8 +72,8 @@ def blocks(seed: int):
             chance = math.prod(drawn) * math.prod(agreement[:accepted])
             if accepted < DRAFTS:
                 chance *= 1 - agreement[accepted]
-            judged = min(accepted + 1, DRAFTS)
-            yield chance, agreement, overlap, exact, accepted, judged
+            verified = min(accepted + 1, DRAFTS)
+            yield chance, agreement, overlap, exact, accepted, verified
 
 
 def mean_and_variance(values, seed: int) -> tuple[float, float]:
@@ -70,18 +98,18 @@ def test_one_sample_estimates_are_unbiased_for_one_minus_tv(seed) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_mean_over_all_drafts_is_unbiased_for_block_divergence(seed) -> None:
-    estimate, _ = mean_and_variance(lambda agreement, overlap, exact, accepted, judged: agreement.mean(), seed)
-    exact, _ = mean_and_variance(lambda agreement, overlap, exact, accepted, judged: exact, seed)
+    estimate, _ = mean_and_variance(lambda agreement, overlap, exact, accepted, verified: agreement.mean(), seed)
+    exact, _ = mean_and_variance(lambda agreement, overlap, exact, accepted, verified: exact, seed)
     assert estimate == pytest.approx(exact)
 
 
-def test_the_mean_over_judged_drafts_is_biased_but_its_sums_are_not() -> None:
+def test_the_mean_over_verified_drafts_is_biased_but_its_sums_are_not() -> None:
     biases = []
     for seed in SEEDS:
-        verified_mean, _ = mean_and_variance(lambda a, o, e, n, judged: a[:judged].mean(), seed)
-        exact_mean, _ = mean_and_variance(lambda a, o, e, n, judged: o[:judged].mean(), seed)
-        verified_sum, _ = mean_and_variance(lambda a, o, e, n, judged: a[:judged].sum(), seed)
-        exact_sum, _ = mean_and_variance(lambda a, o, e, n, judged: o[:judged].sum(), seed)
+        verified_mean, _ = mean_and_variance(lambda a, o, e, n, verified: a[:verified].mean(), seed)
+        exact_mean, _ = mean_and_variance(lambda a, o, e, n, verified: o[:verified].mean(), seed)
+        verified_sum, _ = mean_and_variance(lambda a, o, e, n, verified: a[:verified].sum(), seed)
+        exact_sum, _ = mean_and_variance(lambda a, o, e, n, verified: o[:verified].sum(), seed)
         assert verified_sum == pytest.approx(exact_sum)
         biases.append(verified_mean - exact_mean)
     assert max(biases) < 0, "blocks that are cut short are those of low agreement"
@@ -89,16 +117,16 @@ def test_the_mean_over_judged_drafts_is_biased_but_its_sums_are_not() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_block_efficiency_gives_the_expected_tokens_exactly(seed) -> None:
-    efficiency, _ = mean_and_variance(lambda a, o, e, accepted, judged: accepted / DRAFTS, seed)
-    tokens, _ = mean_and_variance(lambda a, o, e, accepted, judged: accepted + 1, seed)
+    efficiency, _ = mean_and_variance(lambda a, o, e, accepted, verified: accepted / DRAFTS, seed)
+    tokens, _ = mean_and_variance(lambda a, o, e, accepted, verified: accepted + 1, seed)
     assert BlockEfficiency().tokens(efficiency, DRAFTS) == pytest.approx(tokens)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rewards_scatter_less_the_more_they_are_told(seed) -> None:
-    _, exact = mean_and_variance(lambda a, o, exact, n, judged: exact, seed)
-    _, estimate = mean_and_variance(lambda a, o, e, n, judged: a.mean(), seed)
-    _, efficiency = mean_and_variance(lambda a, o, e, accepted, judged: accepted / DRAFTS, seed)
+def test_rewards_scatter_less_the_more_they_know(seed) -> None:
+    _, exact = mean_and_variance(lambda a, o, exact, n, verified: exact, seed)
+    _, estimate = mean_and_variance(lambda a, o, e, n, verified: a.mean(), seed)
+    _, efficiency = mean_and_variance(lambda a, o, e, accepted, verified: accepted / DRAFTS, seed)
     assert exact < estimate < efficiency
 
 
@@ -152,11 +180,11 @@ def test_a_shared_hit_is_between_its_bounds() -> None:
 # --- of a round ---
 
 
-def outcome_of(agreement: float, accepted: int, judged: int) -> RoundOutcome:
-    return RoundOutcome(VIEW, 0, accepted + 1, judged, accepted, agreement, 0.1)
+def outcome_of(agreement: float, accepted: int, verified: int) -> RoundOutcome:
+    return RoundOutcome(VIEW, 0, accepted + 1, verified, accepted, agreement, 0.1)
 
 
-def test_a_round_gives_its_agreement_or_else_the_share_of_judged_drafts() -> None:
+def test_a_round_gives_its_agreement_or_else_the_share_of_verified_drafts() -> None:
     assert BlockDivergence().of(outcome_of(0.7, 1, 2)) == 0.7
     assert BlockDivergence().of(outcome_of(math.nan, 1, 2)) == 0.5
     assert BlockDivergence().of(outcome_of(math.nan, 0, 0)) == 0.0, "a drafter that was silent"

@@ -8,26 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outrider.edge.policies.selection import (
-    SELECTORS,
-    Alignment,
-    BlockDivergence,
-    BlockEfficiency,
+from outrider.edge.policies.selection import SELECTORS, selector_named
+from outrider.edge.policies.selection.bandits import (
     DiscountedUcb,
     Exp3,
-    FixedShare,
-    Hedge,
-    Leader,
     MetaSdUcb,
-    RandomSelector,
     SequentialHalving,
     SlidingUcb,
     Thompson,
-    Throughput,
-    Walk,
-    default_selector,
-    selector_named,
 )
+from outrider.edge.policies.selection.base import RandomSelector
+from outrider.edge.policies.selection.experts import FixedShare, Walk
+from outrider.edge.policies.selection.leader import Hedge, Leader, default_selector
+from outrider.edge.policies.selection.rewards import Alignment, BlockDivergence, BlockEfficiency, Throughput
 from outrider.proto.errors import ConfigError, InvalidArgument
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, StaticSelector
 
@@ -41,13 +34,13 @@ EVEN = view_of(0.1, 0.1)
 
 
 def outcome_of(
-    arm: int, agreement: float = math.nan, view: SelectionView = EVEN, accepted: int = 2, judged: int = 3, hits=()
+    arm: int, agreement: float = math.nan, view: SelectionView = EVEN, accepted: int = 2, verified: int = 3, hits=()
 ) -> RoundOutcome:
-    return RoundOutcome(view, arm, accepted + 1, judged, accepted, agreement, view.round_s[arm], hits)
+    return RoundOutcome(view, arm, accepted + 1, verified, accepted, agreement, view.round_s[arm], hits)
 
 
 class Dice:
-    """A generator that answers what it is told, and notes what it was asked."""
+    """A generator that always gives the same answer, and notes what it was asked."""
 
     def __init__(self, answer) -> None:
         self.answer = answer
@@ -112,7 +105,7 @@ def test_alignment_knows_no_price() -> None:
 # --- without learning ---
 
 
-def test_static_stays_and_random_visits_all_alike() -> None:
+def test_static_stays_and_random_visits_all_equally() -> None:
     assert StaticSelector(1).choose(EVEN) == 1
     random = RandomSelector(4, np.random.default_rng(1))
     counts = np.bincount([random.choose(EVEN) for _ in range(4000)], minlength=4)
@@ -125,17 +118,17 @@ def test_static_stays_and_random_visits_all_alike() -> None:
 HISTORY = ((0, 0.8), (1, 0.5), (0, 0.6))
 
 
-def taught(selector, history=HISTORY):
+def trained(selector, history=HISTORY):
     for arm, reward in history:
         selector.learn(outcome_of(arm, reward))
     return selector
 
 
 def test_metasd_adds_strength_times_the_root_of_two_log_t_over_n() -> None:
-    selector = taught(MetaSdUcb(arms=2, strength=0.3, objective=Alignment()))
+    selector = trained(MetaSdUcb(arms=2, strength=0.3, objective=Alignment()))
     assert list(selector.bounds()) == pytest.approx([1.0144441, 0.9446911])
     assert selector.choose(EVEN) == 0
-    assert taught(MetaSdUcb(arms=2, strength=1.0, objective=Alignment())).choose(EVEN) == 1
+    assert trained(MetaSdUcb(arms=2, strength=1.0, objective=Alignment())).choose(EVEN) == 1
 
 
 def test_metasd_learns_from_either_reward() -> None:
@@ -145,12 +138,12 @@ def test_metasd_learns_from_either_reward() -> None:
 
 
 def test_discounted_ucb_fades_counts_and_sums_of_all_arms() -> None:
-    selector = taught(DiscountedUcb(arms=2, discount=0.5, xi=0.6))
+    selector = trained(DiscountedUcb(arms=2, discount=0.5, xi=0.6))
     assert list(selector.bounds()) == pytest.approx([1.6765628, 2.1389496])
 
 
 def test_sliding_window_ucb_knows_only_the_newest_rounds() -> None:
-    selector = taught(SlidingUcb(arms=2, window=2, xi=0.6))
+    selector = trained(SlidingUcb(arms=2, window=2, xi=0.6))
     assert list(selector.bounds()) == pytest.approx([1.2448941, 1.1448941])
     selector.learn(outcome_of(0, 0.9))
     assert selector.choose(EVEN) == 1, "it has left the window"
@@ -169,7 +162,7 @@ def test_every_arm_is_tried_once_and_equal_arms_cost_no_switch(kind) -> None:
 
 @pytest.mark.parametrize("kind", [MetaSdUcb, DiscountedUcb, SlidingUcb])
 def test_a_better_arm_is_left_where_its_rounds_or_its_switch_take_too_long(kind) -> None:
-    selector = taught(kind(arms=2), ((0, 0.5), (1, 0.8)) * 20)
+    selector = trained(kind(arms=2), ((0, 0.5), (1, 0.8)) * 20)
     assert selector.choose(EVEN) == 1
     assert selector.choose(view_of(0.1, 0.3)) == 0
     assert selector.choose(view_of(0.1, 0.1, switch_s=(0.0, 1.6))) == 0
@@ -183,7 +176,7 @@ def test_exp3_weighs_gains_by_the_chance_they_had() -> None:
     selector = Exp3(arms=2, rng=dice, gamma=0.5, objective=Alignment())
     selector.learn(outcome_of(0, accepted=2))
     assert selector.chances == pytest.approx([0.5310883, 0.4689117])
-    selector.learn(outcome_of(1, accepted=4, judged=4))
+    selector.learn(outcome_of(1, accepted=4, verified=4))
     assert selector.log_weights == pytest.approx([0.25, 0.5331494])
     assert selector.choose(EVEN) == 1
     assert dice.p == pytest.approx(selector.chances)
@@ -191,8 +184,8 @@ def test_exp3_weighs_gains_by_the_chance_they_had() -> None:
 
 def test_exp3_gains_are_shares_of_the_best_rate_there_could_be() -> None:
     selector = Exp3(arms=2, rng=Dice(0), gamma=0.5)
-    selector.learn(outcome_of(1, view=view_of(0.1, 0.2), accepted=4, judged=4))
-    assert selector.log_weights == pytest.approx([0.0, 0.25]), "all drafts at half the pace is a gain of one half"
+    selector.learn(outcome_of(1, view=view_of(0.1, 0.2), accepted=4, verified=4))
+    assert selector.log_weights == pytest.approx([0.0, 0.25]), "all drafts at half the speed is a gain of one half"
 
 
 # --- Thompson sampling ---
@@ -201,13 +194,13 @@ def test_exp3_gains_are_shares_of_the_best_rate_there_could_be() -> None:
 def test_thompson_believes_in_accepted_and_missed_drafts() -> None:
     dice = Dice(np.array([0.6, 0.7]))
     selector = Thompson(arms=2, rng=dice)
-    selector.learn(outcome_of(0, accepted=2, judged=3))
-    selector.learn(outcome_of(1, accepted=4, judged=4))
-    selector.learn(outcome_of(0, accepted=0, judged=1))
+    selector.learn(outcome_of(0, accepted=2, verified=3))
+    selector.learn(outcome_of(1, accepted=4, verified=4))
+    selector.learn(outcome_of(0, accepted=0, verified=1))
     assert selector.choose(EVEN) == 1
     assert list(dice.a) == [3, 5]
     assert list(dice.b) == [3, 1]
-    assert selector.choose(view_of(0.1, 0.2)) == 0, "a better draw at half the pace"
+    assert selector.choose(view_of(0.1, 0.2)) == 0, "a better draw at half the speed"
 
 
 # --- Sequential Halving ---
@@ -228,7 +221,7 @@ def test_halving_drops_the_worse_half_by_the_rounds_of_each_phase() -> None:
     assert selector.choose(view) == 3, "it is kept"
 
 
-def test_halving_keeps_the_middle_one_of_three_and_judges_by_the_price() -> None:
+def test_halving_keeps_the_middle_one_of_three_and_decides_by_the_price() -> None:
     selector = SequentialHalving(arms=3, budget=6, reward=BlockDivergence())
     view = view_of(0.1, 0.1, 0.9)
     while len(selector.left) == 3:
@@ -240,11 +233,11 @@ def test_halving_keeps_the_middle_one_of_three_and_judges_by_the_price() -> None
 # --- full information ---
 
 
-def test_a_walk_ends_rounds_at_a_miss_and_one_token_behind_the_last_draft() -> None:
+def test_a_walk_ends_rounds_at_a_miss_and_one_token_after_the_last_draft() -> None:
     walk, view = Walk(), view_of(0.3, 0.1, drafts=2)
     assert walk.prices((True, True), view, 1) == [0.0, 0.0]
     assert walk.prices((True, True, False, True), view, 1) == [0.1, 0.0, 0.1, 0.0]
-    assert walk.prices((None, True, True, True, True), view, 0) == [None, 0.0, 0.0, 0.3, 0.0], "it begins anew"
+    assert walk.prices((None, True, True, True, True), view, 0) == [None, 0.0, 0.0, 0.3, 0.0], "it begins again"
 
 
 def test_a_target_that_does_not_wait_writes_the_first_tokens_after_a_miss_alone() -> None:
@@ -256,7 +249,7 @@ def test_a_target_that_does_not_wait_writes_the_first_tokens_after_a_miss_alone(
     assert Walk().prices(bits, view, 1) == quick
 
 
-def test_of_a_stream_the_lead_is_what_the_link_takes_in_steps() -> None:
+def test_the_lead_of_a_stream_is_what_the_link_takes_in_steps() -> None:
     arms = [Arm("quick", 0.001, 0.0), Arm("slow", 0.01, 0.002)]
     given = {"drafts": 4, "round_trip_s": 0.06, "step_s": 0.03, "row_s": 0.002, "current": 1}
     view = SelectionView.of_stream(arms, (0, 5), **given)
@@ -284,7 +277,7 @@ def test_no_expert_falls_further_behind_than_the_share_allows() -> None:
     assert unshared.log_weights == pytest.approx([-4000.0, 0.0])
 
 
-def test_experts_pay_their_own_rounds_prices_once_all_have_heard() -> None:
+def test_experts_pay_their_own_rounds_prices_once_all_have_read_the_token() -> None:
     experts = FixedShare(arms=2, eta=2.0, share=0.0)
     view = view_of(0.1, 0.2, drafts=2)
     experts.learn(outcome_of(0, view=view, hits=((True, True, False), ())))
@@ -295,7 +288,7 @@ def test_experts_pay_their_own_rounds_prices_once_all_have_heard() -> None:
     assert list(experts.unpaid[0]) == [0.5]
 
 
-def test_an_expert_of_whom_nobody_knows_keeps_its_share_of_the_weight() -> None:
+def test_an_expert_that_is_not_known_keeps_its_share_of_the_weight() -> None:
     experts = FixedShare(arms=3, eta=2.0, share=0.0)
     experts.pay([0.5, 0.0, 0.3])
     before = np.exp(experts.log_weights)
@@ -304,10 +297,10 @@ def test_an_expert_of_whom_nobody_knows_keeps_its_share_of_the_weight() -> None:
     assert after[2] == pytest.approx(before[2])
     assert after[0] / after[1] == pytest.approx(before[0] / before[1] * math.exp(-2.0 * (1.0 - 0.5)))
     experts.learn(outcome_of(0, view=view_of(0.2, 0.1, 0.1), hits=((None,), (None,), (None,))))
-    assert np.exp(experts.log_weights) == pytest.approx(after), "a token of which nothing is known is free"
+    assert np.exp(experts.log_weights) == pytest.approx(after), "a token that nobody knows is free"
 
 
-def test_hedge_draws_by_weight_and_reads_with_all_that_are_behind() -> None:
+def test_hedge_draws_by_weight_and_catches_up_with_every_idle_arm() -> None:
     dice = Dice(1)
     hedge = Hedge(FixedShare(arms=2, eta=1.0, share=0.0), dice)
     hedge.experts.pay([math.log(3), 0.0])
@@ -327,12 +320,12 @@ def test_the_leader_takes_over_when_its_lead_is_worth_the_switch() -> None:
     assert leader.choose(view) == 1
 
 
-def test_the_leader_reads_with_idle_arms_by_the_stride() -> None:
+def test_the_leader_lets_idle_arms_catch_up_by_the_stride() -> None:
     leader = Leader(experts=FixedShare(arms=4), stride=4)
     assert leader.score(view_of(*[0.1] * 4, num_uncomputed_tokens=(9, 3, 4, 5)), 0) == (3, 2)
 
 
-def test_the_leader_reads_less_often_with_arms_that_are_far_behind_in_weight() -> None:
+def test_the_leader_lets_arms_of_little_weight_catch_up_less_often() -> None:
     leader = Leader(experts=FixedShare(arms=4, eta=1.0, share=0.0), stride=4, doubt=2.0)
     leader.experts.pay([0.0, 2.0, 5.9, 100.0])
     even = [0.1] * 4

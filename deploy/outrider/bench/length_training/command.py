@@ -17,8 +17,8 @@ from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
 from outrider.bench.outputs import check_file
 from outrider.bench.replay.traces import HitTrace, load_traces
 from outrider.deploy.arguments import Given
-from outrider.edge.policies.length import Trained, save_trained
 from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS
+from outrider.edge.policies.length.network import Trained, save_trained
 from outrider.proto.errors import ConfigError
 
 SAYINGS = frozenset((*DRAFT_INPUTS, *BLOCK_INPUTS)) - {"temperature", "depth", "known", "length"}

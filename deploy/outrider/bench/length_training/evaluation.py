@@ -11,7 +11,7 @@ from rich.console import Group
 
 from outrider.bench.length_training.rows import Rows
 from outrider.bench.table import Block, Grid, draw
-from outrider.edge.policies.length import Network
+from outrider.edge.policies.length.network import Network
 
 _BINS = 10
 _SURE = 1e-6

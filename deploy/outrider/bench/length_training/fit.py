@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.bench.length_training.rows import Rows
-from outrider.edge.policies.length import Network
+from outrider.edge.policies.length.network import Network
 from outrider.proto.errors import ConfigError
 
 _FADES, _LEAST = (0.9, 0.999), 1e-8

@@ -15,8 +15,7 @@ from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
 from outrider.bench.replay.traced import Outcome, Policy, replay
 from outrider.bench.traces.recording import Recording
-from outrider.edge.policies.length import RULES, rule_by_name
-from outrider.edge.policies.length.names import USAGE
+from outrider.edge.policies.length import RULES, USAGE, rule_by_name
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
 from outrider.proto.types import Goal

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from outrider.edge.daemon.parsed_request import ParsedRequest
-from outrider.edge.events import Event, Finished, Tokens
+from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.proto.release import release
 from outrider.proto.types import CommittedToken, FinishReason
 

@@ -20,7 +20,7 @@ from outrider.edge.daemon.metrics import HttpMetrics
 from outrider.edge.daemon.parsed_request import ParsedRequest
 from outrider.edge.daemon.schema import Request
 from outrider.edge.daemon.speculation import TextObserver, metrics_of
-from outrider.edge.events import Event, Finished, Tokens
+from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.metrics import EdgeMetrics
 from outrider.proto.errors import OutriderError
 from outrider.proto.plumbing.access import Ticket

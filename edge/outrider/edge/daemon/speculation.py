@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.edge.decoding import Subject
-from outrider.edge.events import Event, Tokens
+from outrider.edge.event_stream import Event, Tokens
 from outrider.edge.metrics import EdgeMetrics, SessionObserver
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import EdgeSession, EdgeStatistics

@@ -18,7 +18,7 @@ from outrider.edge.doctor.finding import Finding, failed, failed_by, ok, skipped
 from outrider.edge.drafters import NgramDrafter, ProposalRule
 from outrider.edge.drafters.pool import DrafterPool
 from outrider.edge.drafters.protocol import Drafter
-from outrider.edge.events import Completion
+from outrider.edge.event_stream import Completion
 from outrider.proto import codec
 from outrider.proto.errors import OutriderError
 from outrider.proto.rpc_errors import from_rpc_error

@@ -18,9 +18,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from outrider.edge.drafters.prefix import TokenPrefix
 from outrider.edge.drafters.proposals import NO_PROPOSAL, ProposalRule
-from outrider.edge.drafters.protocol import check_scorable, check_truncation
+from outrider.edge.drafters.protocol import TokenPrefix, check_scorable, check_truncation
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import DraftToken
 

@@ -76,7 +76,6 @@ class DrafterPackage:
     folder: Path
     name: str
     version: str
-    kind: str
     target: str
     tokenizer_sha256: str
     files: tuple[RemoteFile, ...]
@@ -162,7 +161,6 @@ def parse_manifest(text: str, folder: Path) -> DrafterPackage:
         folder=folder,
         name=fields.matching("name", _NAME),
         version=fields.matching("version", _VERSION),
-        kind=fields.text("kind"),
         target=fields.text("target"),
         tokenizer_sha256=fields.matching("tokenizer_sha256", _SHA256),
         files=_files(fields.inner("files")),

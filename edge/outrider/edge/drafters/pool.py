@@ -7,17 +7,19 @@ session's state holds on to it, and is counted until then, so the limit holds fo
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
-from outrider.edge.drafters.memory import give_back, own_bytes
-from outrider.edge.drafters.packages import SteeringShape
+from outrider.edge.drafters.packages import DrafterPackage, SteeringShape
 from outrider.edge.drafters.protocol import Drafter, steering_of
 from outrider.proto.errors import (
     ConfigError,
@@ -28,11 +30,13 @@ from outrider.proto.errors import (
     Unavailable,
 )
 
-MIN_LOADED_S = 10.0  # after a drafter was last wanted: loading again and again would be slower than any
+MIN_LOADED_S = 10.0  # after a drafter was last wanted, since loading again and again would be slower than any
 LOOK_AGAIN_S = 0.5  # after there was no room for what is wanted
 
 BROKEN = (DataLoss, DeadlineExceeded, ModelRefused, Unavailable, OSError)
 """Errors of a drafter itself and not of the request for it: the others go on without it."""
+
+_STATM = Path("/proc/self/statm")
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class Member:
         bytes: size of its graphs on disk; 0: it takes no memory to speak of, and is never evicted.
         load: loads it in any thread; raises `OutriderError` or `OSError`.
         steering: shape of the steering vectors that it takes; None: none.
+        package: its package, by the manifest; None: it needs none.
     """
 
     name: str
@@ -54,6 +59,7 @@ class Member:
     bytes: int
     load: Callable[[], Drafter]
     steering: SteeringShape | None = None
+    package: DrafterPackage | None = None
 
 
 class DrafterPool:
@@ -114,22 +120,22 @@ class DrafterPool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """[K] from the manifests."""
+        """Names in the manifests, [K]."""
         return tuple(member.name for member in self._members)
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """[K] from the manifests."""
+        """Versions in the manifests, [K]."""
         return tuple(member.version for member in self._members)
 
     @property
     def bytes(self) -> tuple[int, ...]:
-        """[K] bytes of memory, measured after loading; until then those of the graphs on disk."""
+        """Memory of each drafter in bytes, [K], measured after loading; until then the size of its graphs on disk."""
         return tuple(self._bytes)
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """[K] reasons why a drafter cannot be loaded and will not be tried again; empty: none is known."""
+        """Reasons why a drafter cannot be loaded and will not be tried again, [K]; empty: none is known."""
         return tuple(self._errors)
 
     @property
@@ -310,3 +316,19 @@ class DrafterPool:
     def _in_memory(self) -> int:
         self._evicted = {index: evicted for index, evicted in self._evicted.items() if evicted() is not None}
         return sum(self._bytes[index] for index in (*self._loaded, *self._evicted))
+
+
+def own_bytes() -> int | None:
+    """Return bytes in memory of this process alone, without libraries; None: the system does not say."""
+    try:
+        _, resident, shared, *_ = (int(pages) for pages in _STATM.read_text(encoding="ascii").split())
+    except OSError:
+        return None
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back() -> None:
+    """Hand freed memory back to the system, where the C library keeps it (glibc); elsewhere do nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)

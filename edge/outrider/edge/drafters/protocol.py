@@ -1,4 +1,4 @@
-"""Interfaces of a drafter; the engine, the policies and the tests know drafters by these types only."""
+"""Interfaces of a drafter, which is all that sessions know of it, and what drafters share."""
 
 from __future__ import annotations
 
@@ -92,18 +92,6 @@ def steering_of(drafter: Drafter) -> SteeringShape | None:
     return getattr(drafter, "steering", None)
 
 
-def propose_forced_one_by_one(state: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
-    """Carry `DraftState.propose_forced` out by its definition, for drafters that have nothing better."""
-    check_scorable(state.length)
-    choices: list[DraftToken] = []
-    for token in tokens:
-        length = state.length
-        choices += state.propose(1) or (NO_PROPOSAL,)
-        state.truncate(length)
-        state.extend((token,))
-    return tuple(choices)
-
-
 def check_truncation(length: int, current: int) -> None:
     """Refuse a truncation that would grow the prefix or go below nothing."""
     if not 0 <= length <= current:
@@ -114,3 +102,45 @@ def check_scorable(length: int) -> None:
     """Refuse to score the very first token, on which no causal model has an opinion."""
     if length == 0:
         raise InvalidArgument("nothing can be scored after an empty prefix; extend it with the prompt", field="tokens")
+
+
+class TokenPrefix:
+    """Prefix in a plain list, with the methods of `DraftState` that need no model."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens in the prefix."""
+        return len(self.tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append known tokens."""
+        self.tokens.extend(int(token) for token in tokens)
+
+    def propose_forced(self: DraftState, tokens: Sequence[int]) -> tuple[DraftToken, ...]:
+        """Carry `DraftState.propose_forced` out by its definition."""
+        check_scorable(self.length)
+        choices: list[DraftToken] = []
+        for token in tokens:
+            length = self.length
+            choices += self.propose(1) or (NO_PROPOSAL,)
+            self.truncate(length)
+            self.extend((token,))
+        return tuple(choices)
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        check_truncation(length, len(self.tokens))
+        del self.tokens[length:]
+
+    def follow(self, rule: ProposalRule) -> None:
+        """Do nothing, for proposals that follow no rule."""
+
+    def steer(self, vector: np.ndarray | None, since: int) -> None:
+        """Do nothing where there is no model."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.tokens = []

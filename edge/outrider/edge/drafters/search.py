@@ -1,26 +1,19 @@
 """Search for the drafters that a list names, by their manifests: nothing else is fetched, checked or loaded yet.
 
-`ngram` is n-grams of the text itself, what has a slash or is a folder is a package there, and any other name is of a
-drafter that the coordinator offers, or else of an embedded one.
+`ngram` stands for n-grams of the text itself, a name with a slash or of a folder for a package there, and any other
+name for a drafter that the coordinator offers, or else for an embedded one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from outrider.edge.drafters.cache import DrafterCache, Fetch
 from outrider.edge.drafters.ngram import NgramDrafter
-from outrider.edge.drafters.packages import (
-    DrafterPackage,
-    embedded_packages,
-    find_folder,
-    load_package,
-    read_manifest,
-)
+from outrider.edge.drafters.packages import DrafterPackage, embedded_packages, find_folder, load_package, read_manifest
 from outrider.edge.drafters.pool import BROKEN, Member
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.errors import OutriderError, TokenizerMismatch
@@ -31,16 +24,8 @@ NGRAM = "ngram"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A drafter and its package; None: it needs none."""
-
-    member: Member
-    package: DrafterPackage | None = None
-
-
 class DrafterSearch:
-    """Find drafters that read the tokens of one target.
+    """Search for drafters that read the tokens of one target.
 
     Args:
         offers: manifests that the coordinator offers.
@@ -56,7 +41,7 @@ class DrafterSearch:
         self._fetch = fetch
         self._threads = threads
 
-    def named(self, names: tuple[str, ...], tokenizer_sha256: str) -> list[Found]:
+    def named(self, names: tuple[str, ...], tokenizer_sha256: str) -> list[Member]:
         """Return these drafters in order, without those that are broken or cannot be had now, which are logged.
 
         Args:
@@ -68,12 +53,14 @@ class DrafterSearch:
             TokenizerMismatch: a drafter was made for another tokenizer.
             ModelRefused, DataLoss, Unavailable, OSError: none of them is left.
         """
-        found: list[Found] = []
+        found: list[Member] = []
         failure: Exception | None = None
         for name in names:
             try:
                 one = self._find(name)
             except BROKEN as error:
+                if len(names) == 1:
+                    raise
                 log.warning("going on without the drafter %s: %s", name, error)
                 failure = error
                 continue
@@ -81,14 +68,15 @@ class DrafterSearch:
                 tokenizer_sha256 = tokenizer_sha256 or one.package.tokenizer_sha256
                 if one.package.tokenizer_sha256 != tokenizer_sha256:
                     raise TokenizerMismatch(
-                        f"{name!r} was made for another tokenizer than the target's; leave it out", field="drafter"
+                        f"{name!r} was made for another tokenizer than the target's; leave it out, or use `auto`",
+                        field="drafter",
                     )
             found.append(one)
         if not found and failure is not None:
             raise failure
         return found
 
-    def all(self, tokenizer_sha256: str) -> list[Found]:
+    def all(self, tokenizer_sha256: str) -> list[Member]:
         """Return all that fit the target's tokenizer: the coordinator's offers, the embedded family, and n-grams."""
         found = []
         for name in dict.fromkeys((*self._order, *embedded_packages())):
@@ -101,26 +89,22 @@ class DrafterSearch:
                 found.append(one)
         return [*found, self._find(NGRAM)]
 
-    def _find(self, name: str) -> Found:
+    def _find(self, name: str) -> Member:
         if name == NGRAM:
-            return Found(Member(NGRAM, NgramDrafter.version, 0, NgramDrafter))
+            return Member(NGRAM, NgramDrafter.version, 0, NgramDrafter)
         known = name in self._offers or name in embedded_packages()
-        if "/" in name or (not known and Path(name).is_dir()):
-            return self._local(Path(name).expanduser())
-        offer = self._offers.get(name)
-        return self._local(find_folder(name)) if offer is None else self._offered(offer)
+        local = "/" in name or (not known and Path(name).is_dir())
+        offer = None if local else self._offers.get(name)
+        if offer is not None:
+            package = self._cache.look(offer, self._fetch)
+            return self._member(package, partial(self._cache.ensure, offer, self._fetch))
+        folder = Path(name).expanduser() if local else find_folder(name)
+        return self._member(read_manifest(folder), partial(load_package, folder))
 
-    def _local(self, folder: Path) -> Found:
-        return self._in(read_manifest(folder), partial(load_package, folder))
-
-    def _offered(self, offer: DrafterManifest) -> Found:
-        package = self._cache.look(offer, self._fetch)
-        return self._in(package, partial(self._cache.ensure, offer, self._fetch))
-
-    def _in(self, package: DrafterPackage, check: Callable[[], DrafterPackage]) -> Found:
+    def _member(self, package: DrafterPackage, check: Callable[[], DrafterPackage]) -> Member:
         from outrider.edge.drafters.onnx import OnnxDrafter
 
         def load() -> Drafter:
             return OnnxDrafter(check(), threads=self._threads)
 
-        return Found(Member(package.name, package.version, package.graph_bytes, load, package.steering), package)
+        return Member(package.name, package.version, package.graph_bytes, load, package.steering, package)

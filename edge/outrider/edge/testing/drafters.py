@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outrider.edge.drafters.prefix import TokenPrefix
 from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, DraftState, check_scorable, steering_of
+from outrider.edge.drafters.protocol import Drafter, DraftState, TokenPrefix, check_scorable, steering_of
 from outrider.proto.errors import Internal
 from outrider.proto.noise import random_bits
 from outrider.proto.types import DraftToken

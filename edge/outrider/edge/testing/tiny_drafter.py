@@ -222,7 +222,8 @@ def bias_of(vector: Any) -> np.ndarray:
 def log_q_after(prefix: Sequence[int], vectors: Mapping[int, Any] | Sequence[tuple[int, Any]] = ()) -> np.ndarray:
     """Return the tiny model's log q after a prefix, by hand, [VOCAB]."""
     logits = 3 * np.sin(rows_of(prefix, vectors).sum(axis=0) @ WEIGHT.astype(np.float64))
-    return logits - np.log(np.exp(logits).sum())
+    log_q: np.ndarray = logits - np.log(np.exp(logits).sum())
+    return log_q
 
 
 def greedy_by_hand(prefix: Sequence[int], n: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ Signal = Sequence[float] | np.ndarray  # [n]
 _SURE = 1e-4  # a probability no nearer to 0 or 1 counts
 
 
-def signs_of(drafts: Sequence[DraftToken]) -> tuple[tuple[float, ...], ...]:
+def signals_of(drafts: Sequence[DraftToken]) -> tuple[tuple[float, ...], ...]:
     """Return ids, confidence, entropy and perturbed probability of drafts, [n] each."""
     return tuple(zip(*drafts, strict=True)) or ((),) * 4
 

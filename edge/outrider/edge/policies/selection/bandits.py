@@ -13,14 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outrider.edge.policies.selection.base import best_arm, require_arms
-from outrider.edge.policies.selection.rewards import (
-    BlockDivergence,
-    BlockEfficiency,
-    Objective,
-    Reward,
-    Throughput,
-    share_of_best,
-)
+from outrider.edge.policies.selection.rewards import BlockDivergence, BlockEfficiency, Objective, Reward, Throughput
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector
 
@@ -40,7 +33,6 @@ class _Ucb(Selector):
         self.pulls, self.sums = [0.0] * self.arms, [0.0] * self.arms
 
     def choose(self, view: SelectionView) -> int:
-        """Choose the arm of the round that begins."""
         if 0.0 in self.pulls:
             return self.pulls.index(0.0)
         bounds = self.bounds()
@@ -51,7 +43,6 @@ class _Ucb(Selector):
         raise NotImplementedError
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Learn from the round that has ended."""
         self.pulls[outcome.arm] += 1
         self.sums[outcome.arm] += self.reward.of(outcome)
 
@@ -71,7 +62,6 @@ class MetaSdUcb(_Ucb):
     strength: float = 0.3
 
     def bounds(self) -> Sequence[float]:
-        """Return upper bounds of the arms' mean rewards [arms]."""
         return self._bounds(2 * math.log(sum(self.pulls)), self.strength)
 
 
@@ -80,19 +70,17 @@ class DiscountedUcb(_Ucb):
     """Discounted UCB (Garivier and Moulines 2011, section 2.1).
 
     mean_i + 2 B sqrt(xi ln n_t / N_t(i)), B = 1, where every count and sum fades by `discount` in each round, also
-    those of arms that are not played. Their theorem has xi above 1/2; with so short a memory that explores for ever,
-    and rewards this little scattered need far less.
+    those of arms that are not played. Their theorem has xi above 1/2; with a memory this short that explores for
+    ever, and rewards with this little scatter need far less.
     """
 
     discount: float = 0.97
     xi: float = 0.005
 
     def bounds(self) -> Sequence[float]:
-        """Return upper bounds of the arms' mean rewards [arms]."""
         return self._bounds(self.xi * math.log(max(1.0, sum(self.pulls))), 2.0)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Learn from the round that has ended."""
         self.pulls = [self.discount * n for n in self.pulls]
         self.sums = [self.discount * total for total in self.sums]
         _Ucb.learn(self, outcome)
@@ -111,11 +99,9 @@ class SlidingUcb(_Ucb):
     newest: deque[tuple[int, float]] = field(init=False, default_factory=deque)
 
     def bounds(self) -> Sequence[float]:
-        """Return upper bounds of the arms' mean rewards [arms]."""
         return self._bounds(self.xi * math.log(len(self.newest)), 1.0)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Learn from the round that has ended."""
         _Ucb.learn(self, outcome)
         self.newest.append((outcome.arm, self.reward.of(outcome)))
         if len(self.newest) > self.window:
@@ -145,13 +131,11 @@ class Thompson(Selector):
         self.accepted, self.missed = np.zeros(self.arms), np.zeros(self.arms)
 
     def choose(self, view: SelectionView) -> int:
-        """Choose the arm of the round that begins."""
         draws = self.rng.beta(1 + self.accepted, 1 + self.missed)
         worths = [self.objective.worth(self._chain, float(draws[arm]), view, arm) for arm in view.arms]
         return best_arm(worths, view.current)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Learn from the round that has ended."""
         self.accepted[outcome.arm] += outcome.accepted
         self.missed[outcome.arm] += outcome.verified - outcome.accepted
 
@@ -180,19 +164,20 @@ class Exp3(Selector):
 
     @property
     def chances(self) -> np.ndarray:
-        """[arms] chances of being chosen."""
+        """Chances of being chosen, [arms]."""
         weights = np.exp(self.log_weights - self.log_weights.max())
-        return (1 - self.gamma) * weights / weights.sum() + self.gamma / self.arms
+        chances: np.ndarray = (1 - self.gamma) * weights / weights.sum() + self.gamma / self.arms
+        return chances
 
     def choose(self, view: SelectionView) -> int:
-        """Choose the arm of the round that begins."""
         del view
         return int(self.rng.choice(self.arms, p=self.chances))
 
     def learn(self, outcome: RoundOutcome) -> None:
         """Learn from the round that has ended, before the next choice, while the chances are those of this one."""
-        reward = self.reward.of(outcome)
-        gain = share_of_best(self.objective, self.reward, reward, outcome.view, outcome.arm)
+        view, reward = outcome.view, self.reward.of(outcome)
+        best = max(self.objective.worth(self.reward, 1.0, view, arm) for arm in view.arms)
+        gain = self.objective.worth(self.reward, reward, view, outcome.arm) / best  # in [0, 1]
         self.log_weights[outcome.arm] += self.gamma / self.arms * gain / self.chances[outcome.arm]
 
 
@@ -203,7 +188,7 @@ class SequentialHalving(Selector):
     ceil(log2 K) phases, in each of which every arm that is left is played max(1, floor(budget / (arms left * phases)))
     times; then ceil(arms left / 2) stay. The last one is kept.
 
-    An arm's rounds of a phase come one after the other: as few switches as phases have arms. A phase is verified by its
+    An arm's rounds of a phase come one after the other: as few switches as phases have arms. A phase is decided by its
     own rounds, at the prices of its end without switches, since the arm is to be kept.
     """
 
@@ -227,12 +212,10 @@ class SequentialHalving(Selector):
         return max(1, self.budget // (len(self.left) * max(1, math.ceil(math.log2(self.arms)))))
 
     def choose(self, view: SelectionView) -> int:
-        """Choose the arm of the round that begins."""
         del view
         return next((arm for arm in self.left if len(self.rewards[arm]) < self.rounds_each), self.left[0])
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Learn from the round that has ended."""
         if len(self.left) == 1:
             return
         self.rewards[outcome.arm].append(self.reward.of(outcome))

@@ -50,20 +50,19 @@ class FixedShare:
     """Exponential weights that let an expert come back.
 
     Freund and Schapire 1997, figure 2: w_i *= exp(-eta * loss_i), after each token. Herbster and Warmuth 1998, figure
-    1, fixed share in its uniform form: w_i = (1 - share) w_i + share / K. So no expert is ever further behind than
+    1, fixed share in its uniform form: w_i = (1 - share) w_i + share / K. So no expert ever falls back by more than
     ln(K / share), which is what a change of domain has to make up.
 
     The loss of a token is the time that an expert needs for it: a whole round where one ends, nothing within one, over
-    the longest round of any. Its mean is E[T]/E[N] exactly (`Walk`). Experts hear of a token at different times; all
-    pay for it together, once the last has. An expert whose hits are not known sleeps: it pays
-    what the others do on average, so that its share of the weight stays as it is (Freund, Schapire, Singer and Warmuth
-    1997, figure 1).
+    the longest round of any. Its mean is E[T]/E[N] exactly (`Walk`). Experts read a token at different times; all
+    pay for it together, once the last has read it. An expert whose hits are not known sleeps: it pays what the others
+    do on average, so that its share of the weight stays as it is (Freund, Schapire, Singer and Warmuth 1997, figure 1).
 
     Attributes:
-        arms: how many experts.
+        arms: number of experts.
         eta: weight of a loss, in nats.
-        share: part of all weight that is dealt out equally after each token.
-        log_weights: [arms] natural logarithms; the weights add up to 1.
+        share: part of all weight that is spread equally after each token.
+        log_weights: [arms] natural logarithms of the weights, which add up to 1.
     """
 
     arms: int
@@ -93,25 +92,24 @@ class FixedShare:
     def pay(self, losses: Sequence[float]) -> None:
         """Let experts pay losses [arms] for one token, or for several that nobody has written yet (a prior)."""
         logs = self.log_weights
-        if losses.count(losses[0]) < len(losses):  # else nobody gains on anybody
+        if len(set(losses)) > 1:  # else nobody gains on anybody
             logs = [log - self.eta * loss for log, loss in zip(logs, losses, strict=True)]
             top = max(logs)
             total = top + math.log(sum(math.exp(log - top) for log in logs))
             logs = [log - total for log in logs]
         if self.share:
-            kept, dealt = 1 - self.share, self.share / self.arms
-            logs = [math.log(kept * math.exp(log) + dealt) for log in logs]
+            logs = [math.log((1 - self.share) * math.exp(log) + self.share / self.arms) for log in logs]
         self.log_weights = logs
 
     def _pay_awake(self, losses: list[float | None]) -> None:
         """Let experts pay losses [arms] for one token; None: asleep."""
-        if None not in losses:
-            self.pay(losses)  # type: ignore[arg-type]
-            return
         awake = [(log, loss) for log, loss in zip(self.log_weights, losses, strict=True) if loss is not None]
         if not awake:
             return
-        # What all that are awake lose together, in the loss of one expert of their weight.
+        if len(awake) == self.arms:
+            self.pay([loss for _, loss in awake])
+            return
+        # The loss of one expert with the weight of all that are awake, where these lose what they do.
         top = max(log for log, _ in awake)
         before = sum(math.exp(log - top) for log, _ in awake)
         after = sum(math.exp(log - top - self.eta * loss) for log, loss in awake)

@@ -25,15 +25,15 @@ class Leader(Selector):
     takes over when the evidence for it is more than eta * switch_s / longest round.
 
     Attributes:
-        experts: and their weights.
+        experts: experts with their weights.
         stride: uncomputed tokens from which on an idle arm catches up: a pass over a few costs a drafter hardly more
-            than one over a single token, and the news may be that old.
-        doubt: nats that an arm lacks to the best for each doubling, tripling, up to four times the stride: it will not
-            overtake within few tokens, and catching up takes energy.
+            than one over a single token, and evidence that old still counts.
+        doubt: nats below the best weight for each further stride that an arm waits, up to four: it will not overtake
+            within few tokens, and catching up takes energy.
         prior: [arms] acceptance of each in the fleet; empty: not known, and the first arm begins.
         prior_tokens: tokens of evidence that the prior counts for.
-        subject: nats of weight for every nat a token that a drafter gives to the prompt's end less than the best does:
-            the prompt's subject shows there before there is any text. A mixture of the drafters as models of the prompt
+        subject: nats of weight for every nat a token by which a drafter falls short of the best at the prompt's end,
+            where the prompt's subject shows before there is any text. A mixture of the drafters as models of the prompt
             would have one for each of its tokens (Bayes); but to know a prompt is not yet to know the target.
         max_subject: nats that a drafter loses by it at most.
     """
@@ -46,7 +46,7 @@ class Leader(Selector):
     prior_tokens: float = 12.0
     subject: float = 6.0
     max_subject: float = 3.0
-    blamed: list[float] = field(init=False, default_factory=list)
+    shortfall: list[float] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         if len(self.prior) not in (0, self.experts.arms):
@@ -55,9 +55,8 @@ class Leader(Selector):
             raise InvalidArgument("must be 1 token or more", field="leader.stride")
 
     def choose(self, view: SelectionView) -> int:
-        """Choose the arm of the round that begins."""
         if self.prior:
-            self._believe(view)
+            self._pay_for_prior(view)
         weights, longest = self.experts.log_weights, max(view.round_s)
         leader = max(view.arms, key=weights.__getitem__)
         if view.current is None:
@@ -66,11 +65,10 @@ class Leader(Selector):
         return leader if weights[leader] - weights[view.current] > price else view.current
 
     def read_prompt(self, log_q: Sequence[float]) -> None:
-        """Take in nats a token [arms] that each gave to the end of the prompt; NaN: not known, and costs nothing."""
         best = max((value for value in log_q if not math.isnan(value)), default=0.0)
-        behind = [0.0 if math.isnan(value) else min(self.max_subject, self.subject * (best - value)) for value in log_q]
-        before, self.blamed = self.blamed or [0.0] * self.experts.arms, behind
-        self.experts.pay([(now - then) / self.experts.eta for now, then in zip(behind, before, strict=True)])
+        now = [0.0 if math.isnan(value) else min(self.max_subject, self.subject * (best - value)) for value in log_q]
+        before, self.shortfall = self.shortfall or [0.0] * self.experts.arms, now
+        self.experts.pay([(new - old) / self.experts.eta for new, old in zip(now, before, strict=True)])
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
         """Return idle arms with `stride` uncomputed tokens or more, most first; arms of little weight need more."""
@@ -85,11 +83,10 @@ class Leader(Selector):
         return tuple(sorted(due, key=lambda arm: -view.num_uncomputed_tokens[arm]))
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Learn from the round that has ended."""
         self.experts.learn(outcome)
 
-    def _believe(self, view: SelectionView) -> None:
-        """Pay for the prior once, at the prices of the first view."""
+    def _pay_for_prior(self, view: SelectionView) -> None:
+        """Let the experts pay for the prior once, at the prices of the first view."""
         longest, chain = max(view.round_s), BlockDivergence()
         self.experts.pay(
             [
@@ -112,17 +109,14 @@ class Hedge(Selector):
     rng: np.random.Generator
 
     def choose(self, view: SelectionView) -> int:
-        """Choose the arm of the round that begins."""
         del view
         chances = np.exp(self.experts.log_weights)
         return int(self.rng.choice(self.experts.arms, p=chances / chances.sum()))
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        """Return all idle arms, the one with the most uncomputed tokens first."""
         return idle_by_uncomputed_tokens(view, chosen)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Learn from the round that has ended."""
         self.experts.learn(outcome)
 
 
