@@ -36,8 +36,8 @@ class Cluster:
         raise AssertionError("the daemon does not find the cloud")
 
     async def _start(self, tokenizer_json: str, cache: Path) -> None:
-        from outrider.cloud.chat_template import chat_template_json
         from outrider.cloud.config import VerifierConfig
+        from outrider.cloud.family_index import chat_template_json
         from outrider.cloud.server import VerifierServer
         from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
         from outrider.coordinator.server import CoordinatorServer

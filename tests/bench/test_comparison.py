@@ -22,10 +22,9 @@ from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.traced import replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.costs import Costs
-from outrider.cloud.projections import load_projections
 from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering import Projection
-from outrider.cloud.steering_vectors import SteeringVectors
+from outrider.cloud.steering_vectors import SteeringVectors, load_projections
 from outrider.cloud.target import Rows, Target, load_target
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.text_writer import TextRequest, TextVectors, TextWriter, WrittenText

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,12 @@ def test_taps_are_the_residual_streams_that_enter_the_layers(family: str) -> Non
         "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**shape)),
     }[family]()
     tokens = torch.randint(VOCAB, (2, 9))
-    with torch.no_grad(), Taps(model.eval(), (1, 2, 4)) as taps:
+    with torch.no_grad(), closing(Taps(model.eval(), (1, 2, 4))) as taps:
         states = model(input_ids=tokens, use_cache=False, output_hidden_states=True).hidden_states
         expected = torch.cat([states[layer] for layer in (1, 2, 4)], dim=-1)
         torch.testing.assert_close(taps.joined(), expected)
-        torch.testing.assert_close(taps.rows(torch.tensor([8, 3])), expected[0, [8, 3]])
+        taps.keep(range(9))
+        torch.testing.assert_close(taps.of((1, 2, 4), [8, 3]), expected[0, [8, 3]])
         assert not torch.allclose(taps.joined(), torch.cat([states[layer + 1] for layer in (1, 2, 4)], dim=-1))
     assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
 

@@ -18,11 +18,10 @@ from collecting_outbox import CollectingOutbox
 from outrider.cloud import steering_vectors as steering_vectors_module
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
-from outrider.cloud.projections import load_projections
 from outrider.cloud.sampling import Sampled, VerificationInput
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.steering import FoldedProjection, Projection
-from outrider.cloud.steering_vectors import newest_rows
+from outrider.cloud.steering_vectors import load_projections, newest_rows
 from outrider.cloud.target import Rows, load_target
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound

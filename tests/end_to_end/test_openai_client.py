@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from openai import APIError, AsyncOpenAI, OpenAI
 
-from outrider.cloud.chat_template import chat_template_json
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.family_index import target_folder
+from outrider.cloud.family_index import chat_template_json, target_folder
 from outrider.cloud.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer

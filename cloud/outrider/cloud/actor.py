@@ -90,7 +90,7 @@ class VerifierActor:
 
     def chat_template_json(self) -> str:
         """Return how the target's chats become prompts, as `chat_template_json` writes it; empty: it has none."""
-        from outrider.cloud.chat_template import chat_template_json
+        from outrider.cloud.family_index import chat_template_json
 
         return chat_template_json(self._config.target)
 

@@ -1,21 +1,28 @@
-"""Models that the package carries, found by name, without torch."""
+"""Models by name, whether the package carries them or not, their tokenizers and chat templates; without torch."""
 
 from __future__ import annotations
 
 import json
+import logging
 import lzma
 import shutil
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.proto.errors import ModelRefused, NotFound
+from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _FAMILY = Path(__file__).parent / "family"
 _DRAFTERS = Path(__file__).parent / "drafters"
 _WEIGHTS = "model.safetensors"
+
+log = logging.getLogger(__name__)
 
 
 def embedded_targets() -> tuple[str, ...]:
@@ -48,6 +55,25 @@ def load_tokenizer(source: str) -> Any:
     file = tokenizer_file(source)
     found = {} if file is None else {"tokenizer_file": str(file)}
     return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **found)
+
+
+def load_causal_lm(
+    source: str | Path, refusal: str, *, field: str, dtype: str = "float32", attention: str | None = None
+) -> PreTrainedModel:
+    """Load the transformers model of a folder or hub name: weights from safetensors only, no remote code.
+
+    Raises:
+        InvalidArgument: there is no such model; it says `refusal` about `field`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, trust_remote_code=False, attn_implementation=attention
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{refusal}: {error}", field=field) from error
+    return model
 
 
 def drafter_folder(name: str) -> Path | None:
@@ -85,3 +111,46 @@ def resolve_target(target: str) -> str:
     if target.startswith((".", "/", "~")) or target.count("/") > 1:
         raise NotFound(f"there is no folder {target}", field="target")
     return target
+
+
+def chat_template_json(target: str) -> str:
+    """Return the chat template of an embedded name, a folder or a hub name; empty: it has none.
+
+    Returns:
+        A JSON object with `chat_template` and the special tokens that a template may name (`bos_token`,
+        `eos_token`, …), wherever the repository keeps its template.
+    """
+    source = resolve_target(target)
+    try:
+        config = _of_folder(Path(source)) if Path(source).is_dir() else _of_hub(source)
+    except (OSError, ValueError, KeyError) as error:  # decoding needs tokenizer.json alone, which was read before
+        log.warning("%s is served without a chat template: %s", target, str(error).strip().split("\n")[0])
+        return ""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if not template:
+        return ""
+    special = {name: _text(token) for name, token in config.items() if name.endswith("_token") and _text(token)}
+    return json.dumps({"chat_template": template, **special})
+
+
+def _of_folder(folder: Path) -> Mapping[str, Any]:
+    """Return the tokenizer's config; a template's own file goes before one in it, in transformers' order."""
+    path, own = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {**config, "chat_template": own.read_text(encoding="utf-8")} if own.is_file() else config
+
+
+def _of_hub(name: str) -> Mapping[str, Any]:
+    tokenizer = load_tokenizer(name)
+    return {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
+
+
+def _text(token: Any) -> str:
+    """Return the text of a special token, given itself or an object with it as `content`."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""

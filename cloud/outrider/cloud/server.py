@@ -17,8 +17,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import GrammarMatcher, Grammars
-from outrider.cloud.projections import load_projections
 from outrider.cloud.slots import Outbox
+from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
 from outrider.cloud.target import load_target
 from outrider.cloud.tracing import VerifierTracing

@@ -11,7 +11,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -125,9 +124,10 @@ class FoldedProjection:
 
 
 class Taps:
-    """The residual stream that entered some layers of a transformers model in its newest forward pass.
+    """The residual stream that entered some layers of a transformers model, seen by hooks; no model code is touched.
 
-    Hooks see the input of each decoder layer; no model code is touched. Use as a context manager, or `close`.
+    A step may take several passes; the rows whose logits it gave are counted through all of them, like the logits.
+    Nothing is copied before it is asked for.
     """
 
     def __init__(self, model: Any, layers: Sequence[int]) -> None:
@@ -136,6 +136,7 @@ class Taps:
         if max(layers) >= len(stack):
             raise ModelRefused(f"it has {len(stack)} layers; layer {max(layers)} cannot be tapped", field="steering")
         self._entering: dict[int, torch.Tensor] = {}
+        self._passes: list[tuple[dict[int, torch.Tensor], Sequence[int]]] = []
         self._layers = tuple(layers)
         self._hooks = [
             stack[layer].register_forward_pre_hook(self._keeper(layer), with_kwargs=True) for layer in self._layers
@@ -147,31 +148,37 @@ class Taps:
 
         return keep
 
-    def entering(self) -> dict[int, torch.Tensor]:
-        """Return [batch, positions, hidden] of the newest pass by tapped layer, not copied; later passes keep them."""
-        return dict(self._entering)
-
     def joined(self) -> torch.Tensor:
         """Return [batch, positions, taps * hidden] of the newest pass, in the model's dtype."""
         return torch.cat([self._entering[layer] for layer in self._layers], dim=-1)
 
-    def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [n, taps * hidden] of positions `rows` (int64 [n]) of the first sequence, and read no others."""
-        return torch.cat([self._entering[layer][0, rows] for layer in self._layers], dim=-1)
+    def begin(self) -> None:
+        """Begin a step and forget the last one."""
+        self._passes.clear()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Note after a pass that its `rows` gave the next logits."""
+        self._passes.append((dict(self._entering), rows))
+
+    def of(self, layers: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        """Return [n, taps * hidden] float32 that entered `layers` in `rows` [n] of the step's logits."""
+        parts = [entering[layer][0, row] for entering, row in map(self._source, rows) for layer in layers]
+        return torch.cat(parts).view(len(rows), -1).float()
+
+    def _source(self, row: int) -> tuple[dict[int, torch.Tensor], int]:
+        """Return the pass that gave row `row` of the step's logits, and which of its own rows that was."""
+        for entering, kept in self._passes:
+            if row < len(kept):
+                return entering, kept[row]
+            row -= len(kept)
+        raise IndexError(f"the step gave no such row; {row} too many")
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._entering.clear()
-
-    def __enter__(self) -> Taps:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._passes.clear()
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

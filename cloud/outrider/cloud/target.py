@@ -17,7 +17,7 @@ from outrider.cloud.config import KV_TOKENS
 from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.linear import exchange_linears
-from outrider.cloud.tapped_rows import TappedRows
+from outrider.cloud.steering import Taps
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
@@ -67,7 +67,7 @@ class Target:
         self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device)
         model.set_attn_implementation(attention.NAME)
         exchange_linears(model)
-        self._tapped: TappedRows | None = None
+        self._tapped: Taps | None = None
 
     def tap(self, layers: Sequence[int]) -> None:
         """Keep what enters `layers`, and no other, in every later step, for `tapped`.
@@ -77,7 +77,7 @@ class Target:
         """
         if self._tapped is not None:
             self._tapped.close()
-        self._tapped = TappedRows(self.model, layers)
+        self._tapped = Taps(self.model, layers)
 
     def tapped(self, layers: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
         """Return [n, taps * hidden] float32: the residual stream into `layers` in `rows` [n] of the newest logits."""

@@ -10,8 +10,7 @@ import onnxruntime
 import torch
 from transformers import PreTrainedModel
 
-from outrider.cloud.export.contract import OUTPUTS, cache_names
-from outrider.cloud.export.errors import ExportMismatch
+from outrider.cloud.export.contract import OUTPUTS, ExportMismatch, cache_names
 from outrider.cloud.export.model import CacheShape, context_length
 
 # Limits of the check. Errors are in units of the standard deviation of torch's logits.

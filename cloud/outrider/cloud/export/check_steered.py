@@ -26,8 +26,7 @@ from outrider.cloud.export.check import (
     open_session,
     run_in_chunks,
 )
-from outrider.cloud.export.contract import MODEL_FILE, STEERING_GRAPH_FILE, VECTOR, steering_names
-from outrider.cloud.export.errors import ExportMismatch
+from outrider.cloud.export.contract import MODEL_FILE, STEERING_GRAPH_FILE, VECTOR, ExportMismatch, steering_names
 from outrider.cloud.export.model import CacheShape
 from outrider.cloud.export.steered import DrafterSteering, biases_by, steered_by, up_projections
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.proto.errors import OutriderError
+
 MODEL_FILE, MANIFEST_FILE = "model.onnx", "manifest.json"
 STEERING_GRAPH_FILE = "steering.onnx"
 CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
@@ -31,6 +33,10 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "logits": {"dtype": "float32", "shape": ["m", "vocab_size"]},
 }
 VECTOR = "code"  # name of the steering graph's only input, float32 [rank]
+
+
+class ExportMismatch(OutriderError):
+    """ONNX Runtime and torch disagree about the exported model; nothing was published."""
 
 
 def cache_names(side: str, layers: int) -> list[str]:

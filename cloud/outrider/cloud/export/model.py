@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
+from outrider.cloud.family_index import load_causal_lm
 from outrider.proto.errors import InvalidArgument
 
 ATTENTION = "outrider_export"
@@ -90,30 +91,17 @@ class Pass(Protocol):
         ...
 
 
-def load(folder: Path) -> PreTrainedModel:
-    """Load the model in float32, with transformers' own attention."""
-    return _load(folder, None)
+def load(folder: Path, attention: str | None = None) -> PreTrainedModel:
+    """Load the model in float32, with transformers' own attention or another that it has registered."""
+    model = load_causal_lm(folder, "no causal language model to export", field="source_folder", attention=attention)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def load_for_export(folder: Path) -> PreTrainedModel:
     """Load the model in float32, with attention left to the `Pass` of each forward."""
     AttentionInterface.register(ATTENTION, _attend)
-    return _load(folder, ATTENTION)
-
-
-def _load(folder: Path, attention: str | None) -> PreTrainedModel:
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            use_safetensors=True,
-            trust_remote_code=False,
-            attn_implementation=attention,
-        )
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"no causal language model to export: {error}", field="source_folder") from error
-    model.eval().requires_grad_(False)
-    return model
+    return load(folder, ATTENTION)
 
 
 def context_length(model: PreTrainedModel) -> int:

@@ -29,11 +29,10 @@ from outrider.cloud.export.contract import (
     described,
     described_biases,
 )
-from outrider.cloud.export.graph import OPSET, write_graph, write_steered_graph
+from outrider.cloud.export.graph import OPSET, write_graph, write_steered_graph, write_steering_graph
 from outrider.cloud.export.model import Anatomy, CacheShape, context_length, load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, DrafterSteering, check_fit, steering_of
-from outrider.cloud.export.steering_graph import write_steering_graph
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
 from outrider.proto.types import DRAFTER_FORMAT

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,14 +158,12 @@ def biases_by(matrices: Sequence[torch.Tensor], vectors: torch.Tensor) -> tuple[
     return tuple(vectors @ matrix.T for matrix in matrices)
 
 
-@contextmanager
-def steered_by(model: Any, biases: Sequence[torch.Tensor]) -> Iterator[None]:
+def steered_by(model: Any, biases: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     """Add `biases`, one of every layer, [mlp] or [n, mlp] of n positions, to the up projections of each forward pass.
 
-    Hooks do it, so any model works that `up_projections` accepts; a bias of zero changes nothing.
+    Any model works that `up_projections` accepts; a bias of zero changes nothing.
     """
-    with adding(up_projections(model), biases):
-        yield
+    return adding(up_projections(model), biases)
 
 
 @contextmanager
@@ -173,17 +171,9 @@ def adding(modules: Sequence[nn.Module], biases: Sequence[torch.Tensor]) -> Iter
     """Add `biases`, one a module, to the outputs of `modules` in every forward pass inside."""
     with ExitStack() as hooks:
         for module, bias in zip(modules, biases, strict=True):
-            hooks.enter_context(_adding(module, bias))
+            handle = module.register_forward_hook(lambda _module, _inputs, output, bias=bias: output + bias)
+            hooks.callback(handle.remove)
         yield
-
-
-@contextmanager
-def _adding(module: nn.Module, bias: torch.Tensor) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda _module, _inputs, output: output + bias)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def check_fit(model: Any, steering: DrafterSteering) -> None:

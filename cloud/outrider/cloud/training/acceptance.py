@@ -41,19 +41,12 @@ class Acceptance:
 
 
 Student = Callable[[torch.Tensor], torch.Tensor]
-"""A function from tokens int64 [rows, positions] to logits [rows, positions, vocab], called after the target ran."""
+"""Returns logits [rows, positions, vocab] of tokens int64 [rows, positions]; called after the target ran on them."""
 
 
-def measure_acceptance(
-    target: PreTrainedModel, drafter: PreTrainedModel, rows: Sequence[Row], *, seed: int
-) -> Acceptance:
-    """Run both models over `rows` and compare their next-token distributions, each given the true prefix."""
-
-    def student(tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = drafter(input_ids=tokens, use_cache=False).logits
-        return logits
-
-    return compare_students(target, {"": student}, rows, seed=seed)[""]
+def logits_of(model: PreTrainedModel) -> Student:
+    """Return `model` as a student."""
+    return lambda tokens: model(input_ids=tokens, use_cache=False).logits
 
 
 @torch.inference_mode()
@@ -80,16 +73,14 @@ def compare_students(
             chunks = zip(*(part.split(POSITIONS_PER_CHUNK) for part in (log_p, logits, noise)), strict=True)
             for log_p_chunk, logits_chunk, noise_chunk in chunks:
                 sums[name] += _sums(log_p_chunk, _log_softmax(logits_chunk), noise_chunk)
-    return {name: _means(total, positions) for name, total in sums.items()}
-
-
-def _means(sums: torch.Tensor, positions: int) -> Acceptance:
-    greedy, sampled, overlap, kl = (sums / max(1, positions)).tolist()
-    return Acceptance(greedy, sampled, overlap, kl, positions)
+    measured: dict[str, Acceptance] = {}
+    for name, total in sums.items():
+        greedy, sampled, overlap, kl = (total / max(1, positions)).tolist()
+        measured[name] = Acceptance(greedy, sampled, overlap, kl, positions)
+    return measured
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the log softmax in float32 on the CPU."""
     return logits.float().cpu().log_softmax(-1)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,24 @@ class Progress:
     """The state of a run.
 
     Attributes:
+        taken, drawn: the block sampler's state.
+        run: settings that must not change between resumes.
         step: optimizer steps done.
         elapsed_s: seconds spent training, over all resumes.
-        tokens_seen: tokens trained on.
-        taken, drawn: the block sampler's state.
         losses: (step, mean KL in nats a token since the entry before).
         recent: losses of the steps since the last entry of `losses`.
-        run: settings that must not change between resumes.
         best_kl: least held-out KL that was measured, nats a token.
         stale: measurements since that one.
     """
 
-    step: int
-    elapsed_s: float
-    tokens_seen: int
     taken: list[int]
-    drawn: int
-    losses: list[tuple[int, float]]
-    recent: list[float]
     run: dict[str, Any]
+    drawn: int = 0
+    step: int = 0
+    elapsed_s: float = 0.0
+    tokens_seen: int = 0
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    recent: list[float] = field(default_factory=list)
     best_kl: float = math.inf
     stale: int = 0
 
@@ -46,7 +45,7 @@ class Progress:
 def save_checkpoint(
     folder: Path,
     write_models: Callable[[Path], None],
-    optimizers: list[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     progress: Progress,
 ) -> Path:
     """Write `folder/step-<n>` with the files that `write_models` puts there, and remove older ones."""
@@ -62,8 +61,7 @@ def save_checkpoint(
     }
     torch.save(state, unfinished / STATE)
     older = checkpoints(folder)
-    if final.exists():
-        shutil.rmtree(final)
+    shutil.rmtree(final, ignore_errors=True)
     os.replace(unfinished, final)
     for stale in older:
         if stale != final:
@@ -76,7 +74,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if (path / STATE).exists())
 
 
-def load_checkpoint(checkpoint: Path, optimizers: list[torch.optim.Optimizer]) -> Progress:
+def load_checkpoint(checkpoint: Path, optimizers: Sequence[torch.optim.Optimizer]) -> Progress:
     """Put optimizers and torch's random state back as they were; the models' weights are the caller's."""
     state = torch.load(checkpoint / STATE, weights_only=True)
     for optimizer, saved_state in zip(optimizers, state["optimizers"], strict=True):

@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -30,6 +31,20 @@ class Documents:
     name: str
     tokens: np.ndarray
     starts: np.ndarray
+
+    @classmethod
+    def load(cls, name: str, path: Path) -> Self:
+        """Read the file of `save`."""
+        with np.load(path, allow_pickle=False) as stored:
+            return cls(name, **stored)
+
+    def save(self, path: Path) -> None:
+        """Write all but the name to an `.npz`, which is there whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(path.name + ".unfinished")
+        with unfinished.open("wb") as file:
+            np.savez(file, **{each.name: getattr(self, each.name) for each in fields(self) if each.name != "name"})
+        os.replace(unfinished, path)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -57,15 +72,14 @@ def load_domain(path: Path, tokenizer: Tokenizer, *, bos: int, eos: int, cache: 
     content.update(f"{bos},{eos}".encode())
     cached = cache / f"tokens-{domain_name(path)}-{content.hexdigest()[:16]}.npz"
     if cached.exists():
-        with np.load(cached, allow_pickle=False) as stored:
-            return Documents(domain_name(path), stored["tokens"], stored["starts"])
+        return Documents.load(domain_name(path), cached)
     documents = [
         np.array([bos, *ids, eos], dtype=np.uint32) for ids in _tokenised(list(_read_texts(path)), tokenizer) if ids
     ]
     if not documents:
         raise InvalidArgument(f"{path} holds no text", field="corpus")
     joined = join_documents(domain_name(path), documents)
-    save_arrays(cached, tokens=joined.tokens, starts=joined.starts)
+    joined.save(cached)
     return joined
 
 
@@ -92,15 +106,6 @@ def split_held_out(documents: Documents, held_out_tokens: int, seed: int) -> tup
     lengths = np.diff(documents.starts)[order]
     held = min(len(order) - 1, int(np.searchsorted(np.cumsum(lengths), allowance)) + 1)
     return documents.select(np.sort(order[held:])), documents.select(order[:held])
-
-
-def save_arrays(path: Path, **arrays: np.ndarray) -> None:
-    """Write an `.npz` that is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    with unfinished.open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(unfinished, path)
 
 
 def _read_texts(path: Path) -> Iterator[str]:

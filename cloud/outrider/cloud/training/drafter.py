@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from outrider.cloud.training.acceptance import Acceptance, measure_acceptance
-from outrider.cloud.training.loss import forward_kl
-from outrider.cloud.training.muon import Muon
+from outrider.cloud.family_index import load_causal_lm
+from outrider.cloud.training.acceptance import logits_of
+from outrider.cloud.training.optimizers import Muon, adam, linear_fall
 from outrider.cloud.training.report import Reporter
-from outrider.cloud.training.run import Run, carry_out, mean_acceptance, mean_kl
-from outrider.cloud.training.schedule import LinearBudget
+from outrider.cloud.training.run import Run, TrainingResult, carry_out
 from outrider.cloud.training.self_text import embedding_weight
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.texts import Texts
@@ -31,57 +23,14 @@ from outrider.proto.errors import InvalidArgument
 SmallLlama = LlamaForCausalLM | MistralForCausalLM  # they differ in Mistral's sliding window
 
 
-@dataclass(frozen=True)
-class DrafterTrainingResult:
-    """The results of a finished run.
-
-    Attributes:
-        folder: folder of the drafter, an ordinary transformers folder with `training.json`.
-        steps: optimizer steps.
-        tokens_seen: tokens trained on.
-        parameters: number in the drafter, tied ones counted once.
-        losses: (step, mean KL in nats a token since the entry before).
-        acceptance: results on held-out text; keys `corpus/<domain>` and `self/<domain>`.
-        elapsed_s: seconds of training, over all resumes.
-    """
-
-    folder: Path
-    steps: int
-    tokens_seen: int
-    parameters: int
-    losses: list[tuple[int, float]]
-    acceptance: Mapping[str, Acceptance]
-    elapsed_s: float
-
-
 def train_drafter(
     config: DrafterTraining,
     *,
     on_step: Callable[[int], None] | None = None,
     stopping: Callable[[], bool] | None = None,
-    reporter: Reporter | None = None,
-) -> DrafterTrainingResult:
+) -> TrainingResult:
     """Distil a drafter and write it to `config.output`, with the arguments and errors of `carry_out`."""
-
-    def begin(target: PreTrainedModel, texts: Texts, reporter: Reporter) -> _DrafterRun:
-        if config.start is None:
-            drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
-        else:
-            drafter = read_drafter(config.start, target, field="start")
-        drafter.to(torch.device(config.device))  # type: ignore[arg-type]
-        return _DrafterRun(config, target, drafter, texts, reporter)
-
-    run, acceptance = carry_out(config, begin, on_step=on_step, stopping=stopping, reporter=reporter)
-    progress = run.progress
-    return DrafterTrainingResult(
-        config.output,
-        progress.step,
-        progress.tokens_seen,
-        run.parameters(""),
-        progress.losses,
-        acceptance,
-        progress.elapsed_s,
-    )
+    return carry_out(partial(_DrafterRun, config), config, on_step, stopping)
 
 
 def matrices_and_others(drafter: SmallLlama) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
@@ -126,12 +75,7 @@ def read_drafter(folder: Path, target: PreTrainedModel, *, field: str) -> SmallL
     Raises:
         InvalidArgument: no Llama or Mistral in safetensors is there, or it counts other tokens than the target.
     """
-    try:
-        drafter = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"{folder} holds no drafter in safetensors: {error}", field=field) from error
+    drafter = load_causal_lm(folder, f"{folder} holds no drafter in safetensors", field=field)
     if not isinstance(drafter, SmallLlama):
         kind = drafter.config.model_type
         raise InvalidArgument(f"{folder} holds a {kind}; drafters are trained as llama or mistral", field=field)
@@ -164,62 +108,29 @@ def start_embedding(embedding_by_target: torch.Tensor, random: torch.Tensor) -> 
 
 
 class _DrafterRun(Run):
-    """The distillation of one drafter."""
-
-    def __init__(
-        self, config: DrafterTraining, target: PreTrainedModel, drafter: SmallLlama, texts: Texts, reporter: Reporter
-    ) -> None:
+    def __init__(self, config: DrafterTraining, target: PreTrainedModel, texts: Texts, reporter: Reporter) -> None:
+        if config.start is None:
+            drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
+        else:
+            drafter = read_drafter(config.start, target, field="start")
+        drafter.to(torch.device(config.device))  # type: ignore[arg-type]
         matrices, others = matrices_and_others(drafter)
-        budget = LinearBudget(config.steps, config.minutes, config.warm_up_steps, config.decay_fraction)
         super().__init__(
             config,
             target,
             texts,
             reporter,
-            budget,
-            [
-                Muon(matrices, lr=config.matrix_lr),
-                torch.optim.AdamW(others, lr=config.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
-            ],
+            models={"": drafter},
+            students={"": logits_of(drafter)},
+            decisive="",
+            trained=[list(drafter.parameters())],
+            optimizers=[Muon(matrices, lr=config.matrix_lr), adam(others, config.other_lr)],
+            fall=linear_fall(config.decay_fraction),
         )
         self.drafter = drafter
-
-    @property
-    def models(self) -> Mapping[str, PreTrainedModel]:
-        return {"": self.drafter}
 
     def backward(self, tokens: torch.Tensor, *, share: float) -> float:
         with torch.no_grad():
             logits_by_target = self.target(input_ids=tokens, use_cache=False).logits
-        hidden_by_drafter = self.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
-        loss = share * forward_kl(
-            hidden_by_drafter.flatten(0, 1),
-            self.drafter.lm_head.weight,
-            logits_by_target.flatten(0, 1),
-            positions_per_chunk=self.config.positions_per_chunk,
-        )
-        loss.backward()
-        return float(loss.detach())
-
-    def clip(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.clip)
-
-    def measure(self) -> dict[str, Acceptance]:
-        """Measure T = 0 acceptance on the target's text written at T = 0, all else on text written at T = 1."""
-        self.drafter.eval()
-        measured: dict[str, Acceptance] = {}
-        for name, rows in self.texts.sampled_rows.items():
-            sampled = measure_acceptance(self.target, self.drafter, rows, seed=self.config.seed)
-            greedy_rows = self.texts.greedy_rows[name]
-            greedy = sampled
-            if greedy_rows is not rows:
-                greedy = measure_acceptance(self.target, self.drafter, greedy_rows, seed=self.config.seed)
-            measured[name] = replace(sampled, greedy=greedy.greedy)
-        for kind in ("corpus", "self"):
-            if of_kind := [a for name, a in measured.items() if name.startswith(f"{kind}/")]:
-                measured[f"{kind}/mean"] = mean_acceptance(of_kind)
-        self.drafter.train()
-        return measured
-
-    def held_out_kl(self, acceptance: Mapping[str, Acceptance]) -> float:
-        return mean_kl(acceptance, "")
+        hidden = self.drafter.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return self.learn(hidden, self.drafter.lm_head.weight, logits_by_target, share=share)

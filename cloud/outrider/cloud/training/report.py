@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from types import TracebackType
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
@@ -16,60 +15,7 @@ from outrider.cloud.training.acceptance import Acceptance
 SECONDS_BETWEEN_LINES = 15.0
 
 
-class Reporter(Protocol):
-    """A place for reports on stages."""
-
-    def stage(self, name: str) -> None:
-        """Begin a new stage."""
-
-    def advance(self, share: float, text: str) -> None:
-        """Show that `share` (0 to 1) of the stage is done; `text` has its metrics."""
-
-    def say(self, text: str) -> None:
-        """Print text that stays."""
-
-    def __enter__(self) -> Reporter: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class BarReporter:
-    """A rich progress bar."""
-
-    def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[metrics]}"),
-        )
-        self._task = self._progress.add_task("starting", total=1.0, metrics="")
-
-    def stage(self, name: str) -> None:
-        """Begin a new stage."""
-        self._progress.reset(self._task, description=name, total=1.0, metrics="")
-
-    def advance(self, share: float, text: str) -> None:
-        """Show how far the stage is."""
-        self._progress.update(self._task, completed=min(share, 1.0), metrics=text)
-
-    def say(self, text: str) -> None:
-        """Print text that stays."""
-        self._progress.console.print(text, highlight=False, markup=False)
-
-    def __enter__(self) -> BarReporter:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-
-class LineReporter:
+class Reporter:
     """Plain lines, `SECONDS_BETWEEN_LINES` apart or more within a stage."""
 
     def __init__(self) -> None:
@@ -83,7 +29,7 @@ class LineReporter:
         self.say(name)
 
     def advance(self, share: float, text: str) -> None:
-        """Show how far the stage is."""
+        """Show that `share` (0 to 1) of the stage is done; `text` has its metrics."""
         now = time.monotonic()
         if now - self._last >= SECONDS_BETWEEN_LINES:
             self._last = now
@@ -93,18 +39,31 @@ class LineReporter:
         """Print text that stays."""
         print(text, flush=True)  # noqa: T201
 
-    def __enter__(self) -> LineReporter:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+class _BarReporter(Reporter):
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("starting", total=1.0, metrics="")
+
+    def stage(self, name: str) -> None:
+        self._progress.reset(self._task, description=name, total=1.0, metrics="")
+
+    def advance(self, share: float, text: str) -> None:
+        self._progress.update(self._task, completed=min(share, 1.0), metrics=text)
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, highlight=False, markup=False)
 
 
-def reporter_for_stdout() -> Reporter:
-    """Return a bar for a terminal, lines for a file."""
-    return BarReporter() if Console(file=sys.stdout).is_terminal else LineReporter()
+@contextmanager
+def reporter_for_stdout() -> Iterator[Reporter]:
+    """Report by a bar on a terminal, by lines in a file."""
+    if not Console(file=sys.stdout).is_terminal:
+        yield Reporter()
+        return
+    columns = TextColumn("[bold]{task.description}"), BarColumn(), TaskProgressColumn()
+    with Progress(*columns, TextColumn("{task.fields[metrics]}")) as progress:
+        yield _BarReporter(progress)
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """A training run: steps until the budget is spent, with progress, checkpoints and measurements on the way.
 
-The subclasses in `drafter` and `steer` define what is trained and how it is measured.
+The subclasses in `drafter` and `steer` define what is trained.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import platform
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -23,11 +23,12 @@ import transformers
 from transformers import PreTrainedModel
 
 from outrider.cloud.family_index import load_tokenizer
-from outrider.cloud.training.acceptance import Acceptance
+from outrider.cloud.training.acceptance import Acceptance, Row, Student, compare_students
 from outrider.cloud.training.blocks import BlockSampler
 from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
+from outrider.cloud.training.loss import forward_kl
+from outrider.cloud.training.optimizers import Budget
 from outrider.cloud.training.report import Reporter, acceptance_table, duration, reporter_for_stdout
-from outrider.cloud.training.schedule import Budget
 from outrider.cloud.training.settings import Training
 from outrider.cloud.training.texts import Texts, gather_texts, load_target
 from outrider.proto.errors import Cancelled, InvalidArgument
@@ -38,8 +39,37 @@ BEST = "best"
 FREE_ON_RESUME = ("output", "resume", "measure_every_minutes", "checkpoint_every_steps", "checkpoint_every_minutes")
 
 
+@dataclass(frozen=True)
+class TrainingResult:
+    """The results of a finished run.
+
+    Attributes:
+        folders: folder of each drafter, an ordinary transformers folder with `training.json`, by the name of its arm.
+        parameters: number in a drafter, tied ones counted once.
+        steps: optimizer steps.
+        tokens_seen: tokens trained on, the same for every arm.
+        losses: (step, mean KL in nats a token since the entry before) of the first arm.
+        acceptance: results on held-out text; keys `corpus/<domain>` and `self/<domain>`, after `<arm>/<none or age>/`
+            where there are arms.
+        elapsed_s: seconds of training, over all resumes.
+    """
+
+    folders: Mapping[str, Path]
+    parameters: int
+    steps: int
+    tokens_seen: int
+    losses: Sequence[tuple[int, float]]
+    acceptance: Mapping[str, Acceptance]
+    elapsed_s: float
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the first drafter."""
+        return next(iter(self.folders.values()))
+
+
 class Run(ABC):
-    """A training run: target, optimizers, text and progress."""
+    """A training run: target, drafters, optimizers, text and progress."""
 
     def __init__(
         self,
@@ -47,50 +77,60 @@ class Run(ABC):
         target: PreTrainedModel,
         texts: Texts,
         reporter: Reporter,
-        budget: Budget,
-        optimizers: list[torch.optim.Optimizer],
+        *,
+        models: Mapping[str, PreTrainedModel],
+        students: Mapping[str, Student],
+        decisive: str,
+        trained: Sequence[Sequence[torch.nn.Parameter]],
+        optimizers: Sequence[torch.optim.Optimizer],
+        fall: Callable[[float], float],
     ) -> None:
-        """Begin at step 0; the learning rates of `optimizers` are their peaks, which the budget scales."""
+        """Begin at step 0.
+
+        Args:
+            config: settings of the run.
+            target: model to learn from.
+            texts: text to train and to measure on.
+            reporter: where progress goes.
+            models: drafters by the folder inside `output` that each is written to ("": itself).
+            students: what is measured, by the prefix of its results.
+            decisive: prefix of the student whose KL ends a run early.
+            trained: parameters of each drafter, whose gradients are clipped together.
+            optimizers: optimizers whose learning rates are their peaks.
+            fall: course of the learning rates, see `Budget`.
+        """
         self.config = config
         self.target = target
         self.texts = texts
         self.reporter = reporter
-        self.budget = budget
+        self.models = models
+        self.students = students
+        self.decisive = decisive
+        self.trained = trained
         self.optimizers = optimizers
+        self.budget = Budget(config.steps, config.minutes, config.warm_up_steps, fall)
         self._peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
         self.sampler = BlockSampler(texts.sources, config.block, config.seed)
-        self.progress = Progress(0, 0.0, 0, self.sampler.taken, 0, [], [], settings_of_run(config))
+        self.progress = Progress(taken=self.sampler.taken, run=settings_of_run(config))
 
     # --- the subclasses' ---
-
-    @property
-    @abstractmethod
-    def models(self) -> Mapping[str, PreTrainedModel]:
-        """Trained drafters by the folder inside `output` that each is written to ("": itself)."""
 
     @abstractmethod
     def backward(self, tokens: torch.Tensor, *, share: float) -> float:
         """Add the gradient of `share` times the loss on `tokens` (int64 [rows, block]), and return that loss."""
 
-    @abstractmethod
-    def clip(self) -> None:
-        """Bound the gradients."""
+    def write_models(self, folder: Path) -> None:
+        """Write the drafters of a checkpoint."""
+        tokenizer = load_tokenizer(self.config.target)
+        for name, model in self.models.items():
+            model.save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)
 
-    @abstractmethod
-    def measure(self) -> dict[str, Acceptance]:
-        """Measure acceptance on held-out text, by name."""
-
-    @abstractmethod
-    def held_out_kl(self, acceptance: Mapping[str, Acceptance]) -> float:
-        """Return the KL of a measurement by which a run ends early, nats a token."""
-
-    def save_more(self, folder: Path) -> None:
-        """Write further files of a checkpoint; by default there are none."""
-        del folder
-
-    def load_more(self, folder: Path) -> None:
-        """Read the files of `save_more`."""
-        del folder
+    def read_models(self, folder: Path) -> None:
+        """Read the files of `write_models`."""
+        for name, model in self.models.items():
+            saved = type(model).from_pretrained(folder / name, dtype=torch.float32, use_safetensors=True)
+            model.load_state_dict(saved.state_dict())
 
     def facts(self, name: str, acceptance: Mapping[str, Acceptance]) -> dict[str, Any]:
         """Return further entries of the training.json of the drafter `name`."""
@@ -106,7 +146,7 @@ class Run(ABC):
             if progress.run.get(name) != value:
                 raise InvalidArgument(f"the run to resume had {progress.run.get(name)!r}, not {value!r}", field=name)
         state = torch.get_rng_state()
-        self._read_models(checkpoint)
+        self.read_models(checkpoint)
         torch.set_rng_state(state)  # reading the models has drawn from it
         self.progress = progress
         self.sampler.taken, self.sampler.drawn = list(progress.taken), progress.drawn
@@ -116,10 +156,8 @@ class Run(ABC):
         """Train until the budget is spent, publish, and return the last measurement."""
         config, progress = self.config, self.progress
         self.reporter.stage("training")
-        self.reporter.say(
-            f"{'; '.join(self._describe(name) for name in self.models)}; "
-            f"{', '.join(source.name for source in self.texts.sources)}"
-        )
+        drafters = [f"{name or 'drafter'} of {self.parameters(name):,} parameters" for name in self.models]
+        self.reporter.say(f"{'; '.join(drafters)}; {', '.join(source.name for source in self.texts.sources)}")
         saved = (progress.step, progress.elapsed_s)
         measured = progress.elapsed_s
         while self.budget.spent(progress.step, progress.elapsed_s) < 1:
@@ -146,32 +184,6 @@ class Run(ABC):
                     break
         return self._finish()
 
-    def _has_stopped_learning(self, acceptance: Mapping[str, Acceptance]) -> bool:
-        """Count measurements without a better one, and keep the weights of the best."""
-        progress = self.progress
-        if not self.config.patience:
-            return False
-        kl = self.held_out_kl(acceptance)
-        progress.stale += 1
-        if kl < progress.best_kl:
-            progress.best_kl, progress.stale = kl, 0
-            best = self.config.output / BEST
-            shutil.rmtree(best, ignore_errors=True)
-            self._write_models(best)
-        return progress.stale >= self.config.patience
-
-    def _finish(self) -> dict[str, Acceptance]:
-        """Publish the last weights, or the best where those are kept and better."""
-        newest, acceptance = self._save(), self.measure()
-        if self.config.patience and self.held_out_kl(acceptance) > self.progress.best_kl:
-            newest = self.config.output / BEST
-            self._read_models(newest)
-            acceptance = self.measure()
-        self.reporter.say(f"finished after {self.progress.step} steps\n{acceptance_table(acceptance)}")
-        for name in self.models:
-            self._publish(newest / name, name, acceptance)
-        return acceptance
-
     def step(self) -> float:
         """Make an optimizer step, and return its loss, nats a token."""
         config, progress = self.config, self.progress
@@ -184,7 +196,8 @@ class Run(ABC):
         loss = 0.0
         for tokens in passes:
             loss += self.backward(tokens, share=1 / len(passes))
-        self.clip()
+        for parameters in self.trained:
+            torch.nn.utils.clip_grad_norm_(parameters, config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -192,12 +205,70 @@ class Run(ABC):
         progress.tokens_seen += blocks.numel()
         return loss
 
+    def learn(self, hidden: torch.Tensor, head: torch.Tensor, logits_by_target: torch.Tensor, *, share: float) -> float:
+        """Do what `backward` does for a drafter's `hidden` states [rows, block, hidden]; see `forward_kl`."""
+        chunk = self.config.positions_per_chunk
+        loss = share * forward_kl(hidden.flatten(0, 1), head, logits_by_target.flatten(0, 1), positions_per_chunk=chunk)
+        loss.backward()
+        return float(loss.detach())
+
+    def measure(self) -> dict[str, Acceptance]:
+        """Measure all students on the same held-out text, acceptance at T = 0 on what the target wrote at T = 0."""
+        for model in self.models.values():
+            model.eval()
+        measured: dict[str, dict[str, Acceptance]] = {name: {} for name in self.students}
+        for text, rows in self.texts.sampled_rows.items():
+            sampled = greedy = self._compare(rows)
+            greedy_rows = self.texts.greedy_rows[text]
+            if greedy_rows and greedy_rows is not rows:
+                greedy = self._compare(greedy_rows)
+            for name, by_text in measured.items():
+                by_text[text] = replace(sampled[name], greedy=greedy[name].greedy)
+        for by_text in measured.values():
+            for kind in ("corpus", "self"):
+                if of_kind := [a for text, a in by_text.items() if text.startswith(f"{kind}/")]:
+                    by_text[f"{kind}/mean"] = _mean_acceptance(of_kind)
+        for model in self.models.values():
+            model.train()
+        return {f"{name}{text}": a for name, by_text in measured.items() for text, a in by_text.items()}
+
     def parameters(self, name: str) -> int:
         """Return the number of parameters of the drafter `name`, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.models[name].parameters())
 
-    def _describe(self, name: str) -> str:
-        return f"{name or 'drafter'} of {self.parameters(name):,} parameters"
+    def _compare(self, rows: list[Row]) -> dict[str, Acceptance]:
+        return compare_students(self.target, self.students, rows, seed=self.config.seed)
+
+    def _held_out_kl(self, acceptance: Mapping[str, Acceptance]) -> float:
+        """Return the decisive student's KL on the target's text, else on the corpus."""
+        kind = "self" if f"{self.decisive}self/mean" in acceptance else "corpus"
+        return acceptance[f"{self.decisive}{kind}/mean"].kl
+
+    def _has_stopped_learning(self, acceptance: Mapping[str, Acceptance]) -> bool:
+        """Count measurements without a better one, and keep the weights of the best."""
+        progress = self.progress
+        if not self.config.patience:
+            return False
+        kl = self._held_out_kl(acceptance)
+        progress.stale += 1
+        if kl < progress.best_kl:
+            progress.best_kl, progress.stale = kl, 0
+            best = self.config.output / BEST
+            shutil.rmtree(best, ignore_errors=True)
+            self.write_models(best)
+        return progress.stale >= self.config.patience
+
+    def _finish(self) -> dict[str, Acceptance]:
+        """Publish the last weights, or the best where those are kept and better."""
+        newest, acceptance = self._save(), self.measure()
+        if self.config.patience and self._held_out_kl(acceptance) > self.progress.best_kl:
+            newest = self.config.output / BEST
+            self.read_models(newest)
+            acceptance = self.measure()
+        self.reporter.say(f"finished after {self.progress.step} steps\n{acceptance_table(acceptance)}")
+        for name in self.models:
+            self._publish(newest / name, name, acceptance)
+        return acceptance
 
     def _report(self) -> None:
         progress = self.progress
@@ -213,20 +284,7 @@ class Run(ABC):
     def _save(self) -> Path:
         progress = self.progress
         progress.taken, progress.drawn = self.sampler.taken, self.sampler.drawn
-        return save_checkpoint(self.config.output / "checkpoints", self._write_models, self.optimizers, progress)
-
-    def _write_models(self, folder: Path) -> None:
-        tokenizer = load_tokenizer(self.config.target)
-        for name, model in self.models.items():
-            model.save_pretrained(folder / name)
-            tokenizer.save_pretrained(folder / name)
-        self.save_more(folder)
-
-    def _read_models(self, folder: Path) -> None:
-        for name, model in self.models.items():
-            saved = type(model).from_pretrained(folder / name, dtype=torch.float32, use_safetensors=True)
-            model.load_state_dict(saved.state_dict())
-        self.load_more(folder)
+        return save_checkpoint(self.config.output / "checkpoints", self.write_models, self.optimizers, progress)
 
     def _publish(self, written: Path, name: str, acceptance: Mapping[str, Acceptance]) -> None:
         """Copy a drafter's files from the folder `written` to the output folder, `training.json` last."""
@@ -242,9 +300,7 @@ class Run(ABC):
             **self.facts(name, acceptance),
             "versions": {
                 "python": platform.python_version(),
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "tokenizers": tokenizers.__version__,
+                **{module.__name__: module.__version__ for module in (torch, transformers, tokenizers)},
             },
         }
         output = self.config.output / name
@@ -256,26 +312,20 @@ class Run(ABC):
             os.replace(output / f"{file}.unfinished", output / file)
 
 
-SomeRun = TypeVar("SomeRun", bound=Run)
-
-
 def carry_out(
+    begin: Callable[[PreTrainedModel, Texts, Reporter], Run],
     config: Training,
-    begin: Callable[[PreTrainedModel, Texts, Reporter], SomeRun],
-    *,
     on_step: Callable[[int], None] | None,
     stopping: Callable[[], bool] | None,
-    reporter: Reporter | None,
-) -> tuple[SomeRun, dict[str, Acceptance]]:
-    """Take the run that `begin` makes to its end, and return it with its last measurement.
+) -> TrainingResult:
+    """Take the run that `begin` makes at its first step to its end.
 
     Args:
+        begin: makes the run.
         config: settings of the run.
-        begin: makes the run, at its first step.
         on_step: called with the number of steps done after each; an exception from it ends the run as a crash
             would, to be resumed from the newest checkpoint.
         stopping: asked after each step; true ends the run there, with a checkpoint of it.
-        reporter: where progress goes; the terminal by default.
 
     Raises:
         InvalidArgument: the settings, target or corpus do not serve, or another run's checkpoints are in the way.
@@ -289,12 +339,22 @@ def carry_out(
     transformers.utils.logging.disable_progress_bar()  # one bar is enough
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     torch.manual_seed(config.seed)
-    with reporter or reporter_for_stdout() as reporter:
+    with reporter_for_stdout() as reporter:
         target = load_target(config)
         run = begin(target, gather_texts(config, target, reporter), reporter)
         if newest := checkpoints(folder)[-1:]:
             run.resume(newest[0])
-        return run, run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
+        acceptance = run.to_the_end(on_step or (lambda _: None), stopping or (lambda: False))
+    progress = run.progress
+    return TrainingResult(
+        folders={name: config.output / name for name in run.models},
+        parameters=run.parameters(next(iter(run.models))),
+        steps=progress.step,
+        tokens_seen=progress.tokens_seen,
+        losses=progress.losses,
+        acceptance=acceptance,
+        elapsed_s=progress.elapsed_s,
+    )
 
 
 def as_json(acceptance: Mapping[str, Acceptance]) -> dict[str, dict[str, float]]:
@@ -320,22 +380,8 @@ def settings_of_run(config: Training) -> dict[str, Any]:
     return settings
 
 
-def mean_acceptance(measured: list[Acceptance]) -> Acceptance:
+def _mean_acceptance(measured: list[Acceptance]) -> Acceptance:
     """Return the mean over several texts, each with the same weight."""
-
-    def mean(name: str) -> float:
-        return float(np.mean([getattr(each, name) for each in measured]))
-
-    return Acceptance(
-        greedy=mean("greedy"),
-        sampled=mean("sampled"),
-        overlap=mean("overlap"),
-        kl=mean("kl"),
-        positions=sum(each.positions for each in measured),
-    )
-
-
-def mean_kl(acceptance: Mapping[str, Acceptance], prefix: str) -> float:
-    """Return the KL on the target's text, else on the corpus; its keys begin with `prefix`."""
-    kind = "self" if f"{prefix}self/mean" in acceptance else "corpus"
-    return acceptance[f"{prefix}{kind}/mean"].kl
+    names = ("greedy", "sampled", "overlap", "kl")
+    means = {name: float(np.mean([getattr(each, name) for each in measured])) for name in names}
+    return Acceptance(**means, positions=sum(each.positions for each in measured))

@@ -1,15 +1,10 @@
-"""Text that the target writes itself after corpus prefixes: the text that a drafter is verified on.
-
-`TextWriter` writes it like a verifier: paged KV cache, ragged batch, the system's noise. A share of the rows is
-greedy (T = 0), the others are sampled at T = 1; rows that end leave the batch.
-"""
+"""Text that the target writes itself after corpus prefixes, like a verifier: the text that a drafter is verified on."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,7 +14,7 @@ from transformers import PreTrainedModel
 
 from outrider.cloud.target import Target
 from outrider.cloud.text_writer import TextRequest, TextWriter
-from outrider.cloud.training.corpus import Documents, save_arrays
+from outrider.cloud.training.corpus import Documents, join_documents
 from outrider.cloud.training.report import Reporter
 from outrider.proto.types import Sampling
 
@@ -27,57 +22,16 @@ PAGE = 16  # positions a page of the KV cache
 
 
 @dataclass(frozen=True)
-class SelfText:
-    """Rows of one domain, end to end: prefix, then what the target wrote.
+class SelfText(Documents):
+    """Rows of one domain in place of documents: prefix, then what the target wrote.
 
     Attributes:
-        domain: name of the domain.
-        tokens: uint32 [total].
-        starts: int64 [rows + 1].
         prefix_lengths: int64 [rows].
         greedy: bool [rows]; True where the row was written at T = 0, False at T = 1.
     """
 
-    domain: str
-    tokens: np.ndarray
-    starts: np.ndarray
     prefix_lengths: np.ndarray
     greedy: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.prefix_lengths)
-
-    def row(self, index: int) -> np.ndarray:
-        """Return prefix and continuation, uint32 [length]."""
-        return self.tokens[self.starts[index] : self.starts[index + 1]]
-
-    @property
-    def written(self) -> int:
-        """Tokens that the target wrote, without the prefixes."""
-        return len(self.tokens) - int(self.prefix_lengths.sum())
-
-    def between(self, first: int, last: int) -> SelfText:
-        """Return rows `first` to `last - 1`."""
-        starts = self.starts[first : last + 1]
-        return SelfText(
-            self.domain,
-            self.tokens[starts[0] : starts[-1]],
-            starts - starts[0],
-            self.prefix_lengths[first:last],
-            self.greedy[first:last],
-        )
-
-    def save(self, path: Path) -> None:
-        """Write to `path`, whole or not at all."""
-        save_arrays(
-            path, tokens=self.tokens, starts=self.starts, prefix_lengths=self.prefix_lengths, greedy=self.greedy
-        )
-
-    @staticmethod
-    def load(domain: str, path: Path) -> SelfText:
-        """Read the file of `save`."""
-        with np.load(path, allow_pickle=False) as stored:
-            return SelfText(domain, stored["tokens"], stored["starts"], stored["prefix_lengths"], stored["greedy"])
 
 
 @dataclass(frozen=True)
@@ -167,14 +121,9 @@ def write_self_text(
         added = sum(len(row) for row in batch) - prefixes.size
         written += added
         report(added)
-    starts = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in rows], out=starts[1:])
+    joined = join_documents(documents.name, rows)
     return SelfText(
-        documents.name,
-        np.concatenate(rows).astype(np.uint32),
-        starts,
-        np.array(prefix_lengths, dtype=np.int64),
-        np.array(greedy),
+        joined.name, joined.tokens, joined.starts, np.array(prefix_lengths, dtype=np.int64), np.array(greedy)
     )
 
 
@@ -222,16 +171,10 @@ def continue_rows(
         )
         for prefix, greedy, seed in zip(prefixes, is_greedy, seeds, strict=True)
     ]
-    with verifying(model, len(prefixes) * (prefixes.shape[1] + new_tokens + PAGE)) as target:
-        texts = TextWriter(target, at_once=len(requests), eos_tokens={eos}).write(requests)
-    return [np.array(text.transcript, dtype=np.int64) for text in texts]
-
-
-@contextmanager
-def verifying(model: PreTrainedModel, kv_tokens: int) -> Iterator[Target]:
-    """Run the model like a verifier, with room for `kv_tokens` positions; afterwards it attends as before."""
     attention = model.config._attn_implementation
     try:
-        yield Target(model, "{}", kv_tokens=kv_tokens, page_size=PAGE)
+        target = Target(model, "{}", kv_tokens=len(requests) * (prefixes.shape[1] + new_tokens + PAGE), page_size=PAGE)
+        texts = TextWriter(target, at_once=len(requests), eos_tokens={eos}).write(requests)
     finally:
         model.set_attn_implementation(attention)
+    return [np.array(text.transcript, dtype=np.int64) for text in texts]

@@ -42,7 +42,8 @@ class DrafterShape(Settings):
 class Training(Settings):
     """The target that a drafter learns from, on which text, for how long.
 
-    `domain_weights` is the share of each domain in what is read; equal for all if empty.
+    `domain_weights` is the share of each domain in what is read; equal for all if empty. `matrix_lr` is Muon's, for the
+    layers' matrices; `other_lr` is AdamW's, for embedding and norms.
     """
 
     target: str = option(REQUIRED, "embedded name, folder, or hub name", metavar="NAME", check=no_empty_text)
@@ -66,6 +67,8 @@ class Training(Settings):
     positions_per_chunk: int = option(256, "full-vocabulary distributions that the loss holds", check=at_least(1))
     steps: int | None = option(None, "budget in steps", check=at_least(1))
     minutes: float | None = option(None, "budget in time; or", metavar="M", check=above(0))
+    matrix_lr: float = option(0.02, "peak learning rate of the drafter's matrices", check=above(0))
+    other_lr: float = option(3e-3, "peak learning rate of everything else", check=above(0))
     warm_up_steps: int = option(40, "steps over which the learning rates grow", check=at_least(0))
     clip: float = option(1.0, "largest norm of the whole gradient", check=above(0))
     held_out_tokens: int = option(8192, "tokens a domain kept to measure acceptance on", check=at_least(1))
@@ -103,15 +106,10 @@ class Training(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterTraining(Training):
-    """The distillation of a drafter from a target; `shape` is that of a new one.
-
-    `matrix_lr` is Muon's, for the layers' matrices; `other_lr` is AdamW's, for embedding and norms.
-    """
+    """The distillation of a drafter from a target; `shape` is that of a new one."""
 
     start: Path | None = option(None, "drafter to go on from; not set: a new one", metavar="DIR")
     shape: DrafterShape = DrafterShape()
-    matrix_lr: float = option(0.02, "learning rate of the layers' matrices", check=above(0))
-    other_lr: float = option(3e-3, "learning rate of everything else", check=above(0))
     decay_fraction: float = option(
         0.4, "last share of the budget, over which both fall linearly to zero", check=between(0, 1)
     )
@@ -119,7 +117,7 @@ class DrafterTraining(Training):
 
     def check_together(self) -> None:
         """Refuse settings that do not go together."""
-        Training.check_together(self)
+        super().check_together()
         if self.start is not None:
             _require_drafter(self.start, "start")
         if self.block > self.shape.context:
@@ -133,7 +131,6 @@ class Arm:
     """A way to train the drafter; all arms of a run learn from the same sequences.
 
     Attributes:
-        steered: whether it gets steering vectors.
         frozen: whether only projection and steering learn, and the drafter's own weights stay.
         place: "inside" the MLP (U c is added to the up projection) or "after" it (to what it adds to the stream).
         offset: age of the vector that a position gets: "likely" (1 to `max_age`, drawn for every position, each age as
@@ -161,11 +158,7 @@ ARMS: Mapping[str, Arm] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SteerTraining(Training):
-    """The training of a drafter that a target steers (SD²).
-
-    `matrix_lr` and `steering_lr` are Muon's peaks for the drafter's matrices and those of projection and steering,
-    `other_lr` is AdamW's peak for the rest. All fall to zero on a cosine.
-    """
+    """The training of a drafter that a target steers (SD²); all learning rates fall to zero on a cosine."""
 
     drafter: Path = option(REQUIRED, "what `train drafter` wrote", metavar="DIR")
     model: str = option("", "the target's id, by which edges ask for it", metavar="NAME")
@@ -187,13 +180,13 @@ class SteerTraining(Training):
     )
     max_age: int = option(8, "greatest age of a steering vector, in positions", check=at_least(1))
     unsteered: float = option(0.1, "share of the sequences without steering, so that the drafter stays good without")
-    matrix_lr: float = option(0.01, "peak learning rate of the drafter's matrices", check=above(0))
-    steering_lr: float = option(0.02, "peak learning rate of projection and steering", check=above(0))
-    other_lr: float = option(2e-3, "peak learning rate of everything else", check=above(0))
+    matrix_lr: float = 0.01
+    steering_lr: float = option(0.02, "Muon's peak learning rate of projection and steering", check=above(0))
+    other_lr: float = 2e-3
 
     def check_together(self) -> None:
         """Refuse settings that do not go together."""
-        Training.check_together(self)
+        super().check_together()
         _require_drafter(self.drafter, "drafter")
         for name in ("arms", "layers"):
             if len(set(getattr(self, name))) < len(getattr(self, name)):

@@ -56,6 +56,7 @@ class SteeredDrafter:
     """A drafter, its steering and the target's projection: what one arm trains."""
 
     def __init__(self, drafter: SmallLlama, projection: Projection, arm: Arm) -> None:
+        self.arm = arm
         self.drafter = drafter
         self.projection = projection.to(drafter.device)
         self.steering = Steering(drafter, projection.rank, arm.place).to(drafter.device)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from outrider.cloud.family_index import load_tokenizer
+from outrider.cloud.family_index import load_causal_lm, load_tokenizer
 from outrider.cloud.training.acceptance import Row
 from outrider.cloud.training.blocks import Source
 from outrider.cloud.training.corpus import Documents, load_domain, split_held_out
@@ -22,17 +22,11 @@ HELD_OUT_ROWS, HELD_OUT_NEW_TOKENS = 32, 128
 
 
 def load_target(config: Training) -> PreTrainedModel:
-    """Load the target, frozen: weights from safetensors only, no remote code."""
-    try:
-        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            config.target, dtype=getattr(torch, config.dtype), use_safetensors=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(
-            f"{config.target!r} is no causal language model with safetensors weights: {error}", field="target"
-        ) from error
-    target = target.eval().requires_grad_(False)
+    """Load the target, frozen."""
+    refusal = f"{config.target!r} is no causal language model with safetensors weights"
+    target = load_causal_lm(config.target, refusal, field="target", dtype=config.dtype)
     target.to(torch.device(config.device))  # type: ignore[arg-type]
+    target.eval().requires_grad_(False)
     return target
 
 
@@ -93,38 +87,37 @@ def _self_text(
     domains: int,
     frame: tuple[int, int],
     reporter: Reporter,
-) -> tuple[SelfText, SelfText]:
+) -> list[SelfText]:
     """Return text to train on, and text to measure on, which continues held-out documents."""
     longest = min(128, config.block // 2)
-    shortest = min(32, longest)
     plan = SelfTextPlan(
         config.self_text_tokens // domains,
         config.self_text_rows,
         config.self_text_new_tokens,
-        shortest,
+        min(32, longest),
         longest,
         config.self_text_greedy,
     )
-    few_rows = min(HELD_OUT_ROWS, config.self_text_rows)
-    short = min(HELD_OUT_NEW_TOKENS, config.self_text_new_tokens)
-    small = SelfTextPlan(1, few_rows, short, shortest, longest)
+    small = replace(
+        plan,
+        tokens=1,
+        rows=min(HELD_OUT_ROWS, plan.rows),
+        new_tokens=min(HELD_OUT_NEW_TOKENS, plan.new_tokens),
+        greedy=0.5,
+    )
     cache = config.output / "cache"
-    parts = [
+    return [
         stored_self_text(
             target, documents, part, cache=cache, frame=frame, seed=config.seed + offset, reporter=reporter
         )
         for offset, (documents, part) in enumerate([(training, plan), (held_out, small)])
     ]
-    return parts[0], parts[1]
 
 
 def held_out_rows(held_out: Documents, block: int, tokens: int) -> list[Row]:
     """Return blocks of the held-out documents, up to `tokens` tokens, but at least one row."""
-    pieces = [
-        document[first : first + block]
-        for document in map(held_out.__getitem__, range(len(held_out)))
-        for first in range(0, len(document), block)
-    ]
+    documents = (held_out[index] for index in range(len(held_out)))
+    pieces = [document[first : first + block] for document in documents for first in range(0, len(document), block)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     return [Row(piece) for piece in pieces[: max(1, tokens // block)]]
 
@@ -132,7 +125,7 @@ def held_out_rows(held_out: Documents, block: int, tokens: int) -> list[Row]:
 def self_text_rows(text: SelfText, *, greedy: bool) -> list[Row]:
     """Return the target's rows of T = 0, or of T = 1, with the prefix before each."""
     return [
-        Row(text.row(index), first=int(text.prefix_lengths[index]))
+        Row(text[index], first=int(text.prefix_lengths[index]))
         for index in range(len(text))
         if bool(text.greedy[index]) is greedy
     ]

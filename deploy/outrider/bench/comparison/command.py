@@ -22,9 +22,8 @@ from outrider.bench.drafters import find_packages, load_drafters
 from outrider.bench.environment import Environment, environment
 from outrider.bench.outputs import hand_out
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.projections import load_projections
 from outrider.cloud.steering import Projection
-from outrider.cloud.steering_vectors import SteeringVectors
+from outrider.cloud.steering_vectors import SteeringVectors, load_projections
 from outrider.cloud.target import Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.arguments import Given
