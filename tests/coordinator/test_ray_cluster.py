@@ -56,6 +56,9 @@ def fake_actor() -> type:
         async def tokenizer_json(self) -> str:
             return TOKENIZER_JSON
 
+        async def chat_template_json(self) -> str:
+            return ""
+
         async def drain(self, grace_s: float) -> int:
             self._state = "draining"
             return 3

@@ -209,7 +209,7 @@ def test_an_unreachable_fixed_verifier_is_down_and_the_log_says_why_once(
             await cluster.close()
 
     serve(scenario, ScriptedCluster())
-    assert caplog.text.count("cannot be spoken to: the server's certificate is by an authority") == 1
+    assert caplog.text.count("cannot be reached: the server's certificate is by an authority") == 1
 
 
 def test_a_fixed_verifier_that_speaks_tls_needs_the_file_of_its_authority() -> None:

@@ -1,8 +1,7 @@
-"""API keys and their limits, as far as a coordinator sees their use.
+"""API keys and their limits, as a coordinator counts their use.
 
-A coordinator sees the leases that it grants and the reports that edges send when their texts end. It counts a session
-from its lease until its report, or until its lease expires, and tokens as reported. An edge that reports too few is
-not caught here: verifiers count the tokens of each key themselves, and end its sessions once they are spent.
+A session counts from its lease until its report, or until its lease expires; tokens count as reported. Verifiers count
+the tokens of each key too, which catches an edge that reports too few.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Caller:
     """The origin of a call.
 
     Attributes:
-        key: API key; None: the coordinator has none.
-        local: whether it comes from this machine.
+        key: API key; None: the coordinator asks for none.
+        local: whether the call comes from this machine.
     """
 
     key: Key | None = None
@@ -43,7 +42,7 @@ class Admission:
 
     Args:
         keys: API keys that callers must have; None: anybody may call.
-        remote_drain: whether other machines may drain verifiers where there are no keys.
+        remote_drain: whether other machines may drain verifiers if there are no keys.
         clock: monotonic time in seconds.
     """
 
@@ -57,7 +56,7 @@ class Admission:
         self._running: dict[tuple[str, str], _Running] = {}  # by key and session
 
     def identify(self, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> Caller:
-        """Return who calls with this metadata from `peer`, as gRPC names it; raises `Unauthenticated`."""
+        """Return the caller with this metadata from `peer`, in gRPC's notation; raises `Unauthenticated`."""
         local = is_local_peer(peer)
         if self._keys is None:
             return Caller(None, local)
@@ -83,7 +82,7 @@ class Admission:
             )
 
     def grant(self, caller: Caller, session: str, lease_seconds: float) -> None:
-        """Count a session that gets a lease; a session that is counted already counts once.
+        """Count a session that gets a lease, once however many leases it gets.
 
         Raises:
             ResourceExhausted: the key's sessions or tokens are used up; has `retry_after_s`.
@@ -97,7 +96,7 @@ class Admission:
             before.ticket.close()
         ticket = self._limits.admit(key, now_s)
         if key.max_sessions is None:
-            ticket.close()  # nothing to count, and nothing to remember
+            ticket.close()  # nothing to count
             return
         self._running[key.name, session] = _Running(ticket, now_s + lease_seconds)
 

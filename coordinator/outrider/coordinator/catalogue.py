@@ -1,4 +1,4 @@
-"""The drafters that the fleet offers, and their files by hash."""
+"""The drafters that a fleet offers, and their files by hash."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """The result of one scan of the folders; replaced as a whole, so that readers need no lock."""
+    """One scan of the folders; replaced as a whole, so that readers need no lock."""
 
     manifests: tuple[DrafterManifest, ...] = ()
     content_by_sha256: Mapping[str, Content] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class _Scan:
 class Catalogue:
     """Drafter packages below some folders, tokenizers and chat templates.
 
-    `rescan` may run in any thread, everything else belongs to one event loop.
+    `rescan` may run in any thread; all other methods belong to one event loop.
     """
 
     def __init__(self, folders: tuple[Path, ...] = ()) -> None:
@@ -45,7 +45,7 @@ class Catalogue:
         self._scanning = threading.Lock()
         self._looked: dict[Path, tuple[tuple[tuple[str, Stamp], ...], Package | OutriderError]] = {}
         self._tokenizers: dict[str, RemoteFile] = {}
-        self._tokenizer_content: dict[str, Content] = {}
+        self._kept: dict[str, MemoryContent] = {}  # by hash: tokenizers and chat templates
         self._chat_templates: dict[str, RemoteFile | None] = {}
         self._changed = asyncio.Event()
         self._closed = False
@@ -69,49 +69,41 @@ class Catalogue:
         return self._tokenizers.get(tokenizer_sha256)
 
     def add_tokenizer(self, tokenizer_json: str) -> RemoteFile:
-        """Serve the text of a `tokenizer.json`; raises `ConfigError` when it is none."""
+        """Serve the text of a `tokenizer.json`; raises `ConfigError` if it is something else."""
         try:
             identity = tokenizer_hash(tokenizer_json)
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"is not a tokenizer.json: {error}", field="tokenizer") from error
-        data = tokenizer_json.encode()
-        file = RemoteFile("tokenizer.json", hashlib.sha256(data).hexdigest(), len(data))
-        self._tokenizer_content[file.sha256] = MemoryContent(data)
-        self._tokenizers[identity] = file
+        file = self._tokenizers[identity] = self._keep("tokenizer.json", tokenizer_json)
         return file
 
     def chat_template(self, model: str) -> RemoteFile | None:
-        """Return the file of the model's chat template; None: it has none, or it is not known yet."""
+        """Return the file of a model's chat template; None: it has none, or none was added yet."""
         return self._chat_templates.get(model)
 
     def knows_chat_template(self, model: str) -> bool:
-        """Return whether the chat template of the model was added, even an empty one."""
+        """Return whether a chat template of the model was added, even an empty one."""
         return model in self._chat_templates
 
     def add_chat_template(self, model: str, template_json: str) -> None:
         """Serve the chat template of a model; empty: it has none."""
-        self._chat_templates[model] = None
-        if template_json:
-            data = template_json.encode()
-            file = RemoteFile("chat_template.json", hashlib.sha256(data).hexdigest(), len(data))
-            self._tokenizer_content[file.sha256] = MemoryContent(data)
-            self._chat_templates[model] = file
+        self._chat_templates[model] = self._keep("chat_template.json", template_json) if template_json else None
 
     def open(self, sha256: str, offset: int) -> BinaryIO:
         """Return a reader of the content with this hash, `offset` bytes in.
 
         Raises:
-            InvalidArgument: not a hash, or an offset behind the end.
-            NotFound: nothing served has this hash.
+            InvalidArgument: this is no hash, or the offset is beyond the end.
+            NotFound: no content has this hash.
             DataLoss: the file was touched since it was checked.
         """
         if not _SHA256.fullmatch(sha256):
             raise InvalidArgument("must be 64 hexadecimal digits", field="fetch.sha256")
-        content = self._scan.content_by_sha256.get(sha256) or self._tokenizer_content.get(sha256)
+        content = self._scan.content_by_sha256.get(sha256) or self._kept.get(sha256)
         if content is None:
             raise NotFound("no file with this hash is served; list the drafters again", field="fetch.sha256")
         if offset > content.size:
-            raise InvalidArgument(f"{offset} is behind the end at {content.size}", field="fetch.offset")
+            raise InvalidArgument(f"{offset} is beyond the end at {content.size}", field="fetch.offset")
         reader = content.open()
         reader.seek(offset)
         return reader
@@ -119,14 +111,13 @@ class Catalogue:
     def rescan(self) -> bool:
         """Scan the folders again, hashing only packages that were touched, and return whether the drafters changed."""
         with self._scanning:
-            before = self._scan
-            looked = {folder: self._look(folder) for folder in self._package_folders()}
-            self._looked = looked
-            self._scan = _collect({folder: outcome for folder, (_, outcome) in looked.items()})
-            return self._scan.manifests != before.manifests
+            before = self.manifests
+            self._looked = {folder: self._look(folder) for folder in self._package_folders()}
+            self._scan = _collect({folder: outcome for folder, (_, outcome) in self._looked.items()})
+            return self.manifests != before
 
     async def refresh(self) -> bool:
-        """Run `rescan` in a thread, wake all who wait for a change, and return whether there was one."""
+        """Run `rescan` in a thread, and return whether the drafters changed."""
         changed = await asyncio.to_thread(self.rescan)
         if changed:
             self._wake()
@@ -139,9 +130,15 @@ class Catalogue:
         return not self._closed
 
     def close(self) -> None:
-        """Wake all who wait for a change; there will be none."""
+        """End all waiting for changes."""
         self._closed = True
         self._wake()
+
+    def _keep(self, name: str, text: str) -> RemoteFile:
+        data = text.encode()
+        file = RemoteFile(name, hashlib.sha256(data).hexdigest(), len(data))
+        self._kept[file.sha256] = MemoryContent(data)
+        return file
 
     def _wake(self) -> None:
         woken, self._changed = self._changed, asyncio.Event()
@@ -212,6 +209,6 @@ def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
         try:
             stamps.append((name, stamp((folder / name).stat())))
         except FileNotFoundError:
-            # Gone since the listing, or a dangling link: the next look will see it differently.
+            # Gone since the listing, or a dangling link; the next scan sees another stamp.
             stamps.append((name, (-1, 0, 0, 0)))
     return tuple(stamps)

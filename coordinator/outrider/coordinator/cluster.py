@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, get_type_hints
 
 import grpc
 import grpc.aio
@@ -33,30 +33,19 @@ class VerifierState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class VerifierInfo:
-    """The state of one verifier at one moment.
+class VerifierInfo(VerifierStatus):
+    """The state of one verifier at one moment; the model is empty until it answers for the first time.
 
     Attributes:
-        model: its target; empty while it has never answered.
-        step_s: smoothed time of a target step, in seconds.
-        tls: whether it speaks TLS.
+        tokenizer_sha256: identity of the target's tokenizer.
+        tls: whether the verifier speaks TLS.
         tls_name: name in its certificate; empty: the host of `address`.
     """
 
-    name: str
-    address: str
-    model: str
-    tokenizer_sha256: str
     state: VerifierState
-    sessions: int = 0
-    max_sessions: int = 64
-    step_s: float = 0.0
-    restarts: int = 0
-    kv_pages_free: int = 0
+    tokenizer_sha256: str = field(kw_only=True)
     tls: bool = False
     tls_name: str = ""
-    release: str = ""
-    kv_pages: int = 0
 
     @classmethod
     def from_report(cls, report: Mapping[str, Any]) -> Self:
@@ -65,78 +54,48 @@ class VerifierInfo:
         Raises:
             InvalidArgument: a field is missing or cannot be read.
         """
+        kinds = get_type_hints(cls)
         try:
-            return cls(
-                name=str(report["name"]),
-                address=str(report["address"]),
-                model=str(report["model"]),
-                tokenizer_sha256=str(report["tokenizer_sha256"]),
-                state=VerifierState(report["state"]),
-                sessions=int(report["sessions"]),
-                max_sessions=int(report["max_sessions"]),
-                step_s=float(report["step_s"]),
-                kv_pages_free=int(report["kv_pages_free"]),
-                tls=bool(report.get("tls", False)),
-                tls_name=str(report.get("tls_name", "")),
-                release=str(report.get("release", "")),
-                kv_pages=int(report.get("kv_pages", 0)),
-            )
-        except (KeyError, ValueError, TypeError) as error:
+            return cls(**{name: kinds[name](value) for name, value in report.items() if name in kinds})
+        except (ValueError, TypeError) as error:
             raise InvalidArgument(f"cannot be read: {error!r}", field="verifier.info") from error
 
     def down(self) -> VerifierInfo:
-        """Return this verifier as it is while it does not answer."""
+        """Return this verifier in the state that it has while it does not answer."""
         return replace(self, state=VerifierState.DOWN, sessions=0, kv_pages_free=0)
 
     def status(self) -> VerifierStatus:
-        """Return what operators and edges see."""
-        return VerifierStatus(
-            name=self.name,
-            address="" if self.state is VerifierState.DOWN else self.address,
-            model=self.model,
-            state=self.state.value,
-            sessions=self.sessions,
-            step_s=self.step_s,
-            restarts=self.restarts,
-            kv_pages_free=self.kv_pages_free,
-            release=self.release,
-            max_sessions=self.max_sessions,
-            kv_pages=self.kv_pages,
-        )
+        """Return the view of operators and edges, which hides the address of a verifier that is down."""
+        return replace(self, address="") if self.state is VerifierState.DOWN else self
 
 
 class Cluster(Protocol):
-    """A fleet of verifiers; every method may raise `Unavailable` when the fleet itself does not answer."""
+    """A fleet of verifiers; every method may raise `Unavailable` if the fleet itself does not answer."""
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
-        """Return all verifiers as they are now, sorted by name; those that do not answer are `down`."""
-        ...
+        """Return the present state of all verifiers, sorted by name; those that do not answer are `down`."""
 
     async def drain(self, name: str) -> int:
-        """Ask the sessions of verifier `name` to move, admit no more, and return how many there were.
+        """Ask the sessions of verifier `name` to move, admit no more, and return their number.
 
         Raises:
             NotFound: there is no such verifier.
         """
-        ...
 
     async def tokenizer_json(self, name: str) -> str:
         """Return the text of `tokenizer.json` of the target at verifier `name`; raises `NotFound`."""
-        ...
 
     async def chat_template_json(self, name: str) -> str:
         """Return the chat template of that target, a JSON object; empty: it has none. Raises `NotFound`."""
-        ...
 
     async def close(self) -> None:
         """Close connections; the verifiers go on."""
-        ...
 
 
 class StaticCluster:
     """Verifiers at fixed addresses, probed by the standard gRPC health service.
 
-    Sessions and step time, which health does not report, stay 0; granted leases spread the load.
+    Sessions and step time, which the health service does not report, stay 0; granted leases spread the load.
     """
 
     def __init__(
@@ -168,7 +127,7 @@ class StaticCluster:
         self._trouble: dict[str, str] = {}
 
     async def refresh(self) -> tuple[VerifierInfo, ...]:
-        """Probe all verifiers at once, and count a restart of each that is ready after it was down."""
+        """Probe all verifiers at once, and count a restart of each one that is ready again after it was down."""
         names = sorted(self._verifiers)
         states = await asyncio.gather(*(self._probe(name) for name in names))
         for name, state in zip(names, states, strict=True):
@@ -176,7 +135,7 @@ class StaticCluster:
         return tuple(self._infos[name] for name in names)
 
     async def drain(self, name: str) -> int:
-        """Give the verifier no more leases until it restarts; its sessions go on, so that 0 are asked to move."""
+        """Give the verifier no more leases until it restarts, and return 0, since its sessions stay."""
         self._require(name)
         self._draining.add(name)
         return 0
@@ -214,7 +173,7 @@ class StaticCluster:
 
     async def _probe(self, name: str) -> VerifierState:
         if name not in self._channels:
-            # A local subchannel pool, and a short backoff: a verifier that came back must be seen at the next poll.
+            # A local subchannel pool and a short backoff show a verifier that came back at the next poll.
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 1000)]
             verifier = self._verifiers[name]
             credentials = self._credentials.current() if verifier.tls and self._credentials is not None else None
@@ -239,7 +198,7 @@ class StaticCluster:
         details = error.details() or ""
         trouble = explain(details) if self._verifiers[name].tls or "handshake" in details else ""
         if trouble and trouble != self._trouble.get(name):
-            logger.warning("verifier %s cannot be spoken to: %s", name, trouble)
+            logger.warning("verifier %s cannot be reached: %s", name, trouble)
         else:
             logger.debug("verifier %s does not answer: %s", name, error.code().name)
         self._trouble[name] = trouble

@@ -1,8 +1,8 @@
 """The hit rate of each drafter over the texts of all edges, by drafter version, kind of prompt and kind of link.
 
-Only sums are kept, without session or edge, and they fade. Priors change how soon a text appears and never the text, so
-a false report can make others slower for a while and nothing else. Its effect is bounded: a report weighs at most
-`REPORT_COMPARED` tokens, in a cell that holds the weight of some `HALF_LIFE / ln 2` tokens once it is full.
+Only sums are kept, without session or edge, and they fade. Priors change the speed of a text and never the text, so a
+false report can only slow others down for a while: it weighs at most `REPORT_COMPARED` tokens, in a cell that holds the
+weight of some `HALF_LIFE / ln 2` tokens once it is full.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from outrider.proto.types import (
     SessionReport,
 )
 
-REPORT_COMPARED = 256  # tokens of one text that count for one drafter, at most
+REPORT_COMPARED = 256  # limit of the tokens of one text that count for one drafter
 HALF_LIFE = 8192.0  # compared tokens after which older ones of the same cell weigh half
-BROADER_TRIALS = 64.0  # that other links, and other kinds of prompt, weigh in an answer at most
-MAX_DRAFTERS = 64  # of all models; the one least recently reported goes
-MAX_UNSERVED = 8  # of one model, of versions that are not in the catalogue; the one least established goes
+BROADER_TRIALS = 64.0  # limit of the weight of other links, and of other kinds of prompt, in an answer
+MAX_DRAFTERS = 64  # over all models; the one least recently reported goes
+MAX_UNSERVED = 8  # drafters of one model that are not in the catalogue; the one with fewest trials goes
 MAX_SHOWN = 256
 
 Drafter = tuple[str, str]  # name, version
 _Identity = tuple[str, str, str]  # model, name, version
-_Class = tuple[int, int]  # of prompt, of link
-CellRow = tuple[str, str, str, int, int, float, float]  # identity, class, hits, trials: as it is saved
+_Class = tuple[int, int]  # kinds of prompt and of link
+CellRow = tuple[str, str, str, int, int, float, float]  # identity, class, hits, trials
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Tokens that were tried and those of them that hit; faded, hence not whole numbers."""
+    """Numbers of tokens that were tried and that hit; not whole, since they fade."""
 
     hits: float = 0.0
     trials: float = 0.0
@@ -52,15 +52,15 @@ class Hits:
         return Hits(self.hits + other.hits, self.trials + other.trials)
 
     def times(self, weight: float) -> Hits:
-        """Return these with `weight` in place of 1."""
+        """Return the hits and trials times `weight`."""
         return Hits(weight * self.hits, weight * self.trials)
 
     def limited(self, max_trials: float) -> Hits:
-        """Return these with the weight of `max_trials` at most."""
+        """Return the same rate with at most `max_trials` trials."""
         return self.times(max_trials / self.trials) if self.trials > max_trials else self
 
     def backed_by(self, broader: Hits) -> Hits:
-        """Return these with a few trials at the rate of `broader`, which decide while there are few of their own."""
+        """Return the sum with a few trials at the rate of `broader`, which decide while there are few others."""
         weight = min(BROADER_TRIALS, broader.trials)
         return self.plus(Hits(weight * broader.rate, weight))
 
@@ -72,7 +72,6 @@ class _Cells:
     of: dict[_Class, Hits] = field(default_factory=dict)
 
     def add(self, which: _Class, text: Hits) -> None:
-        """Count a text, in part where it is long, and fade the earlier ones."""
         text = text.limited(REPORT_COMPARED)
         fade = 0.5 ** (text.trials / HALF_LIFE)
         self.of[which] = self.of.get(which, Hits()).times(fade).plus(text)
@@ -101,12 +100,7 @@ class FleetAcceptance:
         self._drafters: OrderedDict[_Identity, _Cells] = OrderedDict()  # most recently reported last
 
     def add(self, report: SessionReport, served: Collection[Drafter]) -> None:
-        """Count a text.
-
-        Args:
-            report: checked report of the text.
-            served: drafters of the catalogue; of others, such as an edge's own, only a few are kept.
-        """
+        """Count a checked report; only a few drafters are kept beside those `served` by the catalogue."""
         which = (report.prompt_class, report.link_class)
         for name, version, hits in _by_drafter(report.drafter_hits):
             identity = (report.model, name, version)
@@ -118,7 +112,7 @@ class FleetAcceptance:
             self._drafters.popitem(last=False)
 
     def prior(self, model: str, prompt_class: int, link_class: int) -> tuple[DrafterPrior, ...]:
-        """Return what to expect of the drafters of `model`, those with most trials first; class 0: any.
+        """Return the expected hit rates of the drafters of `model`, most trials first; class 0: any.
 
         A class with few trials is backed by other links with the same kind of prompt, and these by all prompts; either
         counts as `BROADER_TRIALS` trials at most.
@@ -132,7 +126,7 @@ class FleetAcceptance:
 
     @property
     def shown(self) -> tuple[ClassAcceptance, ...]:
-        """The hits by drafter and class, those with most trials first."""
+        """Hits by drafter and class, most trials first."""
         cells = [
             ClassAcceptance(identity[0], *which, _prior_of(identity, hits))
             for identity, cells in self._drafters.items()
@@ -141,7 +135,7 @@ class FleetAcceptance:
         return tuple(sorted(cells, key=lambda cell: -cell.prior.trials)[:MAX_SHOWN])
 
     def rows(self) -> list[CellRow]:
-        """Return all hits as rows to be saved."""
+        """Return all hits as rows to save."""
         return [
             (*identity, *which, hits.hits, hits.trials)
             for identity, cells in self._drafters.items()
@@ -149,7 +143,7 @@ class FleetAcceptance:
         ]
 
     def take_over(self, rows: Iterable[CellRow]) -> None:
-        """Begin with saved rows; raises `ValueError` or `TypeError` where they are something else."""
+        """Begin with saved rows; raises `ValueError` or `TypeError` if they are malformed."""
         drafters: OrderedDict[_Identity, _Cells] = OrderedDict()
         for model, name, version, prompt_class, link_class, hits, trials in rows:
             right = 0 <= prompt_class < PROMPT_CLASSES and 0 <= link_class < LINK_CLASSES and 0 <= hits <= trials
@@ -160,14 +154,14 @@ class FleetAcceptance:
         self._drafters = OrderedDict(list(drafters.items())[-MAX_DRAFTERS:])
 
     def _make_room(self, model: str, served: Collection[Drafter]) -> None:
-        """Drop the least known drafter that is not served, if they are many: invented ones push out each other."""
+        """Drop an unserved drafter if there are too many, so that invented ones push out each other."""
         unserved = [one for one in self._drafters if one[0] == model and one[1:] not in served]
         if len(unserved) >= MAX_UNSERVED:
             del self._drafters[min(unserved, key=lambda identity: self._drafters[identity].trials)]
 
 
 def _by_drafter(reported: Iterable[DrafterHits]) -> Iterator[tuple[str, str, Hits]]:
-    """Yield one entry for each drafter, even where a report of the one text names it twice."""
+    """Yield one entry for each drafter, even if the report names it twice."""
     found: defaultdict[Drafter, Hits] = defaultdict(Hits)
     for each in reported:
         drafter = (each.drafter, each.drafter_version)

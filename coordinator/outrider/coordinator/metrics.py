@@ -1,4 +1,4 @@
-"""A coordinator's metrics for Prometheus: counted by its service and its relay, or read from them at a scrape."""
+"""A coordinator's metrics for Prometheus, counted by its service and its relay or read from them at a scrape."""
 
 from __future__ import annotations
 
@@ -13,37 +13,39 @@ from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.proto.errors import OutriderError
 from outrider.proto.types import RelayStatus, SessionReport
 
-MAX_MODELS = 64  # told apart in reports, which come from strangers; what comes after them is counted as `other`
+MAX_MODELS = 64  # labels for models in reports, which come from strangers; further ones count as `other`
 FORWARD_BOUNDS_S = (
     *(25e-6, 50e-6, 75e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 750e-6),
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0),
 )
 _MODEL = ("model_name",)
-_VERIFIER = ("model_name", "verifier")
+_FLEET: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[VerifierInfo], float]], ...] = (
+    (GaugeMetricFamily, "up", "1 if a verifier takes sessions.", lambda v: v.state is VerifierState.READY),
+    (GaugeMetricFamily, "sessions", "Sessions that a verifier reports.", lambda v: v.sessions),
+    (GaugeMetricFamily, "step_seconds", "Smoothed target step of a verifier.", lambda v: v.step_s),
+    (GaugeMetricFamily, "kv_pages_free", "KV pages that no session holds.", lambda v: v.kv_pages_free),
+    (CounterMetricFamily, "restarts", "Restarts of a verifier.", lambda v: v.restarts),
+)
 _REPORTED = {  # by field of a report
-    "committed_tokens": "Tokens committed in them.",
-    "accepted_tokens": "Drafts accepted in them.",
-    "drafted_tokens": "Tokens drafted in them.",
-    "verified_tokens": "Drafts verified in them.",
-    "steps": "Target steps taken in them.",
-    "resumes": "Streams lost and opened again in them.",
-    "uplink_bytes": "Bytes that edges sent in them.",
-    "downlink_bytes": "Bytes that edges received.",
-    "seconds": "Seconds from request to end of them.",
+    "committed_tokens": "Tokens committed in reported sessions.",
+    "accepted_tokens": "Drafts accepted in reported sessions.",
+    "drafted_tokens": "Tokens drafted in reported sessions.",
+    "verified_tokens": "Drafts verified in reported sessions.",
+    "steps": "Target steps of reported sessions.",
+    "resumes": "Streams lost and opened again in reported sessions.",
+    "uplink_bytes": "Bytes that edges sent in reported sessions.",
+    "downlink_bytes": "Bytes that edges received in reported sessions.",
+    "seconds": "Seconds from request to end, summed over reported sessions.",
 }
 
 
 class CoordinatorMetrics:
-    """Metrics of one coordinator: leases by outcome, and what finished sessions reported.
-
-    Attributes:
-        registry: of this coordinator alone.
-    """
+    """Leases by outcome and reports of finished sessions, in a registry of this coordinator alone."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._granted = self._counter("leases_granted", "Leases given out.", _MODEL)
-        self._refused = self._counter("leases_refused", "Leases asked for in vain, by error.", ("error",))
+        self._granted = self._counter("leases_granted", "Leases granted.", _MODEL)
+        self._refused = self._counter("leases_refused", "Leases refused, by error.", ("error",))
         self._refused_calls = self._counter("refused_calls", "Calls answered with an error.", ("error",))
         self._sessions = self._counter("reported_sessions", "Finished sessions reported by edges.", _MODEL)
         self._reported = {
@@ -52,11 +54,11 @@ class CoordinatorMetrics:
         self._models: set[str] = set()
 
     def grant(self, model: str) -> None:
-        """Count a lease that was given out."""
+        """Count a lease that was granted."""
         self._granted.labels(model).inc()
 
     def refuse(self, error: OutriderError) -> None:
-        """Count a lease that was asked for in vain."""
+        """Count a lease that was refused."""
         self._refused.labels(type(error).__name__).inc()
 
     def refuse_call(self, error: OutriderError) -> None:
@@ -78,11 +80,11 @@ class CoordinatorMetrics:
 
 
 class FleetMetrics(Collector):
-    """The fleet as it is, read when somebody asks.
+    """The present state of the fleet, read at each scrape.
 
     Args:
-        verifiers: those known now.
-        drafters: how many drafter packages are served now.
+        verifiers: returns the known verifiers.
+        drafters: returns the number of drafter packages served.
     """
 
     def __init__(self, verifiers: Callable[[], tuple[VerifierInfo, ...]], drafters: Callable[[], int]) -> None:
@@ -90,46 +92,31 @@ class FleetMetrics(Collector):
         self._drafters = drafters
 
     def describe(self) -> Iterator[Metric]:
-        """Name the metrics, without values."""
-        states, of_verifiers, drafters = self._families()
-        return iter((states, *of_verifiers, drafters))
+        """Return the metrics, which the registry asks for their names."""
+        return self.collect()
 
     def collect(self) -> Iterator[Metric]:
-        """Show the metrics as they are now."""
-        states, of_verifiers, drafters = self._families()
-        verifiers = self._verifiers()
+        """Return the metrics with their present values."""
+        prefix, verifiers = "outrider:coordinator_verifier", self._verifiers()
+        states = GaugeMetricFamily(f"{prefix}s", "Verifiers by state (ready, draining, down).", labels=("state",))
         for state in VerifierState:
             states.add_metric((state.value,), sum(verifier.state is state for verifier in verifiers))
-        for verifier in verifiers:
-            up = float(verifier.state is VerifierState.READY)
-            values = (up, verifier.sessions, verifier.step_s, verifier.kv_pages_free, verifier.restarts)
-            for family, value in zip(of_verifiers, values, strict=True):
-                family.add_metric((verifier.model, verifier.name), value)
-        drafters.add_metric((), self._drafters())
-        yield from (states, *of_verifiers, drafters)
-
-    @staticmethod
-    def _families() -> tuple[GaugeMetricFamily, tuple[GaugeMetricFamily | CounterMetricFamily, ...], GaugeMetricFamily]:
-        prefix = "outrider:coordinator_verifier"
-        states = GaugeMetricFamily(f"{prefix}s", "Verifiers by state (ready, draining, down).", labels=("state",))
-        of_verifiers = (
-            GaugeMetricFamily(f"{prefix}_up", "1 where a verifier takes sessions.", labels=_VERIFIER),
-            GaugeMetricFamily(f"{prefix}_sessions", "Sessions that a verifier reports.", labels=_VERIFIER),
-            GaugeMetricFamily(f"{prefix}_step_seconds", "Smoothed target step of a verifier.", labels=_VERIFIER),
-            GaugeMetricFamily(f"{prefix}_kv_pages_free", "KV pages that no session holds.", labels=_VERIFIER),
-            CounterMetricFamily(f"{prefix}_restarts", "Restarts seen of a verifier.", labels=_VERIFIER),
-        )
-        drafters = GaugeMetricFamily("outrider:coordinator_drafters", "Drafter packages served.", labels=())
-        return states, of_verifiers, drafters
+        yield states
+        for kind, name, meaning, value in _FLEET:
+            family = kind(f"{prefix}_{name}", meaning, labels=("model_name", "verifier"))
+            for verifier in verifiers:
+                family.add_metric((verifier.model, verifier.name), value(verifier))
+            yield family
+        yield GaugeMetricFamily("outrider:coordinator_drafters", "Drafter packages served.", value=self._drafters())
 
 
 class RelayMetrics:
-    """Counts of one relay since it began. One event loop writes; any thread may read.
+    """Counters of one relay. One event loop writes; any thread may read.
 
-    A frame's seconds are from having it to having passed it on; a receiver that reads slowly shows there.
+    The seconds of a frame count from its receipt until it is passed on, so that they show a slow receiver.
 
     Attributes:
-        streams: being relayed now.
+        streams: number of streams being relayed.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -138,7 +125,7 @@ class RelayMetrics:
         streams.set_function(lambda: self.streams)
         self.opened = Counter("outrider:relay_streams_opened", "Decoding streams relayed.", registry=registry)
         self.refused = Counter(
-            "outrider:relay_streams_refused", "Decoding streams not relayed: no lease, or full.", registry=registry
+            "outrider:relay_streams_refused", "Decoding streams refused: no lease, or full.", registry=registry
         )
         self.broken = Counter(
             "outrider:relay_streams_broken", "Relayed streams that lost their verifier.", registry=registry
@@ -153,7 +140,7 @@ class RelayMetrics:
         self._bytes_up, self._bytes_down = sizes.labels("up"), sizes.labels("down")
         self._forward = Histogram(
             "outrider:relay_forward_seconds",
-            "Latency that the relay adds to a frame: from having it to having passed it on.",
+            "Latency that the relay adds to a frame, from its receipt until it is passed on.",
             registry=registry,
             buckets=FORWARD_BOUNDS_S,
         )
@@ -189,7 +176,7 @@ def _total(counter: Counter) -> int:
 
 
 def _quantile(histogram: Histogram, share: float) -> float:
-    """Return the bound of the bucket that holds the quantile; the last finite one beyond it, 0 without values."""
+    """Return the upper bound of the quantile's bucket; the last finite bound beyond it, 0 without values."""
     (family,) = histogram.collect()
     below = {float(sample.labels["le"]): sample.value for sample in family.samples if sample.name.endswith("_bucket")}
     count = max(below.values())

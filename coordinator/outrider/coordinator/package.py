@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
@@ -25,24 +25,11 @@ Stamp = tuple[int, int, int, int]
 
 
 def stamp(status: os.stat_result) -> Stamp:
-    """Return size, times of change in ns and inode, which differ once a file was written to or replaced.
+    """Return size, times of change in ns and inode, which change when a file is written to or replaced.
 
-    Writes within one tick of the file system's clock (ms) can go unseen; an edge that fetches checks the hash too.
+    Writes within one tick of the file system's clock (ms) can go unseen; an edge checks the hash of what it fetches.
     """
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
-
-
-class Content(Protocol):
-    """Bytes that can be served."""
-
-    @property
-    def size(self) -> int:
-        """Length in bytes."""
-        ...
-
-    def open(self) -> BinaryIO:
-        """Return a fresh reader at the start; raises `DataLoss` when the bytes are no longer those checked."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +45,7 @@ class StoredContent:
         return self.stamp[0]
 
     def open(self) -> BinaryIO:
-        """Return a fresh reader at the start; raises `DataLoss` when the file was touched since it was checked."""
+        """Return a fresh reader at the start; raises `DataLoss` if the file was touched since it was checked."""
         try:
             reader = self.path.open("rb")
         except OSError as error:
@@ -71,7 +58,7 @@ class StoredContent:
 
 @dataclass(frozen=True, slots=True)
 class MemoryContent:
-    """Bytes that are in no file."""
+    """Bytes in memory."""
 
     data: bytes
 
@@ -83,6 +70,9 @@ class MemoryContent:
     def open(self) -> BinaryIO:
         """Return a fresh reader at the start."""
         return BytesIO(self.data)
+
+
+Content = StoredContent | MemoryContent
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +87,8 @@ def load_package(folder: Path) -> Package:
     """Read and check the package in `folder`.
 
     Raises:
-        ConfigError: the manifest cannot be read or says something impossible; `field` names the file.
-        DataLoss: a file is missing or is not what the manifest promises; `field` names the file.
+        ConfigError: the manifest cannot be read or is invalid; `field` names the file.
+        DataLoss: a file is missing or differs from the manifest; `field` names the file.
     """
     manifest_path = folder / MANIFEST
     raw, manifest_stamp = _read_manifest(manifest_path)
@@ -160,7 +150,7 @@ def _listed_files(parsed: Any) -> tuple[RemoteFile, ...]:
 
 
 def _path_of(file: RemoteFile, folder: Path, manifest: DrafterManifest) -> Path:
-    """Return where the file lies: in the folder, but for a tokenizer that ships with Outrider."""
+    """Return the path of a file in the folder, or of a tokenizer that ships with Outrider."""
     own = folder / file.name
     if file.name == TOKENIZER_FILE and not own.exists():
         return shipped_tokenizer(manifest.tokenizer_sha256) or own

@@ -1,4 +1,4 @@
-"""The choice of a verifier for a session: a pure function of what is known about the fleet."""
+"""The choice of a verifier for a session, as a pure function of the fleet's state."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def place(
         verifiers: the fleet.
         model: target; empty: the first that is served.
         tokenizer_sha256: tokenizer of the edge; empty: it has none yet.
-        avoid: names of verifiers to choose only when no other is left.
-        pending: by name of verifier, leases that were granted and are not yet reported as sessions.
+        avoid: names of verifiers to choose only if no other has room.
+        pending: numbers of granted leases not yet reported as sessions, by verifier.
 
     Raises:
         NotFound: no verifier serves the model.
         TokenizerMismatch: its target has another tokenizer.
-        Unavailable: those that serve it are all down or draining; has `retry_after_s`.
-        ResourceExhausted: those that are ready are all full; has `retry_after_s`.
+        Unavailable: the verifiers that serve it are all down or draining; has `retry_after_s`.
+        ResourceExhausted: the ready verifiers are all full; has `retry_after_s`.
     """
     waiting = pending or {}
     serving = _with_tokenizer(_with_model(verifiers, model), tokenizer_sha256)
@@ -56,7 +56,7 @@ def _with_model(verifiers: Sequence[VerifierInfo], model: str) -> list[VerifierI
     serving = [v for v in known if v.model == wanted]
     if serving:
         return serving
-    # A verifier that never answered may be the one that serves it: that is no reason to give up for good.
+    # A verifier that never answered may serve it, so that a retry may succeed.
     if not known or len(known) < len(verifiers):
         raise Unavailable(f"no verifier of {wanted or 'any model'!r} has come up yet", retry_after_s=RETRY_WHEN_DOWN_S)
     models = ", ".join(sorted({v.model for v in known}))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -43,7 +43,7 @@ def connect_ray(address: str) -> None:
 
 
 def verifier_names(namespace: str = NAMESPACE) -> tuple[str, ...]:
-    """Return the sorted names of the verifiers in the joined cluster, also of those that load or restart.
+    """Return the sorted names of the verifiers in the joined cluster, including those that load or restart.
 
     Raises:
         Unavailable: Ray does not answer.
@@ -65,8 +65,8 @@ class RayCluster:
         namespace: Ray namespace of the actors.
         info_timeout_s: seconds that a poll waits for all actors together; an actor that takes longer is down.
         drain_grace_s: seconds that the sessions of a drained actor have to move.
-        respawn: starts a new actor under a verifier's name (without prefix) after Ray has given the old one up, and
-            returns its handle; a detached actor outlives the coordinator. None: lost verifiers stay down.
+        respawn: function that starts a new actor under a verifier's name (without prefix) after Ray has given up the
+            old one, and returns its handle; a detached actor outlives the coordinator. None: lost verifiers stay down.
     """
 
     def __init__(
@@ -89,19 +89,13 @@ class RayCluster:
         # Ray ends an actor that is not detached when its first handle goes.
         self._respawned: dict[str, object] = {}
 
-    @classmethod
-    def connect(cls, address: str, **options: Any) -> Self:
-        """Join the cluster by `connect_ray` and return its fleet; raises `Unavailable`."""
-        connect_ray(address)
-        return cls(**options)
-
     async def refresh(self) -> tuple[VerifierInfo, ...]:
-        """Ask every actor for its info; raises `Unavailable` when Ray itself does not answer."""
+        """Ask every actor for its info; raises `Unavailable` if Ray itself does not answer."""
         async with self._polling:
             return await asyncio.to_thread(self._poll)
 
     async def drain(self, name: str) -> int:
-        """Ask the sessions of verifier `name` to move, and return how many there were.
+        """Ask the sessions of verifier `name` to move, and return their number.
 
         Raises:
             NotFound: there is no such actor.
@@ -119,10 +113,7 @@ class RayCluster:
 
     async def chat_template_json(self, name: str) -> str:
         """Return the chat template of that target; empty: it has none. Raises `NotFound` or `Unavailable`."""
-        try:
-            return str(await asyncio.to_thread(self._call, name, "chat_template_json", TEMPLATE_TIMEOUT_S))
-        except AttributeError:  # an actor of an earlier release
-            return ""
+        return str(await asyncio.to_thread(self._call, name, "chat_template_json", TEMPLATE_TIMEOUT_S))
 
     async def close(self) -> None:
         """Forget the handles; the actors and the connection to Ray stay."""
@@ -140,7 +131,7 @@ class RayCluster:
         return self._roster.infos
 
     def _reports(self, listed: tuple[str, ...]) -> dict[str, Mapping[str, Any]]:
-        # An actor that is still loading answers much later: its question is kept, and not repeated at every poll.
+        # An actor that is still loading answers much later, so its request is kept instead of repeated at every poll.
         asked = {name: self._asked.get(name) or self._ask(name) for name in listed}
         waiting = {name: ref for name, ref in asked.items() if ref is not None}
         refs = list(waiting.values())
@@ -158,19 +149,19 @@ class RayCluster:
             return None
 
     def _acknowledge_drain(self, name: str) -> None:
-        """Tell a verifier, without waiting, that its end will count as intended."""
+        """Let a verifier know, without waiting, that its end will count as intended."""
         try:
             self._actor(name).acknowledge_drain.remote()
-        except (NotFound, AttributeError, *_RAY_FAILURES) as error:  # gone meanwhile, or of an earlier release
+        except (NotFound, *_RAY_FAILURES) as error:  # gone meanwhile
             logger.debug("the drain of verifier %s cannot be acknowledged: %s", name, error)
 
     def _answer(self, name: str, ref: ray.ObjectRef[Any]) -> Mapping[str, Any] | None:
         try:
-            answer = ray.get(ref, timeout=self._info_timeout_s)
+            answer: Mapping[str, Any] = ray.get(ref, timeout=self._info_timeout_s)
+            return answer
         except _RAY_FAILURES as error:
             logger.debug("verifier %s does not answer: %s", name, error)
             return None
-        return answer if isinstance(answer, Mapping) else None
 
     def _replace(self, name: str, respawn: Callable[[str], object]) -> None:
         try:
@@ -188,8 +179,8 @@ class RayCluster:
 
     def _call(self, name: str, method: str, timeout_s: float, *arguments: Any) -> Any:
         try:
-            ref = getattr(self._actor(name), method).remote(*arguments)
-            return ray.get(ref, timeout=timeout_s)
+            return ray.get(getattr(self._actor(name), method).remote(*arguments), timeout=timeout_s)
         except _RAY_FAILURES as error:
-            silent = f"verifier {name!r} does not answer to {method}: {error}"
-            raise Unavailable(silent, retry_after_s=RETRY_S) from error
+            raise Unavailable(
+                f"verifier {name!r} does not answer to {method}: {error}", retry_after_s=RETRY_S
+            ) from error

@@ -1,7 +1,7 @@
-"""A relay of decoding streams to the verifiers, for edges that can reach the coordinator only.
+"""A relay of decoding streams to the verifiers, for edges that can reach only the coordinator.
 
-Frames stay bytes, which nothing here reads. The lease in the call's metadata, signed by the coordinator itself, names
-the verifier of the fleet that a stream goes to; no other place can be reached.
+Frames stay bytes, which nothing here reads. The lease in the call's metadata, signed by the coordinator, names the
+verifier of the fleet that a stream goes to; nothing else can be reached.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 RETRY_WHEN_FULL_S = 1.0
 RETRY_WHEN_LOST_S = 0.1
-# With these gRPC reports a connection lost in its various moments; a verifier's own word carries a detail.
+# The statuses by which gRPC reports a lost connection; a verifier's own status carries a detail.
 BROKEN = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.CANCELLED,
 )
-# Not the verifier's business: what is between edge and coordinator, and what gRPC sets itself.
+# Metadata between edge and coordinator, or that gRPC sets itself.
 _KEPT_BACK = {"authorization", LEASE_METADATA, "user-agent", "te", "content-type"}
 _UNREAD_ENDING = (grpc.StatusCode.OK, "", ())
 _VERIFIER_OPTIONS = [
@@ -59,11 +59,11 @@ class Relay:
     """Passes `Decoding.Decode` on, in one event loop.
 
     Args:
-        secret: key that leases are signed with.
-        verifiers: returns the fleet as it is now.
-        metrics: counts streams and frames.
-        tls: how to speak to verifiers that speak TLS.
-        max_streams: streams at once, at most.
+        secret: key that signs leases.
+        verifiers: returns the present fleet.
+        metrics: counters of streams and frames.
+        tls: certificates for verifiers that speak TLS.
+        max_streams: limit of streams at once.
         clock: Unix time in seconds.
     """
 
@@ -86,7 +86,7 @@ class Relay:
         self._connections: dict[tuple[str, str], _Connection] = {}  # by name and address
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """Return the methods of the Decoding service, which take and give bytes."""
+        """Return the methods of the Decoding service, which take and return bytes."""
         return {"Decode": grpc.stream_stream_rpc_method_handler(self._decode)}
 
     async def close(self) -> None:
@@ -108,7 +108,7 @@ class Relay:
             ending = await self._pass_on(verifier, context)
         except OutriderError as error:
             ending = to_status(error)
-        except Exception:  # a call's top: whatever went wrong, the edge gets an answer
+        except Exception:  # the top of a call: the edge gets an answer to any failure
             logger.exception("a relayed stream failed")
             ending = to_status(Internal("the coordinator failed on this stream; its log says why"))
         finally:
@@ -127,7 +127,7 @@ class Relay:
         claim = read_lease(token, self._secret, now_s=self._clock())
         if self._metrics.streams >= self._max_streams:
             raise ResourceExhausted(
-                f"{self._max_streams} streams are relayed, which is all that this coordinator may",
+                f"{self._max_streams} streams are relayed, which is the coordinator's limit",
                 retry_after_s=RETRY_WHEN_FULL_S,
             )
         for verifier in self._verifiers():
@@ -156,7 +156,7 @@ class Relay:
                 await asyncio.gather(uplink, return_exceptions=True)
 
     async def _uplink(self, context: Any, call: Any) -> None:
-        """Pass on one frame at a time; read the next from the edge once gRPC has room for this one."""
+        """Pass on frames; read the next one from the edge once gRPC has room for the last."""
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
                 began = time.perf_counter()
@@ -164,12 +164,12 @@ class Relay:
                 self._metrics.up(len(data), time.perf_counter() - began)
             await call.done_writing()
         except ENDED:
-            return  # the reading side meets the same end and tells why
+            return  # `_downlink` meets the same end, and reports it
         except grpc.aio.UsageError:
-            return  # the edge is gone; that cancels the whole call
+            return  # the edge is gone, which cancels the call
 
     async def _downlink(self, call: Any, context: Any) -> bool:
-        """Pass on what the verifier sends, to its end; return whether the edge is still there then."""
+        """Pass on what the verifier sends until it ends; return whether the edge is still there."""
         try:
             while (data := await call.read()) is not grpc.aio.EOF:
                 began = time.perf_counter()
@@ -179,7 +179,7 @@ class Relay:
                     return False
                 self._metrics.down(len(data), time.perf_counter() - began)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # of the read alone; the stream's own status tells more
+            pass  # the status of the stream says more than that of a read
         return True
 
     async def _ending(
@@ -192,7 +192,7 @@ class Relay:
         )
         if code not in BROKEN or any(name == DETAIL_KEY for name, _ in trailing):
             return code, details, trailing
-        self._retire(verifier, connection)
+        self._retire((verifier.name, verifier.address), connection)
         self._metrics.broken.inc()
         why = explain(details) or details or code.name
         logger.warning("the relayed stream to verifier %s broke: %s", verifier.name, why)
@@ -218,16 +218,13 @@ class Relay:
             logger.error("verifier %s speaks TLS; give the coordinator --verifier-tls-ca", verifier.name)
             raise Unavailable(f"the relay cannot speak to verifier {verifier.name!r}", retry_after_s=RETRY_WHEN_FULL_S)
         credentials = self._credentials.current() if verifier.tls and self._credentials is not None else None
-        for (name, address), stale in list(self._connections.items()):
-            if name == verifier.name and address != verifier.address:  # it came back elsewhere
-                self._retire_at((name, address), stale)
+        for which, stale in list(self._connections.items()):
+            if which[0] == verifier.name and which[1] != verifier.address:  # it came back elsewhere
+                self._retire(which, stale)
         return open_channel(verifier.address, _VERIFIER_OPTIONS, credentials, verifier.tls_name)
 
-    def _retire(self, verifier: VerifierInfo, connection: _Connection) -> None:
+    def _retire(self, which: tuple[str, str], connection: _Connection) -> None:
         """Drop a broken connection, so that the next stream connects at once instead of after gRPC's backoff."""
-        self._retire_at((verifier.name, verifier.address), connection)
-
-    def _retire_at(self, which: tuple[str, str], connection: _Connection) -> None:
         connection.retired = True
         if self._connections.get(which) is connection:
             del self._connections[which]

@@ -1,4 +1,4 @@
-"""The members of a cluster of restartable verifiers: last reports, losses and replacements. Pure."""
+"""The members of a cluster of restartable verifiers: their last reports, losses and replacements. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Member:
     info: VerifierInfo
     incarnation: str = ""
     leaving: bool = False  # this incarnation drains
-    lost: bool = False  # Ray has given it up
+    lost: bool = False  # given up by Ray
     respawns: int = 0
     respawn_at_s: float = 0.0
 
@@ -46,11 +46,11 @@ class Roster:
         """Take in one poll.
 
         A listed verifier without a report is down, and comes back by itself. A verifier that is no longer listed is
-        dead for good: it is lost, unless it was draining, because then it was taken away on purpose.
+        dead for good: lost, unless it was draining, since then it was taken away on purpose.
 
         Args:
             listed: names that the cluster knows.
-            reports: by name, the report of each verifier that answered, with its `incarnation`.
+            reports: reports of the verifiers that answered, by name, with their `incarnation`.
         """
         for name in sorted({*listed, *self._members}):
             member = self._members.get(name)
@@ -61,11 +61,11 @@ class Roster:
                 del self._members[name]
             elif member is not None and not member.lost:
                 logger.warning("verifier %s is dead for good", name)
-                # `respawn_at_s` stays: one that dies while it starts must not be started again at once.
+                # `respawn_at_s` stays, so that a verifier that dies while it starts is not started again at once.
                 self._members[name] = replace(member, info=member.info.down(), lost=True)
 
     def to_respawn(self, now_s: float) -> tuple[str, ...]:
-        """Return the lost verifiers to replace at time `now_s`; each is tried less and less often until it answers."""
+        """Return the lost verifiers to replace at time `now_s`, each less and less often until it answers."""
         due = [name for name, m in sorted(self._members.items()) if m.lost and now_s >= m.respawn_at_s]
         for name in due:
             member = self._members[name]
@@ -74,7 +74,7 @@ class Roster:
         return tuple(due)
 
     def drained(self, name: str) -> None:
-        """Treat verifier `name` as draining from now on, whatever its last report says."""
+        """Treat verifier `name` as draining from now on, even if its last report denies it."""
         member = self._members.get(name)
         if member is not None and member.info.state is VerifierState.READY:
             info = replace(member.info, state=VerifierState.DRAINING)
@@ -91,15 +91,15 @@ def _with_report(name: str, member: _Member | None, report: Mapping[str, Any] | 
         logger.warning("verifier %s: %s", name, error)
         return _silent(before)
     if said.name != name:
-        # Leases name the verifier, and it checks its own name: every lease for this one would be refused.
+        # A verifier refuses leases for another name than its own.
         logger.warning("the verifier listed as %s calls itself %s and gets no sessions", name, said.name)
         return _silent(before)
-    # A verifier that came back listens elsewhere: for one that names no incarnation, the address tells.
+    # A verifier that came back listens elsewhere, so the address can stand for a missing incarnation.
     incarnation = str(report.get("incarnation") or said.address)
     restarted = before.incarnation not in ("", incarnation)
     if restarted:
         logger.warning("verifier %s was restarted and is at %s", name, said.address)
-    # A drain is never taken back: an answer that says otherwise is from before it.
+    # A drain is never taken back, so an answer that denies it is from before.
     leaving = said.state is VerifierState.DRAINING or (before.leaving and not restarted)
     return _Member(replace(said, restarts=before.info.restarts + restarted), incarnation, leaving)
 
@@ -107,7 +107,7 @@ def _with_report(name: str, member: _Member | None, report: Mapping[str, Any] | 
 def _silent(before: _Member) -> _Member:
     if before.info.state is not VerifierState.DOWN:
         logger.warning("verifier %s does not answer", before.info.name)
-    # `lost` is over, since it is listed; `respawns` stays until it answers, or a crash at start would loop fast.
+    # It is listed, hence not lost; `respawns` stays until it answers, or a crash at start would loop fast.
     return replace(before, info=before.info.down(), lost=False)
 
 

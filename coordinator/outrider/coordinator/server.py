@@ -28,7 +28,7 @@ from outrider.proto.plumbing.metrics import MetricsServer
 from outrider.proto.plumbing.tls import bind
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.streams import write_answers
-from outrider.proto.types import ClusterStatus, DrafterManifest
+from outrider.proto.types import ClusterStatus
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ class CoordinatorServer:
     """A coordinator; start and stop it in one event loop.
 
     Args:
-        config: its settings.
-        cluster: the fleet; None: the one that the settings name. Ray is joined before the gRPC server exists.
+        config: settings of the coordinator.
+        cluster: fleet of verifiers; None: the one that the settings name, with Ray joined before gRPC starts.
     """
 
     def __init__(self, config: CoordinatorConfig, cluster: Cluster | None = None) -> None:
@@ -58,7 +58,7 @@ class CoordinatorServer:
         """Ask the fleet once, listen, and return the bound host:port.
 
         Raises:
-            ConfigError: the address cannot be bound, a certificate or the file of API keys is no good, or the extra
+            ConfigError: the address cannot be bound, a certificate or the file of API keys is invalid, or the extra
                 for Ray is missing.
             Unavailable: the Ray cluster of the config does not answer.
         """
@@ -79,11 +79,6 @@ class CoordinatorServer:
             self._tasks.append(asyncio.create_task(_repeat(work, self._config.poll_s), name=work.__qualname__))
         logger.info("coordinator listens on %s", address)
         return address
-
-    async def wait(self) -> None:
-        """Wait until the server is stopped."""
-        if self._server is not None:
-            await self._server.wait_for_termination()
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Take no more calls and cut running ones after `grace_s` seconds; sessions at verifiers go on."""
@@ -115,7 +110,7 @@ class CoordinatorServer:
     def _build(self, service: ControlService) -> grpc.aio.Server:
         config, relay = self._config, service.relay_metrics
         limits = {
-            # What is relayed may be longer than what control takes, which looks for itself.
+            # Relayed frames may be longer than control requests, whose length `_Entry` checks.
             "grpc.max_receive_message_length": config.max_request_bytes if relay is None else MAX_MESSAGE_BYTES,
             "grpc.max_send_message_length": config.max_reply_bytes,
         }
@@ -150,33 +145,21 @@ def cluster_from_config(config: CoordinatorConfig) -> Cluster:
     if not config.ray_address:
         return StaticCluster(config.verifiers, tls=config.verifier_tls)
     try:
-        from outrider.coordinator.ray_cluster import RayCluster
+        from outrider.coordinator.ray_cluster import RayCluster, connect_ray
     except ImportError as error:
         raise ConfigError(
             f"needs Ray ({error}); pip install 'outrider[coordinator]', or list fixed verifiers", field="ray_address"
         ) from error
-    return RayCluster.connect(config.ray_address, drain_grace_s=config.drain_grace_s)
+    connect_ray(config.ray_address)
+    return RayCluster(drain_grace_s=config.drain_grace_s)
 
 
 def control_handlers(service: ControlService, max_bytes: int) -> dict[str, grpc.RpcMethodHandler]:
-    """Return the methods of `Control`, which decode bytes themselves: malformed ones get an answer that says so.
+    """Return the methods of `Control`, which decode bytes themselves, so that malformed ones get an answer.
 
     The caller is checked before its request, and a request of more than `max_bytes` is not read.
     """
-    door = _Entry(service.admission, service.metrics, max_bytes)
-
-    async def list_drafters(tokenizer_sha256: str, _: Caller) -> tuple[DrafterManifest, ...]:
-        return await service.list_drafters(tokenizer_sha256)
-
-    async def fetch(request: tuple[str, int], _: Caller) -> AsyncIterator[bytes]:
-        async with aclosing(_generator(service.fetch(*request))) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def watch(tokenizer_sha256: str, _: Caller) -> AsyncIterator[tuple[DrafterManifest, ...]]:
-        async with aclosing(_generator(service.watch(tokenizer_sha256))) as updates:
-            async for update in updates:
-                yield update
+    entry = _Entry(service.admission, service.metrics, max_bytes)
 
     async def status(_: None, caller: Caller) -> ClusterStatus:
         service.admission.check_status(caller)
@@ -187,13 +170,17 @@ def control_handlers(service: ControlService, max_bytes: int) -> dict[str, grpc.
         return await service.drain(name)
 
     return {
-        "OpenLease": door.unary(codec.decode_lease_request, service.open_lease, codec.encode_lease),
-        "ListDrafters": door.unary(codec.decode_drafter_query, list_drafters, codec.encode_drafters),
-        "FetchFile": door.stream(codec.decode_fetch, fetch, codec.encode_chunk),
-        "ReportSession": door.unary(codec.decode_report, service.report, codec.encode_nothing),
-        "WatchDrafters": door.stream(codec.decode_drafter_query, watch, codec.encode_drafters),
-        "Status": door.unary(codec.decode_nothing, status, codec.encode_status),
-        "Drain": door.unary(codec.decode_drain, drain, codec.encode_drained),
+        "OpenLease": entry.unary(codec.decode_lease_request, service.open_lease, codec.encode_lease),
+        "ListDrafters": entry.unary(
+            codec.decode_drafter_query, lambda sha256, _: service.list_drafters(sha256), codec.encode_drafters
+        ),
+        "FetchFile": entry.stream(codec.decode_fetch, lambda file, _: service.fetch(*file), codec.encode_chunk),
+        "ReportSession": entry.unary(codec.decode_report, service.report, codec.encode_nothing),
+        "WatchDrafters": entry.stream(
+            codec.decode_drafter_query, lambda sha256, _: service.watch(sha256), codec.encode_drafters
+        ),
+        "Status": entry.unary(codec.decode_nothing, status, codec.encode_status),
+        "Drain": entry.unary(codec.decode_drain, drain, codec.encode_drained),
     }
 
 
@@ -215,7 +202,7 @@ class _Entry:
             try:
                 caller = self._admit(data, context)
                 return encode(await act(decode(data), caller))
-            except Exception as error:  # a call's top: whatever went wrong, the edge gets an answer
+            except Exception as error:  # the top of a call: the edge gets an answer to any failure
                 failure = _as_outrider(error)
                 self._metrics.refuse_call(failure)
             await context.abort(*to_status(failure))
@@ -267,5 +254,5 @@ async def _repeat(work: Callable[[], Awaitable[object]], every_s: float) -> None
         await asyncio.sleep(every_s)
         try:
             await work()
-        except Exception:  # a task's top: one bad look must not end all later ones
+        except Exception:  # the top of a task: one failure must not end it
             logger.exception("%s failed and will be tried again", getattr(work, "__qualname__", work))

@@ -1,4 +1,4 @@
-"""The control logic, without gRPC: domain types in, domain types or `OutriderError` out."""
+"""The control logic, without gRPC: it takes domain types, and returns domain types or raises `OutriderError`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from outrider.proto.types import (
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 << 10
-# Edges that all fail at once must not turn into as many polls of the fleet.
+# Edges that fail together must not each cause a poll of the fleet.
 REFRESH_GAP_S = 0.1
 MAX_NAME_LENGTH = 256
 _SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -53,7 +53,7 @@ class ControlService:
     """The work of a coordinator, in one event loop; `clock` is Unix time in seconds.
 
     Raises:
-        ConfigError: the file of API keys is no good.
+        ConfigError: the file of API keys is invalid.
     """
 
     def __init__(
@@ -69,6 +69,8 @@ class ControlService:
         self._config = config
         self._cluster = cluster
         self._clock = clock
+        self._known: tuple[VerifierInfo, ...] = ()
+        self._draining: Counter[str] = Counter()
         self.metrics = metrics or CoordinatorMetrics()
         self.metrics.registry.register(FleetMetrics(lambda: self.verifiers, lambda: len(catalogue.manifests)))
         keys = Keys.from_file(config.api_keys) if config.api_keys is not None else None
@@ -78,22 +80,20 @@ class ControlService:
         if config.state is not None:
             self._statistics.load(config.state)
         self._unsaved = False
-        self._known: tuple[VerifierInfo, ...] = ()
-        self._draining: Counter[str] = Counter()
         self._granted: deque[tuple[float, str]] = deque()  # (monotonic time, verifier)
         self._refreshing = asyncio.Lock()
         self._refreshed_s = float("-inf")
 
     @property
     def verifiers(self) -> tuple[VerifierInfo, ...]:
-        """The fleet as last seen, with those that are being drained marked as draining."""
+        """Verifiers at the last poll, with those marked that are being drained."""
         return tuple(
             replace(v, state=VerifierState.DRAINING) if self._draining[v.name] and v.state is VerifierState.READY else v
             for v in self._known
         )
 
     async def refresh(self) -> None:
-        """Ask the fleet again; while it does not answer, keep the last view, since its verifiers may well be fine."""
+        """Poll the fleet; if it does not answer, keep the last view, since its verifiers may be fine."""
         async with self._refreshing:
             if time.monotonic() - self._refreshed_s < REFRESH_GAP_S:
                 return
@@ -102,18 +102,20 @@ class ControlService:
             except OutriderError as error:
                 logger.warning("the cluster cannot be asked: %s", error)
             self._refreshed_s = time.monotonic()
-            await self._learn_tokenizers()
-            await self._learn_chat_templates()
+            for verifier in self._known:
+                if verifier.state is not VerifierState.DOWN:
+                    await self._learn_tokenizer(verifier)
+                    await self._learn_chat_template(verifier)
 
     async def open_lease(self, request: LeaseRequest, caller: Caller = ANYBODY) -> Lease:
-        """Return the permission for one session on the verifier that suits it best.
+        """Return a lease for one session on the most suitable verifier.
 
         An inquiry gets the same without a token, and is not counted.
 
         Raises:
             UnsupportedProtocol: the edge speaks another version of the contract.
             InvalidArgument: a field is malformed.
-            NotFound, TokenizerMismatch, ResourceExhausted, Unavailable: as `place`.
+            NotFound, TokenizerMismatch, ResourceExhausted, Unavailable: see `place`.
             ResourceExhausted: the caller's key has no session or token left.
         """
         try:
@@ -123,7 +125,7 @@ class ControlService:
                 self.admission.grant(caller, request.session, self._config.lease_seconds)
         except OutriderError as error:
             self.metrics.refuse(error)
-            # A session's name that was refused may be anything, of any length.
+            # A refused session may have any name, of any length.
             session = request.session if _SESSION.fullmatch(request.session) else ""
             logger.info("a lease is refused: %s", error, extra=about(session, error=error))
             raise
@@ -144,7 +146,7 @@ class ControlService:
             tokenizer_sha256=verifier.tokenizer_sha256,
             tokenizer=self.catalogue.tokenizer(verifier.tokenizer_sha256),
             chat_template=self.catalogue.chat_template(verifier.model),
-            # Those that were distilled for this very target first; the sort is stable.
+            # Drafters distilled for this target come first; the sort is stable.
             drafters=tuple(sorted(drafters, key=lambda drafter: drafter.target != verifier.model)),
             prior=self._statistics.prior(
                 verifier.model, fitting, verifier.step_s, request.prompt_class, request.link_class
@@ -183,7 +185,7 @@ class ControlService:
                 yield chunk
 
     async def report(self, report: SessionReport, caller: Caller = ANYBODY) -> None:
-        """Learn from a finished session; raises `InvalidArgument`, or `NotFound` for a model that nobody serves."""
+        """Count a finished session; raises `InvalidArgument`, or `NotFound` for a model that nobody serves."""
         models = {v.model for v in self._known if v.model}
         if models and report.model not in models:
             raise NotFound(f"no verifier serves {report.model[:MAX_NAME_LENGTH]!r}", field="report.model")
@@ -205,7 +207,7 @@ class ControlService:
         )
 
     async def drain(self, name: str) -> int:
-        """Give verifier `name` no more sessions, ask those that it has to move, and return how many there were.
+        """Give verifier `name` no more sessions, ask its sessions to move, and return their number.
 
         Raises:
             NotFound: there is no such verifier.
@@ -218,7 +220,7 @@ class ControlService:
         self._draining[name] += 1
         try:
             sessions = await self._cluster.drain(name)
-            # Before the mark goes, its new state must be known, or the next lease would land on it.
+            # Its new state must be known before the mark goes, or the next lease would land on it.
             self._refreshed_s = float("-inf")
             await self.refresh()
             return sessions
@@ -229,13 +231,13 @@ class ControlService:
         """Yield the drafters with this tokenizer (empty: all), at once and after every change.
 
         Raises:
-            InvalidArgument: not a hash.
+            InvalidArgument: this is no hash.
             Unavailable: the coordinator stops.
         """
         _check_tokenizer(tokenizer_sha256, "watch_drafters.tokenizer_sha256")
         shown: tuple[DrafterManifest, ...] | None = None
         while True:
-            # No await between looking and waiting, so no change can slip through.
+            # No await between the comparison and `changed`, or a change could be missed.
             now = self.catalogue.fits(tokenizer_sha256)
             if now != shown:
                 shown = now
@@ -256,7 +258,7 @@ class ControlService:
             logger.warning("statistics cannot be saved: %s", error)
 
     async def _place(self, request: LeaseRequest) -> VerifierInfo:
-        # The view is up to one poll old. When it says no, or offers what the edge has just lost, look again first.
+        # The view may be one poll old: before a refusal, or an offer of what the edge has just lost, poll again.
         try:
             chosen = self._choose(request)
             if chosen.name not in request.avoid:
@@ -270,40 +272,36 @@ class ControlService:
         return place(self.verifiers, request.model, request.tokenizer_sha256, request.avoid, self._pending())
 
     def _pending(self) -> Counter[str]:
-        # A lease is a session at the verifier after a round trip, and in its report after one more poll.
+        # A lease becomes a session after a round trip, and is in the verifier's report one poll later.
         oldest_s = time.monotonic() - 2 * self._config.poll_s
         while self._granted and self._granted[0][0] < oldest_s:
             self._granted.popleft()
         return Counter(name for _, name in self._granted)
 
-    async def _learn_tokenizers(self) -> None:
-        for verifier in self._known:
-            wanted = verifier.tokenizer_sha256
-            if verifier.state is VerifierState.DOWN or not wanted or self.catalogue.tokenizer(wanted) is not None:
-                continue
-            try:
-                self.catalogue.add_tokenizer(await self._cluster.tokenizer_json(verifier.name))
-            except OutriderError as error:
-                logger.warning("the tokenizer of verifier %s is not served: %s", verifier.name, error)
-                continue
-            if self.catalogue.tokenizer(wanted) is None:
-                logger.warning("verifier %s serves a tokenizer that is not %s", verifier.name, wanted[:12])
+    async def _learn_tokenizer(self, verifier: VerifierInfo) -> None:
+        sha256 = verifier.tokenizer_sha256
+        if not sha256 or self.catalogue.tokenizer(sha256) is not None:
+            return
+        try:
+            self.catalogue.add_tokenizer(await self._cluster.tokenizer_json(verifier.name))
+        except OutriderError as error:
+            logger.warning("the tokenizer of verifier %s is not served: %s", verifier.name, error)
+        else:
+            if self.catalogue.tokenizer(sha256) is None:
+                logger.warning("verifier %s serves a tokenizer that is not %s", verifier.name, sha256[:12])
 
-    async def _learn_chat_templates(self) -> None:
-        for verifier in self._known:
-            known = self.catalogue.knows_chat_template(verifier.model)
-            if verifier.state is VerifierState.DOWN or not verifier.model or known:
-                continue
-            try:
-                template = await self._cluster.chat_template_json(verifier.name)
-            except OutriderError as error:
-                logger.warning("the chat template of verifier %s is not served: %s", verifier.name, error)
-                continue
+    async def _learn_chat_template(self, verifier: VerifierInfo) -> None:
+        if not verifier.model or self.catalogue.knows_chat_template(verifier.model):
+            return
+        try:
+            template = await self._cluster.chat_template_json(verifier.name)
             self.catalogue.add_chat_template(verifier.model, template)
+        except OutriderError as error:
+            logger.warning("the chat template of verifier %s is not served: %s", verifier.name, error)
 
 
 def _check_lease_request(request: LeaseRequest) -> None:
-    # First of all: a newer edge may mean something else by every other field.
+    # Checked first, since every other field may mean something else to a newer edge.
     if request.protocol_version != PROTOCOL_VERSION:
         raise UnsupportedProtocol(
             f"the edge speaks version {request.protocol_version}, this coordinator {PROTOCOL_VERSION}; "

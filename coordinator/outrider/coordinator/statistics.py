@@ -20,10 +20,10 @@ from outrider.proto.types import DraftingPrior, EdgeStatus, SessionReport
 logger = logging.getLogger(__name__)
 
 RECENT_REPORTS = 64
-# A session weighs this many verified drafts at most, and the average remembers this many: drafters and texts change.
+# Limits of the weight of a session and of the average, in verified drafts, since drafters and texts change.
 REPORT_TOKENS = 20_000
 MEMORY_TOKENS = 400_000
-# Reports come from strangers: what they name must not grow the table without end.
+# Reports come from strangers, whose names must not grow the table without end.
 MAX_ROWS = 1024
 MAX_EDGES = 256
 MAX_NAME_LENGTH = 256
@@ -40,8 +40,8 @@ class FleetStatistics:
     """Acceptance by model, drafter and version, the newest reports, and the newest of each edge.
 
     Attributes:
-        recent: newest reports, without kinds of prompt and link, which only sums may tell.
-        leases_granted: leases since the beginning, saved ones included.
+        recent: newest reports, without kinds of prompt and link, which only go into sums.
+        leases_granted: number of leases, saved ones included.
         acceptance: hits of drafters by kind of prompt and link.
     """
 
@@ -51,13 +51,13 @@ class FleetStatistics:
         self.recent: deque[SessionReport] = deque(maxlen=RECENT_REPORTS)
         self.leases_granted = 0
         self.acceptance = FleetAcceptance()
-        self._rows: OrderedDict[tuple[str, str, str], Hits] = OrderedDict()  # accepted drafts of those verified
+        self._rows: OrderedDict[tuple[str, str, str], Hits] = OrderedDict()  # accepted of verified drafts
 
     def add(self, report: SessionReport, served: Collection[Drafter] = ()) -> None:
         """Count a finished session; raises `InvalidArgument` for impossible numbers.
 
         Args:
-            report: report of one text.
+            report: report of the session.
             served: drafters of the catalogue.
         """
         check_report(report)
@@ -75,7 +75,7 @@ class FleetStatistics:
 
     @property
     def edges(self) -> tuple[EdgeStatus, ...]:
-        """Edges that gave their name, the newest report first."""
+        """Named edges, the newest report first."""
         now_s = self._clock()
         return tuple(
             EdgeStatus(name, edge.last, max(0.0, now_s - edge.came_at_s), edge.sessions)
@@ -99,7 +99,7 @@ class FleetStatistics:
         prompt_class: int = 0,
         link_class: int = 0,
     ) -> DraftingPrior:
-        """Return what to expect of `model` with one of `drafters` (name, version), or with any if those are unknown.
+        """Return the expected acceptance of `model` with `drafters` (name, version), or with any if those are unknown.
 
         The classes select the hits of each drafter; 0: any.
         """
@@ -120,7 +120,7 @@ class FleetStatistics:
         beside.replace(path)
 
     def load(self, path: Path) -> None:
-        """Begin with what `save` wrote; without a readable file, begin with nothing."""
+        """Restore what `save` wrote; without a readable file, begin with nothing."""
         try:
             parsed = json.loads(path.read_text())
             rows = {(str(m), str(d), str(v)): Hits(float(a), float(j)) for m, d, v, a, j in parsed["verified"]}
@@ -129,7 +129,7 @@ class FleetStatistics:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("statistics in %s cannot be read and start from nothing: %r", path, error)
+            logger.warning("statistics in %s cannot be read, and begin with nothing: %r", path, error)
             return
         self.leases_granted = leases_granted
         self._rows = OrderedDict(list(rows.items())[-MAX_ROWS:])

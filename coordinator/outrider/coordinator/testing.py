@@ -33,7 +33,7 @@ def ready(name: str, **fields: object) -> VerifierInfo:
 
 
 class ScriptedCluster:
-    """A fleet whose verifiers are whatever `verifiers` holds; `reachable = False` makes every question fail."""
+    """A fleet of scripted `verifiers`; `reachable = False` makes it unavailable."""
 
     def __init__(self, *verifiers: VerifierInfo, tokenizer_json: str = TOKENIZER_JSON) -> None:
         self.verifiers = {verifier.name: verifier for verifier in verifiers}
@@ -58,13 +58,13 @@ class ScriptedCluster:
         return self.verifiers[name].sessions
 
     async def tokenizer_json(self, name: str) -> str:
-        """Return the one tokenizer that all share."""
+        """Return the tokenizer that all verifiers share."""
         if name not in self.verifiers:
             raise NotFound(f"there is no verifier {name!r}", field="verifier")
         return self._tokenizer_json
 
     async def chat_template_json(self, name: str) -> str:
-        """Return the one template that all share."""
+        """Return the chat template that all verifiers share."""
         if name not in self.verifiers:
             raise NotFound(f"there is no verifier {name!r}", field="verifier")
         return CHAT_TEMPLATE_JSON
@@ -82,7 +82,7 @@ def write_package(
     tokenizer_sha256: str = TOKENIZER_SHA256,
     files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Write a drafter package into `folder`, the manifest last, as an exporter would; return `folder`."""
+    """Write a drafter package into `folder`, the manifest last, and return `folder`."""
     contents = {"model.onnx": b"onnx " + version.encode()} if files is None else files
     folder.mkdir(parents=True, exist_ok=True)
     for file_name, data in contents.items():
