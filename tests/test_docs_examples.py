@@ -43,7 +43,7 @@ class Cluster:
         from outrider.coordinator.server import CoordinatorServer
         from outrider.deploy.cluster import embedded_drafters
         from outrider.edge import Client, EdgeConfig
-        from outrider.edge.daemon.config import DaemonConfig
+        from outrider.edge.daemon import DaemonConfig
         from outrider.edge.daemon.server import Daemon
 
         self.verifier = VerifierServer(VerifierConfig(threads=1), SECRET)

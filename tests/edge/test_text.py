@@ -1,14 +1,14 @@
-"""Tokens to text, and stop strings that span tokens."""
+"""Tokens to text, stop strings that span tokens, and single tokens as bytes."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from outrider.cloud.family_index import target_folder, tokenizer_file
-from outrider.edge.text import TextStream
+from outrider.edge.text import TextStream, TokenText
 
 TOKENIZER = Tokenizer.from_file(str(tokenizer_file(target_folder("reference"))))
 
@@ -59,3 +59,24 @@ def test_special_tokens_are_not_text() -> None:
 def test_what_is_held_back_for_a_stop_string_comes_at_the_end(stop) -> None:
     tokens = TOKENIZER.encode("ab", add_special_tokens=False).ids
     assert stream(tokens, tuple(filter(None, (stop, "abc"))))[0] == "ab"
+
+
+def test_the_bytes_of_byte_level_tokens_make_the_text_again(tokenizer_file) -> None:
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokens = TokenText(tokenizer)
+    for text in ("def main():\n\treturn 'é'\n", "Grüße 🎉 漢字  \x00", " a  b"):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert b"".join(map(tokens.bytes, ids)).decode() == text
+    part = tokenizer.encode("🎉", add_special_tokens=False).ids[0]
+    assert tokens.text(part) == "\N{REPLACEMENT CHARACTER}"
+    end = tokenizer.token_to_id("<|end|>")
+    assert tokens.text(end) == "<|end|>"
+    assert tokens.bytes(10**6) == b""
+
+
+def test_byte_fallback_tokens_are_their_byte_and_their_spaces_are_spaces() -> None:
+    vocabulary = [("<unk>", 0.0), ("<0xC3>", -1.0), ("<0xA9>", -1.0), ("▁hello", -1.0)]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, 0, byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokens = TokenText(tokenizer)
+    assert [tokens.bytes(i) for i in (1, 2, 3)] == [b"\xc3", b"\xa9", b" hello"]

@@ -242,7 +242,7 @@ def test_a_client_that_never_ends_its_head_is_told_so(
     at: System, monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path
 ) -> None:
     from outrider.edge import Client, EdgeConfig
-    from outrider.edge.daemon.config import DaemonConfig
+    from outrider.edge.daemon import DaemonConfig
     from outrider.edge.daemon.server import Daemon
 
     monkeypatch.setattr("outrider.edge.daemon.server.HEAD_WITHIN_S", 0.3)

@@ -19,7 +19,7 @@ from outrider.cloud.server import VerifierServer
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
 from outrider.edge.testing import FailingDrafter
 
@@ -58,7 +58,7 @@ async def setting(tokenizer_file: Path, drafter: Any = None, **config: Any) -> A
     )
     client = Client(edge, drafter=drafter)
     daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0.1, **config), client)
-    daemon.cloud._every_s = 0.1
+    daemon.cloud.every_s = 0.1
     url = await daemon.start()
     openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
     made = Setting(verifier, daemon, url, openai, client)

@@ -8,7 +8,7 @@ import signal
 from outrider.deploy.arguments import Given
 from outrider.deploy.credentials import api_key, serving_tls
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError
 
 

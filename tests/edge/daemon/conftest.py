@@ -14,7 +14,7 @@ import pytest
 from loop_thread import LoopThread
 from tokenizers import Tokenizer
 
-from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.preparation import Ready
@@ -168,7 +168,7 @@ class LiveDaemon:
 
 async def _make(client: ScriptedClient, config: dict[str, Any]) -> Daemon:
     daemon = Daemon(DaemonConfig(**{"listen": "127.0.0.1:0", "grace_s": 0.2, **config}), client)  # type: ignore[arg-type]
-    daemon.cloud._every_s = 0.05
+    daemon.cloud.every_s = 0.05
     return daemon
 
 

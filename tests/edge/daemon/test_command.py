@@ -48,7 +48,7 @@ def test_a_mistake_is_one_line_that_names_the_option(options, sentence, capsys) 
 def test_options_come_from_the_config_file_and_the_environment(tmp_path, monkeypatch) -> None:
     from outrider.deploy.cli import parse
     from outrider.edge.config import EdgeConfig
-    from outrider.edge.daemon.config import DaemonConfig
+    from outrider.edge.daemon import DaemonConfig
 
     file = tmp_path / "outrider.toml"
     file.write_text('[edge]\nmax-requests = 7\ncoordinator = "c:1"\n')

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon, HttpProtocol
 from outrider.proto.errors import (
     ConfigError,
@@ -135,6 +135,7 @@ def test_a_sane_request_id_comes_back_and_another_is_replaced(live) -> None:
         ({"Origin": "https://evil.example"}, "origin_not_allowed"),
         ({"Origin": "null"}, "origin_not_allowed"),
         ({"Origin": "http://127.0.0.1:1"}, "origin_not_allowed"),
+        ({"Origin": "http://[::1"}, "origin_not_allowed"),
         ({"Sec_Fetch_Site": "cross-site"}, "origin_not_allowed"),
         ({"Host": "evil.example"}, "host_not_allowed"),
         ({"Host": "127.0.0.1.evil.example"}, "host_not_allowed"),
@@ -269,7 +270,7 @@ def test_plain_text_beyond_loopback_must_be_asked_for(tmp_path) -> None:
     with pytest.raises(ConfigError, match="--tls-cert") as caught:
         DaemonConfig(listen="0.0.0.0:8080")
     assert caught.value.field == "listen"
-    assert DaemonConfig(listen="0.0.0.0:8080", insecure_listen=True).host == "0.0.0.0"
+    assert DaemonConfig(listen="0.0.0.0:8080", insecure_listen=True).listen == "0.0.0.0:8080"
     for field, value in (("max_requests", 0), ("request_timeout_s", float("nan")), ("grace_s", -1.0)):
         with pytest.raises(ConfigError):
             DaemonConfig(**{field: value})

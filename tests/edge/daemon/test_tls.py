@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import LiveTls
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
@@ -99,7 +99,7 @@ def test_files_that_are_no_pair_are_refused_by_name(tmp_path) -> None:
 
 
 def test_with_tls_it_may_listen_beyond_loopback(tmp_path) -> None:
-    assert DaemonConfig(listen="0.0.0.0:1", tls=ServerTls(tmp_path, tmp_path)).port == 1
+    assert DaemonConfig(listen="0.0.0.0:1", tls=ServerTls(tmp_path, tmp_path)).listen == "0.0.0.0:1"
 
 
 async def _reload(daemon) -> None:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from outrider.edge.daemon.page import page_routes
+from outrider.edge.daemon.app import page_routes
 
 Piece = tuple[str, bool]  # text, and whether it was an accepted draft
 

@@ -19,7 +19,7 @@ from outrider.cloud.server import VerifierServer
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon import DaemonConfig
 from outrider.edge.daemon.server import Daemon
 
 PROMPT = "It was late in the evening when the old man came to the house by the river."

@@ -26,7 +26,7 @@ def real() -> Iterator[Real]:
     from outrider.cloud.family_index import target_folder, tokenizer_file
     from outrider.cloud.server import VerifierServer
     from outrider.edge import Client, EdgeConfig
-    from outrider.edge.daemon.config import DaemonConfig
+    from outrider.edge.daemon import DaemonConfig
     from outrider.edge.daemon.server import Daemon
 
     loop = LoopThread()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outrider.deploy.arguments import Command, Part, part
 from outrider.edge.config import CONNECTION, DEFAULT_CACHE, DRAFTING, EdgeConfig
-from outrider.edge.daemon.config import DaemonConfig
+from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, at_least, option

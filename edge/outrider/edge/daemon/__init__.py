@@ -1,18 +1,33 @@
-"""The edge daemon: OpenAI's HTTP API in front of one `Client`, on this machine.
+"""The edge daemon: OpenAI's HTTP API in front of one `Client`, on this machine. Needs only the extra `[edge]`.
 
-server          sockets, TLS, signals, what is no HTTP
-auth            what every request passes: keys, origins, ids, logs, counts
-app             the routes
-limiter         which requests run, and until when
+server          sockets, TLS, and what is not HTTP
+access          checks of every request, the limit on those that run, their lines in the log
+app             the routes, and the page at /, which is the files in page/
 schema          what requests may say, checked field by field
 parsed_request  from a request's body to prompts in tokens and `Sampling`
 chat_template   messages to a prompt, rendered in a sandbox
-reply           the texts of one request while they are decoded, and the sending of their answer
+texts           decoding of a request's texts, and the sending of its answer
 answers         the two formats of an answer
-speculation     what an answer says about the drafts
+metrics         counts of requests, and what an answer says about its drafts
 errors          the error tree as HTTP statuses and OpenAI's error object
 cloud           whether the cloud is there, found out in the background
-page            the page at /
-
-Needs only the extra `[edge]`.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.proto.plumbing.serving import ListeningSettings
+from outrider.proto.settings import above, at_least, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonConfig(ListeningSettings):
+    """How one daemon serves OpenAI's HTTP API."""
+
+    listen: str = "127.0.0.1:8080"
+    api_keys: Path | None = option(None, "keys that requests must show one of; not set: whoever reaches the port may")
+    max_requests: int = option(256, "requests for texts at once", check=at_least(1))
+    request_timeout_s: float = option(600.0, "time for a whole answer", check=above(0))
+    grace_s: float = option(10.0, "time for running answers to end on exit", check=at_least(0))

@@ -1,4 +1,4 @@
-"""Whether the cloud is there: found out in the background, again and again, so that a request need not wait for it."""
+"""Whether the cloud is there, looked for again and again in the background, so that requests need not wait for it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from outrider.edge.client import Client
-from outrider.edge.daemon.answers import TokenText
 from outrider.edge.daemon.chat_template import ChatTemplate
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.preparation import Ready
+from outrider.edge.text import TokenText
 from outrider.proto.address import split_address
 from outrider.proto.errors import InvalidArgument, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.session import EdgeStatistics
 
 LOOK_EVERY_S = 2.0
 ANSWER_WITHIN_S = 2.0
-WAIT_FOR_CLOUD_S = 5.0  # that a request without a token waits on once the cloud is known to be away
+WAIT_FOR_CLOUD_S = 5.0  # of a request without a token, once the cloud is known to be away
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
+class Health(NamedTuple):
     """Answer of `/health`; `degraded` is plain cloud streaming, because the drafter failed."""
 
     status: Literal["ok", "degraded", "unavailable"]
@@ -40,21 +39,22 @@ class Served:
     template: ChatTemplate | None
     tokens: TokenText
 
+    def check_model(self, model: str) -> None:
+        """Raise `ApiError` 404 for another model than the one here."""
+        if model != self.ready.model:
+            message = f"no model {model[:100]!r} here; there is {self.ready.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
 
 class Cloud:
-    """One client's view of its cloud. `watch` keeps it fresh.
+    """One client's view of its cloud, which `watch` keeps fresh and prepares first."""
 
-    Args:
-        client: not prepared yet; preparing it is part of the watch.
-        every_s: time between two looks, in s.
-    """
-
-    def __init__(self, client: Client, every_s: float = LOOK_EVERY_S) -> None:
+    def __init__(self, client: Client) -> None:
         self.client = client
         self.served: Served | None = None
-        self._every_s = every_s
+        self.every_s = LOOK_EVERY_S
         self._error: OutriderError | None = Unavailable(
-            "preparing: looking for a verifier, its tokenizer and a drafter", retry_after_s=every_s
+            "preparing: looking for a verifier, its tokenizer and a drafter"
         )
         self._since = time.monotonic()
         self._drafter_error = ""
@@ -76,7 +76,7 @@ class Cloud:
             ApiError: 503, the cloud is away.
         """
         if self._error is not None or self.served is None:
-            raise ApiError(503, str(self._error), code="unavailable", retry_after_s=self._every_s)
+            raise ApiError(503, str(self._error), code="unavailable", retry_after_s=self.every_s)
         return self.served
 
     def hopeless(self) -> OutriderError | None:
@@ -102,7 +102,7 @@ class Cloud:
             self._look_now.clear()
             await self._look()
             try:
-                async with asyncio.timeout(self._every_s):
+                async with asyncio.timeout(self.every_s):
                     await self._look_now.wait()
                 await asyncio.sleep(0.1)  # many streams may be lost together: look once for all of them
             except TimeoutError:

@@ -1,4 +1,4 @@
-"""From the body of an HTTP request to what a `Client` is asked for."""
+"""Preparation of requests for decoding: from a body to prompts in tokens and `Sampling`."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ import asyncio
 import json
 import math
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from outrider.edge.daemon.chat_template import ChatTemplate
+from outrider.edge.daemon.cloud import Served
 from outrider.edge.daemon.errors import ApiError
-from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message, Request, ResponseFormat, schema_text
+from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message, Request, ResponseFormat
 from outrider.edge.preparation import Ready
 from outrider.proto.types import Grammar, GrammarKind, Sampling
 
 MAX_BYTES = 8 << 20  # as much as a message to a verifier holds
 MAX_DISCARDED_BYTES = 64 << 20
 BODY_WITHIN_S = 60.0
-COMPLETION_TOKENS = 16  # OpenAI's, of a completion that does not say
+COMPLETION_TOKENS = 16  # OpenAI's default for completions
 CONTEXT_TOKENS = 1 << 20  # as many as the target's context holds: the verifier says where that ends
 SEED_BITS = 53  # a number that JavaScript too keeps whole
 _CLOSE = {"Connection": "close"}
 _SEEDS = 1 << 64
 _IN_THREAD = 4096  # characters; shorter texts are tokenized sooner than a thread takes over
+_SAME_IN_SAMPLING = {
+    *("temperature", "top_p", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "ignore_eos"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text to decode, which is `choice` of the answer."""
+    """One text to decode."""
 
-    choice: int
     prompt: tuple[int, ...]
     sampling: Sampling
 
@@ -44,11 +46,11 @@ class ParsedRequest:
     """All texts of one request.
 
     Attributes:
-        texts: [prompts x n] with choices counted up; the seed of each text of a prompt is one more than the last's.
+        texts: [prompts x n] in the order of the choices; each has a seed one higher than the last of its prompt.
         prompt_tokens: tokens of all prompts, each counted once.
         seed: seed of the first text.
         stop: strings that end a text.
-        logprobs: whether log probabilities are asked for.
+        logprobs: whether log probabilities are requested.
         top_logprobs: number of likeliest tokens to name at each position.
     """
 
@@ -60,72 +62,53 @@ class ParsedRequest:
     top_logprobs: int
 
 
-async def parse_chat(request: ChatRequest, ready: Ready, template: ChatTemplate | None) -> ParsedRequest:
+async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
     """Parse the request of a chat.
 
     Raises:
         ApiError: the target has no chat template.
         InvalidArgument: the template refuses the messages, or a parameter is wrong.
     """
-    if template is None:
-        raise ApiError(
-            400, f"{ready.model} has no chat template; use /v1/completions", param="messages", code="no_chat_template"
-        )
+    if served.template is None:
+        message = f"{served.ready.model} has no chat template; use /v1/completions"
+        raise ApiError(400, message, param="messages", code="no_chat_template")
     variables = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    text = await asyncio.to_thread(template.render, [_turn(message) for message in request.messages], **variables)
-    prompt = await _encode(ready, text, add_special_tokens=False)  # the template writes them itself
+    turns = [_turn(message) for message in request.messages]
+    text = await asyncio.to_thread(served.template.render, turns, **variables)
+    prompt = await _encode(served.ready, text, special=False)  # the template writes them itself
     max_tokens = request.max_completion_tokens or request.max_tokens or CONTEXT_TOKENS
-    top = request.top_logprobs or 0
-    return _request(request, [prompt], max_tokens, logprobs=bool(request.logprobs), top_logprobs=top)
+    return _parsed(request, [prompt], max_tokens, bool(request.logprobs), request.top_logprobs)
 
 
-async def parse_completion(request: CompletionRequest, ready: Ready) -> ParsedRequest:
+async def parse_completion(request: CompletionRequest, served: Served) -> ParsedRequest:
     """Parse the request of a completion; raises `InvalidArgument`."""
-    prompts = [
-        await _encode(ready, prompt, add_special_tokens=True) if isinstance(prompt, str) else tuple(prompt)
-        for prompt in request.prompt
-    ]
+    prompts = [await _encode(served.ready, prompt, special=True) for prompt in request.prompt]
     max_tokens = request.max_tokens or COMPLETION_TOKENS
-    logprobs = request.logprobs is not None
-    return _request(request, prompts, max_tokens, logprobs=logprobs, top_logprobs=request.logprobs or 0)
+    return _parsed(request, prompts, max_tokens, request.logprobs is not None, request.logprobs)
 
 
-def _request(
-    request: Request, prompts: list[tuple[int, ...]], max_tokens: int, *, logprobs: bool, top_logprobs: int
+def _parsed(
+    request: Request, prompts: list[tuple[int, ...]], max_tokens: int, logprobs: bool, top_logprobs: int | None
 ) -> ParsedRequest:
     seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % _SEEDS
-    sampling = _sampling(request, min(max_tokens, CONTEXT_TOKENS), seed)
+    given = request.model_dump(include=_SAME_IN_SAMPLING, exclude_none=True)
+    sampling = Sampling(
+        **{"temperature": 1.0, **given},
+        seed=seed,
+        top_k=max(0, request.top_k or 0),
+        logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
+        max_tokens=min(max_tokens, CONTEXT_TOKENS),
+        stop_tokens=tuple(request.stop_token_ids or ()),
+        grammar=_grammar(request.response_format),
+    )
+    each = [replace(sampling, seed=(seed + i) % _SEEDS) for i in range(request.choices)]
     return ParsedRequest(
-        texts=tuple(_texts(prompts, request.choices, sampling)),
+        texts=tuple(Text(prompt, sampling) for prompt in prompts for sampling in each),
         prompt_tokens=sum(map(len, prompts)),
         seed=seed,
         stop=tuple(request.stop or ()),
         logprobs=logprobs,
-        top_logprobs=top_logprobs,
-    )
-
-
-def _texts(prompts: list[tuple[int, ...]], choices: int, sampling: Sampling) -> Iterator[Text]:
-    for at, prompt in enumerate(prompts):
-        for i in range(choices):
-            yield Text(at * choices + i, prompt, replace(sampling, seed=(sampling.seed + i) % _SEEDS))
-
-
-def _sampling(request: Request, max_tokens: int, seed: int) -> Sampling:
-    return Sampling(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        seed=seed,
-        top_k=max(0, request.top_k or 0),
-        top_p=1.0 if request.top_p is None else request.top_p,
-        min_p=request.min_p or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        logit_bias=tuple((int(token), bias) for token, bias in (request.logit_bias or {}).items()),
-        max_tokens=max_tokens,
-        stop_tokens=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
-        grammar=_grammar(request.response_format),
+        top_logprobs=top_logprobs or 0,
     )
 
 
@@ -134,22 +117,21 @@ def _grammar(form: ResponseFormat | None) -> Grammar | None:
         return None
     if form.json_schema is None:
         return Grammar(GrammarKind.JSON_OBJECT)
-    return Grammar(GrammarKind.JSON_SCHEMA, schema_text(form.json_schema))
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(form.json_schema.schema_, ensure_ascii=False))
 
 
 def _turn(message: Message) -> dict[str, Any]:
     """Return a turn as templates know it: `developer` is OpenAI's newer name for their `system`."""
-    said = message.model_dump(exclude_none=True)
-    said["role"] = "system" if message.role == "developer" else message.role
-    said.setdefault("content", message.refusal or "")
-    return said
+    turn = message.model_dump(exclude_none=True)
+    turn["role"] = "system" if message.role == "developer" else message.role
+    turn.setdefault("content", message.refusal or "")
+    return turn
 
 
-async def _encode(ready: Ready, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-    def encode() -> tuple[int, ...]:
-        return tuple(ready.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-
-    return encode() if len(text) < _IN_THREAD else await asyncio.to_thread(encode)
+async def _encode(ready: Ready, prompt: str | list[int], *, special: bool) -> tuple[int, ...]:
+    if len(prompt) < _IN_THREAD:
+        return ready.encode(prompt, special=special)
+    return await asyncio.to_thread(ready.encode, prompt, special=special)
 
 
 async def json_object(request: HttpRequest) -> dict[str, Any]:

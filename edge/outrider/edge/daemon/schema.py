@@ -1,12 +1,11 @@
-"""Schema of requests: OpenAI's fields by OpenAI's names, and vLLM's extras. Unknown fields are refused by name.
+"""Schema of requests: OpenAI's fields, and vLLM's extras; unknown fields are refused by name.
 
-Three kinds of fields change nothing here: those that are OpenAI's book-keeping (`user`, `store`, …) are ignored; those
-that ask for what this daemon does not do (`tools`, `audio`, …) are refused unless they ask for nothing.
+OpenAI's book-keeping (`user`, `store`, …) is ignored. Fields for what this daemon does not do (`tools`, `audio`, …) are
+refused unless they ask for nothing.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -25,15 +24,15 @@ def _refuse(message: str) -> PydanticCustomError:
     return PydanticCustomError("refused", "{why}", {"why": message})
 
 
-def _unless(*trivial: Any) -> Any:
-    """Return the type of a field that is refused unless it asks for nothing."""
+def _unless(*trivial: Any) -> BeforeValidator:
+    """Return a validator that refuses a field unless it asks for nothing."""
 
     def check(value: Any) -> Any:
         if value is None or any(type(value) is type(nothing) and value == nothing for nothing in trivial):
             return value
         raise _refuse("is not supported here; leave it out")
 
-    return Annotated[Any, BeforeValidator(check)]
+    return BeforeValidator(check)
 
 
 def _strings(value: Any) -> Any:
@@ -156,8 +155,8 @@ class Message(Strict):
     refusal: str | None = None
     reasoning_content: str | None = None
     annotations: Ignored
-    audio: _unless() = None  # type: ignore[valid-type]
-    function_call: _unless() = None  # type: ignore[valid-type]
+    audio: Annotated[Any, _unless()] = None
+    function_call: Annotated[Any, _unless()] = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -231,14 +230,14 @@ class ChatRequest(Request):
     parallel_tool_calls: Ignored
     prediction: Ignored
     moderation: Ignored
-    verbosity: _unless("medium") = None  # type: ignore[valid-type]
-    tools: _unless([]) = None  # type: ignore[valid-type]
-    tool_choice: _unless("none", "auto") = None  # type: ignore[valid-type]
-    functions: _unless([]) = None  # type: ignore[valid-type]
-    function_call: _unless("none", "auto") = None  # type: ignore[valid-type]
-    modalities: _unless(["text"]) = None  # type: ignore[valid-type]
-    audio: _unless() = None  # type: ignore[valid-type]
-    web_search_options: _unless() = None  # type: ignore[valid-type]
+    verbosity: Annotated[Any, _unless("medium")] = None
+    tools: Annotated[Any, _unless([])] = None
+    tool_choice: Annotated[Any, _unless("none", "auto")] = None
+    functions: Annotated[Any, _unless([])] = None
+    function_call: Annotated[Any, _unless("none", "auto")] = None
+    modalities: Annotated[Any, _unless(["text"])] = None
+    audio: Annotated[Any, _unless()] = None
+    web_search_options: Annotated[Any, _unless()] = None
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> Self:
@@ -252,8 +251,8 @@ class CompletionRequest(Request):
 
     prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompt)]
     logprobs: Annotated[int | None, Field(ge=0, le=5)] = None
-    echo: _unless(False) = None  # type: ignore[valid-type]
-    suffix: _unless("") = None  # type: ignore[valid-type]
+    echo: Annotated[Any, _unless(False)] = None
+    suffix: Annotated[Any, _unless("")] = None
     best_of: int | None = None
 
     @model_validator(mode="after")
@@ -295,11 +294,8 @@ def _as_api_error(error: ValidationError) -> ApiError:
     if not path and first["type"] == "refused":
         path = str(first["msg"]).partition(" ")[0].partition(".")[0]
         return ApiError(400, str(first["msg"]), param=path, code="invalid_value")
-    return ApiError(400, f"{path}: {_sentence(first['msg'])}", param=path or None, code="invalid_value")
-
-
-def _sentence(message: str) -> str:
-    return message[:1].lower() + message[1:]
+    message = str(first["msg"])
+    return ApiError(400, f"{path}: {message[:1].lower()}{message[1:]}", param=path or None, code="invalid_value")
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -311,8 +307,3 @@ def _path(location: tuple[int | str, ...]) -> str:
         elif part.replace("_", "").isalnum() or not path or "[" not in part:
             path += f".{part}" if path else str(part)
     return path[:200]
-
-
-def schema_text(schema: JsonSchema) -> str:
-    """Return the JSON schema as text."""
-    return json.dumps(schema.schema_, ensure_ascii=False)

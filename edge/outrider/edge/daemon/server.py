@@ -1,8 +1,4 @@
-"""The daemon: one event loop for HTTP, for gRPC to the cloud, and for the watch over both.
-
-Whatever is no HTTP request is refused in the same shape as everything else, and nobody waits for ever for its rest. TLS
-follows the files of its certificates.
-"""
+"""The daemon: one event loop for HTTP, for gRPC to the cloud, and for the watch over both."""
 
 from __future__ import annotations
 
@@ -21,19 +17,18 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from outrider.edge.client import Client
+from outrider.edge.daemon import DaemonConfig
+from outrider.edge.daemon.access import Auth, Limiter
 from outrider.edge.daemon.app import Api
-from outrider.edge.daemon.auth import Auth
 from outrider.edge.daemon.cloud import Cloud
-from outrider.edge.daemon.config import DaemonConfig
 from outrider.edge.daemon.errors import ApiError, json_bytes
-from outrider.edge.daemon.limiter import Limiter
 from outrider.edge.daemon.metrics import HttpMetrics
-from outrider.edge.daemon.reply import Service
+from outrider.edge.daemon.texts import Service
 from outrider.edge.metrics import EdgeMetrics
-from outrider.proto.address import join_address
+from outrider.proto.address import join_address, split_address
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.access import Keys
-from outrider.proto.plumbing.tls import ServerTls
+from outrider.proto.plumbing.tls import ServerTls, Watched
 
 BACKLOG = 1024
 IDLE_S = 75  # that a connection is kept open for another request
@@ -65,14 +60,14 @@ class Daemon:
         self._config = config
         self._client = client
         self._tls = LiveTls(config.tls) if config.tls else None
-        keys = Keys.from_file(config.api_keys) if config.api_keys else None
         metrics = EdgeMetrics()
         http_metrics = HttpMetrics(metrics.registry)
         self.cloud = Cloud(client)
         self.limiter = Limiter(config.max_requests, http_metrics)
-        self.metrics = metrics
         service = Service(self.cloud, metrics, http_metrics, self.limiter, config.request_timeout_s)
-        self._app = Api(service).application(Auth(config.host, keys))
+        self._host, self._port = split_address(config.listen, "listen")
+        keys = Keys.from_file(config.api_keys) if config.api_keys else None
+        self._app = Api(service).application(Auth(self._host, keys))
         self._http: _Http | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -82,7 +77,7 @@ class Daemon:
         Raises:
             ConfigError: the address cannot be bound.
         """
-        listener = _bound(self._config.host, self._config.port)
+        listener = _bound(self._host, self._port)
         self._http = _Http(_http_config(self._app, self._tls))
         serving = self._spawn(self._http.serve(sockets=[listener]), "http")
         self._spawn(self.cloud.watch(), "cloud")
@@ -229,9 +224,10 @@ class HttpProtocol(H11Protocol):
 
 
 class LiveTls:
-    """An SSL context for new connections; `reload` gives it the certificate that the files hold now.
+    """An SSL context for new connections, with the certificate that the files hold now.
 
-    Authorities of client certificates are added by a reload, and taken away only by a restart: OpenSSL cannot forget.
+    Authorities of client certificates are added when the files change, and taken away only by a restart: OpenSSL cannot
+    forget. Files that are wrong change nothing.
 
     Raises:
         ConfigError: a file is unreadable, not PEM, encrypted, or the key is not the certificate's.
@@ -243,52 +239,37 @@ class LiveTls:
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         if files.client_ca is not None:
             self.context.verify_mode = ssl.CERT_REQUIRED
-        self._load(self.context)
-        self._seen = self._stamps()
+        self._watched = Watched(files.files, self._load)
 
     async def watch(self) -> None:
-        """Reload whenever a file changes, for ever."""
+        """Look at the files again and again, for ever."""
         while True:
             await asyncio.sleep(TLS_LOOK_EVERY_S)
-            if self._stamps() != self._seen:
-                self.reload()
+            self.reload()
 
     def reload(self) -> None:
-        """Read the files again; broken ones change nothing."""
-        seen = self._stamps()
-        try:
-            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # a half-written pair must not reach the live one
-            self._load(self.context)
-        except ConfigError as error:
-            log.warning("the old certificate stays: %s", error)
-        else:
-            log.info("certificates read again from %s", self._files.cert)
-        self._seen = seen
+        """Read the files again if they have changed."""
+        self._watched.if_changed()
 
-    def _load(self, context: ssl.SSLContext) -> None:
+    def _load(self) -> None:
+        for context in (
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+            self.context,
+        ):  # a half-written pair stops at the first
+            self._load_into(context)
+
+    def _load_into(self, context: ssl.SSLContext) -> None:
+        cert, key, client_ca = self._files.cert, self._files.key, self._files.client_ca
         try:
-            context.load_cert_chain(self._files.cert.expanduser(), self._files.key.expanduser(), password=_no_password)
+            context.load_cert_chain(cert.expanduser(), key.expanduser(), password=_no_password)
         except (OSError, ssl.SSLError, ValueError) as error:
-            pair = f"{self._files.cert} and {self._files.key}"
-            raise ConfigError(f"cannot use {pair}: {_plain(error)}", field="tls_cert") from error
-        if self._files.client_ca is not None:
-            try:
-                context.load_verify_locations(self._files.client_ca.expanduser())
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError(
-                    f"cannot use {self._files.client_ca}: {_plain(error)}", field="tls_client_ca"
-                ) from error
-
-    def _stamps(self) -> list[tuple[int, int]]:
-        stamps = []
-        for path in self._files.files:
-            try:
-                found = path.expanduser().stat()
-            except OSError:
-                stamps.append((0, 0))
-            else:
-                stamps.append((found.st_mtime_ns, found.st_size))
-        return stamps
+            raise ConfigError(f"cannot use {cert} and {key}: {_plain(error)}", field="tls_cert") from error
+        if client_ca is None:
+            return
+        try:
+            context.load_verify_locations(client_ca.expanduser())
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"cannot use {client_ca}: {_plain(error)}", field="tls_client_ca") from error
 
 
 def _no_password() -> str:

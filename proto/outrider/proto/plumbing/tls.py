@@ -113,7 +113,7 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     """
     import grpc
 
-    watched = _Watched(tls.files, lambda: _server_configuration(tls))
+    watched = Watched(tls.files, lambda: _server_configuration(tls))
     return grpc.dynamic_ssl_server_credentials(
         watched.value, watched.if_changed, require_client_authentication=tls.client_ca is not None
     )
@@ -128,7 +128,7 @@ class ClientCredentials:
 
     def __init__(self, tls: ClientTls) -> None:
         self.tls = tls
-        self._watched = _Watched(tls.files, lambda: _channel_credentials(tls))
+        self._watched = Watched(tls.files, lambda: _channel_credentials(tls))
 
     def current(self) -> grpc.ChannelCredentials:
         """Return the credentials, the same object until the files change."""
@@ -223,7 +223,7 @@ def explain(details: str) -> str:
     return ""
 
 
-class _Watched:
+class Watched:
     """A value made from files, made again when they change; safe for any thread."""
 
     def __init__(self, files: tuple[Path, ...], make: Any) -> None:

@@ -1,0 +1,193 @@
+"""Access to the daemon: keys, origins and hosts, the number of requests for texts, and a line of the log for each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.edge.daemon.errors import DEFECT, RETRY_S, ApiError
+from outrider.edge.daemon.metrics import HttpMetrics
+from outrider.proto.address import is_loopback
+from outrider.proto.errors import Unauthenticated
+from outrider.proto.plumbing.access import Key, Keys
+from outrider.proto.plumbing.logs import about
+
+REQUEST_ID = "X-Request-Id"
+API = "/v1/"
+SHUTTING_DOWN = "the daemon is shutting down"
+RETRY_AFTER_END_S = 5.0
+CLIENT_LEFT = 499  # nginx's status for it
+_SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_QUIET = ("/health", "/metrics")  # polled every few seconds
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Auth:
+    """Rules of access.
+
+    Attributes:
+        listen_host: host that the daemon listens on.
+        keys: keys of which a request to the API must show one; None: it needs none.
+    """
+
+    listen_host: str
+    keys: Keys | None = None
+
+    def check(self, path: str, headers: Headers) -> Key | None:
+        """Return the key that a request shows, where keys are needed.
+
+        A browser sends requests on behalf of any page that it shows. So a page from elsewhere is refused by its
+        Origin, and a name that was rebound to the loopback address (DNS rebinding) by its Host: on loopback and
+        without keys only names of this machine are taken.
+
+        Raises:
+            ApiError: 403 it comes from elsewhere, 401 it shows no key.
+        """
+        host = headers.get("host", "")
+        if self.keys is None and is_loopback(self.listen_host) and not self._is_ours(_name(host.lower())):
+            raise ApiError(403, f"{host[:100]!r} is not a name of this machine", code="host_not_allowed")
+        origin = headers.get("origin")
+        if origin is not None:
+            elsewhere = origin.partition("://")[2].lower() != host.lower()
+        else:
+            elsewhere = path.startswith(API) and headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        if elsewhere:
+            raise ApiError(403, "pages from elsewhere may not use this API", code="origin_not_allowed")
+        if self.keys is None or not path.startswith(API):
+            return None
+        authorization = headers.get("authorization", "")
+        try:
+            return self.keys.check_header(authorization)
+        except Unauthenticated as error:
+            code, message = "invalid_api_key", "the API key is not known here"
+            if not authorization:
+                code, message = "missing_api_key", "no API key; send it as Authorization: Bearer KEY"
+            raise ApiError(401, message, code=code, headers={"WWW-Authenticate": "Bearer"}) from error
+
+    def _is_ours(self, name: str) -> bool:
+        return name in ("localhost", self.listen_host.lower(), "") or name.endswith(".localhost") or is_loopback(name)
+
+
+def _name(host: str) -> str:
+    """Return the name in a Host header, without its port."""
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+class Guard:
+    """ASGI middleware that checks, logs and counts requests; `scope["state"]` gets `request_id`, `key` and `began`.
+
+    Args:
+        app: the application, asked for HTTP alone.
+        auth: rules of access.
+        http_metrics: count the requests.
+        routes: paths that the metrics name.
+    """
+
+    def __init__(self, app: ASGIApp, auth: Auth, http_metrics: HttpMetrics, routes: frozenset[str]) -> None:
+        self._app = app
+        self._auth = auth
+        self._http_metrics = http_metrics
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+        state: dict[str, Any] = {"request_id": request_id, "key": None, "began": time.monotonic()}
+        scope["state"] = state
+        status = 0  # none yet
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = int(message["status"])
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        try:
+            state["key"] = self._auth.check(scope["path"], headers)
+            await self._app(scope, receive, answer)
+        except ApiError as error:
+            if not status:
+                await error.response()(scope, receive, answer)
+        except Exception:  # a request's top: the client gets an answer, the log the reason
+            log.exception("a request failed", extra=about(session=request_id))
+            if not status:
+                await DEFECT.response()(scope, receive, answer)
+        finally:
+            self._account(scope, status)
+
+    def _account(self, scope: Scope, status: int) -> None:
+        state, path = scope["state"], scope["path"]
+        self._http_metrics.answered(path if path in self._routes else "other", status or CLIENT_LEFT)
+        log.log(
+            logging.DEBUG if path in _QUIET else logging.INFO,
+            "%s %s %d %.3f s%s",
+            scope["method"],
+            path[:200],
+            status,
+            time.monotonic() - state["began"],
+            f" key={state['key'].name}" if state["key"] is not None else "",
+            extra=about(session=state["request_id"]),
+        )
+
+
+class Limiter:
+    """The number of requests for texts that run, which has a limit.
+
+    Attributes:
+        draining: whether the daemon ends and lets no more in.
+        cut: set when what still runs has to end at once.
+    """
+
+    def __init__(self, max_requests: int, http_metrics: HttpMetrics) -> None:
+        self.draining = False
+        self.cut = asyncio.Event()
+        self._max_requests = max_requests
+        self._http_metrics = http_metrics
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Hold a place for as long as a request runs.
+
+        Raises:
+            ApiError: 503 while draining, 429 when all places are taken.
+        """
+        if self.draining:
+            raise ApiError(503, SHUTTING_DOWN, code="unavailable", retry_after_s=RETRY_AFTER_END_S)
+        if self._http_metrics.running >= self._max_requests:
+            message = f"{self._max_requests} requests run already; try again, or raise --max-requests"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_S)
+        self._http_metrics.running += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._http_metrics.running -= 1
+            if not self._http_metrics.running:
+                self._empty.set()
+
+    async def drain(self, grace_s: float) -> None:
+        """Let no more in, give what runs `grace_s` to end, then cut it."""
+        self.draining = True
+        for wait_s in (grace_s, RETRY_S):
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._empty.wait()
+            except TimeoutError:
+                self.cut.set()

@@ -1,0 +1,293 @@
+"""Requests for texts: their decoding, and the sending of their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import ExitStack, aclosing, closing
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.edge.daemon.access import RETRY_AFTER_END_S, SHUTTING_DOWN, Limiter
+from outrider.edge.daemon.answers import Answer
+from outrider.edge.daemon.cloud import Cloud, Served
+from outrider.edge.daemon.errors import DEFECT, ApiError, from_outrider, json_bytes, json_response
+from outrider.edge.daemon.metrics import HttpMetrics, TextObserver, metrics_of
+from outrider.edge.daemon.parsed_request import ParsedRequest, json_object
+from outrider.edge.daemon.schema import Request, checked
+from outrider.edge.event_stream import Event, Finished, Tokens
+from outrider.edge.metrics import EdgeMetrics
+from outrider.proto.errors import OutriderError, Unavailable
+from outrider.proto.plumbing.access import Key, Limits, Ticket
+from outrider.proto.plumbing.logs import about
+
+WATCH_EVERY_S = 0.25
+LATE_S = 5.0  # beyond the deadline, for a client that reads slowly
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # a proxy must not collect the pieces
+]
+
+Item = tuple[int, Event]
+R = TypeVar("R", bound=Request)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Parts that all requests share; `request_timeout_s` is the time for a whole answer."""
+
+    cloud: Cloud
+    metrics: EdgeMetrics
+    http_metrics: HttpMetrics
+    limiter: Limiter
+    request_timeout_s: float
+    key_limits: Limits = field(default_factory=Limits)
+
+
+class Endpoint(Generic[R]):
+    """One endpoint for texts as ASGI, since it sends its answers itself.
+
+    Args:
+        service: decodes and counts the texts.
+        kind: what a request may say.
+        parse: prepares a request for decoding.
+        answer: format of the answers.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        kind: type[R],
+        parse: Callable[[R, Served], Awaitable[ParsedRequest]],
+        answer: type[Answer],
+    ) -> None:
+        self._service = service
+        self._kind = kind
+        self._parse = parse
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, which ends when its client leaves."""
+        with self._service.limiter.enter():
+            options = checked(self._kind, await json_object(HttpRequest(scope, receive)))
+            served = self._service.cloud.serving()
+            served.check_model(options.model)
+            await _while_connected(receive, self._serve(options, served, scope, receive, send))
+
+    async def _serve(self, options: R, served: Served, scope: Scope, receive: Receive, send: Send) -> None:
+        state, key = scope["state"], scope["state"]["key"]
+        try:
+            request = await self._parse(options, served)
+            texts = Texts(self._service, request, state["request_id"], state["began"])
+            answer = self._answer(state["request_id"], options.model, request, served.tokens)
+            with ExitStack() as places:
+                tickets = [places.enter_context(closing(self._admit(key))) for _ in request.texts] if key else []
+                async with (
+                    asyncio.timeout(self._service.request_timeout_s + LATE_S),
+                    aclosing(texts.items(tickets)) as items,
+                ):
+                    reply = Reply(options, answer, texts)
+                    if options.stream:
+                        await reply.stream(items, send)
+                    else:
+                        await (await reply.whole(items))(scope, receive, send)
+        except OutriderError as error:
+            raise from_outrider(error) from error
+        except TimeoutError as error:
+            raise ApiError(504, "the client reads too slowly", code="deadline_exceeded") from error
+
+    def _admit(self, key: Key) -> Ticket:
+        return self._service.key_limits.admit(key, time.monotonic())
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work` unless the client leaves first, which cancels it; the request's body must have been read."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_until_gone(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Texts:
+    """The texts of one request while they are decoded.
+
+    Args:
+        service: decodes and counts them.
+        request: what the client wants.
+        request_id: for logs.
+        began: arrival of the request, in seconds of the monotonic clock.
+    """
+
+    def __init__(self, service: Service, request: ParsedRequest, request_id: str, began: float) -> None:
+        self._service = service
+        self._request = request
+        self._began = began
+        self._first_token_s = 0.0  # 0: there is none yet
+        self.request_id = request_id
+        self.observers = [TextObserver(service.metrics, request_id, service.cloud.lost) for _ in request.texts]
+
+    async def items(self, tickets: list[Ticket]) -> AsyncGenerator[Item]:
+        """Yield (choice, event) of all texts, and count their tokens against `tickets`, [choices] or none.
+
+        The first error of any text is raised and ends the others; leaving early ends all. A slow reader holds the texts
+        back.
+
+        Raises:
+            Unavailable: the daemon is shutting down.
+            OutriderError: a text cannot be finished, or the cloud is away before any has begun.
+        """
+        queue: asyncio.Queue[Item | Exception] = asyncio.Queue(maxsize=2 * len(self.observers))
+        tasks = [asyncio.create_task(self._decode(choice, queue)) for choice in range(len(self.observers))]
+        tasks.append(asyncio.create_task(self._watch(queue)))
+        left = len(self.observers)
+        try:
+            while left:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                choice, event = item
+                self._first_token_s = self._first_token_s or self._seconds
+                if tickets and isinstance(event, Tokens):
+                    tickets[choice].spend(len(event.tokens), time.monotonic())
+                if isinstance(event, Finished):
+                    left -= 1
+                    self._service.cloud.ended(self.observers[choice].statistics)
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _decode(self, choice: int, queue: asyncio.Queue[Item | Exception]) -> None:
+        request, text = self._request, self._request.texts[choice]
+        events = self._service.cloud.client.generate(
+            text.prompt,
+            text.sampling,
+            stop=request.stop,
+            deadline_s=self._service.request_timeout_s,
+            observer=self.observers[choice],
+            logprobs=request.logprobs,
+            top_logprobs=request.top_logprobs,
+            request_id=self.request_id,
+        )
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    await queue.put((choice, event))
+        except Exception as error:  # whatever it is, it is for the reader
+            await queue.put(error)
+
+    async def _watch(self, queue: asyncio.Queue[Item | Exception]) -> None:
+        """End the texts when the daemon ends, or when none has begun and the cloud has been away for long."""
+        error: OutriderError | None = None
+        while error is None:
+            try:
+                async with asyncio.timeout(None if self._first_token_s else WATCH_EVERY_S):
+                    await self._service.limiter.cut.wait()
+                error = Unavailable(SHUTTING_DOWN, retry_after_s=RETRY_AFTER_END_S)
+            except TimeoutError:
+                error = None if self._first_token_s else self._service.cloud.hopeless()
+        await queue.put(error)
+
+    def account(self, usage: dict[str, int]) -> None:
+        """Count a request that was answered in full."""
+        self._service.http_metrics.finished(usage, self._first_token_s, self._seconds)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the `metrics` object of the answer."""
+        return metrics_of(self.observers, self._request.seed)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began
+
+
+class Reply:
+    """The sending of one answer, at once or as a stream."""
+
+    def __init__(self, options: Request, answer: Answer, texts: Texts) -> None:
+        self._options = options
+        self._answer = answer
+        self._texts = texts
+
+    async def whole(self, items: AsyncGenerator[Item]) -> Response:
+        """Return the answer when all texts have ended."""
+        events: list[list[Event]] = [[] for _ in self._texts.observers]
+        async for choice, event in items:
+            self._answer.take(choice, event)
+            events[choice].append(event)
+        body = self._answer.whole(events) | {"metrics": self._texts.metrics()}
+        self._texts.account(self._answer.usage)
+        return json_response(body)
+
+    async def stream(self, items: AsyncGenerator[Item], send: Send) -> None:
+        """Send each piece as it comes; an error is the last of them, since the status has gone before it."""
+        first = await anext(items)
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        async with aclosing(self._pieces(first, items)) as pieces:
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": b"data: " + piece + b"\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pieces(self, first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
+        try:
+            for choice in range(len(self._texts.observers)):
+                if (chunk := self._answer.first_chunk(choice)) is not None:
+                    yield self._piece(chunk, choice)
+            async for piece in self._chunks(first, items):
+                yield piece
+            self._texts.account(self._answer.usage)
+            yield b"[DONE]"
+        except OutriderError as error:
+            yield json_bytes(from_outrider(error).body())
+        except Exception:  # a stream's top: its client must not take half a text for the whole
+            log.exception("a stream failed", extra=about(session=self._texts.request_id))
+            yield json_bytes(DEFECT.body())
+
+    async def _chunks(self, first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
+        left = len(self._texts.observers)
+        keeps_empty = self._options.wants_speculation or self._answer.logprobs  # which tokens have before their text
+        async for choice, event in _with_first(first, items):
+            self._answer.take(choice, event)
+            left -= isinstance(event, Finished)
+            if not (isinstance(event, Finished) or event.text or keeps_empty):
+                continue
+            chunk = self._answer.chunk(choice, event)
+            if not left and not self._options.wants_usage:
+                chunk["metrics"] = self._texts.metrics()
+            yield self._piece(chunk, choice, event)
+        if self._options.wants_usage:
+            yield self._piece(self._answer.usage_chunk() | {"metrics": self._texts.metrics()}, choice)
+
+    def _piece(self, chunk: dict[str, Any], choice: int, event: Event | None = None) -> bytes:
+        if self._options.wants_usage:
+            chunk.setdefault("usage", None)
+        if self._options.wants_speculation:
+            chunk["speculation"] = self._texts.observers[choice].live(event)
+        return json_bytes(chunk)
+
+
+async def _with_first(first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[Item]:
+    yield first
+    async for item in items:
+        yield item
