@@ -18,7 +18,7 @@ from outrider.cloud.server import VerifierServer
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.cli import main
 from outrider.edge import Client, EdgeConfig, Sampling
-from outrider.proto.errors import ConfigError
+from outrider.proto.errors import NotFound
 from outrider.proto.types import Goal, Patience
 
 TOKENS = 16
@@ -28,7 +28,7 @@ REPLAYED = ["optimum", "cloud", "outrider"]
 
 
 class NearVerifier:
-    """A `VerifierProcess` without its process, which takes seconds to start; one test with the real one is enough."""
+    """A `VerifierProcess` without its process, which takes seconds to start; one test has the real one."""
 
     def __init__(self, config: VerifierConfig, tokenizer: Path) -> None:
         self.address = ""
@@ -46,7 +46,6 @@ class NearVerifier:
         await self._server.stop(0)
 
     async def step_timings(self) -> list[StepTiming]:
-        """Of the steps since the last time that this was asked."""
         return list(self._server.take_step_timings())
 
 
@@ -57,7 +56,7 @@ def _near_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def prompt(tmp_path_factory) -> str:
-    """A file of one prompt."""
+    """Return a file of one prompt."""
     path = tmp_path_factory.mktemp("prompts") / "one.jsonl"
     path.write_text(json.dumps({"id": "one", "prompt": "def main():\n    "}) + "\n")
     return str(path)
@@ -65,7 +64,7 @@ def prompt(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def folder(prompt, tmp_path_factory) -> Path:
-    """What one benchmark has written: `record.json` and `report`."""
+    """Return the folder of a benchmark's output: `record.json` and `report`."""
     path = tmp_path_factory.mktemp("bench")
     modes = ("--modes", "cloud,sync,outrider,optimum", "--rtt", "0,20", "--prompts", prompt)
     written = ("--json", str(path / "record.json"), "--report", str(path / "report"))
@@ -75,11 +74,10 @@ def folder(prompt, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def benchmark(folder) -> Benchmark:
-    """Its record."""
     return load(Benchmark, folder / "record.json", "json")
 
 
-def test_every_mode_is_measured_on_every_link_and_the_replays_stand_beside_them(benchmark) -> None:
+def test_every_mode_is_measured_and_replayed_on_every_link(benchmark) -> None:
     by_link: dict[float, list[tuple[str, bool]]] = {}
     for run in benchmark.runs:
         by_link.setdefault(run.link.rtt_ms, []).append((run.mode, run.replayed))
@@ -95,7 +93,7 @@ def test_the_texts_are_those_of_cloud_streaming(benchmark) -> None:
     assert {run.identical_to_cloud for run in benchmark.runs if run.replayed} == {None}
 
 
-def test_figures_are_there_and_positive(benchmark) -> None:
+def test_metrics_are_known_and_positive(benchmark) -> None:
     names = ("tokens_per_second", "seconds", "steps_per_token", "ttft_ms_p50", "token_gap_ms_p99")
     for run in benchmark.runs:
         assert run.tokens == TOKENS
@@ -109,7 +107,7 @@ def test_figures_are_there_and_positive(benchmark) -> None:
         assert (run.sync_length is not None) == (run.mode == "sync")
         assert (run.goal == "latency") == (run.mode == "outrider")
         assert {span.lane for span in run.timeline or ()} >= {"verify", "down"}
-        assert run.arrivals_s is None  # of links that change alone
+        assert run.arrivals_s is None  # only links that change have them
 
 
 def test_bytes_are_counted_where_there_is_a_link(benchmark) -> None:
@@ -118,14 +116,14 @@ def test_bytes_are_counted_where_there_is_a_link(benchmark) -> None:
         assert [(up or 0) > 0 for up in (run.uplink_bytes_per_token, run.downlink_bytes_per_token)] == [counted] * 2
 
 
-def test_the_rates_of_a_link_are_recorded_and_no_link_has_none(benchmark) -> None:
+def test_the_rates_of_a_link_are_recorded_and_without_a_link_there_are_none(benchmark) -> None:
     assert {(run.link.rtt_ms, run.link.up_mbit, run.link.down_mbit) for run in benchmark.runs} == {
         (0.0, None, None),
         (20.0, 20.0, 100.0),
     }
 
 
-def test_the_report_has_its_page_its_pictures_and_the_same_record(folder, benchmark) -> None:
+def test_the_report_has_a_page_with_plots_and_the_same_record(folder, benchmark) -> None:
     names = sorted(path.name for path in (folder / "report").iterdir())
     pictures = [f"condition-1-{kind}.png" for kind in ("bytes", "gaps", "speed", "timeline")]
     assert names == sorted(["benchmark.json", "index.html", *pictures])
@@ -135,7 +133,7 @@ def test_the_report_has_its_page_its_pictures_and_the_same_record(folder, benchm
 
 
 @pytest.mark.usefixtures("_near_verifier")
-def test_sessions_on_unlike_links_at_once_are_one_run_a_mode(prompt, tmp_path) -> None:
+def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path) -> None:
     record = tmp_path / "mixed.json"
     mixed = ("--mixed", "--sessions", "3", "--rtt", "0,20", "--modes", "cloud,outrider", "--prompts", prompt)
     assert main(["bench", *SMALL, *mixed, "--json", str(record)]) == 0
@@ -159,6 +157,11 @@ def test_sessions_on_unlike_links_at_once_are_one_run_a_mode(prompt, tmp_path) -
         (["--min-step", "-1"], 2, "--min-step: -1.0 is below 0"),
         (["--rtt", "fast"], 2, "--rtt: 'fast' is not a number"),
         (["--prompts", "nowhere.jsonl"], 1, "prompts: cannot read"),
+        (
+            ["--modes", "hf-generate", "--rtt", "0", "--top-k", "5"],
+            1,
+            "sampling: the baselines of transformers support",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -166,8 +169,14 @@ def test_a_mistake_is_one_clear_line(arguments, status, says, capfd) -> None:
     check_mistake(arguments, status, says, capfd)
 
 
+def test_stop_strings_are_no_option(capfd) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--stop", "x"])
+    assert "unrecognized arguments: --stop x" in capfd.readouterr().err
+
+
 @pytest.mark.usefixtures("_near_verifier")
-def test_the_library_cannot_use_a_drafter_that_is_no_model(prompt, capfd) -> None:
+def test_a_drafter_that_transformers_cannot_run_is_refused(prompt, capfd) -> None:
     arguments = ["--modes", "hf-assisted", "--rtt", "0", "--drafter", "ngram", "--prompts", prompt]
     check_mistake([*arguments, "--max-tokens", "4"], 1, "hf-drafter: is missing", capfd)
 
@@ -185,7 +194,7 @@ def check_mistake(arguments: list[str], status: int, says: str, capfd: pytest.Ca
     assert out == ""
 
 
-def test_a_verifiers_process_gets_the_very_settings_and_its_refusal_comes_back(tmp_path) -> None:
+def test_a_verifier_process_gets_the_settings_and_reports_its_refusal(tmp_path) -> None:
     file = tmp_path / "tokenizer.json"
     config = VerifierConfig(threads=1, patience=Patience(0.001, 4), goal=Goal.EFFICIENCY, min_step_s=0.05)
 
@@ -198,5 +207,5 @@ def test_a_verifiers_process_gets_the_very_settings_and_its_refusal_comes_back(t
 
     assert len(asyncio.run(steps())) == 4
     refused = VerifierProcess(VerifierConfig(steering=(str(tmp_path / "none"),)), file)
-    with pytest.raises(ConfigError, match="steering"):
+    with pytest.raises(NotFound, match="steering"):
         asyncio.run(refused.__aenter__())

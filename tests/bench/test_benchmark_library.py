@@ -1,4 +1,4 @@
-"""The baselines by transformers itself: what they generate and count, in a process of their own."""
+"""The baselines of transformers: their texts and counts, in a process of their own."""
 
 from __future__ import annotations
 
@@ -47,16 +47,15 @@ def drafter(tmp_path_factory) -> Path:
     return save_llama(tmp_path_factory.mktemp("drafter"), seed=8, layers=1)
 
 
-def here(target: Path, assistant: Path | None = None, **sampling: float) -> list[LibraryText]:
-    """The texts, without the price of a process."""
+def in_this_process(target: Path, assistant: Path | None = None, **sampling: float) -> list[LibraryText]:
     how = Sampling(**{"max_tokens": TOKENS} | sampling)
     request = library._request(target, assistant, how, 1, "float32")
     models = library._models(request)
-    return [library._text(*models, request, prompt, TOKENS) for prompt in PROMPTS]
+    return [library._text(request, *models, prompt, TOKENS) for prompt in PROMPTS]
 
 
 def greedy(folder: Path, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """The plain definition: one whole forward pass a token."""
+    """Decode by the plain definition: one whole forward pass a token."""
     from transformers import AutoModelForCausalLM
 
     model, tokens = AutoModelForCausalLM.from_pretrained(folder), list(prompt)
@@ -76,17 +75,17 @@ def by_process(target: Path, assistant: Path | None, prompts: tuple[tuple[int, .
     return asyncio.run(ask())
 
 
-def test_in_a_process_of_its_own_an_assistant_saves_steps_and_changes_no_token(target) -> None:
+def test_an_assistant_in_its_own_process_saves_steps_and_changes_no_token(target) -> None:
     texts = by_process(target, target, PROMPTS)
     assert [text.tokens for text in texts] == [greedy(target, prompt) for prompt in PROMPTS]
     for text in texts:
         assert text.steps < TOKENS
         assert text.accepted == text.questioned == TOKENS - text.steps  # the drafter is the target itself
         assert len(text.arrivals) == TOKENS
-        assert 0 < text.first_token_s <= text.arrivals[-1] <= text.seconds
+        assert 0 < text.arrivals[0] <= text.arrivals[-1] <= text.seconds
 
 
-def test_what_the_library_says_of_its_failure_is_told(target, tmp_path) -> None:
+def test_a_failure_of_the_library_is_reported(target, tmp_path) -> None:
     (tmp_path / "config.json").write_text((target / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(Internal, match=r"library: transformers failed: .*header"):
@@ -100,7 +99,7 @@ def test_a_prompt_without_tokens_is_refused(target) -> None:
 
 
 def test_generate_takes_one_step_a_token(target) -> None:
-    texts = here(target)
+    texts = in_this_process(target)
     assert [text.tokens for text in texts] == [greedy(target, prompt) for prompt in PROMPTS]
     for text in texts:
         assert text.steps == len(text.arrivals) == TOKENS
@@ -109,31 +108,33 @@ def test_generate_takes_one_step_a_token(target) -> None:
 
 
 def test_a_drafter_that_knows_nothing_changes_no_token(target, drafter) -> None:
-    texts = here(target, drafter)
-    assert [text.tokens for text in texts] == [text.tokens for text in here(target)]
+    texts = in_this_process(target, drafter)
+    assert [text.tokens for text in texts] == [text.tokens for text in in_this_process(target)]
     assert sum(text.accepted for text in texts) < sum(text.questioned for text in texts)
     for text in texts:
         assert text.accepted == TOKENS - text.steps
 
 
-def test_sampling_is_of_the_plain_distribution_and_goes_by_the_seed(target, tmp_path) -> None:
+def test_sampling_takes_the_plain_distribution_and_the_seed(target, tmp_path) -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     AutoModelForCausalLM.from_pretrained(target).save_pretrained(tmp_path)
     GenerationConfig(do_sample=True, top_k=1, pad_token_id=0).save_pretrained(tmp_path)  # would make it greedy
-    first, again, other = ([text.tokens for text in here(tmp_path, temperature=1.0, seed=seed)] for seed in (1, 1, 2))
+    first, again, other = (
+        [text.tokens for text in in_this_process(tmp_path, temperature=1.0, seed=seed)] for seed in (1, 1, 2)
+    )
     assert first == again
     assert first != other
-    assert first != [text.tokens for text in here(target)]
+    assert first != [text.tokens for text in in_this_process(target)]
 
 
 def test_the_end_token_of_the_generation_config_ends_a_text(target, tmp_path) -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    whole = here(target)[0].tokens
+    whole = in_this_process(target)[0].tokens
     AutoModelForCausalLM.from_pretrained(target).save_pretrained(tmp_path)
     GenerationConfig(eos_token_id=whole[5], pad_token_id=0).save_pretrained(tmp_path)
-    for texts in (here(tmp_path), here(tmp_path, tmp_path)):
+    for texts in (in_this_process(tmp_path), in_this_process(tmp_path, tmp_path)):
         assert texts[0].tokens == whole[: whole.index(whole[5]) + 1]
         assert len(texts[0].arrivals) == len(texts[0].tokens)
 
@@ -154,7 +155,7 @@ def test_drafts_are_verified_up_to_the_first_wrong_one_of_a_step() -> None:
         ("package", "holds an ONNX package, which transformers cannot run"),
     ],
 )
-def test_what_is_no_drafter_for_transformers_is_refused(tmp_path, folder, message) -> None:
+def test_a_folder_without_a_transformers_drafter_is_refused(tmp_path, folder, message) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "model.onnx").write_bytes(b"")
@@ -171,7 +172,7 @@ def test_a_drafter_folder_is_found(drafter) -> None:
 @pytest.mark.parametrize(
     ("sampling", "dtype", "field"), [(Sampling(top_k=5), "float32", "sampling"), (Sampling(), "float99", "dtype")]
 )
-def test_what_the_library_would_not_do_alike_is_refused(target, sampling, dtype, field) -> None:
+def test_options_that_transformers_lacks_are_refused(target, sampling, dtype, field) -> None:
     with pytest.raises(ConfigError) as raised:
         LibraryProcess(target, sampling, threads=1, dtype=dtype)
     assert raised.value.field == field

@@ -10,11 +10,11 @@ from outrider.proto.errors import ConfigError
 
 
 def options(**given: tuple[float | str, ...]) -> LinkListSettings:
-    """The options' defaults with one round trip, but for those given."""
+    """Return the default options with one round trip, but for those given."""
     return LinkListSettings(**{"rtt": (2.0,), **given})
 
 
-def test_a_benchmark_may_go_over_traces_alone() -> None:
+def test_a_benchmark_may_have_traces_alone() -> None:
     (link,) = links_of(options(rtt=(), trace=("step",), jitter=(1.5,)))
     assert link.trace is not None
     assert link.record.trace == "step"
@@ -22,37 +22,11 @@ def test_a_benchmark_may_go_over_traces_alone() -> None:
 
 
 def test_fixed_links_come_before_traces() -> None:
-    assert [
-        link.label
-        for link in links_of(
-            options(
-                rtt=(
-                    0.0,
-                    60.0,
-                ),
-                trace=("wifi",),
-            )
-        )
-    ] == [
-        "0 ms",
-        "60 ms",
-        "trace wifi",
-    ]
+    links = links_of(options(rtt=(0.0, 60.0), trace=("wifi",)))
+    assert [link.label for link in links] == ["0 ms", "60 ms", "trace wifi"]
 
 
 def test_a_list_of_another_length_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError, match="has 2 entries where --rtt has 3") as refused:
-        links_of(
-            options(
-                rtt=(
-                    1.0,
-                    2.0,
-                    3.0,
-                ),
-                up=(
-                    1.0,
-                    2.0,
-                ),
-            )
-        )
+        links_of(options(rtt=(1.0, 2.0, 3.0), up=(1.0, 2.0)))
     assert refused.value.field == "up"

@@ -49,12 +49,12 @@ def benchmark() -> Benchmark:
     return Benchmark(found, (full, Run("optimum", LinkRecord(30.0), replayed=True, sync_length=None)))
 
 
-def test_what_is_saved_is_loaded(benchmark, tmp_path) -> None:
+def test_a_saved_record_loads(benchmark, tmp_path) -> None:
     save(benchmark, tmp_path / "new" / "benchmark.json")
     assert load(Benchmark, tmp_path / "new" / "benchmark.json", "benchmark") == benchmark
 
 
-def test_the_json_has_the_agreed_shape_and_null_for_what_is_unknown(benchmark) -> None:
+def test_the_json_has_the_agreed_shape_and_null_for_unknown_metrics(benchmark) -> None:
     parsed = json.loads(to_json(benchmark))
     assert set(parsed) == {"environment", "runs"}
     run, replayed = parsed["runs"]
@@ -72,7 +72,7 @@ def test_the_json_has_the_agreed_shape_and_null_for_what_is_unknown(benchmark) -
     assert {name for name in unknown if replayed[name] is not None} == set()
 
 
-def test_the_environment_says_what_ran_and_on_what(benchmark) -> None:
+def test_the_environment_names_machine_and_versions(benchmark) -> None:
     found = benchmark.environment
     assert datetime.fromisoformat(found.date).utcoffset() is not None
     assert found.python == ".".join(str(part) for part in sys.version_info[:3])
@@ -83,13 +83,13 @@ def test_the_environment_says_what_ran_and_on_what(benchmark) -> None:
     assert found.drafter_threads is None
 
 
-def test_a_package_or_a_git_that_is_not_there_is_unknown(monkeypatch) -> None:
+def test_a_missing_package_or_git_is_unknown(monkeypatch) -> None:
     assert environments._version("outrider-no-such-package") is None
     monkeypatch.setenv("PATH", "/nonexistent")
     assert environments._revision() is None
 
 
-def test_the_checkout_of_somebody_else_is_not_our_revision(tmp_path, monkeypatch) -> None:
+def test_the_checkout_of_another_project_is_not_our_revision(tmp_path, monkeypatch) -> None:
     subprocess.run(("git", "init", "-q", tmp_path), check=True)
     (tmp_path / "environment.py").write_text("")
     monkeypatch.setattr(environments, "__file__", str(tmp_path / "environment.py"))
@@ -97,7 +97,7 @@ def test_the_checkout_of_somebody_else_is_not_our_revision(tmp_path, monkeypatch
 
 
 def changed(benchmark: Benchmark, path: str, value: object) -> str:
-    """The JSON text with one value in it changed; `...` removes it."""
+    """Return the JSON text with one value changed; `...` removes it."""
     parsed = json.loads(to_json(benchmark))
     *parents, last = path.split("/")
     place = parsed
@@ -149,7 +149,7 @@ def test_a_field_with_a_default_may_be_missing(benchmark) -> None:
     assert from_json(Benchmark, text, "benchmark") == benchmark
 
 
-def test_what_is_no_record_is_refused(tmp_path) -> None:
+def test_a_text_that_is_no_record_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="benchmark: is not JSON"):
         from_json(Benchmark, "{", "benchmark")
     with pytest.raises(ConfigError, match="benchmark: must be an object"):
@@ -163,7 +163,7 @@ def test_a_file_that_cannot_be_written_is_named(benchmark, tmp_path) -> None:
         save(benchmark, tmp_path)
 
 
-def test_a_wrong_figure_is_refused_before_it_is_written(benchmark) -> None:
+def test_a_wrong_metric_is_refused_before_it_is_written(benchmark) -> None:
     with pytest.raises(ValidationError, match=r"seconds\n.*should be a finite number"):
         replace(benchmark.runs[0], seconds=float("inf"))
 
@@ -185,7 +185,7 @@ def test_the_committed_records_load_and_are_written_as_they_are(root, name, kind
 
 
 def contains(whole: object, part: object) -> bool:
-    """Whether `whole` is `part`, and at most fields that a record did not have yet."""
+    """Return whether `whole` is `part` but for fields that were added to records later."""
     if isinstance(part, dict) and isinstance(whole, dict):
         return all(name in whole and contains(whole[name], value) for name, value in part.items())
     if isinstance(part, list) and isinstance(whole, list):

@@ -1,27 +1,26 @@
-"""From what was seen of texts to a run's metrics."""
+"""A run's metrics from observed texts."""
 
 from __future__ import annotations
 
-from outrider.bench.benchmark.measure import Measured, TextObserver
+from outrider.bench.benchmark.measure import Measured
 from outrider.bench.benchmark.runs import run_of
 from outrider.bench.links import LinkRecord
 from outrider.deploy.prompts import Prompt
-from outrider.proto.session import EdgeStatistics
 
 TRACED = LinkRecord(105.0, trace="step")
 
 
 def text(began: float, tokens: int, per_token_s: float) -> Measured:
-    arrivals = tuple(began + (n + 1) * per_token_s for n in range(tokens))
-    return Measured(Prompt("1", "x"), tuple(range(tokens)), began, arrivals, EdgeStatistics(), TextObserver())
+    arrivals = tuple((n + 1) * per_token_s for n in range(tokens))
+    return Measured(Prompt("1", "x"), began, tuple(range(tokens)), arrivals)
 
 
-def test_on_a_link_that_changes_the_longest_text_says_when_its_tokens_came() -> None:
+def test_on_a_link_that_changes_the_arrivals_of_the_longest_text_are_kept() -> None:
     run = run_of("cloud", TRACED, [text(10, 2, 0.5), text(20, 3, 0.25), text(30, 3, 9.0)], None)
     assert run.arrivals_s == (0.25, 0.5, 0.75)
 
 
-def test_elsewhere_nobody_says() -> None:
+def test_on_other_links_and_in_parallel_no_arrivals_are_kept() -> None:
     assert run_of("cloud", LinkRecord(30.0), [text(10, 2, 0.5)], None).arrivals_s is None
     together = [text(10, 2, 0.5), text(10, 3, 0.5)]  # the later ones do not meet the trace from its beginning
     assert run_of("cloud", TRACED, together, None, sessions=2).arrivals_s is None

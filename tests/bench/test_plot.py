@@ -1,4 +1,4 @@
-"""Saving of plots and records: small, and with nothing lost."""
+"""Plots and records are saved in small files, and nothing is lost."""
 
 from __future__ import annotations
 

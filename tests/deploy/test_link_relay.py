@@ -321,8 +321,8 @@ def test_a_port_that_is_taken_and_a_link_that_has_died_are_unavailable(echo) -> 
             with pytest.raises(Unavailable, match="cannot listen"):
                 async with LinkProcess(to=echo, listen=link.address):
                     pass
-            assert link._child.process is not None
-            link._child.process.kill()
+            assert link.process is not None
+            link.process.kill()
             with pytest.raises(Unavailable, match="died"):
                 await link.counters()
         with pytest.raises(Unavailable, match="not running"):
@@ -337,7 +337,7 @@ from outrider.deploy.link.process import LinkProcess
 
 async def main():
     async with LinkProcess(to="127.0.0.1:1") as link:
-        print(link._child.process.pid, flush=True)
+        print(link.process.pid, flush=True)
         await asyncio.sleep(60)
 
 asyncio.run(main())

@@ -8,9 +8,9 @@ length_training  length rules trained on recorded hits
 
 What they share
 simulator, replay     sessions on a virtual clock, and recorded hits in them
-links, drafters       what the options name
-environment           on what and by which command something was measured
-metrics, statistics   what many texts came to, and how sure that is
+links, drafters       links and drafters that the options name
+environment           machine, versions and command of a measurement
+metrics               rates and latencies of many texts, and their intervals
 record, table, plot   results as JSON, for a terminal, and as pictures
-outputs               where they go, checked before the work
+outputs               files of results, checked before the work
 """

@@ -22,11 +22,11 @@ def find_packages(arguments: Sequence[str], field: str, *, ngram: bool = False) 
     Args:
         arguments: embedded names, folders and NAME=FOLDER.
         field: the option, named in errors.
-        ngram: whether `ngram` is one of them; it has no package.
+        ngram: whether `ngram` may be one of them; it has no package.
 
     Raises:
-        ConfigError: none is named, a label is empty, or stands for two.
-        NotFound, InvalidArgument, ModelRefused, DataLoss: as `find_package`.
+        ConfigError: none is named, a label is empty, or two have the same one.
+        NotFound, InvalidArgument, ModelRefused, DataLoss: see `find_package`.
     """
     if not arguments:
         known = "an embedded drafter or a package folder" + (", or ngram" if ngram else "")
@@ -54,11 +54,11 @@ def _find(argument: str, field: str) -> tuple[str, DrafterPackage]:
 
 
 def load_drafters(packages: Packages, tokenizer_sha256: str, field: str) -> dict[str, Drafter]:
-    """Load the drafters of `packages`, on one thread each, as an edge has them.
+    """Load the drafters of `packages`, on one thread each.
 
     Raises:
         TokenizerMismatch: a package was not made for a target with that tokenizer.
-        ModelRefused: as `OnnxDrafter`.
+        ModelRefused: see `OnnxDrafter`.
     """
     for label, package in packages.items():
         if package is not None and package.tokenizer_sha256 != tokenizer_sha256:

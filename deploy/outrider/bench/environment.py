@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from pydantic.dataclasses import dataclass
 
@@ -43,39 +44,18 @@ class Environment:
     hf_drafter: str | None = None
 
 
-def environment(
-    *,
-    target: str,
-    dtype: str,
-    max_tokens: int,
-    seed: int,
-    drafter: str,
-    drafter_version: str | None,
-    target_threads: int | None,
-    drafter_threads: int | None,
-    prompts: int,
-    hf_drafter: str | None = None,
-) -> Environment:
-    """Return the environment of the running command."""
+def environment(**options: Any) -> Environment:
+    """Return the environment of the running command; `options`: models and options, by the fields of `Environment`."""
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(),
         python=platform.python_version(),
         platform=platform.platform(),
         cpu=_cpu(),
-        cores=_cores(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         packages={name: _version(name) for name in PACKAGES},
-        target=target,
-        dtype=dtype,
-        drafter=drafter,
-        drafter_version=drafter_version,
-        target_threads=target_threads,
-        drafter_threads=drafter_threads,
-        prompts=prompts,
-        max_tokens=max_tokens,
-        seed=seed,
         revision=_revision(),
-        hf_drafter=hf_drafter,
+        **options,
     )
 
 
@@ -95,29 +75,21 @@ def _cpu() -> str | None:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or None
+        lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or None)
-
-
-def _cores() -> int | None:
-    """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def _revision() -> str | None:
     """Return the commit of the checkout that holds this file, `-dirty` where it was changed; None if there is none."""
     here = Path(__file__)
-    git = ("git", "-C", str(here.parent))
+
+    def git(*arguments: str) -> str:
+        command = ("git", "-C", str(here.parent), *arguments)
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()  # noqa: S603
+
     try:
-        # An installed copy may lie in somebody else's checkout, which says nothing about it.
-        subprocess.run((*git, "ls-files", "--error-unmatch", here.name), check=True, capture_output=True)  # noqa: S603
-        described = subprocess.run(  # noqa: S603
-            (*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"),
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        git("ls-files", "--error-unmatch", here.name)  # an installed copy may lie in somebody else's checkout
+        return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None
     except (OSError, subprocess.CalledProcessError):
         return None
-    return described.stdout.strip() or None

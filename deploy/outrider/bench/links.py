@@ -21,8 +21,7 @@ class LinkRecord:
 
     Attributes:
         rtt_ms: round-trip time without queueing.
-        up_mbit: bandwidth from the edge, Mbit/s; None: unlimited.
-        down_mbit: bandwidth to the edge, Mbit/s; None: unlimited.
+        up_mbit, down_mbit: bandwidth from and to the edge, Mbit/s; None: unlimited.
         jitter_ms: longest random delay added each way.
         trace: name of the recorded link that was played; None: none.
     """
@@ -65,9 +64,8 @@ def links_of(settings: LinkListSettings) -> list[BenchLink]:
     Raises:
         ConfigError: lists of different lengths; each may have one entry, which then holds for all round trips.
     """
-    rtts = settings.rtt
-    columns = {name: _spread(getattr(settings, name), len(rtts), name) for name in ("up", "down", "jitter")}
-    fixed = [_fixed(*values) for values in zip(rtts, columns["up"], columns["down"], columns["jitter"], strict=True)]
+    columns = (_spread(getattr(settings, name), len(settings.rtt), name) for name in ("up", "down", "jitter"))
+    fixed = [_fixed(*values) for values in zip(settings.rtt, *columns, strict=True)]
     return fixed + [_traced(name, settings.jitter[0]) for name in settings.trace]
 
 
@@ -81,11 +79,7 @@ def link_parts(link: LinkRecord) -> list[str]:
     jitter = f"±{link.jitter_ms:g}" if link.jitter_ms else ""
     unlimited = link.up_mbit is None and link.down_mbit is None
     up, down = ("-" if rate is None else f"{rate:g}" for rate in (link.up_mbit, link.down_mbit))
-    parts = (
-        f"{link.rtt_ms:g}{jitter} ms",
-        "" if unlimited else f"{up}/{down} Mbit/s",
-        link.trace or "",
-    )
+    parts = (f"{link.rtt_ms:g}{jitter} ms", "" if unlimited else f"{up}/{down} Mbit/s", link.trace)
     return [part for part in parts if part]
 
 
@@ -105,11 +99,8 @@ def _fixed(rtt_ms: float, up_mbit: float, down_mbit: float, jitter_ms: float) ->
 def _traced(name: str, jitter_ms: float) -> BenchLink:
     trace = find_trace(name)
     mean_ms = sum(point.rtt_ms for point in trace.points) / len(trace.points)
-    return BenchLink(
-        LinkShape.of(rtt_ms=mean_ms, jitter_ms=jitter_ms),
-        trace,
-        LinkRecord(round(mean_ms, 1), jitter_ms=jitter_ms, trace=trace.name),
-    )
+    record = LinkRecord(round(mean_ms, 1), jitter_ms=jitter_ms, trace=trace.name)
+    return BenchLink(LinkShape.of(rtt_ms=mean_ms, jitter_ms=jitter_ms), trace, record)
 
 
 def _rate(mbit: float) -> float | None:

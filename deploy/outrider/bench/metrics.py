@@ -1,4 +1,4 @@
-"""Metrics of many texts together: measured, replayed, or by transformers."""
+"""Metrics of many texts together: measured, replayed, or by transformers; and their confidence intervals."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, Protocol
 
+import numpy as np
+from pydantic.dataclasses import dataclass
+
+from outrider.bench.record import RECORD
 from outrider.bench.replay.traced import Outcome
 from outrider.proto.session import EdgeStatistics
+
+RESAMPLES = 2000
 
 
 class Decoded(Protocol):
     """A decoded text.
 
     Attributes:
-        arrivals: [n] time of each token, in seconds of any clock.
-        seconds: time from the request to the last token.
-        first_token_s: seconds from the request to the first token.
+        arrivals: [n] seconds from the request to each token.
+        seconds: time from the request to the end.
         statistics: target steps and right drafts.
     """
 
@@ -26,9 +31,6 @@ class Decoded(Protocol):
 
     @property
     def seconds(self) -> float: ...  # noqa: D102
-
-    @property
-    def first_token_s(self) -> float: ...  # noqa: D102
 
     @property
     def statistics(self) -> EdgeStatistics: ...  # noqa: D102
@@ -65,17 +67,53 @@ def bytes_per_token(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def latencies(texts: Sequence[Decoded]) -> dict[str, Any]:
-    """Return the median time to the first token, and the quantiles of the gaps between tokens, ms."""
-    gaps_ms = _gaps_ms([text.arrivals for text in texts])
+    """Return the median time to the first token, and [101] quantiles of the gaps between tokens, all in ms."""
+    gaps = sorted(b - a for text in texts for a, b in itertools.pairwise(text.arrivals)) or [0.0]
+    gaps_ms = tuple(1e3 * gaps[round(q / 100 * (len(gaps) - 1))] for q in range(101))
     return {
-        "ttft_ms_p50": median(text.first_token_s for text in texts) * 1e3,
+        "ttft_ms_p50": median(text.arrivals[0] for text in texts) * 1e3,
         "token_gap_ms_p50": gaps_ms[50],
         "token_gap_ms_p99": gaps_ms[99],
         "token_gaps_ms": gaps_ms,
     }
 
 
-def _gaps_ms(arrivals: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return [101] quantiles of the times between tokens; the tokens of one commit arrive together."""
-    gaps = sorted(b - a for times in arrivals for a, b in itertools.pairwise(times)) or [0.0]
-    return tuple(1e3 * gaps[round(q / 100 * (len(gaps) - 1))] for q in range(101))
+@dataclass(frozen=True, slots=True, config=RECORD)
+class Interval:
+    """The 95 % confidence interval of a metric."""
+
+    low: float
+    high: float
+
+
+class Bootstrap:
+    """Resamples of prompts, drawn within each domain and shared by all drafters, so that comparisons are paired.
+
+    Intervals are by percentiles (Efron and Tibshirani 1993, chapters 8 and 13).
+    """
+
+    def __init__(self, domains: Sequence[str], *, seed: int, resamples: int = RESAMPLES) -> None:
+        """Draw the resamples; `domains`: [n] domain of each prompt."""
+        rng = np.random.default_rng(seed)
+        self._domains = np.array(domains)
+        self._drawn = np.zeros((resamples, len(domains)))  # times that each prompt is in each resample
+        self._too_few = set[str]()
+        for domain in dict.fromkeys(domains):
+            columns = np.flatnonzero(self._domains == domain)
+            share = np.full(len(columns), 1 / len(columns))
+            self._drawn[:, columns] = rng.multinomial(len(columns), share, size=resamples)
+            if len(columns) < 2:
+                self._too_few.add(domain)
+
+    def sums(self, values: np.ndarray, domain: str | None = None) -> np.ndarray:
+        """Return [resamples] sums of `values` [n] over the prompts drawn of `domain`; None: of all."""
+        columns = np.ones(len(values), dtype=bool) if domain is None else self._domains == domain
+        sums: np.ndarray = self._drawn[:, columns] @ values[columns]
+        return sums
+
+    def interval(self, resampled: np.ndarray, domain: str | None = None) -> Interval | None:
+        """Return the interval of `resampled` [resamples]; None where a domain has one prompt: no two differ."""
+        if self._too_few if domain is None else domain in self._too_few:
+            return None
+        low, high = np.percentile(resampled, (2.5, 97.5)).tolist()
+        return Interval(low, high)

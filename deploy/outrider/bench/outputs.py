@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 LINE_S = 30.0  # between lines of progress in a log
-WIDTH = 100  # columns of tables
 
 Made = TypeVar("Made", bound="DataclassInstance")
 
@@ -39,10 +38,10 @@ def hand_out(
     Args:
         json: path of --json; None: not given.
         plot: path of --plot; None: not given.
-        make: function that does the work.
-        table: function that renders the result.
-        draw: function that draws the result.
-        check_plot: function that refuses a path that cannot be drawn into.
+        make: does the work.
+        table: renders the result.
+        draw: draws the result.
+        check_plot: refuses a path that cannot be drawn into.
 
     Raises:
         ConfigError: an output cannot be written; raised before the work where possible.
@@ -53,7 +52,7 @@ def hand_out(
         check_drawing("plot")
         check_plot(plot)
     made = make()
-    Console(width=WIDTH, highlight=False).print(table(made))
+    Console(width=100, highlight=False).print(table(made))
     if json:
         save(made, json)
     if plot:
@@ -69,8 +68,7 @@ def check_file(path: Path, field: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         was_there = path.exists()
-        with path.open("a", encoding="utf-8"):
-            pass
+        path.open("a", encoding="utf-8").close()
         if not was_there:
             path.unlink()
     except OSError as error:

@@ -75,12 +75,8 @@ def save_plot(drawn: Any, path: Path, field: str = "plot") -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    save = _save_png if path.suffix.lower() == ".png" else _save
-    write(path, lambda: save(drawn, path), field)
-
-
-def _save(drawn: Any, path: Path) -> None:
-    drawn.savefig(path, dpi=DPI)
+    as_png = path.suffix.lower() == ".png"
+    write(path, lambda: _save_png(drawn, path) if as_png else drawn.savefig(path, dpi=DPI), field)
 
 
 def _save_png(drawn: Any, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Results in JSON: pydantic dataclasses, with one clear line for a wrong field.
 
-Every record is `@dataclass(frozen=True, slots=True, config=RECORD)` of pydantic, so that what is written is checked as
-strictly as what is read.
+Every record is `@dataclass(frozen=True, slots=True, config=RECORD)` of pydantic, so results are checked before they are
+written as strictly as when they are read.
 """
 
 from __future__ import annotations

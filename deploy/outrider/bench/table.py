@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outrider.bench.statistics import Interval
+from outrider.bench.metrics import Interval
 
 UNKNOWN, BEST = "-", "*"
 
@@ -37,7 +37,7 @@ class Grid:
 
 
 def draw(grids: Iterable[Grid], legend: str = "") -> Group:
-    """Return the tables one below the other, and what their headings mean."""
+    """Return the tables one below the other, and the legend of their headings."""
     parts: list[RenderableType] = []
     for grid in grids:
         if grid.title:
@@ -50,10 +50,10 @@ def draw(grids: Iterable[Grid], legend: str = "") -> Group:
 
 def _table(grid: Grid) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, heading in enumerate(grid.headings):
-        is_word = index < grid.words  # those alone may be long
-        justify = "left" if is_word else "right"
-        table.add_column(Text(heading), justify=justify, no_wrap=not is_word, overflow="fold")  # type: ignore[arg-type]
+    for heading in grid.headings[: grid.words]:
+        table.add_column(Text(heading), overflow="fold")
+    for heading in grid.headings[grid.words :]:
+        table.add_column(Text(heading), justify="right", no_wrap=True, overflow="fold")
     for block in grid.blocks:
         for row in block:
             table.add_row(*map(Text, row))
@@ -72,5 +72,5 @@ def interval_of(interval: Interval | None) -> str:
 
 
 def paced(min_step_ms: float) -> str:
-    """Return what a title says of the target's pace; empty where it has its own."""
+    """Return what a title says of the shortest target step; empty where there is none."""
     return f", a target step at least {min_step_ms:g} ms" if min_step_ms else ""

@@ -1,4 +1,7 @@
-"""A child process that is asked in JSON, a line each way, and that ends with its standard input."""
+"""Child processes that are asked in JSON, a line each way, and that end with their standard input.
+
+A request is an object; the answer is `{"ok": …}`, or `{"error": MESSAGE, "field": NAME, "kind": ERROR}`.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,40 @@ import asyncio
 import json
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
-from outrider.proto.errors import Unavailable
+from outrider.proto import errors
+from outrider.proto.errors import OutriderError, Unavailable
 
 MAX_LINE_BYTES = 16 << 20
+END_WITHIN_S = 10.0  # after standard input is closed; then the process is killed
 
 
-class Child:
-    """A process of `python -m module`, started by exec since nothing may fork once gRPC is up.
+class Child(ABC):
+    """A process of `python -m module`, as an async context manager; its errors go to standard error.
+
+    It is started by exec, since nothing may fork once gRPC is up.
 
     Args:
         module: module to run.
         name: name in errors, such as `the link`.
-        end_within_s: seconds after its standard input is closed until it is killed.
         environment: variables beside this process's own.
     """
 
-    def __init__(
-        self, module: str, name: str, end_within_s: float, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, module: str, name: str, environment: Mapping[str, str] | None = None) -> None:
         self.process: asyncio.subprocess.Process | None = None
         self._module = module
         self._name = name
-        self._end_within_s = end_within_s
         self._environment = os.environ | (environment or {})
         self._exchanging = asyncio.Lock()
 
-    async def start(self, greet: Callable[[], Awaitable[None]]) -> None:
-        """Start the process and make it ready by `greet`; end it if that fails. Its errors go to standard error."""
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Make the new process ready by its first requests."""
+
+    async def __aenter__(self) -> Self:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -46,21 +53,37 @@ class Child:
             limit=MAX_LINE_BYTES,
         )
         try:
-            await greet()
+            await self.prepare()
         except BaseException:
-            await self.end()
+            await self.__aexit__()
             raise
+        return self
 
-    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def __aexit__(self, *_error: object) -> None:
+        process, self.process = self.process, None
+        if process is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), END_WITHIN_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    async def ask(self, request: Mapping[str, Any]) -> Any:
         """Send a request and return the answer.
 
         Raises:
             Unavailable: it is not running, or dies.
+            OutriderError: the child refuses the request; the class is that of the child's error.
         """
         # Shielded: an answer that nobody has read would be taken for the answer to the next request.
-        return await asyncio.shield(self._exchange(request))
+        answer = await asyncio.shield(self._exchange(request))
+        if "error" in answer:
+            raise getattr(errors, answer["kind"], Unavailable)(answer["error"], field=answer["field"])
+        return answer["ok"]
 
-    async def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any]:
         process = self.process
         if process is None or process.stdin is None or process.stdout is None:
             raise Unavailable(f"{self._name} is not running; use it inside `async with`")
@@ -76,21 +99,15 @@ class Child:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    async def end(self) -> None:
-        """Close its standard input and wait; kill it if it does not end in time."""
-        process, self.process = self.process, None
-        if process is None or process.stdin is None:
-            return
-        process.stdin.close()
-        try:
-            await asyncio.wait_for(process.wait(), self._end_within_s)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
 
-
-async def requests() -> asyncio.StreamReader:
-    """Return the standard input of the child that calls this, to be read line by line."""
+async def answer_requests(answer: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
+    """Answer the parent of this process by the results of `answer`, until standard input ends."""
     lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    return lines
+    while line := await lines.readline():
+        try:
+            answered = {"ok": await answer(json.loads(line))}
+        except OutriderError as error:
+            answered = {"error": error.message, "field": error.field, "kind": type(error).__name__}
+        sys.stdout.write(json.dumps(answered) + "\n")
+        sys.stdout.flush()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from tokenizers import Tokenizer
 
-from outrider.bench.benchmark.library import LibraryProcess, LibraryText, drafter_folder_of
+from outrider.bench.benchmark.library import LibraryProcess, LibraryText, check_sampling, drafter_folder_of
 from outrider.bench.benchmark.measure import Measured, measure_text
 from outrider.bench.benchmark.record import Benchmark, Run
 from outrider.bench.benchmark.report import write_report
@@ -33,7 +34,7 @@ from outrider.bench.environment import Environment, environment
 from outrider.bench.links import BenchLink, links_of
 from outrider.bench.record import save
 from outrider.bench.replay.optimum import best_in_hindsight, best_synchronous, synchronous
-from outrider.bench.replay.traced import Policy, ShapeAt, replay
+from outrider.bench.replay.traced import Policy, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.costs import Costs
 from outrider.cloud.config import VerifierConfig
@@ -54,21 +55,20 @@ WARM_UP_TOKENS = 24
 class Known:
     """Data from before the links: the texts, the drafter's hits in them, and the costs of the machines."""
 
-    texts: dict[str, tuple[int, ...]]
-    traces: list[HitTrace]
+    texts: Mapping[str, tuple[int, ...]]
+    traces: Sequence[HitTrace]
     costs: Costs
     drafter: str
     drafter_version: str | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Seen:
-    """Observations of each mode over one link: texts, steps of the verifier, and bytes on the link."""
+    """Observations of one mode over one link: texts, steps of the verifier, and bytes on the link, if there is one."""
 
-    texts: dict[str, list[Measured]]
-    steps: dict[str, list[StepTiming]]
-    carried: dict[str, Bytes]
-    by_library: dict[str, list[LibraryText]]
+    texts: list[Measured] = field(default_factory=list)
+    steps: list[StepTiming] = field(default_factory=list)
+    carried: Bytes | None = None
 
 
 def bench(given: Given) -> int:
@@ -80,23 +80,16 @@ class Bench:
     """One benchmark from its options to its record."""
 
     def __init__(self, given: Given) -> None:
-        options = given(BenchSettings)
         self._given = given
-        self._options = options
+        self._options = options = given(BenchSettings)
         self._console = Console(stderr=True, highlight=False)
         self._links = links_of(given(LinkListSettings))
-        self._modes = options.modes
         prompts = given(BuiltInPrompts)
         self._prompts = held_out(prompts.per_domain) if prompts.prompts is None else read_prompts(prompts.prompts)
         self._sampling = given(Sampling)
         self._verifier = given(VerifierConfig, min_step_s=options.min_step / 1e3)
-        self._goal = self._verifier.goal.name.lower()
-        drafter = given.fields(EdgeConfig)["drafter"]
-        self._min_step_s = options.min_step / 1e3
-        assisted = any("hf-assisted" in self._library_modes(link) for link in self._links)
-        if assisted and drafter != "auto":
-            drafter_folder_of(options.hf_drafter or drafter_folder(drafter))  # fails now rather than at the end
-        self._common = {
+        self._check_library(given.fields(EdgeConfig)["drafter"])
+        self._common: dict[str, Any] = {
             "min_step_ms": options.min_step,
             "temperature": self._sampling.temperature,
             "sessions": options.sessions,
@@ -114,7 +107,7 @@ class Bench:
                     for link in self._links:
                         self._say(f"link {link.label}")
                         runs += await self._over(link, verifier, known)
-        benchmark = Benchmark(self._environment(known.drafter, known.drafter_version), tuple(runs))
+        benchmark = Benchmark(self._environment(known), tuple(runs))
         Console(width=100).print(tables(benchmark))
         if self._options.json:
             save(benchmark, self._options.json)
@@ -125,125 +118,53 @@ class Bench:
             self._say(f"{len(different)} runs have other texts than cloud streaming")
         return 1 if different else 0
 
-    def _library_modes(self, link: BenchLink) -> list[str]:
-        """Return the modes of transformers to run beside `link`: it knows neither links nor a shortest step."""
-        return [mode for mode in LIBRARY if mode in self._modes and link.is_none and not self._min_step_s]
-
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim")
 
+    def _environment(self, known: Known) -> Environment:
+        return environment(
+            target=self._verifier.target,
+            dtype=self._verifier.dtype,
+            max_tokens=self._sampling.max_tokens,
+            seed=self._sampling.seed,
+            drafter=known.drafter,
+            drafter_version=known.drafter_version,
+            target_threads=self._verifier.threads or None,
+            drafter_threads=self._given.fields(EdgeConfig)["threads"],
+            prompts=len(self._prompts),
+            hf_drafter=str(self._options.hf_drafter) if self._options.hf_drafter else None,
+        )
+
     # --- clients ---
 
-    def _edge(self, verifier: VerifierProcess, address: str, mode: str, length: int = 0) -> EdgeConfig:
-        options = self._options
-        policy = synchronous(length) if mode == "sync" else None
+    async def _join(
+        self, stack: AsyncExitStack, link: BenchLink, verifier: VerifierProcess
+    ) -> tuple[LinkProcess | None, str]:
+        """Return the process of the link, if there is a link to emulate, and the address for edges."""
+        if link.is_none:
+            return None, verifier.address
+        process = LinkProcess(verifier.address, link.shape, link.trace, seed=self._sampling.seed)
+        await stack.enter_async_context(process)
+        return process, process.address
+
+    async def _client(
+        self, stack: AsyncExitStack, verifier: VerifierProcess, address: str, mode: str, sync_length: int = 0
+    ) -> Client:
+        """Return a client of `mode` that has decoded its first tokens."""
         chosen: dict[str, Any] = {"drafter": "none"} if mode == "cloud" else {}
         if mode == "sync":
-            chosen = {"window": length}
-        return self._given(
+            chosen = {"window": sync_length, "patience": synchronous(sync_length).patience}
+        config = self._given(
             EdgeConfig,
             verifier=address,
             model=self._verifier.target,
             tokenizer=verifier.tokenizer,
-            patience=policy.patience if policy else None,
-            logprobs=not options.no_logprobs,
+            logprobs=not self._options.no_logprobs,
             **chosen,
         )
-
-    @asynccontextmanager
-    async def _link(self, link: BenchLink, verifier: VerifierProcess) -> AsyncIterator[LinkProcess | None]:
-        if link.is_none:
-            yield None
-            return
-        async with LinkProcess(verifier.address, link.shape, link.trace, seed=self._sampling.seed) as process:
-            yield process
-
-    # --- before the links ---
-
-    async def _learn(self, verifier: VerifierProcess) -> Known:
-        """Get the target's texts straight from the verifier, and the costs from a few drafted ones."""
-        self._say(f"{len(self._prompts)} prompts: the target's own texts, and the drafter's hits in them")
-        async with Client(self._edge(verifier, verifier.address, "cloud")) as client:
-            plain = await self._together(client, self._prompts, len(self._prompts))
-        async with Client(self._edge(verifier, verifier.address, "outrider")) as client:
-            await measure_text(client, self._prompts[0], replace(self._sampling, max_tokens=WARM_UP_TOKENS))
-            await verifier.step_timings()
-            drafted = [await measure_text(client, prompt, self._sampling) for prompt in self._prompts[:4]]
-            steps = await verifier.step_timings()
-            version = client.drafter.version if client.drafter else None
-            traces = []
-            if client.drafter is not None:
-                traces = await asyncio.to_thread(traces_of, plain, client, client.drafter, self._sampling)
-        round_trip_s = min(text.statistics.round_trip_s for text in drafted)
-        costs = costs_of(drafted, steps, min_step_s=self._min_step_s, round_trip_s=round_trip_s)
-        self._say(
-            f"step {costs.step_s * 1e3:.1f} ms + {costs.row_s * 1e3:.2f} ms a row, drafting "
-            f"{costs.drafting_s * 1e3:.2f} ms a token, gRPC and event loops {round_trip_s * 1e3:.2f} ms a round trip"
-        )
-        return Known({text.prompt.id: text.tokens for text in plain}, traces, costs, client.drafter_name, version)
-
-    # --- one link ---
-
-    async def _over(self, link: BenchLink, verifier: VerifierProcess, known: Known) -> list[Run]:
-        shape_at = link.shape_at
-        length = self._sync_length(known, shape_at) if "sync" in self._modes else 0
-        async with AsyncExitStack() as stack:
-            process = await stack.enter_async_context(self._link(link, verifier))
-            address = process.address if process else verifier.address
-            clients = {}
-            for mode in (mode for mode in MEASURED if mode in self._modes):
-                client = await stack.enter_async_context(Client(self._edge(verifier, address, mode, length)))
-                await measure_text(client, self._prompts[0], replace(self._sampling, max_tokens=WARM_UP_TOKENS))
-                clients[mode] = client
-            library = {
-                mode: await stack.enter_async_context(self._library(mode, known.drafter, self._prompt_ids(verifier)[0]))
-                for mode in self._library_modes(link)
-            }
-            seen = await self._measure(clients, library, process, link, verifier)
-        runs = []
-        for mode, measured in seen.texts.items():
-            fields: dict[str, object] = {
-                **step_fields(seen.steps[mode], self._options.sessions),
-                "identical_to_cloud": self._identical(measured, known),
-                "goal": self._goal if mode == "outrider" else None,
-                "sync_length": length if mode == "sync" else None,
-            }
-            runs += self._runs(mode, link, measured, seen.carried.get(mode), fields)
-        runs += self._replayed(link, known, shape_at)
-        return runs + [library_run(mode, texts, **self._common) for mode, texts in seen.by_library.items()]
-
-    async def _measure(
-        self,
-        clients: dict[str, Client],
-        library: dict[str, LibraryProcess],
-        process: LinkProcess | None,
-        link: BenchLink,
-        verifier: VerifierProcess,
-    ) -> Seen:
-        """Decode each prompt in all modes before the next, so that a slow moment of the machine meets them all."""
-        seen = Seen({mode: [] for mode in clients}, {mode: [] for mode in clients}, {}, {mode: [] for mode in library})
-        prompt_ids = self._prompt_ids(verifier) if library else []
-        share = 1 if self._options.sessions == 1 else len(self._prompts)
-        for first in range(0, len(self._prompts), share):
-            for mode, client in clients.items():
-                if process and link.trace:
-                    await process.play(link.trace)  # each mode meets the same moments
-                before = await process.counters() if process else None
-                await verifier.step_timings()
-                seen.texts[mode] += await self._together(
-                    client, self._prompts[first : first + share], self._options.sessions
-                )
-                seen.steps[mode] += await verifier.step_timings()
-                if process and before:
-                    after = await process.counters()
-                    up, down = seen.carried.get(mode, (0, 0))
-                    seen.carried[mode] = (
-                        up + after.up_bytes - before.up_bytes,
-                        down + after.down_bytes - before.down_bytes,
-                    )
-            for mode, model in library.items():
-                seen.by_library[mode] += [await model.text(ids) for ids in prompt_ids[first : first + share]]
-        return seen
+        client = await stack.enter_async_context(Client(config))
+        await measure_text(client, self._prompts[0], replace(self._sampling, max_tokens=WARM_UP_TOKENS))
+        return client
 
     async def _together(self, client: Client, prompts: Sequence[Prompt], sessions: int) -> list[Measured]:
         """Decode prompts, `sessions` at once, and return them in their order."""
@@ -253,118 +174,186 @@ class Bench:
             async with room:
                 return await measure_text(client, prompt, self._sampling)
 
-        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+        return list(await asyncio.gather(*map(one, prompts)))
 
-    def _runs(
-        self, mode: str, link: BenchLink, texts: list[Measured], carried: Bytes | None, fields: dict[str, object]
-    ) -> list[Run]:
+    # --- before the links ---
+
+    async def _learn(self, verifier: VerifierProcess) -> Known:
+        """Get the target's texts straight from the verifier, and the costs from a few drafted ones."""
+        self._say(f"{len(self._prompts)} prompts: the target's own texts, and the drafter's hits in them")
+        async with AsyncExitStack() as stack:
+            client = await self._client(stack, verifier, verifier.address, "cloud")
+            plain = await self._together(client, self._prompts, len(self._prompts))
+        async with AsyncExitStack() as stack:
+            client = await self._client(stack, verifier, verifier.address, "outrider")
+            await verifier.step_timings()
+            drafted = [await measure_text(client, prompt, self._sampling) for prompt in self._prompts[:4]]
+            steps = await verifier.step_timings()
+            name, drafter = client.drafter_name, client.drafter
+            traces = []
+            if drafter is not None:
+                traces = await asyncio.to_thread(traces_of, plain, client, drafter, self._sampling)
+        round_trip_s = min(text.statistics.round_trip_s for text in drafted)
+        costs = costs_of(drafted, steps, min_step_s=self._verifier.min_step_s, round_trip_s=round_trip_s)
+        self._say(
+            f"step {costs.step_s * 1e3:.1f} ms + {costs.row_s * 1e3:.2f} ms a row, drafting "
+            f"{costs.drafting_s * 1e3:.2f} ms a token, gRPC and event loops {round_trip_s * 1e3:.2f} ms a round trip"
+        )
+        texts = {text.prompt.id: text.tokens for text in plain}
+        return Known(texts, traces, costs, name, drafter.version if drafter else None)
+
+    # --- one link ---
+
+    async def _over(self, link: BenchLink, verifier: VerifierProcess, known: Known) -> list[Run]:
+        length = self._sync_length(link, known)
+        async with AsyncExitStack() as stack:
+            process, address = await self._join(stack, link, verifier)
+            clients = {
+                mode: await self._client(stack, verifier, address, mode, length)
+                for mode in MEASURED
+                if mode in self._options.modes
+            }
+            modes = self._library_modes(link)
+            prompt_ids = self._prompt_ids(verifier) if modes else []
+            library = {mode: await self._library(stack, mode, known.drafter, prompt_ids[0]) for mode in modes}
+            seen: dict[str, Seen] = {mode: Seen() for mode in clients}
+            by_library: dict[str, list[LibraryText]] = {mode: [] for mode in library}
+            share = 1 if self._options.sessions == 1 else len(self._prompts)
+            # Each prompt in all modes before the next one, so that a slow moment of the machine meets them all.
+            for first in range(0, len(self._prompts), share):
+                for mode, client in clients.items():
+                    await self._measure(
+                        seen[mode], client, self._prompts[first : first + share], process, link, verifier
+                    )
+                for mode, model in library.items():
+                    by_library[mode] += [await model.text(ids) for ids in prompt_ids[first : first + share]]
+        runs = []
+        for mode, found in seen.items():
+            fields: dict[str, Any] = {
+                **step_fields(found.steps, self._options.sessions),
+                "identical_to_cloud": _identical(found.texts, known),
+                "goal": self._goal(mode),
+                "sync_length": length if mode == "sync" else None,
+            }
+            runs += self._runs(mode, link, found, fields)
+        runs += self._replayed(link, known)
+        return runs + [library_run(mode, texts, **self._common) for mode, texts in by_library.items()]
+
+    async def _measure(
+        self,
+        seen: Seen,
+        client: Client,
+        prompts: Sequence[Prompt],
+        process: LinkProcess | None,
+        link: BenchLink,
+        verifier: VerifierProcess,
+    ) -> None:
+        """Decode prompts in one mode, and add what was observed to `seen`."""
+        if process and link.trace:
+            await process.play(link.trace)  # each mode meets the same moments
+        before = await process.counters() if process else None
+        await verifier.step_timings()
+        seen.texts += await self._together(client, prompts, self._options.sessions)
+        seen.steps += await verifier.step_timings()
+        if process and before:
+            after = await process.counters()
+            up, down = seen.carried or (0, 0)
+            seen.carried = (up + after.up_bytes - before.up_bytes, down + after.down_bytes - before.down_bytes)
+
+    def _runs(self, mode: str, link: BenchLink, seen: Seen, fields: dict[str, Any]) -> list[Run]:
         """Return a run of all prompts, and one of each domain where there are several."""
+        texts, fields = seen.texts, fields | self._common
         timeline = timeline_of(texts[len(texts) // 2], link.shape.rtt_s / 2)
-        runs = [run_of(mode, link.record, texts, carried, timeline=timeline, **fields, **self._common)]
+        runs = [run_of(mode, link.record, texts, seen.carried, timeline=timeline, **fields)]
         domains = list(dict.fromkeys(text.prompt.domain for text in texts))
         if len(domains) > 1 and self._options.sessions == 1:
             for domain in domains:
                 in_domain = [text for text in texts if text.prompt.domain == domain]
-                runs.append(run_of(mode, link.record, in_domain, None, domain=domain, **fields, **self._common))
+                runs.append(run_of(mode, link.record, in_domain, None, domain=domain, **fields))
         return runs
 
-    def _identical(self, texts: Sequence[Measured], known: Known) -> bool:
-        return all(text.tokens == known.texts[text.prompt.id] for text in texts)
+    def _goal(self, mode: str) -> str | None:
+        return self._verifier.goal.name.lower() if mode == "outrider" else None
 
     # --- replay ---
 
-    def _sync_length(self, known: Known, shape_at: ShapeAt) -> int:
-        if self._options.sync_length:
-            return int(self._options.sync_length)
-        length, _ = best_synchronous(known.traces, shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
+    def _sync_length(self, link: BenchLink, known: Known) -> int:
+        if self._options.sync_length or "sync" not in self._options.modes:
+            return self._options.sync_length
+        length, _ = best_synchronous(known.traces, link.shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
         return length
 
-    def _replayed(self, link: BenchLink, known: Known, shape_at: ShapeAt) -> list[Run]:
-        if "optimum" not in self._modes or self._options.sessions > 1 or not known.traces:
+    def _replayed(self, link: BenchLink, known: Known) -> list[Run]:
+        if "optimum" not in self._options.modes or self._options.sessions > 1 or not known.traces:
             return []
-        goal = self._verifier.goal
-        best = best_in_hindsight(known.traces, shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
+        best = best_in_hindsight(known.traces, link.shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
         runs = [replayed_run("optimum", link.record, best.outcomes, **self._common)]
         logprobs = not self._options.no_logprobs
-        policies = {
-            "cloud": Policy(drafting=False, logprobs=logprobs),
-            "outrider": Policy(goal=goal, logprobs=logprobs),
-        }
-        for mode, policy in policies.items():
-            outcomes = replay(known.traces, shape_at, known.costs, policy, warm_up_tokens=WARM_UP_TOKENS)
-            runs.append(
-                replayed_run(
-                    mode, link.record, outcomes, goal=self._goal if mode == "outrider" else None, **self._common
-                )
-            )
+        for mode, policy in (
+            ("cloud", Policy(drafting=False, logprobs=logprobs)),
+            ("outrider", Policy(goal=self._verifier.goal, logprobs=logprobs)),
+        ):
+            outcomes = replay(known.traces, link.shape_at, known.costs, policy, warm_up_tokens=WARM_UP_TOKENS)
+            runs.append(replayed_run(mode, link.record, outcomes, goal=self._goal(mode), **self._common))
         return runs
 
     # --- many sessions on unlike links ---
 
     async def _mixed(self, verifier: VerifierProcess, known: Known) -> list[Run]:
         """Run all sessions at once, with the links dealt out among them."""
+        record = replace(self._links[0].record, rtt_ms=0.0, trace=",".join(link.label for link in self._links))
         runs = []
-        for mode in (mode for mode in ("cloud", "outrider") if mode in self._modes):
+        for mode in (mode for mode in ("cloud", "outrider") if mode in self._options.modes):
             self._say(f"{self._options.sessions} sessions on {len(self._links)} links, {mode}")
             async with AsyncExitStack() as stack:
-                clients, processes = [], []
+                clients = []
                 for link in self._links:
-                    process = await stack.enter_async_context(self._link(link, verifier))
-                    address = process.address if process else verifier.address
-                    client = await stack.enter_async_context(Client(self._edge(verifier, address, mode)))
-                    await measure_text(client, self._prompts[0], replace(self._sampling, max_tokens=WARM_UP_TOKENS))
-                    clients.append(client)
-                    processes.append(process)
-                texts = await self._deal(clients)
-            fields = {"identical_to_cloud": self._identical(texts, known)}
-            record = replace(self._links[0].record, rtt_ms=0.0, trace=",".join(link.label for link in self._links))
-            runs.append(run_of(mode, record, texts, None, **fields, **self._common))
+                    _, address = await self._join(stack, link, verifier)
+                    clients.append(await self._client(stack, verifier, address, mode))
+                texts = await asyncio.gather(
+                    *(
+                        measure_text(clients[i % len(clients)], self._prompts[i % len(self._prompts)], self._sampling)
+                        for i in range(self._options.sessions)
+                    )
+                )
+            identical = _identical(texts, known)
+            runs.append(run_of(mode, record, texts, None, identical_to_cloud=identical, **self._common))
         return runs
-
-    async def _deal(self, clients: Sequence[Client]) -> list[Measured]:
-        async def one(i: int) -> Measured:
-            prompt = self._prompts[i % len(self._prompts)]
-            return await measure_text(clients[i % len(clients)], prompt, self._sampling)
-
-        return list(await asyncio.gather(*(one(i) for i in range(self._options.sessions))))
 
     # --- the library ---
 
-    @asynccontextmanager
-    async def _library(self, mode: str, drafter: str, warm_up: Sequence[int]) -> AsyncIterator[LibraryProcess]:
-        options = self._options
-        assistant = (options.hf_drafter or drafter_folder(drafter)) if mode == "hf-assisted" else None
-        async with LibraryProcess(
+    def _check_library(self, drafter: str) -> None:
+        """Refuse now rather than at the end what transformers cannot run."""
+        modes = {mode for link in self._links for mode in self._library_modes(link)}
+        if modes:
+            check_sampling(self._sampling)
+        if "hf-assisted" in modes and (self._options.hf_drafter or drafter != "auto"):
+            drafter_folder_of(self._options.hf_drafter or drafter_folder(drafter))
+
+    def _library_modes(self, link: BenchLink) -> list[str]:
+        """Return the modes of transformers to run beside `link`: it knows neither links nor a shortest step."""
+        runs = link.is_none and not self._verifier.min_step_s
+        return [mode for mode in LIBRARY if mode in self._options.modes and runs]
+
+    async def _library(self, stack: AsyncExitStack, mode: str, drafter: str, warm_up: Sequence[int]) -> LibraryProcess:
+        assistant = None
+        if mode == "hf-assisted":
+            assistant = drafter_folder_of(self._options.hf_drafter or drafter_folder(drafter))
+        process = LibraryProcess(
             Path(resolve_target(self._verifier.target)),
-            Sampling(
-                temperature=self._sampling.temperature,
-                max_tokens=self._sampling.max_tokens,
-                seed=self._sampling.seed,
-            ),
-            assistant_folder=drafter_folder_of(assistant) if mode == "hf-assisted" else None,
+            self._sampling,
+            assistant_folder=assistant,
             threads=self._verifier.threads,
             dtype=self._verifier.dtype,
-        ) as process:
-            await process.text(warm_up, WARM_UP_TOKENS)
-            yield process
+        )
+        await stack.enter_async_context(process)
+        await process.text(warm_up, WARM_UP_TOKENS)
+        return process
 
     def _prompt_ids(self, verifier: VerifierProcess) -> list[tuple[int, ...]]:
-        from tokenizers import Tokenizer
-
         tokenizer = Tokenizer.from_file(str(verifier.tokenizer))
         return [tuple(tokenizer.encode(prompt.text).ids) for prompt in self._prompts]
 
-    def _environment(self, drafter: str, version: str | None) -> Environment:
-        options = self._options
-        return environment(
-            target=self._verifier.target,
-            dtype=self._verifier.dtype,
-            max_tokens=self._sampling.max_tokens,
-            seed=self._sampling.seed,
-            drafter=drafter,
-            drafter_version=version,
-            target_threads=self._verifier.threads or None,
-            drafter_threads=self._given.fields(EdgeConfig)["threads"],
-            prompts=len(self._prompts),
-            hf_drafter=str(options.hf_drafter) if options.hf_drafter else None,
-        )
+
+def _identical(texts: Sequence[Measured], known: Known) -> bool:
+    return all(text.tokens == known.texts[text.prompt.id] for text in texts)

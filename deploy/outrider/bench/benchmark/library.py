@@ -1,29 +1,28 @@
 """Baselines of transformers: `generate` and `generate(assistant_model=…)`, without any link.
 
 Each runs in a process of its own (`python -m outrider.bench.benchmark.library`), so that neither its threads nor its
-memory meet those of the benchmark. A request comes on the first line of its standard input, a prompt on each further
-one, and each is answered by a line.
+memory meet those of the benchmark. The first request names the models, each further one holds a prompt.
 """
 
 from __future__ import annotations
 
-import json
+import asyncio
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from outrider.cloud.config import DTYPES
-from outrider.deploy.child import Child
+from outrider.deploy.child import Child, answer_requests
 from outrider.proto.errors import ConfigError, Internal
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import Sampling
 
-_END_WITHIN_S = 5.0
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +46,6 @@ class LibraryText:
     questioned: int
 
     @property
-    def first_token_s(self) -> float:
-        """Seconds from the call to the first token."""
-        return self.arrivals[0]
-
-    @property
     def statistics(self) -> EdgeStatistics:
         """Counts in the form that an edge keeps."""
         return EdgeStatistics(steps=self.steps, hits=self.accepted, compared=self.questioned)
@@ -70,7 +64,7 @@ class _Request:
     dtype: str
 
 
-class LibraryProcess:
+class LibraryProcess(Child):
     """`generate` of transformers in a process of its own, as an async context manager.
 
     With an assistant it runs by the library's default schedule: 20 tokens a round, cut off where the drafter is less
@@ -97,22 +91,14 @@ class LibraryProcess:
         threads: int,
         dtype: str,
     ) -> None:
-        self._request = _request(target_folder, assistant_folder, sampling, threads, dtype)
         # OpenMP reads its variable when torch is loaded. No hub is asked: everything is in folders.
         environment = {"HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-        self._child = Child(__name__, "transformers", _END_WITHIN_S, environment)
+        super().__init__(__name__, "transformers", environment)
+        self._request = _request(target_folder, assistant_folder, sampling, threads, dtype)
 
-    async def __aenter__(self) -> Self:
-        await self._child.start(self._load)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._child.end()
-
-    async def _load(self) -> None:
-        await self._ask(asdict(self._request))
+    async def prepare(self) -> None:
+        """Load the models."""
+        await self.ask(asdict(self._request))
 
     async def text(self, prompt: Sequence[int], max_tokens: int | None = None) -> LibraryText:
         """Return what follows `prompt` [n], token ids; at most `max_tokens`, None: the sampling's limit.
@@ -124,14 +110,8 @@ class LibraryProcess:
         if not prompt:
             raise ConfigError("holds no token", field="prompt")
         limit = self._request.max_tokens if max_tokens is None else max_tokens
-        text = await self._ask({"prompt": list(prompt), "max_tokens": limit})
+        text = await self.ask({"prompt": list(prompt), "max_tokens": limit})
         return LibraryText(**text | {"tokens": tuple(text["tokens"]), "arrivals": tuple(text["arrivals"])})
-
-    async def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        answer = await self._child.ask(question)
-        if "error" in answer:
-            raise Internal(f"transformers failed: {answer['error']}", field="library")
-        return answer
 
 
 def drafter_folder_of(folder: Path | None) -> Path:
@@ -151,19 +131,29 @@ def drafter_folder_of(folder: Path | None) -> Path:
 def _model_folder(folder: Path, field: str) -> Path:
     folder = folder.expanduser()
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-        found = "holds an ONNX package, which transformers cannot run" if (folder / "model.onnx").is_file() else None
-        found = found or ("holds no transformers model" if folder.is_dir() else "is no folder")
+        found = "holds no transformers model" if folder.is_dir() else "is no folder"
+        if (folder / "model.onnx").is_file():
+            found = "holds an ONNX package, which transformers cannot run"
         raise ConfigError(f"{folder} {found}; give one with config.json and *.safetensors", field=field)
     return folder
 
 
-def _request(target: Path, assistant: Path | None, sampling: Sampling, threads: int, dtype: str) -> _Request:
-    plain = Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=sampling.seed)
-    if sampling != plain:
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse what transformers would not do in the same way.
+
+    Raises:
+        ConfigError: anything but temperature, max_tokens and seed is set.
+    """
+    if sampling != Sampling(temperature=sampling.temperature, max_tokens=sampling.max_tokens, seed=sampling.seed):
         raise ConfigError(
-            "the baselines of transformers support temperature, max_tokens and seed alone; leave the rest out",
+            "the baselines of transformers support temperature, max_tokens and seed alone; leave the rest out, or "
+            "choose other --modes",
             field="sampling",
         )
+
+
+def _request(target: Path, assistant: Path | None, sampling: Sampling, threads: int, dtype: str) -> _Request:
+    check_sampling(sampling)
     if dtype not in DTYPES:
         raise ConfigError(f"{dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
     return _Request(
@@ -187,16 +177,14 @@ class _Watch:
         self.arrivals_s: list[float] = []
         self._prompt_seen = False
 
-    def forward(self, _model: Any, _arguments: Any, keywords: dict[str, Any], _output: Any) -> None:
-        """Note the rows of a forward pass."""
+    def forward(self, _model: object, _arguments: object, keywords: dict[str, torch.Tensor], _output: object) -> None:
         self.rows.append(int(keywords["input_ids"].shape[-1]))
 
-    def put(self, tokens: Any) -> None:
-        """Take what is streamed: the prompt first, then every commit."""
+    def put(self, tokens: torch.Tensor) -> None:
         if not self._prompt_seen:
             self._prompt_seen = True
             return
-        count = int(tokens.numel())
+        count = tokens.numel()
         self.commits.append(count)
         self.arrivals_s.extend([time.perf_counter() - self.began_s] * count)
 
@@ -235,7 +223,7 @@ def _models(request: _Request) -> tuple[Any, Any]:
     return target, assistant
 
 
-def _text(target: Any, assistant: Any, request: _Request, prompt: Sequence[int], max_tokens: int) -> LibraryText:
+def _text(request: _Request, target: Any, assistant: Any, prompt: Sequence[int], max_tokens: int) -> LibraryText:
     import torch
 
     if request.temperature:
@@ -271,23 +259,22 @@ def _text(target: Any, assistant: Any, request: _Request, prompt: Sequence[int],
     )
 
 
-def main() -> None:
-    """Answer line by line; whatever the libraries print goes to standard error."""
-    target = assistant = request = None
-    for line in sys.stdin:
-        question = json.loads(line)
+async def _serve() -> None:
+    loaded: tuple[_Request, Any, Any] | None = None
+
+    async def answer(request: dict[str, Any]) -> Any:
+        nonlocal loaded
         try:
-            with redirect_stdout(sys.stderr):
-                if request is None:
-                    request = _Request(**question)
-                    target, assistant = _models(request)
-                    answer = {}
-                else:
-                    answer = asdict(_text(target, assistant, request, question["prompt"], question["max_tokens"]))
-        except Exception as error:  # top of the process: the parent must get the error
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+            with redirect_stdout(sys.stderr):  # whatever the libraries print
+                if loaded is not None:
+                    return asdict(_text(*loaded, request["prompt"], request["max_tokens"]))
+                models = _Request(**request)
+                loaded = models, *_models(models)
+        except Exception as error:  # the parent must get it
+            raise Internal(f"transformers failed: {type(error).__name__}: {error}", field="library") from error
+
+    await answer_requests(answer)
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(_serve())

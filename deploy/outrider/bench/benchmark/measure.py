@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.deploy.prompts import Prompt
 from outrider.edge import Client, Sampling, Tokens
@@ -12,44 +12,34 @@ from outrider.proto.session import EdgeStatistics
 from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One decoded text.
+@dataclass(eq=False)
+class Measured(Observer):
+    """One decoded text, and what its session did when, in seconds of the monotonic clock.
 
     Attributes:
         prompt: its prompt.
+        began_s: time of the request.
         tokens: [n] its tokens.
-        began: time of the request, monotonic seconds.
-        arrivals: [n] time when each token reached the user, same clock.
+        arrivals: [n] seconds from the request until each token reached the user.
         statistics: counts of the edge's session.
-        observer: what the session did and when.
+        jobs: drafting jobs: begin, end, and drafted tokens.
+        drafts: drafts, and when they were sent.
+        commits: commits, and when they came.
     """
 
     prompt: Prompt
-    tokens: tuple[int, ...]
-    began: float
-    arrivals: tuple[float, ...]
-    statistics: EdgeStatistics
-    observer: TextObserver
+    began_s: float = field(default_factory=time.monotonic)
+    tokens: tuple[int, ...] = ()
+    arrivals: tuple[float, ...] = ()
+    statistics: EdgeStatistics = field(default_factory=EdgeStatistics)
+    jobs: list[tuple[float, float, int]] = field(default_factory=list)
+    drafts: list[tuple[Draft, float]] = field(default_factory=list)
+    commits: list[tuple[Commit, float]] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
         """Seconds from the request to the last token."""
-        return self.arrivals[-1] - self.began
-
-    @property
-    def first_token_s(self) -> float:
-        """Seconds from the request to the first token."""
-        return self.arrivals[0] - self.began
-
-
-class TextObserver(Observer):
-    """Recorder of drafting jobs (began, ended, tokens), drafts (frame, at) and commits (frame, at)."""
-
-    def __init__(self) -> None:
-        self.jobs: list[tuple[float, float, int]] = []
-        self.drafts: list[tuple[Draft, float]] = []
-        self.commits: list[tuple[Commit, float]] = []
+        return self.arrivals[-1]
 
     def drafted(self, began: float, ended: float, tokens: int) -> None:
         """Keep a drafting job."""
@@ -68,14 +58,11 @@ class TextObserver(Observer):
 
 async def measure_text(client: Client, prompt: Prompt, sampling: Sampling) -> Measured:
     """Decode one prompt, and return what was observed."""
-    tokens: list[int] = []
-    arrivals: list[float] = []
-    observer = TextObserver()
-    began = time.monotonic()
-    async for event in client.generate(prompt.text, sampling, observer=observer):
+    text = Measured(prompt)
+    async for event in client.generate(prompt.text, sampling, observer=text):
         if isinstance(event, Tokens):
-            tokens += event.ids
-            arrivals += [time.monotonic()] * len(event.tokens)
+            text.tokens += event.ids
+            text.arrivals += (time.monotonic() - text.began_s,) * len(event.ids)
         else:
-            return Measured(prompt, tuple(tokens), began, tuple(arrivals), event.statistics, observer)
-    raise AssertionError("generate ends with Finished or an error")
+            text.statistics = event.statistics
+    return text

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import Any
 
 from outrider.bench.benchmark.library import LibraryText
 from outrider.bench.benchmark.measure import Measured
@@ -19,14 +20,14 @@ from outrider.cloud.step_timing import StepTiming
 from outrider.edge import Client, Sampling
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.policy import Line
-from outrider.proto.types import Commit, FinishReason
+from outrider.proto.types import FinishReason
 
 TIMELINE_S = 1.5
 
 Bytes = tuple[int, int]  # TCP payload up and down
 
 
-def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Bytes | None, **fields: object) -> Run:
+def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Bytes | None, **fields: Any) -> Run:
     """Return a run of texts that were decoded over a link.
 
     Args:
@@ -36,13 +37,11 @@ def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Byte
         carried: bytes that the link carried; None: there was no link.
         fields: other fields of `Run`.
     """
-    seconds = max(text.arrivals[-1] for text in texts) - min(text.began for text in texts)
-    arrivals_s = None
-    if fields.get("sessions", 1) == 1:  # one after the other, with texts of other modes in between
-        seconds = sum(text.seconds for text in texts)
-        arrivals_s = _arrivals_s(texts) if link.trace else None
-    together = pooled(texts, seconds)
+    alone = fields.get("sessions", 1) == 1  # one after the other, with texts of other modes in between
+    began_s, ended_s = min(text.began_s for text in texts), max(text.began_s + text.seconds for text in texts)
+    together = pooled(texts, None if alone else ended_s - began_s)
     steered = sum(text.statistics.steered_jobs for text in texts)
+    longest = max(texts, key=lambda text: len(text.tokens))  # the same one in every mode: the texts are equal
     return Run(
         mode,
         link,
@@ -53,8 +52,8 @@ def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Byte
         session_tokens_per_second=tuple(len(text.tokens) / text.seconds for text in texts),
         window_mean=_window_mean(texts),
         vector_age_mean=sum(text.statistics.vector_age for text in texts) / steered if steered else None,
-        arrivals_s=arrivals_s,
-        **fields,  # type: ignore[arg-type]
+        arrivals_s=tuple(round(at, 4) for at in longest.arrivals) if alone and link.trace else None,
+        **fields,
     )
 
 
@@ -69,58 +68,42 @@ def step_fields(steps: Sequence[StepTiming], sessions: int) -> dict[str, float]:
     }
 
 
-def replayed_run(mode: str, link: LinkRecord, outcomes: Sequence[Outcome], **fields: object) -> Run:
+def replayed_run(mode: str, link: LinkRecord, outcomes: Sequence[Outcome], **fields: Any) -> Run:
     """Return a run that was computed from recorded hits."""
-    return Run(
-        mode,
-        link,
-        replayed=True,
-        **pooled(outcomes),
-        **latencies(outcomes),
-        **bytes_per_token(outcomes),
-        **fields,  # type: ignore[arg-type]
-    )
+    metrics = pooled(outcomes) | latencies(outcomes) | bytes_per_token(outcomes)
+    return Run(mode, link, replayed=True, **metrics, **fields)
 
 
-def library_run(mode: str, texts: Sequence[LibraryText], **fields: object) -> Run:
+def library_run(mode: str, texts: Sequence[LibraryText], **fields: Any) -> Run:
     """Return a run of transformers itself."""
-    return Run(mode, LinkRecord(0.0), **pooled(texts), **latencies(texts), **fields)  # type: ignore[arg-type]
+    return Run(mode, LinkRecord(0.0), **pooled(texts), **latencies(texts), **fields)
 
 
 def timeline_of(text: Measured, one_way_s: float) -> tuple[Span, ...]:
     """Return what the parts did in the first moments of a text; the verifier's steps are shifted by the link."""
-    began = text.began
-    spans = [Span("draft", start - began, end - began) for start, end, _ in text.observer.jobs]
-    spans += [Span("up", at - began, at + one_way_s - began) for _, at in text.observer.drafts]
-    spans += [Span("down", max(0.0, at - one_way_s - began), at - began) for _, at in text.observer.commits]
-    steps = [_step(commit, at - one_way_s - began) for commit, at in text.observer.commits]
+    began = text.began_s
+    spans = [Span("draft", start - began, end - began) for start, end, _ in text.jobs]
+    spans += [Span("up", at - began, at + one_way_s - began) for _, at in text.drafts]
+    spans += [Span("down", max(0.0, at - one_way_s - began), at - began) for _, at in text.commits]
+    steps = []
+    for commit, at in text.commits:
+        ended = at - one_way_s - began
+        start = max(0.0, ended - commit.timing.verify_s)
+        steps.append((start, max(start, ended)))
     spans += [Span("verify", start, end) for start, end in steps]
     spans += [Span("idle", a, b) for (_, a), (b, _) in itertools.pairwise(steps) if b > a]
     return tuple(sorted((s for s in spans if s.start_s < TIMELINE_S), key=lambda s: (s.start_s, s.lane)))
 
 
-def _step(commit: Commit, ended: float) -> tuple[float, float]:
-    start = max(0.0, ended - commit.timing.verify_s)
-    return start, max(start, ended)
-
-
-def _arrivals_s(texts: Sequence[Measured]) -> tuple[float, ...]:
-    """Return [n] arrivals of the longest text, to 0.1 ms. Every mode has the same one: the texts are equal."""
-    longest = max(texts, key=lambda text: len(text.tokens))
-    return tuple(round(at - longest.began, 4) for at in longest.arrivals)
-
-
 def _window_mean(texts: Sequence[Measured]) -> float | None:
     """Return the mean of unverified tokens in flight when a message of drafts has gone out."""
     windows: list[int] = []
-    known: Callable[[float, Measured], int] = lambda at, text: max(  # noqa: E731 - a name for one line
-        (c.start + len(c.tokens) for c, when in text.observer.commits if when <= at), default=0
-    )
     for text in texts:
-        windows += [
-            d.start + len(d.tokens) - max(known(at, text), 0) for d, at in text.observer.drafts if known(at, text)
-        ]
-    return sum(windows) / len(windows) if windows else None
+        for draft, at in text.drafts:
+            committed = max((c.start + len(c.tokens) for c, when in text.commits if when <= at), default=0)
+            if committed:
+                windows.append(draft.start + len(draft.tokens) - committed)
+    return fmean(windows) if windows else None
 
 
 def costs_of(
@@ -137,11 +120,11 @@ def costs_of(
     step = Line(fade=1.0)
     drafting = []
     for text in texts:
-        for commit, _ in text.observer.commits[1:]:  # the first step reads the prompt
+        for commit, _ in text.commits[1:]:  # the first step reads the prompt
             step.add(commit.verified + 1, commit.timing.verify_s)
-        drafting += [(ended - began) / tokens for began, ended, tokens in text.observer.jobs if tokens > 1]
-    first_steps = [(text.observer.commits[0][0].timing.verify_s, text) for text in texts]
-    prefill = median(max(0.0, seconds - step.base) / max(1, prompt_length(text)) for seconds, text in first_steps)
+        drafting += [(ended - began) / tokens for began, ended, tokens in text.jobs if tokens > 1]
+    first_commits = [text.commits[0][0] for text in texts]  # each begins where its prompt ends
+    prefill = median(max(0.0, c.timing.verify_s - step.base) / max(1, c.start) for c in first_commits)
     return Costs(
         step_s=step.base,
         row_s=step.slope,
@@ -154,11 +137,6 @@ def costs_of(
     )
 
 
-def prompt_length(text: Measured) -> int:
-    """Return the prompt's tokens: where the first commit begins."""
-    return text.observer.commits[0][0].start
-
-
 def traces_of(texts: Sequence[Measured], client: Client, drafter: Drafter, sampling: Sampling) -> list[HitTrace]:
     """Record where `drafter` hits in texts that the target wrote."""
     return [
@@ -168,7 +146,7 @@ def traces_of(texts: Sequence[Measured], client: Client, drafter: Drafter, sampl
             text.tokens,
             drafter,
             sampling,
-            ended=text.observer.commits[-1][0].finish is FinishReason.EOS,
+            ended=text.commits[-1][0].finish is FinishReason.EOS,
         )
         for text in texts
     ]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pydantic.dataclasses import dataclass
 
 from outrider.bench.environment import Environment
+from outrider.bench.metrics import Interval
 from outrider.bench.record import RECORD, Count, Metric
-from outrider.bench.statistics import Interval
 
 NO_VECTORS = "none"
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.bench.comparison.record import Ratio, TextRecord, Variant, VariantResult
 from outrider.bench.comparison.rounds import Rounds
-from outrider.bench.statistics import Bootstrap
+from outrider.bench.metrics import Bootstrap
 from outrider.cloud.text_writer import WrittenText
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group
 
 from outrider.bench.comparison.record import Comparison, Ratio, Variant, VariantResult, ages_of, in_front
-from outrider.bench.statistics import Interval
+from outrider.bench.metrics import Interval
 from outrider.bench.table import UNKNOWN, Grid, draw, interval_of, number
 
 ALL, MEAN = "all", "mean of domains"

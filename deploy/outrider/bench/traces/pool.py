@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.bench.links import BenchLink
+from outrider.bench.metrics import Bootstrap
 from outrider.bench.replay.texts import Text, joined, texts_of
-from outrider.bench.statistics import Bootstrap
 from outrider.bench.traces.pool_results import DRAFTER, ORACLE, SELECTOR, Accumulator, Row
 from outrider.bench.traces.recording import Recording
 from outrider.bench.traces.stages import Segment, Stage, Trajectory

@@ -10,8 +10,8 @@ import numpy as np
 from pydantic.dataclasses import dataclass as record_dataclass
 
 from outrider.bench.links import LinkRecord
+from outrider.bench.metrics import Bootstrap, Interval
 from outrider.bench.record import RECORD, Count, Metric
-from outrider.bench.statistics import Bootstrap, Interval
 from outrider.bench.traces.stages import Segment, Trajectory
 
 DRAFTER, SELECTOR, ORACLE = "drafter", "selector", "oracle"

@@ -1,44 +1,33 @@
-"""The process that `LinkProcess` starts: a relay that takes commands on standard input.
-
-One JSON object a line each way. A request is `{"do": NAME, ...}`; its answer is `{"ok": ...}`, or
-`{"error": MESSAGE, "field": NAME, "kind": ERROR}`. The relay ends with its standard input, so that it never outlives
-its parent.
-"""
+"""The process that `LinkProcess` starts: a relay that takes requests from it, and never outlives it."""
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from outrider.deploy.child import requests
+from outrider.deploy.child import answer_requests
 from outrider.deploy.link.relay import Relay, run_on_time
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace, TracePoint
-from outrider.proto.errors import OutriderError
 
 
 async def _obey() -> int:
-    """Carry out requests until standard input ends, and return the exit status."""
-    lines = await requests()
-    opening = json.loads(await lines.readline() or "null")
-    if opening is None:
-        return 0
-    try:
-        relay = Relay(opening["to"], LinkShape(**opening["shape"]), opening["seed"])
-        _answer({"ok": await relay.start(opening["listen"])})
-    except OutriderError as error:
-        _refuse(error)
-        return 1
-    while line := await lines.readline():
-        try:
-            _answer({"ok": _do(relay, json.loads(line))})
-        except OutriderError as error:
-            _refuse(error)
-    await relay.stop()
+    """Carry out requests until standard input ends, the first of which opens the relay; return the exit status."""
+    relay: Relay | None = None
+
+    async def answer(request: Mapping[str, Any]) -> Any:
+        nonlocal relay
+        if relay is not None:
+            return _do(relay, request)
+        relay = Relay(request["to"], LinkShape(**request["shape"]), request["seed"])
+        return await relay.start(request["listen"])
+
+    await answer_requests(answer)
+    if relay is not None:
+        await relay.stop()
     return 0
 
 
@@ -56,15 +45,6 @@ def _do(relay: Relay, request: Mapping[str, Any]) -> Any:
         case "counters":
             return asdict(relay.counters)
     return None
-
-
-def _refuse(error: OutriderError) -> None:
-    _answer({"error": error.message, "field": error.field, "kind": type(error).__name__})
-
-
-def _answer(answer: Mapping[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

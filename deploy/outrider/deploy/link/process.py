@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from types import TracebackType
-from typing import Any, Self
 
 from outrider.deploy.child import Child
 from outrider.deploy.link.relay import Counters
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace
-from outrider.proto.errors import ConfigError, Unavailable
-
-_GRACE_S = 5.0
+from outrider.proto.errors import ConfigError
 
 
-class LinkProcess:
+class LinkProcess(Child):
     """An emulated link, as an async context manager.
 
         async with LinkProcess(to="127.0.0.1:5000", shape=LinkShape.of(rtt_ms=50, up_mbit=10)) as link:
@@ -40,50 +36,35 @@ class LinkProcess:
         seed: int = 0,
         listen: str = "127.0.0.1:0",
     ) -> None:
+        super().__init__("outrider.deploy.link", "the link")
         self.address = ""
-        self._opening = {"do": "open", "to": to, "listen": listen, "shape": asdict(shape), "seed": seed}
+        self._opening = {"to": to, "listen": listen, "shape": asdict(shape), "seed": seed}
         self._trace = trace
-        self._child = Child("outrider.deploy.link", "the link", _GRACE_S)
 
-    async def __aenter__(self) -> Self:
-        await self._child.start(self._open)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._child.end()
-
-    async def _open(self) -> None:
-        self.address = await self._ask(self._opening)
+    async def prepare(self) -> None:
+        """Open the relay and play the trace."""
+        self.address = await self.ask(self._opening)
         if self._trace is not None:
             await self.play(self._trace)
 
     async def set_shape(self, shape: LinkShape) -> None:
         """Change the link to `shape` and end a trace."""
-        await self._ask({"do": "set_shape", "shape": asdict(shape)})
+        await self.ask({"do": "set_shape", "shape": asdict(shape)})
 
     async def play(self, trace: LinkTrace) -> None:
         """Play round trip and rates of `trace` in a loop; jitter and queue stay."""
-        await self._ask({"do": "play", "trace": asdict(trace)})
+        await self.ask({"do": "play", "trace": asdict(trace)})
 
     async def stall(self, seconds: float) -> None:
         """Hold the link for `seconds`, beginning now; return at once."""
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"{seconds} must be a finite number of seconds, 0 or more", field="seconds")
-        await self._ask({"do": "stall", "seconds": seconds})
+        await self.ask({"do": "stall", "seconds": seconds})
 
     async def cut(self) -> None:
         """Abort all connections; new ones are accepted."""
-        await self._ask({"do": "cut"})
+        await self.ask({"do": "cut"})
 
     async def counters(self) -> Counters:
         """Return what the link has carried."""
-        return Counters(**await self._ask({"do": "counters"}))
-
-    async def _ask(self, request: dict[str, Any]) -> Any:
-        answer = await self._child.ask(request)
-        if "error" in answer:
-            kind = ConfigError if answer["kind"] == "ConfigError" else Unavailable
-            raise kind(answer["error"], field=answer["field"])
-        return answer["ok"]
+        return Counters(**await self.ask({"do": "counters"}))
