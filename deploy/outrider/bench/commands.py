@@ -13,7 +13,6 @@ from typing import Any
 from outrider.cloud.config import DTYPES, TARGET, VerifierConfig
 from outrider.deploy.arguments import Command, part
 from outrider.deploy.commands.decoding import BuiltInPrompts
-from outrider.deploy.commands.edge import StopSettings
 from outrider.edge.config import DRAFTING, EdgeConfig
 from outrider.proto.errors import ConfigError
 from outrider.proto.settings import REQUIRED, Settings, at_least, between, option
@@ -180,18 +179,13 @@ BENCH = Command(
         part(BuiltInPrompts),
         part(BenchSettings),
         part(Sampling),
-        part(StopSettings),
         part(EdgeConfig, DRAFTING),
         part(VerifierConfig, TARGET),
     ),
 )
 COMPARE = Command(
-    "outrider.bench.comparison.command:compare",
-    (part(CompareSettings), part(VerifierConfig, "steering")),
+    "outrider.bench.comparison.command:compare", (part(CompareSettings), part(VerifierConfig, "steering"))
 )
 RECORD = Command("outrider.bench.traces.record:record", (part(RecordSettings),))
-REPLAY = Command(
-    "outrider.bench.traces.replay:replay",
-    (part(ReplaySettings),),
-)
+REPLAY = Command("outrider.bench.traces.replay:replay", (part(ReplaySettings),))
 TRAIN_POLICY = Command("outrider.bench.length_training.command:train_policy", (part(PolicySettings),))
