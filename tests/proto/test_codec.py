@@ -50,7 +50,7 @@ samplings = st.builds(
     stop_tokens=tokens,
     ignore_eos=st.booleans(),
 )
-wishes = st.builds(
+requests = st.builds(
     t.SteeringRequest,
     st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
     st.sampled_from(t.SteeringPrecision),
@@ -69,7 +69,7 @@ opens = st.builds(
     drafting=st.booleans(),
     window=counts,
     max_drafts=counts,
-    steering=st.none() | wishes,
+    steering=st.none() | requests,
     logp=st.booleans(),
     protocol_version=counts,
 )
@@ -92,9 +92,9 @@ def drafts(draw):
 
 
 reports_of_edges = st.builds(
-    t.Report, st.booleans(), microseconds, microseconds, st.floats(0, 1, width=32), st.none() | wishes
+    t.Report, st.booleans(), microseconds, microseconds, st.floats(0, 1, width=32), st.none() | requests
 )
-codes = st.builds(
+vectors = st.builds(
     t.Steering,
     st.floats(2.0**-100, 2.0**100, width=32),
     st.integers(0, 8).flatmap(lambda n: st.binary(min_size=2 * n, max_size=2 * n)),
@@ -114,7 +114,7 @@ def commits(draw):
         accepted=draw(st.integers(0, n)),
         credit=draw(counts),
         reward=draw(st.none() | singles),
-        steering=draw(st.none() | codes),
+        steering=draw(st.none() | vectors),
         timing=draw(st.builds(t.Timing, counts, microseconds, microseconds, microseconds)),
         finish=draw(st.none() | st.sampled_from(t.FinishReason)),
         chain=draw(counts),
@@ -345,14 +345,14 @@ def wire_open(**sampling):
     return wire
 
 
-def wire_wish(**fields):
-    wish = {"projection": "0123456789ab", "precision": "PRECISION_INT8", "every": 1} | fields
-    return pb.EdgeFrame(report=pb.Report(steering=pb.SteeringRequest(**wish))).SerializeToString()
+def wire_request(**fields):
+    request = {"projection": "0123456789ab", "precision": "PRECISION_INT8", "every": 1} | fields
+    return pb.EdgeFrame(report=pb.Report(steering=pb.SteeringRequest(**request))).SerializeToString()
 
 
-def wire_code(**fields):
-    code = {"scale": 1.0, "values": b"ab", "precision": "PRECISION_FLOAT16"} | fields
-    return pb.CloudFrame(commit=pb.Commit(tokens=[1], steering=pb.Steering(**code)))
+def wire_vector(**fields):
+    vector = {"scale": 1.0, "values": b"ab", "precision": "PRECISION_FLOAT16"} | fields
+    return pb.CloudFrame(commit=pb.Commit(tokens=[1], steering=pb.Steering(**vector)))
 
 
 def wire_prior(**fields):
@@ -366,12 +366,16 @@ def wire_prior(**fields):
         (b"\xff", "frame"),
         (wire_draft(q=b"abc"), "draft.q"),
         (wire_draft(q=np.array([np.nan, 0.5], "<f2").tobytes()), "draft.q"),
+        (wire_draft(q=np.array([0.5, np.nan], "<f2").tobytes()), "draft.q"),
+        (wire_draft(q=np.array([np.nan, np.nan], "<f2").tobytes()), "draft.q"),
+        (wire_draft(q=np.array([-0.5, 0.5], "<f2").tobytes()), "draft.q"),
         (wire_draft(q=np.array([1.5, 0.5], "<f2").tobytes()), "draft.q"),
         (wire_draft(q=b"\0\0"), "draft.q"),
         (wire_draft(tokens=[1 << 31]), "draft.tokens"),
         (wire_draft(tokens=[]), "draft.tokens"),
         (wire_draft(parents=[0, 0]), "draft.parents"),
         (wire_draft(parents=[-2, 0]), "draft.parents"),
+        (wire_draft(parents=[-1]), "draft.parents"),
         (pb.EdgeFrame(open=pb.Open(session="s")).SerializeToString(), "open.sampling"),
         (wire_open(bias_tokens=[1], bias_values=[]).SerializeToString(), "sampling.bias_values"),
         (wire_open(bias_tokens=[1], bias_values=[math.inf]).SerializeToString(), "sampling.bias_values"),
@@ -379,10 +383,10 @@ def wire_prior(**fields):
         (wire_open(max_tokens=0).SerializeToString(), "sampling.max_tokens"),
         (pb.EdgeFrame(report=pb.Report(acceptance=1.5)).SerializeToString(), "report.acceptance"),
         (pb.EdgeFrame(report=pb.Report(acceptance=math.nan)).SerializeToString(), "report.acceptance"),
-        (wire_wish(projection=""), "steering.projection"),
-        (wire_wish(projection="0123456789AB"), "steering.projection"),
-        (wire_wish(projection="0123456789ab\n"), "steering.projection"),
-        (wire_wish(precision="PRECISION_UNSPECIFIED"), "steering.precision"),
+        (wire_request(projection=""), "steering.projection"),
+        (wire_request(projection="0123456789AB"), "steering.projection"),
+        (wire_request(projection="0123456789ab\n"), "steering.projection"),
+        (wire_request(precision="PRECISION_UNSPECIFIED"), "steering.precision"),
     ],
 )
 def test_a_frame_of_the_edge_that_means_nothing_names_its_field(data, field):
@@ -400,11 +404,11 @@ def test_a_frame_of_the_edge_that_means_nothing_names_its_field(data, field):
         (pb.CloudFrame(commit=pb.Commit(tokens=[1], logp=[0.0, 0.0])), "commit.logp"),
         (pb.CloudFrame(opened=pb.Opened()), "opened.goal"),
         (pb.CloudFrame(commit=pb.Commit(tokens=[1], steering=pb.Steering())), "steering.precision"),
-        (wire_code(scale=0.0), "steering.scale"),
-        (wire_code(scale=-1.0), "steering.scale"),
-        (wire_code(scale=math.nan), "steering.scale"),
-        (wire_code(scale=math.inf), "steering.scale"),
-        (wire_code(values=b"abc"), "steering.values"),
+        (wire_vector(scale=0.0), "steering.scale"),
+        (wire_vector(scale=-1.0), "steering.scale"),
+        (wire_vector(scale=math.nan), "steering.scale"),
+        (wire_vector(scale=math.inf), "steering.scale"),
+        (wire_vector(values=b"abc"), "steering.values"),
     ],
 )
 def test_a_frame_of_the_cloud_that_means_nothing_names_its_field(wire, field):
@@ -528,10 +532,10 @@ def test_a_frame_without_steering_has_the_bytes_that_it_had_before_there_was_any
 
 
 @pytest.mark.parametrize(("precision", "most"), [(t.SteeringPrecision.INT8, 75), (t.SteeringPrecision.FLOAT16, 142)])
-def test_a_code_of_64_numbers_adds_little_more_than_its_numbers_to_a_commit(precision, most):
+def test_a_vector_of_64_numbers_adds_little_more_than_its_numbers_to_a_commit(precision, most):
     without = t.Commit(1000, committed(17, 5000, 40_000), 2, 64, chain=3, verified=8)
-    code = t.Steering(0.125, bytes(64 * precision.number_bytes), precision)
-    added = len(codec.encode_cloud_frame(replace(without, steering=code))) - len(codec.encode_cloud_frame(without))
+    vector = t.Steering(0.125, bytes(64 * precision.number_bytes), precision)
+    added = len(codec.encode_cloud_frame(replace(without, steering=vector))) - len(codec.encode_cloud_frame(without))
     assert added <= most
 
 

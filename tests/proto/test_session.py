@@ -468,6 +468,7 @@ def test_a_draft_that_contradicts_its_own_chain_is_refused():
         (Draft(0, 2, tuple(map(DraftToken, (1,)))), InvalidArgument, "draft.start"),
         (Draft(0, 0, tuple(map(DraftToken, (1,))), complete=True), InvalidArgument, "draft.start"),
         (Draft(0, 3, tuple(map(DraftToken, (8,)))), UnknownToken, "draft.tokens"),
+        (Draft(0, 3, tuple(map(DraftToken, (1, 8, 2)))), UnknownToken, "draft.tokens"),
         (Draft(0, 3, tuple(map(DraftToken, (1, 2, 3, 4, 5)))), ResourceExhausted, "draft.tokens"),
         (Draft(0, 21, tuple(map(DraftToken, (1, 1, 1, 1)))), InvalidArgument, "draft.start"),
     ],
@@ -520,7 +521,7 @@ def test_probabilities_stay_with_their_drafts_as_these_are_followed():
     assert [draft.confidence for draft in session.block()] == [0.25]
 
 
-def test_the_verifier_waits_for_the_drafts_it_was_told_to_wait_for():
+def test_the_verifier_waits_for_the_drafts_that_its_patience_names():
     session = verifier_session(patience=Patience(0.5, 2), now=1.0)
     assert session.ready_at(0.01) == 1.5
     session.on_draft(Draft(0, 3, tuple(map(DraftToken, (1,)))), 1.1)
@@ -546,7 +547,7 @@ def test_a_new_chain_is_waited_for_though_the_old_one_was_complete():
     assert session.ready_at(0.01) == math.inf
 
 
-def test_the_edges_wish_for_patience_comes_before_the_verifiers():
+def test_the_edges_patience_comes_before_the_verifiers():
     frame = open_frame(patience=Patience(0.25, 3))
     session = verifier_session(frame=frame, patience=Patience(9.0))
     assert session.ready_at(0.01) == 0.25
@@ -598,7 +599,7 @@ def test_where_steps_are_to_be_few_the_verifier_waits_for_a_whole_block():
 
 
 @pytest.mark.parametrize("late_by", [1, 2, 5])
-def test_a_late_contradiction_dates_the_miss_back_to_the_commit_that_told_of_it(late_by):
+def test_a_late_contradiction_dates_the_miss_back_to_the_commit_that_held_it(late_by):
     """What is planned then is what is planned where the miss was seen at once."""
 
     def session():
@@ -1027,7 +1028,7 @@ def test_a_drafter_that_dies_while_a_stream_reopens_is_reported_to_the_verifier(
     assert "dead" in edge.statistics.drafter_error
 
 
-def test_a_new_verifier_is_told_what_the_last_one_knew():
+def test_a_new_verifier_learns_what_the_last_one_knew():
     edge = edge_session(now=0.0)
     draft(edge, 1)
     edge.on_commit(Commit(3, committed(1, 2), 1, 16), 0.1)
@@ -1179,7 +1180,7 @@ def test_the_last_commit_ends_the_text_with_its_reason():
     assert edge.done
 
 
-def test_the_verifier_is_told_what_acceptance_the_edge_has_seen():
+def test_the_verifier_learns_what_acceptance_the_edge_has_seen():
     edge = edge_session()
     draft(edge, 1)
     (report,) = sent(edge.on_commit(Commit(3, committed(5), 0, 16), 0.1), Report)

@@ -18,9 +18,9 @@ from outrider.proto.v1 import decoding_pb2 as pb
 DECODE_METHOD = "/outrider.proto.v1.Decoding/Decode"
 DECODING_SERVICE = "outrider.proto.v1.Decoding"
 
-STEERING_REQUEST = Table(
-    t.SteeringRequest, pb.SteeringRequest, precision=enumeration(t.SteeringPrecision, "steering.precision")
-)
+_PRECISION = enumeration(t.SteeringPrecision, "steering.precision")
+STEERING = Table(t.Steering, pb.Steering, precision=_PRECISION)
+STEERING_REQUEST = Table(t.SteeringRequest, pb.SteeringRequest, precision=_PRECISION)
 OPEN = Table(
     t.Open,
     pb.Open,
@@ -69,18 +69,18 @@ def _drafted_from_wire(wire: pb.Draft) -> tuple[t.DraftToken, ...]:
     if len(wire.q) != 2 * len(wire.tokens):
         raise InvalidArgument("must be 2 bytes a token, or none", field="draft.q")
     confidence: list[float] = np.frombuffer(wire.q, dtype="<f2").tolist()
-    if any(map(math.isnan, confidence)):  # in a draft it means that none was sent
+    if math.isnan(confidence[0]):  # for all tokens it means "unknown" in a Draft, which refuses it for some of them
         raise InvalidArgument("must be probabilities", field="draft.q")
     return tuple(map(t.DraftToken, wire.tokens, confidence))
 
 
 def _commit_to_wire(commit: t.Commit) -> pb.Commit:
-    tokens = commit.tokens
+    ids, logp, logprobs, top = zip(*commit.tokens, strict=True) if commit.tokens else ((), (), (), ())
     wire = pb.Commit(
         start=commit.start,
-        tokens=[token.id for token in tokens],
+        tokens=ids,
         accepted=commit.accepted,
-        logp=[token.logp for token in tokens if token.logp is not None],
+        logp=() if None in logp else logp,
         reward=commit.reward,
         credit=commit.credit,
         timing=pb.Timing(
@@ -89,18 +89,16 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
             queue_us=to_microseconds(commit.timing.queue_s),
             verify_us=to_microseconds(commit.timing.verify_s),
         ),
-        finish=pb.FinishReason.Name(commit.finish.value if commit.finish else 0),
+        finish=commit.finish.value if commit.finish else 0,
         chain=commit.chain,
         verified=commit.verified,
         turn=commit.turn,
-        logprobs=[token.logprob for token in tokens if token.logprob is not None],
-        top_tokens=[likely for token in tokens for likely, _ in token.top],
-        top_logp=[logp for token in tokens for _, logp in token.top],
+        logprobs=() if None in logprobs else logprobs,
+        top_tokens=[likely for entries in top for likely, _ in entries],
+        top_logp=[of_likely for entries in top for _, of_likely in entries],
     )
     if commit.steering is not None:
-        s = commit.steering
-        precision = pb.Steering.Precision.Name(s.precision.value)
-        wire.steering.CopyFrom(pb.Steering(scale=s.scale, values=s.values, precision=precision))
+        wire.steering.CopyFrom(STEERING.to_wire(commit.steering))
     return wire
 
 
@@ -110,7 +108,7 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
         tokens=_committed_from_wire(wire),
         accepted=wire.accepted,
         reward=wire.reward if wire.HasField("reward") else None,
-        steering=_steering_from_wire(wire.steering) if wire.HasField("steering") else None,
+        steering=STEERING.from_wire(wire.steering) if wire.HasField("steering") else None,
         credit=wire.credit,
         timing=t.Timing(
             wire.timing.echo, wire.timing.hold_us / 1e6, wire.timing.queue_us / 1e6, wire.timing.verify_us / 1e6
@@ -144,10 +142,6 @@ def _top_logprobs_from_wire(wire: pb.Commit) -> Iterable[t.TopLogprobs]:
         raise InvalidArgument("must hold equally many tokens and numbers for each token", field="commit.top_logprobs")
     pairs = list(zip(wire.top_tokens, wire.top_logp, strict=True))
     return (tuple(pairs[first : first + each]) for first in range(0, len(pairs), each))
-
-
-def _steering_from_wire(wire: pb.Steering) -> t.Steering:
-    return t.Steering(wire.scale, wire.values, to_enum(t.SteeringPrecision, wire.precision, "steering.precision"))
 
 
 _EDGE_BODIES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {

@@ -221,19 +221,19 @@ class Draft:
     complete: bool = False
 
     def __post_init__(self) -> None:
-        require_tokens(token_ids(self.tokens), "draft.tokens")
         require(self.chain >= 0, "draft.chain", "must be 0 or more")
         require(self.start >= 0, "draft.start", "must be 0 or more")
         require(bool(self.tokens) or self.complete, "draft.tokens", "is empty and the chain is not complete")
-        known = [token.confidence for token in self.tokens if not math.isnan(token.confidence)]
-        require(len(known) in (0, len(self.tokens)), "draft.q", "must hold one number for each token, or none")
-        require(all(0 <= confidence <= 1 for confidence in known), "draft.q", "must be probabilities")
-        require(len(self.parents) in (0, len(self.tokens)), "draft.parents", "must hold one for each token, or none")
-        require(
-            all(-1 <= parent < child for child, parent in enumerate(self.parents)),
-            "draft.parents",
-            "must point to an earlier token of the message, or be -1",
-        )
+        if self.tokens:
+            ids, confidences, *_ = zip(*self.tokens, strict=True)  # every token is in here: one pass
+            require_tokens(ids, "draft.tokens")
+            known = [confidence for confidence in confidences if not math.isnan(confidence)]
+            require(len(known) in (0, len(ids)), "draft.q", "must hold one number for each token, or none")
+            require(not known or 0 <= min(known) <= max(known) <= 1, "draft.q", "must be probabilities")
+        if self.parents:
+            require(len(self.parents) == len(self.tokens), "draft.parents", "must hold one for each token, or none")
+            earlier = all(-1 <= parent < child for child, parent in enumerate(self.parents))
+            require(earlier, "draft.parents", "must point to an earlier token of the message, or be -1")
 
     def first_path(self) -> tuple[DraftToken, ...]:
         """Return the tokens of the tree's first branch, which a verifier without tree attention verifies."""
@@ -371,10 +371,12 @@ class Commit:
     def __post_init__(self) -> None:
         require(bool(self.tokens) or self.finish is not None, "commit.tokens", "is empty and the text goes on")
         require(0 <= self.accepted <= len(self.tokens), "commit.accepted", "exceeds the tokens")
-        message = "must be there for each token, or for none"
-        require(len({token.logp is None for token in self.tokens}) < 2, "commit.logp", message)
-        require(len({token.logprob is None for token in self.tokens}) < 2, "commit.logprobs", message)
-        require(len({len(token.top) for token in self.tokens}) < 2, "commit.top_logprobs", message)
+        if self.tokens:
+            _, logp, logprobs, top = zip(*self.tokens, strict=True)
+            message = "must be there for each token, or for none"
+            require(logp.count(None) in (0, len(logp)), "commit.logp", message)
+            require(logprobs.count(None) in (0, len(logprobs)), "commit.logprobs", message)
+            require(len(set(map(len, top))) == 1, "commit.top_logprobs", message)
 
 
 @dataclass(frozen=True, slots=True)
