@@ -149,7 +149,7 @@ def test_catching_up_while_the_edge_waits_costs_no_time() -> None:
     assert along.seconds == pytest.approx(alone.seconds, rel=0.01)
 
 
-def test_outcomes_count_as_the_target_verifies_and_tell_the_agreement_of_all_drafts() -> None:
+def test_outcomes_count_up_to_the_miss_and_hold_the_agreement_of_all_drafts() -> None:
     hits, agreement = (True, True, False, True, True) * 12, (0.9, 0.8, 0.3, 0.7, 0.6) * 12
     listening = Listening(np.random.default_rng(0), arm=0)
     text = Text((trace_of(hits, agreement), trace_of(hits, agreement, drafter="e")))
@@ -157,11 +157,11 @@ def test_outcomes_count_as_the_target_verifies_and_tell_the_agreement_of_all_dra
     _, outcomes = listening.by_text()
     rounds = outcomes[2:-2]
     assert len(rounds) > 8
-    assert {(outcome.committed, outcome.accepted) for outcome in rounds} == {(5, 4)}, "from one miss to the next"
-    for outcome in rounds:
-        drafted = (0.7, 0.6, 0.9, 0.8, 0.3, 0.7)[: outcome.verified]
-        assert len(drafted) >= 5
-        assert outcome.agreement == pytest.approx(sum(drafted) / len(drafted))
+    counts = {(outcome.committed, outcome.verified, outcome.accepted) for outcome in rounds}
+    assert counts == {(5, 5, 4)}, "from one miss to the next"
+    drafted = (0.7, 0.6, 0.9, 0.8, 0.3, 0.7)  # a step may verify one after the miss
+    means = [pytest.approx(sum(drafted[:n]) / n) for n in (5, 6)]
+    assert all(outcome.agreement in means for outcome in rounds)
 
 
 # --- texts ---

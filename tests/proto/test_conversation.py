@@ -62,7 +62,7 @@ from outrider.proto.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What the user does: so much of the last text is kept, `prompt` is new, the turn may be left after `leave_s`."""
+    """Actions of a user: keep the share `kept` of the last text, add `prompt`, leave the turn after `leave_s`."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -172,7 +172,7 @@ links = st.builds(
     fickle_credit=st.booleans(),
     send_q=st.booleans(),
 )
-def test_every_turn_has_the_text_of_a_fresh_open_whatever_happens_in_between(
+def test_every_turn_has_the_text_of_a_fresh_open_whatever_happens_before(
     seed, said, link, right, window, patience, max_credit, fickle_credit, send_q
 ):
     oracle = hashing_oracle(seed, eos_odds=0.02)
@@ -307,7 +307,7 @@ def test_a_chain_number_never_goes_back():
         session.continued(Continue(5, (1,), chain=3), 3.0)
 
 
-def test_a_turn_counts_its_text_anew_and_forgets_what_comes_after_its_start():
+def test_a_turn_counts_its_text_from_zero_and_forgets_what_comes_after_its_start():
     session = finished().continued(Continue(4, (6, 7)), 2.0)
     assert session.transcript == [3, 1, 2, 4, 6, 7]
     assert (session.prompt_length, session.generated, session.turn) == (6, 0, 1)
@@ -330,7 +330,7 @@ def test_drafts_of_earlier_turns_are_ignored_and_those_of_this_one_taken():
     later = session.continued(Continue(5, (6,), Sampling(max_tokens=9), chain=3), 2.0)
     later.on_draft(Draft(2, 3, tuple(map(DraftToken, (4, 5)))), 2.1)
     later.on_draft(Draft(0, 700, tuple(map(DraftToken, (4,)))), 2.1)
-    assert later.waiting_drafts == 0
+    assert later.block() == ()
     later.on_draft(Draft(3, 6, tuple(map(DraftToken, (1, 2)))), 2.2)
     assert token_ids(later.block()) == (1, 2)
     commit = later.on_verified(
@@ -371,7 +371,7 @@ def frames(instructions: list[EdgeInstruction]) -> list[EdgeFrame]:
     return [instruction.frame for instruction in instructions if isinstance(instruction, Send)]
 
 
-def test_a_kept_session_is_told_only_what_is_new():
+def test_a_kept_session_is_sent_only_what_is_new():
     edge = edge_at_rest()
     assert edge.connected
     assert edge.on_turn(5, (6,), Sampling(max_tokens=2), 1.0) == [Send(Continue(5, (6,), None, 0))]
@@ -425,7 +425,7 @@ def test_commits_of_a_turn_that_was_left_are_ignored():
     assert edge.on_commit(Commit(7, committed(3), 0, 64, turn=2), 1.4)[0] == Emit(7, committed(3), (False,))
 
 
-def test_a_stream_that_was_opened_for_a_turn_that_was_left_is_opened_anew():
+def test_a_stream_that_was_opened_for_a_turn_that_was_left_is_opened_again():
     edge = HandDrivenEdge(open_frame(keep_s=9.0))
     edge.open_frame(b"", 0.0)
     edge.on_cancel()
@@ -517,7 +517,7 @@ def test_the_last_turns_forced_proposals_are_not_taken_for_this_ones(drafting):
 
 
 def readings(edge):
-    """One reading of an idle drafter, whose predecessor, if any, has ended and told nothing."""
+    """Return the next catch-up job of an idle drafter, after any before it has ended without a result."""
     job = edge.next_catch_up()
     if job.tokens[-1] != 7:
         edge.on_caught_up(job, TeacherForced(), 0.01, 0.2)
@@ -551,6 +551,6 @@ def test_statistics_are_a_turns_own():
 def test_a_drafter_that_broke_stays_away_in_later_turns():
     edge = edge_at_rest()
     edge.on_drafter_failed(InvalidArgument("broken"))
-    assert frames(edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0))[1:] == [], "it was told when it broke"
+    assert frames(edge.on_turn(5, (6,), Sampling(max_tokens=9), 1.0))[1:] == [], "it was reported when it broke"
     assert edge.next_job(4) is None
     assert edge.statistics.drafter_error == "broken"

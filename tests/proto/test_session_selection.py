@@ -1,4 +1,4 @@
-"""Several drafters in one session: whose turn it is, what the idle ones read, and that the text stays what it is."""
+"""Several drafters in one session: which is active, what the idle ones read, and that the text stays what it is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from checked_simulation import CheckedSimulation, open_frame, own_text, rules
+from hand_driven import HandDrivenEdge, committed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +20,9 @@ from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.leader import Hedge, Leader
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import FixedWindow
-from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.selection import Arm, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection
-from outrider.proto.session.selection import Conditions
-from outrider.proto.types import Patience, Sampling, token_ids
+from outrider.proto.types import Commit, FinishReason, Opened, Patience, Sampling, token_ids
 
 SELECTORS = {
     "random": lambda arms, rng: RandomSelector(arms, rng),
@@ -34,7 +34,7 @@ SELECTORS = {
 
 
 def pool(oracle, rights, seed, **options):
-    """Drafters that are right so often, each with its own luck."""
+    """Drafters that are right with these chances, each with a seed of its own."""
     return [drafter_of(oracle, seed + 100 * i, right, **options) for i, right in enumerate(rights)]
 
 
@@ -56,13 +56,13 @@ def pool(oracle, rights, seed, **options):
 )
 def test_the_text_is_the_targets_own_whoever_drafts(seed, selector, rights, link, dies_after, silent) -> None:
     oracle, frame = hashing_oracle(seed), open_frame()
-    first, *rivals = pool(oracle, rights, seed, silent=silent)
-    rivals[-1] = drafter_of(oracle, seed + 7, rights[-1], dies_after=dies_after)
+    first, *others = pool(oracle, rights, seed, silent=silent)
+    others[-1] = drafter_of(oracle, seed + 7, rights[-1], dies_after=dies_after)
     simulation = CheckedSimulation(
         frame,
         oracle,
         first,
-        rivals=rivals,
+        others=others,
         selector=SELECTORS[selector](len(rights), np.random.default_rng(seed)),
         link=link,
         seed=seed,
@@ -71,7 +71,7 @@ def test_the_text_is_the_targets_own_whoever_drafts(seed, selector, rights, link
     assert len(simulation.failed) <= 1, "a broken drafter is asked for nothing more"
 
 
-def test_the_better_drafter_gets_the_turn_and_every_hit_is_told_once_and_right() -> None:
+def test_the_better_drafter_becomes_active_and_every_hit_is_learned_once_and_right() -> None:
     oracle, frame = hashing_oracle(3, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=400))
     heard: list[list[bool | None]] = [[], []]
 
@@ -86,7 +86,7 @@ def test_the_better_drafter_gets_the_turn_and_every_hit_is_told_once_and_right()
     said = {}
 
     def remembering(index, drafter):
-        """Says the same of a prefix whenever it is asked, as shared noise has it."""
+        """Proposes the same after a prefix every time, as with shared noise."""
 
         def propose(prefix, count):
             drafts = ()
@@ -104,7 +104,7 @@ def test_the_better_drafter_gets_the_turn_and_every_hit_is_told_once_and_right()
         frame,
         oracle,
         drafters[0],
-        rivals=drafters[1:],
+        others=drafters[1:],
         selector=Listening(experts=FixedShare(arms=2)),
         verifier=rules(context_length=512),
     )
@@ -143,13 +143,13 @@ def test_a_selector_without_catch_up_costs_no_reading_and_late_ones_read_at_once
     oracle, frame = hashing_oracle(6, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=120))
 
     class Second(StaticSelector):
-        """The other one from the second choice on."""
+        """Chooses the other one from the second choice on."""
 
         def choose(self, view: SelectionView) -> int:
             return 0 if view.current is None else 1
 
     simulation = CheckedSimulation(
-        frame, oracle, drafter_of(oracle, 1, 0.5), rivals=[drafter_of(oracle, 2, 0.9)], selector=Second()
+        frame, oracle, drafter_of(oracle, 1, 0.5), others=[drafter_of(oracle, 2, 0.9)], selector=Second()
     )
     assert simulation.run() == own_text(oracle, frame, rules())
     statistics = simulation.edge.statistics
@@ -171,7 +171,7 @@ def test_views_are_of_rounds_where_the_verifier_waits_for_drafts_else_of_a_strea
             frame,
             oracle,
             drafter_of(oracle, 1, 0.6),
-            rivals=[drafter_of(oracle, 2, 0.6)],
+            others=[drafter_of(oracle, 2, 0.6)],
             selector=Looking(experts=FixedShare(arms=2)),
             link=Faults(delay_s=delay_s),
             step_s=0.03,
@@ -196,7 +196,7 @@ def test_a_drafter_that_has_read_everything_is_not_asked_to_catch_up() -> None:
     oracle, frame = hashing_oracle(8, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
     first, *others = pool(oracle, [0.6, 0.6, 0.6], 1)
     simulation = CheckedSimulation(
-        frame, oracle, first, rivals=others, selector=Eager(), link=Faults(delay_s=0.06), step_s=0.03
+        frame, oracle, first, others=others, selector=Eager(), link=Faults(delay_s=0.06), step_s=0.03
     )
     assert simulation.run() == own_text(oracle, frame, rules())
     assert simulation.edge.statistics.read > 100, "both of the others, prompt and text"
@@ -205,18 +205,18 @@ def test_a_drafter_that_has_read_everything_is_not_asked_to_catch_up() -> None:
 def test_a_broken_drafter_yields_to_the_others_and_the_last_one_to_the_cloud() -> None:
     oracle, frame = hashing_oracle(9, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=100))
     first, second = drafter_of(oracle, 1, 0.9, dies_after=5), drafter_of(oracle, 2, 0.9)
-    simulation = CheckedSimulation(frame, oracle, first, rivals=[second], selector=Leader(experts=FixedShare(arms=2)))
+    simulation = CheckedSimulation(frame, oracle, first, others=[second], selector=Leader(experts=FixedShare(arms=2)))
     assert simulation.run() == own_text(oracle, frame, rules())
     assert simulation.failed == [0]
     assert simulation.edge.statistics.of("b").committed > 50
     assert "died" in simulation.edge.statistics.drafter_error
     dead = [drafter_of(oracle, i, 0.9, dies_after=5) for i in (1, 2)]
-    simulation = CheckedSimulation(frame, oracle, dead[0], rivals=dead[1:], selector=Leader(experts=FixedShare(arms=2)))
+    simulation = CheckedSimulation(frame, oracle, dead[0], others=dead[1:], selector=Leader(experts=FixedShare(arms=2)))
     assert simulation.run() == own_text(oracle, frame, rules())
     assert sorted(simulation.failed) == [0, 1]
 
 
-def test_a_selection_without_drafters_or_with_another_ones_codes_is_refused() -> None:
+def test_a_selection_without_drafters_or_with_another_ones_vectors_is_refused() -> None:
     for names, steered, field in (
         ((), 0, "selection.names"),
         (("a", "a"), 0, "selection.names"),
@@ -227,7 +227,7 @@ def test_a_selection_without_drafters_or_with_another_ones_codes_is_refused() ->
         assert refused.value.field == field
 
 
-def test_a_selector_is_told_what_commits_gave(monkeypatch) -> None:
+def test_a_selector_learns_the_outcome_of_commits(monkeypatch) -> None:
     outcomes: list[RoundOutcome] = []
 
     class Listening(Selector):
@@ -239,29 +239,54 @@ def test_a_selector_is_told_what_commits_gave(monkeypatch) -> None:
 
     oracle, frame = hashing_oracle(2, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
     drafters = pool(oracle, (0.8, 0.8), 1)
-    simulation = CheckedSimulation(frame, oracle, drafters[0], rivals=drafters[1:], selector=Listening(), send_q=True)
+    simulation = CheckedSimulation(frame, oracle, drafters[0], others=drafters[1:], selector=Listening(), send_q=True)
     simulation.run()
     statistics = simulation.edge.statistics
     assert sum(outcome.accepted for outcome in outcomes) == statistics.accepted
-    assert sum(outcome.verified for outcome in outcomes) == statistics.verified
+    assert {outcome.verified - outcome.accepted for outcome in outcomes} == {0, 1}, "a miss ends what is compared"
+    assert sum(outcome.verified for outcome in outcomes) < statistics.verified
     assert all(outcome.seconds > 0 for outcome in outcomes)
     assert replace(outcomes[-1].view, current=None).arms == range(2)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "finish", "verified", "accepted"),
+    [
+        ((1, 7), None, 2, 1),  # the second draft missed, and the other two were never compared
+        ((7,), None, 1, 0),
+        ((1, 2, 3, 4, 5), None, 4, 4),
+        ((1, 2), FinishReason.STOP_TOKEN, 2, 2),  # the text ends without a miss
+    ],
+)
+def test_drafts_after_a_miss_or_the_end_do_not_count_as_verified(tokens, finish, verified, accepted) -> None:
+    outcomes: list[RoundOutcome] = []
+
+    class Listening(StaticSelector):
+        def learn(self, outcome: RoundOutcome) -> None:
+            outcomes.append(outcome)
+
+    edge = HandDrivenEdge(open_frame(), selection=Selection(Listening(), ("a", "b")))
+    edge.open_frame(b"", 0.0)
+    edge.on_opened(Opened(0, 16, 40, "v", 512, vocab_size=8), 0.0)
+    edge.on_drafted(edge.next_job(4), (1, 2, 3, 4), (), 0.001, 0.01)
+    edge.on_commit(Commit(3, committed(*tokens), accepted, 16, verified=4, finish=finish), 0.1)
+    assert [(outcome.verified, outcome.accepted) for outcome in outcomes] == [(verified, accepted)]
+
+
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
-def test_a_rule_that_learns_is_told_of_every_draft_that_met_the_text(right) -> None:
+def test_a_rule_that_learns_observes_every_draft_that_met_the_text(right) -> None:
     class Learning(FixedWindow):
         def observe(self, hits: int, missed: bool) -> None:
-            told.append((hits, missed))
+            observed.append((hits, missed))
 
-    told: list[tuple[int, bool]] = []
+    observed: list[tuple[int, bool]] = []
     oracle, frame = hashing_oracle(5, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
     simulation = CheckedSimulation(frame, oracle, drafter_of(oracle, 5, right), window=Learning(6))
     simulation.run()
     statistics = simulation.edge.statistics
-    assert sum(hits for hits, _ in told) == statistics.hits
-    assert sum(missed for _, missed in told) == statistics.compared - statistics.hits
-    assert all(hits or missed for hits, missed in told)
+    assert sum(hits for hits, _ in observed) == statistics.hits
+    assert sum(missed for _, missed in observed) == statistics.compared - statistics.hits
+    assert all(hits or missed for hits, missed in observed)
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 33, 70, 200])
@@ -275,14 +300,14 @@ def test_everybody_reads_the_prompt_before_the_first_choice_and_its_end_is_score
 
     oracle = hashing_oracle(11, eos_odds=0.0)
     frame = open_frame(prompt=(3, 1) * (prompt_tokens // 2) + (2,) * (prompt_tokens % 2))
-    first, *rivals = pool(oracle, (0.5, 0.5, 0.5), 3)
+    first, *others = pool(oracle, (0.5, 0.5, 0.5), 3)
     leader = Listening(experts=FixedShare(arms=3))
     simulation = CheckedSimulation(
-        frame, oracle, first, rivals=rivals, selector=leader, link=Faults(delay_s=0.2), drafting_s=0.001
+        frame, oracle, first, others=others, selector=leader, link=Faults(delay_s=0.2), drafting_s=0.001
     )
     assert simulation.run() == own_text(oracle, frame, rules())
     if prompt_tokens == 1:
-        assert heard == [], "nothing is said of the first token"
+        assert heard == [], "the first token has no probability"
     else:
         assert heard[-1] == [-1.0, -2.0, -3.0], "as the simulation's drafters score"
     assert simulation.edge.statistics.read >= 3 * prompt_tokens
@@ -298,32 +323,34 @@ def test_who_knows_the_prompt_best_begins_and_who_says_nothing_of_it_is_not_blam
     assert weights[1] - weights[2] == pytest.approx(3.0), "and no more"
     assert weights[3] == weights[1]
     leader.read_prompt([-3.0, -3.7, -9.0, math.nan])
-    assert leader.experts.log_weights[0] - leader.experts.log_weights[1] == pytest.approx(3.0), "told better, not twice"
+    assert leader.experts.log_weights[0] - leader.experts.log_weights[1] == pytest.approx(3.0), (
+        "corrected, not counted twice"
+    )
     silent = Leader(experts=FixedShare(arms=2))
     silent.read_prompt([math.nan, math.nan])
     assert silent.experts.log_weights[0] == silent.experts.log_weights[1]
 
 
 def test_a_selector_that_is_kept_for_the_next_text_hears_of_the_same_token_from_all() -> None:
-    told: list[tuple[tuple[bool | None, ...], ...]] = []
+    learned: list[tuple[tuple[bool | None, ...], ...]] = []
 
     class Listening(Leader):
         def learn(self, outcome: RoundOutcome) -> None:
             assert [len(hits) for hits in outcome.hits] == [len(q) for q in outcome.confidence]
-            told.append(outcome.hits)
+            learned.append(outcome.hits)
             Leader.learn(self, outcome)
 
     leader = Listening(experts=FixedShare(arms=2))
     selection = Selection(leader, ("a", "b"))
     arms = [Arm("a", 0.001, 0.0), Arm("b", 0.001, 0.0)]
-    conditions = Conditions(0.01, 0.03, 0.001)
+    costs = RoundCosts(0.01, 0.03, 0.001)
     for _ in range(2):
         selection.begin_text(5, 0)
-        selection.choose(arms, conditions, 5)
+        selection.choose(arms, costs, 5)
         for position in range(5, 15):
             selection.note(0, position, True, 0.5)
         selection.note(1, 6, False, 0.25)
     selection.begin_text(5, 0)
-    assert [sum(len(hits[arm]) for hits in told) for arm in (0, 1)] == [20, 20]
-    assert told[0][1] == (None, False, *[None] * 8)
+    assert [sum(len(hits[arm]) for hits in learned) for arm in (0, 1)] == [20, 20]
+    assert learned[0][1] == (None, False, *[None] * 8)
     assert not any(leader.experts.unpaid), "nothing is left over from a text"

@@ -22,7 +22,7 @@ from outrider.edge.policies.selection.experts import FixedShare, Walk
 from outrider.edge.policies.selection.leader import Hedge, Leader, default_selector
 from outrider.edge.policies.selection.rewards import Alignment, BlockDivergence, BlockEfficiency, Throughput
 from outrider.proto.errors import ConfigError, InvalidArgument
-from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, StaticSelector
+from outrider.proto.policy.selection import Arm, RoundCosts, RoundOutcome, SelectionView, StaticSelector
 
 
 def view_of(*round_s: float, switch_s: tuple[float, ...] = (), drafts: int = 4, **fields) -> SelectionView:
@@ -59,7 +59,7 @@ class Dice:
 
 def test_a_round_takes_drafting_round_trip_and_step_and_a_switch_has_to_catch_up() -> None:
     arms = [Arm("fast", 0.001, 0.0002), Arm("slow", 0.01, 0.002)]
-    view = SelectionView.of_rounds(arms, (0, 30), drafts=5, round_trip_s=0.04, step_s=0.02, row_s=0.001, current=0)
+    view = SelectionView.of_rounds(arms, (0, 30), RoundCosts(0.04, 0.02, 0.001), drafts=5, current=0)
     assert view.waiting_s == pytest.approx(0.066)
     assert view.round_s == pytest.approx((0.071, 0.116))
     assert view.switch_s == pytest.approx((0.0, 0.06))
@@ -251,13 +251,14 @@ def test_a_target_that_does_not_wait_writes_the_first_tokens_after_a_miss_alone(
 
 def test_the_lead_of_a_stream_is_what_the_link_takes_in_steps() -> None:
     arms = [Arm("quick", 0.001, 0.0), Arm("slow", 0.01, 0.002)]
-    given = {"drafts": 4, "round_trip_s": 0.06, "step_s": 0.03, "row_s": 0.002, "current": 1}
-    view = SelectionView.of_stream(arms, (0, 5), **given)
+    costs = RoundCosts(round_trip_s=0.06, step_s=0.03, row_s=0.002)
+    view = SelectionView.of_stream(arms, (0, 5), costs, drafts=4, current=1)
     assert view.lead == (2, 3)
     assert view.alone_s == pytest.approx(0.032)
     assert view.round_s == pytest.approx((0.04, 0.04)), "a step with four drafts and the target's own row"
     assert view.switch_s == pytest.approx((0.0, 0.01))
-    assert SelectionView.of_stream(arms, (0, 5), **given | {"step_s": 0.01}).round_s == pytest.approx((0.02, 0.04))
+    quick = SelectionView.of_stream(arms, (0, 5), replace(costs, step_s=0.01), drafts=4, current=1)
+    assert quick.round_s == pytest.approx((0.02, 0.04))
 
 
 def test_fixed_share_pays_and_deals_out_a_share() -> None:

@@ -20,7 +20,6 @@ class Arm:
     """A drafter, with the costs that are known before it is chosen.
 
     Attributes:
-        name: name of the drafter.
         drafting_s: time to draft one token, in seconds.
         catch_up_s: time to read one token that others have committed, in a batched pass, in seconds.
 
@@ -36,6 +35,21 @@ class Arm:
         for field in ("drafting_s", "catch_up_s"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise InvalidArgument("must be a finite number of seconds, 0 or more", field=f"arm.{field}")
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCosts:
+    """Costs of a round beside its drafter, in seconds.
+
+    Attributes:
+        round_trip_s: round-trip time of a small message.
+        step_s: a step of the verifier, without its rows.
+        row_s: each row of a step; there is one more than drafts.
+    """
+
+    round_trip_s: float
+    step_s: float
+    row_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,29 +90,20 @@ class SelectionView:
         cls,
         arms: Sequence[Arm],
         num_uncomputed_tokens: Sequence[int],
+        costs: RoundCosts,
         *,
         drafts: int,
-        round_trip_s: float,
-        step_s: float,
-        row_s: float,
         current: int | None,
     ) -> Self:
         """Return the view of synchronous rounds: draft, send, wait for the commit, begin again.
 
-        Args:
-            arms: [K] drafters.
-            num_uncomputed_tokens: [K] tokens of the text that each has not read.
-            drafts: drafts of a round.
-            round_trip_s: round-trip time of a small message, in seconds.
-            step_s: duration of the verifier's step beside its rows, in seconds.
-            row_s: time of each row in a step, in seconds; a round has one more than drafts.
-            current: arm of the round before; None: there was none.
+        The other arguments are as the attributes of the view; `arms` [K] are the drafters.
         """
-        waiting_s = round_trip_s + step_s + row_s * (drafts + 1)
+        waiting_s = costs.round_trip_s + costs.step_s + costs.row_s * (drafts + 1)
         return cls(
             drafts=drafts,
             round_s=tuple(drafts * arm.drafting_s + waiting_s for arm in arms),
-            switch_s=tuple(arm.catch_up_s * unread for arm, unread in zip(arms, num_uncomputed_tokens, strict=True)),
+            switch_s=_switch_s(arms, num_uncomputed_tokens),
             num_uncomputed_tokens=tuple(num_uncomputed_tokens),
             waiting_s=waiting_s,
             current=current,
@@ -109,11 +114,9 @@ class SelectionView:
         cls,
         arms: Sequence[Arm],
         num_uncomputed_tokens: Sequence[int],
+        costs: RoundCosts,
         *,
         drafts: int,
-        round_trip_s: float,
-        step_s: float,
-        row_s: float,
         current: int | None,
     ) -> Self:
         """Return the view of a target that does not wait but goes on alone after a miss, until drafts reach it again.
@@ -121,15 +124,16 @@ class SelectionView:
         Drafts that come later meet a text that has gone on, and count if all before them were right too. A round is a
         step then, or the time that its drafts take where that is longer. The arguments are those of `of_rounds`.
         """
-        alone_s = step_s + row_s
+        trip_s, alone_s = costs.round_trip_s, costs.step_s + costs.row_s
+        step_s = costs.step_s + costs.row_s * (drafts + 1)
         return cls(
             drafts=drafts,
-            round_s=tuple(max(step_s + row_s * (drafts + 1), drafts * arm.drafting_s) for arm in arms),
-            switch_s=tuple(arm.catch_up_s * unread for arm, unread in zip(arms, num_uncomputed_tokens, strict=True)),
+            round_s=tuple(max(step_s, drafts * arm.drafting_s) for arm in arms),
+            switch_s=_switch_s(arms, num_uncomputed_tokens),
             num_uncomputed_tokens=tuple(num_uncomputed_tokens),
-            waiting_s=round_trip_s,
+            waiting_s=trip_s,
             current=current,
-            lead=tuple(math.ceil((round_trip_s + arm.drafting_s) / alone_s) if alone_s else 0 for arm in arms),
+            lead=tuple(math.ceil((trip_s + arm.drafting_s) / alone_s) if alone_s else 0 for arm in arms),
             alone_s=alone_s,
         )
 
@@ -137,6 +141,10 @@ class SelectionView:
     def arms(self) -> range:
         """Indices of the arms."""
         return range(len(self.round_s))
+
+
+def _switch_s(arms: Sequence[Arm], num_uncomputed_tokens: Sequence[int]) -> tuple[float, ...]:
+    return tuple(arm.catch_up_s * tokens for arm, tokens in zip(arms, num_uncomputed_tokens, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Open, Patience, token_ids
+from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Open, Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +20,14 @@ class VerifierRules:
     """Rules that a verifier announces to its sessions; fixed while it runs.
 
     Attributes:
-        name: name of the verifier.
-        model: name of its target.
-        tokenizer_sha256: hash of the target's tokenizer.
-        vocab_size: number of the target's token ids.
         context_length: tokens that the target holds, prompt included.
-        eos_tokens: ids that end a text.
         max_drafts: most drafts verified in a step.
         max_credit: most unverified drafts of a session.
         patience: how long to wait for drafts; None: planned, from each session's own measurements.
-        goal: goal of the deployment.
         batch_invariant: whether a text is independent of co-scheduled sessions.
         keep_s: longest time that an idle session is kept at its edge's request, in seconds.
         release: version of Outrider, for people.
-        projections: projections whose steering vectors it can make.
+        projections: projections whose steering vectors the verifier can make.
     """
 
     name: str
@@ -58,7 +52,7 @@ def check_continue(
     """Return the prompt of the turn that `frame` begins; `first_chain` is the first chain number of the last turn.
 
     Raises:
-        InvalidArgument, PromptTooLong, UnknownToken: the frame cannot follow the transcript.
+        InvalidArgument: the frame cannot follow the transcript; the field is named.
     """
     if frame.start > len(transcript):
         raise InvalidArgument(
@@ -78,7 +72,7 @@ def check_draft(draft: Draft, prompt_length: int, rules: VerifierRules) -> None:
     """Refuse drafts that no text of this prompt can hold.
 
     Raises:
-        InvalidArgument, UnknownToken: a field is wrong; it is named.
+        InvalidArgument: a field is wrong; it is named.
     """
     if draft.start < prompt_length:
         raise InvalidArgument(
@@ -86,15 +80,16 @@ def check_draft(draft: Draft, prompt_length: int, rules: VerifierRules) -> None:
         )
     if draft.start + len(draft.tokens) > rules.context_length + rules.max_credit:
         raise InvalidArgument(f"{draft.start} lies beyond the context of {rules.context_length}", field="draft.start")
-    _check_vocabulary(token_ids(draft.tokens), rules.vocab_size, "draft.tokens")
+    if draft.tokens:
+        largest = max(draft.tokens).id  # tokens are ordered by their ids first
+        _check_vocabulary((largest,), rules.vocab_size, "draft.tokens")
 
 
 def check_open(frame: Open, rules: VerifierRules) -> None:
     """Refuse a session before any compute.
 
     Raises:
-        UnsupportedProtocol, TokenizerMismatch, PromptTooLong, UnknownToken, InvalidArgument: a field is wrong; it is
-            named.
+        UnsupportedProtocol, TokenizerMismatch, InvalidArgument: a field is wrong; it is named.
     """
     if frame.protocol_version != PROTOCOL_VERSION:
         raise UnsupportedProtocol(

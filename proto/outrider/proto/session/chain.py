@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from outrider.proto.types import Draft, DraftToken, token_ids
 
 
@@ -11,9 +9,9 @@ class Chain:
     """Drafts that no commit has met yet; they live while the target's tokens agree with them.
 
     Attributes:
-        drafts: the drafts, oldest first; the first one's position is the transcript's length.
-        sent: drafts at the front that are on the wire.
-        epoch: chains abandoned so far; a job of an older epoch proposes in vain.
+        drafts: the drafts, oldest first; the position of the first is the transcript's length.
+        sent: number of drafts at the front that have been sent.
+        epoch: number of chains abandoned so far; what a job of an older epoch proposes is dropped.
         said_complete: whether the verifier knows, since the last commit, that no more drafts come.
     """
 
@@ -21,9 +19,9 @@ class Chain:
         self.drafts: list[DraftToken] = []
         self.sent = 0
         self.epoch = 0
-        self.number = 0  # on the wire
+        self.number = 0  # in messages
         self.said_complete = False
-        self._on_wire = False  # whether the wire has heard of this number
+        self._number_used = False
 
     def __len__(self) -> int:
         return len(self.drafts)
@@ -32,10 +30,6 @@ class Chain:
     def tokens(self) -> tuple[int, ...]:
         """Ids of the drafts."""
         return token_ids(self.drafts)
-
-    def extend(self, drafts: Iterable[DraftToken]) -> None:
-        """Put further drafts behind those in flight."""
-        self.drafts.extend(drafts)
 
     def advance(self) -> None:
         """Drop the first draft, which the target has agreed with."""
@@ -52,17 +46,17 @@ class Chain:
         """Send the drafts again, as a chain of another number."""
         self.sent = 0
         self.said_complete = False
-        if self._on_wire:
+        if self._number_used:
             self.number += 1
-            self._on_wire = False
+            self._number_used = False
 
     def unsent(self, credit: int) -> list[DraftToken]:
-        """Return the drafts that may be sent, when `credit` of all in flight are allowed."""
+        """Return the drafts that may be sent where `credit` of those in flight are allowed."""
         return self.drafts[self.sent : max(self.sent, credit)]
 
     def send(self, start: int, tokens: tuple[DraftToken, ...], *, complete: bool) -> Draft:
-        """Return the message that sends the next `tokens`, the first of which has position `start`."""
+        """Return the message that sends the next `tokens`; the first has position `start`."""
         self.sent += len(tokens)
         self.said_complete = complete
-        self._on_wire = True
+        self._number_used = True
         return Draft(self.number, start, tokens, complete=complete)

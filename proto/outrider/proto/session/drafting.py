@@ -10,8 +10,7 @@ from collections.abc import Callable
 from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
 from outrider.proto.session.chain import Chain
-from outrider.proto.session.events import CaughtUp, Drafted
-from outrider.proto.session.instructions import CatchUpJob, DraftJob, TeacherForced
+from outrider.proto.session.events import CatchUpJob, CaughtUp, Drafted, DraftJob, TeacherForced
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import Selection
 from outrider.proto.session.steering import Steer, VectorKeeper
@@ -134,9 +133,9 @@ class Drafting:
     def _choose(self) -> None:
         """Choose the active drafter, now that a chain begins."""
         self._choice_due = False
-        before, meter = self.active, self._meter
-        conditions = meter.conditions(self._text.frame.patience)
-        self._selection.choose(meter.arms(before), conditions, len(self._text.tokens))
+        before, meter, patience = self.active, self._meter, self._text.frame.patience
+        patience_s = patience.seconds if patience is not None else 0.0
+        self._selection.choose(meter.arms(before), meter.round_costs(), len(self._text.tokens), patience_s)
         self._text.statistics.switches += self.active != before
 
     def _draft(self, count: int) -> DraftJob:
@@ -208,7 +207,7 @@ class Drafting:
         if not self._meet(drafts[:overtaken], job.start):
             return
         room = max(0, self._stream.credit - len(self._chain))  # the credit may have shrunk meanwhile
-        self._chain.extend(drafts[overtaken : overtaken + room])
+        self._chain.drafts += drafts[overtaken : overtaken + room]
         if drafts[overtaken:]:
             selection.agreed = max(selection.agreed, len(text.tokens) + len(self._chain))
 
@@ -283,8 +282,9 @@ class Drafting:
         text.statistics.of(self._selection.names[self.active]).committed += len(tokens)
         self._selection.learn(
             committed=len(tokens),
-            verified=commit.verified,
-            accepted=max(0, min(commit.accepted, len(commit.tokens)) - known),
+            # A step verifies drafts after a miss too, but nothing is known of them.
+            verified=max(0, min(commit.verified, len(commit.tokens)) - known),
+            accepted=max(0, commit.accepted - known),
             agreement=math.nan if commit.reward is None else commit.reward,
             seconds=seconds,
         )

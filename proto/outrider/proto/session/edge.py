@@ -29,11 +29,13 @@ from outrider.proto.session.events import (
     Drafted,
     DrafterFailed,
     EdgeEvent,
+    EdgeInstruction,
+    Reopen,
+    Send,
     Started,
     StreamReady,
     TurnBegun,
 )
-from outrider.proto.session.instructions import EdgeInstruction, Reopen, Send
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import Selection
 from outrider.proto.session.sending import Sender
@@ -98,7 +100,7 @@ class EdgeSession:
             battery=battery,
             job_tokens=job_tokens,
         )
-        self._sender = Sender(*parts, self._drafting, vectors=self._vectors, send_q=send_q)
+        self._sender = Sender(*parts, self._drafting, self._vectors, send_q)
 
     # --- state that a shell may read ---
 

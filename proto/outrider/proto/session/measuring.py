@@ -10,10 +10,9 @@ from outrider.proto.policy import (
     TextCalibration,
     commit_bytes,
 )
-from outrider.proto.policy.selection import Arm
+from outrider.proto.policy.selection import Arm, RoundCosts
 from outrider.proto.session.chain import Chain
-from outrider.proto.session.selection import Conditions
-from outrider.proto.types import Commit, Patience
+from outrider.proto.types import Commit
 
 DRAFT_BYTES = 30  # a Draft message beside its tokens, framing included, for the link's rate
 UNMEASURED_S = 0.0005  # assumed time to draft a token
@@ -157,10 +156,10 @@ class Meter:
         measured = [(name, self.measurements.of(name)) for name in self._drafters]
         return [Arm(name, of.drafting_s.value or usual_s, of.reading_s.value) for name, of in measured]
 
-    def conditions(self, patience: Patience | None) -> Conditions:
-        """Return what a round costs beside its drafter, where the text asks for such patience."""
-        step, patience_s = self.measurements.step, patience.seconds if patience is not None else 0.0
-        return Conditions(self.round_trip_s, step.base or UNMEASURED_STEP_S, step.slope, patience_s)
+    def round_costs(self) -> RoundCosts:
+        """Return the costs of a round beside its drafter."""
+        step = self.measurements.step
+        return RoundCosts(self.round_trip_s, step.base or UNMEASURED_STEP_S, step.slope)
 
     def steering_view(self) -> SteeringView:
         """Return the view for the rule of steering vectors."""

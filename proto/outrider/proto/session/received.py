@@ -1,4 +1,4 @@
-"""The drafts that a verifier has received for one text, and how they have met it."""
+"""Drafts that a verifier has received for one text, compared with its tokens."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from outrider.proto.errors import InvalidArgument, ResourceExhausted
 from outrider.proto.policy import Acceptance
 from outrider.proto.types import Draft, DraftToken
 
-MAX_COMMITS = 64  # whose times are kept
+MAX_COMMITS = 64  # commits whose times are kept
 
 
 class ReceivedDrafts:
     """The newest chain of drafts, as far as it agrees with the transcript.
 
     Attributes:
-        chain: number of the chain; that of the newest that may not come any more where none has come.
+        chain: number of the chain; before the first, one less than the lowest that may come.
         tokens: drafts that follow the transcript.
         complete: whether the edge sends no more of them before the next commit.
         acceptance: chance that a draft agrees.
-        since_miss: tokens committed since a draft last missed.
-        missed_at: when the edge could know of that miss.
+        since_miss: number of tokens committed since a draft last missed.
+        missed_at: time from which the edge could know of that miss, in seconds.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ReceivedDrafts:
         self._transcript = transcript
         self._max_credit = max_credit
         self._alive = True  # no draft of the chain has missed
-        self._commits: deque[tuple[int, float]] = deque(maxlen=MAX_COMMITS)  # where they ended, and when
+        self._commits: deque[tuple[int, float]] = deque(maxlen=MAX_COMMITS)  # length of the transcript, and time
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -44,8 +44,8 @@ class ReceivedDrafts:
         """Take in drafts of the newest chain, and ignore stale ones; return whether one has missed.
 
         Raises:
-            InvalidArgument: it contradicts what the chain has said before.
-            ResourceExhausted: it brings more unverified tokens than any credit allows.
+            InvalidArgument: a draft contradicts an earlier one of the same chain.
+            ResourceExhausted: there are more unverified drafts than any credit allows.
         """
         if draft.chain < self.chain or (draft.chain == self.chain and not self._alive):
             return False
@@ -56,18 +56,18 @@ class ReceivedDrafts:
             self.tokens.clear()
         path = draft.first_path()
         if draft.start > len(self._transcript) + len(self.tokens):
-            self.complete = True  # a hole: what is missing will not come in order, so do not wait for it
+            self.complete = True  # drafts are missing, and they will not come in order: do not wait for them
             return False
         for i, token in enumerate(path):
             if not self._take(draft.start + i, token):
                 return True
         overtaken = draft.start + len(path) < len(self._transcript) + bool(path)
-        if draft.complete and not overtaken:  # else it spoke of an older text; the next commit is answered again
+        if draft.complete and not overtaken:  # otherwise the edge has yet to answer a newer commit
             self.complete = True
         return False
 
     def _take(self, position: int, token: DraftToken) -> bool:
-        """Whether the chain still lives after `token` at `position`."""
+        """Take one draft in; return whether the chain still lives."""
         ahead = position - len(self._transcript)
         if ahead < 0:
             return self._compare(position, self._transcript[position] == token.id)
@@ -83,7 +83,7 @@ class ReceivedDrafts:
         return True
 
     def commit(self, tokens: tuple[int, ...], now: float) -> None:
-        """Follow the transcript, which ends with `tokens` since a commit of now."""
+        """Compare the drafts with `tokens`, which now end the transcript."""
         end = len(self._transcript)
         self._commits.append((end, now))
         self.since_miss += len(tokens)
@@ -93,17 +93,17 @@ class ReceivedDrafts:
             if not self._compare(position, self.tokens[0].id == token):
                 break
             del self.tokens[0]
-        if self.complete and self._alive:  # the edge drafts on only when it hears of this commit
+        if self.complete and self._alive:  # the edge goes on drafting when this commit reaches it
             self.since_miss, self.missed_at = -len(self.tokens), now
         self.complete = False
 
     def _compare(self, position: int, hit: bool) -> bool:
-        """Count a draft of that position; one that missed ends the chain."""
+        """Count a draft that was compared with the token at `position`; a miss ends the chain."""
         self.acceptance.add(hit)
         if not hit:
             self._alive = False
             self.tokens.clear()
             self.since_miss = len(self._transcript) - position - 1
-            # The edge knows of it by the commit that held the position.
+            # The edge learns of the miss from the commit that held the position.
             self.missed_at = next((at for end, at in self._commits if end > position), self.missed_at)
         return hit

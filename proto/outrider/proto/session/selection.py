@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
-from outrider.proto.session.instructions import CatchUpJob
+from outrider.proto.policy.selection import Arm, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.session.events import CatchUpJob
 
 READ_TOKENS = 16  # tokens of a catch-up job; a commit that comes meanwhile has to wait for it
 PROMPT_TOKENS = 64  # last tokens of a prompt, which show its subject before there is any text
 ROUND_DRAFTS = 8  # drafts of a round in views of selectors
-
-
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """Costs of a round beside its drafter, in seconds.
-
-    Attributes:
-        round_trip_s: round-trip time of a small message.
-        step_s: a step of the verifier, without its rows.
-        row_s: each row of a step.
-        patience_s: that the text asks of the verifier; 0: it asks for none.
-    """
-
-    round_trip_s: float
-    step_s: float
-    row_s: float
-    patience_s: float = 0.0
 
 
 class Selection:
@@ -140,11 +123,26 @@ class Selection:
 
     # --- the active drafter ---
 
-    def choose(self, arms: Sequence[Arm], conditions: Conditions, committed: int) -> int:
-        """Choose and return the active drafter; the text has `committed` tokens, prompt included."""
+    def choose(self, arms: Sequence[Arm], costs: RoundCosts, committed: int, patience_s: float = 0.0) -> int:
+        """Choose and return the active drafter.
+
+        Args:
+            arms: [K] drafters, as measured.
+            costs: costs of a round.
+            committed: tokens of the text, prompt included.
+            patience_s: time that the text asks the verifier to wait for drafts, in seconds; 0: it asks for none.
+        """
         if self.drafters == 1:
             return self.current
-        self._view = self._look(arms, conditions, committed)
+        # A target waits for drafts that come within a step, or as long as it was asked to; later ones find it ahead.
+        waits = costs.round_trip_s < max(costs.step_s, patience_s)
+        self._view = (SelectionView.of_rounds if waits else SelectionView.of_stream)(
+            arms,
+            self._num_uncomputed_tokens(committed),
+            costs,
+            drafts=ROUND_DRAFTS,
+            current=self.current if self._view is not None else None,
+        )
         if self._prompt_news:
             self._prompt_news = False
             self._selector.read_prompt([total / n if n else math.nan for total, n in self._scored])
@@ -182,20 +180,6 @@ class Selection:
         """Leave a broken drafter out from now on; return whether another is left."""
         self._failed.add(drafter)
         return len(self._failed) < self.drafters
-
-    def _look(self, arms: Sequence[Arm], conditions: Conditions, committed: int) -> SelectionView:
-        # A target waits for drafts that come within a step, or as long as it was asked to; later ones find it ahead.
-        waits = conditions.round_trip_s < max(conditions.step_s, conditions.patience_s)
-        look = SelectionView.of_rounds if waits else SelectionView.of_stream
-        return look(
-            arms,
-            self._num_uncomputed_tokens(committed),
-            drafts=ROUND_DRAFTS,
-            round_trip_s=conditions.round_trip_s,
-            step_s=conditions.step_s,
-            row_s=conditions.row_s,
-            current=self.current if self._view is not None else None,
-        )
 
     def _num_uncomputed_tokens(self, committed: int) -> list[int]:
         return [max(0, committed - length) for length in self._prefix]

@@ -1,16 +1,14 @@
-"""When an edge sends its drafts and reports its measurements.
-
-Drafts go in one message just in time for a step, or as soon as no more come.
-"""
+"""When an edge sends its drafts (in one message, just in time for a step) and reports its measurements."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from outrider.proto.policy import due_to_flush, worth_a_message
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.drafting import Drafting
-from outrider.proto.session.instructions import EdgeInstruction, Send
+from outrider.proto.session.events import EdgeInstruction, Send
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.steering import VectorKeeper
 from outrider.proto.session.stream import EdgeStream
@@ -18,32 +16,22 @@ from outrider.proto.session.text import EdgeText
 from outrider.proto.types import DraftToken, Goal, Report, token_ids
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Sender:
-    """Puts the chain of one text, and reports to its verifier, on the wire."""
+    """Sends the drafts of one text, and reports to its verifier."""
 
-    def __init__(
-        self,
-        text: EdgeText,
-        chain: Chain,
-        stream: EdgeStream,
-        meter: Meter,
-        drafting: Drafting,
-        *,
-        vectors: VectorKeeper | None,
-        send_q: bool,
-    ) -> None:
-        self._text = text
-        self._chain = chain
-        self._stream = stream
-        self._meter = meter
-        self._drafting = drafting
-        self._vectors = vectors
-        self._send_q = send_q
+    _text: EdgeText
+    _chain: Chain
+    _stream: EdgeStream
+    _meter: Meter
+    _drafting: Drafting
+    _vectors: VectorKeeper | None
+    _send_q: bool
 
     def flush(self, now: float, *, allowance: int | None = None) -> list[EdgeInstruction]:
-        """Send the drafts when the chain is complete, or when more of it would come too late for a step.
+        """Send the drafts when the chain is complete, or when waiting for more would miss a step.
 
-        `allowance` is that of the drafters, if it was just computed.
+        `allowance` is that of the drafters, where it is known already.
         """
         chain, stream, drafting = self._chain, self._stream, self._drafting
         if allowance is None:
@@ -54,14 +42,14 @@ class Sender:
         if not unsent:
             return self._say_complete(now, allowance)
         if chain.sent and not self._may_wait_long() and not self._worth_a_message():
-            return []  # the verifier has the chain up to here; the rest goes after the next commit
+            return []  # the verifier has the beginning of the chain; the rest goes after the next commit
         whole_block = len(chain) >= stream.terms.max_drafts > chain.sent
         if allowance and not whole_block and not self._due(now):
             return []
         return [self._send(unsent, now, complete=not allowance and not drafting.job_runs)]
 
     def report(self) -> list[EdgeInstruction]:
-        """Report when measurements for the verifier's patience have changed by a quarter."""
+        """Report where measurements for the verifier's patience have changed by a quarter."""
         if not self._stream.connected:
             return []
         drafting, meter = self._drafting, self._meter
@@ -83,7 +71,7 @@ class Sender:
         return [self._send([], now, complete=True)]
 
     def _may_wait_long(self) -> bool:
-        """Return whether the verifier may wait for long; one that plans has drafts, or runs ahead on a long link."""
+        """Return whether the verifier may wait for long: not one that plans and has drafts or a long link."""
         stream = self._stream
         if not stream.credit:
             return False  # it wants no drafts

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from outrider.proto.errors import InvalidArgument, LeaseExpired, OutriderError, ResourceExhausted, Unavailable
-from outrider.proto.session.instructions import Reopen
+from outrider.proto.session.events import Reopen
 from outrider.proto.session.text import EdgeText
 from outrider.proto.types import (
     MAX_TOKEN_ID,

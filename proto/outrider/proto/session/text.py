@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from outrider.proto.errors import InvalidArgument, OutriderError
-from outrider.proto.session.instructions import Done, Emit
+from outrider.proto.session.events import Done, Emit
 from outrider.proto.types import Commit, FinishReason, Open, Sampling
 
 

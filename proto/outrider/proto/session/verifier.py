@@ -36,22 +36,22 @@ from outrider.proto.types import (
     token_ids,
 )
 
-PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, request PROBE drafts every PROBE_EVERY tokens
+PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, PROBE of them are requested every PROBE_EVERY tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Result of a step for one session: an event of the verifier's half.
+    """Result of a step for one session.
 
     Attributes:
         block: [k] the drafts.
         tokens_by_target: [k + 1] the target's tokens; `logprob` and `top` are those of the a drafts that agree and the
             token after them, where asked for.
-        queue_s: time that the session was due and waited for the engine, in seconds.
+        queue_s: time between being due and the step, in seconds.
         verify_s: duration of the step, in seconds.
         reward: mean of min(1, p / q) over the drafts; None: no q came.
-        steering: vector of the state after the last draft that agrees, or after the transcript's end where none does,
-            if `wanted_vector` asked for it.
+        steering: vector of the state after the last draft that agrees, or else after the transcript, where
+            `wanted_vector` asked for it.
     """
 
     block: tuple[DraftToken, ...]
@@ -69,7 +69,7 @@ class VerifierSession:
         """Take the session, or refuse it before any compute.
 
         Raises:
-            UnsupportedProtocol, TokenizerMismatch, PromptTooLong, UnknownToken, InvalidArgument.
+            UnsupportedProtocol, TokenizerMismatch, InvalidArgument: a field is wrong; it is named.
         """
         check_open(frame, rules)
         self.id = frame.session
@@ -128,7 +128,7 @@ class VerifierSession:
         """Return the session of the next turn: that of a fresh Open with these measurements.
 
         Raises:
-            InvalidArgument, PromptTooLong, UnknownToken: with the field named; this session stays as it was.
+            InvalidArgument: a field is wrong; it is named, and this session stays as it was.
         """
         if not self.keep_s:
             raise InvalidArgument(
@@ -176,11 +176,6 @@ class VerifierSession:
         return self._received.chain
 
     @property
-    def waiting_drafts(self) -> int:
-        """Drafts at hand that follow the transcript."""
-        return len(self._received)
-
-    @property
     def waits_for_drafts(self) -> bool:
         """Whether more drafts of the chain may come before the next commit."""
         return self._drafting and not self._received.complete
@@ -192,35 +187,33 @@ class VerifierSession:
 
     @property
     def wanted_vector(self) -> SteeringRequest | None:
-        """Which steering vector the next commit should carry, unless it ends the text; None: none."""
+        """Steering vector that the next commit should carry, unless it ends the text; None: none."""
         request = self._steering
         if request is None or not request.every or not self.steered or self._without_vector + 1 < request.every:
             return None
         return request
 
     def block(self, step_s: float = 0.0, row_s: float = 0.0) -> tuple[DraftToken, ...]:
-        """[k] drafts to verify in a step now: no more than pay, are allowed, or the text has room for.
+        """Return the drafts [k] to verify in a step now: no more than pay, are allowed, or the text has room for.
 
         Args:
-            step_s: this session's share of what a step costs beside its rows, seconds; 0: unknown, verify all.
-            row_s: what a row costs, seconds.
+            step_s: this session's share of a step's time beside its rows, in seconds; 0: unknown, verify all.
+            row_s: time of a row, in seconds.
         """
         view = self._view(step_s, row_s, self._ready_since)
         worthwhile = best_block(view)
         self._pays = worthwhile > 0 and (not self.joins_any_step or overtakes(view))
         if not worthwhile and self.generated % PROBE_EVERY == 0:
-            worthwhile = 1  # acceptance that is never put to the question could never be seen to have risen
+            worthwhile = 1  # a rise of acceptance shows only where drafts are verified
         return tuple(self._received.tokens[: max(0, min(worthwhile, self._max_useful()))])
 
     def _max_useful(self) -> int:
         return min(self._max_drafts, self.sampling.max_tokens - self.generated - 1)
 
     def ready_at(self, step_s: float, row_s: float = 0.0) -> float:
-        """When the next step should begin at the latest, on the clock of `now`; infinite: at the next event.
+        """Return the time by which the next step should begin, on the clock of `now`; infinite: at the next event.
 
-        Args:
-            step_s: as of `block`.
-            row_s: as of `block`.
+        The arguments are those of `block`.
         """
         patience = self._patience or self._rules.patience or self._planned(step_s, row_s).patience
         enough = min(patience.drafts, self._max_useful(), self._window, self.credit)
@@ -230,11 +223,11 @@ class VerifierSession:
 
     @property
     def joins_any_step(self) -> bool:
-        """Whether a step that begins for others should take this session along, drafts or not: it costs a row."""
+        """Whether the session joins any step that begins for others, with drafts or without, at the price of a row."""
         return self._patience is None and self._rules.patience is None and self._rules.goal is Goal.LATENCY
 
     def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
-        """Return its expected tokens in a step now, and after the drafts that it waits for."""
+        """Return the expected tokens of a step now, and of one after the drafts that are due."""
         plan = self._planned(step_s, row_s)
         acceptance = self._received.acceptance.rate
         tokens_now = expected_tokens(acceptance, min(len(self._received), self._max_drafts))
@@ -269,11 +262,11 @@ class VerifierSession:
         """Take drafts in; stale ones are ignored.
 
         Raises:
-            InvalidArgument, UnknownToken: what no honest edge sends; the field is named.
-            ResourceExhausted: more unverified tokens than any credit allowed.
+            InvalidArgument: no honest edge sends such drafts; the field is named.
+            ResourceExhausted: there are more unverified drafts than any credit allows.
         """
         if draft.chain < self._first_chain:
-            return  # of an earlier turn
+            return  # it belongs to an earlier turn
         check_draft(draft, self.prompt_length, self._rules)
         self._drafts_heard += 1
         self._newest_arrival = now
@@ -281,11 +274,11 @@ class VerifierSession:
             self._plan = None  # what it waits for will not come
 
     def on_report(self, report: Report) -> None:
-        """Remember what the edge measured, which replaces the last report, and which vectors it wants from now on."""
+        """Replace the last report, and the request for vectors where this one has another."""
         self._report = report
         if report.steering is not None:
             if self._steering is None or report.steering.projection != self._steering.projection:
-                self._without_vector = math.inf  # what it has is of another projection
+                self._without_vector = math.inf  # the edge's vector is of another projection
             self._steering = report.steering
         if report.acceptance:
             self._received.acceptance.believe(report.acceptance)
@@ -299,7 +292,7 @@ class VerifierSession:
         )
 
     def on_verified(self, verified: Verified, now: float) -> Commit:
-        """Make text of a verified block: the only way in which a token gets into the transcript."""
+        """Make text of a verified block; only here do tokens enter the transcript."""
         tokens, accepted, self.finish = accept_drafts(
             verified.block,
             verified.tokens_by_target,
@@ -318,7 +311,7 @@ class VerifierSession:
         self._without_vector = self._without_vector + 1 if steering is None else 0
         return Commit(
             start=start,
-            tokens=tokens if self._wants_logp else tuple([token._replace(logp=None) for token in tokens]),
+            tokens=tokens if self._wants_logp else tuple([CommittedToken(t.id, None, *t[2:]) for t in tokens]),
             accepted=accepted,
             credit=self.credit,
             reward=verified.reward,
