@@ -117,19 +117,19 @@ def draws_and_counts(printed: str) -> None:
     assert len(printed.splitlines()[0]) > 0
 
 
-def tells_a_story(printed: str) -> None:
+def holds_a_story(printed: str) -> None:
     assert len(printed.split()) > 5
 
 
 def ends_by_length(printed: str) -> None:
-    told, _, completion = printed.rpartition("\n")
-    assert len(told.split()) > 5
+    text, _, completion = printed.rpartition("\n")
+    assert len(text.split()) > 5
     assert re.match(r"(LENGTH|EOS): '", completion)
 
 
 def is_cancelled_everywhere(printed: str) -> None:
-    told, _, cancelled = printed.rpartition("\n")
-    assert 5 < len(told.split()) < 40
+    text, _, cancelled = printed.rpartition("\n")
+    assert 5 < len(text.split()) < 40
     assert cancelled.startswith("cancelled: [CancelledError(")
 
 
@@ -146,7 +146,7 @@ def goes_on(printed: str) -> None:
 
 USES: dict[str, Callable[[str], None]] = {
     "From Python": draws_and_counts,
-    "Through the edge daemon": tells_a_story,
+    "Through the edge daemon": holds_a_story,
     "Without async": ends_by_length,
     "Cancellation": is_cancelled_everywhere,
     "Deadlines": runs_out_of_time,

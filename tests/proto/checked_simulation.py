@@ -46,7 +46,7 @@ def open_frame(**changes) -> Open:
 
 
 def own_text(oracle: Oracle, frame: Open, verifier: VerifierRules) -> tuple[int, ...]:
-    """What plain decoding gives."""
+    """Return the text of plain decoding."""
     sampling, text = frame.sampling, ()
     most = min(sampling.max_tokens, verifier.context_length - len(frame.prompt))
     while len(text) < most:
@@ -58,7 +58,7 @@ def own_text(oracle: Oracle, frame: Open, verifier: VerifierRules) -> tuple[int,
 
 
 class CheckedVerifier(SimulatedVerifier):
-    """May take frames in the midst of a step, and grant any credit."""
+    """A verifier that may take frames during a step, and grant any credit."""
 
     def __init__(self, *args, rng: random.Random, fickle_credit: bool, queues_while_busy: bool) -> None:
         super().__init__(*args)
@@ -103,7 +103,7 @@ class CheckedDrafters(ScriptedDrafters):
     def catch_up(self, job):
         prefix = self.prefixes[job.drafter][: job.truncate_to] + job.tokens
         begun = len(self._edge.transcript) > self._edge.prompt_length
-        assert job.drafter != self._edge.drafter or not begun, "whose turn it is drafts, and need not read"
+        assert job.drafter != self._edge.drafter or not begun, "the active drafter drafts, and need not read"
         assert job.drafter not in self.failed, "it is broken"
         assert prefix == tuple(self._edge.transcript[: len(prefix)]), "the drafter would read another text"
         return super().catch_up(job)
@@ -133,14 +133,14 @@ class CheckedSimulation(FaultySimulation):
         queues_while_busy: bool = True,
         measurements: Measurements | None = None,
         send_q: bool = False,
-        rivals: Sequence[Proposer] = (),
+        others: Sequence[Proposer] = (),
         selector: Selector | None = None,
         edge: EdgeSession | None = None,
     ) -> None:
         self.rules = verifier or rules()
         self.oracle = oracle
         clock, rng = VirtualClock(), random.Random(seed)
-        selection = Selection(selector, tuple("abcdef"[: 1 + len(rivals)])) if selector is not None else None
+        selection = Selection(selector, tuple("abcdef"[: 1 + len(others)])) if selector is not None else None
         edge = edge or EdgeSession(
             frame if drafter is not None else replace(frame, drafting=False),
             window,
@@ -149,7 +149,7 @@ class CheckedSimulation(FaultySimulation):
             selection=selection,
             job_tokens=lambda _: max_per_job,
         )
-        drafters = [] if drafter is None else [drafter, *rivals]
+        drafters = [] if drafter is None else [drafter, *others]
         self.drafters = CheckedDrafters(drafters, drafting_s, rng, edge=edge)
         costs = replace(FREE, step_s=step_s, row_s=row_s, prefill_row_s=row_s)
         checked = self.verifier_kind(

@@ -52,7 +52,7 @@ SAMPLING = t.Sampling(
     stop_tokens=(2, 300),
     ignore_eos=True,
 )
-WISH = t.SteeringRequest("0123456789ab", t.SteeringPrecision.FLOAT16, 4)
+REQUEST = t.SteeringRequest("0123456789ab", t.SteeringPrecision.FLOAT16, 4)
 
 
 class Example(NamedTuple):
@@ -90,7 +90,7 @@ EXAMPLES = {
             logprobs=True,
             top_logprobs=5,
             keep_s=30.0,
-            steering=WISH,
+            steering=REQUEST,
         )
     ),
     "open with a grammar": _edge(
@@ -111,7 +111,7 @@ EXAMPLES = {
         )
     ),
     "draft, least": _edge(t.Draft(0, 0, tuple(map(t.DraftToken, (1,))))),
-    "report": _edge(t.Report(True, 0.0015, 0.02, 0.75, WISH)),
+    "report": _edge(t.Report(True, 0.0015, 0.02, 0.75, REQUEST)),
     "report, least": _edge(t.Report(False)),
     "cancel": _edge(t.Cancel("enough")),
     "cancel, least": _edge(t.Cancel()),

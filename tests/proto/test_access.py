@@ -151,13 +151,13 @@ def test_a_file_that_others_may_write_is_refused_and_a_readable_one_warned_of(tm
 
 
 def touched(path: Path, *keys: Key) -> None:
-    """A new version, told apart from the last one even where the clock of files is coarse."""
+    """Write a new version that differs in time from the last one even where the clock of files is coarse."""
     written(path, *keys)
     later = time.time() + os.stat(path).st_ino % 97 + 1
     os.utime(path, (later, later))
 
 
-def test_a_changed_file_is_read_anew(tmp_path):
+def test_a_changed_file_is_read_again(tmp_path):
     path = written(tmp_path / "keys.toml", key("alice", "a"))
     keys = Keys.from_file(path)
     touched(path, key("bob", "b"), key("carol", "c"))
@@ -166,7 +166,7 @@ def test_a_changed_file_is_read_anew(tmp_path):
         keys.check("a")
 
 
-def test_a_broken_or_missing_new_version_leaves_the_old_keys_and_is_told_once(tmp_path, caplog):
+def test_a_broken_or_missing_new_version_leaves_the_old_keys_and_is_logged_once(tmp_path, caplog):
     path = written(tmp_path / "keys.toml", key("alice", "a"))
     keys = Keys.from_file(path)
     path.write_text("[keys")

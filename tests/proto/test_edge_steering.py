@@ -1,6 +1,6 @@
-"""The edge's half of steering: which code a drafting job is steered by, what is wished for, and that no text changes.
+"""The edge's half of steering: which vector steers a drafting job, what is requested, and that no text changes.
 
-In the simulation every code says which position it is of, so what the drafter was told can be checked.
+In the simulation every vector holds its position, which shows what the drafter has.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from outrider.proto.types import (
 )
 
 RANK = 4
-WISH = SteeringRequest("0123456789ab")
-VERIFIER = rules(projections=frozenset({WISH.projection}))
+REQUEST = SteeringRequest("0123456789ab")
+VERIFIER = rules(projections=frozenset({REQUEST.projection}))
 PROMPT = open_frame().prompt
 HALVES = SteeringRate(SteeringPrecision.FLOAT16)
 
 
-def code_of(position, precision=SteeringPrecision.FLOAT16):
-    """A code that tells its position (up to 2,047)."""
+def vector_of(position, precision=SteeringPrecision.FLOAT16):
+    """A vector that holds its position (up to 2,047)."""
     return encode(np.array([position, 1, 0, -1], dtype=np.float32), precision)
 
 
-def told(job):
-    """The position of the code that a job brings; None: no word of steering; "none": not to be steered any more."""
+def steered_by(job):
+    """The position of the vector that a job brings; None: unchanged; "none": unsteered from now on."""
     if job.steer is None:
         return None
     return "none" if job.steer.vector is None else int(job.steer.vector[0])
@@ -60,7 +60,7 @@ def told(job):
 
 
 class Moody:
-    """Changes its mind about codes with every commit."""
+    """Changes its mind about vectors with every commit."""
 
     def __init__(self, seed):
         self.rate = SteeringRate()
@@ -72,58 +72,58 @@ class Moody:
 
 
 class SteeringVerifier(CheckedVerifier):
-    """Puts codes into its commits where they are asked for."""
+    """Puts vectors into its commits where they are asked for."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.wishes = []
-        self.codes_are = "right"
-        self._codes_rng = random.Random(1)
+        self.requests = []
+        self.vectors_are = "right"
+        self._vectors_rng = random.Random(1)
 
     def take(self, stream, frame, arrived):
         if isinstance(frame, Open | Report) and frame.steering is not None:
-            self.wishes.append(frame.steering)
+            self.requests.append(frame.steering)
         super().take(stream, frame, arrived)
 
     def verify(self, slot, block, began):
         commit = super().verify(slot, block, began)
         if slot.session.wanted_vector is None or commit.finish is not None:
             return commit
-        return replace(commit, steering=self._code(commit.start + len(commit.tokens) - 2))
+        return replace(commit, steering=self._vector(commit.start + len(commit.tokens) - 2))
 
-    def _code(self, position):
-        match self.codes_are:
+    def _vector(self, position):
+        match self.vectors_are:
             case "right":
-                return code_of(position)
+                return vector_of(position)
             case "noise":
-                noise = np.array([self._codes_rng.gauss(0, 1e4) for _ in range(RANK)], dtype=np.float32)
+                noise = np.array([self._vectors_rng.gauss(0, 1e4) for _ in range(RANK)], dtype=np.float32)
                 return encode(noise, SteeringPrecision.INT8)
             case "lost":
-                return code_of(position) if self._codes_rng.random() < 0.3 else None
+                return vector_of(position) if self._vectors_rng.random() < 0.3 else None
             case "malformed":
                 bad = Steering(1.0, b"123", SteeringPrecision.INT8), Steering(1.0, b"\0\x7e" * 4, HALVES.precision)
-                return self._codes_rng.choice((*bad, code_of(position)))
+                return self._vectors_rng.choice((*bad, vector_of(position)))
 
 
 class SteeredSimulation(CheckedSimulation):
-    """A text with codes in its commits; checks every job's steering against the codes that came."""
+    """A text with vectors in its commits; checks every job's steering against the vectors that came."""
 
     verifier_kind = SteeringVerifier
 
-    def __init__(self, frame, oracle, drafter, *, codes, policy, **options):
+    def __init__(self, frame, oracle, drafter, *, vectors, policy, **options):
         edge = Watched(
-            replace(frame, steering=WISH),
+            replace(frame, steering=REQUEST),
             FixedWindow(16),
             steering=DrafterSteering(RANK, policy),
             job_tokens=lambda _: 8,
         )
-        edge.codes_tell = codes != "noise"
+        edge.vectors_show_position = vectors != "noise"
         super().__init__(frame, oracle, drafter, verifier=VERIFIER, edge=edge, **options)
-        self.verifier.codes_are = codes
+        self.verifier.vectors_are = vectors
 
     @property
-    def wishes(self):
-        return self.verifier.wishes
+    def requests(self):
+        return self.verifier.requests
 
 
 class Watched(EdgeSession):
@@ -131,8 +131,8 @@ class Watched(EdgeSession):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.codes_tell = True  # their position
-        self.newest = None  # the position of the newest code
+        self.vectors_show_position = True  # their position
+        self.newest = None  # the position of the newest vector
         self.drafter_has = None
         self.ages = []
 
@@ -158,13 +158,13 @@ class Watched(EdgeSession):
         else:
             self.ages.append(job.start - 1 - self.newest)
             assert self.drafter_has is not None
-            assert not self.codes_tell or round(float(self.drafter_has[0])) == self.newest
+            assert not self.vectors_show_position or round(float(self.drafter_has[0])) == self.newest
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 1 << 30),
-    codes=st.sampled_from(["right", "noise", "lost", "malformed"]),
+    vectors=st.sampled_from(["right", "noise", "lost", "malformed"]),
     policy=st.sampled_from(
         [FixedSteering, lambda: FixedSteering(HALVES), lambda: PricedSteering(RANK), lambda: Moody(3)]
     ),
@@ -179,38 +179,38 @@ class Watched(EdgeSession):
     right=st.sampled_from([0.9, 0.5, 0.0]),
     dies_after=st.sampled_from([1 << 30, 1 << 30, 5]),
 )
-def test_whatever_codes_come_the_text_is_the_targets_and_jobs_have_the_newest_code(
-    seed, codes, policy, link, right, dies_after
+def test_whatever_vectors_come_the_text_is_the_targets_and_jobs_have_the_newest(
+    seed, vectors, policy, link, right, dies_after
 ):
     frame = open_frame(sampling=Sampling(max_tokens=60))
     oracle = hashing_oracle(seed)
     drafter = drafter_of(oracle, seed, right, dies_after=dies_after)
-    simulation = SteeredSimulation(frame, oracle, drafter, codes=codes, policy=policy(), link=link, seed=seed)
+    simulation = SteeredSimulation(frame, oracle, drafter, vectors=vectors, policy=policy(), link=link, seed=seed)
     assert simulation.run() == own_text(oracle, frame, VERIFIER)
     statistics = simulation.edge.statistics
     ages = simulation.edge.ages
     assert (statistics.steered_jobs, statistics.vector_age) == (len(ages), sum(ages))
     assert statistics.mean_vector_age == (sum(ages) / len(ages) if ages else 0)
     assert all(age >= 1 for age in ages), "no draft knows its own future"
-    assert all(wish.projection == WISH.projection for wish in simulation.wishes)
-    assert statistics.bad_vectors == 0 or codes == "malformed"
+    assert all(request.projection == REQUEST.projection for request in simulation.requests)
+    assert statistics.bad_vectors == 0 or vectors == "malformed"
 
 
-def test_the_simulation_sends_codes_and_steers_by_them():
+def test_the_simulation_sends_vectors_and_steers_by_them():
     """The test above would pass without any."""
-    for codes in ("right", "noise", "lost", "malformed"):
+    for vectors in ("right", "noise", "lost", "malformed"):
         frame = open_frame(sampling=Sampling(max_tokens=200))
         oracle = hashing_oracle(5, eos_odds=0)
         simulation = SteeredSimulation(
-            frame, oracle, drafter_of(oracle, 5, 0.9), codes=codes, policy=FixedSteering(HALVES), seed=5
+            frame, oracle, drafter_of(oracle, 5, 0.9), vectors=vectors, policy=FixedSteering(HALVES), seed=5
         )
         simulation.run()
         statistics = simulation.edge.statistics
         assert statistics.steered
         assert statistics.steps // 4 < statistics.vectors <= statistics.steps
         assert statistics.steered_jobs > 20
-        assert (statistics.bad_vectors > 0) == (codes == "malformed")
-        if codes == "right":
+        assert (statistics.bad_vectors > 0) == (vectors == "malformed")
+        if vectors == "right":
             assert statistics.vectors == statistics.steps - 1  # the last commit ends the text
             assert statistics.vector_bytes == 2 * RANK * statistics.vectors
 
@@ -221,7 +221,7 @@ def test_the_simulation_sends_codes_and_steers_by_them():
 def steered_edge(policy=None, window=8, measurements=None, opened=True, **changes):
     """A session that is steered, opened with the verifier's consent."""
     edge = HandDrivenEdge(
-        open_frame(steering=WISH, **changes),
+        open_frame(steering=REQUEST, **changes),
         FixedWindow(window),
         measurements=measurements,
         steering=DrafterSteering(RANK, policy or FixedSteering(HALVES)),
@@ -236,10 +236,10 @@ def consent(**changes):
     return Opened(**(said | changes))
 
 
-def commit(edge, tokens, code=None, **changes):
+def commit(edge, tokens, vector=None, **changes):
     start = changes.pop("start", len(edge.transcript))
     turn = edge._stream.turn
-    return edge.on_commit(Commit(start, committed(*tokens), 0, 32, steering=code, turn=turn, **changes), 1.0)
+    return edge.on_commit(Commit(start, committed(*tokens), 0, 32, steering=vector, turn=turn, **changes), 1.0)
 
 
 def draft(edge, most=4):
@@ -255,28 +255,28 @@ def reports(instructions):
 
 def test_a_session_opens_with_the_policys_request_and_believes_the_verifiers_answer():
     edge = HandDrivenEdge(
-        open_frame(steering=WISH), steering=DrafterSteering(RANK, FixedSteering(SteeringRate(HALVES.precision, 4)))
+        open_frame(steering=REQUEST), steering=DrafterSteering(RANK, FixedSteering(SteeringRate(HALVES.precision, 4)))
     )
-    wish = SteeringRequest(WISH.projection, SteeringPrecision.FLOAT16, 4)
-    assert edge.open_frame(b"", 0.0).steering == wish
+    request = SteeringRequest(REQUEST.projection, SteeringPrecision.FLOAT16, 4)
+    assert edge.open_frame(b"", 0.0).steering == request
     assert not edge.statistics.steered
     edge.on_opened(consent(steered=True), 0.1)
     assert edge.statistics.steered
 
 
-def test_a_session_without_codes_is_as_ever():
+def test_a_session_without_vectors_is_as_ever():
     edge = HandDrivenEdge(open_frame())
     assert edge.open_frame(b"", 0.0).steering is None
     edge.on_opened(consent(steered=True), 0.1)
     assert not edge.statistics.steered
-    commit(edge, (5,), code_of(2))
+    commit(edge, (5,), vector_of(2))
     assert edge.next_job(4).steer is None
     assert edge.statistics.vectors == 0
 
 
-def test_a_wish_and_what_reads_its_codes_come_together():
+def test_a_request_and_what_reads_its_vectors_come_together():
     with pytest.raises(InvalidArgument, match=r"open\.steering"):
-        HandDrivenEdge(open_frame(steering=WISH))
+        HandDrivenEdge(open_frame(steering=REQUEST))
     with pytest.raises(InvalidArgument, match=r"open\.steering"):
         HandDrivenEdge(open_frame(), steering=DrafterSteering(RANK, FixedSteering()))
 
@@ -285,103 +285,103 @@ def test_without_such_a_projection_the_text_goes_on_unsteered_without_requests()
     edge = steered_edge(Moody(1), opened=False)
     assert not edge.statistics.steered
     for _ in range(10):
-        instructions = commit(edge, (5,), code_of(2))
+        instructions = commit(edge, (5,), vector_of(2))
         assert all(report.steering is None for report in reports(instructions))
         assert draft(edge).steer is None
     assert (edge.statistics.vectors, edge.statistics.steered_jobs) == (0, 0)
 
 
-def test_first_jobs_are_unsteered_and_each_code_comes_once_with_the_prompts_length():
+def test_first_jobs_are_unsteered_and_a_vector_comes_once_with_the_prompts_length():
     edge = steered_edge()
-    assert told(draft(edge, 2)) is None
-    commit(edge, (5, 6), code_of(3))
+    assert steered_by(draft(edge, 2)) is None
+    commit(edge, (5, 6), vector_of(3))
     job = draft(edge, 2)
-    assert told(job) == 3
+    assert steered_by(job) == 3
     assert job.steer.since == len(PROMPT)
-    assert told(draft(edge, 2)) is None, "said before"
+    assert steered_by(draft(edge, 2)) is None, "it was sent before"
     commit(edge, (7,))
-    assert told(draft(edge, 2)) is None, "no code came"
-    commit(edge, (8, 9), code_of(6))
-    commit(edge, (10,), code_of(7))
-    assert told(draft(edge, 2)) == 7, "the newest alone"
+    assert steered_by(draft(edge, 2)) is None, "no vector came"
+    commit(edge, (8, 9), vector_of(6))
+    commit(edge, (10,), vector_of(7))
+    assert steered_by(draft(edge, 2)) == 7, "the newest alone"
 
 
-def test_an_age_is_counted_from_the_codes_position_to_the_one_that_the_job_follows():
+def test_an_age_counts_from_the_vectors_position_to_the_one_that_the_job_follows():
     edge = steered_edge()
-    commit(edge, (5, 6), code_of(3))  # the transcript's last position is 4
+    commit(edge, (5, 6), vector_of(3))  # the transcript's last position is 4
     ages = []
     for _ in range(3):
         draft(edge, 2)
         ages.append(edge.statistics.vector_age - sum(ages))
     assert ages == [1, 3, 5], "two drafts further every time"
-    commit(edge, (1,))  # the first draft was right, and no code came
+    commit(edge, (1,))  # the first draft was right, and no vector came
     draft(edge, 1)
     assert edge.statistics.vector_age - sum(ages) == 7
     assert edge.statistics.mean_vector_age == 4
 
 
-def test_a_code_that_is_too_old_steers_no_more_until_another_comes():
+def test_a_vector_that_is_too_old_steers_no_more_until_another_comes():
     edge = steered_edge(window=80)
-    commit(edge, (5,), code_of(2))
-    assert told(draft(edge, 1)) == 2
+    commit(edge, (5,), vector_of(2))
+    assert steered_by(draft(edge, 1)) == 2
     for _ in range(62):
         commit(edge, (7,))
-    assert told(draft(edge, 1)) is None
+    assert steered_by(draft(edge, 1)) is None
     assert edge.statistics.vector_age == 1 + 63
     for _ in range(2):
         commit(edge, (7,))
-    assert told(draft(edge, 1)) == "none"
+    assert steered_by(draft(edge, 1)) == "none"
     assert edge.statistics.steered_jobs == 2
-    commit(edge, (7,), code_of(67))
-    assert told(draft(edge, 1)) == 67
+    commit(edge, (7,), vector_of(67))
+    assert steered_by(draft(edge, 1)) == 67
 
 
-def test_a_code_steers_only_as_long_as_the_drafter_gains_by_codes_of_its_age():
+def test_a_vector_steers_only_as_long_as_the_drafter_gains_by_vectors_of_its_age():
     edge = steered_edge(window=80, policy=PricedSteering(RANK, ((1, 0.03), (4, 0.01), (6, -0.01))))
-    commit(edge, (5,), code_of(2))
-    assert told(draft(edge, 1)) == 2
+    commit(edge, (5,), vector_of(2))
+    assert steered_by(draft(edge, 1)) == 2
     for _ in range(3):
         commit(edge, (7,))
-    assert told(draft(edge, 1)) is None  # four positions old: as it was
+    assert steered_by(draft(edge, 1)) is None  # four positions old: as it was
     commit(edge, (7,))
-    assert told(draft(edge, 1)) == "none"
+    assert steered_by(draft(edge, 1)) == "none"
 
 
-def test_another_turn_begins_unsteered_and_its_codes_count_behind_its_prompt():
+def test_another_turn_begins_unsteered_and_its_vectors_count_after_its_prompt():
     edge = steered_edge(keep_s=9.0)
-    commit(edge, (5, 6), code_of(3))
-    assert told(draft(edge)) == 3
+    commit(edge, (5, 6), vector_of(3))
+    assert steered_by(draft(edge)) == 3
     edge.on_cancel()
     sent = edge.on_turn(4, (1, 2, 3), Sampling(max_tokens=40), 2.0)
     assert isinstance(sent[0].frame, Continue)
     job = draft(edge)
-    assert told(job) == "none"
+    assert steered_by(job) == "none"
     assert job.steer.since == 7
-    commit(edge, (5,), code_of(6))
+    commit(edge, (5,), vector_of(6))
     job = draft(edge)
-    assert (told(job), job.steer.since) == (6, 7)
+    assert (steered_by(job), job.steer.since) == (6, 7)
     assert edge.statistics.steered
     assert (edge.statistics.vectors, edge.statistics.steered_jobs) == (1, 1), "of this turn"
 
 
-def test_after_a_broken_stream_the_old_code_steers_until_a_new_one_comes():
+def test_after_a_broken_stream_the_old_vector_steers_until_a_new_one_comes():
     edge = steered_edge()
-    commit(edge, (5, 6), code_of(3))
-    assert told(draft(edge)) == 3
+    commit(edge, (5, 6), vector_of(3))
+    assert steered_by(draft(edge)) == 3
     assert isinstance(edge.on_disconnected(Unavailable("gone"), 1.0)[0], Reopen)
-    assert edge.open_frame(b"", 1.1).steering == SteeringRequest(WISH.projection, SteeringPrecision.FLOAT16)
+    assert edge.open_frame(b"", 1.1).steering == SteeringRequest(REQUEST.projection, SteeringPrecision.FLOAT16)
     edge.on_opened(consent(committed=2, steered=True), 1.2)
-    assert told(draft(edge)) is None
+    assert steered_by(draft(edge)) is None
     assert edge.statistics.steered_jobs == 2
-    commit(edge, (9,), code_of(4))
-    assert told(draft(edge)) == 4
+    commit(edge, (9,), vector_of(4))
+    assert steered_by(draft(edge)) == 4
     edge.on_goaway(Goaway("drains"), 1.3)
     edge.open_frame(b"", 1.4)
     edge.on_opened(consent(committed=3, steered=False), 1.5)
     assert not edge.statistics.steered, "the next verifier has no such projection"
-    assert told(draft(edge)) is None
-    commit(edge, (9,), code_of(5))
-    assert told(draft(edge)) is None
+    assert steered_by(draft(edge)) is None
+    commit(edge, (9,), vector_of(5))
+    assert steered_by(draft(edge)) is None
     assert edge.statistics.vectors == 2
 
 
@@ -396,34 +396,34 @@ def test_after_a_broken_stream_the_old_code_steers_until_a_new_one_comes():
         Steering(3e38, bytes([127] * RANK), SteeringPrecision.INT8),
     ],
 )
-def test_a_malformed_code_is_dropped_counted_and_logged_and_the_one_before_it_stays(bad, caplog):
+def test_a_malformed_vector_is_dropped_counted_and_logged_and_the_last_one_stays(bad, caplog):
     edge = steered_edge()
-    commit(edge, (5,), code_of(2))
-    assert told(draft(edge)) == 2
+    commit(edge, (5,), vector_of(2))
+    assert steered_by(draft(edge)) == 2
     with caplog.at_level(logging.WARNING):
         assert commit(edge, (6,), bad)[0].tokens == committed(6)
         commit(edge, (7,), bad)
     (logged,) = caplog.records
     assert logged.message.startswith("a steering vector of v was dropped: steering.")
-    assert told(draft(edge)) is None
+    assert steered_by(draft(edge)) is None
     assert (edge.statistics.vectors, edge.statistics.bad_vectors, edge.statistics.steered_jobs) == (3, 2, 2)
     assert not edge.done
-    commit(edge, (8,), code_of(5))
-    assert told(draft(edge)) == 5
+    commit(edge, (8,), vector_of(5))
+    assert steered_by(draft(edge)) == 5
 
 
-def test_a_replayed_commit_brings_no_code():
+def test_a_replayed_commit_brings_no_vector():
     edge = steered_edge()
-    commit(edge, (5, 6), code_of(3))
+    commit(edge, (5, 6), vector_of(3))
     commit(edge, (7,))
-    assert told(draft(edge)) == 3
-    commit(edge, (5, 6), code_of(3), start=3)
-    commit(edge, (6,), code_of(3), start=4)
+    assert steered_by(draft(edge)) == 3
+    commit(edge, (5, 6), vector_of(3), start=3)
+    commit(edge, (6,), vector_of(3), start=4)
     assert edge.statistics.vectors == 1
-    assert told(draft(edge)) is None
+    assert steered_by(draft(edge)) is None
 
 
-def test_codes_of_both_precisions_steer_alike():
+def test_vectors_of_both_precisions_steer_alike():
     values = np.array([0.5, -1.0, 0.25, 0.0], dtype=np.float32)
     for precision, error in ((SteeringPrecision.FLOAT16, 0), (SteeringPrecision.INT8, 0.5 / 127)):
         edge = steered_edge()
@@ -433,20 +433,20 @@ def test_codes_of_both_precisions_steer_alike():
         np.testing.assert_allclose(got, values, atol=error)
 
 
-def test_a_changed_wish_goes_with_a_report_once_and_what_is_unchanged_is_not_said():
+def test_a_changed_request_goes_with_a_report_once_and_an_unchanged_one_never():
     policy = FixedChoice(SteeringRate())
     edge = steered_edge(policy)
     commit(edge, (5,))
     assert all(report.steering is None for report in reports(commit(edge, (5,))))
     policy.rate = SteeringRate(every=4)
     (report,) = reports(commit(edge, (5,)))
-    assert report.steering == SteeringRequest(WISH.projection, every=4)
+    assert report.steering == SteeringRequest(REQUEST.projection, every=4)
     assert not reports(commit(edge, (5,)))
     policy.rate = SteeringRate(every=0)
     (report,) = reports(commit(edge, (5,)))
     assert report.steering.every == 0
     edge.on_disconnected(Unavailable("gone"), 1.0)
-    assert edge.open_frame(b"", 1.1).steering == SteeringRequest(WISH.projection, every=0)
+    assert edge.open_frame(b"", 1.1).steering == SteeringRequest(REQUEST.projection, every=0)
     edge.on_opened(consent(committed=5, steered=True), 1.2)
     assert all(report.steering is None for report in reports(commit(edge, (5,)))), "the Open has said it"
 
@@ -462,7 +462,7 @@ class FixedChoice:
         self.views.append(view)
 
 
-def test_a_drafter_that_broke_wishes_for_no_codes_any_more():
+def test_a_drafter_that_broke_requests_no_vectors_any_more():
     edge = steered_edge()
     (report,) = reports(edge.on_drafter_failed(Internal("broke")))
     assert (report.drafting, report.steering.every) == (False, 0)
@@ -478,8 +478,8 @@ def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
         job = edge.next_job(3)
         edge.on_drafted(job, (1, 2, 3)[: job.count], (0.9,) * job.count, 0.001, now)
         tokens = (7,) * rng.randint(1, 5)
-        code = code_of(len(edge.transcript), SteeringPrecision.INT8) if index % 2 else None
-        size = 6 * len(tokens) + (RANK + 12 if code else 0)  # two bytes a token and four its log probability
+        vector = vector_of(len(edge.transcript), SteeringPrecision.INT8) if index % 2 else None
+        size = 6 * len(tokens) + (RANK + 12 if vector else 0)  # two bytes a token and four its log probability
         now += 0.03 + byte_s * size
         held_s = now - edge._meter._sent_at[-1][0] - 0.03 - byte_s * size
         answer = Commit(
@@ -487,7 +487,7 @@ def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
             tuple(map(CommittedToken, tokens, (0.0,) * len(tokens))),
             0,
             32,
-            steering=code,
+            steering=vector,
             timing=Timing(echo=edge.statistics.messages, hold_s=held_s, verify_s=0.01),
         )
         edge.on_commit(answer, now)

@@ -1,4 +1,4 @@
-"""Leases: genuine ones pass, all others are told why not."""
+"""Leases: genuine ones pass, all others are refused with a reason."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_the_threshold_rule_drafts_on_while_the_last_draft_is_sure_enough(view: 
     assert ThresholdWindow(0.4, max_tokens=20, stride=4).more(view) == more
 
 
-def test_the_threshold_rule_looks_after_as_many_drafts_as_its_stride_says() -> None:
+def test_the_threshold_rule_looks_every_stride_drafts() -> None:
     assert [ThresholdWindow(0.4, stride=stride).more(USUAL) for stride in (1, 2, 7)] == [1, 2, 7]
 
 
@@ -102,7 +102,7 @@ def test_the_threshold_rule_looks_after_as_many_drafts_as_its_stride_says() -> N
 
 
 class Said:
-    """In a network's place: chances that it is told, draft by draft, and what it was asked."""
+    """A stand-in for a network: it answers with given chances and keeps the inputs."""
 
     def __init__(self, *chances: float) -> None:
         self._chances = np.array(chances)
@@ -118,13 +118,13 @@ class Said:
 @pytest.mark.parametrize("acceptance", [0.31, 0.8, 0.95])
 def test_specdec_stops_once_a_rejection_is_likelier_than_the_threshold(threshold, chances, acceptance) -> None:
     """Against drafting one by one; drafts that are not made yet agree with the chance of late."""
-    wished = 0
+    wanted = 0
     drafts = [*chances]
     while 1 - math.prod(drafts) <= threshold and len(drafts) < 32:
         drafts.append(acceptance)
-        wished += 1
+        wanted += 1
     rule = SpecDecWindow(threshold, max_tokens=32, head=Said(*chances))
-    assert rule.more(in_flight(*chances, acceptance=acceptance)) == wished
+    assert rule.more(in_flight(*chances, acceptance=acceptance)) == wanted
 
 
 def test_specdec_never_stops_at_threshold_1_and_makes_one_draft_at_threshold_0() -> None:
@@ -303,7 +303,7 @@ def test_aimd_settles_where_growth_and_cut_weigh_the_same(hits: int) -> None:
     assert sum(widths[-50:]) / 50 == pytest.approx(math.sqrt(4.0 * hits / 0.2), rel=0.25)
 
 
-def test_only_a_rule_that_learns_is_told_what_became_of_its_drafts() -> None:
+def test_only_a_rule_that_learns_observes_the_fate_of_its_drafts() -> None:
     assert [name for name in RULES if isinstance(rule_by_name(NUMBERED.get(name, name)), LearningRule)] == ["aimd"]
 
 

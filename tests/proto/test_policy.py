@@ -111,15 +111,15 @@ def test_acceptance_follows_the_hits_and_stays_away_from_certainty() -> None:
 
 
 def test_what_another_has_seen_is_believed_only_before_own_trials() -> None:
-    told = Acceptance()
-    told.believe(0.2)
-    assert told.rate == pytest.approx(0.2)
+    believing = Acceptance()
+    believing.believe(0.2)
+    assert believing.rate == pytest.approx(0.2)
     for _ in range(40):
-        told.add(True)
-    assert told.rate > 0.7, "own trials outvote it"
-    before = told.rate
-    told.believe(0.1)
-    assert told.rate == before
+        believing.add(True)
+    assert believing.rate > 0.7, "own trials outvote it"
+    before = believing.rate
+    believing.believe(0.1)
+    assert believing.rate == before
     once = Acceptance()
     once.add(False)
     before = once.rate

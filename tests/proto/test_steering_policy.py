@@ -1,4 +1,4 @@
-"""Which codes an edge asks for: what is right where all is known, and what it finds out where it must measure the link.
+"""Which vectors an edge requests: the right rate where all is known, and what it finds where it measures the link.
 
 The simulated edge sees what a real one sees: bytes and round trips, with jitter, and the queue of a link that is full.
 """
@@ -33,7 +33,7 @@ from outrider.proto.types import Commit, CommittedToken, Steering, SteeringPreci
 INT8, FLOAT16 = SteeringPrecision.INT8, SteeringPrecision.FLOAT16
 MBITS = (0.05, 0.1, 0.5, 5.0, 100.0)
 COMMIT_S, COMMIT_TOKENS, LEAD = 0.04, 4.0, 3.0
-HEADERS = 60  # bytes of every message, which no code changes
+HEADERS = 60  # bytes of every message, which no vector changes
 
 
 def byte_s(mbit):
@@ -57,7 +57,7 @@ def best(mbit, rank, gain=()):
 
 @functools.cache
 def missed(rate, mbit, rank):
-    """How much of what codes could save at most, on any link, a rate misses on this one."""
+    """Share of what vectors could save on any link that a rate loses on this one."""
     return (worth_s(best(mbit, rank), mbit, rank) - worth_s(rate, mbit, rank)) / worth_s(best(1e6, rank), 1e6, rank)
 
 
@@ -75,14 +75,14 @@ def test_without_a_measured_gain_it_is_a_tenth_at_first_and_fades_until_64():
     assert [gain.by_every(age, 0.0)[1] for age in (1, 32.5, 64, 80)] == pytest.approx([0.1, 0.05, 0.0, 0.0])
 
 
-def test_codes_in_fewer_commits_are_older_by_the_tokens_between():
+def test_vectors_in_fewer_commits_are_older_by_the_tokens_between():
     gain = Gain(((0, 0.4), (40, 0.0)))
     assert gain.by_every(2.0, 3.0) == pytest.approx(
         {every: sum(0.4 - 0.01 * (2 + 3 * late) for late in range(every)) / every for every in (1, 2, 4, 8)}
     )
 
 
-def test_codes_older_than_any_that_steers_gain_nothing():
+def test_vectors_older_than_any_that_steers_gain_nothing():
     assert Gain(((1, 0.1), (1000, 0.1))).by_every(60.0, 3.0) == pytest.approx({1: 0.1, 2: 0.1, 4: 0.05, 8: 0.025})
 
 
@@ -113,7 +113,7 @@ def test_the_thinner_the_link_the_fewer_bytes_and_at_the_ends_all_or_nothing():
     assert len(set(chosen)) >= 4
 
 
-def test_a_gain_that_fades_fast_asks_for_fresh_codes_or_none():
+def test_a_gain_that_fades_fast_asks_for_fresh_vectors_or_none():
     steep, flat = Gain(((1, 0.2), (4, 0.1), (6, 0.0))), Gain(((1, 0.1), (60, 0.1)))
     assert choose(view(0.5), FIRST, 64, steep).every == 1
     assert choose(view(0.5), FIRST, 64, flat).every == 8
@@ -147,7 +147,7 @@ def test_where_commits_pile_up_doubt_is_no_reason_to_go_on():
     assert choose(view(0.1, price, queued_s=0.5 * COMMIT_S), ALL, 256, Gain()) == ALL
 
 
-def test_a_fixed_rate_is_one_code_of_int8_in_every_commit():
+def test_a_fixed_rate_is_one_vector_of_int8_in_every_commit():
     policy = FixedSteering()
     policy.after_commit(view(0.05))
     assert policy.rate == SteeringRate(INT8, 1)
@@ -178,7 +178,7 @@ class Edge:
         self.heard = [self.policy.rate] * 3
 
     def decode(self, mbit, commits, jam=None):
-        """So many commits more, over a downlink of `mbit`; `jam`: the commit that comes half a second late."""
+        """Receive `commits` more over a downlink of `mbit`; commit `jam` comes half a second late."""
         rng, measurements = self.rng, self.measurements
         for index in range(commits):
             rate = self.heard.pop(0)
@@ -262,7 +262,7 @@ def test_a_link_that_recovers_is_followed(rank, before, after):
 
 @pytest.mark.parametrize("after", [5.0, 100.0])
 @pytest.mark.parametrize("jitter_s", [0.001, 0.005, 0.02])
-def test_codes_that_were_dropped_come_back_when_the_link_recovers(jitter_s, after):
+def test_vectors_that_were_dropped_come_back_when_the_link_recovers(jitter_s, after):
     edge = Edge(256, jitter_s).decode(0.05, 60).until_dropped(0.05)
     dropped = len(edge.rates)
     edge.decode(after, 100)
@@ -271,7 +271,7 @@ def test_codes_that_were_dropped_come_back_when_the_link_recovers(jitter_s, afte
     assert edge.missed(after, dropped + 100) < 0.25
 
 
-def test_codes_come_back_even_where_commits_without_them_are_all_of_one_size():
+def test_vectors_come_back_even_where_commits_without_them_are_all_of_one_size():
     edge = Edge(256, 0.001, tokens=lambda rng: 3).decode(0.05, 60).until_dropped(0.05)
     edge.decode(100.0, 150)
     assert edge.rates[-1].every in (1, 2, 4)
@@ -287,7 +287,7 @@ def test_on_a_thin_link_they_are_tried_ever_less_often():
     assert edge.rates.count(NONE) > 0.9 * len(edge.rates)
 
 
-def test_a_link_that_cannot_carry_its_codes_at_all_is_noticed_by_what_piles_up():
+def test_a_link_that_cannot_carry_its_vectors_at_all_is_noticed_by_what_piles_up():
     edge = Edge(256, 0.001)
     edge.policy.rate = ALL
     edge.heard = [ALL] * 3
@@ -297,7 +297,7 @@ def test_a_link_that_cannot_carry_its_codes_at_all_is_noticed_by_what_piles_up()
 
 
 @pytest.mark.parametrize("rank", [64, 256])
-def test_one_jam_does_not_drop_codes(rank):
+def test_one_jam_does_not_drop_vectors(rank):
     for jam in range(20, 40):
         edge = Edge(rank, 0.001, seed=jam).decode(100.0, 100, jam=jam)
         assert NONE not in edge.rates
@@ -307,8 +307,8 @@ def test_one_jam_does_not_drop_codes(rank):
 # === the measures ===============================================================================================
 
 
-def told(round_trips):
-    """A downlink that was told of (bytes, seconds) one after the other."""
+def measured(round_trips):
+    """A downlink that has seen round trips (bytes, seconds) one after the other."""
     downlink = Downlink()
     for (size, seconds), (larger, longer) in itertools.pairwise(round_trips):
         downlink.add(larger - size, longer - seconds)
@@ -318,20 +318,20 @@ def told(round_trips):
 def test_a_bytes_time_is_read_off_commits_of_different_sizes():
     rng = random.Random(1)
     sizes = [rng.choice((20, 40, 120)) for _ in range(64)]
-    downlink = told((size, 0.03 + 0.002 * index + 1e-4 * size) for index, size in enumerate(sizes))  # it drifts
+    downlink = measured((size, 0.03 + 0.002 * index + 1e-4 * size) for index, size in enumerate(sizes))  # it drifts
     assert downlink.byte_s == pytest.approx(1e-4, rel=0.3)
     assert downlink.queued_s > 0.04, "and that is noticed"
-    steady = told((size, 0.03 + 1e-4 * size + rng.uniform(0, 0.004)) for size in sizes)
+    steady = measured((size, 0.03 + 1e-4 * size + rng.uniform(0, 0.004)) for size in sizes)
     assert abs(steady.byte_s - 1e-4) < 3 * steady.doubt_s < 1e-4
     assert steady.queued_s < 0.02
 
 
 def test_equal_sizes_tell_nothing():
-    downlink = told((50, random.random()) for _ in range(20))
+    downlink = measured((50, random.random()) for _ in range(20))
     assert (downlink.byte_s, downlink.doubt_s) == (0.0, math.inf)
 
 
-def test_a_commits_size_is_told_but_for_what_all_have():
+def test_a_commits_size_is_known_but_for_what_all_have():
     plain = Commit(100, tuple(map(CommittedToken, (300, 301))), 1, 32)
     base = len(codec.encode_cloud_frame(plain)) - commit_bytes(plain)
     for changes in (
@@ -356,11 +356,11 @@ def test_a_commits_size_is_told_but_for_what_all_have():
         (((1, 0.1), (40, 0.05)), 64),
     ],
 )
-def test_a_code_is_of_use_up_to_the_age_where_its_gain_ends(known: tuple[tuple[int, float], ...], max_age: int) -> None:
+def test_a_vector_is_of_use_up_to_the_age_where_its_gain_ends(known, max_age: int) -> None:
     assert Gain(known).max_age == PricedSteering(64, known).max_age == max_age
 
 
-def test_where_drafts_come_too_late_to_be_judged_no_code_is_asked_for() -> None:
+def test_where_drafts_come_too_late_to_be_verified_no_vector_is_asked_for() -> None:
     here = replace(view(100.0), commit_tokens=1.0, doubt_s=1e-6)
     assert saved_s(ALL, here, Gain().by_every(here.lead, here.commit_tokens)) == 0
     assert choose(here, FIRST, 64, Gain()) == NONE

@@ -1,5 +1,7 @@
-"""Certificates: what is checked before a server or a client uses them, what is served after they change, and what a
-failed handshake is told as. Over real gRPC on loopback."""
+"""Certificates: checks before they are used, changes while a server runs, and the errors of failed handshakes.
+
+Everything goes over real gRPC on loopback.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +189,7 @@ def test_a_replaced_certificate_is_served_to_new_connections_and_old_ones_go_on(
     asyncio.run(whole())
 
 
-def test_a_broken_replacement_leaves_the_old_certificate_and_is_told_once(tmp_path, caplog):
+def test_a_broken_replacement_leaves_the_old_certificate_and_is_logged_once(tmp_path, caplog):
     mine = issue(tmp_path, HOSTS)
     trusting = ClientCredentials(ClientTls(mine.ca)).current()
 
