@@ -89,7 +89,7 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
             queue_us=to_microseconds(commit.timing.queue_s),
             verify_us=to_microseconds(commit.timing.verify_s),
         ),
-        finish=commit.finish.value if commit.finish else 0,
+        finish=pb.FinishReason.Name(commit.finish.value) if commit.finish else None,
         chain=commit.chain,
         verified=commit.verified,
         turn=commit.turn,
