@@ -17,7 +17,7 @@ from outrider.bench.comparison.record import Comparison
 from outrider.bench.environment import environment
 from outrider.bench.links import LinkRecord
 from outrider.bench.record import from_json, load, save, to_json
-from outrider.bench.traces.pool_results import PoolReplayed
+from outrider.bench.traces.pool import PoolReplayed
 from outrider.proto.errors import ConfigError
 
 

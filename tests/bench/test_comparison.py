@@ -21,7 +21,7 @@ from outrider.bench.comparison.summary import Summary, Trial
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.traced import replay
 from outrider.bench.replay.traces import HitTrace
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs
 from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors, load_projections

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.bench.replay.record import record_trace
 from outrider.bench.replay.traces import HitTrace, load_traces, save_traces
-from outrider.deploy.prompts import Prompt
+from outrider.cloud.text_writer import TextRequest
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Sampling
@@ -36,8 +36,8 @@ MEASURED = {
 
 
 def recorded(script, **changes) -> HitTrace:
-    prompt = Prompt("p", "text", "code")
-    return record_trace(prompt, PROMPT, TEXT, ScriptedDrafter(script, q=0.7), Sampling(temperature=0.5), **changes)
+    request = TextRequest(PROMPT, Sampling(temperature=0.5), "p", "code")
+    return record_trace(request, TEXT, ScriptedDrafter(script, q=0.7), **changes)
 
 
 def test_a_scripted_drafter_hits_where_its_script_does() -> None:
@@ -45,7 +45,6 @@ def test_a_scripted_drafter_hits_where_its_script_does() -> None:
     assert trace.hits == (True, False, True, False, True)
     assert trace.confidence == (0.7,) * 5
     assert trace.silent == ()
-    assert trace.acceptance == 0.6
     assert (trace.id, trace.domain, trace.drafter, trace.drafter_version) == ("p", "code", "scripted", "1")
     assert (trace.temperature, trace.prompt_tokens, trace.tokens, trace.ended) == (0.5, 3, TEXT, False)
 

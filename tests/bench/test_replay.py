@@ -20,7 +20,7 @@ from outrider.bench.replay.optimum import (
 )
 from outrider.bench.replay.traced import DrafterArm, Policy, Replay, replay
 from outrider.bench.replay.traces import HitTrace
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs
 from outrider.bench.simulator.wire import DOWN, FRAME_BYTES, UP, Framing, Wire
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
@@ -144,9 +144,9 @@ def test_cloud_streaming_takes_the_opening_the_prompt_and_a_step_a_token() -> No
     n, p = 20, 30
     [outcome] = replay([trace_of([True] * n)], at(LINK), costs, CLOUD)
     opening = LINK.rtt_s / 2 + costs.cloud_event_s
-    first = opening + costs.prefill_s(p) + costs.commit_s + LINK.rtt_s / 2 + costs.edge_event_s
+    first = opening + costs.batch_s(0, p) + costs.commit_s + LINK.rtt_s / 2 + costs.edge_event_s
     assert outcome.first_token_s == pytest.approx(first)
-    assert outcome.seconds == pytest.approx(first + (n - 1) * (costs.verify_s(1) + costs.commit_s))
+    assert outcome.seconds == pytest.approx(first + (n - 1) * (costs.batch_s(1, 0) + costs.commit_s))
     assert outcome.statistics.steps == n
     assert outcome.statistics.drafted == 0
 

@@ -12,7 +12,7 @@ import pytest
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.texts import Text, joined, texts_of
 from outrider.bench.replay.traces import HitTrace
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs
 from outrider.bench.traces.stages import Stage, Trajectory
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.policies.selection.bandits import (
@@ -268,9 +268,9 @@ def test_after_a_change_of_domain_the_default_is_soon_near_the_oracle() -> None:
         rng = np.random.default_rng(seed)
         before, after = (int(domain) for domain in rng.permutation(4)[:2])
         text = text_of(rng, [(before, 160), (after, 224)])
-        best_run = oracle(text, FAMILY, link(50)).elapsed()
-        run = play([text], FAMILY, default_selector(5), link(50))[0].elapsed()
-        still = play([text], FAMILY, StaticSelector(before + 1), link(50))[0].elapsed()
+        best_run = oracle(text, FAMILY, link(50)).at_s
+        run = play([text], FAMILY, default_selector(5), link(50))[0].at_s
+        still = play([text], FAMILY, StaticSelector(before + 1), link(50))[0].at_s
         settled, end = 160 + 64, 383
         best += best_run[end] - best_run[settled]
         mine += run[end] - run[settled]
@@ -311,10 +311,10 @@ def test_after_a_change_of_link_the_default_switches_drafter_within_64_tokens() 
     shares = []
     for seed in range(4):
         text = text_of(np.random.default_rng(seed), [(0, 800)], np.array([[0.6], [0.9]]))
-        changes_at_s = play([text], UNEQUAL, StaticSelector(0), link(2))[0].elapsed()[400]
+        changes_at_s = play([text], UNEQUAL, StaticSelector(0), link(2))[0].at_s[400]
         shape_at = lambda time, at=changes_at_s: LinkShape.of(rtt_ms=2 if time < at else 200)  # noqa: E731
         [run] = play([text], UNEQUAL, default_selector(2), shape_at)
-        change = next(i for i, elapsed in enumerate(run.elapsed()) if elapsed >= changes_at_s)
+        change = next(i for i, elapsed in enumerate(run.at_s) if elapsed >= changes_at_s)
         shares.append(np.mean(run.choices[change + 64 :]))
         assert np.mean(run.choices[50 : change - 10]) < 0.15
     assert np.mean(shares) > 0.85

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.bench.simulator.clock import VirtualClock
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs, VirtualClock
 from outrider.bench.simulator.faults import Faults, FaultySimulation
 from outrider.bench.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
 from outrider.bench.simulator.verifier import PREFILL_CHUNK, SimulatedVerifier

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.links import BenchLink, LinkRecord
+from outrider.bench.record import save
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
-from outrider.bench.replay.record import PromptReaders, record_trace
+from outrider.bench.replay.record import HitRecorder, record_trace
 from outrider.bench.replay.traced import Policy
 from outrider.bench.replay.traced import replay as replay_texts
 from outrider.bench.replay.traces import HitTrace, load_traces, save_traces
-from outrider.bench.simulator.costs import Costs
-from outrider.bench.traces.probes import DrafterProbe
-from outrider.bench.traces.record import Recorder
+from outrider.bench.simulator.clock import Costs
+from outrider.bench.traces.record import DrafterProbe, Recorder
 from outrider.bench.traces.recording import (
     CostSheet,
     DrafterCosts,
@@ -26,7 +26,6 @@ from outrider.bench.traces.recording import (
     costs_path,
     load_costs,
     load_recording,
-    save_costs,
 )
 from outrider.bench.traces.sweep import WARM_UP_TOKENS, Sweep, policy_of
 from outrider.cloud.testing import save_tiny_target
@@ -38,7 +37,7 @@ from outrider.edge.drafters import NgramDrafter
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow
-from outrider.proto.types import Goal, Sampling, token_ids
+from outrider.proto.types import Goal, Sampling
 
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 WORDS = "w3 w9 w4 w3 w9 w4"
@@ -103,7 +102,7 @@ def recording_of(texts: int = 2, tokens: int = 40) -> Recording:
 def written(recording: Recording, folder: Path) -> Path:
     path = folder / "t.jsonl"
     save_traces([trace for own in recording.traces.values() for trace in own], path)
-    save_costs(recording.costs, costs_path(path, "output"))
+    save(recording.costs, costs_path(path, "output"))
     return path
 
 
@@ -136,10 +135,8 @@ def test_hits_are_those_of_the_targets_own_texts(target, temperature) -> None:
         replace(
             record_trace(
                 text.request,
-                prompt,
                 text.transcript[len(prompt) :],
                 drafter,
-                sampling,
                 ended=text.transcript[-1] in target.eos_tokens,
             ),
             drafter=name,
@@ -224,14 +221,15 @@ def test_every_drafter_reads_a_prompt_once_for_all_texts_after_it_and_is_closed(
 
     requests = [TextRequest(tokens, replace(GREEDY, seed=s), p, p) for p, tokens in PROMPTS for s in (1, 2)]
     drafters = {name: Noted((5,) * 30, name=name) for name in ("a", "b")}
-    readers = PromptReaders(drafters, requests)
+    recorder = HitRecorder(drafters, requests)
     for request in requests:
-        log_q, forced = readers.propose_forced(request, (5, 6))["b"]
-        assert log_q == pytest.approx(math.log(0.1) if request.id == "p" else math.log(0.9 * 0.1) / 2, abs=1e-4)
-        assert token_ids(forced) == (5, 5)
+        _, trace = recorder.record(request, (5, 6))
+        log_q = math.log(0.1) if request.id == "p" else math.log(0.9 * 0.1) / 2
+        assert trace.prompt_log_q == pytest.approx(log_q, abs=1e-4)
+        assert (trace.drafter, trace.hits, trace.silent) == ("b", (True, False), ())
     assert opened == closed == ["a", "b"] * 2
-    left = PromptReaders(drafters, requests)
-    left.propose_forced(requests[0], (5,))
+    left = HitRecorder(drafters, requests)
+    left.record(requests[0], (5,))
     left.close()
     assert opened == closed
 
@@ -279,7 +277,7 @@ def test_a_probe_tells_reading_from_drafting(monkeypatch) -> None:
             state.extend, state.propose = extend_slowly, propose_slowly
             return state
 
-    monkeypatch.setattr("outrider.bench.traces.probes.time.thread_time", lambda: now)
+    monkeypatch.setattr("outrider.bench.traces.record.time.thread_time", lambda: now)
     probe = DrafterProbe(Clocked((5,) * 200), GREEDY)
 
     for length in (30, 50):
@@ -315,7 +313,7 @@ def test_cloud_streaming_takes_a_step_a_token_and_what_the_link_and_the_prompt_t
     grid = Sweep(recording_of(texts=1, tokens=tokens), [link_of(40)], ["4"], min_step_s=min_step_s)
     [cloud], *_ = grid.cells()
     costs = SHEET.of("good", min_step_s=min_step_s)
-    first_s = 0.040 + costs.cloud_event_s + costs.edge_event_s + costs.prefill_s(30) + costs.commit_s
+    first_s = 0.040 + costs.cloud_event_s + costs.edge_event_s + costs.batch_s(0, 30) + costs.commit_s
     seconds = first_s + (tokens - 1) * (min_step_s + costs.commit_s)
     assert cloud.seconds == pytest.approx(seconds)
     assert cloud.tokens_per_second == pytest.approx(tokens / seconds)
@@ -423,7 +421,7 @@ def test_only_the_drafters_that_are_named_are_replayed(tmp_path, capfd) -> None:
 
 
 def test_costs_come_back_from_their_file(tmp_path) -> None:
-    save_costs(SHEET, tmp_path / "c.json")
+    save(SHEET, tmp_path / "c.json")
     assert load_costs(tmp_path / "c.json") == SHEET
     assert SHEET.of("bad", min_step_s=0.5) == Costs(
         step_s=0.010, row_s=0.001, prefill_row_s=0.0005, drafting_s=0.002, catch_up_s=0.0, min_step_s=0.5

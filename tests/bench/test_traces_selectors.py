@@ -14,15 +14,27 @@ from rich.console import Console
 
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.outputs import LINE_S, progress
+from outrider.bench.record import save
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.texts import texts_of
 from outrider.bench.replay.traced import Policy, replay
 from outrider.bench.replay.traces import HitTrace, save_traces
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs
 from outrider.bench.traces.plots import draw_pool
-from outrider.bench.traces.pool import Pool, row_names, segments, variants_of
-from outrider.bench.traces.pool_results import BEFORE, DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, PoolReplayed, Row
-from outrider.bench.traces.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path, save_costs
+from outrider.bench.traces.pool import (
+    BEFORE,
+    DRAFTER,
+    ORACLE,
+    SELECTOR,
+    SETTLED_TOKENS,
+    Pool,
+    PoolReplayed,
+    Row,
+    row_names,
+    segments,
+    variants_of,
+)
+from outrider.bench.traces.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path
 from outrider.bench.traces.stages import Aligned, Stage
 from outrider.bench.traces.sweep import WARM_UP_TOKENS
 from outrider.deploy.cli import main
@@ -68,7 +80,7 @@ def stage_of(recording: Recording, link: BenchLink) -> Stage:
 
 
 def pool_of(recording: Recording, selectors: str = "static,random,leader", seeds: int = 4) -> Pool:
-    return Pool(recording, [link_of()], selectors.split(","), lambda link: stage_of(recording, link), seeds)
+    return Pool(recording, {link_of().record: stage_of(recording, link_of())}, selectors.split(","), seeds)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +91,7 @@ def rows() -> dict[str, Row]:
 def written(recording: Recording, folder: Path) -> Path:
     path = folder / "t.jsonl"
     save_traces([trace for own in recording.traces.values() for trace in own], path)
-    save_costs(recording.costs, costs_path(path, "output"))
+    save(recording.costs, costs_path(path, "output"))
     return path
 
 
@@ -97,7 +109,7 @@ def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, 
 
 def test_a_run_meets_each_prompt_of_its_row_once_in_random_order_with_seeds_in_turn() -> None:
     variants = variants_of(texts_of(recording_of().traces))
-    assert row_names(variants) == (*DOMAINS, "mix", "midway")
+    assert row_names(recording_of().domains) == (*DOMAINS, "mix", "midway")
     runs = [segments("mix", variants, seed) for seed in range(4)]
     for seed, run in enumerate(runs):
         assert {p.prompt for p in run} == {(d, f"p{i}") for d in DOMAINS for i in range(3)}
@@ -129,7 +141,7 @@ def test_midway_every_text_begins_one_segment_and_ends_one_of_another_domain(see
 def test_of_one_domain_there_is_no_mix() -> None:
     recording = recording_of()
     code = Recording({name: [t for t in own if t.domain == "code"] for name, own in recording.traces.items()}, SHEET)
-    assert row_names(variants_of(texts_of(code.traces))) == ("code",)
+    assert row_names(code.domains) == ("code",)
     [row] = pool_of(code, seeds=1).rows(lambda: None)
     assert row.changes == ()
     assert row.of(ORACLE, ORACLE).settled is None
@@ -153,7 +165,7 @@ def test_cloud_streaming_takes_the_link_once_and_a_step_a_token() -> None:
     [text, *_] = texts_of(recording.traces)
     costs = Costs(step_s=0.01, row_s=0.002, commit_s=0.0005, cloud_event_s=0.001, edge_event_s=0.002)
     stage = rounds_of(costs, link_of(50))
-    prompt_s = costs.prefill_s(20) + 0.0005
+    prompt_s = costs.batch_s(0, 20) + 0.0005
     assert stage.cloud_s(text) == pytest.approx(0.05 + 0.003 + prompt_s + 89 * 0.0125)
     paced = rounds_of(replace(costs, min_step_s=0.1), link_of(50))
     assert paced.cloud_s(text) == pytest.approx(0.05 + 0.003 + 90 * 0.1005)

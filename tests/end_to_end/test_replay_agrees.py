@@ -14,7 +14,7 @@ from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.replay.optimum import tokens_per_second
 from outrider.bench.replay.traced import Outcome, Policy, replay
 from outrider.bench.replay.traces import HitTrace
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.link.process import LinkProcess

@@ -7,8 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outrider.bench.simulator.clock import VirtualClock
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs, VirtualClock
 from outrider.bench.simulator.faults import Faults, FaultySimulation
 from outrider.bench.simulator.scripted import Oracle, OracleTarget, Proposer, ScriptedDrafters
 from outrider.bench.simulator.verifier import SimulatedVerifier

@@ -36,7 +36,7 @@ from outrider.bench.record import save
 from outrider.bench.replay.optimum import best_in_hindsight, best_synchronous, synchronous
 from outrider.bench.replay.traced import Policy, replay
 from outrider.bench.replay.traces import HitTrace
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.family_index import drafter_folder, resolve_target
 from outrider.cloud.step_timing import StepTiming

@@ -15,8 +15,9 @@ from outrider.bench.metrics import bytes_per_token, latencies, pooled
 from outrider.bench.replay.record import record_trace
 from outrider.bench.replay.traced import Outcome
 from outrider.bench.replay.traces import HitTrace
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs
 from outrider.cloud.step_timing import StepTiming
+from outrider.cloud.text_writer import TextRequest
 from outrider.edge import Client, Sampling
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.policy import Line
@@ -141,11 +142,9 @@ def traces_of(texts: Sequence[Measured], client: Client, drafter: Drafter, sampl
     """Record where `drafter` hits in texts that the target wrote."""
     return [
         record_trace(
-            text.prompt,
-            client.encode(text.prompt.text),
+            TextRequest(client.encode(text.prompt.text), sampling, text.prompt.id, text.prompt.domain),
             text.tokens,
             drafter,
-            sampling,
             ended=text.commits[-1][0].finish is FinishReason.EOS,
         )
         for text in texts

@@ -1,4 +1,4 @@
-"""The best policy in hindsight: what a run could have been, had its hits and its link been known."""
+"""The best policy in hindsight: what a run could have been if its hits and its link had been known."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from outrider.bench.replay.traced import Outcome, Policy, ShapeAt, replay
 from outrider.bench.replay.traces import HitTrace
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow, WindowPolicy
 from outrider.proto.types import Patience
 
 SYNCHRONOUS_LENGTHS = range(1, 17)
-_LEAST = (0.005, 0.015, 0.05, 0.15, 0.3)
+_MIN_SHARES = (0.005, 0.015, 0.05, 0.15, 0.3)
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _WAITS_S = (0.0, 0.003, 0.006, 0.012, 0.025, 0.05, 0.1, math.inf)
 
@@ -28,7 +28,7 @@ class Best:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second over all texts, from the request to the last token."""
+        """Tokens a second over all texts."""
         return tokens_per_second(self.outcomes)
 
 
@@ -53,36 +53,28 @@ def best_synchronous(
 ) -> tuple[int, Best]:
     """Return the length that gives most tokens a second, and its outcome."""
     tried = {
-        length: Best(
-            synchronous(length), replay(traces, shape_at, costs, synchronous(length), warm_up_tokens=warm_up_tokens)
-        )
-        for length in SYNCHRONOUS_LENGTHS
+        length: Best(policy, replay(traces, shape_at, costs, policy, warm_up_tokens=warm_up_tokens))
+        for length, policy in ((n, synchronous(n)) for n in SYNCHRONOUS_LENGTHS)
     }
-    length = max(tried, key=lambda n: tried[n].tokens_per_second)
-    return length, tried[length]
+    return max(tried.items(), key=lambda entry: entry[1].tokens_per_second)
 
 
 def best_in_hindsight(traces: Sequence[HitTrace], shape_at: ShapeAt, costs: Costs, *, warm_up_tokens: int = 0) -> Best:
-    """Return the best of all policies at hand for these texts on this link: every window with every patience.
+    """Return the best of many policies for these texts on this link: windows, and patiences.
 
     First every window is tried with the planned patience and every patience with the default window, then the best
     three of each with each other; synchronous speculation and cloud streaming are policies too.
     """
 
     def tried(policies: Iterable[Policy]) -> list[Best]:
-        results = [
-            Best(policy, replay(traces, shape_at, costs, policy, warm_up_tokens=warm_up_tokens)) for policy in policies
-        ]
+        results = [Best(p, replay(traces, shape_at, costs, p, warm_up_tokens=warm_up_tokens)) for p in policies]
         return sorted(results, key=lambda best: -best.tokens_per_second)
 
     windows: list[WindowPolicy] = [
-        *(SurvivalWindow(min_share=least) for least in _LEAST),
-        *(FixedWindow(n) for n in _WINDOWS),
+        *(SurvivalWindow(min_share=share) for share in _MIN_SHARES),
+        *map(FixedWindow, _WINDOWS),
     ]
-    patiences: list[Patience | None] = [
-        None,
-        *(Patience(seconds, drafts) for seconds in _WAITS_S for drafts in (4, 16)),
-    ]
+    patiences = [None, *(Patience(seconds, drafts) for seconds in _WAITS_S for drafts in (4, 16))]
     by_window = tried(Policy(window=window) for window in windows)
     by_patience = tried(Policy(patience=patience) for patience in patiences)
     together = tried(

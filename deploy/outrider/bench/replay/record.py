@@ -1,106 +1,111 @@
-"""Record hit traces: teacher-force a drafter on every token of a text that the target has written."""
+"""Record hit traces: teacher-force drafters on every token of a text that the target has written."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 
 from outrider.bench.replay.traces import HitTrace
 from outrider.cloud.text_writer import TextRequest
-from outrider.deploy.prompts import Prompt
 from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import Drafter, DraftState
 from outrider.proto.session import PROMPT_TOKENS
-from outrider.proto.types import DraftToken, Sampling
+from outrider.proto.types import DraftToken
 
 # The target's processed probabilities [n] of the tokens [n] that a drafter proposes in place of those of a text.
 Chances = Callable[[Sequence[int]], Sequence[float]]
 
 
 def record_trace(
-    prompt: Prompt | TextRequest,
-    prompt_tokens: tuple[int, ...],
-    tokens: tuple[int, ...],
+    request: TextRequest,
+    tokens: Sequence[int],
     drafter: Drafter,
-    sampling: Sampling,
     *,
     chances: Chances | None = None,
     ended: bool = False,
 ) -> HitTrace:
-    """Ask `drafter` what it would have proposed in place of each token of the text, in one batched pass.
+    """Record the hits of one drafter in one text, as `HitRecorder.record` does."""
+    with closing(HitRecorder({drafter.name: drafter}, [request])) as recorder:
+        [trace] = recorder.record(request, tokens, chances=chances, ended=ended)
+    return trace
 
-    Args:
-        prompt: whose text it is.
-        prompt_tokens: [p] the prompt.
-        tokens: [n] the text that the target wrote with `sampling`.
-        drafter: whose hits are wanted.
-        sampling: of the text; its seed is that of the noise that both sides share.
-        chances: what the target thinks of it; None: nobody knows, and the trace has no agreement.
-        ended: whether the text ended by itself.
 
-    Raises:
-        ConfigError: the text is empty.
-    """
-    state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt_tokens)))
-    try:
-        prompt_log_q = read_prompt(state, prompt_tokens)
-        forced = state.propose_forced(tokens)
-    finally:
+class HitRecorder:
+    """Records the hits of drafters, each of which reads a prompt once for all texts after it."""
+
+    def __init__(self, drafters: Mapping[str, Drafter], requests: Sequence[TextRequest]) -> None:
+        """Take the drafters, by the names of their traces, and the requests of all texts to come."""
+        self._drafters = drafters
+        self._to_come = Counter(request.prompt for request in requests)
+        self._states: dict[tuple[int, ...], dict[str, tuple[float, DraftState]]] = {}
+
+    def record(
+        self, request: TextRequest, tokens: Sequence[int], *, chances: Chances | None = None, ended: bool = False
+    ) -> list[HitTrace]:
+        """Return what each drafter would have proposed in place of each token of a text, in one batched pass.
+
+        Args:
+            request: one of the requests, each of which is recorded once.
+            tokens: [n] the text that the target wrote for it.
+            chances: the target's probabilities; None: they are not known, and the traces have no agreement.
+            ended: whether the text ended by itself.
+
+        Raises:
+            ConfigError: the text is empty.
+        """
+        rule = ProposalRule(request.sampling, prompt_length=len(request.prompt))
+        if request.prompt not in self._states:
+            self._states[request.prompt] = {n: _read(d.open(rule), request.prompt) for n, d in self._drafters.items()}
+        traces = []
+        for name, (prompt_log_q, state) in self._states[request.prompt].items():
+            state.follow(rule)
+            state.truncate(len(request.prompt))
+            forced = state.propose_forced(tokens)
+            silent = tuple(draft.id < 0 for draft in forced)
+            traces.append(
+                HitTrace(
+                    id=request.id,
+                    domain=request.domain,
+                    drafter=name,
+                    drafter_version=self._drafters[name].version,
+                    temperature=request.sampling.temperature,
+                    prompt_tokens=len(request.prompt),
+                    tokens=tuple(tokens),
+                    hits=tuple(own.id == token for own, token in zip(forced, tokens, strict=True)),
+                    confidence=_rounded(draft.confidence for draft in forced),
+                    ended=ended,
+                    silent=silent if any(silent) else (),
+                    entropy=_rounded(draft.entropy for draft in forced),
+                    perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
+                    agreement=_rounded(_agreement(forced, chances)) if chances else (),
+                    seed=request.sampling.seed,
+                    prompt_log_q=prompt_log_q,
+                )
+            )
+        self._to_come[request.prompt] -= 1
+        if not self._to_come[request.prompt]:
+            _close(self._states.pop(request.prompt))
+        return traces
+
+    def close(self) -> None:
+        """Close what is left, where a run has ended early."""
+        while self._states:
+            _close(self._states.popitem()[1])
+
+
+def _read(state: DraftState, prompt: tuple[int, ...]) -> tuple[float, DraftState]:
+    """Let an empty state read the prompt; return the log q of its end, in nats a token; NaN: it is one token."""
+    first = max(1, len(prompt) - PROMPT_TOKENS)
+    state.extend(prompt[:first])
+    end = prompt[first:]
+    return round(float(state.score(end).mean()), 4) if end else math.nan, state
+
+
+def _close(states: Mapping[str, tuple[float, DraftState]]) -> None:
+    for _, state in states.values():
         state.close()
-    return trace_of(
-        prompt,
-        len(prompt_tokens),
-        tokens,
-        drafter,
-        sampling,
-        forced,
-        prompt_log_q=prompt_log_q,
-        chances=chances,
-        ended=ended,
-    )
-
-
-def read_prompt(state: DraftState, prompt_tokens: tuple[int, ...]) -> float:
-    """Let an empty state read the prompt [p]; what the drafter gives to its end, nats a token; NaN: it is one token."""
-    first = max(1, len(prompt_tokens) - PROMPT_TOKENS)
-    state.extend(prompt_tokens[:first])
-    end = prompt_tokens[first:]
-    return round(float(state.score(end).mean()), 4) if end else math.nan
-
-
-def trace_of(
-    prompt: Prompt | TextRequest,
-    prompt_length: int,
-    tokens: tuple[int, ...],
-    drafter: Drafter,
-    sampling: Sampling,
-    forced: tuple[DraftToken, ...],
-    *,
-    prompt_log_q: float = math.nan,
-    chances: Chances | None = None,
-    ended: bool = False,
-) -> HitTrace:
-    """Return the `forced` proposals of `drafter` in place of `tokens` [n] as a trace; see `record_trace`."""
-    silent = tuple(draft.id < 0 for draft in forced)
-    return HitTrace(
-        id=prompt.id,
-        domain=prompt.domain,
-        drafter=drafter.name,
-        drafter_version=drafter.version,
-        temperature=sampling.temperature,
-        prompt_tokens=prompt_length,
-        tokens=tokens,
-        hits=tuple(own.id == token for own, token in zip(forced, tokens, strict=True)),
-        confidence=_rounded(draft.confidence for draft in forced),
-        ended=ended,
-        silent=silent if any(silent) else (),
-        entropy=_rounded(draft.entropy for draft in forced),
-        perturbed_probability=_rounded(draft.perturbed_probability for draft in forced),
-        agreement=_rounded(_agreement(forced, chances)) if chances else (),
-        seed=sampling.seed,
-        prompt_log_q=prompt_log_q,
-    )
 
 
 def _agreement(forced: Sequence[DraftToken], chances: Chances) -> Iterable[float]:
@@ -112,44 +117,3 @@ def _agreement(forced: Sequence[DraftToken], chances: Chances) -> Iterable[float
 
 def _rounded(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(round(value, 4) for value in values)
-
-
-class PromptReaders:
-    """Drafters that have read a prompt once for all texts after it: a state each, until the last of these texts."""
-
-    def __init__(self, drafters: Mapping[str, Drafter], requests: Sequence[TextRequest]) -> None:
-        self._drafters = drafters
-        self._to_come = Counter(request.prompt for request in requests)
-        self._states: dict[tuple[int, ...], dict[str, tuple[float, DraftState]]] = {}
-
-    def propose_forced(
-        self, request: TextRequest, tokens: Sequence[int]
-    ) -> dict[str, tuple[float, tuple[DraftToken, ...]]]:
-        """Return what each drafter, by name, gives to the prompt's end (`prompt_log_q`), and proposes for `tokens` [n].
-
-        To be asked once for every request.
-        """
-        rule = ProposalRule(request.sampling, prompt_length=len(request.prompt))
-        if request.prompt not in self._states:
-            self._states[request.prompt] = {name: self._behind(request, rule, name) for name in self._drafters}
-        found = {}
-        for name, (log_q, state) in self._states[request.prompt].items():
-            state.follow(rule)
-            state.truncate(len(request.prompt))
-            found[name] = log_q, state.propose_forced(tokens)
-        self._to_come[request.prompt] -= 1
-        if not self._to_come[request.prompt]:
-            for _, state in self._states.pop(request.prompt).values():
-                state.close()
-        return found
-
-    def close(self) -> None:
-        """Close what is left, where a run has ended early."""
-        for states in self._states.values():
-            for _, state in states.values():
-                state.close()
-        self._states.clear()
-
-    def _behind(self, request: TextRequest, rule: ProposalRule, name: str) -> tuple[float, DraftState]:
-        state = self._drafters[name].open(rule)
-        return read_prompt(state, request.prompt), state

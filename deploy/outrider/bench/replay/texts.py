@@ -1,16 +1,14 @@
-"""Texts with the traces of several drafters, and what the best of them would have been in hindsight."""
+"""Texts with the traces of several drafters."""
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from outrider.bench.replay.traces import LISTS, HitTrace
 from outrider.proto.errors import ConfigError
-from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,54 +75,8 @@ def joined(texts: Sequence[Text]) -> Text:
 
 def _joined(traces: Sequence[HitTrace]) -> HitTrace:
     """Join traces; a measure that one of them lacks is left out."""
-    silent = [trace.silent or (False,) * len(trace.tokens) for trace in traces]
     lists = {name: [getattr(trace, name) for trace in traces] for name in LISTS}
-    if any(trace.silent for trace in traces):
-        lists["silent"] = silent
+    if any(lists["silent"]):
+        lists["silent"] = [trace.silent or (False,) * len(trace.tokens) for trace in traces]
     chained: dict[str, Any] = {name: tuple(itertools.chain(*own)) if all(own) else () for name, own in lists.items()}
     return replace(traces[0], ended=False, **chained)
-
-
-class Timed(Protocol):
-    """Result of one text with one selector."""
-
-    def elapsed(self) -> Sequence[float]:
-        """[tokens] seconds that went into the text up to and with each token."""
-        ...
-
-
-RunT = TypeVar("RunT", bound=Timed)
-
-
-def in_hindsight(text: Text, run: Callable[[Selector], RunT], *, warm_up_tokens: int = 0) -> RunT:
-    """Play each stretch between changes of domain with the drafter that is the fastest there.
-
-    A bound that knew every single bit and took another drafter each round would be met by nobody.
-
-    Args:
-        text: with its changes of domain.
-        run: plays the text with a selector.
-        warm_up_tokens: that `run` decodes before the text, with the same selector.
-    """
-    ends = (*text.changes, text.tokens)
-    order: tuple[int, ...] = ()
-    for end in ends:
-        runs = [(run(_Ordered((*order, arm), ends, -warm_up_tokens)), (*order, arm)) for arm in range(len(text.traces))]
-        best, order = min(runs, key=lambda entry: entry[0].elapsed()[end - 1])
-    return best
-
-
-@dataclass(slots=True)
-class _Ordered(Selector):
-    """One drafter for each stretch, the last of them for what is left; `at` is below 0 before the text."""
-
-    order: tuple[int, ...]
-    ends: tuple[int, ...]
-    at: int
-
-    def choose(self, view: SelectionView) -> int:
-        del view
-        return self.order[min(bisect.bisect_right(self.ends, self.at), len(self.order) - 1)]
-
-    def learn(self, outcome: RoundOutcome) -> None:
-        self.at += outcome.committed

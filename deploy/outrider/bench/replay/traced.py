@@ -7,10 +7,10 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from outrider.bench.replay.traces import HitTrace
-from outrider.bench.simulator.clock import VirtualClock
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs, VirtualClock
 from outrider.bench.simulator.simulation import Simulation
 from outrider.bench.simulator.verifier import PREFILL_CHUNK, SimulatedVerifier
 from outrider.bench.simulator.wire import ShapeAt, WireLink
@@ -43,7 +43,7 @@ class Policy:
         window: window policy of the edge; None: the default policy.
         patience: patience that the edge asks for; None: the verifier plans it.
         goal: goal of the deployment.
-        max_drafts: most drafts verified in a step.
+        max_drafts: most drafts that a step verifies.
         drafting: whether the edge drafts; False: cloud streaming.
         logprobs: whether the edge asks for log probabilities, 4 bytes a token.
     """
@@ -92,7 +92,7 @@ class Truth:
     Attributes:
         first: position of the first token of text.
         tokens: prompt and text; only the size of the prompt matters here.
-        agreement: by position, min(1, p / q) of what was last drafted there; NaN: not known.
+        agreement: by position, min(1, p / q) of the last draft there; NaN: not known.
     """
 
     def __init__(self, trace: HitTrace) -> None:
@@ -107,7 +107,7 @@ class Truth:
         return tokens + (0,) * (len(block) + 1 - len(tokens))
 
     def reward(self, start: int, drafts: int) -> float | None:
-        """Return the mean agreement of the drafts; after one that misses, that of the drafter's on the right text."""
+        """Return the mean agreement of the drafts; drafts after a miss count as those on the right text."""
         known = [agreement for agreement in self.agreement[start : start + drafts] if not math.isnan(agreement)]
         return sum(known) / len(known) if known else None
 
@@ -120,7 +120,7 @@ class TraceDrafters:
         self._truth = truth.tokens
         self._agreement = truth.agreement
         self._first = truth.first
-        self._right = [0] * len(drafters)  # tokens of each one's prefix that are as the target has them
+        self._right = [0] * len(drafters)  # tokens at the beginning of each one's prefix that are the target's
 
     def draft(self, job: DraftJob) -> tuple[Drafted, float]:
         """Propose tokens."""
@@ -151,7 +151,7 @@ class TraceDrafters:
         drafts: list[DraftToken] = []
         for position in range(job.start, job.start + job.count):
             i = position - self._first
-            if position >= end:  # the text is over, and nobody has recorded what the drafter says then
+            if position >= end:  # the text is over, and what the drafter proposes then is not recorded
                 drafts.append(DraftToken(self._truth[-1] + 1))
                 continue
             if trace.silent_at(i):
@@ -166,7 +166,6 @@ class TraceDrafters:
         return tuple(drafts)
 
     def _teacher_force(self, drafter: int, start: int, count: int) -> TeacherForced:
-        """Return what it says in place of `count` committed tokens."""
         trace = self._drafters[drafter].trace
         drafts = []
         for position in range(start, start + count):
@@ -192,18 +191,9 @@ class Replay(Simulation):
         others: Sequence[DrafterArm] = (),
         selector: Selector | None = None,
     ) -> None:
-        """Set both sides up, as `replay` does.
+        """Set both sides up. The arguments are those of `replay`, for one text.
 
-        Args:
-            trace: of the first drafter.
-            shape_at: the link.
-            costs: of the machines, and of the first drafter.
-            policy: of both sides.
-            measurements: of the edge in earlier texts.
-            batching: rules of the verifier, with what it has measured in earlier texts.
-            seed: of the jitter.
-            others: other drafters.
-            selector: among all of them; None: there are no others.
+        `measurements` are the edge's of earlier texts; `batching` has the verifier's.
 
         Raises:
             ConfigError: others on another text, or without a selector.
@@ -218,7 +208,7 @@ class Replay(Simulation):
         selection = Selection(selector, names) if selector is not None else None
         machine = EdgeSession(frame, policy.window, measurements=measurements, send_q=bool(others), selection=selection)
         verifier = SimulatedVerifier(clock, _rules(trace, truth, policy), truth, costs, batching)
-        self._wires = WireLink(shape_at, costs, machine.statistics, random.Random(seed))
+        self._wires = WireLink(clock, shape_at, costs, machine.statistics, random.Random(seed))
         super().__init__(clock, machine, verifier, TraceDrafters(drafters, truth), lambda _: self._wires)
 
     def outcome(self) -> Outcome:
@@ -280,32 +270,30 @@ def replay(
     others: Sequence[Sequence[DrafterArm]] = (),
     selector: Callable[[], Selector] | None = None,
 ) -> list[Outcome]:
-    """Replay texts one after the other, by one edge on one verifier, which keep what they have measured.
+    """Replay texts one after the other, by one edge on one verifier, which keep their measurements.
 
     Args:
-        traces: what the target says and where the drafter hits.
-        shape_at: the link; its clock starts at 0 with each text.
-        costs: of the machines.
-        policy: of both sides.
-        warm_up_tokens: of the first text, decoded beforehand and not counted, as benchmarks do.
-        seed: of the jitter.
+        traces: traces of the first drafter, one for each text.
+        shape_at: link, whose clock starts at 0 with each text.
+        costs: costs of the machines, and of the first drafter.
+        policy: policy of both sides.
+        warm_up_tokens: tokens of the first text that are decoded before and not counted, as benchmarks do.
+        seed: seed of the jitter.
         others: [texts] the other drafters of each text, always in the same order; empty: there are none.
-        selector: makes the one that chooses among them, once for each text; None: nothing is chosen.
+        selector: factory of the selector among all of them, called once for each text; None: there are no others.
     """
-    measurements, batching = Measurements(), Batching(PREFILL_CHUNK)
+    session = partial(
+        Replay,
+        shape_at=shape_at,
+        costs=costs,
+        policy=policy,
+        measurements=Measurements(),
+        batching=Batching(PREFILL_CHUNK),
+        seed=seed,
+    )
 
     def one(trace: HitTrace, others: Sequence[DrafterArm]) -> Outcome:
-        return Replay(
-            trace,
-            shape_at,
-            costs,
-            policy,
-            measurements=measurements,
-            batching=batching,
-            seed=seed,
-            others=others,
-            selector=selector() if selector is not None else None,
-        ).outcome()
+        return session(trace, others=others, selector=selector() if selector else None).outcome()
 
     all_others = others or [()] * len(traces)
     if warm_up_tokens and traces:

@@ -1,24 +1,24 @@
-"""Hit traces: what a target said, and where a drafter would have said the same."""
+"""Hit traces: a target's text, and the positions at which a drafter would have proposed the same."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from outrider.bench.record import RECORD, Metric, from_json, read
+from outrider.bench.record import RECORD, Metric, from_json, read, write
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import MAX_TOKEN_ID
 
 # One entry for each token.
 LISTS = ("tokens", "hits", "confidence", "silent", "entropy", "perturbed_probability", "agreement")
-OPTIONAL_LISTS = LISTS[2:]  # which may be empty
-MEASURES = ("confidence", "entropy", "perturbed_probability", "agreement")  # which may be NaN
+OPTIONAL_LISTS = LISTS[2:]  # these may be empty
+MEASURES = ("confidence", "entropy", "perturbed_probability", "agreement")  # these may hold NaN
 
 
 def _nan_for_null(values: Any) -> Any:
@@ -42,27 +42,26 @@ Nats = Annotated[tuple[Annotated[float, _below(math.inf, "nats")], ...], BeforeV
 
 @dataclass(frozen=True, slots=True)
 class HitTrace:
-    """One text of a target, and what one drafter would have said in place of each of its tokens.
+    """One text of a target, and what one drafter would have proposed in place of each of its tokens.
 
     Attributes:
-        id: of the prompt.
-        domain: of the prompt, may be empty.
-        drafter: its name.
-        drafter_version: its version.
-        temperature: of the text.
+        id: name of the prompt.
+        domain: domain of the prompt, may be empty.
+        drafter: name of the drafter.
+        drafter_version: version of the drafter.
+        temperature: temperature of the text.
         prompt_tokens: length of the prompt.
         tokens: [n] the text, which is the target's own.
         hits: [n] whether the drafter proposes tokens[i] after prompt + tokens[:i].
-        confidence: [n] the drafter's probability of what it proposes there; NaN: it does not say; empty: nowhere.
+        confidence: [n] the drafter's probability of its proposal; NaN: not known; empty: nowhere known.
         ended: whether the text ended by itself (EOS, its last token), not for its length.
         silent: [n] whether the drafter proposes nothing there; empty: nowhere.
-        entropy: [n] of the drafter's processed distribution there, nats; NaN: it does not say; empty: not recorded.
-        perturbed_probability: [n] softmax of (log q + G) at what it proposes there, G the shared noise; NaN and empty
-            as above.
-        agreement: [n] min(1, p / q) of what it proposes there, p the target's processed probability of it; NaN and
-            empty as above. At temperature 0 both are those at temperature 1, as in the verifier's rewards.
-        seed: of the text.
-        prompt_log_q: nats a token, that the drafter gave to the prompt's end; NaN: not recorded.
+        entropy: [n] entropy of the drafter's processed distribution, in nats; NaN: not known; empty: not recorded.
+        perturbed_probability: [n] softmax of (log q + G) at its proposal, G the shared noise; NaN and empty as above.
+        agreement: [n] min(1, p / q) of its proposal, p the target's processed probability of it; NaN and empty as
+            above. At temperature 0 both are those at temperature 1, as in the verifier's rewards.
+        seed: seed of the text.
+        prompt_log_q: log q of the prompt's end, in nats a token; NaN: not recorded.
 
     Raises:
         ConfigError: lists of unequal length, or a text that no run can have given; the field is named.
@@ -107,19 +106,19 @@ class HitTrace:
         n = min(tokens, len(self.tokens))
         return replace(self, ended=False, **{name: getattr(self, name)[:n] for name in LISTS})
 
-    @property
-    def acceptance(self) -> float:
-        """The share of positions where the drafter hits."""
-        return sum(self.hits) / len(self.hits)
-
     def silent_at(self, i: int) -> bool:
         """Return whether the drafter proposes nothing after prompt + tokens[:i]."""
         return bool(self.silent) and self.silent[i]
 
 
 def save_traces(traces: Iterable[HitTrace], path: Path) -> None:
-    """Write one JSON object a line; what is not known is null, and a list that was not recorded is left out."""
-    path.write_text("".join(_to_line(trace) + "\n" for trace in traces), encoding="utf-8")
+    """Write one JSON object a line, with null for NaN and without lists that were not recorded.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    text = "".join(_to_line(trace) + "\n" for trace in traces)
+    write(path, lambda: path.write_text(text, encoding="utf-8"), "output")
 
 
 def load_traces(path: Path) -> list[HitTrace]:
@@ -141,7 +140,7 @@ def load_traces(path: Path) -> list[HitTrace]:
 
 
 def _to_line(trace: HitTrace) -> str:
-    values = {name: getattr(trace, name) for name in _FIELDS}
+    values = asdict(trace)
     for name in OPTIONAL_LISTS:
         if not values[name]:
             del values[name]
@@ -150,6 +149,3 @@ def _to_line(trace: HitTrace) -> str:
     for name in values.keys() & set(MEASURES):
         values[name] = [None if value != value else value for value in values[name]]  # NaN alone is not itself
     return json.dumps(values, separators=(",", ":"), allow_nan=False)
-
-
-_FIELDS = tuple(entry.name for entry in fields(HitTrace))

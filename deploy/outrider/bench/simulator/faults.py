@@ -18,12 +18,12 @@ from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame, Goaway, O
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """How bad a link is. Times in seconds, chances from 0 to 1.
+    """Faults of a link; times in seconds, chances from 0 to 1.
 
     Attributes:
-        delay_s: of every frame.
-        jitter_s: most that a frame is late beside that.
-        duplicated: chance that a frame comes twice; a commit, what opens a stream, or drafts.
+        delay_s: delay of every frame.
+        jitter_s: largest delay beside that.
+        duplicated: chance that `Commit`, `Opened` or `Draft` comes twice.
         reordered: chance that drafts come after frames that were sent later.
         breaks_every_s: mean time between breaks; 0: none.
         goaway_every_s: mean time between verifiers that drain; 0: none does.
@@ -46,7 +46,7 @@ class FaultyLink:
         self._up_until = self._down_until = now
 
     def up(self, frame: EdgeFrame, now: float) -> Iterator[tuple[float, EdgeFrame]]:
-        """Return when the verifier has the frame, and when its copy."""
+        """Return when the verifier has the frame, and when its copy, if there is one."""
         data = codec.encode_edge_frame(frame)
         arrival = self._up_until = max(self._up_until, now + self._delay_s())
         if isinstance(frame, Draft) and self._rng.random() < self._faults.reordered:
@@ -56,25 +56,19 @@ class FaultyLink:
             yield arrival + self._delay_s(), codec.decode_edge_frame(data)
 
     def down(self, frame: CloudFrame, now: float) -> Iterator[tuple[float, CloudFrame]]:
-        """Return when the edge has the frame, and when its copy."""
+        """Return when the edge has the frame, and when its copy, if there is one."""
         data = codec.encode_cloud_frame(frame)
         arrival = self._down_until = max(self._down_until, now + self._delay_s())
         yield arrival, codec.decode_cloud_frame(data)
         if isinstance(frame, Commit | Opened) and self._rng.random() < self._faults.duplicated:
             yield arrival + self._delay_s(), codec.decode_cloud_frame(data)
 
-    def arrived_up(self) -> None:
-        """Nothing follows from it."""
-
-    def arrived_down(self) -> None:
-        """Nothing follows from it."""
-
     def _delay_s(self) -> float:
         return self._faults.delay_s + self._rng.uniform(0, self._faults.jitter_s)
 
 
 class FaultySimulation(Simulation):
-    """A text on a bad link, whose streams break and are sent away."""
+    """A text on a bad link, whose streams break and whose verifiers drain."""
 
     def __init__(
         self,

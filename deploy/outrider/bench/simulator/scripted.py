@@ -1,4 +1,4 @@
-"""A target and drafters without any model: what they say is a function of what came before."""
+"""A target and drafters without a model, whose tokens are a function of the prefix."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from outrider.proto.session import CatchUpJob, CaughtUp, Drafted, DrafterFailed,
 from outrider.proto.types import DraftToken
 
 Oracle = Callable[[tuple[int, ...]], int]  # the target's token after a prefix
-Proposer = Callable[[tuple[int, ...], int], tuple[DraftToken, ...]]  # after a prefix, at most so many drafts
+Proposer = Callable[[tuple[int, ...], int], tuple[DraftToken, ...]]  # the drafts after a prefix, at most a number
 
 _CATCH_UP_S = 0.001
 
 
 def hashing_oracle(seed: int, vocab: int = 8, eos_odds: float = 0.01) -> Oracle:
-    """Return a target whose next token is a fixed, unpredictable function of everything before; its EOS is 0."""
+    """Return a target whose next token is a fixed, unpredictable function of the prefix; its EOS is 0."""
 
     def next_token(prefix: tuple[int, ...]) -> int:
         rng = random.Random(f"{seed} {prefix}")
@@ -30,7 +30,7 @@ def hashing_oracle(seed: int, vocab: int = 8, eos_odds: float = 0.01) -> Oracle:
 
 @dataclass(frozen=True, slots=True)
 class OracleTarget:
-    """A target that says what its oracle says."""
+    """A target that follows its oracle."""
 
     oracle: Oracle
 
@@ -40,7 +40,7 @@ class OracleTarget:
         return tuple(self.oracle(before + block[:j]) for j in range(len(block) + 1))
 
     def reward(self, start: int, drafts: int) -> None:
-        """Return that it is not known."""
+        """Return None: the reward is not known."""
 
 
 def drafter_of(
@@ -55,17 +55,17 @@ def drafter_of(
     """Return a drafter that proposes the oracle's tokens, or others.
 
     Args:
-        oracle: of the target.
-        seed: of all its chances.
+        oracle: oracle of the target.
+        seed: seed of everything random.
         right: chance of the oracle's token.
         silent: chance of fewer tokens than asked for.
-        dies_after: calls, at the next of which it raises `Internal`.
-        confidence: `none`, `telling` (high where it is right) or `false` (the other way round).
+        dies_after: number of calls before it raises `Internal`.
+        confidence: `none`, `telling` (high where it is right) or `false` (low there).
         vocab: size of the vocabulary.
     """
     rng, calls = random.Random(seed), itertools.count()
 
-    def believed(hit: bool) -> float:
+    def confidence_of(hit: bool) -> float:
         if confidence == "none":
             return math.nan
         return rng.uniform(0.7, 1.0) if hit == (confidence == "telling") else rng.uniform(0.0, 0.6)
@@ -77,20 +77,20 @@ def drafter_of(
             count = rng.randrange(count)
         drafts: tuple[DraftToken, ...] = ()
         for _ in range(count):
-            right_one = oracle(prefix)
-            token = right_one if rng.random() < right else rng.randrange(vocab)
+            wanted = oracle(prefix)
+            token = wanted if rng.random() < right else rng.randrange(vocab)
             prefix += (token,)
-            drafts += (DraftToken(token, believed(token == right_one)),)
+            drafts += (DraftToken(token, confidence_of(token == wanted)),)
         return drafts
 
     return propose
 
 
 class ScriptedDrafters:
-    """Drafters that keep a prefix each, and take their time.
+    """Drafters that keep a prefix each, and need time for a job.
 
     Attributes:
-        prefixes: of each, as it was left.
+        prefixes: the prefix of each after its last job.
     """
 
     def __init__(self, proposers: Sequence[Proposer], drafting_s: float, rng: random.Random) -> None:
@@ -113,7 +113,7 @@ class ScriptedDrafters:
         return Drafted(job, drafts, seconds, TeacherForced(forced)), seconds
 
     def catch_up(self, job: CatchUpJob) -> tuple[CaughtUp | DrafterFailed, float]:
-        """Read committed tokens; the log probability of the prompt's is lower the later the drafter."""
+        """Read committed tokens; the log probability of a prompt falls from drafter to drafter."""
         prefix = self.prefixes[job.drafter][: job.truncate_to] + job.tokens
         try:
             forced = self._teacher_force(job.drafter, prefix, job.start, len(prefix))
@@ -124,5 +124,5 @@ class ScriptedDrafters:
         return CaughtUp(job, TeacherForced(forced, log_q), _CATCH_UP_S), self._drafting_s
 
     def _teacher_force(self, drafter: int, prefix: tuple[int, ...], start: int, end: int) -> tuple[DraftToken, ...]:
-        said = [self._proposers[drafter](prefix[:position], 1) for position in range(start, end)]
-        return tuple(drafts[0] if drafts else DraftToken(-1) for drafts in said)
+        proposals = [self._proposers[drafter](prefix[:position], 1) for position in range(start, end)]
+        return tuple(drafts[0] if drafts else DraftToken(-1) for drafts in proposals)

@@ -1,12 +1,12 @@
-"""An edge and its verifier on a virtual clock: both session machines, and what carries instructions out."""
+"""An edge on a virtual clock: its session machine, and what carries instructions out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 from outrider.bench.simulator.clock import VirtualClock
-from outrider.bench.simulator.verifier import SimulatedVerifier
+from outrider.bench.simulator.verifier import Link, SimulatedVerifier, Stream
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import (
     CatchUpJob,
@@ -28,76 +28,16 @@ from outrider.proto.session import (
 from outrider.proto.types import CloudFrame, EdgeFrame, Goaway, token_ids
 
 
-class Link(Protocol):
-    """Carries the frames of one stream."""
-
-    def up(self, frame: EdgeFrame, now: float) -> Iterable[tuple[float, EdgeFrame]]:
-        """Return when a frame sent now arrives, and as what: once, or more often on a bad link."""
-        ...
-
-    def down(self, frame: CloudFrame, now: float) -> Iterable[tuple[float, CloudFrame]]:
-        """Return the same for a frame from the verifier."""
-        ...
-
-    def arrived_up(self) -> None:
-        """Note that a frame has arrived at the verifier."""
-
-    def arrived_down(self) -> None:
-        """Note that a frame has arrived at the edge."""
-
-
 class Drafters(Protocol):
-    """The drafters of an edge: what each makes of its jobs, and how many seconds later."""
+    """The drafters of an edge. A job gives its result, and the seconds until it is there."""
 
     def draft(self, job: DraftJob) -> tuple[Drafted | DrafterFailed, float]:
-        """Propose."""
+        """Propose tokens."""
         ...
 
     def catch_up(self, job: CatchUpJob) -> tuple[CaughtUp | DrafterFailed, float]:
-        """Read what others have committed."""
+        """Read committed tokens."""
         ...
-
-
-class Stream:
-    """A stream over a link, until its edge leaves it."""
-
-    def __init__(
-        self,
-        clock: VirtualClock,
-        link: Link,
-        verifier: SimulatedVerifier,
-        received: Callable[[Stream, CloudFrame], None],
-    ) -> None:
-        self.is_open = True
-        self._clock = clock
-        self._link = link
-        self._verifier = verifier
-        self._received = received
-
-    def send_up(self, frame: EdgeFrame) -> None:
-        """Put a frame on its way to the verifier."""
-        for arrival, copy in self._link.up(frame, self._clock.now):
-            self._clock.at(arrival, lambda copy=copy: self._arrive_up(copy))  # type: ignore[misc]
-
-    def send_down(self, frame: CloudFrame) -> None:
-        """Put a frame on its way to the edge."""
-        for arrival, copy in self._link.down(frame, self._clock.now):
-            self._clock.at(arrival, lambda copy=copy: self._arrive_down(copy))  # type: ignore[misc]
-
-    def close(self) -> None:
-        """Lose what is on its way, and free what the verifier holds for it."""
-        self.is_open = False
-        self._verifier.release(self)
-
-    def _arrive_up(self, frame: EdgeFrame) -> None:
-        if self.is_open:
-            self._link.arrived_up()
-            self._verifier.receive(self, frame)
-
-    def _arrive_down(self, frame: CloudFrame) -> None:
-        if self.is_open:
-            self._link.arrived_down()
-            self._received(self, frame)
 
 
 class Simulation:
@@ -105,12 +45,12 @@ class Simulation:
 
     Attributes:
         edge: the session machine of the edge.
-        emitted: [n] tokens of the turn, as the user got them.
-        arrivals: [n] seconds, when each came.
+        emitted: [n] tokens of the turn that the user got.
+        arrivals: [n] time of each, in seconds.
         active: [n] the active drafter when the token came.
-        done: how the turn ended; None: it runs.
-        num_streams: opened so far.
-        stream: the newest.
+        done: end of the turn; None: it runs.
+        num_streams: streams opened so far.
+        stream: the newest stream.
     """
 
     def __init__(
@@ -121,14 +61,9 @@ class Simulation:
         drafters: Drafters,
         new_link: Callable[[float], Link],
     ) -> None:
-        """Join both sides.
+        """Join an edge that no event has reached yet and a verifier, perhaps of other edges too.
 
-        Args:
-            clock: of the verifier.
-            edge: that has begun a text and has not been told of anything yet.
-            verifier: may have other edges.
-            drafters: of the edge.
-            new_link: makes that of a stream which opens at a time.
+        `new_link` makes the link of a stream that opens at a time.
         """
         self.clock = clock
         self.edge = edge
@@ -159,7 +94,7 @@ class Simulation:
         self.open_stream()
 
     def handle(self, event: EdgeEvent) -> None:
-        """Tell the edge's machine of an event, and do what it says."""
+        """Pass an event to the edge's machine, and follow its instructions."""
         active = self.edge.drafter  # the next one may be chosen with the same event
         for instruction in self.edge.handle(event, self.clock.now):
             if isinstance(instruction, Emit):
@@ -169,7 +104,7 @@ class Simulation:
             self.follow(instruction)
 
     def follow(self, instruction: EdgeInstruction) -> None:
-        """Do what the edge's machine says."""
+        """Carry one instruction out."""
         match instruction:
             case Send(frame):
                 self.send(frame)
@@ -178,14 +113,14 @@ class Simulation:
             case CatchUpJob():
                 self._later(*self._drafters.catch_up(instruction))
             case Reopen(after_s, _):
-                self.leave_stream()
+                self._leave_stream()
                 if not self._reopening:
                     self._reopening = True
                     self.clock.at(self.clock.now + after_s, self._reopen)
             case Done():
                 self.done = instruction
                 if not self.edge.connected:
-                    self.leave_stream()
+                    self._leave_stream()
 
     def send(self, frame: EdgeFrame) -> None:
         """Put a frame on the stream."""
@@ -198,23 +133,22 @@ class Simulation:
         self.stream = Stream(self.clock, self._new_link(self.clock.now), self.verifier, self.receive)
         self.handle(StreamReady(b""))
 
-    def leave_stream(self) -> None:
-        """Close the stream, if there is one."""
-        if self.stream is not None:
-            self.stream.close()
-
     def lose_stream(self, stream: Stream, error: OutriderError) -> None:
-        """Let a stream break; nothing happens where it was left before."""
+        """Let a stream break, unless it was left before."""
         if stream.is_open and stream is self.stream:
             stream.close()
             self.handle(Disconnected(error))
 
     def receive(self, stream: Stream, frame: CloudFrame) -> None:
-        """Take a frame that has arrived at the edge; one of a stream that was left is lost."""
+        """Take a frame that has arrived at the edge, unless its stream was left."""
         if stream is self.stream:
             if isinstance(frame, Goaway):
                 stream.close()
             self.handle(frame)
+
+    def _leave_stream(self) -> None:
+        if self.stream is not None:
+            self.stream.close()
 
     def _reopen(self) -> None:
         self._reopening = False

@@ -1,15 +1,15 @@
-"""A verifier on a virtual clock: its session machines, the engine's rules of a batch, and what a step takes."""
+"""A verifier on a virtual clock, with its session machines and the engine's rules of a batch, and streams to it."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
-from outrider.bench.simulator.clock import VirtualClock
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs, VirtualClock
 from outrider.cloud.batching import Batch, Batching, Share, credit_of
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import (
@@ -26,27 +26,69 @@ from outrider.proto.types import (
     token_ids,
 )
 
-PREFILL_CHUNK = 64  # as verifiers have it where nobody sets it
+PREFILL_CHUNK = 64  # the default of verifiers
+
+FrameT = TypeVar("FrameT", EdgeFrame, CloudFrame)
 
 
 class Target(Protocol):
-    """Says what a target would."""
+    """A target without a model."""
 
     def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
-        """[k + 1] its token after the transcript and after each of the drafts `block` [k]."""
+        """Return [k + 1] its tokens after the transcript and after each of the drafts `block` [k]."""
         ...
 
     def reward(self, start: int, drafts: int) -> float | None:
-        """Mean of min(1, p / q) over so many drafts from position `start` on; None: not known."""
+        """Return the mean of min(1, p / q) over `drafts` drafts from position `start` on; None: not known."""
         ...
 
 
-class DownStream(Protocol):
-    """The verifier's end of a stream."""
+class Link(Protocol):
+    """Carries the frames of one stream."""
+
+    def up(self, frame: EdgeFrame, now: float) -> Iterable[tuple[float, EdgeFrame]]:
+        """Return the arrivals at the verifier of a frame that is sent now: one, or more on a bad link."""
+        ...
+
+    def down(self, frame: CloudFrame, now: float) -> Iterable[tuple[float, CloudFrame]]:
+        """Return the arrivals at the edge of a frame that is sent now."""
+        ...
+
+
+class Stream:
+    """A stream over a link, until its edge leaves it."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        link: Link,
+        verifier: SimulatedVerifier,
+        received: Callable[[Stream, CloudFrame], None],
+    ) -> None:
+        self.is_open = True
+        self._clock = clock
+        self._link = link
+        self._verifier = verifier
+        self._received = received
+
+    def send_up(self, frame: EdgeFrame) -> None:
+        """Put a frame on its way to the verifier."""
+        for arrival, copy in self._link.up(frame, self._clock.now):
+            self._clock.at(arrival, partial(self._arrive, self._verifier.receive, copy))
 
     def send_down(self, frame: CloudFrame) -> None:
         """Put a frame on its way to the edge."""
-        ...
+        for arrival, copy in self._link.down(frame, self._clock.now):
+            self._clock.at(arrival, partial(self._arrive, self._received, copy))
+
+    def close(self) -> None:
+        """Lose what is on its way, and free what the verifier holds for it."""
+        self.is_open = False
+        self._verifier.release(self)
+
+    def _arrive(self, receive: Callable[[Stream, FrameT], None], frame: FrameT) -> None:
+        if self.is_open:
+            receive(self, frame)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,13 +96,13 @@ class SimulatedSlot:
     """A session of the verifier.
 
     Attributes:
-        stream: where its frames go.
+        stream: stream that takes its frames to the edge.
         session: the session machine.
-        num_computed_tokens: of its transcript, in the KV cache.
-        ready_since: when it could have begun its next step, seconds.
+        num_computed_tokens: tokens of its transcript in the KV cache.
+        ready_since: time from which it could have begun its next step, in seconds.
     """
 
-    stream: DownStream
+    stream: Stream
     session: VerifierSession
     num_computed_tokens: int
     ready_since: float
@@ -75,8 +117,8 @@ class SimulatedVerifier:
     """An engine without model or thread: it takes frames between steps, and steps as `Batching` says.
 
     Attributes:
-        rules: as of its sessions.
-        batching: with what it has measured of its steps; another verifier may go on with it.
+        rules: rules of its sessions.
+        batching: rules of a batch, with its measurements, which another verifier may continue.
     """
 
     def __init__(
@@ -87,22 +129,22 @@ class SimulatedVerifier:
         self._clock = clock
         self._target = target
         self._costs = costs
-        self._slots: dict[DownStream, SimulatedSlot] = {}
-        self._waiting: deque[tuple[DownStream, EdgeFrame, float]] = deque()
+        self._slots: dict[Stream, SimulatedSlot] = {}
+        self._waiting: deque[tuple[Stream, EdgeFrame, float]] = deque()
         self._busy = False
         self._alarm = math.inf
 
-    def receive(self, stream: DownStream, frame: EdgeFrame) -> None:
-        """Take a frame that has arrived; a step that runs is finished first."""
+    def receive(self, stream: Stream, frame: EdgeFrame) -> None:
+        """Take a frame that has arrived, after the step that is running."""
         self._waiting.append((stream, frame, self._clock.now))
         if not self._busy:
             self._run()
 
-    def release(self, stream: DownStream) -> None:
+    def release(self, stream: Stream) -> None:
         """Free the slot of a stream that is gone, if it has one."""
         self._slots.pop(stream, None)
 
-    def slot(self, stream: DownStream) -> SimulatedSlot | None:
+    def slot(self, stream: Stream) -> SimulatedSlot | None:
         """Return the slot of a stream, if it has one."""
         return self._slots.get(stream)
 
@@ -110,11 +152,42 @@ class SimulatedVerifier:
         """Return how many unverified tokens each session may have in flight."""
         return credit_of(self.rules, len(self._running()))
 
+    def take(self, stream: Stream, frame: EdgeFrame, arrived: float) -> None:
+        """Pass a frame to its session."""
+        if isinstance(frame, Open):
+            self._open(stream, frame)
+            return
+        slot = self._slots.get(stream)
+        if slot is None or (slot.session.finish is not None and not isinstance(frame, Continue | Report)):
+            return
+        match frame:
+            case Draft():
+                slot.session.on_draft(frame, arrived)
+            case Report():
+                slot.session.on_report(frame)
+            case Cancel():
+                stream.send_down(slot.session.on_cancel())
+            case Continue():
+                slot.session = slot.session.continued(frame, arrived)
+                slot.num_computed_tokens = min(slot.num_computed_tokens, frame.start, slot.session.prompt_length - 1)
+                slot.ready_since = arrived
+
+    def verify(self, slot: SimulatedSlot, block: tuple[DraftToken, ...], began: float) -> Commit:
+        """Let the target verify `block` in the step that `began`, and commit what follows."""
+        now, transcript = self._clock.now, slot.session.transcript
+        tokens = tuple([CommittedToken(token, -1.0) for token in self._target.after(transcript, token_ids(block))])
+        sent_q = any(draft.confidence > 0 for draft in block)
+        reward = self._target.reward(len(transcript), len(block)) if sent_q else None
+        queue_s = max(0.0, began - slot.ready_since)
+        slot.session.credit = self.credit()  # the session lowers it where drafts do not pay
+        return slot.session.on_verified(Verified(block, tokens, queue_s, now - began, reward=reward), now)
+
     def _running(self) -> list[SimulatedSlot]:
         return [slot for slot in self._slots.values() if slot.session.finish is None]
 
     def _run(self) -> None:
-        """Take what has come, then begin a step if one is due."""
+        """Take the frames that wait, then begin a step if one is due."""
+        self._busy = False
         while self._waiting:
             self.take(*self._waiting.popleft())
         running = self._running()
@@ -130,32 +203,11 @@ class SimulatedVerifier:
         if not self._busy:
             self._run()
 
-    def take(self, stream: DownStream, frame: EdgeFrame, arrived: float) -> None:
-        """Let a session know of a frame."""
-        if isinstance(frame, Open):
-            self._open(stream, frame)
-            return
-        slot = self._slots.get(stream)
-        if slot is None or (slot.session.finish is not None and not isinstance(frame, Continue | Report)):
-            return
-        match frame:
-            case Draft():
-                slot.session.on_draft(frame, arrived)
-            case Report():
-                slot.session.on_report(frame)
-            case Cancel():
-                slot.stream.send_down(slot.session.on_cancel())
-            case Continue():
-                slot.session = slot.session.continued(frame, arrived)
-                slot.num_computed_tokens = min(slot.num_computed_tokens, frame.start, slot.session.prompt_length - 1)
-                slot.ready_since = arrived
-
-    def _open(self, stream: DownStream, frame: Open) -> None:
-        now = self._clock.now
+    def _open(self, stream: Stream, frame: Open) -> None:
         for other in [other for other, slot in self._slots.items() if slot.session.id == frame.session]:
             self.release(other)
-        session = VerifierSession(frame, self.rules, now)
-        self._slots[stream] = SimulatedSlot(stream, session, 0, now)
+        session = VerifierSession(frame, self.rules, self._clock.now)
+        self._slots[stream] = SimulatedSlot(stream, session, 0, self._clock.now)
         stream.send_down(session.opened())
 
     def _begin(self, batch: Batch[SimulatedSlot]) -> None:
@@ -171,10 +223,10 @@ class SimulatedVerifier:
         for share, session in zip(batch.shares, sessions, strict=True):
             if share.slot.session is session and session.finish is None:  # else it was cancelled meanwhile
                 self._finish(share, began)
-        self._clock.at(now + self._costs.commit_s, self._free)
+        self._clock.at(now + self._costs.commit_s, self._run)
 
     def _finish(self, share: Share[SimulatedSlot], began: float) -> None:
-        """Compute a share's tokens and send the commit, where it has one."""
+        """Compute a share's tokens, and send the commit if it has one."""
         slot, now = share.slot, self._clock.now
         slot.num_computed_tokens += share.num_tokens
         if share.block is not None:
@@ -182,18 +234,3 @@ class SimulatedVerifier:
             slot.num_computed_tokens = len(slot.session.transcript) - 1
             slot.ready_since = now
             self._clock.at(now + self._costs.commit_s, lambda: slot.stream.send_down(commit))
-
-    def verify(self, slot: SimulatedSlot, block: tuple[DraftToken, ...], began: float) -> Commit:
-        """Let the target verify `block` in the step that `began`, and make text of what it says."""
-        now, transcript = self._clock.now, slot.session.transcript
-        said = self._target.after(transcript, token_ids(block))
-        tokens = tuple([CommittedToken(token, -1.0) for token in said])
-        sent_q = any(draft.confidence > 0 for draft in block)
-        reward = self._target.reward(len(transcript), len(block)) if sent_q else None
-        queue_s = max(0.0, began - slot.ready_since)
-        slot.session.credit = self.credit()  # the session lowers it where drafts do not pay
-        return slot.session.on_verified(Verified(block, tokens, queue_s, now - began, reward=reward), now)
-
-    def _free(self) -> None:
-        self._busy = False
-        self._run()

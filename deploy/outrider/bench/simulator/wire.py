@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs, VirtualClock
 from outrider.deploy.link.shape import LinkShape, WayShape
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError
@@ -16,20 +16,20 @@ from outrider.proto.streams import GRPC_PREFIX_BYTES
 from outrider.proto.types import CloudFrame, EdgeFrame
 
 FRAME_BYTES = GRPC_PREFIX_BYTES + 9  # with HTTP/2's frame header
-_LOOKS_PER_S = 100  # at the link while something leaves
+_LOOKS_PER_S = 100  # at the link, while a message leaves
 _LONGEST_OUTAGE_S = 600.0
 
-ShapeAt = Callable[[float], LinkShape]  # what the link is like at a time, such as `LinkTrace.at`
+ShapeAt = Callable[[float], LinkShape]  # the link at a time, such as `LinkTrace.at`
 
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """Overhead of HTTP/2 on a stream in one direction, bytes beside `FRAME_BYTES` a message.
+    """Bytes of HTTP/2 on a stream in one direction, beside `FRAME_BYTES` a message.
 
     Attributes:
-        headers: before the first message, on a connection that has carried a stream before.
-        window_update: with a message, where something has been received since the last.
-        end: behind the last message.
+        headers: bytes before the first message, on a connection that has carried a stream before.
+        window_update: bytes with a message, where something has been received since the last.
+        end: bytes after the last message.
     """
 
     headers: int
@@ -37,16 +37,16 @@ class Framing:
     end: int
 
 
-# As seen on the wire with the options of `outrider.proto.channel`. The server tops up the connection's window too.
+# Seen on the wire with the options of `outrider.proto.channel`. The server tops up the connection's window too.
 UP = Framing(headers=17, window_update=13, end=13)
 DOWN = Framing(headers=12, window_update=26, end=25 + 13)
 
 
 class Wire:
-    """Messages leave one after the other at the link's rate, and arrive in order after its delay.
+    """Messages that leave one after the other at the link's rate, and arrive in order after its delay.
 
-    The emulator (`link/pipe.py`) does the same with segments of real bytes. Rate and delay count as they are when a
-    message leaves; they are looked at every 10 ms, on the full 10 ms.
+    The emulator (`link/pipe.py`) does the same with segments of real bytes. Rate and delay are those of the moment at
+    which a message leaves; they are looked at every 10 ms, on the full 10 ms.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Wire:
         self._heard = False
 
     def hear(self) -> None:
-        """Something has come the other way: the next message carries a window update."""
+        """Note that something has come the other way: the next message carries a window update."""
         self._heard = True
 
     def send(self, now: float, message_bytes: int) -> float:
-        """When a message that is sent now arrives.
+        """Return when a message arrives that is sent now.
 
         Args:
-            now: not before the last one's.
-            message_bytes: of the message alone; framing is added here.
+            now: time, not before the last message's.
+            message_bytes: size without framing.
 
         Raises:
             ConfigError: the link stands still for ten minutes.
@@ -90,11 +90,11 @@ class Wire:
         return self._arrived_until
 
     def end(self) -> None:
-        """Nothing more is sent."""
+        """Count what follows the last message."""
         self.bytes += self._framing.end
 
     def _leave(self, begins: float, size: int) -> tuple[float, WayShape]:
-        """When the last byte leaves, and what the link is like then."""
+        """Return when the last byte leaves, and what the link is like then."""
         at, left, look = begins, float(size), int(begins * _LOOKS_PER_S) + 1
         way = self._way_of(self._shape_at(at))
         while left > (room := way.bytes_per_s * max(0.0, look / _LOOKS_PER_S - at)):
@@ -108,23 +108,19 @@ class Wire:
 
 
 class WireLink:
-    """Carries the frames of one stream over two wires; nothing is lost.
+    """Carries the frames of one stream over two wires, counts their bytes in the edge's statistics, and loses none.
 
     Attributes:
-        wire_up, wire_down: of each direction.
+        wire_up: wire to the verifier.
+        wire_down: wire to the edge.
     """
 
-    def __init__(self, shape_at: ShapeAt, costs: Costs, statistics: EdgeStatistics, rng: random.Random) -> None:
-        """Begin a stream.
-
-        Args:
-            shape_at: the link.
-            costs: what frames wait for at their ends.
-            statistics: where its bytes are counted.
-            rng: of the jitter.
-        """
+    def __init__(
+        self, clock: VirtualClock, shape_at: ShapeAt, costs: Costs, statistics: EdgeStatistics, rng: random.Random
+    ) -> None:
         self.wire_up = Wire(operator.attrgetter("up"), shape_at, UP, rng)
         self.wire_down = Wire(operator.attrgetter("down"), shape_at, DOWN, rng)
+        self._clock = clock
         self._costs = costs
         self._statistics = statistics
 
@@ -132,23 +128,19 @@ class WireLink:
         """Return when the verifier has the frame."""
         size = len(codec.encode_edge_frame(frame))
         self._statistics.uplink_bytes += size + GRPC_PREFIX_BYTES
-        yield self.wire_up.send(now, size) + self._costs.cloud_event_s, frame
+        arrival = self.wire_up.send(now, size) + self._costs.cloud_event_s
+        self._clock.at(arrival, self.wire_down.hear)
+        yield arrival, frame
 
     def down(self, frame: CloudFrame, now: float) -> Iterator[tuple[float, CloudFrame]]:
         """Return when the edge has the frame."""
         size = len(codec.encode_cloud_frame(frame))
         self._statistics.downlink_bytes += size + GRPC_PREFIX_BYTES
-        yield self.wire_down.send(now, size) + self._costs.edge_event_s, frame
-
-    def arrived_up(self) -> None:
-        """Let the next frame down carry a window update."""
-        self.wire_down.hear()
-
-    def arrived_down(self) -> None:
-        """Let the next frame up carry a window update."""
-        self.wire_up.hear()
+        arrival = self.wire_down.send(now, size) + self._costs.edge_event_s
+        self._clock.at(arrival, self.wire_up.hear)
+        yield arrival, frame
 
     def end(self) -> None:
-        """Send nothing more."""
+        """Count what follows the last messages."""
         self.wire_up.end()
         self.wire_down.end()

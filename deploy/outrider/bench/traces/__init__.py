@@ -1,12 +1,11 @@
-"""`outrider traces`: hits of drafters recorded on prompts of one's own, and every policy replayed on every link.
+"""`outrider traces`: recording of drafters' hits on one's own prompts, and replay of every policy on every link.
 
 record     the command that writes a recording
-probes     what it measures on the way
 recording  traces and costs of one file, checked
 replay     the command that replays a recording
-sweep      links, windows and drafters, each with each
-pool       selectors of all drafters as one pool, and (pool_results) what came of them
-stages     where they are played: both session machines on a link
+sweep      every drafter with every window over every link
+pool       selectors of all drafters as one pool
+stages     selectors on a link, in the simulator
 tables     results for a terminal
-plots      and as plots
+plots      results as plots
 """

@@ -1,37 +1,24 @@
-"""Replays as plots: speed and window over the links; speed-up, regret and choices of selectors of a pool."""
+"""Plots of replays: speed and window over the links; speed-up, regret and choices of selectors of a pool."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from outrider.bench.links import LinkRecord, link_name, link_parts
 from outrider.bench.plot import COLOURS, GREY, HUES, INK, canvas, save_plot, styled
-from outrider.bench.traces.pool_results import (
-    AFTER,
-    BEFORE,
-    DRAFTER,
-    ORACLE,
-    SELECTOR,
-    Cell,
-    Change,
-    PoolReplayed,
-    Row,
-)
-from outrider.bench.traces.sweep import Replayed, WindowResult
+from outrider.bench.traces.pool import AFTER, BEFORE, DRAFTER, ORACLE, SELECTOR, Cell, Change, PoolReplayed, Row
+from outrider.bench.traces.sweep import Replayed
 
 MARKERS = "os^Dv<>PX"
 PANEL_IN, HEIGHT_IN = 4.4, 4.2
 ACROSS = 3  # panels beside each other
 CLOUD: dict[str, Any] = {"color": GREY, "linestyle": "--", "label": "cloud streaming", "zorder": 4}
-SPEED, WANTED = "tokens per second", "unverified tokens asked for"
-LINES = ("-", "--", ":")  # where there are more selectors than hues
-LOG_FROM = 10  # tokens, where a logarithmic axis begins
-WORSE = 4.0  # times the regret that is usual, which a panel of regret reaches up to
-
-Value = Callable[[WindowResult], float | None]
+LINES = ("-", "--", ":")  # styles where there are more selectors than hues
+LOG_FROM = 10  # tokens at which a logarithmic axis begins
+WORSE = 4.0  # height of a panel of regret, in usual regrets
 
 
 def draw_sweep(replayed: Replayed, folder: Path) -> None:
@@ -40,79 +27,43 @@ def draw_sweep(replayed: Replayed, folder: Path) -> None:
     Raises:
         ConfigError: a file cannot be written.
     """
-    policies, drafters = replayed.windows, replayed.drafters
     with styled():
         plots = {
-            "speed": _panels(replayed, "drafter", drafters, policies, _by_window, _speed, SPEED),
-            "window": _panels(replayed, "drafter", drafters, policies, _by_window, _wanted, WANTED),
-            "drafters": _panels(replayed, "window", policies, drafters, _by_drafter, _speed, SPEED),
+            "speed": _panels(replayed, "drafter", "window", "tokens_per_second", "tokens per second"),
+            "window": _panels(replayed, "drafter", "window", "window_mean", "unverified tokens asked for"),
+            "drafters": _panels(replayed, "window", "drafter", "tokens_per_second", "tokens per second"),
         }
         for name, drawn in plots.items():
             save_plot(drawn, folder / f"{name}.png")
 
 
-def _by_window(drafter: str, window: str) -> tuple[str, str]:
-    return drafter, window
-
-
-def _by_drafter(window: str, drafter: str) -> tuple[str, str]:
-    return drafter, window
-
-
-def _speed(result: WindowResult) -> float | None:
-    return result.tokens_per_second
-
-
-def _wanted(result: WindowResult) -> float | None:
-    return result.window_mean
-
-
-def _panels(
-    replayed: Replayed,
-    word: str,
-    panels: Sequence[str],
-    lines: Sequence[str],
-    key: Callable[[str, str], tuple[str, str]],
-    value: Value,
-    what: str,
-) -> Any:
-    """Draw a panel for each of `panels`, with a line for each of `lines`.
-
-    Args:
-        replayed: whose results are drawn.
-        word: what a panel's name is the name of.
-        panels: drafters, or windows.
-        lines: the other of both.
-        key: which drafter and window the names of a panel and a line stand for.
-        value: of a result, that is drawn.
-        what: that is, for the axis.
-    """
-    across = min(ACROSS, len(panels))
-    down = -(-len(panels) // across)
+def _panels(replayed: Replayed, panel: str, line: str, value: str, label: str) -> Any:
+    """Draw `value` over the links, a panel for each `panel` with a line for each `line`: fields of `WindowResult`."""
+    results = [result for result in replayed.results if result.domain is None]
+    values = {(r.link, getattr(r, panel), getattr(r, line)): getattr(r, value) for r in results}
+    names = {"drafter": replayed.drafters, "window": replayed.windows}
+    across = min(ACROSS, len(names[panel]))
+    down = -(-len(names[panel]) // across)
     drawn = canvas((max(6.4, PANEL_IN * across), HEIGHT_IN * down))
     grid = drawn.subplots(down, across, sharey=True, squeeze=False).flat
-    for axes, panel in zip(grid, panels, strict=False):
-        for index, line in enumerate(lines):
-            points = [value(_result(replayed, link, *key(panel, line))) for link in replayed.links]
+    places = range(len(replayed.links))
+    for axes, shown in zip(grid, names[panel], strict=False):
+        for index, name in enumerate(names[line]):
+            points = [values[link, shown, name] for link in replayed.links]
             style = {"color": HUES[index % len(HUES)], "marker": MARKERS[index % len(MARKERS)]}
-            axes.plot(range(len(points)), points, label=line, clip_on=False, zorder=3, **style)
-        if value is _speed:
-            cloud = [replayed.over(link)[0].tokens_per_second for link in replayed.links]
-            axes.plot(range(len(cloud)), cloud, **CLOUD)
-        axes.set_title(f"{word} {panel}")
-        axes.set_xticks(range(len(replayed.links)), ["\n".join(link_parts(link)) for link in replayed.links])
+            axes.plot(places, points, label=name, clip_on=False, zorder=3, **style)
+        if value == "tokens_per_second":
+            axes.plot(places, [values[link, None, None] for link in replayed.links], **CLOUD)
+        axes.set_title(f"{panel} {shown}")
+        axes.set_xticks(places, ["\n".join(link_parts(link)) for link in replayed.links])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("link (round-trip time)")
-    for axes in list(drawn.axes)[len(panels) :]:
+    for axes in list(drawn.axes)[len(names[panel]) :]:
         axes.remove()
-    drawn.axes[0].set_ylabel(what)
+    drawn.axes[0].set_ylabel(label)
     handles, labels = drawn.axes[0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside upper left", ncols=4)
     return drawn
-
-
-def _result(replayed: Replayed, link: LinkRecord, drafter: str, window: str) -> WindowResult:
-    return next(f for f in replayed.over(link) if (f.drafter, f.window) == (drafter, window))
 
 
 def draw_pool(replayed: PoolReplayed, folder: Path) -> None:
@@ -134,13 +85,12 @@ def draw_pool(replayed: PoolReplayed, folder: Path) -> None:
 
 
 def _slug(link: LinkRecord) -> str:
-    """Return the link's name for a file."""
     return "".join(letter if letter.isalnum() else "-" for letter in link.trace or f"{link.rtt_ms:g}ms")
 
 
 def _speed_up(rows: Sequence[Row]) -> Any:
     """Draw a panel a row of texts: a point and an interval for each drafter, selector and the oracle."""
-    names = [f"{name} alone" if kind == DRAFTER else name for kind, name in rows[0].columns]
+    names = [f"{cell.name} alone" if cell.kind == DRAFTER else cell.name for cell in rows[0].cells]
     drawn = canvas((1.6 + 1.7 * len(rows), 1.1 + 0.24 * len(names)))
     drawn.suptitle("Speed-up over cloud streaming, with 95 % confidence intervals")
     panels = drawn.subplots(1, len(rows), sharey=True, squeeze=False)[0]
@@ -184,7 +134,7 @@ def _regret(rows: Sequence[Row]) -> Any:
 
 
 def _shown(row: Row) -> tuple[float, float]:
-    """Return the panel's least and most seconds; curves much worse than usual leave it to keep the others apart."""
+    """Return the panel's range in seconds; curves much worse than usual leave it, which keeps the others apart."""
     curves = [cell.regret_s for _, cell, _ in _lines(row)]
     most = max(map(max, curves))
     usual = median(curve[-1] for curve in curves)
@@ -194,20 +144,18 @@ def _shown(row: Row) -> tuple[float, float]:
 
 def _lines(row: Row) -> list[tuple[str, Cell, dict[str, Any]]]:
     """Return name, cell and style of each selector, and of the best drafter alone where drafters were played."""
-    selectors = [cell for cell in row.cells if cell.kind == SELECTOR]
     found: list[tuple[str, Cell, dict[str, Any]]] = [
         (cell.name, cell, {"color": HUES[i % len(HUES)], "linestyle": LINES[i // len(HUES) % len(LINES)]})
-        for i, cell in enumerate(selectors)
+        for i, cell in enumerate(row.of_kind(SELECTOR))
     ]
-    alone = [cell for cell in row.cells if cell.kind == DRAFTER]
-    if alone:
-        best = max(alone, key=lambda cell: cell.speed_up)
+    best = max(row.of_kind(DRAFTER), key=lambda cell: cell.speed_up, default=None)
+    if best:
         found.append(("best drafter alone", best, {"color": INK, "linewidth": 1.2, "linestyle": "-."}))
     return found
 
 
 def _choices(rows: Sequence[Row], drafters: Sequence[str]) -> Any:
-    """Draw whose drafts, as stacked shares, surround a change of domain: a line a selector, a column a domain."""
+    """Draw the drafters' shares around changes of domain: a line a selector, a column a domain."""
     changes = [change for row in rows for change in row.changes]
     names = list(dict.fromkeys(change.name for change in changes))
     domains = list(dict.fromkeys(change.domain for change in changes))
@@ -216,8 +164,7 @@ def _choices(rows: Sequence[Row], drafters: Sequence[str]) -> Any:
     drawn.suptitle("Who drafts around a change of domain")
     panels = drawn.subplots(len(names), len(domains), sharex=True, sharey=True, squeeze=False)
     for change in changes:
-        axes = panels[names.index(change.name)][domains.index(change.domain)]
-        _stack(axes, change, drafters)
+        _stack(panels[names.index(change.name)][domains.index(change.domain)], change, drafters)
     for axes, name in zip(panels[:, 0], names, strict=True):
         axes.set_ylabel(name, rotation=0, ha="right", va="center")
         axes.set_yticks([])
@@ -233,10 +180,9 @@ def _choices(rows: Sequence[Row], drafters: Sequence[str]) -> Any:
 
 
 def _stack(axes: Any, change: Change, drafters: Sequence[str]) -> None:
-    positions = range(-BEFORE, AFTER)
-    shares = list(zip(*change.shares, strict=True))
-    colours: list[str] = [COLOURS[(1 + i) % len(COLOURS)] for i in range(len(drafters))]
-    axes.stackplot(positions, *shares, labels=drafters, colors=colours, linewidth=0)
+    shares = zip(*change.shares, strict=True)
+    colours = [COLOURS[(1 + i) % len(COLOURS)] for i in range(len(drafters))]
+    axes.stackplot(range(-BEFORE, AFTER), *shares, labels=drafters, colors=colours, linewidth=0)
     axes.axvline(0, color=INK, linewidth=1.0)
     axes.set_xlim(-BEFORE, AFTER - 1)
     axes.set_ylim(0, 1)

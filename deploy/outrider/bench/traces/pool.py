@@ -4,24 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from pydantic.dataclasses import dataclass as record_dataclass
 
-from outrider.bench.links import BenchLink
-from outrider.bench.metrics import Bootstrap
+from outrider.bench.links import LinkRecord
+from outrider.bench.metrics import Bootstrap, Interval
+from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.replay.texts import Text, joined, texts_of
-from outrider.bench.traces.pool_results import DRAFTER, ORACLE, SELECTOR, Accumulator, Row
 from outrider.bench.traces.recording import Recording
-from outrider.bench.traces.stages import Segment, Stage, Trajectory
+from outrider.bench.traces.stages import Stage, Trajectory
 from outrider.edge.policies.selection import selector_named
 from outrider.proto.errors import ConfigError
 
+DRAFTER, SELECTOR, ORACLE = "drafter", "selector", "oracle"
 MIX, MIDWAY = "mix", "midway"
 STATIC = "static"  # stands for every drafter alone
+SETTLED_TOKENS = 64  # after a change of domain
+BEFORE, AFTER = 32, 96  # tokens around a change that are drawn
 NOTED = 60  # positions of a regret curve, at equal distances and once more at equal ratios
 
+Variants = Mapping[tuple[str, str], Sequence[Text]]  # the texts of each prompt by seed; by domain and id
 
-Variants = Mapping[tuple[str, str], Sequence[Text]]  # of each prompt, by domain and id: its texts by seed
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A text on its way.
+
+    Attributes:
+        text: text with every drafter's trace.
+        prompt: domain and id of the prompt at its beginning.
+        domains: domains of its stretches.
+    """
+
+    text: Text
+    prompt: tuple[str, str]
+    domains: tuple[str, ...]
 
 
 def variants_of(texts: Sequence[Text]) -> Variants:
@@ -33,14 +52,13 @@ def variants_of(texts: Sequence[Text]) -> Variants:
     return found
 
 
-def row_names(variants: Variants) -> tuple[str, ...]:
+def row_names(domains: Sequence[str]) -> Sequence[str]:
     """Return the domains; where there are several, their mix and `midway` too."""
-    domains = tuple(dict.fromkeys(domain for domain, _ in variants))
     return (*domains, MIX, MIDWAY) if len(domains) > 1 else domains
 
 
 def segments(row: str, variants: Variants, seed: int) -> list[Segment]:
-    """Return what a selector meets in one run, in random order: a text of each prompt of the row, by turns of the seed.
+    """Return the texts of one run in random order: one of each prompt of the row, whose seeds take turns.
 
     `midway` joins each prompt's text with one of another domain, which changes with the seed.
     """
@@ -51,11 +69,11 @@ def segments(row: str, variants: Variants, seed: int) -> list[Segment]:
         if row in (MIX, MIDWAY, prompt[0])
     ]
     shuffled = [chosen[i] for i in rng.permutation(len(chosen))]
-    return _midway(shuffled, row_names(variants)[:-2], seed) if row == MIDWAY else shuffled
+    domains = list(dict.fromkeys(domain for domain, _ in variants))
+    return _midway(shuffled, domains, seed) if row == MIDWAY else shuffled
 
 
 def _midway(segments: Sequence[Segment], domains: Sequence[str], seed: int) -> list[Segment]:
-    """Join each text with one of another domain, how many places further changes with the seed."""
     further = 1 + seed % (len(domains) - 1)
     after = {domain: domains[(i + further) % len(domains)] for i, domain in enumerate(domains)}
     own = {domain: [segment for segment in segments if segment.domains == (domain,)] for domain in domains}
@@ -70,25 +88,210 @@ def _midway(segments: Sequence[Segment], domains: Sequence[str], seed: int) -> l
     return found
 
 
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class Cell:
+    """One way of choosing on the texts of one row.
+
+    Attributes:
+        kind: one `drafter` alone, a `selector`, or the `oracle` in hindsight.
+        name: name of the drafter or the selector.
+        tokens: tokens of the texts, all seeds together.
+        seconds: time that they took, in seconds.
+        speed_up: seconds of cloud streaming over these.
+        interval: interval of the speed-up, over the prompts; None: a domain has but one.
+        of_oracle: seconds of the oracle over these.
+        settled: the same from `SETTLED_TOKENS` tokens after a change of domain on; None: there is no such token.
+        switches: changes of drafter from token to token, a thousand tokens.
+        shares: [K] share of the tokens of each drafter.
+        regret_s: seconds lost to the oracle at each of the row's `positions`, averaged over seeds.
+    """
+
+    kind: str
+    name: str
+    tokens: Count
+    seconds: Metric
+    speed_up: Metric
+    interval: Interval | None
+    of_oracle: Metric
+    settled: Metric | None
+    switches: Metric
+    shares: tuple[Metric, ...]
+    regret_s: tuple[float, ...]
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class Change:
+    """Shares of the drafters around changes to one domain.
+
+    Attributes:
+        kind: kind of the column.
+        name: name of the column.
+        domain: domain that begins.
+        shares: [positions][K] share of the texts of each drafter, from `BEFORE` tokens before the change on.
+    """
+
+    kind: str
+    name: str
+    domain: str
+    shares: tuple[tuple[Metric, ...], ...]
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class Row:
+    """The texts of one domain, of all, or such whose domain changes midway, over one link.
+
+    Attributes:
+        link: link between edge and verifier.
+        name: the domain, `mix` or `midway`.
+        prompts: number of prompts.
+        positions: tokens since the beginning of a run, at which regret is noted.
+        cells: results of the drafters, the selectors and the oracle.
+        changes: changes of domain, for all but the drafters.
+    """
+
+    link: LinkRecord
+    name: str
+    prompts: Count
+    positions: tuple[Count, ...]
+    cells: tuple[Cell, ...]
+    changes: tuple[Change, ...]
+
+    def of(self, kind: str, name: str) -> Cell:
+        """Return the cell of a column."""
+        return next(cell for cell in self.of_kind(kind) if cell.name == name)
+
+    def of_kind(self, kind: str) -> list[Cell]:
+        """Return the cells of all columns of one kind."""
+        return [cell for cell in self.cells if cell.kind == kind]
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
+class PoolReplayed:
+    """All results of a pool.
+
+    Attributes:
+        command: command line of the replay.
+        play: synchronous `rounds`, or the session's `stream`.
+        drafts: drafts of a round.
+        seeds: runs of each row.
+        min_step_ms: the shortest step.
+        drafters: drafters of the pool, in order.
+        costs: recorded costs of the machines.
+        rows: rows, link by link.
+    """
+
+    command: str
+    play: str
+    drafts: Count
+    seeds: Count
+    min_step_ms: Metric
+    drafters: tuple[str, ...]
+    costs: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+    @property
+    def links(self) -> tuple[LinkRecord, ...]:
+        """Links, in the order of the command."""
+        return tuple(dict.fromkeys(row.link for row in self.rows))
+
+    def over(self, link: LinkRecord) -> tuple[Row, ...]:
+        """Return the rows of one link."""
+        return tuple(row for row in self.rows if row.link == link)
+
+
+class Accumulator:
+    """Adds up the runs of one way of choosing among K drafters on the texts of one row."""
+
+    def __init__(
+        self, kind: str, name: str, drafters: int, prompts: Mapping[tuple[str, str], int], positions: np.ndarray
+    ) -> None:
+        """Begin a column; `prompts`: indices of the row's prompts; `positions` [g]: tokens at which regret is noted."""
+        self.kind = kind
+        self.name = name
+        self._prompts = prompts
+        self._positions = positions
+        self._tokens = self._switches = self._runs = 0
+        self._best_s = 0.0
+        self._seconds = np.zeros(len(prompts))
+        self._regret_s = np.zeros(len(positions))  # summed over runs
+        self._settled_s = np.zeros(2)  # of this column and of the oracle, after changes of domain have settled
+        self._chosen = np.zeros(drafters)  # tokens
+        self._around: dict[str, np.ndarray] = {}  # [BEFORE + AFTER, K] texts, by the domain that begins
+
+    def add(self, segments: Sequence[Segment], trajectories: Sequence[Trajectory], best: Sequence[Trajectory]) -> None:
+        """Add one run; `best`: the oracle's trajectories of the same texts."""
+        self._runs += 1
+        for segment, trajectory, oracle in zip(segments, trajectories, best, strict=True):
+            self._seconds[self._prompts[segment.prompt]] += trajectory.seconds
+            self._best_s += oracle.seconds
+            self._tokens += len(trajectory.choices)
+            self._switches += int(np.count_nonzero(np.diff(trajectory.choices)))
+            self._chosen += np.bincount(trajectory.choices, minlength=len(self._chosen))
+            for change, domain in zip(segment.text.changes, segment.domains[1:], strict=True):
+                self._add_change(change, domain, trajectory, oracle)
+        places = self._positions - 1
+        self._regret_s += _in_a_row(trajectories)[places] - _in_a_row(best)[places]
+
+    def _add_change(self, change: int, domain: str, trajectory: Trajectory, oracle: Trajectory) -> None:
+        settled = change + SETTLED_TOKENS
+        if settled < len(trajectory.at_s):
+            self._settled_s += [at_s[-1] - at_s[settled - 1] for at_s in (trajectory.at_s, oracle.at_s)]
+        counts = self._around.setdefault(domain, np.zeros((BEFORE + AFTER, len(self._chosen))))
+        first = max(0, change - BEFORE)
+        shown = trajectory.choices[first : change + AFTER]
+        counts[np.arange(len(shown)) + first - (change - BEFORE), shown] += 1
+
+    def cell(self, cloud_s: np.ndarray, resampled: Bootstrap) -> Cell:
+        """Return the result, against seconds [prompts] of cloud streaming."""
+        seconds = float(self._seconds.sum())
+        mine_s, best_s = self._settled_s.tolist()
+        return Cell(
+            self.kind,
+            self.name,
+            tokens=self._tokens,
+            seconds=seconds,
+            speed_up=float(cloud_s.sum()) / seconds,
+            interval=resampled.interval(resampled.sums(cloud_s) / resampled.sums(self._seconds)),
+            of_oracle=self._best_s / seconds,
+            settled=best_s / mine_s if mine_s else None,
+            switches=1e3 * self._switches / self._tokens,
+            shares=tuple((self._chosen / self._tokens).tolist()),
+            regret_s=tuple((self._regret_s / self._runs).tolist()),
+        )
+
+    def changes(self) -> list[Change]:
+        """Return the drafters' shares around changes of domain."""
+        shares = {
+            domain: counts / np.maximum(1, counts.sum(axis=1, keepdims=True)) for domain, counts in self._around.items()
+        }
+        return [
+            Change(self.kind, self.name, domain, tuple(map(tuple, each.tolist()))) for domain, each in shares.items()
+        ]
+
+
+def _in_a_row(trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """Return [tokens of all] seconds up to and with each token of texts that come one after the other."""
+    begins = np.cumsum([0.0, *(trajectory.seconds for trajectory in trajectories[:-1])])
+    return np.concatenate([begin + trajectory.at_s for begin, trajectory in zip(begins, trajectories, strict=True)])
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     """Scope of a trial.
 
     Attributes:
-        recording: of the drafters of the pool.
-        links: over which.
-        selectors: names.
-        stage: where a link is played.
+        recording: recording of the drafters of the pool.
+        stages: stages to play on, by link.
+        selectors: names of selectors.
         seeds: runs of each row; they differ in order, in texts where several were recorded, and in what selectors draw.
 
     Raises:
-        ConfigError: a domain is called as one of the other rows.
+        ConfigError: a domain has the name of another row.
     """
 
     recording: Recording
-    links: Sequence[BenchLink]
+    stages: Mapping[LinkRecord, Stage]
     selectors: Sequence[str]
-    stage: Callable[[BenchLink], Stage]
     seeds: int = 20
 
     def __post_init__(self) -> None:
@@ -98,14 +301,13 @@ class Pool:
 
     def __len__(self) -> int:
         """Return the number of runs."""
-        return len(self.links) * len(row_names(variants_of(texts_of(self.recording.traces)))) * self.seeds
+        return len(self.stages) * len(row_names(self.recording.domains)) * self.seeds
 
     def rows(self, done: Callable[[], object]) -> Iterator[Row]:
         """Yield rows link by link; `done` is called after each run."""
         variants = variants_of(texts_of(self.recording.traces))
-        for link in self.links:
-            stage = self.stage(link)
-            for name in row_names(variants):
+        for link, stage in self.stages.items():
+            for name in row_names(self.recording.domains):
                 runs = [segments(name, variants, seed) for seed in range(self.seeds)]
                 yield self._row(link, stage, name, runs, done)
 
@@ -116,44 +318,36 @@ class Pool:
         return [*((DRAFTER, name) for name in drafters), *((SELECTOR, name) for name in selectors), (ORACLE, ORACLE)]
 
     def _row(
-        self,
-        link: BenchLink,
-        stage: Stage,
-        name: str,
-        runs: Sequence[Sequence[Segment]],
-        done: Callable[[], object],
+        self, link: LinkRecord, stage: Stage, name: str, runs: Sequence[Sequence[Segment]], done: Callable[[], object]
     ) -> Row:
         prompts = {prompt: index for index, prompt in enumerate(sorted(segment.prompt for segment in runs[0]))}
         positions = _positions(min(sum(segment.text.tokens for segment in run) for run in runs))
-        columns = {column: Accumulator(len(self.recording.traces), prompts, positions) for column in self._columns()}
+        columns = [Accumulator(*column, len(self.recording.traces), prompts, positions) for column in self._columns()]
         cloud_s = np.zeros(len(prompts))
         for seed, run in enumerate(runs):
             for segment in run:
                 cloud_s[prompts[segment.prompt]] += stage.cloud_s(segment.text)
-            best = stage.best([segment.text for segment in run])
-            for column, total in columns.items():
-                total.add(run, self._trajectories(stage, column, run, seed, best), best)
+            texts = [segment.text for segment in run]
+            best = stage.best(texts)
+            for column in columns:
+                found = best if column.kind == ORACLE else self._trajectories(stage, column, texts, seed)
+                column.add(run, found, best)
             done()
         resampled = Bootstrap([domain for domain, _ in prompts], seed=0)
         return Row(
-            link.record,
+            link,
             name,
             len(prompts),
             tuple(positions.tolist()),
-            tuple(total.cell(*column, cloud_s, resampled) for column, total in columns.items()),
-            tuple(c for column, total in columns.items() if column[0] != DRAFTER for c in total.changes(*column)),
+            tuple(column.cell(cloud_s, resampled) for column in columns),
+            tuple(change for column in columns if column.kind != DRAFTER for change in column.changes()),
         )
 
-    def _trajectories(
-        self, stage: Stage, column: tuple[str, str], run: Sequence[Segment], seed: int, best: list[Trajectory]
-    ) -> list[Trajectory]:
-        kind, name = column
-        texts, drafters = [segment.text for segment in run], list(self.recording.traces)
-        if kind == ORACLE:
-            return best
-        if kind == DRAFTER:
-            return stage.alone(texts, drafters.index(name))
-        return stage.trajectories(texts, selector_named(name)(len(drafters), np.random.default_rng(seed)))
+    def _trajectories(self, stage: Stage, column: Accumulator, texts: Sequence[Text], seed: int) -> list[Trajectory]:
+        drafters = list(self.recording.traces)
+        if column.kind == DRAFTER:
+            return stage.alone(texts, drafters.index(column.name))
+        return stage.trajectories(texts, selector_named(column.name)(len(drafters), np.random.default_rng(seed)))
 
 
 def _positions(tokens: int) -> np.ndarray:

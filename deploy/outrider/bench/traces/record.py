@@ -1,4 +1,4 @@
-"""`outrider traces record`: the target's own texts, written once, and where each drafter would have said the same."""
+"""`outrider traces record`: the target's own texts, written once, and each drafter's hits in them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from statistics import median
 
 import torch
 from rich.console import Console
@@ -15,27 +16,40 @@ from outrider.bench.commands import RecordSettings
 from outrider.bench.drafters import Packages, find_packages, load_drafters
 from outrider.bench.environment import environment
 from outrider.bench.outputs import check_file, progress
-from outrider.bench.replay.record import PromptReaders, trace_of
+from outrider.bench.record import save
+from outrider.bench.replay.record import Chances, HitRecorder
 from outrider.bench.replay.traces import HitTrace, save_traces
-from outrider.bench.traces.probes import DrafterProbe, TargetChances, TargetProbe
-from outrider.bench.traces.recording import CostSheet, DrafterCosts, costs_path, save_costs
-from outrider.cloud.target import Target, load_target
+from outrider.bench.simulator.clock import Costs
+from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
+from outrider.cloud.kv_cache import SessionCache
+from outrider.cloud.sampling import Sampler, VerificationInput, processed_logits
+from outrider.cloud.target import Rows, Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.arguments import Given
 from outrider.deploy.prompts import Prompt, choose_prompts
+from outrider.edge.drafters.proposals import ProposalRule
 from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.errors import ConfigError
-from outrider.proto.types import Sampling
+from outrider.proto.policy import Line
+from outrider.proto.types import DraftToken, Sampling
 
-PROBED_TEXTS = 24  # whose prompts the drafters are timed after
+# The target is timed after a few prompts, in steps that verify these numbers of drafts.
+TARGET_TEXTS = 4
+DRAFTS = (0, 1, 2, 4, 8, 16)
+REPEATS = 5
+# The drafters are timed after more prompts, in a few jobs each.
+DRAFTER_TEXTS = 24
+BLOCK = 8  # tokens a job
+BLOCKS = 4
 
 
 def record(given: Given) -> int:
     """Run `outrider traces record`."""
     options = given(RecordSettings)
     costs_file = costs_path(options.output, "output")
+    if options.seeds > 1 and options.temperature == 0:
+        raise ConfigError("has no effect at temperature 0; set --temperature, or leave it out", field="seeds")
     sampling = Sampling(temperature=options.temperature, seed=options.seed, max_tokens=options.max_tokens)
-    seeds = _seeds(options)
     prompts = choose_prompts(options.prompts, options.per_domain)
     packages = find_packages(options.drafter, "drafter", ngram=True)
     check_file(options.output, "output")
@@ -43,102 +57,12 @@ def record(given: Given) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     target = load_target(options.target, device=options.device, dtype=options.dtype)
-    recorder = Recorder(target, load_drafters(packages, target.tokenizer_sha256, "drafter"), sampling, seeds)
-    traces, sheet = recorder.record(prompts)
-    sheet = replace(sheet, environment=_environment(options, packages, len(prompts)))
-    try:
-        save_traces(traces, options.output)
-        save_costs(sheet, costs_file)
-    except OSError as error:
-        raise ConfigError(f"cannot write {options.output}: {error.strerror}", field="output") from error
-    print(f"{len(traces)} traces in {options.output}, what the machines took in {costs_file}")
+    drafters = load_drafters(packages, target.tokenizer_sha256, "drafter")
+    traces, sheet = Recorder(target, drafters, sampling, range(1, options.seeds + 1)).record(prompts)
+    save_traces(traces, options.output)
+    save(replace(sheet, environment=_environment(options, packages, len(prompts))), costs_file, "output")
+    print(f"{len(traces)} traces in {options.output}, the costs of the machines in {costs_file}")
     return 0
-
-
-class Recorder:
-    """The hits of `drafters`, by the names that the traces call them, in texts of `target`."""
-
-    def __init__(
-        self, target: Target, drafters: Mapping[str, Drafter], sampling: Sampling, seeds: Sequence[int] = ()
-    ) -> None:
-        """Take what is recorded; `seeds`: of the texts after each prompt; none: one text, by the seed of `sampling`."""
-        self._target = target
-        self._drafters = drafters
-        self._samplings = [replace(sampling, seed=seed) for seed in seeds or (sampling.seed,)]
-        self._console = Console(stderr=True, highlight=False)
-
-    def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
-        """Return a trace for every prompt, seed and drafter, prompt by prompt, and what the machines took."""
-        texts, traces = self._traces(self._requests(prompts))
-        target_costs = TargetProbe(self._target, self._samplings[0]).costs(texts)
-        self._say(f"a step takes {target_costs.step_s * 1e3:.1f} ms + {target_costs.row_s * 1e3:.2f} ms a row")
-        sheet = CostSheet(target_costs, self._drafter_costs(texts))
-        for name, costs in sheet.drafters.items():
-            own = [trace for trace in traces if trace.drafter == name]
-            hits = sum(sum(trace.hits) for trace in own) / sum(len(trace.hits) for trace in own)
-            self._say(f"{name}: hits {hits:.1%} of all positions, {costs.drafting_s * 1e3:.2f} ms a token")
-        return traces, sheet
-
-    def _requests(self, prompts: Sequence[Prompt]) -> list[TextRequest]:
-        """Return the texts to write, prompt by prompt."""
-        tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
-        encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
-        return [TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded for sampling in self._samplings]
-
-    def _traces(self, requests: Sequence[TextRequest]) -> tuple[list[WrittenText], list[HitTrace]]:
-        """Return the texts, and the traces on them, in the order of the requests."""
-        self._say(f"the target writes {len(requests)} texts")
-        began = time.monotonic()
-        found: dict[TextRequest, tuple[WrittenText, list[HitTrace]]] = {}
-        with (
-            closing(PromptReaders(self._drafters, requests)) as readers,
-            progress(self._console, "writing and recording", len(requests)) as advance,
-        ):
-            for text in TextWriter(self._target).stream(requests):
-                found[text.request] = replace(text, logits=None), self._on(text, readers)
-                advance()
-        texts = [found[request][0] for request in requests]
-        tokens, seconds = sum(len(text) for text in texts), time.monotonic() - began
-        self._say(f"{tokens} tokens, and what every drafter says, in {seconds:.0f} s: {tokens / seconds:.0f} a second")
-        return texts, [trace for request in requests for trace in found[request][1]]
-
-    def _on(self, text: WrittenText, readers: PromptReaders) -> list[HitTrace]:
-        """Return what each drafter would have said in place of the text's tokens."""
-        request, tokens, chances = text.request, text.tokens, TargetChances(text)
-        ended = tokens[-1] in self._target.eos_tokens
-        forced = readers.propose_forced(request, tokens)
-        found = {
-            name: trace_of(
-                request,
-                text.prompt_length,
-                tokens,
-                drafter,
-                request.sampling,
-                forced[name][1],
-                prompt_log_q=forced[name][0],
-                chances=chances.of,
-                ended=ended,
-            )
-            for name, drafter in self._drafters.items()
-        }
-        return [replace(trace, drafter=name) for name, trace in found.items()]
-
-    def _drafter_costs(self, texts: Sequence[WrittenText]) -> dict[str, DrafterCosts]:
-        """Measure each drafter after some of the prompts."""
-        probes = {name: DrafterProbe(drafter, self._samplings[0]) for name, drafter in self._drafters.items()}
-        for text in texts[:: -(-len(texts) // PROBED_TEXTS)]:
-            for probe in probes.values():  # all drafters a prompt, so that a slow moment meets them all
-                probe.after(text)
-        return {name: probe.costs() for name, probe in probes.items()}
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, style="dim")
-
-
-def _seeds(options: RecordSettings) -> range:
-    if options.seeds > 1 and options.temperature == 0:
-        raise ConfigError("has no effect at temperature 0; set --temperature, or leave it out", field="seeds")
-    return range(1, options.seeds + 1)
 
 
 def _environment(options: RecordSettings, packages: Packages, prompts: int) -> dict[str, object]:
@@ -156,3 +80,172 @@ def _environment(options: RecordSettings, packages: Packages, prompts: int) -> d
             prompts=prompts,
         )
     )
+
+
+class Recorder:
+    """Records the hits of `drafters`, by the names of their traces, in texts of `target`."""
+
+    def __init__(
+        self, target: Target, drafters: Mapping[str, Drafter], sampling: Sampling, seeds: Sequence[int] = ()
+    ) -> None:
+        """Take what is recorded; `seeds`: one for each text of a prompt; empty: one text, by the seed of `sampling`."""
+        self._target = target
+        self._drafters = drafters
+        self._samplings = [replace(sampling, seed=seed) for seed in seeds or (sampling.seed,)]
+        self._console = Console(stderr=True, highlight=False)
+
+    def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
+        """Return a trace for every prompt, seed and drafter, prompt by prompt, and the costs of the machines."""
+        texts, traces = self._traces(self._requests(prompts))
+        target_costs = TargetProbe(self._target, self._samplings[0]).costs(texts)
+        self._say(f"a step takes {target_costs.step_s * 1e3:.1f} ms + {target_costs.row_s * 1e3:.2f} ms a row")
+        sheet = CostSheet(target_costs, self._drafter_costs(texts))
+        for name, costs in sheet.drafters.items():
+            own = [trace for trace in traces if trace.drafter == name]
+            hits = sum(sum(trace.hits) for trace in own) / sum(len(trace.hits) for trace in own)
+            self._say(f"{name}: hits {hits:.1%} of all positions, {costs.drafting_s * 1e3:.2f} ms a token")
+        return traces, sheet
+
+    def _requests(self, prompts: Sequence[Prompt]) -> list[TextRequest]:
+        tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
+        encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
+        return [TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded for sampling in self._samplings]
+
+    def _traces(self, requests: Sequence[TextRequest]) -> tuple[list[WrittenText], list[HitTrace]]:
+        """Return the texts, and the traces on them, in the order of the requests."""
+        self._say(f"the target writes {len(requests)} texts")
+        began = time.monotonic()
+        found: dict[TextRequest, tuple[WrittenText, list[HitTrace]]] = {}
+        with (
+            closing(HitRecorder(self._drafters, requests)) as recorder,
+            progress(self._console, "writing and recording", len(requests)) as advance,
+        ):
+            for text in TextWriter(self._target).stream(requests):
+                ended = text.tokens[-1] in self._target.eos_tokens
+                traces = recorder.record(text.request, text.tokens, chances=chances_of(text), ended=ended)
+                found[text.request] = replace(text, logits=None), traces
+                advance()
+        texts = [found[request][0] for request in requests]
+        tokens, seconds = sum(len(text) for text in texts), time.monotonic() - began
+        self._say(f"{tokens} tokens, with every drafter's, in {seconds:.0f} s: {tokens / seconds:.0f} a second")
+        return texts, [trace for request in requests for trace in found[request][1]]
+
+    def _drafter_costs(self, texts: Sequence[WrittenText]) -> dict[str, DrafterCosts]:
+        """Measure each drafter after some of the prompts."""
+        probes = {name: DrafterProbe(drafter, self._samplings[0]) for name, drafter in self._drafters.items()}
+        for text in texts[:: -(-len(texts) // DRAFTER_TEXTS)]:
+            for probe in probes.values():  # all drafters a prompt, so that a slow moment meets them all
+                probe.after(text)
+        return {name: probe.costs() for name, probe in probes.items()}
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, style="dim")
+
+
+def chances_of(written: WrittenText) -> Chances:
+    """Return the target's probabilities along one text, 0 beyond the vocabulary.
+
+    At temperature 0 they are those at 1, as the verifier takes them.
+    """
+    if written.logits is None:
+        raise ValueError("the text was written without its logits")
+    prompt = written.request.prompt
+    block = tuple(map(DraftToken, written.tokens[:-1]))
+    verified = VerificationInput(written.request.sampling, list(prompt), len(prompt), block)
+    with torch.inference_mode():
+        scores = processed_logits(written.logits, verified)  # [n, vocab] float64
+        log_totals = torch.logsumexp(scores, dim=-1)
+
+    def chances(tokens: Sequence[int]) -> list[float]:
+        wanted = torch.tensor(tokens, device=scores.device)
+        known = wanted.clamp(max=scores.shape[1] - 1)
+        p = torch.exp(scores.gather(1, known[:, None])[:, 0] - log_totals)
+        return [float(chance) for chance in torch.where(known == wanted, p, 0.0)]
+
+    return chances
+
+
+class TargetProbe:
+    """Times steps after the prompts of a few texts."""
+
+    def __init__(self, target: Target, sampling: Sampling) -> None:
+        self._target = target
+        self._sampling = sampling
+        self._sampler = Sampler(target.device)
+
+    def costs(self, texts: Sequence[WrittenText]) -> TargetCosts:
+        """Return costs from prompts of middle length, without the very first step, which makes the target ready."""
+        ordered = sorted(texts, key=lambda text: text.prompt_length)
+        first = max(0, (len(ordered) - TARGET_TEXTS) // 2)
+        chosen = ordered[first : first + TARGET_TEXTS]
+        self._steps_after(chosen[0], (0,), 1)
+        reading: list[tuple[int, float]] = []
+        by_rows: dict[int, list[float]] = {}
+        for text in chosen:
+            reading_s, steps = self._steps_after(text, DRAFTS, REPEATS)
+            reading.append((text.prompt_length, reading_s))
+            for rows, seconds in steps:
+                by_rows.setdefault(rows, []).append(seconds)
+        line = Line(fade=1.0)
+        for rows, all_s in by_rows.items():
+            line.add(rows, median(all_s))
+        prefill_s = median(max(0.0, seconds - line.base) / rows for rows, seconds in reading)
+        return TargetCosts(line.base, line.slope, prefill_s)
+
+    def _steps_after(
+        self, text: WrittenText, drafts: Sequence[int], repeats: int
+    ) -> tuple[float, list[tuple[int, float]]]:
+        """Return the seconds of reading the prompt, and rows and seconds of steps after it."""
+        prompt, pool = text.transcript[: text.prompt_length], self._target.pool
+        drafts = [count for count in drafts if len(prompt) + 1 + count <= self._target.context_length]
+        transcript = [*prompt, text.transcript[text.prompt_length]]
+        cache = pool.allocate(len(transcript) + max(drafts))
+        try:
+            reading_s = self._step(cache, VerificationInput(self._sampling, list(prompt), len(prompt), ()), prompt)
+            steps = []
+            for _ in range(repeats):
+                for count in drafts:  # all counts a round, so that a slow moment meets them all
+                    cache.truncate(len(prompt))
+                    block = (DraftToken(transcript[-1]),) * count
+                    verified = VerificationInput(self._sampling, transcript, len(prompt), block)
+                    steps.append((count + 1, self._step(cache, verified, transcript[-1:] * (count + 1))))
+        finally:
+            pool.release(cache)
+        return reading_s, steps
+
+    def _step(self, cache: SessionCache, verified: VerificationInput, rows: Sequence[int]) -> float:
+        """Return the seconds of a step that puts `rows` into the cache, the last of which are verified."""
+        began = time.perf_counter()
+        logits = self._target.forward([Rows(cache, tuple(rows), len(verified.block) + 1)])
+        self._sampler.sample(logits, [verified])
+        return time.perf_counter() - began
+
+
+class DrafterProbe:
+    """Times one drafter, text by text, in processor time: the drafters compute in this thread alone."""
+
+    def __init__(self, drafter: Drafter, sampling: Sampling) -> None:
+        self._drafter = drafter
+        self._sampling = sampling
+        self._token_s: list[float] = []
+        self._reading: list[tuple[int, float]] = []  # tokens of a prompt, seconds with the one that was drafted
+
+    def after(self, text: WrittenText) -> None:
+        """Time one prompt, and a few blocks after it."""
+        with closing(self._drafter.open(ProposalRule(self._sampling, prompt_length=text.prompt_length))) as state:
+            began = time.thread_time()
+            state.extend(text.transcript[: text.prompt_length])
+            state.propose(1)
+            self._reading.append((text.prompt_length, time.thread_time() - began))
+            for _ in range(BLOCKS):
+                began = time.thread_time()
+                drafted = len(state.propose(BLOCK))
+                if drafted < 2:
+                    return
+                self._token_s.append((time.thread_time() - began) / drafted)
+
+    def costs(self) -> DrafterCosts:
+        """Return the medians; a drafter that never proposed anything has the usual drafting cost."""
+        token_s = median(self._token_s) if self._token_s else Costs().drafting_s
+        read = [max(0.0, seconds - token_s) / (tokens - 1) for tokens, seconds in self._reading if tokens > 1]
+        return DrafterCosts(token_s, median(read) if read else 0.0)

@@ -1,4 +1,4 @@
-"""Recording by `outrider traces record`: traces, and beside `FILE.jsonl` the machines' costs in `FILE.costs.json`."""
+"""Recordings of `outrider traces record`: traces in `FILE.jsonl`, and the machines' costs in `FILE.costs.json`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass as record_dataclass
 
-from outrider.bench.record import RECORD, Metric, from_json, one_of, read, to_json
+from outrider.bench.record import RECORD, Metric, from_json, one_of, read
 from outrider.bench.replay.traces import HitTrace, load_traces
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs
 from outrider.proto.errors import ConfigError
 
 FORMAT = "outrider-trace-costs/1"
@@ -20,7 +20,7 @@ SUFFIX = ".jsonl"
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class TargetCosts:
-    """Seconds of a step beside its rows, of each row, and of each row of a prompt."""
+    """Seconds of a step without its rows, of each row, and of each row of a prompt."""
 
     step_s: Metric
     row_s: Metric
@@ -37,13 +37,13 @@ class DrafterCosts:
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
 class CostSheet:
-    """All of a recording.
+    """Costs of the machines of a recording.
 
     Attributes:
-        target: that wrote the texts.
-        drafters: by the names that the traces call them.
-        environment: on what and by which command it was recorded; for people.
-        format: of the file.
+        target: costs of the target that wrote the texts.
+        drafters: costs of the drafters, by the names of their traces.
+        environment: machine and command of the recording, for people.
+        format: format of the file.
     """
 
     target: TargetCosts
@@ -52,12 +52,7 @@ class CostSheet:
     format: Annotated[str, one_of(FORMAT)] = FORMAT
 
     def of(self, drafter: str, *, min_step_s: float = 0.0) -> Costs:
-        """Return the costs for a replay; what only a network shows is as in `Costs`.
-
-        Args:
-            drafter: that drafts.
-            min_step_s: a step takes at least so long.
-        """
+        """Return the costs of a replay with one drafter; those that only a network shows are the defaults."""
         return Costs(min_step_s=min_step_s, **asdict(self.target), **asdict(self.drafters[drafter]))
 
 
@@ -65,20 +60,15 @@ def costs_path(traces: Path, field_name: str) -> Path:
     """Return the file of the costs of these traces.
 
     Raises:
-        ConfigError: the name that `field_name` gives does not end in .jsonl.
+        ConfigError: the name, of the option `field_name`, does not end in .jsonl.
     """
     if traces.suffix != SUFFIX:
         raise ConfigError(f"{traces} does not end in {SUFFIX}; call it {traces.stem}{SUFFIX}", field=field_name)
     return traces.with_suffix(".costs.json")
 
 
-def save_costs(sheet: CostSheet, path: Path) -> None:
-    """Write the JSON file; OSError where that fails."""
-    path.write_text(to_json(sheet), encoding="utf-8")
-
-
 def load_costs(path: Path) -> CostSheet:
-    """Return what `save_costs` wrote.
+    """Read the costs of a recording.
 
     Raises:
         ConfigError: the file cannot be read, or a field is missing, unknown or wrong; the field is named.
@@ -89,11 +79,14 @@ def load_costs(path: Path) -> CostSheet:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Some texts, the hits of drafters in them, and what the machines took.
+    """Some texts, the hits of drafters in them, and the costs of the machines.
 
     Attributes:
-        traces: of each drafter, by name, in the order of the file; all have the same texts in the same order.
-        costs: of the target and of these drafters, perhaps of more.
+        traces: traces of each drafter, by name, in the order of the file; all are of the same texts in the same order.
+        costs: costs of the target and of these drafters, perhaps of more.
+
+    Raises:
+        ConfigError: there is no trace, texts differ, or costs are missing.
     """
 
     traces: Mapping[str, Sequence[HitTrace]]
@@ -121,7 +114,7 @@ class Recording:
         return tuple(dict.fromkeys(trace.domain for trace in self.texts))
 
     def only(self, names: Sequence[str]) -> Recording:
-        """Return the recording of these drafters alone, in that order; of all where none is named.
+        """Return the recording of these drafters alone, in that order; of all if none is named.
 
         Raises:
             ConfigError: one was not recorded, or is named twice.
@@ -138,7 +131,7 @@ class Recording:
 
 
 def load_recording(path: Path) -> Recording:
-    """Return what `outrider traces record` wrote.
+    """Read a recording.
 
     Raises:
         ConfigError: as `load_traces`, `load_costs` and `Recording`.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 from rich.console import Console
@@ -15,8 +16,7 @@ from outrider.bench.outputs import check_plot_folder, hand_out, progress
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.traced import Policy
 from outrider.bench.traces.plots import draw_pool, draw_sweep
-from outrider.bench.traces.pool import STATIC, Pool
-from outrider.bench.traces.pool_results import PoolReplayed, Row
+from outrider.bench.traces.pool import STATIC, Pool, PoolReplayed
 from outrider.bench.traces.recording import Recording, load_recording
 from outrider.bench.traces.stages import Stage
 from outrider.bench.traces.sweep import Replayed, Sweep, WindowResult, policy_of
@@ -24,8 +24,6 @@ from outrider.bench.traces.tables import pool_tables, sweep_tables
 from outrider.deploy.arguments import Given
 from outrider.edge.policies.selection import selector_named
 from outrider.proto.errors import ConfigError
-
-ROUNDS, STREAM = "rounds", "stream"
 
 
 def replay(given: Given) -> int:
@@ -40,26 +38,40 @@ def replay(given: Given) -> int:
 
 
 def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> None:
-    sweep = Sweep(recording, links, _windows(options.window), options.goal, options.min_step / 1e3, options.seed)
+    windows = _windows(options.window)
+    sweep = Sweep(recording, links, windows, options.goal, options.min_step / 1e3, options.seed)
 
     def replayed() -> Replayed:
+        results: list[WindowResult] = []
+        with _timed(f"{len(sweep)} replays of {len(recording.texts)} texts", len(sweep)) as advance:
+            for cell in sweep.cells():
+                results += cell
+                advance()
         return Replayed(
             command=command_line(),
             goal=options.goal.name.lower(),
             min_step_ms=options.min_step,
             seed=options.seed,
             costs=asdict(recording.costs),
-            results=_results(sweep),
+            results=tuple(results),
         )
 
     hand_out(options.json, options.plot, replayed, sweep_tables, draw_sweep, check_plot=check_plot_folder)
 
 
 def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[BenchLink]) -> None:
-    stages = {ROUNDS: _rounds, STREAM: _stream}
-    pool = Pool(recording, links, _selectors(options.selector), stages[options.play](options, recording), options.seeds)
+    for name in options.selector:
+        if name != STATIC:
+            selector_named(name)
+    check_once(options.selector, "selector")
+    policy = _policy(options)
+    costs = [recording.costs.of(name, min_step_s=options.min_step / 1e3) for name in recording.traces]
+    stages = {link.record: Stage(costs, link.shape_at, policy, options.seed) for link in links}
+    pool = Pool(recording, stages, options.selector, options.seeds)
 
     def replayed() -> PoolReplayed:
+        with _timed(f"{len(pool)} runs of every selector", len(pool)) as advance:
+            rows = tuple(pool.rows(advance))
         return PoolReplayed(
             command=command_line(),
             play=options.play,
@@ -68,22 +80,19 @@ def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[
             min_step_ms=options.min_step,
             drafters=tuple(recording.traces),
             costs=asdict(recording.costs),
-            rows=_rows(pool),
+            rows=rows,
         )
 
     hand_out(options.json, options.plot, replayed, pool_tables, draw_pool, check_plot=check_plot_folder)
 
 
-def _results(sweep: Sweep) -> tuple[WindowResult, ...]:
+@contextmanager
+def _timed(work: str, parts: int) -> Iterator[Callable[[], None]]:
+    """Show the progress of `work`, whose parts call what is yielded, and at its end the time that it took."""
     console, began = Console(stderr=True, highlight=False), time.monotonic()
-    results: list[WindowResult] = []
-    with progress(console, "replaying", len(sweep)) as advance:
-        for cell in sweep.cells():
-            results += cell
-            advance()
-    texts, seconds = len(sweep.recording.texts), time.monotonic() - began
-    console.print(f"{len(sweep)} replays of {texts} texts in {seconds:.1f} s", style="dim")
-    return tuple(results)
+    with progress(console, "replaying", parts) as advance:
+        yield advance
+    console.print(f"{work} in {time.monotonic() - began:.1f} s", style="dim")
 
 
 def _links(options: ReplaySettings) -> list[BenchLink]:
@@ -106,34 +115,9 @@ def _windows(names: Sequence[str]) -> Sequence[str]:
     return names
 
 
-def _rounds(options: ReplaySettings, recording: Recording) -> Callable[[BenchLink], Stage]:
-    return _stage(options, recording, lambda: synchronous(options.rounds))
-
-
-def _stream(options: ReplaySettings, recording: Recording) -> Callable[[BenchLink], Stage]:
-    if not options.window:
-        raise ConfigError("names no policy; name adaptive, or some N", field="window")
-    name, goal = options.window[0], options.goal
-    policy_of(name)
-    return _stage(options, recording, lambda: replace(policy_of(name), goal=goal))
-
-
-def _stage(options: ReplaySettings, recording: Recording, policy: Callable[[], Policy]) -> Callable[[BenchLink], Stage]:
-    costs = [recording.costs.of(name, min_step_s=options.min_step / 1e3) for name in recording.traces]
-    return lambda link: Stage(costs, link.shape_at, policy, options.seed)
-
-
-def _rows(pool: Pool) -> tuple[Row, ...]:
-    console, began = Console(stderr=True, highlight=False), time.monotonic()
-    with progress(console, "replaying", len(pool)) as advance:
-        rows = tuple(pool.rows(advance))
-    console.print(f"{len(pool)} runs of every selector in {time.monotonic() - began:.1f} s", style="dim")
-    return rows
-
-
-def _selectors(names: Sequence[str]) -> Sequence[str]:
-    for name in names:
-        if name != STATIC:
-            selector_named(name)
-    check_once(names, "selector")
-    return names
+def _policy(options: ReplaySettings) -> Callable[[], Policy]:
+    """Return a factory of the policy that selectors are played with."""
+    if options.play == "rounds":
+        return lambda: synchronous(options.rounds)
+    [window] = _windows(options.window[:1])
+    return lambda: replace(policy_of(window), goal=options.goal)

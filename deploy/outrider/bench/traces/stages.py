@@ -1,34 +1,20 @@
-"""Where selectors of drafters play recorded texts: how long each token took, and who drafted it."""
+"""Selectors of drafters on recorded texts: how long each token took, and which drafter was active."""
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from outrider.bench.replay.texts import Text, in_hindsight
+from outrider.bench.replay.texts import Text
 from outrider.bench.replay.traced import DrafterArm, Outcome, Policy, replay
-from outrider.bench.simulator.costs import Costs
+from outrider.bench.simulator.clock import Costs
 from outrider.bench.simulator.wire import ShapeAt
 from outrider.bench.traces.sweep import WARM_UP_TOKENS
 from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """A text on its way.
-
-    Attributes:
-        text: with every drafter's trace.
-        prompt: domain and id of the prompt at its beginning.
-        domains: of its stretches.
-    """
-
-    text: Text
-    prompt: tuple[str, str]
-    domains: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,15 +34,6 @@ class Trajectory:
         """Seconds of the whole text."""
         return float(self.at_s[-1])
 
-    def elapsed(self) -> list[float]:
-        """Return [n] `at_s`."""
-        return [float(seconds) for seconds in self.at_s]
-
-
-def in_seconds(trajectory: Trajectory) -> float:
-    """Return the trajectory's seconds, by which the best is chosen."""
-    return trajectory.seconds
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -66,23 +43,21 @@ class Stage:
     With a policy of synchronous rounds this is MetaSD's own setting (arXiv 2604.05417).
 
     Attributes:
-        costs: [K] of the verifier and the events, with each drafter's own.
+        costs: [K] costs of the verifier and the events, with each drafter's own.
         shape_at: the link.
-        policy: makes the policy of both sides for a run.
-        seed: of the jitter.
+        policy: factory of the policy of both sides, called for each run.
+        seed: seed of the jitter.
     """
 
     costs: Sequence[Costs]
     shape_at: ShapeAt
     policy: Callable[[], Policy]
     seed: int = 0
-    _known: dict[tuple[object, ...], list[Trajectory]] = field(
-        init=False, default_factory=dict
-    )  # of one drafter, one run
+    _alone: dict[tuple[object, ...], list[Trajectory]] = field(init=False, default_factory=dict)  # of one run
     _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by the tokens of a text
 
     def cloud_s(self, text: Text) -> float:
-        """Return seconds from the request to the last token, as for the others."""
+        """Return the seconds of cloud streaming, from the request to the last token."""
         tokens = text.traces[0].tokens
         if tokens not in self._cloud_s:
             [outcome] = self._replayed([text], 0, replace(self.policy(), drafting=False))
@@ -90,49 +65,80 @@ class Stage:
         return self._cloud_s[tokens]
 
     def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
-        """Play the texts with one drafter; edge and verifier keep what they have measured."""
+        """Play the texts with one drafter; edge and verifier keep their measurements."""
         key = (arm, *(text.traces[arm].tokens for text in texts))
-        if key not in self._known:
+        if key not in self._alone:
             outcomes = self._replayed(texts, arm, self.policy())
-            self._known[key] = [_trajectory_of(outcome, (arm,) * len(outcome.arrivals)) for outcome in outcomes]
-        return self._known[key]
+            self._alone[key] = [_trajectory_of(outcome, (arm,) * len(outcome.arrivals)) for outcome in outcomes]
+        return self._alone[key]
 
     def trajectories(self, texts: Sequence[Text], selector: Selector) -> list[Trajectory]:
-        """Play the texts one after the other; edge and verifier keep what they have measured."""
-        first, *others = self.costs
-        if not others:
+        """Play the texts one after the other; edge and verifier keep their measurements."""
+        if len(self.costs) == 1:
             return self.alone(texts, 0)
-        aligned = Aligned(selector, len(self.costs))
-        outcomes = replay(
-            [text.traces[0] for text in texts],
-            self.shape_at,
-            first,
+        outcomes = self._replayed(
+            texts,
+            0,
             self.policy(),
-            warm_up_tokens=WARM_UP_TOKENS,
-            seed=self.seed,
-            others=[
-                [DrafterArm(trace, costs) for trace, costs in zip(text.traces[1:], others, strict=True)]
-                for text in texts
-            ],
-            selector=aligned.begin_text,
+            others=[list(map(DrafterArm, text.traces[1:], self.costs[1:])) for text in texts],
+            selector=Aligned(selector, len(self.costs)).begin_text,
         )
         return [_trajectory_of(outcome, outcome.active) for outcome in outcomes]
 
     def best(self, texts: Sequence[Text]) -> list[Trajectory]:
-        """Play in hindsight; of texts that do not change, take the best drafter of each, as `alone` plays it."""
-        self._known.clear()  # a new run begins
+        """Play in hindsight: with the fastest drafter of each text, or of each stretch where the domain changes.
+
+        An oracle that knew every single bit and took another drafter each round would be met by nobody.
+        """
+        self._alone.clear()  # a new run begins
         unchanged = [text for text in texts if not text.changes]
         alone = zip(*(self.alone(unchanged, arm) for arm in range(len(self.costs))), strict=True)
-        return [self._best(text) if text.changes else min(next(alone), key=in_seconds) for text in texts]
+        return [self._best(text) if text.changes else min(next(alone), key=_seconds) for text in texts]
 
     def _best(self, text: Text) -> Trajectory:
-        warm_up = min(WARM_UP_TOKENS, text.tokens)
-        return in_hindsight(text, lambda selector: self.trajectories([text], selector)[0], warm_up_tokens=warm_up)
+        """Try every drafter on one stretch after the other."""
+        ends, warm_up = (*text.changes, text.tokens), min(WARM_UP_TOKENS, text.tokens)
+        order: tuple[int, ...] = ()
+        for end in ends:
+            orders = [(*order, arm) for arm in range(len(self.costs))]
+            runs = [self.trajectories([text], _Ordered(order, ends, -warm_up))[0] for order in orders]
+            best, order = min(zip(runs, orders, strict=True), key=lambda run: run[0].at_s[end - 1])
+        return best
 
-    def _replayed(self, texts: Sequence[Text], arm: int, policy: Policy) -> list[Outcome]:
-        traces = [text.traces[arm] for text in texts]
-        costs = self.costs[arm]
-        return replay(traces, self.shape_at, costs, policy, warm_up_tokens=WARM_UP_TOKENS, seed=self.seed)
+    def _replayed(
+        self,
+        texts: Sequence[Text],
+        arm: int,
+        policy: Policy,
+        others: Sequence[Sequence[DrafterArm]] = (),
+        selector: Callable[[], Selector] | None = None,
+    ) -> list[Outcome]:
+        return replay(
+            [text.traces[arm] for text in texts],
+            self.shape_at,
+            self.costs[arm],
+            policy,
+            warm_up_tokens=WARM_UP_TOKENS,
+            seed=self.seed,
+            others=others,
+            selector=selector,
+        )
+
+
+@dataclass(slots=True)
+class _Ordered(Selector):
+    """One drafter for each stretch, the last of them for what is left; `at` is below 0 before the text."""
+
+    order: tuple[int, ...]
+    ends: tuple[int, ...]
+    at: int
+
+    def choose(self, view: SelectionView) -> int:
+        del view
+        return self.order[min(bisect.bisect_right(self.ends, self.at), len(self.order) - 1)]
+
+    def learn(self, outcome: RoundOutcome) -> None:
+        self.at += outcome.committed
 
 
 class Aligned(Selector):
@@ -167,7 +173,7 @@ class Aligned(Selector):
         return self._inner.choose(view)
 
     def read_prompt(self, log_q: Sequence[float]) -> None:
-        """Pass on what each drafter gave to the prompt."""
+        """Pass on each drafter's log q of the prompt."""
         self._inner.read_prompt(log_q)
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
@@ -175,7 +181,7 @@ class Aligned(Selector):
         return self._inner.score(view, chosen)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Pass on what the round came to."""
+        """Pass on the outcome of a round."""
         self._last = outcome
         self._heard = [heard + len(hits) for heard, hits in zip(self._heard, outcome.hits, strict=True)]
         self._inner.learn(outcome)
@@ -183,3 +189,7 @@ class Aligned(Selector):
 
 def _trajectory_of(outcome: Outcome, active: Sequence[int]) -> Trajectory:
     return Trajectory(np.array(outcome.arrivals), np.array(active, dtype=np.int16))
+
+
+def _seconds(trajectory: Trajectory) -> float:
+    return trajectory.seconds

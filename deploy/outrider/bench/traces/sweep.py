@@ -1,4 +1,4 @@
-"""Links, windows and drafters, each with each, replayed on the session machine with a virtual clock."""
+"""Replays of every drafter with every window over every link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
 from outrider.proto.types import Goal
 
-WARM_UP_TOKENS = 24  # tokens of the first text that are not counted, like in `outrider bench`
+WARM_UP_TOKENS = 24  # tokens of the first text that are not counted, as in `outrider bench`
 ADAPTIVE, SYNCHRONOUS = "adaptive", "sync"
 
 
@@ -29,21 +29,20 @@ class WindowResult:
     """One drafter with one window over one link.
 
     Attributes:
-        link: that lay between.
-        drafter: None: cloud streaming.
-        window: its policy; None: cloud streaming.
-        domain: of the prompts; None: all together.
-        tokens: of the texts.
-        seconds: from the requests to the last tokens, summed.
+        link: link between edge and verifier.
+        drafter: name of the drafter; None: cloud streaming.
+        window: name of the window policy; None: cloud streaming.
+        domain: domain of the prompts; None: all together.
+        tokens: tokens of the texts.
+        seconds: time from the requests to the last tokens, summed.
         tokens_per_second: tokens / seconds.
-        ratio: to the tokens a second of cloud streaming over the same link.
+        ratio: speed over that of cloud streaming over the same link.
         steps_per_token: target steps a token.
         acceptance: chance that a draft is right, given those before it in its chain; None: none was verified.
-        first_token_ms: median.
-        uplink_bytes_per_token: on the link.
-        downlink_bytes_per_token: on the link.
-        window_mean: unverified tokens that the policy asked for, on average over its decisions; None:
-            of cloud streaming, and of one domain.
+        first_token_ms: median time to the first token.
+        uplink_bytes_per_token: bytes a token on the link.
+        downlink_bytes_per_token: bytes a token on the link.
+        window_mean: mean of the unverified tokens that the policy asked for; None: cloud streaming, or one domain.
     """
 
     link: LinkRecord
@@ -67,13 +66,13 @@ class Replayed:
     """All results of a sweep.
 
     Attributes:
-        command: that replayed.
-        goal: of the deployment.
-        min_step_ms: a step took at least so long.
-        seed: of the jitter.
-        costs: of the machines, as they were recorded.
-        results: link by link: cloud streaming, then every drafter with every window; of all prompts, and then of each
-            domain where there are several.
+        command: command line of the replay.
+        goal: goal of the deployment.
+        min_step_ms: the shortest step.
+        seed: seed of the jitter.
+        costs: recorded costs of the machines.
+        results: results, link by link: cloud streaming, then every drafter with every window; of all prompts, and then
+            of each domain where there are several.
     """
 
     command: str
@@ -109,7 +108,7 @@ class Replayed:
 
 
 def fastest(results: Sequence[WindowResult]) -> WindowResult:
-    """Return the result of most tokens a second; of several, the first."""
+    """Return the result with most tokens a second, the first of several."""
     return max(results, key=lambda result: result.tokens_per_second)
 
 
@@ -161,12 +160,12 @@ class Sweep:
     """Combinations to replay.
 
     Attributes:
-        recording: of whose drafters.
-        links: over which.
+        recording: recording of the drafters.
+        links: links to replay over.
         windows: names of window policies.
-        goal: of the deployment.
-        min_step_s: a target step takes at least so long.
-        seed: of the jitter.
+        goal: goal of the deployment.
+        min_step_s: the shortest target step, in seconds.
+        seed: seed of the jitter.
     """
 
     recording: Recording
@@ -186,16 +185,15 @@ class Sweep:
         Link by link: cloud streaming, then every drafter with every window.
         """
         drafters = self.recording.traces
-        anybody = next(iter(drafters))  # for cloud streaming only the texts count
         for link in self.links:
-            cloud = self._replay(anybody, link, Policy(drafting=False))
-            yield self._results(link, cloud, cloud, {"drafter": None, "window": None}, None)
+            cloud = self._replay(next(iter(drafters)), link, Policy(drafting=False))  # here only the texts count
+            yield self._results(link, cloud, cloud, None, None, None)
             for drafter in drafters:
                 for window in self.windows:
                     policy = policy_of(window)
                     noted = NotedWindow(policy.window or SurvivalWindow())
                     outcomes = self._replay(drafter, link, replace(policy, window=noted, goal=self.goal))
-                    yield self._results(link, outcomes, cloud, {"drafter": drafter, "window": window}, noted.mean)
+                    yield self._results(link, outcomes, cloud, drafter, window, noted.mean)
 
     def _replay(self, drafter: str, link: BenchLink, policy: Policy) -> list[Outcome]:
         traces, costs = self.recording.traces[drafter], self.recording.costs.of(drafter, min_step_s=self.min_step_s)
@@ -206,25 +204,25 @@ class Sweep:
         link: BenchLink,
         outcomes: Sequence[Outcome],
         cloud: Sequence[Outcome],
-        named: dict[str, Any],
+        drafter: str | None,
+        window: str | None,
         window_mean: float | None,
     ) -> list[WindowResult]:
-        found = [result_of(link.record, outcomes, cloud, domain=None, window_mean=window_mean, **named)]
-        domains = self.recording.domains
-        for domain in domains if len(domains) > 1 else ():
-            own = [index for index, trace in enumerate(self.recording.texts) if trace.domain == domain]
-            of_domain = [outcomes[index] for index in own]
-            found.append(result_of(link.record, of_domain, [cloud[index] for index in own], domain=domain, **named))
-        return found
-
-
-def result_of(link: LinkRecord, outcomes: Sequence[Outcome], cloud: Sequence[Outcome], **named: Any) -> WindowResult:
-    """Return the result of texts, of which `cloud` are the same by cloud streaming; `named`: its other fields."""
-    return WindowResult(
-        link,
-        **pooled(outcomes),
-        ratio=tokens_per_second(outcomes) / tokens_per_second(cloud),
-        first_token_ms=1e3 * median(outcome.first_token_s for outcome in outcomes),
-        **bytes_per_token(outcomes),
-        **named,
-    )
+        domains, texts = self.recording.domains, self.recording.texts
+        results = []
+        for domain in (None, *(domains if len(domains) > 1 else ())):
+            chosen = [i for i, text in enumerate(texts) if domain in (None, text.domain)]
+            own = [outcomes[i] for i in chosen]
+            result = WindowResult(
+                link.record,
+                drafter,
+                window,
+                domain,
+                **pooled(own),
+                ratio=tokens_per_second(own) / tokens_per_second([cloud[i] for i in chosen]),
+                first_token_ms=1e3 * median(outcome.first_token_s for outcome in own),
+                **bytes_per_token(own),
+                window_mean=window_mean if domain is None else None,
+            )
+            results.append(result)
+        return results

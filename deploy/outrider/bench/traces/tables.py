@@ -1,4 +1,4 @@
-"""Replays as tables for a terminal of 100 columns: a sweep over links and windows, and selectors of a pool."""
+"""Tables of replays for a terminal of 100 columns: a sweep over links and windows, and selectors of a pool."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from rich.console import Group
 
 from outrider.bench.links import LinkRecord, link_name
 from outrider.bench.table import BEST, UNKNOWN, Block, Grid, draw, number, paced
-from outrider.bench.traces.pool_results import DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, Cell, PoolReplayed, Row
+from outrider.bench.traces.pool import DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, Cell, PoolReplayed, Row
 from outrider.bench.traces.sweep import Replayed, WindowResult, fastest
 
 CLOUD = "(cloud)"
-KINDS = (DRAFTER, SELECTOR, ORACLE)
 BESIDE = 5  # drafters in a table
 HEADINGS = ("link", "drafter", "window", "tok/s", "", "/ cloud", "steps", "accept", "up B", "down B", "mean")
 WORDS = 3  # columns of words
@@ -31,7 +30,7 @@ POOL_LEGEND = (
 
 
 def sweep_tables(replayed: Replayed) -> Group:
-    """Return all tables: every result of all prompts together, and speed by domain where there are several."""
+    """Return every result of all prompts together, and speed by domain where there are several."""
     blocks = [_block(link, replayed.over(link)) for link in replayed.links]
     grids = [Grid(f"Replayed for {replayed.goal}{paced(replayed.min_step_ms)}", HEADINGS, WORDS, blocks)]
     if replayed.domains:
@@ -67,10 +66,10 @@ def _row(name: str, result: WindowResult, mark: str) -> tuple[str, ...]:
 
 
 def _by_domain(replayed: Replayed, link: LinkRecord, window: str, drafters: Sequence[str]) -> Block:
-    """Return a row a domain, its best drafter marked."""
+    """Return a row a domain, with its best drafter marked."""
     rows = []
     for index, domain in enumerate(replayed.domains):
-        own = {f.drafter: f for f in replayed.over(link, domain) if f.window == window}
+        own = {result.drafter: result for result in replayed.over(link, domain) if result.window == window}
         best = fastest(list(own.values()))
         cells = [f"{BEST if own[name] is best else ''} {own[name].ratio:.2f}" for name in drafters]
         rows.append((link_name(link) if index == 0 else "", domain or UNKNOWN, *cells))
@@ -83,34 +82,31 @@ def pool_tables(replayed: PoolReplayed) -> Group:
     for link in replayed.links:
         rows = replayed.over(link)
         headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "switches", "after")
-        blocks = [block for kind in KINDS if (block := _columns(rows, kind))]
+        blocks = [block for kind in (DRAFTER, SELECTOR, ORACLE) if (block := _columns(rows, kind))]
         title = f"{link_name(link)}{paced(replayed.min_step_ms)}: {replayed.seeds} runs in {replayed.play}"
         grids.append(Grid(title, headings, 1, blocks))
-        if any(cell.kind == DRAFTER for cell in rows[0].cells):
+        if rows[0].of_kind(DRAFTER):
             grids.append(_against_best(rows))
     last = replayed.rows[-1].name or "all"
     return draw(grids, POOL_LEGEND.format(last=last, settled=SETTLED_TOKENS))
 
 
 def _columns(rows: Sequence[Row], kind: str) -> Block:
-    columns = [column for column in rows[0].columns if column[0] == kind]
     best = [max((cell for cell in row.cells if cell.kind != ORACLE), key=_speed_up, default=None) for row in rows]
     lines = []
-    for column in columns:
-        cells = [row.of(*column) for row in rows]
+    for cells in zip(*(row.of_kind(kind) for row in rows), strict=True):
         last = cells[-1]
         shown = [_cell(cell, cell is most) for cell, most in zip(cells, best, strict=True)]
-        settled = UNKNOWN if last.settled is None else f"{last.settled:.3f}"
-        lines.append((column[1], *shown, f"{last.of_oracle:.3f}", f"{last.switches:.0f}", settled))
+        lines.append((last.name, *shown, f"{last.of_oracle:.3f}", f"{last.switches:.0f}", number(last.settled)))
     return lines
 
 
 def _against_best(rows: Sequence[Row]) -> Grid:
-    best = [max(cell.speed_up for cell in row.cells if cell.kind == DRAFTER) for row in rows]
+    best = [max(map(_speed_up, row.of_kind(DRAFTER))) for row in rows]
     lines = [
-        (name, *(f"{row.of(kind, name).speed_up / most:.3f}" for row, most in zip(rows, best, strict=True)))
-        for kind, name in rows[0].columns
-        if kind != DRAFTER
+        (cells[0].name, *(f"{cell.speed_up / most:.3f}" for cell, most in zip(cells, best, strict=True)))
+        for cells in zip(*(row.cells for row in rows), strict=True)
+        if cells[0].kind != DRAFTER
     ]
     headings = ("", *(row.name or UNKNOWN for row in rows))
     return Grid("Speed over that of the row's best drafter alone", headings, 1, [lines])
