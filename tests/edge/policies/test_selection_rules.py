@@ -221,6 +221,15 @@ def test_halving_drops_the_worse_half_by_the_rounds_of_each_phase() -> None:
     assert selector.choose(view) == 3, "it is kept"
 
 
+def test_halving_ignores_the_last_round_of_an_arm_that_is_out() -> None:
+    selector, view = SequentialHalving(arms=4, budget=8, reward=BlockDivergence()), view_of(*[0.1] * 4)
+    for arm, reward in enumerate((0.9, 0.8, 0.1, 0.2)):
+        selector.learn(outcome_of(arm, reward, view))
+    assert selector.left == [0, 1]
+    selector.learn(outcome_of(3, 1.0, view))
+    assert [selector.choose(view), selector.left] == [0, [0, 1]]
+
+
 def test_halving_keeps_the_middle_one_of_three_and_decides_by_the_price() -> None:
     selector = SequentialHalving(arms=3, budget=6, reward=BlockDivergence())
     view = view_of(0.1, 0.1, 0.9)

@@ -216,7 +216,7 @@ class SequentialHalving(Selector):
         return next((arm for arm in self.left if len(self.rewards[arm]) < self.rounds_each), self.left[0])
 
     def learn(self, outcome: RoundOutcome) -> None:
-        if len(self.left) == 1:
+        if len(self.left) == 1 or outcome.arm not in self.left:  # the last round of an arm that is out
             return
         self.rewards[outcome.arm].append(self.reward.of(outcome))
         if any(len(self.rewards[arm]) < self.rounds_each for arm in self.left):
