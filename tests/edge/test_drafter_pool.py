@@ -43,7 +43,7 @@ from outrider.proto.errors import (
 )
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import DrafterManifest, RemoteFile
+from outrider.proto.types import DrafterManifest, Lease, RemoteFile
 
 MB = 10**6
 SIZE = 100 * MB  # of each drafter: far more than this process takes meanwhile
@@ -499,6 +499,40 @@ def test_unknown_names_wrong_tokenizers_and_twins_are_mistakes(tmp_path):
             prepared(f"{tmp_path}/{first},{tmp_path}/{second}")
     with pytest.raises(ConfigError, match="names 'code' twice"):
         prepared(f"{tmp_path}/code,{tmp_path}/other/code")
+
+
+def test_a_tokenizer_or_template_that_is_no_text_is_refused_with_its_field(tmp_path):
+    package(tmp_path, "code")
+    bad = tmp_path / "bad"
+    bad.write_bytes(b"\xff\xfe")
+    for field in ("tokenizer", "chat_template"):
+        with pytest.raises(NotFound, match="cannot read") as refused:
+            prepared(f"{tmp_path}/code", **{field: bad})
+        assert refused.value.field == field
+
+
+def test_an_offered_drafter_for_another_tokenizer_is_passed_over(tmp_path, caplog):
+    (tmp_path / "tokenizer.json").write_text(WORD_TOKENIZER)
+    files = (RemoteFile("manifest.json", "0" * 64, 1),)
+    foreign = DrafterManifest(name="far", version="0" * 12, tokenizer_sha256="1" * 64, target="m", files=files)
+    lease = Lease(
+        token=b"",
+        verifier="v",
+        address="v:1",
+        expires_in_s=60.0,
+        model="m",
+        tokenizer_sha256=tokenizer_hash(WORD_TOKENIZER),
+        drafters=(foreign,),
+    )
+
+    async def open_lease(request) -> Lease:
+        return lease
+
+    edge = EdgeConfig(coordinator="127.0.0.1:1", tokenizer=tmp_path / "tokenizer.json", cache=tmp_path)
+    coordinator = SimpleNamespace(open_lease=open_lease)
+    ready = asyncio.run(Preparation(edge, coordinator, None, ()).run())
+    assert ready.drafter.name == "ngram"
+    assert "passing over drafter far" in caplog.text
 
 
 @pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")

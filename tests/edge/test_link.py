@@ -96,7 +96,7 @@ def test_after_a_loss_the_next_text_connects_anew() -> None:
     async def scenario(verifier: Verifier, channels: Channels) -> None:
         first = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(first)
-        channels.drop(verifier.address, first)
+        channels.retire(verifier.address, first.connection)
         await channels.close_stream(verifier.address, first)
         second = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(second)
@@ -112,12 +112,12 @@ def test_losing_one_text_leaves_the_others_their_stream_and_the_next_reconnects(
         going_on = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(lost)
         await answered(going_on)
-        channels.drop(verifier.address, lost)
+        channels.retire(verifier.address, lost.connection)
         await channels.close_stream(verifier.address, lost)
         await answered(going_on)
         following = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(following)
-        channels.drop(verifier.address, going_on)  # of the old connection: the new one stays
+        channels.retire(verifier.address, going_on.connection)  # of the old connection: the new one stays
         await channels.close_stream(verifier.address, going_on)
         await answered(following)
         beside = channels.open_stream(verifier.address, EdgeStatistics())
@@ -140,7 +140,7 @@ def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff() -> N
             lost.send(Cancel())
             with pytest.raises(Unavailable):
                 await anext(lost.frames())
-            channels.drop(address, lost)
+            channels.retire(address, lost.connection)
             await channels.close_stream(address, lost)
         again = Verifier(address)
         await again.server.start()
@@ -202,7 +202,7 @@ def test_a_stream_whose_closing_is_cancelled_gives_its_connection_back() -> None
     async def scenario(verifier: Verifier, channels: Channels) -> None:
         stream = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(stream)
-        channels.drop(verifier.address, stream)
+        channels.retire(verifier.address, stream.connection)
         closing = asyncio.create_task(channels.close_stream(verifier.address, stream))
         await asyncio.sleep(0)
         closing.cancel()

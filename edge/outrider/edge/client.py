@@ -33,13 +33,13 @@ from outrider.proto.types import LeaseRequest, Open, Sampling, SteeringRequest
 
 
 class Client:
-    """Decode texts on verifiers and draft here; many generations may run at once in one event loop.
+    """Decodes texts on verifiers and drafts here; many generations may run at once in one event loop.
 
     Args:
         config: target, drafters and policies.
         route: replaces the config's verifier or coordinator (tests, embedding).
         drafter: replaces the config's drafters (tests, drafters of your own).
-        drafters: replace the config's too; several are selected among.
+        drafters: replace the config's, too; one is selected wherever a chain of drafts begins.
     """
 
     def __init__(
@@ -226,16 +226,9 @@ class Client:
     ) -> Conversation:
         """Return several turns on one session, each of which sends only what is new; see `Conversation`.
 
-        Args:
-            sampling: parameters of every turn that brings none.
-            stop: strings that end every turn that brings none.
-            keep_s: seconds for which a verifier may keep the session between turns, if it allows that; a turn that
-                finds it gone sends the whole transcript.
-            observer: see `generate`, and for the arguments that follow.
-            logprobs: see there.
-            top_logprobs: see there.
-            request_id: see there.
-            overrides: see there.
+        `sampling` and `stop` hold for every turn that brings none. A verifier may keep the session for `keep_s` seconds
+        between turns, if it allows that; a turn that finds it gone sends the whole transcript. The other arguments are
+        those of `generate`.
         """
         return Conversation(
             self,

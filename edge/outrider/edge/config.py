@@ -25,9 +25,7 @@ ADDRESS = "HOST:PORT"
 DRAFTING, CONNECTION = "drafting", "connection"
 
 
-# Modules with numpy are imported where a value is checked: declaring an option must cost nothing.
-
-
+# Modules with numpy are imported where a value is checked, so that declaring an option costs nothing.
 def _check_selector(name: str) -> None:
     from outrider.edge.policies.selection import selector_named
 
@@ -140,7 +138,7 @@ class EdgeConfig(Settings):
     trace_ratio: float = option(1.0, "share of the sessions that are traced", check=between(0, 1))
 
     def check_together(self) -> None:
-        """Refuse what does not go together."""
+        """Raise `ConfigError` for settings that contradict each other."""
         if bool(self.coordinator) == bool(self.verifier):
             raise ConfigError("give either a coordinator or a verifier, as host:port", field="coordinator")
         for name in ("coordinator", "verifier"):
@@ -180,17 +178,13 @@ class EdgeConfig(Settings):
         """Return which vectors of `rank` numbers to request, by their `gain` at each age; None: none."""
         from outrider.proto.policy import FixedSteering, PricedSteering
 
-        match self.steering:
-            case "off":
-                return None
-            case "on":
-                return FixedSteering()
-            case _:
-                return PricedSteering(rank, gain)
+        if self.steering == "off":
+            return None
+        return FixedSteering() if self.steering == "on" else PricedSteering(rank, gain)
 
 
 def check_drafters(names: tuple[str, ...]) -> None:
-    """Refuse a list of drafters that says nothing, or the same twice; ConfigError."""
+    """Raise `ConfigError` for an empty name, a name twice, or one among others that stands for all."""
     if "" in names:
         raise ConfigError("has an empty name between commas", field="drafter")
     alone = next((name for name in names if name in ("auto", "all", "none")), None)
@@ -203,5 +197,5 @@ def check_drafters(names: tuple[str, ...]) -> None:
 
 @functools.cache
 def edge_of_this_process() -> str:
-    """Return a random name of this process: operators can tell edges apart, and not who they are."""
+    """Return a random name of this process, by which operators tell edges apart without knowing them."""
     return secrets.token_hex(4)

@@ -37,11 +37,11 @@ class _Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A conversation so far.
+    """Conversation so far.
 
     Attributes:
         tokens: [n] ids, prompts and texts in order.
-        text: what they stand for, special tokens left out.
+        text: text of the tokens, without special ones.
     """
 
     tokens: tuple[int, ...]
@@ -49,7 +49,7 @@ class Transcript:
 
 
 class Conversation:
-    """Turns of one session, one after the other; made by `Client.conversation`, used as a context manager.
+    """Turns of one session, one after the other; made by `Client.conversation`; a context manager.
 
     The verifier keeps its cache between turns, and the drafter keeps its own, so that a turn costs the uplink, the
     target and the drafter only what is new. A turn gives the text of `Client.generate` with the whole transcript and
@@ -62,7 +62,7 @@ class Conversation:
     It holds exactly what the user was given: the prompt of every turn, and the tokens of every event that was yielded.
     So a turn that ends with a stop string ends with the token that completed it, and one that is left early ends with
     the last event; what the verifier decoded beyond is forgotten on both sides. EOS is part of it. A turn that was left
-    or failed before its first event is as if it had not been, its prompt included.
+    or failed before its first event leaves no trace, not even its prompt.
     """
 
     def __init__(

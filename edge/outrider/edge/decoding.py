@@ -1,4 +1,4 @@
-"""The edge's loop: draft, send, apply commits. All rules are the session machine's; this moves its instructions."""
+"""Loop of an edge: draft, send, apply commits, as the instructions of the session machine say."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Observer:
 
 
 class Decoding:
-    """One text being decoded: a session machine with its stream, its drafters and the thread that drafts.
+    """Text being decoded: a session machine with its stream, its drafters and the thread that drafts.
 
     `run` decodes all of it. A conversation has `turn` after `turn`, with `begin_turn` between them, and `aclose`.
     """
@@ -138,7 +138,7 @@ class Decoding:
         done: Done | None = None
         try:
             while done is None:
-                item = await self._next_emitted(self._tasks)
+                item = await self._next_emitted()
                 done = item if isinstance(item, Done) else None
                 yield item
         finally:
@@ -152,7 +152,7 @@ class Decoding:
         self._handle(Cancelled())
 
     def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling, measured: SharedMeasurements) -> None:
-        """Go on with `prompt` after the first `start` tokens of the transcript; what was emitted before is forgotten.
+        """Go on with `prompt` after the first `start` tokens of the transcript, and drop what waits to be taken.
 
         Args:
             start: number of tokens that are kept.
@@ -169,7 +169,7 @@ class Decoding:
         self._emitted = asyncio.Queue()
         self._rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length)
         if self._stream is not None:
-            self._stream.count_into(self.machine.statistics)
+            self._stream.statistics = self.machine.statistics
         self._apply(instructions)
         self._begun.set()
 
@@ -187,12 +187,13 @@ class Decoding:
         """End the text from this side; Done follows."""
         self._handle(Cancelled(finish))
 
-    async def _next_emitted(self, tasks: list[asyncio.Task[None]]) -> Emit | Done:
+    async def _next_emitted(self) -> Emit | Done:
         """Return the next item; raise a defect of one of the tasks instead of waiting for ever."""
         getting = asyncio.create_task(self._emitted.get())
-        await asyncio.wait([getting, *(t for t in tasks if not t.done())], return_when=asyncio.FIRST_COMPLETED)
+        running = [task for task in self._tasks if not task.done()]
+        await asyncio.wait([getting, *running], return_when=asyncio.FIRST_COMPLETED)
         while not getting.done():
-            for task in tasks:
+            for task in self._tasks:
                 if task.done() and task.exception() is not None:
                     getting.cancel()
                     task.result()
@@ -202,7 +203,7 @@ class Decoding:
     # --- draft ---
 
     async def _run_jobs(self) -> None:
-        """Do what the machine has for the drafters, one job after the other."""
+        """Do the machine's jobs for the drafters, one after the other."""
         loop = asyncio.get_running_loop()
         while True:
             job = await self._jobs.get()
@@ -274,7 +275,7 @@ class Decoding:
         self._apply(self._react(event, self._measured))
 
     def _react(self, event: EdgeEvent, measured: SharedMeasurements) -> list[EdgeInstruction]:
-        """Hand the machine an event, with what other texts have measured, and pass on what it measures."""
+        """Give the machine an event and what other texts have measured, and share what it measures."""
         machine = self.machine
         instructions = machine.handle(event, time.monotonic(), measured.newer_than(machine.measurements))
         measured.newest = machine.measurements
@@ -295,7 +296,7 @@ class Decoding:
                     self._reopen = instruction
 
     async def _converse(self) -> None:
-        """Streams, one after the other, for as long as there is a text to finish or a session that is kept."""
+        """Open streams, one after the other, while there is a text to finish or a session to keep."""
         while True:
             while self.machine.done:
                 self._begun.clear()
@@ -332,7 +333,7 @@ class Decoding:
         finally:
             if broken and self._stream is stream:  # else it was closed here
                 self._lost.append(lease.verifier)
-                self._channels.drop(lease.address, stream)
+                self._channels.retire(lease.address, stream.connection)
 
     async def _close_stream(self) -> None:
         stream, self._stream = self._stream, None

@@ -1,12 +1,12 @@
 """Features of a text that an edge reports to its coordinator: kinds of prompt and link, and counts of hits.
 
-It says so that other edges begin with the drafter that does well in such texts. What leaves the edge:
+With them other edges begin with the drafter that does well in such texts. What leaves the edge:
 
     with a lease's request      two small numbers: the prompt's class (`PromptClass`) and the link's (`link_class`)
     when the text is done       both again, and for each drafter how many tokens were compared and how many it hit
 
 No text and no token leaves it. A class is less than three bits and made of shares of characters and lines alone: it
-tells what kind of text a prompt is and not what it says. Counts of fewer than `MIN_COMPARED` tokens stay here, so
+shows what kind of text a prompt is and not what it says. Counts of fewer than `MIN_COMPARED` tokens stay here, so
 that they identify no short text. A coordinator adds reports up and keeps the sums.
 
 What this does not protect: a coordinator sees each report as it comes, beside the session's other statistics, so
@@ -27,9 +27,9 @@ from outrider.proto.session import DrafterCounts
 from outrider.proto.types import MAX_REPORTED_DRAFTERS, DrafterHits
 
 MIN_COMPARED = 8
-LOOKED_AT = 2048  # characters of a prompt, the last ones: what comes next is most like them
+LOOKED_AT = 2048  # last characters of a prompt, which the text resembles most
 TOKENS_LOOKED_AT = 512
-MIN_CHARACTERS = 24  # that are no blanks; fewer have no class
+MIN_CHARACTERS = 24  # other than blanks; with fewer a prompt has no class
 OCTAVES_MS = (4, 16, 64, 256)
 
 # Thresholds between kinds of text, each a share. Chosen on four domains with 40 prompts each (Python's sources, its
@@ -46,7 +46,7 @@ ARITHMETIC = 0.01  # of characters, those that are digits
 
 _OPERATORS = frozenset("{}[]()=<>_;\\/*+&|^#@")
 _MARKS = _OPERATORS | frozenset(":`~")
-_ROLE = re.compile(r"<\|[^|<>\s]{1,32}\|>")  # such as <|user|>: says that it is a chat, not what of
+_ROLE = re.compile(r"<\|[^|<>\s]{1,32}\|>")  # such as <|user|>, which shows that it is a chat and not its subject
 _WORDY = re.compile(r"(?:\w[\w'-]*[,;]? ){3}\w")
 _LAST_LATIN = "\u024f"
 
@@ -65,7 +65,7 @@ class PromptClass(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TextFeatures:
-    """The two reported classes of one text; see the head of this file."""
+    """Reported classes of one text; see the module's docstring."""
 
     prompt_class: int = PromptClass.UNKNOWN
     link_class: int = 0
@@ -120,7 +120,7 @@ def link_class(round_trip_s: float) -> int:
 
 
 def reported_hits(counts: Mapping[str, DrafterCounts], versions: Mapping[str, str]) -> tuple[DrafterHits, ...]:
-    """Return reported hits of a text's drafters: the most compared ones, none below `MIN_COMPARED` tokens.
+    """Return hits of a text's drafters for a report: the most compared ones, none below `MIN_COMPARED` tokens.
 
     Args:
         counts: counts of the text by name of the drafter.

@@ -1,4 +1,4 @@
-"""Lessons of an edge's texts, for the beginning of the next ones and for its coordinator."""
+"""Lessons of an edge's texts, for its next texts and for its coordinator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TextHistory:
         self._reports: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Wait a moment for reports that are under way."""
+        """Wait for reports that are under way, for a moment at most."""
         if self._reports:
             await asyncio.wait(self._reports, timeout=REPORT_WITHIN_S)
 
@@ -44,7 +44,7 @@ class TextHistory:
         """Return the features of a text, for a coordinator and for the choice among drafters."""
         pool = ready.drafters
         if not self._config.coordinator and (pool is None or len(pool) == 1):
-            return TextFeatures()  # nobody asks
+            return TextFeatures()  # nobody reads them
         return TextFeatures.of(ready.decode(prompt[-TOKENS_LOOKED_AT:]), round_trip_s)
 
     def selection(
@@ -68,7 +68,7 @@ class TextHistory:
         return Selection(make(len(drafters), np.random.default_rng()), names, steered=steered)
 
     def learn(self, ready: Ready, session: str, machine: EdgeSession, seconds: float) -> None:
-        """Count in a text that has ended after `seconds`, and report it without making anybody wait."""
+        """Learn from a text that has ended after `seconds`, and report it in the background."""
         features = self.features(ready, machine.transcript[: machine.prompt_length], machine.round_trip_s)
         self._own_texts.learn(_kind(features, machine.sampling), machine.statistics.of_drafters)
         task = asyncio.create_task(ready.route.report(self._report(ready, session, machine, seconds, features)))

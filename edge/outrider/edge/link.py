@@ -32,22 +32,22 @@ _NO_MORE = b""  # no frame is empty
 
 
 class Stream:
-    """One open decoding stream. `send` never waits: frames go out in order by a task of their own."""
+    """Open decoding stream. `send` never waits: a task of its own sends the frames in order.
+
+    Attributes:
+        statistics: counts the bytes; a conversation's next turn has its own.
+    """
 
     def __init__(self, call: Any, statistics: EdgeStatistics, connection: Connection) -> None:
         self._call = call
         self.connection = connection
-        self._statistics = statistics
+        self.statistics = statistics
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         self._writer = asyncio.create_task(self._write())
 
     def send(self, frame: EdgeFrame) -> None:
         """Put `frame` after those already on their way."""
         self._outgoing.put_nowait(codec.encode_edge_frame(frame))
-
-    def count_into(self, statistics: EdgeStatistics) -> None:
-        """Count bytes there from now on."""
-        self._statistics = statistics
 
     async def frames(self) -> AsyncIterator[CloudFrame]:
         """Yield the frames that the verifier sends.
@@ -61,7 +61,7 @@ class Stream:
                 data = await self._call.read()
                 if data is grpc.aio.EOF:
                     raise await self._ending()
-                self._statistics.downlink_bytes += len(data) + GRPC_PREFIX_BYTES
+                self.statistics.downlink_bytes += len(data) + GRPC_PREFIX_BYTES
                 self.connection.received_bytes += len(data) + GRPC_PREFIX_BYTES
                 yield codec.decode_cloud_frame(data)
         except grpc.aio.AioRpcError as error:  # from the read alone; the stream's own status says more
@@ -81,7 +81,7 @@ class Stream:
 
     async def _write(self) -> None:
         while data := await self._outgoing.get():
-            self._statistics.uplink_bytes += len(data) + GRPC_PREFIX_BYTES
+            self.statistics.uplink_bytes += len(data) + GRPC_PREFIX_BYTES
             try:
                 await send_bytes(self._call, data)
             except ENDED:
@@ -99,7 +99,7 @@ class Stream:
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """A channel, and how much has come through it."""
+    """Channel to a verifier, and how much has come through it."""
 
     channel: grpc.aio.Channel
     received_bytes: int = 0
@@ -156,15 +156,12 @@ class Channels:
         finally:  # the caller may be cancelled
             connection.streams -= 1
             if connection.received_bytes > CONNECTION_WINDOW_BYTES - 2 * DECODING_WINDOW_BYTES:
-                self._retire(address, connection)
+                self.retire(address, connection)
             if connection.retired and not connection.streams:
                 await connection.channel.close()
 
-    def drop(self, address: str, stream: Stream) -> None:
-        """Retire the connection of a lost stream: the next one connects at once, without gRPC's backoff."""
-        self._retire(address, stream.connection)
-
-    def _retire(self, address: str, connection: Connection) -> None:
+    def retire(self, address: str, connection: Connection) -> None:
+        """Use a connection no more, such as a lost stream's: the next connects at once, without gRPC's backoff."""
         connection.retired = True
         if self._by_address.get(address) is connection:
             del self._by_address[address]

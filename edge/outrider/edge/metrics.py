@@ -27,7 +27,7 @@ PART = "edge"
 MAX_SERIES = 64  # (target, drafter) pairs with labels of their own; later ones are counted as `other`
 _RECENT = 0.995  # of the running estimate of the speed-up kept at every commit: some 200 commits count
 
-_WHOSE = ("model_name", "drafter")
+_LABELS = ("model_name", "drafter")
 _PHASES = ("draft", "uplink", "queue", "verify", "downlink")
 
 _FROM_STATISTICS = {  # by attribute of the statistics of a text
@@ -46,15 +46,21 @@ _FROM_STATISTICS = {  # by attribute of the statistics of a text
     "vectors": ("outrider:edge_steering_vectors", "Steering vectors received in commits."),
     "bad_vectors": ("outrider:edge_steering_bad_vectors", "Steering vectors that could not be read, and were dropped."),
     "vector_bytes": ("outrider:edge_steering_bytes", "Bytes of the steering vectors received."),
-    "steered_jobs": (
-        "outrider:edge_steered_jobs",
-        "Drafting jobs steered by a vector of the target's state.",
-    ),
+    "steered_jobs": ("outrider:edge_steered_jobs", "Drafting jobs steered by a vector of the target's state."),
     "vector_age": (
         "outrider:edge_steering_age_positions",
         "Sum over steered drafting jobs of the vector's age: positions from its own to the one that the job's first "
         "draft follows.",
     ),
+}
+
+_GAUGES = {
+    "sessions": ("outrider:edge_sessions", "Texts being decoded."),
+    "in_flight": ("outrider:edge_in_flight_tokens", "Drafted tokens in flight, of all texts."),
+    "credit": ("outrider:edge_credit_tokens", "Tokens that verifiers allow in flight, of all texts."),
+    "planned": ("outrider:edge_planned_sessions", "Texts whose verifier plans its patience; others have it fixed."),
+    "link": ("outrider:edge_link_seconds", "Round trip of a small message, mean over the texts."),
+    "speedup": ("outrider:edge_speedup_ratio", "Estimated speed-up over cloud streaming in the newest commits."),
 }
 
 
@@ -91,39 +97,39 @@ class _Counted:
         )
 
     def _counter(self, name: str, meaning: str, *more: str) -> Counter:
-        return Counter(f"outrider:edge_{name}", meaning, (*_WHOSE, *more), registry=self._registry)
+        return Counter(f"outrider:edge_{name}", meaning, (*_LABELS, *more), registry=self._registry)
 
     def _histogram(self, name: str, meaning: str, *more: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        return Histogram(name, meaning, (*_WHOSE, *more), registry=self._registry, buckets=buckets)
+        return Histogram(name, meaning, (*_LABELS, *more), registry=self._registry, buckets=buckets)
 
 
 class _Series:
-    """The metrics of all texts with one target and one drafter.
+    """Metrics of all texts with one target and one drafter.
 
     Attributes:
         ended: sums over the statistics of texts that have ended.
-        missing: texts that had no drafter from their beginning, though they wanted one.
+        missing: texts that had no drafter from their beginning, though one was requested.
         failed: texts that have ended whose drafter broke.
         speedup: estimated over cloud streaming in the newest commits; None: not known yet.
     """
 
     def __init__(self, counted: _Counted, model: str, drafter: str) -> None:
-        self.whose = (model, drafter)
-        self.verified = counted.verified.labels(PART, model, drafter)
-        self.sheds = counted.sheds.labels(*self.whose)
-        self.first_token = counted.first_token.labels(*self.whose)
-        self.round_trip = counted.round_trip.labels(*self.whose)
-        self.draft_token = counted.draft_token.labels(*self.whose)
-        self.window = counted.window.labels(*self.whose)
+        self.labels = (model, drafter)
+        self.verified = counted.verified.labels(PART, *self.labels)
+        self.sheds = counted.sheds.labels(*self.labels)
+        self.first_token = counted.first_token.labels(*self.labels)
+        self.round_trip = counted.round_trip.labels(*self.labels)
+        self.draft_token = counted.draft_token.labels(*self.labels)
+        self.window = counted.window.labels(*self.labels)
         self.draft, self.uplink, self.queue, self.verify, self.downlink = (
-            counted.phase.labels(*self.whose, phase) for phase in _PHASES
+            counted.phase.labels(*self.labels, phase) for phase in _PHASES
         )
         self.ended = dict.fromkeys(_FROM_STATISTICS, 0)
         self.missing = 0
         self.failed = 0
         self._counted = counted
-        self._decoding = counted.decoding.labels(*self.whose)
-        self._cloud_streaming = counted.cloud_streaming.labels(*self.whose)
+        self._decoding = counted.decoding.labels(*self.labels)
+        self._cloud_streaming = counted.cloud_streaming.labels(*self.labels)
         self._recent_decoding_s = 0.0
         self._recent_cloud_s = 0.0
 
@@ -140,11 +146,11 @@ class _Series:
 
     def lose(self, kind: str) -> None:
         """Count a stream that was lost or refused."""
-        self._counted.losses.labels(*self.whose, kind).inc()
+        self._counted.losses.labels(*self.labels, kind).inc()
 
     def end(self, reason: str, statistics: EdgeStatistics, *, failed: bool) -> None:
         """Count a text that has ended."""
-        self._counted.texts.labels(*self.whose, reason).inc()
+        self._counted.texts.labels(*self.labels, reason).inc()
         self.failed += failed
         for name in _FROM_STATISTICS:
             self.ended[name] += getattr(statistics, name)
@@ -156,7 +162,7 @@ class SessionObserver(Observer):
     **Phases.** A commit echoes the newest draft message that had come before it, and says how long the verifier held
     that message; the rest of the time since it was sent is the link's. No clock is compared across machines, so the
     link's time is divided equally between up and down, as NTP does. `queue` is from the commit before to the step,
-    which is what the verifier's patience comes to.
+    which is the verifier's patience and what else it did.
 
     **Speed-up.** Plain cloud streaming pays the link once and then emits a token every target step, so the n tokens of
     a commit would have taken n·T1, T1 being what its step would have taken without its drafts: what it took, less
@@ -192,7 +198,7 @@ class SessionObserver(Observer):
         return self.cloud_s / self.decoding_s if self.decoding_s else 0.0
 
     def began(self, subject: Subject, machine: EdgeSession, at: float) -> None:
-        """Begin to count; in a conversation once a turn."""
+        """Begin to count, once a turn in a conversation."""
         self.machine = machine
         self._began = at
         self._newest = 0.0
@@ -294,75 +300,7 @@ class SessionObserver(Observer):
         return max(0.1 * verify_s, verify_s - steps.slope * commit.verified)
 
 
-class _Texts(Collector):
-    """Metrics that follow from the statistics of texts, whether they are being decoded or have ended."""
-
-    def __init__(self) -> None:
-        self.series: dict[tuple[str, str], _Series] = {}
-        self.live: dict[SessionObserver, _Series] = {}
-
-    def describe(self) -> Iterator[Metric]:
-        """Name the metrics, without values."""
-        return iter(self._families().values())
-
-    def collect(self) -> Iterator[Metric]:
-        """Show the metrics as they are now."""
-        families = self._families()
-        live = list(self.live.items())
-        for series in list(self.series.values()):
-            self._fill(families, series, [observer for observer, own in live if own is series])
-        return iter(families.values())
-
-    def _fill(
-        self, families: dict[str, CounterMetricFamily | GaugeMetricFamily], series: _Series, live: list[SessionObserver]
-    ) -> None:
-        whose = series.whose
-        machines = [observer.machine for observer in live if observer.machine is not None]
-        for name in _FROM_STATISTICS:
-            total = series.ended[name] + sum(getattr(machine.statistics, name) for machine in machines)
-            families[name].add_metric((PART, *whose) if name == "committed" else whose, total)
-        families["fallbacks"].add_metric((*whose, "missing"), series.missing)
-        families["fallbacks"].add_metric((*whose, "failed"), series.failed + sum(observer.failed for observer in live))
-        families["sessions"].add_metric(whose, len(machines))
-        families["in_flight"].add_metric(whose, sum(machine.in_flight for machine in machines))
-        families["credit"].add_metric(whose, sum(observer.credit for observer in live))
-        families["planned"].add_metric(whose, sum(observer.planned for observer in live))
-        if series.speedup is not None:
-            families["speedup"].add_metric(whose, series.speedup)
-        round_trips_s = [machine.statistics.round_trip_s for machine in machines if machine.statistics.round_trip_s]
-        if round_trips_s:
-            families["link"].add_metric(whose, sum(round_trips_s) / len(round_trips_s))
-
-    @staticmethod
-    def _families() -> dict[str, CounterMetricFamily | GaugeMetricFamily]:
-        counters = {
-            name: CounterMetricFamily(*named, labels=GENERATED[2] if name == "committed" else _WHOSE)
-            for name, named in _FROM_STATISTICS.items()
-        }
-        fallbacks = CounterMetricFamily(
-            "outrider:edge_fallbacks",
-            "Texts that went on as plain cloud streaming: no drafter could be had (missing), or it broke (failed).",
-            labels=(*_WHOSE, "reason"),
-        )
-        gauges = {
-            "sessions": ("sessions", "Texts being decoded."),
-            "in_flight": ("in_flight_tokens", "Drafted tokens in flight, of all texts."),
-            "credit": ("credit_tokens", "Tokens that verifiers allow in flight, of all texts."),
-            "planned": ("planned_sessions", "Texts whose verifier plans its patience; others have it fixed."),
-            "link": ("link_seconds", "Round trip of a small message, mean over the texts."),
-            "speedup": ("speedup_ratio", "Estimated speed-up over cloud streaming in the newest commits."),
-        }
-        return {
-            **counters,
-            "fallbacks": fallbacks,
-            **{
-                name: GaugeMetricFamily(f"outrider:edge_{shown}", meaning, labels=_WHOSE)
-                for name, (shown, meaning) in gauges.items()
-            },
-        }
-
-
-class EdgeMetrics:
+class EdgeMetrics(Collector):
     """Metrics of all texts whose observers it made. For one event loop; any thread may ask for the exposition.
 
     Args:
@@ -375,8 +313,9 @@ class EdgeMetrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
         self._counted = _Counted(self.registry)
-        self._texts = _Texts()
-        self.registry.register(self._texts)
+        self._series: dict[tuple[str, str], _Series] = {}
+        self._live: dict[SessionObserver, _Series] = {}
+        self.registry.register(self)
 
     def observer(self, request_id: str = "") -> SessionObserver:
         """Return one for `client.generate(..., observer=...)`; the request's id is for logs, and is never a label."""
@@ -387,16 +326,59 @@ class EdgeMetrics:
         return exposition(self.registry, accept)
 
     def join(self, observer: SessionObserver, subject: Subject) -> _Series:
-        """Return where to count a text that begins."""
-        series = self._texts.series
+        """Return the series of a text that begins."""
         key = (subject.model, subject.drafter)
-        if key not in series and len(series) >= MAX_SERIES:
+        if key not in self._series and len(self._series) >= MAX_SERIES:
             key = ("other", "other")
-        if key not in series:
-            series[key] = _Series(self._counted, *key)
-        self._texts.live[observer] = series[key]
-        return series[key]
+        if key not in self._series:
+            self._series[key] = _Series(self._counted, *key)
+        self._live[observer] = self._series[key]
+        return self._series[key]
 
     def leave(self, observer: SessionObserver) -> None:
         """Forget a text that has ended; its statistics are in its series."""
-        self._texts.live.pop(observer, None)
+        self._live.pop(observer, None)
+
+    def describe(self) -> Iterator[Metric]:
+        """Name the metrics that follow from statistics, without values."""
+        return iter(_families().values())
+
+    def collect(self) -> Iterator[Metric]:
+        """Show the metrics that follow from the statistics of texts, whether being decoded or ended."""
+        families = _families()
+        live = list(self._live.items())
+        for series in list(self._series.values()):
+            _fill(families, series, [observer for observer, own in live if own is series])
+        return iter(families.values())
+
+
+def _families() -> dict[str, CounterMetricFamily | GaugeMetricFamily]:
+    counters = {
+        name: CounterMetricFamily(*named, labels=GENERATED[2] if name == "committed" else _LABELS)
+        for name, named in _FROM_STATISTICS.items()
+    }
+    meaning = "Texts that went on as plain cloud streaming: no drafter could be had (missing), or it broke (failed)."
+    counters["fallbacks"] = CounterMetricFamily("outrider:edge_fallbacks", meaning, labels=(*_LABELS, "reason"))
+    return counters | {name: GaugeMetricFamily(*named, labels=_LABELS) for name, named in _GAUGES.items()}
+
+
+def _fill(
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily], series: _Series, live: list[SessionObserver]
+) -> None:
+    """Add the values of one series, with the texts of it that are being decoded."""
+    labels = series.labels
+    machines = [observer.machine for observer in live if observer.machine is not None]
+    for name in _FROM_STATISTICS:
+        total = series.ended[name] + sum(getattr(machine.statistics, name) for machine in machines)
+        families[name].add_metric((PART, *labels) if name == "committed" else labels, total)
+    families["fallbacks"].add_metric((*labels, "missing"), series.missing)
+    families["fallbacks"].add_metric((*labels, "failed"), series.failed + sum(observer.failed for observer in live))
+    families["sessions"].add_metric(labels, len(machines))
+    families["in_flight"].add_metric(labels, sum(machine.in_flight for machine in machines))
+    families["credit"].add_metric(labels, sum(observer.credit for observer in live))
+    families["planned"].add_metric(labels, sum(observer.planned for observer in live))
+    if series.speedup is not None:
+        families["speedup"].add_metric(labels, series.speedup)
+    round_trips_s = [machine.statistics.round_trip_s for machine in machines if machine.statistics.round_trip_s]
+    if round_trips_s:
+        families["link"].add_metric(labels, sum(round_trips_s) / len(round_trips_s))

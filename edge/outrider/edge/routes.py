@@ -8,7 +8,7 @@ from dataclasses import replace
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.features import TextFeatures
 from outrider.edge.security import Security
-from outrider.edge.warm_start import NOT_KNOWN, FleetPrior
+from outrider.edge.warm_start import FleetPrior
 from outrider.proto.errors import OutriderError
 from outrider.proto.types import Lease, LeaseRequest, SessionReport
 
@@ -25,8 +25,8 @@ class Route(ABC):
         return self
 
     def prior(self, features: TextFeatures) -> FleetPrior:  # noqa: ARG002 - no coordinator, no fleet
-        """Return the known prior of drafters in such texts, without a call."""
-        return NOT_KNOWN
+        """Return what is known of drafters in such texts, without a call."""
+        return {}
 
     async def report(self, report: SessionReport) -> None:  # noqa: B027 - not every route has somewhere to report to
         """Report a finished session to a coordinator."""

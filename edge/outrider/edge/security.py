@@ -1,4 +1,4 @@
-"""Identity of an edge, and encryption of its traffic with the cloud."""
+"""TLS and API key of an edge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens to text: as they come, with stop strings, which are settled here because the text is here, and one by one."""
+"""Tokens as text: as they come, up to a stop string, which only this side can see, and one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """Decodes one text token by token; what it gives out is never taken back.
+    """Decodes one text token by token; a piece that was returned never changes.
 
     A stop string is never emitted, also where it spans tokens: text that could be its beginning is held back until
     it turns out not to be.
@@ -23,7 +23,7 @@ class TextStream:
         self._stop = stop
         self._tokens: list[int] = []
         self._decoded = ""
-        self._given = 0
+        self._taken = 0
 
     def push(self, tokens: tuple[int, ...]) -> tuple[str, ...]:
         """Return the text that each of `tokens` adds for certain, as far as the token that completes a stop string.
@@ -40,7 +40,7 @@ class TextStream:
     def _push_one(self, token: int) -> str:
         self._tokens.append(token)
         self._decoded += self._decoder.step(self._tokenizer, token) or ""
-        return self._give(self._settled())
+        return self._take(self._final_length())
 
     def finish(self) -> str:
         """Return the rest, held back as the possible beginning of a stop string or of a character."""
@@ -49,32 +49,31 @@ class TextStream:
         whole = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
         if whole.startswith(self._decoded):
             self._decoded = whole
-        self._settled()
-        return self._give(len(self._decoded))
+        self._final_length()
+        return self._take(len(self._decoded))
 
-    def _give(self, until: int) -> str:
-        piece = self._decoded[self._given : until]
-        self._given = max(self._given, until)
+    def _take(self, until: int) -> str:
+        piece = self._decoded[self._taken : until]
+        self._taken = max(self._taken, until)
         return piece
 
-    def _settled(self) -> int:
-        """Length of the text that no later token can change."""
+    def _final_length(self) -> int:
+        """Return the length of the text that no later token can change."""
         if self.stopped or not self._stop:
             return len(self._decoded)
-        found = [at for at in (self._decoded.find(stop, self._search_from(stop)) for stop in self._stop) if at >= 0]
+        found = [
+            at for stop in self._stop if (at := self._decoded.find(stop, max(0, self._taken - len(stop) + 1))) >= 0
+        ]
         if found:
             self.stopped = True
             self._decoded = self._decoded[: min(found)]
             return len(self._decoded)
         held = max(_overlap(self._decoded, stop) for stop in self._stop)
-        return max(self._given, len(self._decoded) - held)
-
-    def _search_from(self, stop: str) -> int:
-        return max(0, self._given - len(stop) + 1)
+        return max(self._taken, len(self._decoded) - held)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest end of `text` that begins `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 

@@ -1,4 +1,4 @@
-"""Spans of a text as it was decoded, for OpenTelemetry: built afterwards from what the observer saw.
+"""Spans of a text for OpenTelemetry, built afterwards from what an observer saw.
 
     session                              from the request to the end
     ├── draft      making the tokens of one message
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-AT_ONCE = 32  # commits whose spans are made together, off the path of most of them
+AT_ONCE = 32  # commits whose spans are made together, so that few commits wait for them
 MAX_COMMITS = 2000  # of one text that get spans; the session's span counts the others
 
 
@@ -65,7 +65,7 @@ class Tracing:
 
 @dataclass(slots=True)
 class _Message:
-    """A Draft message: when it went, and the drafting jobs before it, all monotonic seconds."""
+    """Times of a Draft message and of the drafting jobs before it, in monotonic seconds."""
 
     sent_at: float
     drafting_from: float
@@ -74,7 +74,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """A commit, when it came, how long the link took, and the message that it was first to echo."""
+    """Commit with its time in monotonic seconds, the link's time, and the message that it was first to echo."""
 
     commit: Commit
     at: float
@@ -103,7 +103,7 @@ class _TracedObserver(Observer):
         self._waiting: list[_Arrived] = []
         self._commits = 0
 
-    # --- what happens ---
+    # --- events ---
 
     def began(self, subject: Subject, machine: EdgeSession, at: float) -> None:
         self._inner.began(subject, machine, at)
@@ -161,7 +161,7 @@ class _TracedObserver(Observer):
             self._span.set_attribute("outrider.finish_reason", done.finish.name.lower())
         self._span.end(self._ns(at))
 
-    # --- what becomes of it ---
+    # --- spans ---
 
     def _note(self, commit: Commit, at: float) -> None:
         message: _Message | None = None
@@ -176,9 +176,9 @@ class _TracedObserver(Observer):
             self._make_spans()
 
     def _make_spans(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for arrived in waiting:
+        for arrived in self._waiting:
             self._make_spans_of(arrived)
+        self._waiting.clear()
 
     def _make_spans_of(self, arrived: _Arrived) -> None:
         commit, message = arrived.commit, arrived.message

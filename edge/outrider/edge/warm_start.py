@@ -13,27 +13,12 @@ from outrider.proto.types import DrafterPrior, Lease, LeaseRequest
 MIN_TRIALS = 32.0  # compared tokens; a drafter with fewer counts as unknown
 _FADE = 0.95  # of earlier counts with every text of the kind
 MAX_KEPT = 256  # kinds of text whose priors are kept
-
-
-@dataclass(frozen=True, slots=True)
-class FleetPrior:
-    """How often drafters hit in other edges' texts of one kind."""
-
-    drafters: tuple[DrafterPrior, ...] = ()
-
-    def acceptance_of(self, drafter: str, version: str) -> tuple[float, float] | None:
-        """Return (share of hits, faded number of compared tokens); None: not known."""
-        for prior in self.drafters:
-            if (prior.drafter, prior.drafter_version) == (drafter, version):
-                return prior.acceptance, prior.trials
-        return None
-
-
-NOT_KNOWN = FleetPrior()
+FleetPrior = Mapping[tuple[str, str], DrafterPrior]
+"""Hits of drafters in other edges' texts of one kind, by name and version; empty: not known."""
 
 
 class FleetPriors:
-    """The newest answers of one coordinator, by model and kind of text."""
+    """The newest priors of one coordinator, by model and kind of text."""
 
     def __init__(self) -> None:
         self._newest: OrderedDict[tuple[str, int, int], FleetPrior] = OrderedDict()
@@ -43,7 +28,7 @@ class FleetPriors:
         if not lease.prior.drafters:
             return
         key = (lease.model, request.prompt_class, request.link_class)
-        self._newest[key] = FleetPrior(lease.prior.drafters)
+        self._newest[key] = {(prior.drafter, prior.drafter_version): prior for prior in lease.prior.drafters}
         self._newest.move_to_end(key)
         while len(self._newest) > MAX_KEPT:
             self._newest.popitem(last=False)
@@ -57,7 +42,7 @@ class FleetPriors:
         of_model = [(key, prior) for key, prior in reversed(self._newest.items()) if key[0] == model]
         of_prompt = [prior for (_, prompt, _), prior in of_model if prompt == prompt_class]
         of_any = [prior for (_, prompt, _), prior in of_model if prompt == 0]
-        return next(iter([*of_prompt, *of_any]), NOT_KNOWN)
+        return next(iter([*of_prompt, *of_any]), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +55,7 @@ class TextKind:
 
 @dataclass(slots=True)
 class OwnTexts:
-    """Hits of drafters in this edge's own texts, which never leave it; the fleet's hits add to them.
+    """Hits of drafters in this edge's own texts, which never leave it; those of the fleet add to them.
 
     Attributes:
         counts: hits and compared tokens, faded, by kind of text and name of the drafter.
@@ -79,7 +64,7 @@ class OwnTexts:
     counts: dict[tuple[TextKind, str], tuple[float, float]] = field(default_factory=dict)
 
     def learn(self, kind: TextKind, of_drafters: Mapping[str, DrafterCounts]) -> None:
-        """Count in a text of that kind that has ended."""
+        """Count a text of that kind that has ended."""
         for name, found in of_drafters.items():
             hits, compared = self.counts.get((kind, name), (0.0, 0.0))
             self.counts[kind, name] = _FADE * hits + found.hits, _FADE * compared + found.compared
@@ -87,17 +72,17 @@ class OwnTexts:
     def acceptances(self, kind: TextKind, drafters: Sequence[tuple[str, str]], fleet: FleetPrior) -> tuple[float, ...]:
         """Return the acceptance of each (name, version) for a selector's prior; empty where too little is known of all.
 
-        A drafter that is unknown among known ones is taken for as good as they are on average, so that it is tried.
+        An unknown drafter among known ones counts as their average, so that it is tried.
         """
-        found = [self._acceptance(kind, name, fleet.acceptance_of(name, version)) for name, version in drafters]
+        found = [self._acceptance(kind, name, fleet.get((name, version))) for name, version in drafters]
         known = [rate for rate in found if rate is not None]
         if not known:
             return ()
         usual = sum(known) / len(known)
         return tuple(usual if rate is None else rate for rate in found)
 
-    def _acceptance(self, kind: TextKind, name: str, fleet: tuple[float, float] | None) -> float | None:
+    def _acceptance(self, kind: TextKind, name: str, fleet: DrafterPrior | None) -> float | None:
         hits, compared = self.counts.get((kind, name), (0.0, 0.0))
-        rate, trials = fleet or (0.0, 0.0)
-        together = compared + trials
-        return (hits + rate * trials) / together if together >= MIN_TRIALS else None
+        if fleet is not None:
+            hits, compared = hits + fleet.acceptance * fleet.trials, compared + fleet.trials
+        return hits / compared if compared >= MIN_TRIALS else None

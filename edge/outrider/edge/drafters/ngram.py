@@ -6,8 +6,8 @@ followed the last n tokens, N_n the sum of these counts and D_n how many tokens 
 
     q_n(t) = (c_n(t) + D_n q_{n-1}(t)) / (N_n + D_n),      q_0(t) = 1 / vocabulary size
 
-which is the interpolation of Witten and Bell (1991, method C): one continuation seen once is believed by half, and
-the rest is left to shorter matches. q_n is a distribution over the whole vocabulary.
+which is the interpolation of Witten and Bell (1991, method C): one continuation seen once gets a half, and the
+rest is left to shorter matches. q_n is a distribution over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from outrider.edge.drafters.protocol import TokenPrefix, check_scorable, check_t
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import DraftToken
 
-# A common word has thousands of places; the newest tell enough, and a bound keeps a token's price constant.
-PLACES_READ = 16
+PLACES_READ = 16  # newest places of an n-gram; a common word has thousands, and a bound keeps a token's price constant
 
 
 class NgramDrafter:
@@ -38,7 +37,7 @@ class NgramDrafter:
 
         Args:
             longest: tokens of the longest suffix looked up; shorter ones down to one token follow.
-            vocab_size: tokens over which the belief in the unseen is spread; only a scale, need not be exact.
+            vocab_size: number of tokens that share the probability of the unseen; need not be exact.
             name: name that the verifier sees.
         """
         if longest < 1:
@@ -55,7 +54,7 @@ class NgramDrafter:
 
 
 class NgramState(TokenPrefix):
-    """One session's tokens and where each of their n-grams ended last."""
+    """Tokens of one session and where each of their n-grams ended last."""
 
     def __init__(self, rule: ProposalRule, longest: int, vocab_size: int) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class NgramState(TokenPrefix):
         """Append and return up to n tokens, for as long as the last token has been seen before."""
         choices: list[DraftToken] = []
         while len(choices) < n:
-            believed = self._believed()
+            believed = self._probabilities()
             if not believed:
                 break
             candidates = sorted(believed, key=believed.__getitem__, reverse=True)  # stable: the newest first
@@ -125,7 +124,7 @@ class NgramState(TokenPrefix):
                 return
             yield counts
 
-    def _believed(self) -> dict[int, float]:
+    def _probabilities(self) -> dict[int, float]:
         """Return q of every token that followed the last token before."""
         floor = 1 / self._vocab_size
         believed: dict[int, float] = {}
@@ -154,13 +153,13 @@ class _Places:
         self._earlier: list[int] = []  # [length]; for each end, the end of the same n-gram before it; -1: none
 
     def append(self, tokens: list[int]) -> None:
-        """Take note of the n-gram that the newest of `tokens` ends."""
+        """Add the n-gram that ends with the newest of `tokens`."""
         gram = tuple(tokens[-self._n :])
         self._earlier.append(self._last.get(gram, -1))
         self._last[gram] = len(tokens) - 1
 
     def pop(self, tokens: list[int]) -> None:
-        """Forget the n-gram that the newest of `tokens` ends."""
+        """Forget the n-gram that ends with the newest of `tokens`."""
         gram = tuple(tokens[-self._n :])
         earlier = self._earlier.pop()
         if earlier < 0:
@@ -169,7 +168,7 @@ class _Places:
             self._last[gram] = earlier
 
     def before(self, tokens: list[int]) -> Iterator[int]:
-        """Earlier ends of the n-gram that the newest of `tokens` ends, newest first, `PLACES_READ` at most."""
+        """Yield up to `PLACES_READ` earlier ends, newest first, of the n-gram that ends with the newest of `tokens`."""
         place = self._earlier[-1] if len(tokens) >= self._n else -1
         for _ in range(PLACES_READ):
             if place < 0:

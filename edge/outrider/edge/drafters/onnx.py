@@ -1,4 +1,4 @@
-"""An ONNX language model as a drafter. A session's KV cache is one numpy buffer that the graph reads and writes.
+"""ONNX language model as a drafter. A session's KV cache is one numpy buffer that the graph reads and writes.
 
 The graph's contract (the exporter's side is in `outrider.cloud.export`); p tokens are in the cache, n are new, and the
 cache has room for c >= p + n:
@@ -24,7 +24,7 @@ A steered drafter's graph has one more input for every layer, and a second, smal
     inputs   steering.L        float32 [mlp]       added to layer L's up projection
     steering.onnx   code float32 [rank]  ->  steering.L for every layer
 
-They are one buffer too, which the small graph writes once a vector; a token costs nothing more.
+They are one buffer too, which the small graph writes once for each vector; a token costs nothing more.
 """
 
 from __future__ import annotations
@@ -151,17 +151,13 @@ class OnnxDrafter:
 
 
 def _load(graph: Path, threads: int) -> onnxruntime.InferenceSession:
-    return onnxruntime.InferenceSession(str(graph), _options(threads), providers=["CPUExecutionProvider"])
-
-
-def _options(threads: int) -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # an edge has a battery
     options.enable_mem_pattern = False  # it would keep one pattern for every cache length ever seen
     options.log_severity_level = 3  # errors come as exceptions
-    return options
+    return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
 
 
 class _Biases:
@@ -179,7 +175,7 @@ class _Biases:
                 _bind_output(self._binding, name, row)
 
     def write(self, vector: np.ndarray | None) -> None:
-        """Become U vector; None: zero."""
+        """Write the biases of a steering vector [rank]; None: zero."""
         if vector is None:
             self.rows.fill(0)
             return
@@ -188,7 +184,7 @@ class _Biases:
             self._session.run_with_iobinding(self._binding)
 
     def close(self) -> None:
-        """Let the buffers go."""
+        """Unbind the buffers."""
         self._binding.clear_binding_inputs()
         self._binding.clear_binding_outputs()
 
@@ -199,7 +195,7 @@ class OnnxState:
     The last token is always left to the next run, because it is that run which answers what follows it.
 
     A steered drafter's positions before `_steered_since` (the prompt) are computed with biases of zero, later ones with
-    the newest steering vector's. `_unsettled`: the next position needs other biases than there are.
+    the newest steering vector's. `_biases_stale`: the next position needs other biases than are written.
 
     Where answers depend on the last `_reach` tokens alone, those before them are left out: the cache is right from
     `_first_computed` on, and what lies before it, never looked at, is zeros or old. Where a prefix is cut so far that
@@ -209,11 +205,11 @@ class OnnxState:
     def __init__(self, drafter: OnnxDrafter, rule: ProposalRule) -> None:
         package, session = drafter.package, drafter.session
         self.length = 0
-        self._drafter = drafter  # which is in memory, and known to be, as long as this is
+        self._drafter = drafter  # kept in memory, and counted by the pool, while this is
         self._biases = drafter.biases()
         self._vector: np.ndarray | None = None
         self._steered_since = 0
-        self._unsettled = False
+        self._biases_stale = False
         self._first_computed = self._computed = 0
         self._reach = package.reach or package.context_length
         self._session = session
@@ -292,7 +288,7 @@ class OnnxState:
             )
         self._vector = vector
         self._steered_since = since
-        self._unsettled = True
+        self._biases_stale = True
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
         """Append tokens and return log q of each [m] float32; uniform beyond the context's end."""
@@ -332,7 +328,7 @@ class OnnxState:
         check_truncation(length, self.length)
         self.length = length
         self._computed = max(0, min(self._computed, length - 1))
-        self._unsettled = self._unsettled or self._computed < self._steered_since
+        self._biases_stale = self._biases_stale or self._computed < self._steered_since
 
     def close(self) -> None:
         """Give the memory back."""
@@ -350,21 +346,18 @@ class OnnxState:
         self.length += 1
 
     def _compute_near(self, position: int) -> None:
-        """Fill the cache until one prefill's worth of tokens at most, the one at `position` the last, is left.
-
-        What is left is to be computed with the same biases, and these are there.
-        """
+        """Fill the cache until at most `PREFILL_TOKENS` up to `position` are left, all with the same biases."""
         needed = max(0, position + 1 - self._reach)
         if not self._first_computed <= needed <= self._computed:
             self._first_computed = self._computed = needed
-            self._unsettled = self._unsettled or needed < self._steered_since
-        if self._unsettled and self._biases is not None:
-            self._settle(self._biases, position)
+            self._biases_stale = self._biases_stale or needed < self._steered_since
+        if self._biases_stale and self._biases is not None:
+            self._renew_biases(self._biases, position)
         while position + 1 - self._computed > PREFILL_TOKENS:
             self._run(PREFILL_TOKENS, self._binding)
 
-    def _settle(self, biases: _Biases, position: int) -> None:
-        """Compute what is left of the prompt, but for `position`, without steering; after it let the vector count."""
+    def _renew_biases(self, biases: _Biases, position: int) -> None:
+        """Compute what is left of the prompt, but for `position`, without steering; then write the vector's biases."""
         prompt_end = min(self._steered_since, position)
         if self._computed < self._steered_since:
             biases.write(None)
@@ -372,7 +365,7 @@ class OnnxState:
                 self._run(min(PREFILL_TOKENS, prompt_end - self._computed), self._binding)
         if self._computed >= self._steered_since:
             biases.write(self._vector)
-            self._unsettled = False
+            self._biases_stale = False
 
     def _run(self, n: int, binding: onnxruntime.IOBinding) -> None:
         """Put the next n tokens into the cache; the bound outputs answer for the last of them."""
@@ -395,7 +388,7 @@ class OnnxState:
         end = min(self.length - 1, self._context_length)
         while start < end:
             self._compute_near(start)
-            border = self._steered_since if self._unsettled else end  # no run is on both sides of it
+            border = self._steered_since if self._biases_stale else end  # no run is on both sides of it
             stop = min(start + SCORED_TOKENS, border, end)
             yield start, stop
             start = stop

@@ -159,14 +159,15 @@ class DrafterPool:
         return self._loaded.get(index)
 
     def want(self, indices: Sequence[int]) -> None:
-        """Have these loaded, the most wanted first, as far as there is room; returns at once.
+        """Have these loaded, the most wanted first, as far as there is room; return at once.
 
-        What is wanted again and again stays; what has not been for longest goes first, but not within `MIN_LOADED_S`.
+        A drafter that is wanted again and again stays. The one that was last wanted longest ago goes first, but not
+        within `MIN_LOADED_S`.
         """
         with self._lock:
             self._note(indices)
-            settled = all(index in self._loaded or self._errors[index] for index in indices)
-            if not (settled or self._closed or self._at_work or self._clock() < self._look_again_at):
+            decided = all(index in self._loaded or self._errors[index] for index in indices)
+            if not (decided or self._closed or self._at_work or self._clock() < self._look_again_at):
                 self._at_work = True
                 self._thread.submit(self._work)
 
@@ -188,7 +189,7 @@ class DrafterPool:
         return drafter
 
     def close(self) -> None:
-        """Evict all; a load in progress ends by itself, and comes to nothing."""
+        """Evict all; a load in progress ends by itself, without effect."""
         with self._lock:
             self._closed = True
             self._loaded = {}
@@ -205,7 +206,7 @@ class DrafterPool:
                 self._fail(index, error)
 
     def _next(self) -> int | None:
-        """Return what to load next, once there is room for it; None: nothing, or not now."""
+        """Return the drafter to load next, once there is room for it; None: nothing, or not now."""
         with self._lock:
             had = len(self._loaded)
             index = None if self._closed else self._most_wanted()
@@ -217,7 +218,7 @@ class DrafterPool:
         return index
 
     def _most_wanted(self) -> int | None:
-        """Go through what is wanted and fits, take back what was evicted, and make room for the first not loaded."""
+        """Take back wanted drafters that were evicted, make room for the first that is not loaded, and return it."""
         room, kept = self._limit_bytes, set[int]()
         for index in self._wanted:
             if self._errors[index] or self._bytes[index] > room:
@@ -243,7 +244,7 @@ class DrafterPool:
                 leaving.append(index)
                 lacking -= self._bytes[index]
         if lacking > 0:
-            return False  # nothing is evicted in vain
+            return False  # and evict nothing, since it would not be enough
         for index in leaving:
             self._evict(index)
         return self._in_memory() + needed <= self._limit_bytes
@@ -291,7 +292,7 @@ class DrafterPool:
     # --- with the lock held ---
 
     def _note(self, indices: Sequence[int]) -> None:
-        """Note that these are wanted now, and more than any others."""
+        """Note that these are wanted now, more than any others."""
         now = self._clock()
         for index in indices:
             self._wanted_at[index] = now

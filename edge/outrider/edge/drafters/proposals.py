@@ -4,7 +4,7 @@ The verifier takes argmax log p + G (DESIGN section 1; Daliri, Musco, Suresh 202
 argmax log q + G with the same noise, over its top candidates only. q is the drafter's distribution processed the way
 the target's will be (the order is fixed by `outrider.proto.types.Sampling`): a drafter that ignored a penalty would
 be contradicted by it. What follows is exact when the candidates are the whole vocabulary and close otherwise, which
-is enough: a proposal binds nobody.
+is enough, since the verifier decides.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from outrider.proto.noise import gumbel_for_proposals, random_bits, uniform
 from outrider.proto.types import DraftToken, Sampling
 
 GREEDY_CANDIDATES = 8  # the entropy of these correlates with that of all by 0.99; they cost a token 1 to 2 % more
-
 _LOG_LARGEST_VOCABULARY = 15.0
-
-
 NO_PROPOSAL = DraftToken(-1)
 
 

@@ -93,13 +93,13 @@ def steering_of(drafter: Drafter) -> SteeringShape | None:
 
 
 def check_truncation(length: int, current: int) -> None:
-    """Refuse a truncation that would grow the prefix or go below nothing."""
+    """Refuse a truncation that would grow the prefix or go below 0."""
     if not 0 <= length <= current:
         raise InvalidArgument(f"cannot truncate a prefix of {current} tokens to {length}", field="length")
 
 
 def check_scorable(length: int) -> None:
-    """Refuse to score the very first token, on which no causal model has an opinion."""
+    """Refuse to score the first token, which no causal model predicts."""
     if length == 0:
         raise InvalidArgument("nothing can be scored after an empty prefix; extend it with the prompt", field="tokens")
 

@@ -1,4 +1,4 @@
-"""Drafters whose every token is known before: for tests, examples, simulations and negative controls."""
+"""Drafters that need no model, for tests, examples, simulations and negative controls."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class _FailingState:
 
     def _check_whole(self) -> None:
         if self._left == 0:
-            raise Internal("the drafter was told to fail here")
+            raise Internal("the drafter fails here, as its test asks")
 
     def truncate(self, length: int) -> None:
         self._inner.truncate(length)
