@@ -1,4 +1,4 @@
-"""Each check of the doctor alone, on servers that are well and on such that are not."""
+"""Each check of the doctor alone, on servers that are well and on others that are not."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_service_serves_drains_or_is_another(small_server) -> None:
     asyncio.run(main())
 
 
-def test_what_speaks_no_grpc_is_said_to(monkeypatch) -> None:
+def test_a_server_without_grpc_is_named() -> None:
     async def main() -> None:
         async def say_html(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -116,7 +116,7 @@ def test_what_speaks_no_grpc_is_said_to(monkeypatch) -> None:
 
 
 def credentials(cert: Path, key: Path, client_ca: Path | None = None) -> grpc.ServerCredentials:
-    """Gives out whatever certificate it is told, also one that a server of ours would refuse to start with."""
+    """Credentials with any certificate, also one that a server of ours would refuse to start with."""
     pair = [(key.read_bytes(), cert.read_bytes())]
     if client_ca is None:
         return grpc.ssl_server_credentials(pair)
@@ -131,7 +131,7 @@ def inspected(small_server, shown: grpc.ServerCredentials | None, tls: ClientTls
     return asyncio.run(main())
 
 
-def test_a_good_certificate_is_told_with_names_issuer_and_days(small_server, authority, tmp_path) -> None:
+def test_a_good_certificate_is_shown_with_names_issuer_and_days(small_server, authority, tmp_path) -> None:
     ours = authority("ours")
     found = inspected(small_server, credentials(*ours.sign(tmp_path)), ClientTls(ours.file))
     assert found.outcome is Outcome.OK, found
@@ -161,7 +161,7 @@ def test_a_certificate_that_soon_expires_is_a_warning(small_server, authority, t
     assert "outrider certs" in found.remedy
 
 
-def test_an_unknown_authority_and_a_wrong_name_are_told_apart(small_server, authority, tmp_path) -> None:
+def test_an_unknown_authority_and_a_wrong_name_are_distinguished(small_server, authority, tmp_path) -> None:
     ours, theirs = authority("ours"), authority("theirs")
     found = inspected(small_server, credentials(*ours.sign(tmp_path)), ClientTls(theirs.file))
     assert found.outcome is Outcome.FAILED
@@ -223,7 +223,7 @@ def visit_with(**lease: object) -> Visit:
 
 
 def token(ahead_s: float) -> bytes:
-    """Of a lease of 600 s by a coordinator whose clock is so far ahead of ours."""
+    """The token of a lease of 600 s by a coordinator whose clock is `ahead_s` ahead of ours."""
     claim = LeaseClaim(verifier="a", model="m", session="s", expires_at_s=time.time() - 0.05 + 600 + ahead_s)
     return sign_lease(claim, b"secret of sixteen bytes")
 
@@ -267,7 +267,7 @@ def test_a_long_way_is_a_warning_with_its_length(small_server, monkeypatch) -> N
 
     async def measured(delay_s: float) -> Finding:
         async with small_server(delay_s=delay_s) as address:
-            return await speed.time_round_trips(at(address, role="verifier"))
+            return await speed.time_round_trips(Visit.begin(EdgeConfig(verifier=address, model="m")))
 
     short = asyncio.run(measured(0.0))
     assert short.outcome is not Outcome.FAILED
@@ -281,8 +281,7 @@ def test_a_long_way_is_a_warning_with_its_length(small_server, monkeypatch) -> N
 def test_a_thin_uplink_is_a_warning_with_its_rate(small_server) -> None:
     async def measured(bytes_s: float) -> Finding:
         async with small_server(bytes_s=bytes_s) as address:
-            visit = Visit.begin(EdgeConfig(verifier=address, model="m"))
-            return await speed.measure_rates(visit)
+            return await speed.measure_rates(Visit.begin(EdgeConfig(verifier=address, model="m")))
 
     thin = asyncio.run(measured(12_000))
     assert thin.outcome is Outcome.WARNING

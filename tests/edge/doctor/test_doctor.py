@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.doctor import Examined, Outcome, agreement, examine, speed
+from outrider.edge.doctor import Finding, Outcome, agreement, examine, speed
 from outrider.edge.drafters.packages import FAMILY, find_package
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.plumbing.tls import ServerTls
@@ -23,18 +23,18 @@ def config(tmp_path):
     return lambda **fields: EdgeConfig(**{"cache": tmp_path / "cache", **fields})
 
 
-def outcomes(examined: list[Examined]) -> dict[str, Outcome]:
-    return {one.check: one.finding.outcome for one in examined}
+def outcomes(examined: list[Finding]) -> dict[str, Outcome]:
+    return {one.check: one.outcome for one in examined}
 
 
-def finding(examined: list[Examined], check: str):
-    return next(one.finding for one in examined if one.check == check)
+def finding(examined: list[Finding], check: str) -> Finding:
+    return next(one for one in examined if one.check == check)
 
 
 def test_a_healthy_cluster_has_no_complaint(cloud, config) -> None:
-    told: list[Examined] = []
-    examined = asyncio.run(examine(config(coordinator=cloud.coordinator), told.append))
-    assert told == examined
+    reported: list[Finding] = []
+    examined = asyncio.run(examine(config(coordinator=cloud.coordinator), reported.append))
+    assert reported == examined
     found = outcomes(examined)
     # A busy machine may well be slow, so warnings about speed are no failures of this test.
     assert Outcome.FAILED not in found.values(), [one.record() for one in examined]
@@ -78,13 +78,13 @@ def test_a_verifier_is_no_coordinator_and_the_other_way_round(cloud, config) -> 
     assert "--coordinator" in finding(examined, "verifier answers").remedy
 
 
-def test_an_unknown_model_is_told_at_the_lease(cloud, config) -> None:
+def test_an_unknown_model_fails_at_the_lease(cloud, config) -> None:
     lease = finding(asyncio.run(examine(config(coordinator=cloud.coordinator, model="nobody"))), "lease")
     assert lease.outcome is Outcome.FAILED
     assert "--model" in lease.remedy
 
 
-def test_a_wrong_tokenizer_is_told_by_hash_or_by_the_verifier(cloud, config, tmp_path) -> None:
+def test_a_wrong_tokenizer_is_found_by_its_hash_or_by_the_verifier(cloud, config, tmp_path) -> None:
     wrong = tmp_path / "tokenizer.json"
     changed = json.loads(find_package("general").tokenizer_path.read_text(encoding="utf-8"))
     changed["normalizer"] = {"type": "Lowercase"}
@@ -125,7 +125,7 @@ def test_without_a_drafter_there_is_nothing_to_load_and_the_text_still_comes(clo
 def test_a_verifier_that_is_full_says_so(cloud, config, tokenizer_file, monkeypatch) -> None:
     monkeypatch.setattr(agreement, "TIMEOUT_S", 1.0)
 
-    async def main() -> list[Examined]:
+    async def main() -> list[Finding]:
         edge = EdgeConfig(verifier=cloud.verifier, model="reference", tokenizer=tokenizer_file, drafter="none")
         async with Client(edge) as occupant:
             texts = [

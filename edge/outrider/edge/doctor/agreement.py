@@ -1,4 +1,4 @@
-"""Checks of what the two sides agree on: the lease, the tokenizer, a session, their releases and their clocks."""
+"""Checks of the agreement of both sides: the lease, the tokenizer, a session, their releases and their clocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outrider.proto.types import PROTOCOL_VERSION, CloudFrame, Lease, LeaseReque
 
 PROMPT = "The"
 NO_PACKAGE = ("auto", "ngram", "none")
-MAX_STEP_S = 0.5  # that a clock may move against the monotonic one during a visit
+MAX_STEP_S = 0.5  # of a clock against the monotonic one during a visit
 
 
 @dataclass(slots=True)
@@ -35,20 +35,18 @@ class Visit:
 
     Attributes:
         config: the edge's config, with short timeouts.
-        coordinator: None without one.
-        verifier: None before a lease has named it.
-        lease: what the coordinator granted.
-        leased_between: Unix s before and after the call for the lease.
-        tokenizer: the file that was found.
+        endpoints: where sessions are opened, by role; `verifier` is there once a lease has named it, and is the
+            coordinator where that relays.
+        leased_between: Unix seconds before and after the call for the lease.
+        tokenizer: file that was found.
         opened: the verifier's answer to a session.
         client: prepared, with the drafter of the config.
-        began_wall_s: Unix s at the beginning of the visit.
-        began_s: s of the monotonic clock at that moment.
+        began_wall_s: Unix seconds at the beginning of the visit.
+        began_s: seconds of the monotonic clock at that moment.
     """
 
     config: EdgeConfig
-    coordinator: Endpoint | None
-    verifier: Endpoint | None
+    endpoints: dict[str, Endpoint]
     lease: Lease | None = None
     leased_between: tuple[float, float] = (0.0, 0.0)
     tokenizer: Path | None = None
@@ -62,12 +60,12 @@ class Visit:
         """Return a visit that knows what the config says."""
         hasty = replace(config, retry=RetryRules(abandon_after_s=TIMEOUT_S), open_timeout_s=TIMEOUT_S)
         security = config.security
-        tls_name = security.tls.server_name if security.tls is not None else None
-        if config.coordinator:
-            at = Endpoint("coordinator", config.coordinator, "--coordinator", codec.CONTROL_SERVICE, security, tls_name)
-            return cls(hasty, at, None)
-        at = Endpoint("verifier", config.verifier, "--verifier", codec.DECODING_SERVICE, security, tls_name)
-        return cls(hasty, None, at)
+        tls_name = security.server_name if security.tls is not None else None
+        role, service = (
+            ("coordinator", codec.CONTROL_SERVICE) if config.coordinator else ("verifier", codec.DECODING_SERVICE)
+        )
+        address = config.coordinator or config.verifier
+        return cls(hasty, {role: Endpoint(role, address, f"--{role}", service, security, tls_name)})
 
     async def close(self) -> None:
         """Close the client, if there is one."""
@@ -77,8 +75,7 @@ class Visit:
 
 async def open_lease(visit: Visit) -> Finding:
     """Ask for a lease as any session would; it is not used and runs out by itself."""
-    at = visit.coordinator
-    assert at is not None  # noqa: S101 - without a coordinator this check is not made
+    at = visit.endpoints["coordinator"]
     client = CoordinatorClient(at.address, TIMEOUT_S, at.security)
     began = time.time()
     try:
@@ -89,7 +86,12 @@ async def open_lease(visit: Visit) -> Finding:
         await client.close()
     visit.lease = granted
     visit.leased_between = (began, time.time())
-    visit.verifier = _verifier_of(at, granted)
+    visit.endpoints["verifier"] = at
+    if not granted.relayed:
+        option, tls_name = "`outrider verifier --advertise`", granted.tls_name if granted.tls else None
+        visit.endpoints["verifier"] = Endpoint(
+            "verifier", granted.address, option, codec.DECODING_SERVICE, at.security, tls_name
+        )
     way = "through the coordinator" if granted.relayed else f"at {granted.address}"
     return ok(
         f"verifier {granted.verifier} with {granted.model}, {way}, for {granted.expires_in_s:g} s",
@@ -97,20 +99,6 @@ async def open_lease(visit: Visit) -> Finding:
         model=granted.model,
         relayed=granted.relayed,
         expires_in_s=granted.expires_in_s,
-    )
-
-
-def _verifier_of(coordinator: Endpoint, granted: Lease) -> Endpoint:
-    """Return where the sessions go, which is the coordinator itself where it relays."""
-    if granted.relayed:
-        return coordinator
-    return Endpoint(
-        role="verifier",
-        address=granted.address,
-        option="`outrider verifier --advertise`",
-        service=codec.DECODING_SERVICE,
-        security=coordinator.security,
-        tls_name=granted.tls_name if granted.tls else None,
     )
 
 
@@ -141,22 +129,16 @@ def _find_tokenizer(visit: Visit) -> Path:
     if config.tokenizer is not None:
         return config.tokenizer.expanduser()
     if lease is not None:
-        return _fetch_tokenizer(visit, lease)
+        if lease.tokenizer is None:
+            raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
+        fetch = file_fetcher(config.coordinator, security=config.security)
+        return DrafterCache(config.cache).ensure_file(lease.tokenizer, fetch)
     if config.drafter in NO_PACKAGE:
         raise ConfigError(
             "is needed where there is no coordinator: give the target's tokenizer.json, or --drafter PACKAGE",
             field="tokenizer",
         )
     return find_package(config.drafter).tokenizer_path
-
-
-def _fetch_tokenizer(visit: Visit, lease: Lease) -> Path:
-    if lease.tokenizer is None:
-        raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
-    config = visit.config
-    return DrafterCache(config.cache).ensure_file(
-        lease.tokenizer, file_fetcher(config.coordinator, security=config.security)
-    )
 
 
 class _OpenedRecorder(Observer):
@@ -238,15 +220,11 @@ async def compare_clocks(visit: Visit) -> Finding:
         return skipped(f"it runs evenly; the coordinator's is not known, since the lease {error.message}")
     before, after = visit.leased_between
     ahead_s = max(0.0, before - issued_s) or min(0.0, after - issued_s)  # 0: within the time that the call took
-    words = f"within {max(after - before, 0.001):.3f} s of the coordinator's, and it runs evenly"
+    distance = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's"
     if abs(ahead_s) > CLOCK_SKEW_S:
-        return warning(
-            f"this machine's clock is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's",
-            "set both by NTP: `timedatectl set-ntp true`",
-            ahead_s=ahead_s,
-        )
+        remedy = "set both by NTP: `timedatectl set-ntp true`"
+        return warning(f"this machine's clock is {distance}", remedy, ahead_s=ahead_s)
     if ahead_s:
-        words = (
-            f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's, which does not matter"
-        )
+        return ok(f"{distance}, which does not matter", ahead_s=ahead_s)
+    words = f"within {max(after - before, 0.001):.3f} s of the coordinator's, and it runs evenly"
     return ok(words, ahead_s=ahead_s)

@@ -1,4 +1,4 @@
-"""The way to a server: its name, its port, its certificate, and the health of its service."""
+"""Checks of the way to a server: its name, its port, its certificate, and the health of its service."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import ssl
 import statistics
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
+from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.edge.doctor.finding import Finding, failed, failed_by, ok, skipped, warning
@@ -33,10 +34,7 @@ from outrider.proto.plumbing.tls import (
 )
 from outrider.proto.rpc_errors import from_rpc_error
 
-if TYPE_CHECKING:
-    from cryptography import x509
-
-TIMEOUT_S = 5.0  # for whatever does not answer, or is full
+TIMEOUT_S = 5.0  # of a server that does not answer, or is full
 HANDSHAKES = 3
 SOON = dt.timedelta(days=14)
 FIRST_BYTES_S = 2.0  # a gRPC server speaks first; one that wants a client's certificate says so then
@@ -45,13 +43,13 @@ HTTP2 = "h2"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server that is looked at: where it is, and how to speak to it.
+    """A server under examination.
 
     Attributes:
         role: `coordinator` or `verifier`.
         address: host:port.
-        option: option that names it, or by which it came to be known.
-        service: gRPC service whose health is asked for.
+        option: option that names it, here or at the other end.
+        service: gRPC service whose health is of interest.
         security: TLS files, and the key for coordinators.
         tls_name: name that its certificate must have; empty: its host; None: it speaks plain text.
     """
@@ -64,19 +62,14 @@ class Endpoint:
     tls_name: str | None
 
     @property
+    def place(self) -> tuple[str, int]:
+        """Host, and TCP port."""
+        return split_address(self.address, self.role)
+
+    @property
     def host(self) -> str:
-        """Its name or address, without the port."""
-        return split_address(self.address, self.role)[0]
-
-    @property
-    def port(self) -> int:
-        """Its TCP port."""
-        return split_address(self.address, self.role)[1]
-
-    @property
-    def expected_name(self) -> str:
-        """Name that its certificate must have."""
-        return self.tls_name or self.host
+        """Name or IP address."""
+        return self.place[0]
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -94,29 +87,21 @@ class Endpoint:
 
 async def resolve_name(at: Endpoint) -> Finding:
     """Look up the addresses of its host."""
-    if _is_address(at.host):
+    with suppress(ValueError):
+        ipaddress.ip_address(at.host)
         return ok(f"{at.host} is an address, there is nothing to look up")
     began = time.monotonic()
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            found = await asyncio.get_running_loop().getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)
+            found = await asyncio.get_running_loop().getaddrinfo(*at.place, type=socket.SOCK_STREAM)
     except OSError as error:  # gaierror and TimeoutError among them
-        reason = error.strerror or f"no answer within {TIMEOUT_S:g} s"
         return failed(
-            f"the name {at.host!r} is not known here: {reason}",
+            f"the name {at.host!r} is not known here: {_reason(error)}",
             f"check the spelling in {at.option}; `getent hosts {at.host}` asks the same resolver",
         )
     seconds = time.monotonic() - began
     addresses = sorted({str(entry[4][0]) for entry in found})
     return ok(f"{at.host} is {', '.join(addresses)}", addresses=", ".join(addresses), seconds=seconds)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 async def connect_port(at: Endpoint) -> Finding:
@@ -126,7 +111,7 @@ async def connect_port(at: Endpoint) -> Finding:
         for _ in range(HANDSHAKES):
             began = time.monotonic()
             async with asyncio.timeout(TIMEOUT_S):
-                _, writer = await asyncio.open_connection(at.host, at.port)
+                _, writer = await asyncio.open_connection(*at.place)
             seconds.append(time.monotonic() - began)
             writer.close()
     except ConnectionRefusedError:
@@ -136,13 +121,16 @@ async def connect_port(at: Endpoint) -> Finding:
             "127.0.0.1 is reached from its own machine only",
         )
     except OSError as error:  # TimeoutError among them
-        reason = error.strerror or f"no answer within {TIMEOUT_S:g} s"
         return failed(
-            f"{at.address} cannot be reached: {reason}",
+            f"{at.address} cannot be reached: {_reason(error)}",
             f"a firewall or a wrong address; see `outrider {at.role} --listen` over there and {at.option} here",
         )
     median_s = statistics.median(seconds)
     return ok(f"connected in {1000 * median_s:.1f} ms", connect_s=median_s)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or f"no answer within {TIMEOUT_S:g} s"
 
 
 async def inspect_tls(at: Endpoint) -> Finding:
@@ -151,7 +139,7 @@ async def inspect_tls(at: Endpoint) -> Finding:
         if at.security.tls is None or at.tls_name is None:
             return await asyncio.to_thread(_check_plain, at)
         return await asyncio.to_thread(_check_tls, at, at.security.tls)
-    except OSError as error:  # of the connection; TLS's own errors are met below
+    except OSError as error:
         return failed(f"the connection broke: {error}", f"see whether `outrider {at.role}` still runs over there")
 
 
@@ -171,12 +159,8 @@ def _check_plain(at: Endpoint) -> Finding:
 
 def _check_tls(at: Endpoint, tls: ClientTls) -> Finding:
     try:
-        from cryptography import x509
-
         ClientCredentials(tls)  # says precisely which file is no good, and why
         shown = x509.load_der_x509_certificate(_fetch_certificate(at))
-    except ImportError:
-        return failed("certificates cannot be read without the package cryptography", "`pip install cryptography`")
     except OutriderError as error:
         return failed_by(error)
     except ssl.SSLError as error:
@@ -192,7 +176,7 @@ def _fetch_certificate(at: Endpoint) -> bytes:
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    with socket.create_connection((at.host, at.port), TIMEOUT_S) as plain, context.wrap_socket(plain) as secure:
+    with socket.create_connection(at.place, TIMEOUT_S) as plain, context.wrap_socket(plain) as secure:
         return secure.getpeercert(binary_form=True) or b""
 
 
@@ -232,10 +216,11 @@ def _check_handshake(at: Endpoint, tls: ClientTls, shown: x509.Certificate) -> F
             f"a proxy on the way to the {at.role} speaks HTTP/1 only; let {at.option} go past it",
         )
     left = shown.not_valid_after_utc - dt.datetime.now(dt.UTC)
-    words = f"certificate for {', '.join(certificate_names(shown))} by {_issuer(shown)}, {_days(left):.0f} days left"
+    names, issuer = ", ".join(certificate_names(shown)), _issuer(shown)
+    words = f"certificate for {names} by {issuer}, {_days(left):.0f} days left"
     if left < SOON:
         return warning(words, f"renew it in time: `outrider certs`, for `outrider {at.role} --tls-cert`")
-    return ok(words, names=", ".join(certificate_names(shown)), issuer=_issuer(shown), expires_in_days=_days(left))
+    return ok(words, names=names, issuer=issuer, expires_in_days=_days(left))
 
 
 def _shake_hands(at: Endpoint, tls: ClientTls) -> str | None:
@@ -246,8 +231,8 @@ def _shake_hands(at: Endpoint, tls: ClientTls) -> str | None:
     if tls.cert is not None and tls.key is not None:
         context.load_cert_chain(tls.cert.expanduser(), tls.key.expanduser())
     with (
-        socket.create_connection((at.host, at.port), TIMEOUT_S) as plain,
-        context.wrap_socket(plain, server_hostname=at.expected_name) as secure,
+        socket.create_connection(at.place, TIMEOUT_S) as plain,
+        context.wrap_socket(plain, server_hostname=at.tls_name or at.host) as secure,
     ):
         secure.settimeout(FIRST_BYTES_S)
         try:
@@ -262,7 +247,7 @@ def _explain_distrust(at: Endpoint, shown: x509.Certificate, error: ssl.SSLCertV
     names = ", ".join(certificate_names(shown)) or "no name"
     if "mismatch" in error.verify_message or "doesn't match" in str(error):
         return failed(
-            f"the certificate is for {names}, not for {at.expected_name}",
+            f"the certificate is for {names}, not for {at.tls_name or at.host}",
             f"reach it by such a name in {at.option}, or give --tls-server-name",
         )
     return failed(

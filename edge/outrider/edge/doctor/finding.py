@@ -1,46 +1,43 @@
-"""Finding of one check, and what to do about each error of the tree."""
+"""Findings of checks, and what to do about each error of the tree."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
-from outrider.proto.errors import (
-    ConfigError,
-    DataLoss,
-    DeadlineExceeded,
-    LeaseExpired,
-    ModelRefused,
-    NotFound,
-    OutriderError,
-    PermissionDenied,
-    ResourceExhausted,
-    TokenizerMismatch,
-    Unauthenticated,
-    Unavailable,
-    UnsupportedProtocol,
-)
+from outrider.proto import errors
+from outrider.proto.errors import ConfigError, OutriderError
 
 Metric = float | str | bool
 
 LOG = "the logs say more: `outrider --log-level info`, on both sides"
-# The first that fits counts, so leaves of the tree stand before what they belong to.
-_REMEDIES: tuple[tuple[type[OutriderError], str], ...] = (
-    (UnsupportedProtocol, "bring both sides to one release: `pip install --upgrade outrider` on the older one"),
-    (TokenizerMismatch, "leave out --tokenizer and give `--drafter auto`, or the files of the target's own tokenizer"),
-    (ModelRefused, "export the drafter again with this release: `outrider export`, or give --drafter ngram"),
-    (LeaseExpired, "set both clocks by NTP (`timedatectl`); leases last `outrider coordinator --lease-seconds` long"),
-    (PermissionDenied, "use another key with --api-key-file, or have this one allowed more at the coordinator"),
-    (Unauthenticated, "give --coordinator, which grants the leases, and --api-key-file if it wants a key; "
-     "--lease-secret-file must be the same for `outrider coordinator` and `outrider verifier`"),
-    (NotFound, "`outrider status --coordinator HOST:PORT` lists what there is; name that with --model or --drafter"),
-    (ResourceExhausted, "try again later, start another verifier (`outrider verifier`), or raise its --max-sessions"),
-    (DataLoss, "the files are damaged: fetch or `outrider export` them again, or delete the folder of --cache"),
-    (Unavailable, "start a verifier (`outrider verifier`), or see `outrider status --coordinator HOST:PORT`"),
-    (DeadlineExceeded, "`outrider status --coordinator HOST:PORT` shows whether the verifier is busy or down"),
-    (ConfigError, "mend that option; `outrider doctor --help` lists them"),
-)  # fmt: skip
+_REMEDIES = {
+    errors.UnsupportedProtocol: "bring both sides to one release: `pip install --upgrade outrider` on the older one",
+    errors.TokenizerMismatch: (
+        "leave out --tokenizer and give `--drafter auto`, or the files of the target's own tokenizer"
+    ),
+    errors.ModelRefused: "export the drafter again with this release: `outrider export`, or give --drafter ngram",
+    errors.LeaseExpired: (
+        "set both clocks by NTP (`timedatectl`); leases last `outrider coordinator --lease-seconds` long"
+    ),
+    errors.PermissionDenied: "use another key with --api-key-file, or have this one allowed more at the coordinator",
+    errors.Unauthenticated: (
+        "give --coordinator, which grants the leases, and --api-key-file if it wants a key; "
+        "--lease-secret-file must be the same for `outrider coordinator` and `outrider verifier`"
+    ),
+    errors.NotFound: (
+        "`outrider status --coordinator HOST:PORT` lists what there is; name that with --model or --drafter"
+    ),
+    errors.ResourceExhausted: (
+        "try again later, start another verifier (`outrider verifier`), or raise its --max-sessions"
+    ),
+    errors.DataLoss: "the files are damaged: fetch or `outrider export` them again, or delete the folder of --cache",
+    errors.Unavailable: "start a verifier (`outrider verifier`), or see `outrider status --coordinator HOST:PORT`",
+    errors.DeadlineExceeded: "`outrider status --coordinator HOST:PORT` shows whether the verifier is busy or down",
+    errors.ConfigError: "mend that option; `outrider doctor --help` lists them",
+}
 
 
 class Outcome(Enum):
@@ -57,20 +54,26 @@ class Finding:
     """One line for people, and metrics for programs.
 
     Attributes:
-        outcome: how the check ended.
-        message: what was found, in a sentence, or why the check was skipped.
-        remedy: what to do about it, naming an option or a command; warnings and failures have one.
+        message: sentence about what was found, or why the check was skipped.
+        remedy: sentence that names an option or a command; warnings and failures have one.
         metrics: values by name, with the unit in the name.
+        check: name of the check.
     """
 
     outcome: Outcome
     message: str
     remedy: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    check: str = ""
 
     def __post_init__(self) -> None:
         if self.outcome in (Outcome.WARNING, Outcome.FAILED) and not self.remedy:
             raise ValueError(f"there is no remedy for {self.message!r}")
+
+    def record(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        words = {"check": self.check, "outcome": self.outcome.value, "message": self.message, "remedy": self.remedy}
+        return words | {"metrics": dict(self.metrics)}
 
 
 def ok(message: str, **metrics: Metric) -> Finding:
@@ -102,5 +105,5 @@ def failed_by(error: OutriderError) -> Finding:
 
 def remedy_of(error: OutriderError) -> str:
     """Return a sentence that names an option or a command."""
-    found = next((remedy for kind, remedy in _REMEDIES if isinstance(error, kind)), LOG)
+    found = next((_REMEDIES[kind] for kind in type(error).__mro__ if kind in _REMEDIES), LOG)
     return f"{found} (retry in {error.retry_after_s:g} s)" if error.retry_after_s else found

@@ -1,4 +1,4 @@
-"""How fast drafter, link and a whole text are, and whether the text is right."""
+"""Checks of the speed of drafter, link and a whole text, and of the text itself."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ from outrider.proto.types import RemoteFile, Sampling
 
 PROMPT = "Once upon a time there was a small house at the edge of the forest, and in it lived"
 TOKENS = 16
-
 CALLS = 20
 MAX_CALLS_S = 4.0  # for all calls
 LONG_ROUND_TRIP_S = 0.25
-MAX_UNEVENNESS = 3.0  # slow calls to the median
-
+MAX_UNEVENNESS = 3.0  # of slow calls to the median
 LOADS = (16 << 10, 128 << 10, 512 << 10)  # bytes up, each only if the one before was quick
 QUICK_S = 0.1
 MAX_DOWN_BYTES = 2 << 20
@@ -40,7 +38,7 @@ SLOW_BYTES_S = 16 << 10  # 128 kbit/s: 200 tokens a second with their drafts, an
 
 
 async def load_drafter(visit: Visit) -> Finding:
-    """Load as a client would: find, fetch, check every file against its hash, and try; several one by one."""
+    """Load the drafters as a client would: find, fetch, check every file against its hash, and try."""
     wanted = visit.config.drafter
     client = Client(replace(visit.config, tokenizer=visit.tokenizer))
     began = time.monotonic()
@@ -51,17 +49,17 @@ async def load_drafter(visit: Visit) -> Finding:
         return failed_by(error)
     visit.client = client
     ready, seconds = client.ready, time.monotonic() - began
-    if ready is not None and ready.drafter_error:
+    assert ready is not None  # noqa: S101 - it is prepared
+    if ready.drafter_error:
         return failed(
             f"{wanted!r} cannot be used, texts would go on without drafts: {ready.drafter_error}",
             "mend or `outrider export` the package again, delete the folder of --cache, or give --drafter ngram",
         )
-    pool = ready.drafters if ready is not None else None
-    if pool is not None and len(pool) > 1:
-        return await asyncio.to_thread(_load_all, pool)
-    drafter = client.drafter
-    if drafter is None:
+    pool, drafter = ready.drafters, ready.drafter
+    if pool is None or drafter is None:
         return skipped("--drafter none: plain cloud streaming")
+    if len(pool) > 1:
+        return await asyncio.to_thread(_load_all, pool)
     if isinstance(drafter, NgramDrafter) and wanted == "auto":
         return warning(
             "no drafter package fits this target, so n-grams of the text itself are proposed",
@@ -129,15 +127,22 @@ def _time_proposals(drafter: Drafter, prefix: tuple[int, ...]) -> tuple[float, i
         state.close()
 
 
-async def time_round_trips(at: Endpoint) -> Finding:
-    """Time small health calls, one after the other, on a warm connection: the network and the server's answering."""
+async def time_round_trips(visit: Visit) -> Finding:
+    """Time small health calls one after the other on a warm connection: the network, and the server's answer."""
+    at = visit.endpoints["verifier"]
+    seconds: list[float] = []
     try:
-        seconds = sorted(await _time_calls(at))
+        async with at.channel() as channel:
+            await _time_call(channel, at, at.service)  # connects
+            until = time.monotonic() + MAX_CALLS_S
+            while len(seconds) < CALLS and time.monotonic() < until:
+                seconds.append(await _time_call(channel, at, at.service))
     except grpc.aio.AioRpcError as error:
         return failed(
             f"the {at.role} stops answering: {from_rpc_error(error).message}",
             f"see whether `outrider {at.role}` still runs, and try `outrider doctor` again",
         )
+    seconds.sort()
     median_s, slow_s = statistics.median(seconds), seconds[int(0.9 * (len(seconds) - 1))]
     words = f"{1000 * median_s:.1f} ms, one in ten over {1000 * slow_s:.1f} ms ({len(seconds)} health calls)"
     metrics = {"median_s": median_s, "p90_s": slow_s, "min_s": seconds[0], "calls": float(len(seconds))}
@@ -157,18 +162,6 @@ async def time_round_trips(at: Endpoint) -> Finding:
     return ok(words, **metrics)
 
 
-async def _time_calls(at: Endpoint) -> list[float]:
-    async with at.channel() as channel:
-        await ask_health(channel, at.service, at.metadata)  # connects
-        seconds: list[float] = []
-        until = time.monotonic() + MAX_CALLS_S
-        while len(seconds) < CALLS and time.monotonic() < until:
-            began = time.monotonic()
-            await ask_health(channel, at.service, at.metadata)
-            seconds.append(time.monotonic() - began)
-        return seconds
-
-
 async def measure_rates(visit: Visit) -> Finding:
     """Measure bytes a second up to the verifier, and down from the coordinator, where there is one.
 
@@ -176,8 +169,7 @@ async def measure_rates(visit: Visit) -> Finding:
     its window as it goes, so the line may carry more. Down is one file from the coordinator, which need not be where
     the verifier is. Sessions need little: some 25 bytes a token up, and 30 down.
     """
-    verifier = visit.verifier
-    assert verifier is not None  # noqa: S101 - needed by this check
+    verifier = visit.endpoints["verifier"]
     try:
         up = await _measure_up(verifier)
         down = await _measure_down(visit)
@@ -200,23 +192,24 @@ async def measure_rates(visit: Visit) -> Finding:
 
 
 async def _measure_up(at: Endpoint) -> float:
+    """Return bytes a second of health calls about services with long names, which there are none of."""
     async with at.channel() as channel:
-        await _send(channel, at, 1)
-        small_s = min([await _send(channel, at, 1) for _ in range(3)])
+        await _time_call(channel, at, "x")
+        small_s = min([await _time_call(channel, at, "x") for _ in range(3)])
         rate = 0.0
         for size in LOADS:
-            seconds = await _send(channel, at, size)
+            seconds = await _time_call(channel, at, "x" * size)
             rate = max(rate, size / max(1e-4, seconds - small_s))
             if seconds > QUICK_S:
                 break
     return rate
 
 
-async def _send(channel: grpc.aio.Channel, at: Endpoint, size: int) -> float:
-    """Return the seconds of a health call about a service whose name has `size` bytes; there is none of that name."""
+async def _time_call(channel: grpc.aio.Channel, at: Endpoint, service: str) -> float:
+    """Return the seconds of a health call; an answer that there is no such service is one, too."""
     began = time.monotonic()
     try:
-        await ask_health(channel, "x" * size, at.metadata)
+        await ask_health(channel, service, at.metadata)
     except grpc.aio.AioRpcError as error:
         if error.code() != grpc.StatusCode.NOT_FOUND:
             raise
@@ -225,9 +218,10 @@ async def _send(channel: grpc.aio.Channel, at: Endpoint, size: int) -> float:
 
 async def _measure_down(visit: Visit) -> float:
     """Return bytes a second of the largest file that the coordinator serves, cut short; 0 where there is none."""
-    at, lease = visit.coordinator, visit.lease
-    if at is None or lease is None:
+    lease = visit.lease
+    if lease is None:
         return 0.0
+    at = visit.endpoints["coordinator"]
     files = [file for manifest in lease.drafters for file in manifest.files]
     files += [lease.tokenizer] if lease.tokenizer is not None else []
     if not files:
