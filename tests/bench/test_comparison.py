@@ -22,7 +22,8 @@ from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.traced import replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
-from outrider.cloud.sampling import Sampler, VerificationInput
+from outrider.cloud.distribution import VerificationInput
+from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors, load_projections
 from outrider.cloud.target import Rows, Target, load_target

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud.sampling import Sampled, Sampler, VerificationInput, processed_logits
+from outrider.cloud.distribution import VerificationInput, processed_logits
+from outrider.cloud.sampling import Sampled, Sampler
 from outrider.proto.noise import gumbel_for_proposals, row_key
 from outrider.proto.session import Verified, VerifierRules, VerifierSession, accept_drafts
 from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids

@@ -28,8 +28,9 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from outrider.cloud.distribution import VerificationInput, adjusted_logits, processed_logits
 from outrider.cloud.grammar import Allowed, GrammarMatcher, Grammars
-from outrider.cloud.sampling import Sampler, VerificationInput, adjusted_logits, processed_logits
+from outrider.cloud.sampling import Sampler
 from outrider.proto import codec
 from outrider.proto.errors import FailedPrecondition, InvalidArgument
 from outrider.proto.noise import gumbel

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud.sampling import Sampler, VerificationInput, processed_logits
+from outrider.cloud.distribution import VerificationInput, processed_logits
+from outrider.cloud.sampling import Sampler
 from outrider.cloud.shortlist import Law, Shortlist
 from outrider.proto.noise import NoiseSieve, gumbel, row_key
 from outrider.proto.types import DraftToken, Sampling, token_ids
@@ -137,28 +138,44 @@ def test_a_wrong_sieve_is_noticed(wrong, monkeypatch):
     assert not decides_as_the_whole_row(Sampler(CPU), [Sampling(temperature=1.0)], ["flat", "many alike"], trials=60)
 
 
-def settled_share(sampling, kind, monkeypatch):
-    """The share of sessions that never see their whole row."""
+def whole_rows(sampling, logits, monkeypatch):
+    """The sampler's result for rows of one session, and how many of the rows were worked on whole."""
     whole = []
     sampler = Sampler(CPU)
     right = sampler._by_whole_rows
-    monkeypatch.setattr(
-        sampler, "_by_whole_rows", lambda rows, sessions: whole.extend(sessions) or right(rows, sessions)
-    )
-    for n in range(20):
-        sampler.sample(rows_of(kind, n, 1), [verified(sampling, n, 1)])
-    return 1 - len(whole) / 20
+    monkeypatch.setattr(sampler, "_by_whole_rows", lambda rows, *rest: whole.extend(rows) or right(rows, *rest))
+    session = verified(sampling, 3, len(logits))
+    (got,) = sampler.sample(logits, [session])
+    assert list(token_ids(got.tokens)) == [token for token, _ in plain(logits, session)]
+    return got, len(whole)
 
 
-@pytest.mark.parametrize("sampling", [*PLAIN, CUT[0], CUT[1], CUT[3], CUT[7], CUT[9], ADJUSTED[0], ADJUSTED[2]])
-def test_ordinary_rows_are_settled_by_the_short_list(sampling, monkeypatch):
-    assert settled_share(sampling, "zipf", monkeypatch) > 0.9
+@pytest.mark.parametrize("sampling", [*PLAIN, *(s for s in CUT if s.top_p != 1 - 1e-9), ADJUSTED[0], ADJUSTED[2]])
+@pytest.mark.parametrize("kind", ["zipf", "flat"])
+def test_rows_are_settled_by_lists(sampling, kind, monkeypatch):
+    assert whole_rows(sampling, rows_of(kind, 5, 20), monkeypatch)[1] == 0
 
 
-def test_what_the_list_cannot_tell_is_left_to_the_whole_row(monkeypatch):
-    assert settled_share(Sampling(temperature=1.0, top_p=0.9), "flat", monkeypatch) == 0
-    assert settled_share(Sampling(temperature=1.0, top_k=700), "flat", monkeypatch) == 0
-    assert settled_share(Sampling(temperature=1e-9), "normal", monkeypatch) == 0
+@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0, top_p=0.5), Sampling(temperature=0.5, top_p=0.5)])
+def test_only_a_row_whose_sum_ends_at_top_p_is_worked_on_whole(sampling, monkeypatch):
+    logits = rows_of("zipf", 6)
+    logits[2] = 0.0  # 550 of 1100 tokens have just this probability
+    got, count = whole_rows(sampling, logits, monkeypatch)
+    assert count == 1
+    assert got.tokens[2].logp == pytest.approx(-math.log(550), abs=1e-6)
+
+
+def test_a_row_alone_counts_the_drafts_before_it_as_its_sessions_row_does(monkeypatch):
+    sampling = Sampling(temperature=1.0, top_p=0.5, presence_penalty=0.3, frequency_penalty=0.2, repetition_penalty=1.2)
+    logits = torch.zeros(ROWS, VOCAB)  # a penalty leaves sums that come to top_p in none, some or all rows
+    session = verified(sampling, 4)
+    whole = processed_logits(logits, session)
+    for j in range(ROWS):
+        assert torch.equal(processed_logits(logits[j : j + 1], session.row(j))[0], whole[j])
+
+
+def test_a_tiny_temperature_is_left_to_the_whole_row(monkeypatch):
+    assert whole_rows(Sampling(temperature=1e-9), rows_of("normal", 7), monkeypatch)[1] == ROWS
 
 
 def test_a_tiny_temperature_takes_the_argmax_with_probability_one():

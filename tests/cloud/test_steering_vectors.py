@@ -17,8 +17,9 @@ from collecting_outbox import CollectingOutbox
 
 from outrider.cloud import steering_vectors as steering_vectors_module
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.engine import Engine
-from outrider.cloud.sampling import Sampled, VerificationInput
+from outrider.cloud.sampling import Sampled
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.steering import FoldedProjection, Projection
 from outrider.cloud.steering_vectors import load_projections, newest_rows

@@ -15,9 +15,10 @@ from collecting_outbox import CollectingOutbox
 
 from outrider.cloud import sampling as sampling_module
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.engine import Engine
 from outrider.cloud.family_index import resolve_target
-from outrider.cloud.sampling import Sampler, VerificationInput
+from outrider.cloud.sampling import Sampler
 from outrider.cloud.target import load_model, load_target
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument

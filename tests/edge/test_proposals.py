@@ -23,12 +23,15 @@ VOCAB = 12
 def choose(sampling, logits_by_token, position, history=(), candidates=None, prompt_length=0):
     """Hand the rule the top `candidates` of a vocabulary's logits, as a drafter would."""
     order = np.argsort(-logits_by_token, kind="stable")[:candidates]
-    return ProposalRule(sampling, prompt_length=prompt_length).choose(
+    rule = ProposalRule(sampling, prompt_length=prompt_length)
+    if (counts := rule.counts()) is not None:
+        counts.extend(history)
+    return rule.choose(
         position,
         order.astype(np.int64),
         logits_by_token[order].astype(np.float32),
         math.log(sum(math.exp(logit) for logit in logits_by_token)),
-        np.array(history, dtype=np.int64),
+        counts,
     )
 
 

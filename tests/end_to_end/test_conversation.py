@@ -66,6 +66,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "presence_penalty": 0.5,
         "frequency_penalty": 0.4,
     },
+    "repeating": {"temperature": 0.9, "seed": 8, "presence_penalty": -30.0},  # a turn's text never counts in the next
 }
 
 

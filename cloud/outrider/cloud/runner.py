@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outrider.cloud.batching import Share
-from outrider.cloud.sampling import Sampled, Sampler, VerificationInput
+from outrider.cloud.distribution import VerificationInput
+from outrider.cloud.sampling import Sampled, Sampler
 from outrider.cloud.slots import Slot
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors
@@ -92,6 +93,7 @@ def _verification_input(slot: Slot, block: tuple[DraftToken, ...]) -> Verificati
         allowed.tokens if allowed is not None else None,
         session.logprobs,
         session.top_logprobs,
+        slot.count_tokens() if session.sampling.penalises else None,
     )
 
 

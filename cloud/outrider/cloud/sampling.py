@@ -1,56 +1,19 @@
-"""From the target's logits to its tokens: the processed distribution, then the coupled rule.
-
-Every row knows what came before it *including the drafts earlier in its own block*, so a penalty counts a draft that
-is verified in the same step exactly as if it had been committed before.
-"""
+"""From the target's logits to its tokens: the processed distribution, then the coupled rule."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, Shortlist
+from outrider.cloud.distribution import VerificationInput, adjusted_logits, processed_logits
+from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Choice, Law, Shortlist
 from outrider.proto.noise import TorchNoise, row_key
-from outrider.proto.types import CommittedToken, DraftToken, Sampling, TopLogprobs, token_ids
-
-
-@dataclass(frozen=True, slots=True)
-class VerificationInput:
-    """The facts that the distribution of one session's rows depends on.
-
-    Attributes:
-        sampling: sampling settings of the session.
-        transcript: prompt and text before the step.
-        prompt_length: tokens of the prompt in it.
-        block: [k] drafts to verify; row j of k + 1 follows transcript + block[:j].
-        allowed: [k + 1, vocab] bool, the tokens that the grammar allows in each row; None: there is none.
-        logprobs: whether the model's own log probabilities are wanted.
-        top_logprobs: number of likeliest tokens wanted for each position.
-    """
-
-    sampling: Sampling
-    transcript: list[int]
-    prompt_length: int
-    block: tuple[DraftToken, ...]
-    allowed: np.ndarray | None = field(default=None, compare=False)
-    logprobs: bool = False
-    top_logprobs: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Number of its rows of logits."""
-        return len(self.block) + 1
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether `adjusted_logits` differ from the target's."""
-        sampling = self.sampling
-        return bool(self.allowed is not None or sampling.allowed_tokens or sampling.logit_bias or sampling.penalises)
+from outrider.proto.types import CommittedToken, TopLogprobs, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +28,9 @@ class Sampled:
 
     tokens: tuple[CommittedToken, ...]
     reward: float | None
+
+
+_Part = tuple[int, VerificationInput]  # a session and the place of its first row
 
 
 class Sampler:
@@ -82,45 +48,44 @@ class Sampler:
         Row j of a session stands at absolute position i = len(transcript) + j and takes
         argmax_t log p_i(t) + G(seed, i, t); at temperature 0 the argmax of the logits (DESIGN section 1; Gumbel-max).
         """
-        firsts = list(itertools.accumulate((session.rows for session in sessions), initial=0))
-        spans = [slice(first, end) for first, end in itertools.pairwise(firsts)]
-        sampled = self._by_shortlist(logits, sessions, spans)
-        left = [i for i in range(len(sessions)) if i not in sampled]
-        if left:
-            rows = torch.cat([logits[spans[i]] for i in left])
-            sampled |= zip(left, self._by_whole_rows(rows, [sessions[i] for i in left]), strict=True)
-        for i, session in enumerate(sessions):
-            if session.logprobs:
-                sampled[i] = with_logprobs(sampled[i], logits[spans[i]], session)
-        return [sampled[i] for i in range(len(sessions))]
+        firsts = list(itertools.accumulate((session.rows for session in sessions), initial=0))[:-1]
+        parts = list(zip(firsts, sessions, strict=True))
+        asked = np.array(_asked(sessions))
+        choice = self._by_shortlist(logits, parts, asked)
+        if left := _unsettled(parts, choice.certain):
+            rows = _rows_of(left)
+            of_left = logits if len(rows) == len(asked) else logits[torch.from_numpy(rows)]
+            choice.put(rows, self._by_whole_rows(of_left, [session for _, session in left], asked[rows]))
+        sampled = _per_session(sessions, choice)
+        return [
+            with_logprobs(of_session, logits[first : first + session.rows], session) if session.logprobs else of_session
+            for (first, session), of_session in zip(parts, sampled, strict=True)
+        ]
 
-    def _by_shortlist(
-        self, logits: torch.Tensor, sessions: list[VerificationInput], spans: list[slice]
-    ) -> dict[int, Sampled]:
-        """Return results by index of session, for those that short lists settle; sessions of one law go together."""
-        vocab = logits.shape[1]
+    def _by_shortlist(self, logits: torch.Tensor, parts: list[_Part], asked: np.ndarray) -> Choice:
+        """Return the tokens of the rows that short lists settle; sessions of one law go together."""
+        choice, vocab = Choice.none(len(asked)), logits.shape[1]
         if self._device.type != "cpu" or vocab < SMALLEST_VOCAB:
-            return {}
+            return choice
         if self._shortlist is None or self._shortlist.vocab != vocab:
             self._shortlist = Shortlist(vocab)
-        groups: defaultdict[Law, list[int]] = defaultdict(list)
-        sampled: dict[int, Sampled] = {}
-        for i, session in enumerate(sessions):
+        groups: defaultdict[Law, list[_Part]] = defaultdict(list)
+        for first, session in parts:
             law = Law.of(session.sampling, vocab)
             if session.adjusts:
-                sampled |= _settled(
-                    self._shortlist, adjusted_logits(logits[spans[i]], session).numpy(), law, {i: session}
-                )
+                rows = _rows_of([(first, session)])
+                adjusted = adjusted_logits(logits[first : first + session.rows], session).numpy()
+                choice.put(rows, self._shortlist.choose(adjusted, law, _keys([session]), asked[rows]))
             else:
-                groups[law].append(i)
-        in_numpy = logits.numpy()
+                groups[law].append((first, session))
         for law, members in groups.items():
-            whole = len(members) == len(sessions)
-            rows = in_numpy if whole else np.concatenate([in_numpy[spans[i]] for i in members])
-            sampled |= _settled(self._shortlist, rows, law, {i: sessions[i] for i in members})
-        return sampled
+            rows = _rows_of(members)
+            of_law = logits.numpy() if len(rows) == len(asked) else logits.numpy()[rows]
+            keys = _keys([session for _, session in members])
+            choice.put(rows, self._shortlist.choose(of_law, law, keys, asked[rows]))
+        return choice
 
-    def _by_whole_rows(self, logits: torch.Tensor, sessions: list[VerificationInput]) -> list[Sampled]:
+    def _by_whole_rows(self, logits: torch.Tensor, sessions: list[VerificationInput], asked: np.ndarray) -> Choice:
         scores = torch.empty(logits.shape, dtype=torch.float64, device=self._device)
         first = 0
         for session in sessions:
@@ -129,10 +94,9 @@ class Sampler:
             first += session.rows
         logp = scores - torch.logsumexp(scores, dim=-1, keepdim=True)
         tokens = self._choose(scores, sessions)
-        logp_of_tokens = logp.gather(1, tokens[:, None])[:, 0]
-        asked = torch.tensor(_asked(sessions), device=self._device)
-        logp_of_asked = logp.gather(1, asked[:, None])[:, 0]
-        return _per_session(sessions, tokens.tolist(), logp_of_tokens.tolist(), logp_of_asked.tolist())
+        wanted = torch.stack([tokens, torch.from_numpy(asked).to(self._device)], dim=1)
+        logp_of_tokens, logp_of_asked = logp.gather(1, wanted).T.cpu().numpy()
+        return Choice(tokens.cpu().numpy(), logp_of_tokens, logp_of_asked, np.ones(len(asked), bool))
 
     def _choose(self, scores: torch.Tensor, sessions: list[VerificationInput]) -> torch.Tensor:
         """Return the tokens of `scores`, [rows] int64."""
@@ -169,27 +133,35 @@ class Sampler:
         return best.indices
 
 
-def _settled(
-    shortlist: Shortlist, logits: np.ndarray, law: Law, sessions: dict[int, VerificationInput]
-) -> dict[int, Sampled]:
-    """Return results by index of the sessions of one law all of whose rows of `logits` are settled."""
-    inputs = list(sessions.values())
-    keys = [row_key(i.sampling.seed, len(i.transcript) + row) for i in inputs for row in range(i.rows)]
-    choice = shortlist.choose(logits, law, keys, np.array(_asked(inputs)))
-    results = _per_session(inputs, choice.tokens.tolist(), choice.logp.tolist(), choice.logp_of_asked.tolist())
-    starts = list(itertools.accumulate((i.rows for i in inputs), initial=0))
-    settled = np.logical_and.reduceat(choice.certain, starts[:-1])
-    return {i: result for i, result, certain in zip(sessions, results, settled, strict=True) if certain}
-
-
 def _asked(sessions: list[VerificationInput]) -> list[int]:
     """Return [sum of rows] the draft that is verified in each row; 0 in a session's last."""
     return [token for session in sessions for token in (*token_ids(session.block), 0)]
 
 
-def _per_session(
-    sessions: list[VerificationInput], tokens: list[int], logp_of_tokens: list[float], logp_of_asked: list[float]
-) -> list[Sampled]:
+def _keys(sessions: list[VerificationInput]) -> list[int]:
+    """Return [sum of rows] the keys of the rows' noise."""
+    return [row_key(each.sampling.seed, len(each.transcript) + row) for each in sessions for row in range(each.rows)]
+
+
+def _rows_of(parts: list[_Part]) -> np.ndarray:
+    """Return [sum of rows] the places of the parts' rows."""
+    return np.concatenate([np.arange(first, first + session.rows) for first, session in parts])
+
+
+def _unsettled(parts: list[_Part], certain: np.ndarray) -> list[_Part]:
+    """Return the parts left: sessions of which no row is certain, else each row that is not by itself."""
+    left: list[_Part] = []
+    for first, session in parts:
+        open_rows = np.flatnonzero(~certain[first : first + session.rows]).tolist()
+        if len(open_rows) == session.rows:
+            left.append((first, session))
+        else:
+            left += [(first + row, session.row(row)) for row in open_rows]
+    return left
+
+
+def _per_session(sessions: list[VerificationInput], choice: Choice) -> list[Sampled]:
+    tokens, logp_of_tokens, logp_of_asked = choice.tokens.tolist(), choice.logp.tolist(), choice.logp_of_asked.tolist()
     sampled, first = [], 0
     for session in sessions:
         rows = slice(first, first + session.rows)
@@ -243,82 +215,3 @@ def _likeliest(logits: torch.Tensor, log_sums: torch.Tensor, count: int) -> tupl
     for i, t, value in zip(row.tolist(), token.tolist(), logp, strict=True):
         pairs[i].append((t, value))
     return tuple(tuple(sorted(of_row, key=lambda pair: -pair[1])[:count]) for of_row in pairs)
-
-
-def processed_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
-    """Return unnormalised log probabilities [k + 1, vocab] float64 of the processed distribution; -inf: excluded.
-
-    After `adjusted_logits` come, in this order, temperature, top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et
-    al. 2024). At temperature 0 none of them does: only the argmax matters. Ties at a cut are kept by top-k and broken
-    by token id by top-p.
-
-    Args:
-        logits: [k + 1, vocab] float32, the target's.
-        session: session of the rows.
-    """
-    sampling = session.sampling
-    scores = adjusted_logits(logits, session)
-    if sampling.temperature == 0:
-        return scores
-    # The best at 0: a tiny temperature cannot overflow, and near ties are resolved to the last bit.
-    scores = (scores - scores.max(dim=-1, keepdim=True).values) / sampling.temperature
-    if 0 < sampling.top_k < scores.shape[1]:
-        least = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
-        scores = scores.masked_fill(scores < least, -math.inf)
-    if sampling.top_p < 1:
-        scores = _top_p(scores, sampling.top_p)
-    if sampling.min_p > 0:
-        least = scores.max(dim=-1, keepdim=True).values + math.log(sampling.min_p)
-        scores = scores.masked_fill(scores < least, -math.inf)
-    return scores
-
-
-def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
-    """Return [k + 1, vocab] float64 logits after the adjustments of single tokens, which only some sessions ask for.
-
-    They come in this order: grammar, allowed tokens, bias, repetition penalty (Keskar et al. 2019, section 4.1),
-    presence and frequency penalty.
-    """
-    sampling = session.sampling
-    scores = logits.double()
-    if session.allowed is not None:
-        scores = scores.masked_fill(~torch.from_numpy(session.allowed).to(scores.device), -math.inf)
-    if sampling.allowed_tokens:
-        allowed = torch.tensor(sampling.allowed_tokens, device=scores.device)
-        kept = torch.full_like(scores, -math.inf)
-        kept[:, allowed] = scores[:, allowed]
-        scores = kept
-    if sampling.logit_bias:
-        biased = torch.tensor([token for token, _ in sampling.logit_bias], device=scores.device)
-        scores[:, biased] += torch.tensor([bias for _, bias in sampling.logit_bias], device=scores.device).double()
-    return _penalise(scores, session) if sampling.penalises else scores
-
-
-def _penalise(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
-    """Penalise the tokens that came before, a few columns of `scores`, in place."""
-    sampling, end = session.sampling, len(session.transcript)
-    before = torch.tensor([*session.transcript, *token_ids(session.block)], dtype=torch.int64, device=scores.device)
-    used, place = torch.unique(before, return_inverse=True)
-    count = len(used)
-    earlier = torch.zeros(session.rows, count, dtype=torch.int64, device=scores.device)  # in the same block
-    if session.block:
-        earlier[1:] = torch.nn.functional.one_hot(place[end:], count).cumsum(dim=0)
-    counts = torch.bincount(place[session.prompt_length : end], minlength=count)[None] + earlier
-    columns = scores[:, used]
-    if sampling.repetition_penalty != 1:
-        seen = (counts + torch.bincount(place[: session.prompt_length], minlength=count)[None]) > 0
-        penalty = sampling.repetition_penalty
-        columns = torch.where(seen, torch.where(columns > 0, columns / penalty, columns * penalty), columns)
-    counts = counts.double()  # a float times integers would be float32
-    columns = columns - sampling.presence_penalty * (counts > 0).double() - sampling.frequency_penalty * counts
-    scores[:, used] = columns
-    return scores
-
-
-def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Keep the fewest most likely tokens whose probabilities sum to `top_p` or more."""
-    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    probability = torch.softmax(ordered, dim=-1)
-    before = probability.cumsum(dim=-1) - probability
-    ordered = ordered.masked_fill(before >= top_p, -math.inf)
-    return torch.empty_like(scores).scatter_(1, order, ordered)

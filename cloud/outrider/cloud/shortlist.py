@@ -33,6 +33,8 @@ _LARGEST_NOISE = 37.0
 # Probabilities whose sum comes this close to top_p are left to the whole row; sums of float32, of float64.
 _NEAR_CUT = 4e-6
 _NEAR_EXACT_CUT = 1e-9
+_LONGER = 8  # times as long is the next list of a row that is not settled
+_LOWEST = float(_FLOAT32.min)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,11 @@ class Choice:
         """Return a choice that settles no row."""
         return cls(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows), np.zeros(rows, bool))
 
+    def put(self, rows: np.ndarray, choice: Choice) -> None:
+        """Put the rows of another choice in place of `rows` [n]."""
+        for name in ("tokens", "logp", "logp_of_asked", "certain"):
+            getattr(self, name)[rows] = getattr(choice, name)
+
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
@@ -105,6 +112,11 @@ class _Rows:
         torch.from_numpy(below).exp_()  # numpy's takes three times as long
         log_sums: np.ndarray = np.log(below.sum(axis=1), dtype=np.float64)
         return log_sums
+
+    def exact_log_sum(self) -> float:
+        """Return `log_sums` of the first row, to 1e-12."""
+        below = (self.logits[0].astype(np.float64) - self.best[0]) / self.temperature
+        return math.log(torch.from_numpy(below).exp_().sum().item())
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +166,7 @@ class Shortlist:
 
     def _choose_from_all(self, rows: _Rows, law: Law, keys: list[int], loud: list[float]) -> np.ndarray:
         """Return [rows] tokens where none is excluded; listed are the likely and those of noise above `loud` [rows]."""
-        floor = self._floor(rows, law)
+        floor = self._floor(rows, law.listed)
         mask = rows.logits >= floor[:, None]
         for row, key, bound in zip(mask, keys, loud, strict=True):
             if bound < _LARGEST_NOISE:
@@ -168,32 +180,46 @@ class Shortlist:
 
     def _choose_from_part(self, rows: _Rows, law: Law, keys: list[int], asked: np.ndarray) -> Choice:
         """Return what `choose` does, where tokens are excluded."""
-        floor = self._floor(rows, law)
-        mask = rows.logits >= floor[:, None]
-        count = len(mask)
+        count = len(keys)
+        mask = np.zeros(rows.logits.shape, bool)
         log_sums = np.zeros(count) if law.top_k else rows.log_sums()
         certain, logp_of_asked = np.zeros(count, bool), np.full(count, -math.inf)
-        for i, max_of_rest in enumerate(rows.scaled(floor, slice(None))):
-            token = np.flatnonzero(mask[i])
-            scores = rows.scores(i, token)
-            kept = _cut(scores, law, max_of_rest, log_sums[i])
+        for i, floor in enumerate(self._floor(rows, law.listed).tolist()):
+            kept = self._kept(rows.row(i), law, floor, float(log_sums[i]))
             if kept is None:
+                mask[i, 0] = True  # any token: every row needs one
                 continue
-            certain[i], mask[i, token] = True, kept
-            log_sums[i] = math.log(np.exp(scores[kept]).sum())
+            certain[i], mask[i, kept] = True, True
+            log_sums[i] = math.log(np.exp(rows.scores(i, kept)).sum())
             if mask[i, asked[i]]:
                 logp_of_asked[i] = rows.scores(i, asked[i]) - log_sums[i]
         tokens = _winners(self._best_sums(rows, mask, np.array(keys, np.uint64)))
         return Choice(tokens, rows.scores(np.arange(count), tokens) - log_sums, logp_of_asked, certain)
 
-    def _floor(self, rows: _Rows, law: Law) -> np.ndarray:
-        """Return [rows] a logit that at least `law.listed` tokens reach, or all that are not excluded, and few more.
+    def _kept(self, row: _Rows, law: Law, floor: float, log_sum: float) -> np.ndarray | None:
+        """Return the tokens [n] of one row that the law keeps; None: a sum comes too close to top-p.
+
+        The first list has the tokens of `floor` and above. Where it does not settle the row, longer ones follow, with
+        a sum over the vocabulary in float64, up to the list of all tokens that are not excluded.
+        """
+        tokens, kept = _cut(row, law, floor, log_sum, _NEAR_CUT)
+        listed = law.listed
+        while kept is None and floor > _LOWEST:
+            if listed == law.listed:
+                log_sum = row.exact_log_sum()
+            listed *= _LONGER
+            floor = float(self._floor(row, listed)[0]) if listed < self.vocab // _BLOCK else _LOWEST
+            tokens, kept = _cut(row, law, floor, log_sum, _NEAR_EXACT_CUT)
+        return None if kept is None else tokens[kept]
+
+    def _floor(self, rows: _Rows, listed: int) -> np.ndarray:
+        """Return [rows] a logit that at least `listed` tokens reach, or all that are not excluded, and few more.
 
         It is one of the maxima of blocks, which are far fewer than the tokens.
         """
         blocks = self.vocab // _BLOCK
         best_of_block = rows.logits[:, : blocks * _BLOCK].reshape(-1, _BLOCK, blocks).max(axis=1)
-        last = blocks - min(law.listed, blocks)
+        last = blocks - min(listed, blocks)
         return np.maximum(np.partition(best_of_block, last, axis=1)[:, last], _FLOAT32.min)
 
     def _best_sums(self, rows: _Rows, mask: np.ndarray, keys: np.ndarray) -> _Close:
@@ -218,36 +244,42 @@ def _winners(close: _Close) -> np.ndarray:
     return close.tokens[order[np.unique(close.rows[order], return_index=True)[1]]]
 
 
-def _cut(scores: np.ndarray, law: Law, max_of_rest: float, log_sum: float) -> np.ndarray | None:
-    """Return a mask of the listed tokens that top-k, top-p and min-p keep; None: the list does not settle it.
+def _cut(row: _Rows, law: Law, floor: float, log_sum: float, near: float) -> tuple[np.ndarray, np.ndarray | None]:
+    """List the tokens of `floor` and above and keep those that top-k, top-p and min-p keep.
 
     Args:
-        scores: [n] float64 of the listed tokens, in order of token; the best is 0.
+        row: one row.
         law: the law of the row.
-        max_of_rest: a score that no other token exceeds.
+        floor: a logit; `_LOWEST` lists all tokens that are not excluded.
         log_sum: log of the sum of exp(score) over all tokens; not used with top-k.
+        near: sums of probabilities that come this close to top-p settle nothing.
+
+    Returns:
+        The list [n], and which of it to keep, [m] places; None: the list does not settle it.
     """
-    order = np.argsort(-scores, kind="stable")
-    ordered = scores[order]
-    end, complete = len(ordered), False
+    tokens = np.flatnonzero(row.logits[0] >= floor)
+    scores = row.scores(0, tokens)
+    max_of_rest = float(row.scaled(np.float64(floor), 0)) if floor > _LOWEST else -math.inf
+    ordered = np.sort(scores)[::-1]
+    end, complete = len(ordered), floor <= _LOWEST
     if law.top_k > 0:
-        if end < law.top_k or ordered[law.top_k - 1] <= max_of_rest:
-            return None
-        end, complete = int((ordered >= ordered[law.top_k - 1]).sum()), True
+        least = ordered[law.top_k - 1] if law.top_k <= end else max_of_rest
+        if least <= max_of_rest and not complete:
+            return tokens, None
+        end, complete = int((ordered >= least).sum()), True
     if law.top_p < 1:
         weights = np.exp(ordered[:end])
         probability = weights / (weights.sum() if complete else math.exp(log_sum))
         before = np.cumsum(probability) - probability
-        if (np.abs(before - law.top_p) < (_NEAR_EXACT_CUT if complete else _NEAR_CUT)).any():
-            return None
+        if (np.abs(before - law.top_p) < (_NEAR_EXACT_CUT if complete else near)).any():
+            return tokens, None
         kept = int((before < law.top_p).sum())
         if not complete and (kept == end or ordered[kept - 1] <= max_of_rest):
-            return None
+            return tokens, None
         end, complete = kept, True
     if law.min_p > 0:
         if not complete and math.log(law.min_p) <= max_of_rest:
-            return None
+            return tokens, None
         end = min(end, int((ordered >= math.log(law.min_p)).sum()))
-    mask = np.zeros(len(ordered), bool)
-    mask[order[:end]] = True
-    return mask
+    above, tied = np.flatnonzero(scores > ordered[end - 1]), np.flatnonzero(scores == ordered[end - 1])
+    return tokens, np.concatenate([above, tied[len(above) + len(tied) - end :]])  # the larger ids of those that tie

@@ -11,6 +11,7 @@ from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.proto.errors import OutriderError
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import VerifierSession
+from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import CloudFrame, Goaway
 
 MAX_UNREAD = 64
@@ -42,6 +43,7 @@ class Slot:
         ready_since: when it could have begun its next step, seconds.
         matcher: enforces its grammar, if it has one.
         masks_by: until when a step waits for its grammar's mask, seconds.
+        counts: those of its transcript so far, where penalties want them.
     """
 
     key: int
@@ -51,6 +53,7 @@ class Slot:
     ready_since: float
     matcher: GrammarMatcher | None = None
     masks_by: float = 0.0
+    counts: TokenCounts | None = None
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -66,6 +69,14 @@ class Slot:
     def busy(self) -> bool:
         """Whether its grammar is being asked what may come next."""
         return self.matcher is not None and self.matcher.busy
+
+    def count_tokens(self) -> TokenCounts:
+        """Return the counts of its transcript."""
+        transcript = self.session.transcript
+        if self.counts is None:
+            self.counts = TokenCounts(self.session.prompt_length)
+        self.counts.extend(transcript[self.counts.length :])
+        return self.counts
 
     def forget_drafts(self) -> None:
         """Truncate the KV cache to the transcript, but for its last token, which the next step computes."""
@@ -131,7 +142,7 @@ class Slots:
         tokens = session.prompt_length + session.sampling.max_tokens
         self._make_room(self._pool.pages_for(tokens) - len(slot.cache.pages))
         self._pool.resize(slot.cache, tokens)
-        slot.session, slot.matcher, slot.ready_since = session, matcher, now
+        slot.session, slot.matcher, slot.ready_since, slot.counts = session, matcher, now, None
 
     def park(self, slot: Slot, now: float) -> None:
         """Keep a session whose turn has ended, if its edge wants that, on the pages that hold something."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.cloud.sampling import Sampled, VerificationInput
+from outrider.cloud.distribution import VerificationInput
+from outrider.cloud.sampling import Sampled
 from outrider.cloud.steering import PROJECTION_FILE, FoldedProjection, Projection, projection_id
 from outrider.cloud.target import Target
 from outrider.proto.errors import InvalidArgument, ModelRefused

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.kv_cache import SessionCache
-from outrider.cloud.sampling import Sampler, VerificationInput
+from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering import FoldedProjection, Projection
 from outrider.cloud.target import Rows, Target
 from outrider.proto.errors import ConfigError, OutriderError

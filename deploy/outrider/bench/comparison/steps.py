@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.bench.comparison.record import SteeringCost
+from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.kv_cache import SessionCache
-from outrider.cloud.sampling import Sampler, VerificationInput
+from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.target import Rows, Target
 from outrider.cloud.text_writer import WrittenText

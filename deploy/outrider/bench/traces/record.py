@@ -21,8 +21,9 @@ from outrider.bench.replay.record import Chances, HitRecorder
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.simulator.clock import Costs
 from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
+from outrider.cloud.distribution import VerificationInput, processed_logits
 from outrider.cloud.kv_cache import SessionCache
-from outrider.cloud.sampling import Sampler, VerificationInput, processed_logits
+from outrider.cloud.sampling import Sampler
 from outrider.cloud.target import Rows, Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.arguments import Given

@@ -21,6 +21,7 @@ import numpy as np
 from outrider.edge.drafters.proposals import NO_PROPOSAL, ProposalRule
 from outrider.edge.drafters.protocol import TokenPrefix, check_scorable, check_truncation
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken
 
 PLACES_READ = 16  # newest places of an n-gram; a common word has thousands, and a bound keeps a token's price constant
@@ -58,7 +59,7 @@ class NgramState(TokenPrefix):
 
     def __init__(self, rule: ProposalRule, longest: int, vocab_size: int) -> None:
         super().__init__()
-        self._rule = rule
+        self._rule, self._counted = rule, rule.counts()
         self._vocab_size = vocab_size
         self._places = [_Places(n) for n in range(1, longest + 1)]  # shortest first, as q is built
 
@@ -76,6 +77,7 @@ class NgramState(TokenPrefix):
             for places in self._places:
                 places.pop(self.tokens)
             self.tokens.pop()
+        self._token_counts()
 
     def propose(self, n: int) -> tuple[DraftToken, ...]:
         """Append and return up to n tokens, for as long as the last token has been seen before."""
@@ -90,7 +92,7 @@ class NgramState(TokenPrefix):
                 np.array(candidates, dtype=np.int64),
                 np.log(np.array([believed[token] for token in candidates])),
                 0.0,
-                np.array(self.tokens if self._rule.sampling.penalises else (), dtype=np.int64),
+                self._token_counts(),
             )
             if chosen is NO_PROPOSAL:
                 break
@@ -109,12 +111,19 @@ class NgramState(TokenPrefix):
 
     def follow(self, rule: ProposalRule) -> None:
         """Propose by `rule` from now on."""
-        self._rule = rule
+        self._rule, self._counted = rule, rule.counts()
 
     def close(self) -> None:
         """Give the memory back."""
         super().close()
         self._places = []
+
+    def _token_counts(self) -> TokenCounts | None:
+        """Return the counts of all tokens, where the rule has penalties."""
+        if (counts := self._counted) is not None:
+            counts.truncate(self.length)
+            counts.extend(self.tokens[counts.length :])
+        return counts
 
     def _counts(self) -> Iterator[Counter[int]]:
         """Count what followed the last 1, 2, ... `longest` tokens, as far as they occurred before."""

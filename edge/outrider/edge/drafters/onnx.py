@@ -41,6 +41,7 @@ from outrider.edge.drafters.packages import DrafterPackage, SteeringShape
 from outrider.edge.drafters.proposals import NO_PROPOSAL, ProposalRule
 from outrider.edge.drafters.protocol import check_scorable, check_truncation
 from outrider.proto.errors import Internal, InvalidArgument, ModelRefused, OutriderError, UnknownToken
+from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken, Sampling
 
 PREFILL_TOKENS = 64  # new tokens a run: small activations; within 4 % of the fastest size at 500 and 1,900 tokens
@@ -234,7 +235,7 @@ class OnnxState:
 
     def follow(self, rule: ProposalRule) -> None:
         """Propose by `rule` from now on, with as many candidates as it wants."""
-        self._choose = rule.choose
+        self._choose, self._counts = rule.choose, rule.counts()
         count = rule.candidates_wanted(self._useful_candidates)
         self._candidate_count = np.array([count], dtype=np.int64)
         self._candidate_tokens = np.zeros(count, dtype=np.int64)
@@ -269,7 +270,7 @@ class OnnxState:
                 self._candidate_tokens,
                 self._candidate_logits,
                 float(self._log_normalizer[0]),
-                self._tokens[: self.length],
+                self._counts_of(self.length),
             )
             if chosen is NO_PROPOSAL:
                 self._computed -= 1
@@ -319,7 +320,7 @@ class OnnxState:
             for row, normalizer in enumerate(log_normalizer.tolist()):
                 position = start + 1 + row
                 choices[position - first] = self._choose(
-                    position, candidates[row], logits[row], normalizer, self._tokens[:position]
+                    position, candidates[row], logits[row], normalizer, self._counts_of(position)
                 )
         return tuple(choices)
 
@@ -327,6 +328,7 @@ class OnnxState:
         """Keep the first `length` tokens; the cache stays where it is, and rows past the end are written over."""
         check_truncation(length, self.length)
         self.length = length
+        self._counts_of(length)
         self._computed = max(0, min(self._computed, length - 1))
         self._biases_stale = self._biases_stale or self._computed < self._steered_since
 
@@ -338,6 +340,13 @@ class OnnxState:
         if self._biases is not None:
             self._biases.close()
         self._allocate(0)
+
+    def _counts_of(self, length: int) -> TokenCounts | None:
+        """Return the counts of the first `length` tokens, where the rule has penalties."""
+        if (counts := self._counts) is not None:
+            counts.truncate(length)
+            counts.extend(self._tokens[counts.length : length].tolist())
+        return counts
 
     def _append(self, token: int) -> None:
         if self.length == len(self._tokens):

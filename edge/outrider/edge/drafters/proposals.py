@@ -15,6 +15,7 @@ import math
 import numpy as np
 
 from outrider.proto.noise import gumbel_for_proposals, random_bits, uniform
+from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken, Sampling
 
 GREEDY_CANDIDATES = 8  # the entropy of these correlates with that of all by 0.99; they cost a token 1 to 2 % more
@@ -33,7 +34,7 @@ class ProposalRule:
             prompt_length: tokens of prompt, which presence and frequency penalties leave out.
         """
         self.sampling = sampling
-        self.prompt_length = prompt_length
+        self._prompt_length = prompt_length
         self._bias = dict(sampling.logit_bias)
         self._allowed = np.array(sorted(sampling.allowed_tokens), dtype=np.int64)
         self._inverse_temperature = 1 / max(sampling.temperature, 1e-9) if sampling.temperature else 1.0
@@ -41,12 +42,16 @@ class ProposalRule:
         edits = bool(sampling.logit_bias or sampling.allowed_tokens or sampling.penalises)
         self._plain = not (edits or (self._truncates and sampling.temperature))
 
+    def counts(self) -> TokenCounts | None:
+        """Return empty counts for a prefix's tokens; None: this rule has no penalties."""
+        return TokenCounts(self._prompt_length) if self.sampling.penalises else None
+
     def candidates_wanted(self, useful: int) -> int:
         """Return how many candidates `choose` needs, `useful` at most: few where only the argmax can be proposed."""
         return min(useful, GREEDY_CANDIDATES) if self._plain and self.sampling.temperature == 0 else useful
 
     def choose(
-        self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, history: np.ndarray
+        self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, counts: TokenCounts | None
     ) -> DraftToken:
         """Return the token to propose at `position`; its confidence is q.
 
@@ -63,13 +68,13 @@ class ProposalRule:
             tokens: [K] int64 candidates, most likely first.
             logits: [K] float32, descending.
             log_normalizer: log of the sum of exp(logit) over the whole vocabulary.
-            history: [position] integers, every token before `position`; read only where penalties are on.
+            counts: those of the tokens before `position`; None only where there are no penalties.
 
         Returns:
             `NO_PROPOSAL` where no candidate may be proposed.
         """
         if not self._plain:
-            return self._choose_processed(position, tokens, logits, log_normalizer, history)
+            return self._choose_processed(position, tokens, logits, log_normalizer, counts)
         temperature = self.sampling.temperature
         if temperature == 0:
             q = min(1.0, math.exp(float(logits[0]) - log_normalizer))
@@ -94,11 +99,11 @@ class ProposalRule:
         return DraftToken(int(tokens[index]), min(1.0, float(q[index])), _entropy(q, log_q, log_q[-1]), perturbed)
 
     def _choose_processed(
-        self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, history: np.ndarray
+        self, position: int, tokens: np.ndarray, logits: np.ndarray, log_normalizer: float, counts: TokenCounts | None
     ) -> DraftToken:
         logits = logits.astype(np.float64)
         log_q = logits - log_normalizer  # at temperature 1, as the model has it
-        processed = (self._edit(tokens, logits, history) - log_normalizer) * self._inverse_temperature
+        processed = (self._edit(tokens, logits, counts) - log_normalizer) * self._inverse_temperature
         if len(self._allowed):  # almost no other token may be drawn
             allowed = np.isfinite(processed)
             if not allowed.any():
@@ -108,7 +113,7 @@ class ProposalRule:
         else:
             log_total = float(np.logaddexp(_log_sum_exp(processed), _log_tail(log_q, self._inverse_temperature)))
         if self.sampling.temperature and self._truncates:
-            kept = self._keep(processed, log_total)
+            kept = self._keep(tokens, processed, log_total)
             if 0 < self.sampling.top_k <= len(logits) or not kept.all():  # then whatever is no candidate is cut too
                 tokens, processed = tokens[kept], processed[kept]
                 log_total = _log_sum_exp(processed)
@@ -124,25 +129,26 @@ class ProposalRule:
             perturbed = 1.0 / float(np.exp(noisy - noisy[index]).sum())
         return DraftToken(int(tokens[index]), min(1.0, float(q[index])), entropy, perturbed)
 
-    def _edit(self, tokens: np.ndarray, logits: np.ndarray, history: np.ndarray) -> np.ndarray:
+    def _edit(self, tokens: np.ndarray, logits: np.ndarray, counts: TokenCounts | None) -> np.ndarray:
         """Apply allowed tokens, bias and penalties to logits [K] float64; what may not be drawn becomes -inf."""
         sampling = self.sampling
         if len(self._allowed):
             logits = np.where(np.isin(tokens, self._allowed), logits, -np.inf)
         if self._bias:
             logits = logits + np.array([self._bias.get(token, 0.0) for token in tokens.tolist()])
+        if counts is None:
+            return logits
+        in_text = counts.in_text(tokens)
         if sampling.repetition_penalty != 1:
             penalised = np.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
-            logits = np.where(np.isin(tokens, history), penalised, logits)
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            counts = np.count_nonzero(tokens[:, None] == history[None, self.prompt_length :], axis=1)
-            logits = logits - sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts
-        return logits
+            logits = np.where(in_text + counts.in_prompt(tokens) > 0, penalised, logits)
+        edited: np.ndarray = logits - sampling.presence_penalty * (in_text > 0) - sampling.frequency_penalty * in_text
+        return edited
 
-    def _keep(self, scaled: np.ndarray, log_total: float) -> np.ndarray:
+    def _keep(self, tokens: np.ndarray, scaled: np.ndarray, log_total: float) -> np.ndarray:
         """Return which candidates survive top-k, top-p and min-p, in this order; [K] bool."""
         sampling = self.sampling
-        order = np.argsort(-scaled, kind="stable")
+        order = np.lexsort((-tokens, -scaled))  # the larger token first in a tie, as the verifier has it
         sorted_scaled = scaled[order]
         kept = np.isfinite(sorted_scaled)
         if 0 < sampling.top_k < len(order):

@@ -1,0 +1,149 @@
+"""The distribution that a session's rows are sampled from: the target's logits after the session's settings.
+
+Every row knows what came before it *including the drafts earlier in its own block*, so a penalty counts a draft that
+is verified in the same step exactly as if it had been committed before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from outrider.proto.token_counts import TokenCounts
+from outrider.proto.types import DraftToken, Sampling, token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationInput:
+    """The facts that the distribution of one session's rows depends on.
+
+    Attributes:
+        sampling: sampling settings of the session.
+        transcript: prompt and text before the step.
+        prompt_length: tokens of the prompt in it.
+        block: [k] drafts to verify; row j of k + 1 follows transcript + block[:j].
+        allowed: [k + 1, vocab] bool, the tokens that the grammar allows in each row; None: there is none.
+        logprobs: whether the model's own log probabilities are wanted.
+        top_logprobs: number of likeliest tokens wanted for each position.
+        counts: those of the transcript, where the session has kept them; None: they are counted where needed.
+    """
+
+    sampling: Sampling
+    transcript: list[int]
+    prompt_length: int
+    block: tuple[DraftToken, ...]
+    allowed: np.ndarray | None = field(default=None, compare=False)
+    logprobs: bool = False
+    top_logprobs: int = 0
+    counts: TokenCounts | None = field(default=None, compare=False)
+
+    @property
+    def rows(self) -> int:
+        """Number of its rows of logits."""
+        return len(self.block) + 1
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether `adjusted_logits` differ from the target's."""
+        sampling = self.sampling
+        return bool(self.allowed is not None or sampling.allowed_tokens or sampling.logit_bias or sampling.penalises)
+
+    def row(self, j: int) -> VerificationInput:
+        """Return row `j` alone, with the drafts before it as transcript."""
+        before = [*self.transcript, *token_ids(self.block[:j])]
+        allowed = self.allowed[j : j + 1] if self.allowed is not None else None
+        return VerificationInput(self.sampling, before, self.prompt_length, (), allowed)
+
+
+def processed_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
+    """Return unnormalised log probabilities [k + 1, vocab] float64 of the processed distribution; -inf: excluded.
+
+    After `adjusted_logits` come, in this order, temperature, top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen et
+    al. 2024). At temperature 0 none of them does: only the argmax matters. Ties at a cut are kept by top-k. Of
+    tokens that tie at top-p's, the larger ids stay, as where transformers and vLLM sort stably (on a CPU, torch.sort
+    orders equals of more than 16 tokens by no rule that could be followed).
+
+    Args:
+        logits: [k + 1, vocab] float32, the target's.
+        session: session of the rows.
+    """
+    sampling = session.sampling
+    scores = adjusted_logits(logits, session)
+    if sampling.temperature == 0:
+        return scores
+    # The best at 0: a tiny temperature cannot overflow, and near ties are resolved to the last bit.
+    scores = (scores - scores.max(dim=-1, keepdim=True).values) / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[1]:
+        least = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < least, -math.inf)
+    if sampling.top_p < 1:
+        scores = _top_p(scores, sampling.top_p)
+    if sampling.min_p > 0:
+        least = scores.max(dim=-1, keepdim=True).values + math.log(sampling.min_p)
+        scores = scores.masked_fill(scores < least, -math.inf)
+    return scores
+
+
+def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
+    """Return [k + 1, vocab] float64 logits after the adjustments of single tokens, which only some sessions ask for.
+
+    They come in this order: grammar, allowed tokens, bias, repetition penalty (Keskar et al. 2019, section 4.1),
+    presence and frequency penalty.
+    """
+    sampling = session.sampling
+    scores = logits.double()
+    if session.allowed is not None:
+        scores = scores.masked_fill(~torch.from_numpy(session.allowed).to(scores.device), -math.inf)
+    if sampling.allowed_tokens:
+        allowed = torch.tensor(sampling.allowed_tokens, device=scores.device)
+        kept = torch.full_like(scores, -math.inf)
+        kept[:, allowed] = scores[:, allowed]
+        scores = kept
+    if sampling.logit_bias:
+        biased = torch.tensor([token for token, _ in sampling.logit_bias], device=scores.device)
+        scores[:, biased] += torch.tensor([bias for _, bias in sampling.logit_bias], device=scores.device).double()
+    return _penalise(scores, session) if sampling.penalises else scores
+
+
+def _penalise(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
+    """Penalise the tokens that came before, a few columns of `scores`, in place."""
+    counts = session.counts or TokenCounts(session.prompt_length, session.transcript)
+    block = np.array(token_ids(session.block), dtype=np.int64)
+    drafted = np.unique(block)
+    earlier = np.zeros((session.rows, len(drafted)), dtype=np.int64)  # in the same block
+    earlier[np.arange(1, session.rows), np.searchsorted(drafted, block)] = 1
+    used = counts.used
+    of_drafted = _penalised(scores, drafted, counts, earlier.cumsum(axis=0), session.sampling)
+    for tokens, columns in (
+        (used, _penalised(scores, used, counts, np.zeros((1, len(used)), np.int64), session.sampling)),
+        (drafted, of_drafted),  # after those of the transcript alone, which it corrects
+    ):
+        scores.index_copy_(1, torch.from_numpy(tokens).to(scores.device), columns)
+    return scores
+
+
+def _penalised(
+    scores: torch.Tensor, tokens: np.ndarray, counts: TokenCounts, earlier: np.ndarray, sampling: Sampling
+) -> torch.Tensor:
+    """Return the columns [rows, n] of `tokens` [n], which came `earlier` [rows or 1, n] times beside `counts`."""
+    in_text = torch.from_numpy(counts.in_text(tokens) + earlier).to(scores.device)
+    columns = scores.index_select(1, torch.from_numpy(tokens).to(scores.device))
+    if sampling.repetition_penalty != 1:
+        seen = (in_text + torch.from_numpy(counts.in_prompt(tokens)).to(scores.device)) > 0
+        factor = sampling.repetition_penalty
+        columns = torch.where(seen, torch.where(columns > 0, columns / factor, columns * factor), columns)
+    in_text = in_text.double()  # a float times integers would be float32
+    return columns - sampling.presence_penalty * (in_text > 0).double() - sampling.frequency_penalty * in_text
+
+
+def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keep the fewest most likely tokens whose probabilities sum to `top_p` or more; the larger id first in a tie."""
+    ordered, order = torch.sort(scores, dim=-1, stable=True)
+    ordered, order = ordered.flip(-1), order.flip(-1)
+    probability = torch.softmax(ordered, dim=-1)
+    before = probability.cumsum(dim=-1) - probability
+    ordered = ordered.masked_fill(before >= top_p, -math.inf)
+    return torch.empty_like(scores).scatter_(1, order, ordered)
