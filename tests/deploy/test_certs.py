@@ -46,7 +46,7 @@ def test_the_files_that_certs_makes_are_those_it_names_and_both_sides_take_them(
 
 def test_private_keys_are_their_owners_alone(tmp_path):
     issued = issue(tmp_path / "certs", ("localhost",))
-    modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in issued.files}
+    modes = {path.suffix: stat.S_IMODE(path.stat().st_mode) for path in issued}
     assert modes == {".pem": 0o644, ".key": 0o600}
     assert stat.S_IMODE((tmp_path / "certs").stat().st_mode) == 0o700
 

@@ -58,7 +58,7 @@ def test_run_shows_a_person_the_text_and_how_it_came_about(capfd) -> None:
     status, out, _ = run("run", "def main():", "--max-tokens", "6", "--drafter", "none", capfd=capfd)
     assert status == 0
     assert out.startswith("def main():⟦")
-    assert "1.00 target steps a token" in out
+    assert "1.00 target steps per token" in out
 
 
 def test_options_come_from_the_file_and_the_environment_and_the_line_wins(tmp_path, monkeypatch, capfd) -> None:

@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from outrider.proto.errors import OutriderError
+from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.settings import REQUIRED, Declared, declared
 
 T = TypeVar("T")
@@ -292,6 +292,16 @@ def _read_table(parser: Parser, path: Path, table: str, command: Command) -> dic
             near = difflib.get_close_matches(key, known, 1)
             parser.error(f"{path}: [{table}] has no option {key}{f'; did you mean {near[0]}?' if near else ''}")
     return written
+
+
+def read_text(path: Path, field: str) -> str:
+    """Return the text of the file that the option of `field` names; raises `ConfigError`."""
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field=field) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it is not UTF-8", field=field) from error
 
 
 def message_of(error: ValueError) -> str:

@@ -6,27 +6,28 @@ import datetime as dt
 import ipaddress
 import os
 import socket
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import CertsSettings, NewKeySettings
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.access import Key, Keys, new_secret, secret_sha256
 
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-
 LOCAL = ("localhost", "127.0.0.1", "::1")
 AUTHORITY_DAYS = 3650
 CLOCKS_DIFFER = dt.timedelta(minutes=10)
 
 
-@dataclass(frozen=True, slots=True)
-class Issued:
-    """Files of an authority, a server and a client."""
+class Issued(NamedTuple):
+    """Files of an authority, a server and a client, each certificate before its key."""
 
     ca: Path
     ca_key: Path
@@ -41,11 +42,6 @@ class Issued:
         names = ("ca.pem", "ca.key", "server.pem", "server.key", "client.pem", "client.key")
         return cls(*(folder / name for name in names))
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """All six files."""
-        return (self.ca, self.ca_key, self.server_cert, self.server_key, self.client_cert, self.client_key)
-
 
 def certs(given: Given) -> int:
     """Run `outrider certs`."""
@@ -53,13 +49,13 @@ def certs(given: Given) -> int:
     hosts = tuple(dict.fromkeys([*options.host, *LOCAL, *([] if options.host else [socket.gethostname()])]))
     issued = issue(options.folder.expanduser(), hosts, days=options.days, client=options.client)
     print(f"made an authority, a server's certificate for {', '.join(hosts)} and a client's for {options.client}")
-    print("coordinator and verifiers (--tls-client-ca only where every client is to show a certificate):")
+    print("coordinator and verifiers (--tls-client-ca only if every client shows a certificate):")
     print(f"  --tls-cert {issued.server_cert} --tls-key {issued.server_key} --tls-client-ca {issued.ca}")
-    print("a coordinator whose verifiers speak TLS, too:")
+    print("a coordinator of verifiers that speak TLS:")
     print(f"  --verifier-tls-ca {issued.ca}")
     print("edges, outrider status and outrider drain:")
     print(f"  --tls-ca {issued.ca} --tls-cert {issued.client_cert} --tls-key {issued.client_key}")
-    print(f"keep {issued.ca_key} off every server: whoever has it can make certificates that all of them trust")
+    print(f"keep {issued.ca_key} off every server: it signs certificates that all of them trust")
     return 0
 
 
@@ -76,8 +72,8 @@ def key(given: Given) -> int:
     )
     if options.append is not None:
         _append(options.append.expanduser(), made)
-        print(f"{made.name} is in {options.append}; servers that use it take the key from now on")
-    print(f"the secret, shown only now; give it to {made.name} as OUTRIDER_API_KEY or in the file of --api-key-file:")
+        print(f"{made.name} is in {options.append}; servers that use the file accept the key from now on")
+    print(f"the secret, shown only now; give it to {made.name} as OUTRIDER_API_KEY or in a file for --api-key-file:")
     print(f"  {secret}")
     if options.append is None:
         print("the table to append to the file of --api-keys:")
@@ -88,31 +84,28 @@ def key(given: Given) -> int:
 def issue(folder: Path, hosts: tuple[str, ...], *, days: int = 90, client: str = "edge") -> Issued:
     """Make an authority, a server's certificate for `hosts` and one for a client, in `folder`.
 
-    The server's certificate is good for a client too: a coordinator shows it to the verifiers. The authority lasts ten
-    years, the certificates last `days`. Keys are ECDSA on P-256, in files that only their owner can read.
+    The server's certificate is valid for a client too, since a coordinator shows it to the verifiers. The authority
+    lasts ten years, the certificates last `days`. Keys are ECDSA on P-256, in files that only their owner can read.
 
     Raises:
-        ConfigError: a host is no name, a file is there already, or the package cryptography is missing.
+        ConfigError: a host is no name, or a file is there already.
     """
     issued = Issued.in_folder(folder)
-    there = [path for path in issued.files if path.exists()]
+    there = [path for path in issued if path.exists()]
     if there:
         raise ConfigError(f"{there[0]} is there already; remove it, or name another folder", field="folder")
-    try:
-        authority = _Authority()
-    except ImportError as error:
-        raise ConfigError("needs the package cryptography; pip install cryptography", field="folder") from error
-    server = authority.issue("outrider server", hosts, days)
-    client_pair = authority.issue(client, (), days)
+    authority = _Authority()
+    made = (
+        (authority.certificate, authority.key),
+        authority.issue("outrider server", hosts, days),
+        authority.issue(client, (), days),
+    )
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for (certificate, private), (cert_path, key_path) in (
-            ((authority.certificate, authority.key), (issued.ca, issued.ca_key)),
-            (server, (issued.server_cert, issued.server_key)),
-            (client_pair, (issued.client_cert, issued.client_key)),
-        ):
-            _write(key_path, _key_pem(private), 0o600)
-            _write(cert_path, _cert_pem(certificate), 0o644)
+        for (certificate, private), cert_path, key_path in zip(made, issued[::2], issued[1::2], strict=True):
+            pem = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+            _write(key_path, pem, 0o600)
+            _write(cert_path, certificate.public_bytes(Encoding.PEM), 0o644)
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}", field="folder") from error
     return issued
@@ -122,9 +115,6 @@ class _Authority:
     """Signs certificates."""
 
     def __init__(self) -> None:
-        from cryptography import x509
-        from cryptography.hazmat.primitives.asymmetric import ec
-
         self.key = ec.generate_private_key(ec.SECP256R1())
         usage = x509.KeyUsage(
             digital_signature=False,
@@ -143,14 +133,10 @@ class _Authority:
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(usage, critical=True)
         )
-        self.certificate = _signed(builder, self.key)
+        self.certificate = builder.sign(self.key, SHA256())
 
     def issue(self, name: str, hosts: tuple[str, ...], days: int) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
         """Return a certificate for a server at `hosts`, or for a client if there are none, and its key."""
-        from cryptography import x509
-        from cryptography.hazmat.primitives.asymmetric import ec
-        from cryptography.x509.oid import ExtendedKeyUsageOID
-
         private = ec.generate_private_key(ec.SECP256R1())
         purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
         authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
@@ -162,14 +148,12 @@ class _Authority:
         )
         if hosts:
             builder = builder.add_extension(x509.SubjectAlternativeName([_san(host) for host in hosts]), critical=False)
-        return _signed(builder, self.key), private
+        return builder.sign(self.key, SHA256()), private
 
 
 def _builder(
     subject: x509.Name, issuer: x509.Name, private: EllipticCurvePrivateKey, days: int
 ) -> x509.CertificateBuilder:
-    from cryptography import x509
-
     now = dt.datetime.now(dt.UTC)
     return (
         x509.CertificateBuilder()
@@ -183,15 +167,7 @@ def _builder(
     )
 
 
-def _signed(builder: x509.CertificateBuilder, private: EllipticCurvePrivateKey) -> x509.Certificate:
-    from cryptography.hazmat.primitives.hashes import SHA256
-
-    return builder.sign(private, SHA256())
-
-
 def _name(common_name: str) -> x509.Name:
-    from cryptography import x509
-
     try:
         return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
     except ValueError as error:
@@ -199,42 +175,28 @@ def _name(common_name: str) -> x509.Name:
 
 
 def _san(host: str) -> x509.GeneralName:
-    from cryptography import x509
-
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
     if not host or ":" in host or "/" in host:
-        raise ConfigError(f"{host!r} is no host name or IP address; leave port and scheme away", field="host")
+        raise ConfigError(f"{host!r} is no host name or IP address; leave out port and scheme", field="host")
     try:
         return x509.DNSName(host)
     except ValueError as error:
         raise ConfigError(f"{host!r} is no host name: {error}", field="host") from error
 
 
-def _cert_pem(certificate: x509.Certificate) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
-    return certificate.public_bytes(Encoding.PEM)
-
-
-def _key_pem(private: EllipticCurvePrivateKey) -> bytes:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
-    return private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """Write a new file that has its mode from the first moment; raises `OSError` if it exists."""
+    """Write a new file with its mode from the first moment; raises `OSError` if it exists."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)
 
 
 def _append(path: Path, made: Key) -> None:
-    """Append a key to a keys file, which is made if it does not exist."""
+    """Append a key to a keys file; make the file if it does not exist."""
     if path.exists() and path.stat().st_size and made.name in Keys.from_file(path).names:
-        raise ConfigError(f"{path} has a key of that name already", field="name")
+        raise ConfigError(f"{path} has a key of that name already; choose another", field="name")
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
             file.write(("\n" if file.tell() else "") + made.toml())

@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: local Ray, verifier actors, a coordinator."""
+"""A whole cluster on this machine: Ray, verifier actors and a coordinator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LocalCluster:
 
     Attributes:
         coordinator: address of the coordinator.
-        metrics_address: where the coordinator's metrics are served; empty: nowhere.
+        metrics_address: address of the coordinator's metrics; empty: not served.
         actors: handles of the verifier actors by name.
     """
 
@@ -40,7 +40,7 @@ async def local_cluster(
     verifiers: int = 1,
     coordinator: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[LocalCluster]:
-    """Start a local Ray, `verifiers` actors of one target and a coordinator; end them all on leaving.
+    """Start a local Ray cluster with `verifiers` actors of one target and a coordinator; end them all on leaving.
 
     A process in a Ray job, or with RAY_ADDRESS set, joins that cluster instead of starting one. The verifiers
     listen on loopback, so they stay on this node.
@@ -48,29 +48,27 @@ async def local_cluster(
     Args:
         verifier: settings of each verifier; the name is a prefix, threads default to an equal share of the cores.
         verifiers: number of actors.
-        coordinator: fields of `CoordinatorConfig`; drafters come beside the embedded family.
+        coordinator: fields of `CoordinatorConfig`; drafters are added to the embedded family.
 
     Raises:
-        ConfigError: an extra is missing, or an option is wrong.
+        ConfigError: an option is wrong, or the joined cluster has verifiers already.
+        Unavailable: the cluster does not answer, or does not start.
         OutriderError: a verifier cannot load its target.
     """
-    try:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from outrider.cloud.actor import start_verifier_actor
-        from outrider.coordinator.config import CoordinatorConfig
-        from outrider.coordinator.ray_cluster import NAMESPACE, RayCluster
-        from outrider.coordinator.server import CoordinatorServer
-    except ImportError as error:
-        raise ConfigError(f"needs {error.name}; pip install 'outrider[all]'", field="cluster") from error
+    from outrider.cloud.actor import start_verifier_actor
+    from outrider.coordinator.config import CoordinatorConfig
+    from outrider.coordinator.ray_cluster import RayCluster
+    from outrider.coordinator.server import CoordinatorServer
 
     secret = secrets.token_bytes(SECRET_BYTES)
     asked = {"listen": "127.0.0.1:0", **(coordinator or {})}
     drafters = (embedded_drafters(), *asked.pop("drafters", ()))
     coordinator_config = CoordinatorConfig(lease_secret=secret, drafters=drafters, **asked)
     verifier = replace(verifier, threads=verifier.threads or max(1, (os.cpu_count() or 1) // verifiers))
-    join_or_start_ray(NAMESPACE)  # before any gRPC server or channel: Ray forks
+    _join_or_start_ray()  # before any gRPC server or channel: Ray forks
     try:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
@@ -96,18 +94,13 @@ async def local_cluster(
         await asyncio.to_thread(ray.shutdown)
 
 
-def join_or_start_ray(namespace: str) -> None:
-    """Join the Ray cluster that RAY_ADDRESS names, as a Ray job has it; without it start a local Ray.
-
-    Raises:
-        Unavailable: the cluster does not answer, or does not start.
-        ConfigError: the cluster has verifiers that would be mistaken for ours.
-    """
+def _join_or_start_ray() -> None:
+    """Join the Ray cluster that RAY_ADDRESS names, as in a Ray job; without it start a local one."""
     from outrider.coordinator.ray_cluster import connect_ray, verifier_names
 
     address = os.environ.get("RAY_ADDRESS", "")
-    if not address or address == "local" or "://" in address:  # with a scheme it is for clients of the job server
-        start_local_ray(namespace)
+    if not address or address == "local" or "://" in address:  # a URL is for clients of the job server
+        _start_local_ray()
         return
     connect_ray(address)
     if there := verifier_names():
@@ -117,31 +110,29 @@ def join_or_start_ray(namespace: str) -> None:
         )
 
 
-def start_local_ray(namespace: str) -> None:
-    """Start a Ray for this process alone, on loopback, without dashboard.
-
-    Raises:
-        Unavailable: Ray does not start.
-    """
+def _start_local_ray() -> None:
+    """Start a Ray cluster for this process alone, on loopback, without dashboard."""
     import ray
+
+    from outrider.coordinator.ray_cluster import NAMESPACE
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # silences a warning on machines without GPU
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(
             address="local",
-            namespace=namespace,
+            namespace=NAMESPACE,
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
             _node_ip_address="127.0.0.1",
         )
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
-        raise Unavailable(f"a local Ray does not start: {error}", field="ray") from error
+        raise Unavailable(f"a local Ray cluster does not start: {error}", field="ray") from error
 
 
 def wait_until_loaded(name: str, actor: Any) -> None:
-    """Wait until the actor serves, or raise what kept it from doing so."""
+    """Wait until the actor serves, or raise the error that prevents it."""
     import ray
 
     try:

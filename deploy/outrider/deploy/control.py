@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -16,60 +17,52 @@ from outrider.deploy.credentials import security
 from outrider.deploy.status import as_json, tables
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient
-from outrider.edge.security import Security
 from outrider.proto.errors import Unavailable
 from outrider.proto.types import ClusterStatus
 
 
 def status(given: Given) -> int:
     """Run `outrider status`."""
-    settings, address = given(StatusSettings), given.fields(EdgeConfig)["coordinator"]
-    show = _print_json if settings.json else _print_tables
-    if settings.watch is None:
-        show(asyncio.run(_status(address, security(given))))
-    elif settings.json or not Console().is_terminal:
-        asyncio.run(_repeat(address, security(given), settings.watch, show))
-    else:
-        with Live(screen=True, auto_refresh=False) as live:
-            live_show = lambda seen: live.update(tables(seen), refresh=True)  # noqa: E731
-            asyncio.run(_repeat(address, security(given), settings.watch, live_show))
+    return asyncio.run(_status(given))
+
+
+async def _status(given: Given) -> int:
+    """Show the status, repeatedly with `--watch`; while the coordinator is away, the last one stays."""
+    settings = given(StatusSettings)
+    show: Callable[[ClusterStatus], None] = _print_json if settings.json else _print_tables
+    async with _coordinator(given) as client:
+        seen = await client.status()
+        with contextlib.ExitStack() as stack:
+            if settings.watch and not settings.json and Console().is_terminal:
+                live = stack.enter_context(Live(screen=True, auto_refresh=False))
+                show = lambda seen: live.update(tables(seen), refresh=True)  # noqa: E731
+            show(seen)
+            while settings.watch:
+                await asyncio.sleep(settings.watch)
+                with contextlib.suppress(Unavailable):
+                    seen = await client.status()
+                show(seen)
     return 0
 
 
 def drain(given: Given) -> int:
     """Run `outrider drain`."""
-    name, address = given(DrainSettings).name, given.fields(EdgeConfig)["coordinator"]
-    sessions = asyncio.run(_drain(address, name, security(given)))
+    return asyncio.run(_drain(given))
+
+
+async def _drain(given: Given) -> int:
+    name = given(DrainSettings).name
+    async with _coordinator(given, timeout_s=60.0) as client:
+        sessions = await client.drain(name)
     print(f"{name} takes no more sessions; {sessions} were asked to move")
     return 0
 
 
-async def _status(address: str, security: Security) -> ClusterStatus:
-    client = CoordinatorClient(address, security=security)
+@contextlib.asynccontextmanager
+async def _coordinator(given: Given, **options: Any) -> AsyncIterator[CoordinatorClient]:
+    client = CoordinatorClient(given.fields(EdgeConfig)["coordinator"], security=security(given), **options)
     try:
-        return await client.status()
-    finally:
-        await client.close()
-
-
-async def _repeat(address: str, security: Security, every_s: float, show: Callable[[ClusterStatus], None]) -> None:
-    """Show the status until Ctrl-C; while the coordinator is away, the last one stays on the screen."""
-    client = CoordinatorClient(address, security=security)
-    seen = await client.status()
-    try:
-        while True:
-            show(seen)
-            await asyncio.sleep(every_s)
-            with contextlib.suppress(Unavailable):
-                seen = await client.status()
-    finally:
-        await client.close()
-
-
-async def _drain(address: str, name: str, security: Security) -> int:
-    client = CoordinatorClient(address, timeout_s=60.0, security=security)
-    try:
-        return await client.drain(name)
+        yield client
     finally:
         await client.close()
 

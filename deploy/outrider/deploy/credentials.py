@@ -1,4 +1,4 @@
-"""Certificates, keys and secrets in the files that options name."""
+"""Certificates, API keys and secrets in the files that options name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.deploy.arguments import Given
+from outrider.deploy.arguments import Given, read_text
 from outrider.deploy.commands.edge import KeySettings
 from outrider.edge.config import EdgeConfig
 from outrider.proto.errors import ConfigError
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def serving_tls(given: Given) -> ServerTls | None:
-    """Return the certificates that a server is given; None: plain text."""
+    """Return the certificates of a server; None: plain text."""
     return ServerTls.from_options(**given.fields(ServerTls))
 
 
@@ -35,16 +35,11 @@ def security(given: Given) -> Security:
 
 
 def api_key(given: Given) -> str:
-    """Return the content of the key file, or else OUTRIDER_API_KEY; empty without either. Raises `ConfigError`."""
+    """Return the content of the key file, or else OUTRIDER_API_KEY; empty without both. Raises `ConfigError`."""
     path = given(KeySettings).api_key_file
     if path is None:
         return os.environ.get("OUTRIDER_API_KEY", "").strip()
-    try:
-        text = path.expanduser().read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="api_key_file") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not text", field="api_key_file") from error
+    text = read_text(path, "api_key_file").strip()
     if not text:
         raise ConfigError(f"{path} is empty", field="api_key_file")
     if path.expanduser().stat().st_mode & stat.S_IROTH:

@@ -1,4 +1,4 @@
-"""`outrider run` and `outrider generate`: prompts in, texts out, as a person or as JSON."""
+"""`outrider run` and `outrider generate`: prompts in, texts out, live or as JSON."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ from outrider.deploy.arguments import Given
 from outrider.deploy.commands.edge import GrammarSettings, PromptSettings, StopSettings
 from outrider.deploy.credentials import api_key
 from outrider.deploy.prompts import Prompt, read_prompts
-from outrider.deploy.show import LiveText, summary
+from outrider.deploy.show import LiveText
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
 from outrider.proto.errors import ConfigError
 
 
 def run(given: Given) -> int:
-    """Run `outrider run`: a verifier in this process, an edge in this process, gRPC between them."""
+    """Run `outrider run`: verifier and edge in this process, gRPC between them."""
     return asyncio.run(_decode(given, _local_client))
 
 
 def generate(given: Given) -> int:
-    """Run `outrider generate`: an edge against a running cluster."""
+    """Run `outrider generate`: an edge of a running cluster."""
     return asyncio.run(_decode(given, _remote_client))
 
 
 @asynccontextmanager
 async def _local_client(given: Given) -> AsyncIterator[Client]:
-    try:
-        from outrider.cloud.config import VerifierConfig
-        from outrider.cloud.server import VerifierServer
-    except ImportError as error:
-        raise ConfigError(f"needs {error.name}; pip install 'outrider[cloud]'", field="run") from error
+    from outrider.cloud.config import VerifierConfig
+    from outrider.cloud.server import VerifierServer
 
     config = given(VerifierConfig)
     server = VerifierServer(config)
@@ -75,13 +72,13 @@ async def _decode(given: Given, opening: Callable[[Given], AbstractAsyncContextM
 async def _decode_json(
     client: Client, prompts: list[Prompt], sampling: Sampling, stop: Sequence[str], sessions: int
 ) -> None:
-    """Print an object for each prompt, in order; up to `sessions` decode at once."""
+    """Print an object for each prompt, in order; decode up to `sessions` at once."""
     room = asyncio.Semaphore(sessions)
 
     async def one(prompt: Prompt) -> str:
         async with room:
             completion = await client.complete(prompt.text, sampling, stop=stop)
-        return json.dumps(record(prompt, completion))
+        return json.dumps(_record(prompt, completion))
 
     for finished in [asyncio.create_task(one(prompt)) for prompt in prompts]:
         print(await finished, flush=True)
@@ -93,15 +90,11 @@ async def _decode_live(client: Client, prompts: list[Prompt], sampling: Sampling
     for prompt in prompts:
         if len(prompts) > 1:
             console.rule(f"{prompt.domain} {prompt.id}".strip())
-        console.print(prompt.text, style="dim", end="", markup=False, soft_wrap=True)
-        events = client.generate(prompt.text, sampling, stop=stop)
-        completion = await client.collect(prompt.text, events, live.show)
-        console.print(summary(completion), style="dim", markup=False, soft_wrap=True)
+        await live.decode(client, prompt, sampling, stop, prompt.text)
     console.print(f"({live.legend}; drafter {client.drafter_name})")
 
 
-def record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    """Return the JSON object of one prompt."""
+def _record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     statistics = completion.statistics
     return {
         "id": prompt.id,

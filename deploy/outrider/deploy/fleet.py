@@ -1,4 +1,4 @@
-"""`outrider scale`: start verifiers in a Ray cluster like those that run, or drain some."""
+"""`outrider scale`: start further verifiers in a Ray cluster, or drain some."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
+import ray.exceptions
+
+from outrider.cloud.actor import ACTOR_PREFIX, NAMESPACE, start_verifier_actor
+from outrider.coordinator.ray_cluster import connect_ray, verifier_names
 from outrider.deploy.arguments import Given
+from outrider.deploy.cluster import wait_until_loaded
 from outrider.deploy.commands.operating import ScaleSettings
 from outrider.proto.errors import ConfigError, NotFound, Unavailable
 
 ANSWER_TIMEOUT_S = 60.0
-SPARE_S = 30.0  # beyond the grace, for an actor to answer
+SPARE_S = 30.0  # for an actor to answer after the grace
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A verifier of the cluster; `model` is empty if it does not answer yet."""
+    """A verifier of the cluster; `model` is empty until it answers."""
 
     name: str
     model: str = ""
@@ -37,8 +43,8 @@ class Change:
 def plan(replicas: Sequence[Replica], count: int) -> Change:
     """Return the fewest changes that leave `count` replicas.
 
-    Replicas that drain already go first, then those with the fewest sessions, the newest name first. New ones are
-    numbered like the others: `verifier-2` after `verifier-0` and `verifier-1`.
+    Draining replicas go first, then those with the fewest sessions, the newest name first. New ones continue the
+    numbers: `verifier-2` after `verifier-0` and `verifier-1`.
     """
     staying = [replica for replica in replicas if not replica.draining]
     if count < len(staying):
@@ -54,27 +60,24 @@ def plan(replicas: Sequence[Replica], count: int) -> Change:
 
 def scale(given: Given) -> int:
     """Run `outrider scale`."""
-    from outrider.coordinator.ray_cluster import connect_ray
-
     options = given(ScaleSettings)
     connect_ray(options.ray_address)
-    fleet = Fleet()
-    replicas = of_model(fleet.replicas(), options.model)
+    replicas = of_model(_replicas(), options.model)
     change = plan(replicas, options.count)
     recipe_of = next((replica.name for replica in replicas if replica.model), "")
     if change.start and not recipe_of:
         raise NotFound(
-            "no verifier answers that others could be started like; start one with `outrider verifier --ray-address`",
+            "no verifier answers whose settings others could take; start one with `outrider verifier --ray-address`",
             field="count",
         )
-    fleet.start(change.start, recipe_of)
-    fleet.remove(change.remove, options.drain_grace_s)
+    _start(change.start, recipe_of)
+    _remove(change.remove, options.drain_grace_s)
     print(f"{options.count} verifiers")
     return 0
 
 
 def of_model(replicas: Sequence[Replica], model: str) -> list[Replica]:
-    """Return the replicas of one model, with those that do not answer if there is only one model.
+    """Return the replicas of one model, including silent ones if there is only one model.
 
     Raises:
         ConfigError: there are several models, and none is named.
@@ -89,64 +92,49 @@ def of_model(replicas: Sequence[Replica], model: str) -> list[Replica]:
     return [replica for replica in replicas if replica.model in wanted]
 
 
-class Fleet:
-    """The verifier actors of the Ray cluster that this process has joined."""
+def _replicas() -> list[Replica]:
+    """Return all verifiers of the joined cluster, including those that still load."""
+    asked = {name: _actor(name).info.remote() for name in verifier_names()}
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S)
+    return [_replica(name, answer) for name, answer in asked.items()]
 
-    def replicas(self) -> list[Replica]:
-        """Return all verifiers, those that still load too."""
-        import ray
 
-        from outrider.coordinator.ray_cluster import verifier_names
+def _replica(name: str, answer: ray.ObjectRef[Any]) -> Replica:
+    try:
+        info = ray.get(answer, timeout=0)
+    except ray.exceptions.RayError:
+        return Replica(name)
+    return Replica(name, info["model"], info["state"] == "draining", info["sessions"])
 
-        asked = {name: self._actor(name).info.remote() for name in verifier_names()}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S) if asked else None
-        return [self._replica(name, answer) for name, answer in asked.items()]
 
-    def start(self, names: Sequence[str], like: str) -> None:
-        """Start detached actors at once, with the settings of `like`, and wait until they serve."""
-        if not names:
-            return
-        import ray
+def _start(names: Sequence[str], like: str) -> None:
+    """Start detached actors together, with the settings of `like`, and wait until they serve."""
+    if not names:
+        return
+    config, secret, ray_options = ray.get(_actor(like).recipe.remote(), timeout=ANSWER_TIMEOUT_S)
+    detached = {**ray_options, "lifetime": "detached"}
+    actors = {name: start_verifier_actor(name, config, lease_secret=secret, ray_options=detached) for name in names}
+    for name, actor in actors.items():
+        wait_until_loaded(name, actor)
+        print(f"{name} serves {config.model_id} on {ray.get(actor.info.remote())['address']}", flush=True)
 
-        from outrider.cloud.actor import start_verifier_actor
-        from outrider.deploy.cluster import wait_until_loaded
 
-        config, secret, ray_options = ray.get(self._actor(like).recipe.remote(), timeout=ANSWER_TIMEOUT_S)
-        detached = {**ray_options, "lifetime": "detached"}
-        actors = {name: start_verifier_actor(name, config, lease_secret=secret, ray_options=detached) for name in names}
-        for name, actor in actors.items():
-            wait_until_loaded(name, actor)
-            print(f"{name} serves {config.model_id} on {ray.get(actor.info.remote())['address']}", flush=True)
-
-    def remove(self, names: Sequence[str], grace_s: float) -> None:
-        """Drain the named verifiers at once, then end them."""
-        import ray
-
-        actors = {name: self._actor(name) for name in names}
-        leaving = {name: actor.leave.remote(grace_s) for name, actor in actors.items()}
-        for name, answer in leaving.items():
-            try:
-                cut = ray.get(answer, timeout=grace_s + SPARE_S)
-            except ray.exceptions.RayError as error:
-                raise Unavailable(f"{name} does not drain: {error}", field="count") from error
-            ray.kill(actors[name], no_restart=True)
-            print(f"{name} is gone" + (f"; {cut} sessions had not moved in time" if cut else ""), flush=True)
-
-    def _replica(self, name: str, answer: Any) -> Replica:
-        import ray
-
+def _remove(names: Sequence[str], grace_s: float) -> None:
+    """Drain the named verifiers together, then end them."""
+    actors = {name: _actor(name) for name in names}
+    leaving = {name: actor.leave.remote(grace_s) for name, actor in actors.items()}
+    for name, answer in leaving.items():
         try:
-            info = ray.get(answer, timeout=0)
-        except ray.exceptions.RayError:
-            return Replica(name)
-        return Replica(name, info["model"], info["state"] == "draining", info["sessions"])
+            cut = ray.get(answer, timeout=grace_s + SPARE_S)
+        except ray.exceptions.RayError as error:
+            raise Unavailable(f"{name} does not drain: {error}", field="count") from error
+        ray.kill(actors[name], no_restart=True)
+        print(f"{name} is gone" + (f"; {cut} sessions had not moved in time" if cut else ""), flush=True)
 
-    def _actor(self, name: str) -> Any:
-        import ray
 
-        from outrider.cloud.actor import ACTOR_PREFIX, NAMESPACE
-
-        return ray.get_actor(ACTOR_PREFIX + name, namespace=NAMESPACE)
+def _actor(name: str) -> Any:
+    return ray.get_actor(ACTOR_PREFIX + name, namespace=NAMESPACE)
 
 
 def _natural(name: str) -> tuple[str, int]:

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
 
 HELD_OUT = Path(__file__).parent / "heldout"
@@ -14,7 +15,7 @@ DOMAINS = ("code", "docs", "prose", "math")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and the name it is reported under."""
+    """A prompt with its id and domain in outputs."""
 
     id: str
     text: str
@@ -22,15 +23,15 @@ class Prompt:
 
 
 def held_out(per_domain: int) -> list[Prompt]:
-    """Return `per_domain` built-in prompts of each domain; no model of the family was trained on them."""
+    """Return `per_domain` built-in prompts of each domain, on which no model of the family was trained."""
     return [prompt for domain in DOMAINS for prompt in read_prompts(HELD_OUT / f"{domain}.jsonl", per_domain)]
 
 
 def choose_prompts(path: Path | None, per_domain: int) -> list[Prompt]:
-    """Return up to `per_domain` prompts of each domain, from a file, a folder of DOMAIN.jsonl files or built in.
+    """Return up to `per_domain` prompts of each domain, from a file, a folder of DOMAIN.jsonl files, or built in.
 
     Raises:
-        ConfigError: a file is not usable (see `read_prompts`), or the folder holds none.
+        ConfigError: a file is invalid (see `read_prompts`), or the folder holds none.
     """
     if path is None:
         return held_out(per_domain)
@@ -50,28 +51,17 @@ def choose_prompts(path: Path | None, per_domain: int) -> list[Prompt]:
 
 
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
-    """Read the prompts of a `.jsonl` file ({"id", "prompt", "domain"} a line) or of a text file, one a line.
-
-    Args:
-        path: the file.
-        limit: number of prompts, from the beginning; 0: all.
+    """Read the first `limit` prompts (0: all) of a `.jsonl` file of {"id", "prompt", "domain"}, or the lines of a text.
 
     Raises:
-        ConfigError: the file cannot be read, a line is not what it should be, or there is no prompt.
+        ConfigError: the file cannot be read, a line is malformed, or there is no prompt.
     """
-    try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", field="prompts") from error
-    parse = _parse_json if path.suffix == ".jsonl" else _parse_text
+    lines = read_text(path, "prompts").splitlines()
+    parse = _parse_json if path.suffix == ".jsonl" else lambda line, number: Prompt(str(number), line)
     prompts = [parse(line, number) for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ConfigError(f"{path} holds no prompt", field="prompts")
     return prompts[:limit] if limit else prompts
-
-
-def _parse_text(line: str, number: int) -> Prompt:
-    return Prompt(str(number), line)
 
 
 def _parse_json(line: str, number: int) -> Prompt:

@@ -1,4 +1,4 @@
-"""`outrider up`, `outrider coordinator`, `outrider verifier`: processes that run until a signal ends them."""
+"""`outrider up`, `outrider coordinator` and `outrider verifier`: processes that run until a signal ends them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.cloud.config import VerifierConfig
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.deploy.arguments import Given
+from outrider.deploy.arguments import Given, read_text
 from outrider.deploy.cluster import embedded_drafters, local_cluster
 from outrider.deploy.commands.serving import ActorSettings, FixedVerifierSettings, SecretSettings, UpSettings
 from outrider.deploy.credentials import lease_secret, serving_tls
@@ -68,15 +68,14 @@ def coordinator_config(given: Given) -> CoordinatorConfig:
     fixed, tls = given(FixedVerifierSettings), serving_tls(given)
     verifiers = tuple(
         StaticVerifier(
-            name,
-            address,
+            *_named_address(text),
             fixed.model,
-            _read_tokenizer(fixed.tokenizer),
+            read_text(fixed.tokenizer, "tokenizer") if fixed.tokenizer else "",
             tls=fixed.verifier_tls_ca is not None,
             tls_name=fixed.verifier_tls_name,
-            chat_template_json=_read_chat_template(fixed.chat_template),
+            chat_template_json=read_text(fixed.chat_template, "chat_template") if fixed.chat_template else "",
         )
-        for name, address in map(_named_address, fixed.verifier)
+        for text in fixed.verifier
     )
     towards = None
     if fixed.verifier_tls_ca is not None:
@@ -156,24 +155,6 @@ def _required_secret(path: Path | None) -> bytes:
             field="lease_secret_file",
         )
     return lease_secret(path)
-
-
-def _read_chat_template(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", field="chat_template") from error
-
-
-def _read_tokenizer(path: Path | None) -> str:
-    if path is None:
-        raise ConfigError("is missing; fixed verifiers need the target's tokenizer.json", field="tokenizer")
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="tokenizer") from error
 
 
 def ray_options(settings: ActorSettings) -> dict[str, Any]:

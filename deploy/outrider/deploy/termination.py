@@ -42,8 +42,8 @@ async def until_stopped() -> None:
 class StopAtStep:
     """Signals that end work between two of its steps.
 
-    Before the first step there is nothing to keep: SIGTERM and Ctrl-C end the work at once. Later they only make
-    `stopping` true, and the work ends itself.
+    Before the first step there is nothing to keep, so SIGTERM and Ctrl-C end the work at once. Later they only make
+    `stopping` true, for the work to end itself.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class StopAtStep:
         self._has_stepped = True
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> Iterator[StopAtStep]:
         """Take the signals inside the `with` block."""
         with _handled(self._take, signal.SIGTERM, signal.SIGINT):
-            yield
+            yield self
 
     def _take(self, number: int, _: FrameType | None) -> None:
         if self._has_stepped:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from outrider.cloud.family_index import resolve_target
@@ -28,7 +26,7 @@ def train_drafter(given: Given) -> int:
         other_lr=rate * DrafterTraining.other_lr,
         **_common(given, DrafterTraining),
     )
-    with _stopping() as stop:
+    with StopAtStep().listening() as stop:
         result = train_drafter(training, on_step=stop.stepped, stopping=stop.stopping)
     print(f"{result.parameters / 1e6:.2f} M parameters after {result.tokens_seen:,} tokens, in {result.folder}")
     print(f"next: outrider export {result.folder} PACKAGE --name NAME --target {given.values['target']}")
@@ -41,19 +39,12 @@ def train_steer(given: Given) -> int:
 
     target = given.values["target"]
     training = given(SteerTraining, model=target, **_common(given, SteerTraining))
-    with _stopping() as stop:
+    with StopAtStep().listening() as stop:
         result = train_steering(training, on_step=stop.stepped, stopping=stop.stopping)
     print(f"{', '.join(result.folders)} after {result.tokens_seen:,} tokens each, in {training.output}")
     for folder in result.folders.values():
         print(f"next: outrider export {folder} PACKAGE --name NAME --target {target}")
     return 0
-
-
-@contextmanager
-def _stopping() -> Iterator[StopAtStep]:
-    stop = StopAtStep()
-    with stop.listening():
-        yield stop
 
 
 def _common(given: Given, kind: type[Training]) -> dict[str, Any]:
@@ -91,8 +82,7 @@ def export(given: Given) -> int:
     print(f"{options.output}: {manifest['name']} {manifest['version']}, checked against torch: {manifest['check']}")
     if steering := manifest.get("steering"):
         print(
-            f"it is steered by vectors of {steering['rank']} numbers from projection {steering['projection']}; "
-            f"a verifier makes them with --steering {options.source / PROJECTION_FILE}, "
-            "and without it the drafter drafts unsteered"
+            f"it is steered by vectors of {steering['rank']} numbers from projection {steering['projection']}: "
+            f"a verifier makes them with --steering {options.source / PROJECTION_FILE}; without, it drafts unsteered"
         )
     return 0

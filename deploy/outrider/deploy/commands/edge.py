@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.deploy.arguments import Command, Part, part
+from outrider.deploy.arguments import Command, Part, part, read_text
 from outrider.edge.config import CONNECTION, DEFAULT_CACHE, DRAFTING, EdgeConfig
 from outrider.edge.daemon import DaemonConfig
 from outrider.proto.errors import ConfigError
@@ -64,11 +64,7 @@ class GrammarSettings(Settings):
         for name, kind in (("json_schema", GrammarKind.JSON_SCHEMA), ("grammar_file", GrammarKind.LARK)):
             path: Path | None = getattr(self, name)
             if path is not None:
-                try:
-                    return Grammar(kind, path.expanduser().read_text(encoding="utf-8"))
-                except (OSError, UnicodeDecodeError) as error:
-                    why = getattr(error, "strerror", None) or "it is not UTF-8"
-                    raise ConfigError(f"cannot read {path}: {why}", field=name) from error
+                return Grammar(kind, read_text(path, name))
         return None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from outrider.cloud.config import TARGET, VerifierConfig
 from outrider.coordinator.config import ACCESS, CoordinatorConfig
 from outrider.deploy.arguments import Command, part
+from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.settings import Settings, at_least, option
 
@@ -39,6 +40,11 @@ class FixedVerifierSettings(Settings):
     chat_template: Path | None = option(None, "chat template of that target, or its tokenizer_config.json")
     verifier_tls_ca: Path | None = option(None, "certificate of the verifiers' authority; set: they speak TLS")
     verifier_tls_name: str = option("", "name in the certificates of fixed verifiers", metavar="NAME")
+
+    def check_together(self) -> None:
+        """Refuse fixed verifiers without a tokenizer."""
+        if self.verifier and self.tokenizer is None:
+            raise ConfigError("is missing; fixed verifiers need the target's tokenizer.json", field="tokenizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
