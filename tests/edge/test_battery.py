@@ -1,4 +1,4 @@
-"""What is left in the battery, as Linux says."""
+"""Share of the battery that is left, as Linux reports it."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def supply(folder: Path, name: str, **files: str) -> None:
         ([{"type": "Battery", "status": "Discharging", "capacity": c} for c in ("20", "60")], 0.4),
     ],
 )
-def test_what_is_left_is_what_the_batteries_that_run_down_say(tmp_path: Path, supplies, share) -> None:
+def test_the_share_that_is_left_is_the_mean_of_the_batteries_that_run_down(tmp_path: Path, supplies, share) -> None:
     for number, files in enumerate(supplies):
         supply(tmp_path, f"BAT{number}", **files)
     assert Battery(folder=tmp_path).share == pytest.approx(share)
 
 
-def test_a_machine_that_says_nothing_is_on_mains(tmp_path: Path) -> None:
+def test_a_machine_that_reports_nothing_is_on_mains(tmp_path: Path) -> None:
     assert Battery(folder=tmp_path / "none").share == 1.0
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "type").write_bytes(b"\xff\xfe")
     assert Battery(folder=tmp_path).share == 1.0
 
 
-def test_it_is_looked_at_once_a_minute(tmp_path: Path) -> None:
+def test_the_battery_is_read_once_a_minute(tmp_path: Path) -> None:
     now = [100.0]
     supply(tmp_path, "BAT0", type="Battery", status="Discharging", capacity="80")
     battery = Battery(folder=tmp_path, clock=lambda: now[0])
@@ -56,6 +56,6 @@ def test_it_is_looked_at_once_a_minute(tmp_path: Path) -> None:
     assert battery.share == 0.7
 
 
-def test_what_somebody_said_counts(tmp_path: Path) -> None:
+def test_a_configured_share_counts(tmp_path: Path) -> None:
     supply(tmp_path, "BAT0", type="Battery", status="Discharging", capacity="80")
     assert Battery(fixed=0.0, folder=tmp_path).share == 0.0

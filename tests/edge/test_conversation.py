@@ -1,4 +1,4 @@
-"""What conversations need of drafters and texts: another rule on the same prefix, turns told apart."""
+"""Parts of conversations: another rule on the same prefix, events of a turn, and the synchronous client."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def test_the_fakes_follow_any_rule(drafter):
     assert len(state.propose(2)) == 2
 
 
-# === telling ====================================================================================================
+# === events =====================================================================================================
 
 
 class Stopped:
-    """Stands for a `Decoding` of which only the end is looked at."""
+    """A `Decoding` of which only the end matters."""
 
     def __init__(self) -> None:
         self.machine = type("Machine", (), {"statistics": EdgeStatistics()})()
@@ -105,7 +105,7 @@ def tokenizer(tokenizer_file):
     return Tokenizer.from_file(str(tokenizer_file))
 
 
-def told(tokenizer, items: list[Emit | Done], stop: tuple[str, ...] = (), deadline_s: float | None = None):
+def collected(tokenizer, items: list[Emit | Done], stop: tuple[str, ...] = (), deadline_s: float | None = None):
     closed: list[bool] = []
     decoding = Stopped()
 
@@ -120,26 +120,26 @@ def told(tokenizer, items: list[Emit | Done], stop: tuple[str, ...] = (), deadli
         assert closed == [True]
 
 
-def test_a_text_is_told_with_its_prompts_length_its_provenance_and_its_end(tokenizer):
+def test_a_completion_has_its_prompts_length_its_provenance_and_its_end(tokenizer):
     tokens = tuple(tokenizer.encode("one two three").ids)
     items = [
         Emit(4, tuple(map(CommittedToken, tokens[:1], (-1.0,))), (False,)),
         Emit(5, tuple(map(CommittedToken, tokens[1:])), (True,) * (len(tokens) - 1)),
     ]
-    completion, decoding = told(tokenizer, [*items, Done(FinishReason.EOS)])
+    completion, decoding = collected(tokenizer, [*items, Done(FinishReason.EOS)])
     assert completion.prompt_tokens == 4
     assert (completion.text, completion.ids) == ("one two three", tokens)
     assert completion.provenance[:2] == (Provenance.TARGET, Provenance.DRAFT)
     assert (completion.finish_reason, decoding.reasons) == (FinishReason.EOS, [])
 
 
-def test_tokens_behind_the_one_that_completes_a_stop_string_are_not_told(tokenizer):
+def test_tokens_after_the_one_that_completes_a_stop_string_are_dropped(tokenizer):
     tokens = tuple(tokenizer.encode("one two three four five").ids)
     items = [
         Emit(4, tuple(map(CommittedToken, tokens)), (False,) * len(tokens)),
         Emit(4 + len(tokens), tuple(map(CommittedToken, tokens)), (False,) * len(tokens)),
     ]
-    completion, decoding = told(tokenizer, [*items, Done(FinishReason.STOP_STRING)], stop=("thre",))
+    completion, decoding = collected(tokenizer, [*items, Done(FinishReason.STOP_STRING)], stop=("thre",))
     assert completion.text == "one two "
     assert completion.ids == tokens[: len(completion.tokens)]
     assert tokenizer.decode(completion.ids).startswith("one two thre")
@@ -147,11 +147,11 @@ def test_tokens_behind_the_one_that_completes_a_stop_string_are_not_told(tokeniz
     assert decoding.reasons == [FinishReason.STOP_STRING]
 
 
-def test_a_deadline_and_an_error_end_a_text_and_close_what_makes_it(tokenizer):
+def test_a_deadline_and_an_error_end_a_text_and_close_its_source(tokenizer):
     with pytest.raises(DeadlineExceeded):
-        told(tokenizer, [], deadline_s=0.01)
+        collected(tokenizer, [], deadline_s=0.01)
     with pytest.raises(InvalidArgument, match="bad"):
-        told(tokenizer, [Done(None, InvalidArgument("bad"))])
+        collected(tokenizer, [Done(None, InvalidArgument("bad"))])
 
 
 # === conversations without a verifier ===========================================================================
@@ -211,7 +211,7 @@ def test_the_synchronous_twin_takes_events_on_demand_and_closes_what_it_leaves()
     twin = SyncConversation(loop, Talk())  # type: ignore[arg-type]
     events = twin.say("a")
     assert next(events).position == 0
-    assert made == [0], "no event is made before it is wanted"
+    assert made == [0], "no event is made before it is asked for"
     events.close()
     assert closed == [True]
     assert [event.position for event in twin.say("b")] == list(range(9))

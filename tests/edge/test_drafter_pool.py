@@ -62,7 +62,7 @@ class Clock:
 
 
 class Shelf:
-    """Drafters that can be loaded, and what of it was done."""
+    """Drafters that can be loaded, and the loads that were made."""
 
     def __init__(self, *names: str, size: int = SIZE) -> None:
         self.loads: list[str] = []
@@ -106,7 +106,7 @@ def pools():
 def until(condition) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "it never came to be"
+        assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.002)
 
 
@@ -162,7 +162,7 @@ def test_two_threads_that_load_the_same_share_one(pools):
     assert shelf.loads == ["a"]
 
 
-def test_the_limit_of_memory_holds_and_what_is_most_wanted_is_what_is_there(pools, clock):
+def test_the_limit_of_memory_holds_and_the_most_wanted_drafters_are_loaded(pools, clock):
     shelf = Shelf("a", "b", "c", "d")
     pool = pools(shelf.members, limit_bytes=2.5 * SIZE, clock=clock)
     pool.want((3, 1, 0, 2))
@@ -206,7 +206,7 @@ def test_a_drafter_wanted_a_moment_ago_stays_so_that_two_sessions_do_not_thrash(
     until(lambda: loaded(pool) == [1])
 
 
-def test_none_is_evicted_in_vain(pools, clock):
+def test_nothing_is_evicted_where_that_would_not_be_enough(pools, clock):
     shelf = Shelf("a", "b")
     large = Member("large", "1", 2 * SIZE, lambda: GarbageDrafter(10))
     pool = pools([*shelf.members, large], limit_bytes=2.5 * SIZE, clock=clock)
@@ -283,12 +283,12 @@ def test_an_onnx_state_holds_its_drafter(tmp_path):
 
 
 def measured(monkeypatch, *sizes) -> None:
-    """Let each load seem to take one of `sizes`."""
+    """Make each load appear to take one of `sizes`."""
     readings = iter([reading for size in sizes for reading in (0, size)])
     monkeypatch.setattr(pool_module, "own_bytes", lambda: next(readings))
 
 
-def test_memory_is_what_was_measured_where_that_is_more_than_the_files(pools, monkeypatch):
+def test_measured_memory_counts_where_it_is_more_than_the_files(pools, monkeypatch):
     measured(monkeypatch, 3 * SIZE, SIZE // 2)
     pool = pools(Shelf("a", "b", "c").members, limit_bytes=10 * SIZE)
     pool.load(0)
@@ -296,7 +296,7 @@ def test_memory_is_what_was_measured_where_that_is_more_than_the_files(pools, mo
     assert pool.bytes == (3 * SIZE, SIZE, SIZE)
 
 
-def test_where_the_system_does_not_say_files_are_what_counts(pools, monkeypatch):
+def test_where_the_system_does_not_say_the_files_count(pools, monkeypatch):
     monkeypatch.setattr(pool_module, "own_bytes", lambda: None)
     pool = pools(Shelf("a").members, limit_bytes=SIZE)
     pool.load(0)
@@ -353,7 +353,7 @@ def test_what_takes_no_memory_is_never_evicted(pools, clock):
     until(lambda: loaded(pool) == [0, 2])
 
 
-def test_closing_while_one_is_loading_returns_at_once_and_nothing_comes_of_it(pools):
+def test_closing_while_one_is_loading_returns_at_once_and_the_load_has_no_effect(pools):
     shelf = Shelf("a", "b")
     shelf.may_go_on.clear()
     pool = pools(shelf.members, limit_bytes=10 * SIZE)
@@ -369,14 +369,14 @@ def test_closing_while_one_is_loading_returns_at_once_and_nothing_comes_of_it(po
     pool.close()
 
 
-def test_names_must_be_there_and_differ():
+def test_a_pool_needs_names_that_differ():
     with pytest.raises(ConfigError, match="drafter: names 'a' twice"):
         DrafterPool(Shelf("a", "b", "a").members, limit_bytes=SIZE)
     with pytest.raises(ConfigError, match="use `none` for no drafter"):
         DrafterPool((), limit_bytes=SIZE)
 
 
-def test_drafters_of_your_own_are_there_from_the_beginning():
+def test_drafters_that_are_given_are_loaded_from_the_beginning():
     pool = DrafterPool.of(ScriptedDrafter((1, 2), name="one"), GarbageDrafter(5, name="two"))
     assert (loaded(pool), pool.names, pool.errors) == ([0, 1], ("one", "two"), ("", ""))
     assert (pool.steered, pool.steering) == (None, None)
@@ -384,7 +384,7 @@ def test_drafters_of_your_own_are_there_from_the_beginning():
     pool.close()
 
 
-def test_codes_are_asked_for_the_steered_drafter_with_the_smallest_index():
+def test_vectors_are_requested_for_the_steered_drafter_with_the_smallest_index():
     def steered(name, rank):
         return Member(name, "1", 0, NgramDrafter, SteeringShape(rank, 8, "0123456789ab"))
 
@@ -394,7 +394,7 @@ def test_codes_are_asked_for_the_steered_drafter_with_the_smallest_index():
     pool.close()
 
 
-def test_this_process_knows_what_it_takes_and_gives_it_back():
+def test_this_process_knows_its_memory_and_gives_it_back():
     before = own_bytes()
     if before is None:
         pytest.skip("the system does not say")

@@ -1,4 +1,4 @@
-"""What an edge tells of a text: its kind, its link's, and counts of hits; nothing else, and nothing of short texts."""
+"""An edge reports the kinds of a text and its link, and counts of hits; nothing else, and nothing about short texts."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_snippets_of_each_kind_fall_into_its_class(kind, snippets):
     assert [prompt_class(snippet) for snippet in snippets] == [kind] * len(snippets)
 
 
-def test_tables_of_figures_and_other_scripts_have_classes_of_their_own():
+def test_tables_of_numbers_and_other_scripts_have_classes_of_their_own():
     table = "\n".join(f"{day:02d}\t{1017 + day * 3}\t{23.5 + day}" for day in range(9))
     assert prompt_class(table) is PromptClass.NUMBERS
     assert prompt_class("吾輩は猫である 名前はまだ無い どこで生れたかとんと見当がつかぬ") is PromptClass.FOREIGN
@@ -116,7 +116,7 @@ def test_tables_of_figures_and_other_scripts_have_classes_of_their_own():
 
 
 @pytest.mark.parametrize("prompt", ["", "Hi", "x = 1", " \n\t" * 500, "<|user|><|assistant|>" * 20])
-def test_of_a_prompt_of_a_few_characters_nothing_is_told(prompt):
+def test_a_prompt_of_a_few_characters_has_no_class(prompt):
     assert prompt_class(prompt) is PromptClass.UNKNOWN
 
 
@@ -125,25 +125,25 @@ def test_the_end_of_a_long_prompt_counts_and_not_how_it_begins():
     assert prompt_class(CODE[0] * 40 + "\n\n" + PROSE[0] * 10) is PromptClass.PROSE
 
 
-def test_marks_of_a_chat_do_not_make_prose_a_markup():
+def test_the_role_tokens_of_a_chat_do_not_make_prose_a_markup():
     assert prompt_class(f"<|system|><|user|>{PROSE[1]}<|assistant|>") is PromptClass.PROSE
 
 
-def test_a_class_does_not_depend_on_which_words_and_figures_a_prompt_has():
+def test_a_class_does_not_depend_on_the_words_and_numbers_of_a_prompt():
     for snippet in (*CODE, *DOCS, *PROSE, *MATH):
         masked = "".join("n" if c.islower() else "N" if c.isupper() else "7" if c.isdigit() else c for c in snippet)
         assert prompt_class(masked) is prompt_class(snippet), "shares of characters are all that is looked at"
 
 
 @pytest.mark.parametrize(
-    ("round_trip_ms", "told"),
+    ("round_trip_ms", "expected"),
     [(0, 0), (0.2, 1), (3.99, 1), (4, 2), (15.9, 2), (16, 3), (63, 3), (64, 4), (255, 4), (256, 5), (5000, 5)],
 )
-def test_links_are_told_apart_by_octaves_of_their_round_trip(round_trip_ms, told):
-    assert link_class(round_trip_ms / 1e3) == told
+def test_links_have_classes_by_octaves_of_their_round_trip(round_trip_ms, expected):
+    assert link_class(round_trip_ms / 1e3) == expected
 
 
-def test_a_round_trip_that_is_no_number_is_not_told():
+def test_a_round_trip_that_is_no_number_has_no_class():
     assert link_class(float("nan")) == 0
 
 
@@ -157,7 +157,7 @@ def test_features_are_two_small_numbers_and_no_text():
     assert dataclasses.asdict(features) == {"prompt_class": PromptClass.CODE, "link_class": 3}
 
 
-def test_counts_of_fewer_tokens_than_tell_anything_stay_at_the_edge():
+def test_counts_of_too_few_tokens_stay_at_the_edge():
     versions = {"general": "1", "code": "2", "ngram": "3"}
     counts = {
         "code": DrafterCounts(hits=MIN_COMPARED, compared=MIN_COMPARED),
@@ -170,7 +170,7 @@ def test_counts_of_fewer_tokens_than_tell_anything_stay_at_the_edge():
 
 def test_at_most_the_allowed_number_of_drafters_is_reported_the_most_compared_first():
     counts = {f"d{i}": DrafterCounts(hits=1, compared=10 + i) for i in range(MAX_REPORTED_DRAFTERS + 4)}
-    told = reported_hits(counts, dict.fromkeys(counts, "1"))
-    assert len(told) == MAX_REPORTED_DRAFTERS
-    assert told[0].drafter == f"d{MAX_REPORTED_DRAFTERS + 3}"
+    reported = reported_hits(counts, dict.fromkeys(counts, "1"))
+    assert len(reported) == MAX_REPORTED_DRAFTERS
+    assert reported[0].drafter == f"d{MAX_REPORTED_DRAFTERS + 3}"
     assert reported_hits({"other": DrafterCounts(hits=1, compared=10)}, {"general": "1"}) == (), "version unknown"

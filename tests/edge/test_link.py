@@ -21,7 +21,7 @@ COMMIT = Commit(start=4, tokens=tuple(map(CommittedToken, (5, 6))), accepted=1, 
 
 
 class Verifier:
-    """Answers every frame with Opened, and remembers from which connection it came."""
+    """Answers every frame with Opened, and notes the connection that each came from."""
 
     def __init__(self, address: str = "127.0.0.1:0") -> None:
         self.peers: list[str] = []
@@ -92,7 +92,7 @@ def test_texts_after_one_another_and_side_by_side_share_a_connection() -> None:
     run(scenario)
 
 
-def test_after_a_loss_the_next_text_connects_anew() -> None:
+def test_after_a_loss_the_next_text_has_a_new_connection() -> None:
     async def scenario(verifier: Verifier, channels: Channels) -> None:
         first = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(first)
@@ -152,7 +152,7 @@ def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff() -> N
     run(scenario)
 
 
-def test_bytes_are_counted_for_each_text_alone() -> None:
+def test_bytes_are_counted_for_each_text_separately() -> None:
     async def scenario(verifier: Verifier, channels: Channels) -> None:
         busy, idle = EdgeStatistics(), EdgeStatistics()
         first = channels.open_stream(verifier.address, busy)
@@ -168,7 +168,7 @@ def test_bytes_are_counted_for_each_text_alone() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ResourceExhausted("no room", retry_after_s=2.0)])
-def test_a_draft_that_meets_the_streams_end_hides_neither_the_last_commit_nor_why(
+def test_a_draft_that_meets_the_streams_end_hides_neither_commit_nor_error(
     error: ResourceExhausted | None,
 ) -> None:
     async def main() -> None:

@@ -25,7 +25,7 @@ SHARED = {"part": "edge", **WHOSE}
 
 
 class ObservedSimulation(CheckedSimulation):
-    """A simulated decoding that keeps a observer, as the edge's loop does."""
+    """A simulated decoding that keeps an observer, as the edge's loop does."""
 
     def __init__(self, observer: Observer, *args, **options) -> None:
         super().__init__(*args, **options)
@@ -53,7 +53,7 @@ class ObservedSimulation(CheckedSimulation):
 
 
 def values(metrics: EdgeMetrics) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-    """What a scrape gives: by sample's name and labels."""
+    """Samples of a scrape by name and labels."""
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
         for sample in family.samples:
@@ -94,7 +94,7 @@ def simulate(metrics: EdgeMetrics | None, right: float, seed: int, *, tokens: in
 
 
 def machine_of(metrics: EdgeMetrics, model: str = "m", drafter: str = "d", *, error: str = ""):
-    """A observer that has begun and been opened at 0 s."""
+    """An observer that has begun and been opened at 0 s."""
     frame = open_frame()
     machine = EdgeSession(frame)
     machine.statistics.drafter_error = error
@@ -159,7 +159,7 @@ def test_steering_vectors_their_bytes_and_their_age_are_counted() -> None:
     assert value(metrics, "outrider:edge_steered_jobs_total", **WHOSE) == 14
 
 
-def test_the_phases_of_a_round_trip_add_up_to_what_it_took() -> None:
+def test_the_phases_of_a_round_trip_add_up_to_its_time() -> None:
     metrics = EdgeMetrics()
     observer, _ = machine_of(metrics)
     observer.drafted(0.90, 0.95, 2)
@@ -180,7 +180,7 @@ def phases() -> tuple[str, ...]:
     return ("draft", "uplink", "queue", "verify", "downlink")
 
 
-def test_losses_sheds_and_fallbacks_are_told_apart() -> None:
+def test_losses_sheds_and_fallbacks_are_counted_apart() -> None:
     metrics = EdgeMetrics()
     observer, machine = machine_of(metrics)
     observer.lost(ResourceExhausted("full", retry_after_s=1), 1.0)

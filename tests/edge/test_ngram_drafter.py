@@ -1,4 +1,4 @@
-"""Prompt lookup: what it finds, what it believes, and that rolling back leaves no trace."""
+"""Prompt lookup: what it finds, with which probability, and that rolling back leaves no trace."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_noise_chooses_among_continuations_and_the_same_seed_chooses_the_sam
     assert drawn == {2, 3, 4, 5}
 
 
-def test_a_repeated_text_is_believed_more_the_more_it_repeats():
+def test_confidence_grows_as_a_text_repeats():
     once, often = (state_after((1, 2, 3) * times + (1, 2)).propose(1) for times in (1, 6))
     assert token_ids(once) == token_ids(often) == (3,)
     assert 0.5 < once[0].confidence < often[0].confidence < 1

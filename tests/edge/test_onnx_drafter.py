@@ -127,7 +127,7 @@ def test_truncate_then_extend_equals_never_having_drafted(drafter, steps, kept, 
     np.testing.assert_array_equal(state.score((1, 2, 3)), fresh.score((1, 2, 3)))
 
 
-def test_a_text_rolled_back_to_nothing_starts_anew(drafter):
+def test_a_text_rolled_back_to_nothing_starts_again(drafter):
     state = drafter.open(GREEDY)
     assert token_ids(state.propose(3)) == ()
     state.extend((1, 2, 3))
@@ -140,7 +140,7 @@ def test_a_text_rolled_back_to_nothing_starts_anew(drafter):
     assert token_ids(state.propose(3)) == greedy_by_hand((7,), 3)
 
 
-def test_at_the_end_of_the_context_it_falls_silent_and_recovers(drafter):
+def test_at_the_end_of_the_context_it_proposes_nothing_and_recovers(drafter):
     prompt = some_tokens(CONTEXT - 3)
     state = drafter.open(GREEDY)
     state.extend(prompt)
@@ -168,7 +168,7 @@ def test_an_allowed_set_without_a_candidate_ends_the_proposal_and_keeps_the_pref
     assert state.length == 4
 
 
-def test_sessions_of_one_drafter_do_not_meet(drafter):
+def test_sessions_of_one_drafter_share_nothing(drafter):
     alone = [drafter.open(WARM) for _ in range(3)]
     together = [drafter.open(WARM) for _ in range(3)]
     for states in (alone, together):
@@ -222,7 +222,7 @@ def test_a_run_that_fails_is_an_outrider_error_and_names_no_foreign_type(tmp_pat
     assert token_ids(state.propose(2)) == greedy_by_hand((1, 2, 3), 2)
 
 
-def test_what_does_not_keep_the_contract_is_refused_at_load(tmp_path):
+def test_a_graph_that_breaks_the_contract_is_refused_at_load(tmp_path):
     with pytest.raises(ModelRefused, match="tiny"):
         OnnxDrafter(write_package(tmp_path, b"not a graph"))
     with pytest.raises(ModelRefused, match="contract"):

@@ -1,4 +1,4 @@
-"""Drafter packages on disk and from the coordinator: what is loaded is what was promised, or it is refused by name."""
+"""Drafter packages on disk and from the coordinator: a file that is not what was promised is refused by name."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def remote(folder, **changes):
 
 
 class Server:
-    """Serves a folder in small pieces, counts what it was asked, and can break off."""
+    """Serves a folder in small pieces, counts the requests, and can break off."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -87,7 +87,7 @@ class Server:
             yield content[start : start + 100]
 
 
-def test_a_package_loads_with_what_its_manifest_says(tmp_path):
+def test_a_package_loads_with_the_fields_of_its_manifest(tmp_path):
     package = load_package(write_package(tmp_path))
     assert (package.name, package.version, package.target, package.precision) == (
         "tiny",
@@ -150,7 +150,7 @@ def test_a_bad_manifest_is_refused_and_the_field_named(tmp_path, changes, error,
     assert raised.value.field == field
 
 
-def test_a_steered_package_says_what_codes_it_takes(tmp_path):
+def test_a_steered_package_has_the_shape_of_its_vectors(tmp_path):
     gain = {"8": 0.08, "1": 0.12, "16": 0, "64": -0.01}
     package = load_package(write_package(tmp_path, steering=STEERING | {"gain": gain}))
     assert package.steering == SteeringShape(
@@ -273,7 +273,7 @@ def test_a_broken_download_goes_on_where_it_stopped(tmp_path):
     assert server.asked.count(("model.onnx", 0)) == 1
 
 
-def test_a_spoilt_beginning_is_fetched_again_from_nothing(tmp_path):
+def test_a_spoilt_beginning_is_fetched_again_from_the_start(tmp_path):
     server, cache = Server(write_package(tmp_path / "served")), DrafterCache(tmp_path / "cache")
     server.breaks_after = 30
     with pytest.raises(Unavailable):
@@ -338,7 +338,7 @@ def test_no_name_from_outside_leads_out_of_the_cache(tmp_path):
             remote(write_package(tmp_path / "served"), **wrong)
 
 
-def test_the_drafter_for_any_subject_comes_first_where_nobody_says_which() -> None:
+def test_the_drafter_for_any_subject_comes_first_unless_one_is_named() -> None:
     names = embedded_packages()
     assert names[0] == FOR_ANY_SUBJECT
     assert list(names[1:]) == sorted(names[1:])

@@ -1,4 +1,4 @@
-"""From logits to a proposal: against a brute-force computation over whole small vocabularies."""
+"""Proposals from logits, against a brute-force computation over whole small vocabularies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB = 12
 
 
 def choose(sampling, logits_by_token, position, history=(), candidates=None, prompt_length=0):
-    """Hand the rule the top `candidates` of a vocabulary's logits, as a drafter would."""
+    """Give the rule the top `candidates` of a vocabulary's logits, as a drafter would."""
     order = np.argsort(-logits_by_token, kind="stable")[:candidates]
     rule = ProposalRule(sampling, prompt_length=prompt_length)
     if (counts := rule.counts()) is not None:
@@ -138,7 +138,7 @@ def test_entropy_follows_the_temperature_and_the_cuts():
 
 
 def test_perturbed_probability_says_how_often_a_slightly_different_target_agrees():
-    """Of the more certain half of all draws, more survive another distribution than of the less certain half."""
+    """More draws of the more certain half survive another distribution than draws of the less certain half."""
     random = np.random.default_rng(5)
     logits = np.linspace(1.5, -1.0, VOCAB).astype(np.float32)
     agreed = []
@@ -209,8 +209,8 @@ def test_nothing_is_proposed_where_no_candidate_is_allowed():
         assert choose(Sampling(temperature=temperature, allowed_tokens=(3,)), logits, 0, candidates=4)[0] == 3
 
 
-def test_penalties_see_earlier_tokens_of_the_same_block():
-    """The n-gram drafter repeats a run for ever; a frequency penalty must break the run inside one `propose`."""
+def test_penalties_count_earlier_tokens_of_the_same_block():
+    """The n-gram drafter repeats a run forever; a frequency penalty must break the run inside one `propose`."""
     prompt = (1, 1, 1, 1, 2, 1, 1, 1)
     greedy = Sampling(temperature=0.0)
     for sampling, repeats in ((greedy, True), (replace(greedy, frequency_penalty=0.8), False)):
@@ -251,7 +251,7 @@ def test_garbage_depends_on_seed_and_position_only():
     assert token_ids(GarbageDrafter(50, seed=2).open(rule).propose(20)) != whole
 
 
-def test_a_failing_drafter_drafts_first_and_breaks_then():
+def test_a_failing_drafter_drafts_first_and_then_breaks():
     state = FailingDrafter(3, ScriptedDrafter(range(100))).open(ProposalRule(Sampling()))
     assert token_ids(state.propose(2)) == (0, 1)
     assert token_ids(state.propose(2)) == (2,)

@@ -1,4 +1,4 @@
-"""A steered ONNX drafter: which positions are computed with which steering vector, and what that does to its logits.
+"""A steered ONNX drafter: which positions are computed with which steering vector, and its effect on the logits.
 
 The tiny graph's cache says of every position what it was computed with, so it is read back and compared.
 """
@@ -60,12 +60,12 @@ def unsteered(tmp_path_factory):
 
 
 def computed(state):
-    """What the cache holds, [computed, WIDTH]."""
+    """Rows of the cache, [computed, WIDTH]."""
     return entries(state._cache, state._computed)
 
 
 def steered_greedily(prefix, since, by, n):
-    """The n greedy tokens after `prefix`, position `since` and all behind it steered by the vector `by`, by hand."""
+    """The n greedy tokens after `prefix` by hand, with positions from `since` on steered by the vector `by`."""
     tokens = list(prefix)
     for _ in range(n):
         vectors = dict.fromkeys(range(since, len(tokens)), by)
@@ -73,7 +73,7 @@ def steered_greedily(prefix, since, by, n):
     return tuple(tokens[len(prefix) :])
 
 
-def test_a_steered_drafter_says_what_codes_it_takes_and_others_take_none(drafter, unsteered):
+def test_a_steered_drafter_has_the_shape_of_its_vectors_and_others_have_none(drafter, unsteered):
     assert drafter.steering == SHAPE
     assert steering_of(drafter) == SHAPE
     others = [unsteered, NgramDrafter(), ScriptedDrafter(()), GarbageDrafter(5), FailingDrafter()]
@@ -101,19 +101,19 @@ def test_until_it_is_steered_it_drafts_bit_for_bit_as_the_unsteered_one(drafter,
 
 
 @pytest.mark.parametrize("length", [1, 2, 20, PREFILL_TOKENS, PREFILL_TOKENS + 1, FIRST_CAPACITY + 3])
-@pytest.mark.parametrize("behind", [0, 1, 5, PREFILL_TOKENS + 7])
-def test_the_prompt_is_computed_unsteered_and_all_that_follows_with_the_code(drafter, length, behind):
-    tokens = some_tokens(length + behind)
+@pytest.mark.parametrize("more", [0, 1, 5, PREFILL_TOKENS + 7])
+def test_the_prompt_is_computed_unsteered_and_all_that_follows_with_the_vector(drafter, length, more):
+    tokens = some_tokens(length + more)
     state = drafter.open(GREEDY)
     state.steer(ONE, since=length)
     state.extend(tokens)
     proposal = state.propose(6)
     assert token_ids(proposal) == steered_greedily(tokens, length, ONE, 6)
-    vectors = dict.fromkeys(range(length, length + behind + 5), ONE)
+    vectors = dict.fromkeys(range(length, length + more + 5), ONE)
     np.testing.assert_array_equal(computed(state), rows_of((*tokens, *token_ids(proposal[:-1])), vectors))
 
 
-def test_a_code_changes_what_is_drafted(drafter):
+def test_a_vector_changes_what_is_drafted(drafter):
     drafts = []
     for by in (None, ONE, OTHER):
         state = drafter.open(GREEDY)
@@ -136,7 +136,7 @@ def test_proposals_at_a_temperature_use_steered_logits_and_the_verifiers_noise(d
         prefix.append(token)
 
 
-def test_a_new_code_leaves_what_is_computed_and_counts_from_there_on(drafter):
+def test_a_new_vector_leaves_what_is_computed_and_counts_from_there_on(drafter):
     state = drafter.open(GREEDY)
     state.extend((3, 1, 4))
     state.steer(ONE, since=3)
@@ -149,7 +149,7 @@ def test_a_new_code_leaves_what_is_computed_and_counts_from_there_on(drafter):
     np.testing.assert_array_equal(computed(state), rows_of((3, 1, 4, *first, *second, *third[:-1]), vectors))
 
 
-def test_a_rollback_recomputes_with_the_newest_code_but_for_the_prompt(drafter):
+def test_a_rollback_recomputes_with_the_newest_vector_but_for_the_prompt(drafter):
     state = drafter.open(GREEDY)
     state.extend((3, 1, 4, 1))
     state.steer(ONE, since=4)
@@ -206,7 +206,7 @@ verbs = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(verbs, max_size=14), st.integers(1, 80))
-def test_each_position_has_the_code_that_was_newest_when_it_was_computed(drafter, steps, prompt):
+def test_each_position_has_the_newest_vector_of_when_it_was_computed(drafter, steps, prompt):
     state = drafter.open(WARM)
     state.extend(some_tokens(prompt))
     newest, since = None, 0
@@ -233,7 +233,7 @@ def test_an_allowed_set_without_a_candidate_keeps_prefix_and_steering(drafter):
     assert token_ids(state.propose(4)) == steered_greedily((3, 1, 4), 3, ONE, 4)
 
 
-def test_sessions_of_one_drafter_are_steered_apart(drafter):
+def test_sessions_of_one_drafter_are_steered_separately(drafter):
     by = [None, ONE, OTHER]
     alone, together = ([drafter.open(WARM) for _ in by] for _ in range(2))
     for states in (alone, together):
@@ -249,7 +249,7 @@ def test_sessions_of_one_drafter_are_steered_apart(drafter):
     assert len(set(expected)) == 3
 
 
-def test_the_small_graph_runs_once_a_code_and_no_buffer_is_bound_again(drafter):
+def test_the_small_graph_runs_once_a_vector_and_no_buffer_is_bound_again(drafter):
     state = drafter.open(GREEDY)
     state.extend(some_tokens(20))
     state.steer(ONE, since=20)
@@ -277,7 +277,7 @@ def test_its_steering_survives_a_cache_that_grows(drafter):
     assert token_ids(state.propose(1)) == ()
 
 
-def test_a_code_of_another_length_is_refused(drafter):
+def test_a_vector_of_another_length_is_refused(drafter):
     with pytest.raises(InvalidArgument, match=r"vector: has the shape \(2,\), the drafter takes \[3\]"):
         drafter.open(GREEDY).steer(vector(1, 2), since=0)
 

@@ -1,4 +1,4 @@
-"""Whether an edge steers its drafter: what may be said, on every way of saying it, and what comes of it."""
+"""Whether an edge steers its drafter: the values of the option, its sources, and its effect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.proto.policy.steering import ALL, FIRST
 WHERE = {"verifier": "127.0.0.1:1", "model": "m"}
 
 
-def test_codes_are_chosen_by_what_pays_or_all_or_none_and_nothing_else_may_be_said():
+def test_vectors_are_requested_by_what_pays_or_all_or_none_and_no_other_way():
     assert EdgeConfig(**WHERE).steering == "auto"
     chosen = EdgeConfig(**WHERE).steering_policy(64, ((1, 0.1),))
     assert isinstance(chosen, PricedSteering)

@@ -1,4 +1,4 @@
-"""Teacher-forced proposals equal those of a drafter that is asked token by token."""
+"""Teacher-forced proposals equal those of a drafter that proposes token by token."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def drafter(request, plain, steered):
 
 
 def assert_same(got: tuple[DraftToken, ...], wanted: tuple[DraftToken, ...]) -> None:
-    """Equal tokens, and all else to within rounding."""
+    """Equal tokens, and equal signals to within rounding."""
     assert token_ids(got) == token_ids(wanted)
     np.testing.assert_allclose(np.array(got), np.array(wanted), atol=1e-6, equal_nan=True)
 
@@ -228,7 +228,7 @@ def test_a_broken_drafter_cannot_be_forced():
 @pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")
 @pytest.mark.parametrize("kind", ["greedy", "plain"])
 def test_the_shipped_drafters_forced_proposals_are_nearly_always_its_own(kind):
-    """Nearly: on some machines products of 8-bit numbers round otherwise with another number of rows."""
+    """Nearly, since on some machines products of 8-bit numbers round otherwise with another number of rows."""
     drafter = OnnxDrafter(find_package("general"))
     state, twin = drafter.open(rule_of(kind)), drafter.open(rule_of(kind))
     for each in (state, twin):

@@ -36,7 +36,7 @@ def test_text_ends_before_the_first_stop_string_wherever_tokens_are_cut(written,
     assert text.stopped == (stop in whole)
 
 
-def test_of_two_stop_strings_the_earlier_wins() -> None:
+def test_the_earlier_of_two_stop_strings_wins() -> None:
     tokens = TOKENIZER.encode("one two three", add_special_tokens=False).ids
     assert stream(tokens, ("three", "two"))[0] == "one "
 
@@ -56,12 +56,12 @@ def test_special_tokens_are_not_text() -> None:
 
 
 @pytest.mark.parametrize("stop", ["", "x"])
-def test_what_is_held_back_for_a_stop_string_comes_at_the_end(stop) -> None:
+def test_text_held_back_for_a_stop_string_comes_at_the_end(stop) -> None:
     tokens = TOKENIZER.encode("ab", add_special_tokens=False).ids
     assert stream(tokens, tuple(filter(None, (stop, "abc"))))[0] == "ab"
 
 
-def test_the_bytes_of_byte_level_tokens_make_the_text_again(tokenizer_file) -> None:
+def test_the_bytes_of_byte_level_tokens_make_up_the_text(tokenizer_file) -> None:
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     tokens = TokenText(tokenizer)
     for text in ("def main():\n\treturn 'é'\n", "Grüße 🎉 漢字  \x00", " a  b"):

@@ -1,4 +1,4 @@
-"""Spans of a text: a tree whose parts add up to what was measured, joined by the verifier's, and nothing when off."""
+"""Spans of a text: a tree whose parts add up, joined by the verifier's spans, and nothing when tracing is off."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_turns_of_a_conversation_are_in_one_trace() -> None:
     assert seconds(turn) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_a_text_without_end_does_not_make_spans_without_end() -> None:
+def test_the_number_of_spans_of_a_long_text_is_bounded() -> None:
     made, exporter = tracing()
     observer = made.observer(Observer())
     begin(observer)
@@ -141,7 +141,7 @@ def test_a_text_without_end_does_not_make_spans_without_end() -> None:
     assert spans["session"][0].attributes["outrider.untraced_commits"] == 50
 
 
-def test_a_session_that_is_not_sampled_costs_nothing_and_tells_the_verifier_nothing() -> None:
+def test_a_session_that_is_not_sampled_costs_nothing_and_sends_no_trace() -> None:
     made, exporter = tracing(ALWAYS_OFF)
     inner = Observer()
     assert made.observer(inner) is inner
@@ -149,7 +149,7 @@ def test_a_session_that_is_not_sampled_costs_nothing_and_tells_the_verifier_noth
     assert exporter.get_finished_spans() == ()
 
 
-def test_the_inner_journal_hears_everything() -> None:
+def test_the_inner_observer_sees_everything() -> None:
     heard: list[str] = []
 
     class Listener(Observer):
@@ -200,8 +200,8 @@ def test_the_verifiers_spans_join_the_edges_trace(tokenizer_file) -> None:
     for span in (*there["verify"], *there["queue"]):
         assert span.context.trace_id == root.context.trace_id
         assert span.parent.span_id == root.context.span_id
-    told = sorted(span.attributes["outrider.position"] for span in there["verify"])
-    assert told == sorted(span.attributes["outrider.position"] for span in here["verify"])
+    traced = sorted(span.attributes["outrider.position"] for span in there["verify"])
+    assert traced == sorted(span.attributes["outrider.position"] for span in here["verify"])
     inside = [seconds(mine) - seconds(its) for mine, its in zip(here["verify"], there["verify"], strict=True)]
     assert all(abs(difference) < 1e-3 for difference in inside)
 

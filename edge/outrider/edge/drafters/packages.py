@@ -30,14 +30,12 @@ FOR_ANY_SUBJECT = "general"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _VERSION = re.compile(r"[0-9a-f]{12}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_PROJECTION = re.compile(r"[0-9a-f]{12}")
 _AGE = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The KV cache holds, for each layer, keys and values of float32 [1, kv_heads, positions, head_dim]."""
+    """Shape of a KV cache, which holds keys and values, float32 [1, kv_heads, positions, head_dim], for each layer."""
 
     layers: int
     kv_heads: int
@@ -68,9 +66,10 @@ class SteeringShape:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPackage:
-    """A drafter whose files are what its manifest says.
+    """Drafter whose files are what its manifest says.
 
-    `reach`: tokens that an answer depends on, the last one counted; None: all. The other fields are the manifest's.
+    Attributes:
+        reach: number of last tokens that an answer depends on; None: all. The other fields are the manifest's.
     """
 
     folder: Path
@@ -122,8 +121,7 @@ def load_package(folder: Path) -> DrafterPackage:
     package = read_manifest(folder)
     for file in package.files:
         check_file(package.tokenizer_path if file.name == TOKENIZER_FILE else folder / file.name, file)
-    with package.tokenizer_path.open(encoding="utf-8") as lines:
-        found = tokenizer_hash(lines.read())
+    found = tokenizer_hash(package.tokenizer_path.read_text(encoding="utf-8"))
     if found != package.tokenizer_sha256:
         raise DataLoss(
             f"{TOKENIZER_FILE} has the canonical hash {found}, the manifest promises {package.tokenizer_sha256}"
@@ -132,17 +130,12 @@ def load_package(folder: Path) -> DrafterPackage:
 
 
 def read_manifest(folder: Path) -> DrafterPackage:
-    """Read a folder's manifest and nothing else; raises what `load_package` does, but for errors of files."""
+    """Return the package that a folder's manifest describes; raises what `load_package` does but for files."""
     manifest = folder / MANIFEST
     if not manifest.is_file():
         raise NotFound(f"{folder} holds no {MANIFEST}, so it is no drafter package")
-    return parse_manifest(manifest.read_text(encoding="utf-8", errors="replace"), folder)
-
-
-def parse_manifest(text: str, folder: Path) -> DrafterPackage:
-    """Return the package that a manifest describes; its files are not looked at."""
     try:
-        parsed = json.loads(text)
+        parsed = json.loads(manifest.read_text(encoding="utf-8", errors="replace"))
     except json.JSONDecodeError as error:
         raise InvalidArgument(f"is not JSON: {error}", field="manifest") from error
     fields = _Fields(parsed, "manifest")
@@ -193,12 +186,9 @@ def check_file(path: Path, file: RemoteFile) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the hash of a file, read piece by piece."""
-    digest = hashlib.sha256()
+    """Return the hash of a file."""
     with path.open("rb") as content:
-        while piece := content.read(_READ_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def embedded_packages() -> tuple[str, ...]:
@@ -242,7 +232,7 @@ def _steering(steering: _Fields) -> SteeringShape:
     return SteeringShape(
         rank=steering.count("rank"),
         mlp=steering.count("mlp"),
-        projection=steering.matching("projection", _PROJECTION),
+        projection=steering.matching("projection", _VERSION),
         gain=_gain(steering.inner("gain")) if steering.has("gain") else (),
     )
 
