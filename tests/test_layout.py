@@ -142,7 +142,7 @@ def test_only_the_codec_and_the_rpc_errors_know_the_generated_code(root) -> None
         if "v1" not in path.parts and any(name.startswith("outrider.proto.v1") for name in imports(path))
     }
     contract = "proto/outrider/proto"
-    codec = {f"{contract}/codec/{name}.py" for name in ("control", "decoding", "sampling")}
+    codec = {f"{contract}/codec/{name}.py" for name in ("control", "decoding")}
     assert users == {*codec, f"{contract}/rpc_errors.py"}
 
 

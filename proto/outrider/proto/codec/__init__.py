@@ -1,11 +1,6 @@
 """Conversion between domain types and protobuf bytes, all of it.
 
 Bytes from a stranger become a checked domain object or raise `InvalidArgument` that names the field.
-
-decoding  frames of the decoding stream
-sampling  how a text is sampled
-control   messages of the control plane
-fields    tables that copy dataclasses and messages
 """
 
 from __future__ import annotations

@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from outrider.proto import types as t
-from outrider.proto.codec.fields import Table, enumeration, microseconds, one, optional, parse, to_enum, to_microseconds
-from outrider.proto.codec.sampling import SAMPLING
+from outrider.proto.codec.fields import (
+    Field,
+    Table,
+    enumeration,
+    microseconds,
+    one,
+    optional,
+    parse,
+    to_enum,
+    to_microseconds,
+)
 from outrider.proto.errors import InvalidArgument, PromptTooLong
 from outrider.proto.v1 import decoding_pb2 as pb
 
 DECODE_METHOD = "/outrider.proto.v1.Decoding/Decode"
 DECODING_SERVICE = "outrider.proto.v1.Decoding"
 
+
+def _logit_bias(_: str) -> Field:
+    """Copy (token, bias) pairs as two packed lists."""
+
+    def encode(pairs: tuple[tuple[int, float], ...]) -> dict[str, Any]:
+        return {"bias_tokens": [token for token, _ in pairs], "bias_values": [bias for _, bias in pairs]}
+
+    def decode(wire: pb.Sampling) -> tuple[tuple[int, float], ...]:
+        if len(wire.bias_tokens) != len(wire.bias_values):
+            raise InvalidArgument("must hold one value for each of bias_tokens", field="sampling.bias_values")
+        return tuple(zip(wire.bias_tokens, wire.bias_values, strict=True))
+
+    return Field(encode, decode)
+
+
+GRAMMAR = Table(t.Grammar, pb.Grammar, kind=enumeration(t.GrammarKind, "sampling.grammar"))
+SAMPLING = Table(t.Sampling, pb.Sampling, logit_bias=_logit_bias, grammar=optional(GRAMMAR))
 _PRECISION = enumeration(t.SteeringPrecision, "steering.precision")
 STEERING = Table(t.Steering, pb.Steering, precision=_PRECISION)
 STEERING_REQUEST = Table(t.SteeringRequest, pb.SteeringRequest, precision=_PRECISION)
@@ -44,7 +69,7 @@ def _draft_to_wire(draft: t.Draft) -> pb.Draft:
         start=draft.start,
         tokens=[token.id for token in draft.tokens],
         parents=draft.parents,
-        q=np.asarray(q, dtype="<f2").tobytes(),
+        q=struct.pack(f"<{len(q)}e", *q),
         drafter=draft.drafter,
         drafter_version=draft.drafter_version,
         complete=draft.complete,
@@ -68,7 +93,7 @@ def _drafted_from_wire(wire: pb.Draft) -> tuple[t.DraftToken, ...]:
         return tuple(map(t.DraftToken, wire.tokens))
     if len(wire.q) != 2 * len(wire.tokens):
         raise InvalidArgument("must be 2 bytes a token, or none", field="draft.q")
-    confidence: list[float] = np.frombuffer(wire.q, dtype="<f2").tolist()
+    confidence = struct.unpack(f"<{len(wire.tokens)}e", wire.q)
     if math.isnan(confidence[0]):  # for all tokens it means "unknown" in a Draft, which refuses it for some of them
         raise InvalidArgument("must be probabilities", field="draft.q")
     return tuple(map(t.DraftToken, wire.tokens, confidence))
@@ -178,9 +203,9 @@ def decode_edge_frame(data: bytes, max_tokens: int = t.MAX_TOKEN_ID) -> t.EdgeFr
     Raises:
         InvalidArgument: with the field named.
     """
-    wire = parse(pb.EdgeFrame, data)
-    _check_lengths(wire, max_tokens)
-    result: t.EdgeFrame = _from_body(wire, _FROM_EDGE)
+    name, body = _body_of(parse(pb.EdgeFrame, data), _FROM_EDGE)
+    _check_lengths(name, body, max_tokens)
+    result: t.EdgeFrame = _FROM_EDGE[name](body)
     return result
 
 
@@ -197,32 +222,31 @@ def decode_cloud_frame(data: bytes) -> t.CloudFrame:
     Raises:
         InvalidArgument: with the field named.
     """
-    result: t.CloudFrame = _from_body(parse(pb.CloudFrame, data), _FROM_CLOUD)
+    name, body = _body_of(parse(pb.CloudFrame, data), _FROM_CLOUD)
+    result: t.CloudFrame = _FROM_CLOUD[name](body)
     return result
 
 
-def _from_body(wire: Any, bodies: dict[str, Callable[[Any], Any]]) -> Any:
+def _body_of(wire: Any, bodies: Iterable[str]) -> tuple[str, Any]:
     name = wire.WhichOneof("body")
     if name is None:
         raise InvalidArgument(f"holds none of {', '.join(bodies)}", field="frame.body")
-    return bodies[name](getattr(wire, name))
+    return name, getattr(wire, name)
 
 
-def _check_lengths(wire: pb.EdgeFrame, max_tokens: int) -> None:
-    sampling = wire.continuation.sampling if wire.HasField("continuation") else wire.open.sampling
-    lists = {
-        "open.prompt": wire.open.prompt,
-        "open.committed": wire.open.committed,
-        "sampling.bias_tokens": sampling.bias_tokens,
-        "sampling.bias_values": sampling.bias_values,
-        "sampling.allowed_tokens": sampling.allowed_tokens,
-        "sampling.stop_tokens": sampling.stop_tokens,
-        "continuation.prompt": wire.continuation.prompt,
-        "draft.tokens": wire.draft.tokens,
-        "draft.parents": wire.draft.parents,
-        "draft.q": wire.draft.q,
-    }
-    for field, values in lists.items():
-        if len(values) > 2 * max_tokens:  # twice: q has two bytes a token
-            error = PromptTooLong if field.endswith(".prompt") else InvalidArgument
-            raise error(f"holds {len(values)} entries; {max_tokens} is the most that can make sense", field=field)
+_LISTS = {
+    "open": ("prompt", "committed"),
+    "continuation": ("prompt",),
+    "sampling": ("bias_tokens", "bias_values", "allowed_tokens", "stop_tokens"),
+    "draft": ("tokens", "parents", "q"),
+}
+
+
+def _check_lengths(name: str, message: Any, max_tokens: int) -> None:
+    for field in _LISTS.get(name, ()):
+        size = len(getattr(message, field))
+        if size > 2 * max_tokens:  # twice: q has two bytes a token
+            error = PromptTooLong if field == "prompt" else InvalidArgument
+            raise error(f"holds {size} entries; {max_tokens} is the most that can make sense", field=f"{name}.{field}")
+    if name in ("open", "continuation"):
+        _check_lengths("sampling", message.sampling, max_tokens)

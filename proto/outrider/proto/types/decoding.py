@@ -376,7 +376,7 @@ class Commit:
             message = "must be there for each token, or for none"
             require(logp.count(None) in (0, len(logp)), "commit.logp", message)
             require(logprobs.count(None) in (0, len(logprobs)), "commit.logprobs", message)
-            require(len(set(map(len, top))) == 1, "commit.top_logprobs", message)
+            require(not any(top) or len(set(map(len, top))) == 1, "commit.top_logprobs", message)
 
 
 @dataclass(frozen=True, slots=True)
