@@ -1,4 +1,4 @@
-"""Export of steered drafters: without a code the unsteered drafter, with a code what torch computes."""
+"""Export of steered drafters: without a vector the unsteered drafter, with a vector what torch computes."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def fixed_text() -> np.ndarray:
 CHUNKS = [7, 1, 1, 1, 9, 1, 4]
 
 
-def codes() -> np.ndarray:
+def steering_vectors() -> np.ndarray:
     """float32 [chunks, RANK]; the first chunk is a prompt, which is not steered."""
     chosen = 0.1 * np.random.default_rng(8).standard_normal((len(CHUNKS), RANK)).astype(np.float32)
     chosen[0] = 0
@@ -147,11 +147,11 @@ def codes() -> np.ndarray:
 def biases_by_graph(package: Path) -> list[dict[str, np.ndarray]]:
     session = open_session(package / "steering.onnx")
     names = [output.name for output in session.get_outputs()]
-    return [dict(zip(names, session.run(names, {"code": code}), strict=True)) for code in codes()]
+    return [dict(zip(names, session.run(names, {"vector": vector}), strict=True)) for vector in steering_vectors()]
 
 
 def steered_logits_by_torch(source: Path) -> np.ndarray:
-    by_position = torch.from_numpy(codes()).repeat_interleave(torch.tensor(CHUNKS), dim=0)
+    by_position = torch.from_numpy(steering_vectors()).repeat_interleave(torch.tensor(CHUNKS), dim=0)
     model = load(source)
     with steered_by(model, biases_by(load_steering(source), by_position)):
         return logits_by_torch(model, fixed_text())
@@ -162,12 +162,12 @@ def steered_logits_by_package(package: Path, shape: CacheShape) -> np.ndarray:
     return run_in_chunks(session, fixed_text(), CHUNKS, shape, CANDIDATES, biases_by_graph(package))["logits"]
 
 
-def test_codes_that_change_between_chunks_give_the_logits_of_torch(package: Path, llama: Path) -> None:
+def test_vectors_that_change_between_chunks_give_the_logits_of_torch(package: Path, llama: Path) -> None:
     expected = steered_logits_by_torch(llama)
     np.testing.assert_allclose(steered_logits_by_package(package, SHAPE), expected, atol=1e-4 * expected.std())
     unsteered = logits_by_torch(load(llama), fixed_text())
     np.testing.assert_allclose(expected[:7], unsteered[:7], atol=1e-5)
-    assert np.abs(expected[7:] - unsteered[7:]).max() > 0.5 * unsteered.std()  # the codes said something
+    assert np.abs(expected[7:] - unsteered[7:]).max() > 0.5 * unsteered.std()  # the vectors had an effect
 
 
 def test_biases_of_zero_give_the_bits_of_the_unsteered_export(package: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_folder_without_steering_gives_a_package_that_knows_nothing_of_it(
     assert manifest["version"] == manifest["files"]["model.onnx"]["sha256"][:12]
 
 
-def test_with_eight_bit_weights_codes_give_nearly_the_logits_of_torch(qwen3: Path, tmp_path: Path) -> None:
+def test_with_eight_bit_weights_vectors_give_nearly_the_logits_of_torch(qwen3: Path, tmp_path: Path) -> None:
     model, steering = load_for_export(qwen3), steering_of(qwen3)
     assert steering is not None
     write_steered_graph(model, look_at(model), CANDIDATES, MLP, tmp_path / "model.onnx")
@@ -260,7 +260,7 @@ def test_the_manifest_describes_both_graphs_and_names_the_projection(package: Pa
     assert biases == [(name, "tensor(float)", [MLP]) for name in NAMES]
     steering = open_session(package / "steering.onnx")
     assert [(value.name, value.type, value.shape) for value in steering.get_inputs()] == [
-        ("code", "tensor(float)", [RANK])
+        ("vector", "tensor(float)", [RANK])
     ]
     assert [(value.name, value.type, value.shape) for value in steering.get_outputs()] == biases
 

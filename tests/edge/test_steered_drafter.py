@@ -288,10 +288,10 @@ def test_a_vector_of_another_length_is_refused(drafter):
         (tiny_graph(), steering_graph(), {}, "contract"),
         (tiny_graph(steered=True), steering_graph(layers=LAYERS - 1), {}, "the steering graph has"),
         (tiny_graph(steered=True), steering_graph(layers=LAYERS + 1), {}, "the steering graph has"),
-        (tiny_graph(steered=True), steering_graph(rank=RANK - 1), {}, r"code has the shape \[2\]"),
+        (tiny_graph(steered=True), steering_graph(rank=RANK - 1), {}, r"vector has the shape \[2\]"),
         (tiny_graph(steered=True), steering_graph(mlp=MLP - 1), {}, r"steering.0 has the shape \[5\]"),
         (tiny_graph(steered=True, mlp="m"), steering_graph(), {}, r"steering.0 has the shape \['m'\]"),
-        (tiny_graph(steered=True), steering_graph(), {"rank": RANK + 1}, r"code has the shape \[3\]"),
+        (tiny_graph(steered=True), steering_graph(), {"rank": RANK + 1}, r"vector has the shape \[3\]"),
         (tiny_graph(steered=True), steering_graph(), {"mlp": MLP + 1}, r"steering.0 has the shape \[6\]"),
     ],
 )

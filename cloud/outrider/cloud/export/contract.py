@@ -32,7 +32,7 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "log_normalizer": {"dtype": "float32", "shape": ["m"]},
     "logits": {"dtype": "float32", "shape": ["m", "vocab_size"]},
 }
-VECTOR = "code"  # name of the steering graph's only input, float32 [rank]
+VECTOR = "vector"  # name of the steering graph's only input, float32 [rank]
 
 
 class ExportMismatch(OutriderError):

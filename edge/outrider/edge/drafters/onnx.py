@@ -22,7 +22,7 @@ changes until the buffer has to grow. Rolling back sets one number; rows past th
 A steered drafter's graph has one more input for every layer, and a second, small graph gives them:
 
     inputs   steering.L        float32 [mlp]       added to layer L's up projection
-    steering.onnx   code float32 [rank]  ->  steering.L for every layer
+    steering.onnx   vector float32 [rank]  ->  steering.L for every layer
 
 They are one buffer too, which the small graph writes once for each vector; a token costs nothing more.
 """
@@ -61,7 +61,7 @@ _OUTPUTS = {
     "log_normalizer": "tensor(float)",
     "logits": "tensor(float)",
 }
-_VECTOR, _BIAS = "code", "steering."
+_VECTOR, _BIAS = "vector", "steering."
 # ONNX Runtime's exceptions have no common base of their own; binding raises the other two.
 _RUNTIME_ERRORS: tuple[type[Exception], ...] = (
     *(kind for kind in vars(_onnxruntime_errors).values() if isinstance(kind, type) and issubclass(kind, Exception)),

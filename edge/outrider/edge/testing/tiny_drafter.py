@@ -143,9 +143,9 @@ def steering_graph(layers: int = LAYERS, rank: int = RANK, mlp: int = MLP) -> on
     names = [f"{STEERING}{layer}" for layer in range(layers)]
     info = helper.make_tensor_value_info
     graph = helper.make_graph(
-        [helper.make_node("MatMul", ["code", f"u.{name}"], [name]) for name in names],
+        [helper.make_node("MatMul", ["vector", f"u.{name}"], [name]) for name in names],
         "steering",
-        [info("code", TensorProto.FLOAT, [rank])],
+        [info("vector", TensorProto.FLOAT, [rank])],
         [info(name, TensorProto.FLOAT, [mlp]) for name in names],
         [
             numpy_helper.from_array(UP_FROM_VECTOR[layer % LAYERS, :mlp, :rank].T.copy(), f"u.{name}")
