@@ -105,9 +105,13 @@ class Bootstrap:
             if len(columns) < 2:
                 self._too_few.add(domain)
 
+    def within(self, domain: str | None) -> np.ndarray:
+        """Return [n] whether each prompt belongs to `domain`; None: all do."""
+        return np.ones(len(self._domains), dtype=bool) if domain is None else self._domains == domain
+
     def sums(self, values: np.ndarray, domain: str | None = None) -> np.ndarray:
-        """Return [resamples] sums of `values` [n] over the prompts drawn of `domain`; None: of all."""
-        columns = np.ones(len(values), dtype=bool) if domain is None else self._domains == domain
+        """Return [resamples] sums of `values` [n] over the drawn prompts of `domain`; None: over all."""
+        columns = self.within(domain)
         sums: np.ndarray = self._drawn[:, columns] @ values[columns]
         return sums
 

@@ -24,6 +24,9 @@ from outrider.proto.types import Sampling
 if TYPE_CHECKING:
     import torch
 
+# No hub is asked: everything is in folders.
+QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
 
 @dataclass(frozen=True, slots=True)
 class LibraryText:
@@ -91,9 +94,8 @@ class LibraryProcess(Child):
         threads: int,
         dtype: str,
     ) -> None:
-        # OpenMP reads its variable when torch is loaded. No hub is asked: everything is in folders.
-        environment = {"HF_HUB_OFFLINE": "1"} | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
-        super().__init__(__name__, "transformers", environment)
+        # OpenMP reads its variable when torch is loaded.
+        super().__init__(__name__, "transformers", QUIET | ({"OMP_NUM_THREADS": str(threads)} if threads else {}))
         self._request = _request(target_folder, assistant_folder, sampling, threads, dtype)
 
     async def prepare(self) -> None:
@@ -207,30 +209,23 @@ def _models(request: _Request) -> tuple[Any, Any]:
     """Load the target and the assistant; None without one."""
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    def load(folder: str) -> Any:
+        dtype = getattr(torch, request.dtype)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+
     if request.threads:
         torch.set_num_threads(request.threads)
-    target, assistant = (
-        folder
-        and AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, request.dtype), use_safetensors=True, trust_remote_code=False
-        ).eval()
-        for folder in (request.target, request.assistant)
-    )
-    return target, assistant
+    return load(request.target), load(request.assistant) if request.assistant else None
 
 
 def _text(request: _Request, target: Any, assistant: Any, prompt: Sequence[int], max_tokens: int) -> LibraryText:
     import torch
 
+    how: dict[str, Any] = {"do_sample": False}
     if request.temperature:
         # A model's own generation_config may truncate or penalise; the target's plain distribution is compared.
         how = {"do_sample": True, "temperature": request.temperature, "top_k": 0, "top_p": 1.0}
-    else:
-        how = {"do_sample": False}
     torch.manual_seed(request.seed)
     input_ids = torch.tensor([prompt])
     watch = _Watch()

@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import AfterValidator, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
+from outrider.bench.commands import MODES
 from outrider.bench.environment import Environment
 from outrider.bench.links import LinkRecord
 from outrider.bench.record import RECORD, Count, Metric, one_of, rising
 
-MODES = ("cloud", "sync", "outrider", "optimum", "hf-generate", "hf-assisted")
 GOALS = ("latency", "efficiency")
 LANES = ("draft", "up", "verify", "down", "idle")
 QUANTILES = 101  # 0, 1, … 100 %
@@ -47,10 +47,9 @@ class Run:
         mode: one of `MODES`; hf-generate and hf-assisted are transformers' own, in one process without any link.
         link: link between edge and verifier.
         min_step_ms: shortest time of a target step, in place of a larger target; 0: the target's own time.
-        temperature: temperature of the sampling.
         sessions: number of sessions that decoded at the same time.
         domain: domain of the prompts; "": all.
-        goal: what the policies save, one of `GOALS`; None: the mode has no such choice.
+        goal: goal of the policies, one of `GOALS`; None: the mode has no such choice.
         sync_length: draft tokens a round of synchronous speculation.
         replayed: whether computed from recorded hits on a virtual clock instead of measured.
         tokens: tokens committed by all sessions together.
@@ -59,18 +58,15 @@ class Run:
         steps_per_token: target steps a committed token.
         acceptance: chance that a draft is right, given that those before it in its chain were.
         ttft_ms_p50: median time to a session's first token.
-        token_gap_ms_p50: median time between tokens as they reach the user.
-        token_gap_ms_p99: 99 % quantile of that time.
-        uplink_bytes_per_token: bytes sent by the edge.
-        downlink_bytes_per_token: bytes received by the edge.
+        token_gap_ms_p50, token_gap_ms_p99: quantiles of the time between tokens that reach the user.
+        uplink_bytes_per_token, downlink_bytes_per_token: bytes sent and received by the edge.
         identical_to_cloud: whether every text was that of cloud streaming.
         window_mean: unverified tokens in flight, on average.
         vector_age_mean: positions between a steering vector and the token before the drafts made with it, on average
             over steered drafting jobs; None: there were none.
         token_gaps_ms: [101] 0, 1, … 100 % quantiles of the gaps.
         session_tokens_per_second: [sessions] rate of each text or session, in order.
-        forward_ms_p50: median time of the model's own forward pass in a target step.
-        sample_ms_p50: median time of sampling from its logits.
+        forward_ms_p50, sample_ms_p50: median times of the model's forward pass in a target step, and of sampling.
         overhead_ms_p50: median time of all else between two steps but waiting: events, planning, commits, threads.
         timeline: work of the parts in the first second or two of one session.
         arrivals_s: [n] seconds from the request to each token of the longest text; None: the link did not change, or

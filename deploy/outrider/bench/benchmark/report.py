@@ -99,9 +99,8 @@ def _table(grid: Grid) -> str:
 
 def _row(cells: Sequence[str], *, starts: bool) -> str:
     """Return a row in HTML; `starts`: it is the first of its block."""
-    kind = " ".join(name for name, holds in (("start", starts), ("ours", cells[1].startswith("outrider"))) if holds)
-    opening = f'<tr class="{kind}">' if kind else "<tr>"
-    return opening + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    kind = " ".join(filter(None, ("start" if starts else "", "ours" if cells[1].startswith("outrider") else "")))
+    return f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
 
 
 def _figure(picture: Picture) -> str:

@@ -1,8 +1,4 @@
-"""Tables of a benchmark: every metric of every run and the main ratios, two tables a condition.
-
-A *condition* is what must be equal for two runs to be compared: shortest step, temperature, sessions and domain. Within
-one, the runs differ in their mode and in the link.
-"""
+"""Tables of a benchmark: every metric of every run and the main ratios, two tables a condition."""
 
 from __future__ import annotations
 
@@ -11,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from rich.console import Group
 
-from outrider.bench.benchmark.record import MODES, Benchmark, Run
+from outrider.bench.benchmark.record import Benchmark, Run
+from outrider.bench.commands import MODES
 from outrider.bench.links import LinkRecord, link_name, link_parts
 from outrider.bench.table import UNKNOWN, Grid, draw, number
 
@@ -31,7 +28,7 @@ _EXACT_MS = 100  # from here on, tenths of a millisecond are noise
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Settings that compared runs have in common."""
+    """Settings that compared runs have in common; the runs differ in mode and link."""
 
     min_step_ms: float
     temperature: float
@@ -64,7 +61,7 @@ def by_link(runs: Sequence[Run]) -> dict[LinkRecord, tuple[Run, ...]]:
 def fastest(runs: Sequence[Run], mode: str) -> Run | None:
     """Return the fastest run of a mode, for sync that of the best length; None where no speed is known.
 
-    Where there are both, only measured runs count, and only those whose goal was not to save target steps.
+    Measured runs are preferred to replayed ones, and runs for latency to those that save target steps.
     """
     known = [run for run in runs if run.mode == mode and run.tokens_per_second]
     known = [run for run in known if not run.replayed] or known
@@ -73,7 +70,7 @@ def fastest(runs: Sequence[Run], mode: str) -> Run | None:
 
 
 def _down_the_rows(link: LinkRecord, rows: int) -> list[str]:
-    """Return [rows] the link's name, a part a row: a table has more height to spare than width."""
+    """Return [rows] the link's name, one part in each: a table has more height to spare than width."""
     parts = link_parts(link)
     cells = [*parts[: rows - 1], " ".join(parts[rows - 1 :])]
     return [*cells, *[""] * (rows - len(cells))]
@@ -87,7 +84,7 @@ def mode_name(run: Run) -> str:
 
 
 def results(condition: Condition, runs: Sequence[Run]) -> Grid:
-    """Return the table of all metrics: a row a run, a block a link."""
+    """Return the table of all metrics: a row for each run, a block for each link."""
     blocks = []
     for link, over_link in by_link(runs).items():
         cloud, names = fastest(over_link, "cloud"), _down_the_rows(link, len(over_link))
@@ -96,21 +93,20 @@ def results(condition: Condition, runs: Sequence[Run]) -> Grid:
 
 
 def ratios(runs: Sequence[Run]) -> Grid | None:
-    """Return a row a link and run of Outrider; None where there is no such run."""
+    """Return the table of ratios, a row for each link and run of Outrider; None where there is no such run."""
     blocks = []
     for link, over_link in by_link(runs).items():
         sync = fastest(over_link, "sync")
         against = (fastest(over_link, "cloud"), sync, fastest(over_link, "optimum"))
         best = UNKNOWN if sync is None or sync.sync_length is None else str(sync.sync_length)
-        ours = [run for run in over_link if run.mode == "outrider"]
-        if ours:
-            names = (link_name(link), *[""] * (len(ours) - 1))
-            blocks.append(
-                [
-                    (name, mode_name(run), *(_ratio(run, other) for other in against), best)
-                    for name, run in zip(names, ours, strict=True)
-                ]
-            )
+        rows = [
+            (mode_name(run), *(_ratio(run, other) for other in against), best)
+            for run in over_link
+            if run.mode == "outrider"
+        ]
+        if rows:
+            names = (link_name(link), *[""] * (len(rows) - 1))
+            blocks.append([(name, *row) for name, row in zip(names, rows, strict=True)])
     headings = ("link", "mode", "/ cloud", "/ best sync", "/ optimum", "best sync length")
     return Grid("Ratios", headings, 2, blocks) if blocks else None
 
@@ -129,8 +125,7 @@ def notes(condition: Condition, runs: Sequence[Run]) -> Iterator[str]:
 
 def grids(condition: Condition, runs: Sequence[Run]) -> list[Grid]:
     """Return the tables of one condition."""
-    found = (results(condition, runs), ratios(runs))
-    return [grid for grid in found if grid is not None]
+    return [grid for grid in (results(condition, runs), ratios(runs)) if grid is not None]
 
 
 def tables(benchmark: Benchmark) -> Group:

@@ -1,8 +1,8 @@
-"""`outrider compare`: block efficiency of drafters, as SD² has it (arXiv 2511.09844), exactly and without a network.
+"""`outrider compare`: the block efficiency of drafters (SD², arXiv 2511.09844), exactly and without a network.
 
 command  from options to record
-rounds   one drafter's way through one text
-steps    what steering vectors cost a verifier
+rounds   one drafter in one text
+steps    cost of steering vectors to a verifier
 summary  from the rounds of many texts to results, ratios and their intervals
 record   these as JSON
 tables   the same for a terminal

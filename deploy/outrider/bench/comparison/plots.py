@@ -12,23 +12,19 @@ from outrider.bench.plot import COLOURS, FAINT, canvas, save_plot, styled
 from outrider.proto.errors import ConfigError
 
 SUFFIXES = (".png", ".pdf", ".svg")
-HATCHES = {"int8": "", "float16": "///", "none": "..."}  # of steered drafters, where vectors travel in several ways
+HATCHES = {"int8": "", "float16": "///", "none": "..."}  # where a drafter has several kinds of vectors
 LINES = {"int8": "-", "float16": "--"}
 ROW_IN = 3.4
 
 
 def check_plot(path: Path) -> None:
-    """Refuse before the work what could not be drawn after it.
-
-    Raises:
-        ConfigError: the suffix is none of `SUFFIXES`.
-    """
+    """Refuse a path whose suffix is none of `SUFFIXES` by a `ConfigError`, before the work."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path} does not end in {', '.join(SUFFIXES)}", field="plot")
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Draw it.
+    """Draw the comparison into `path`.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -72,22 +68,21 @@ def _by_domain(axes: Any, comparison: Comparison, temperature: float) -> None:
 
 
 def _by_age(axes: Any, comparison: Comparison, temperature: float) -> None:
-    """Draw lines over the age, of all prompts together, with intervals; without vectors age does not matter."""
+    """Draw lines over the age, for all prompts together, with intervals; without vectors age does not matter."""
     by_variant = comparison.by_variant(temperature, None)
     for variant, result in by_variant.items():
         if variant.age is None:
             style = {"color": _colour(comparison, variant), "linestyle": ":", "linewidth": 1.6}
             axes.axhline(result.block_efficiency, label=comparison.name(variant), **style)
     for variant in (variant for variant in in_front(comparison.variants) if variant.age is not None):
-        own = [f for v, f in by_variant.items() if (v.drafter, v.vectors) == (variant.drafter, variant.vectors)]
+        own = [r for v, r in by_variant.items() if (v.drafter, v.vectors) == (variant.drafter, variant.vectors)]
         line = sorted(own, key=lambda result: result.variant.age or 0)
         ages, colour = [result.variant.age or 0 for result in line], _colour(comparison, variant)
-        efficiencies = [result.block_efficiency for result in line]
         style = {"color": colour, "linestyle": LINES[variant.vectors], "marker": "o", "zorder": 4}
-        axes.plot(ages, efficiencies, label=comparison.name(variant), **style)
-        if all(result.interval for result in line):
-            low = [result.interval.low for result in line if result.interval]
-            high = [result.interval.high for result in line if result.interval]
+        axes.plot(ages, [result.block_efficiency for result in line], label=comparison.name(variant), **style)
+        intervals = [result.interval for result in line if result.interval]
+        if len(intervals) == len(line):
+            low, high = [interval.low for interval in intervals], [interval.high for interval in intervals]
             axes.fill_between(ages, low, high, color=colour, alpha=0.15, linewidth=0)
     ages = sorted(ages_of(comparison.variants))
     axes.set_xscale("symlog", base=2, linthresh=1)
@@ -101,13 +96,11 @@ def _by_age(axes: Any, comparison: Comparison, temperature: float) -> None:
 
 def _errors(results: Sequence[VariantResult]) -> list[list[float]] | None:
     """Return [2][bars], below and above; None where they are not known."""
-    below, above = list[float](), list[float]()
-    for result in results:
-        if result.interval is None:
-            return None
-        below.append(max(0.0, result.block_efficiency - result.interval.low))
-        above.append(max(0.0, result.interval.high - result.block_efficiency))
-    return [below, above]
+    known = [(result.block_efficiency, result.interval) for result in results if result.interval]
+    if len(known) < len(results):
+        return None
+    below = [max(0.0, efficiency - interval.low) for efficiency, interval in known]
+    return [below, [max(0.0, interval.high - efficiency) for efficiency, interval in known]]
 
 
 def _colour(comparison: Comparison, variant: Variant) -> str:

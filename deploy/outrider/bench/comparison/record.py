@@ -30,15 +30,12 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, config=RECORD)
 class DrafterRecord:
-    """A drafter that was compared.
+    """A drafter that was compared, with name, version and precision from its manifest.
 
     Attributes:
-        label: that it is shown under.
-        name: in its manifest.
-        version: in its manifest.
-        precision: of its weights.
-        parameters: of them.
-        projection: of the vectors that it takes; None: it takes none.
+        label: name in tables and plots.
+        parameters: number of weights.
+        projection: projection of the vectors that it takes; None: it takes none.
         rank: numbers in a vector; None: it takes none.
     """
 
@@ -56,17 +53,14 @@ class VariantResult:
     """One variant on one domain at one temperature.
 
     Attributes:
-        temperature: of the texts.
-        domain: of the prompts; None: all together.
-        variant: of a drafter.
-        texts: that were decoded.
-        tokens: in them.
-        steps: of the target.
+        domain: domain of the prompts; None: all together.
+        texts, tokens: number of texts, and of tokens in them.
+        steps: target steps.
         block_efficiency: tokens / steps.
-        interval: of the block efficiency; None: a domain has but one prompt.
+        interval: confidence interval of the block efficiency; None: a domain has but one prompt.
         acceptance: chance that a draft is right, given that those before it in its round were; None: none was verified.
         first_ms: median processor time of a round's first draft, with the vector; None: there was none.
-        next_ms: the same of the drafts after it.
+        next_ms: the same for the drafts after it.
     """
 
     temperature: Metric
@@ -87,12 +81,9 @@ class Ratio:
     """The block efficiency of `variant` over that of `against`, on the same texts.
 
     Attributes:
-        temperature: of the texts.
-        domain: of the prompts; None: all.
-        variant: whose block efficiency is divided.
-        against: by whose.
+        domain: domain of the prompts; None: all.
         ratio: above 1, `variant` needs fewer steps.
-        interval: of the ratio; None: a domain has but one prompt.
+        interval: confidence interval of the ratio; None: a domain has but one prompt.
     """
 
     temperature: Metric
@@ -120,11 +111,11 @@ class SteeringCost:
     """One session's step of the target, as it verifies some drafts; processor and memory as they are.
 
     Attributes:
-        projection: of the steering vectors.
-        rows: that the target computes: the drafts and the token before them.
+        projection: projection of the steering vectors.
+        rows: rows that the target computes: the drafts and the token before them.
         plain_ms: median of the steps without a vector.
         ratio: median, over pairs of steps one after the other, of the one with a vector by the one without.
-        low, high: the ratio's quartiles.
+        low, high: quartiles of the ratio.
     """
 
     projection: str
@@ -140,15 +131,16 @@ class Comparison:
     """All results of a comparison.
 
     Attributes:
-        environment: on what and by which command.
-        drafts: a round, at most.
-        drafters: in the order of the command.
-        variants: of them.
-        results: of every variant, at every temperature, of all prompts and of each domain where there are several.
-        ratios: of the last drafter to the others; of all prompts together, and of each domain.
-        mean_ratios: the mean of the domains' ratios, where there are several.
-        texts: of which all this is made.
-        steps: of the target, what vectors add to them; empty where none were wanted.
+        environment: machine, versions and command.
+        drafts: most drafts in a round.
+        drafters: drafters, in the order of the command.
+        variants: their variants.
+        results: results of every variant at every temperature, for all prompts and, where there are several domains,
+            for each.
+        ratios: ratios of the last drafter to the others, for all prompts and for each domain.
+        mean_ratios: means of the domains' ratios, where there are several.
+        texts: texts behind the results.
+        steps: cost of vectors to the target's steps; empty where none were wanted.
     """
 
     environment: Environment
@@ -168,12 +160,12 @@ class Comparison:
 
     @property
     def domains(self) -> tuple[str | None, ...]:
-        """Domains, in the order of the prompts, and None for all of them at last."""
+        """Domains, in the order of the prompts, and at the end None for all of them."""
         return tuple(dict.fromkeys(result.domain for result in self.results))
 
     def by_variant(self, temperature: float, domain: str | None) -> Mapping[Variant, VariantResult]:
         """Return the results of one temperature and domain."""
-        return {f.variant: f for f in self.results if (f.temperature, f.domain) == (temperature, domain)}
+        return {r.variant: r for r in self.results if (r.temperature, r.domain) == (temperature, domain)}
 
     def name(self, variant: Variant) -> str:
         """Return the drafter's label, and its vectors where it is compared with several kinds of them."""
@@ -183,11 +175,11 @@ class Comparison:
 
 
 def ages_of(variants: Sequence[Variant]) -> list[int]:
-    """Return the ages that steering vectors come in, each once, in their order."""
+    """Return the ages of the variants' vectors, each once, in their order."""
     return list(dict.fromkeys(variant.age for variant in variants if variant.age is not None))
 
 
 def in_front(variants: Sequence[Variant]) -> list[Variant]:
-    """Return those without vectors, and those whose vectors are of the first age: what is compared in detail."""
+    """Return the variants to compare in detail: those without vectors, and those with vectors of the first age."""
     first = ages_of(variants)[:1]
     return [variant for variant in variants if variant.age is None or variant.age in first]

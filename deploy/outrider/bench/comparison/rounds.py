@@ -1,17 +1,11 @@
-"""One drafter's way through a text in synchronous rounds: what speculative decoding over a network does, without one.
+"""One drafter's way through a text in synchronous rounds: speculative decoding over a network, without the network.
 
-The target's text does not depend on what is drafted, since position i takes argmax log p_i + G(seed, i) with noise
-that both sides share, and a draft is accepted where it equals that token (DESIGN section 1). So the text is known
-beforehand, and a step of the target that judges `drafts` drafts commits those before the first that differs from the
-text, and the text's next token. What is left to find out is what the drafter proposes. The real one is asked, by the
-same calls and after the same tokens as by an edge that waits for every commit:
-
-    truncate to what is right, steer by the commit's vector, extend by the target's token, propose
-
-Only what would follow a round's first wrong draft is left out, since it is truncated unseen. The steps counted are
-those of such a session, one for one, where the prompt is read in the step that judges the first drafts; a test holds
-the two against each other. (A verifier that reads the prompt while these are still on their way takes as many steps,
-or one more.)
+The target's text does not depend on the drafts: position i takes argmax log p_i + G(seed, i) with noise that both sides
+share, and a draft is accepted where it equals that token (DESIGN section 1). So the text is known beforehand, a step
+that verifies drafts commits those before the first that differs from the text, and the text's next token, and only the
+drafter's proposals are left to find out, by the calls of an edge that waits for every commit. The steps are those of
+such a session, one for one, where the prompt is read in the step that verifies the first drafts. (A verifier that reads
+the prompt while these are still on their way takes as many steps, or one more.)
 """
 
 from __future__ import annotations
@@ -30,16 +24,16 @@ from outrider.proto.types import Sampling, SteeringPrecision, token_ids
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentVectors:
-    """Steering vectors as an edge gets them: rounded to what travels, and `age` positions older than the freshest."""
+    """Steering vectors that reach an edge: rounded to what travels, and `age` positions older than the freshest."""
 
     vectors: TextVectors
     precision: SteeringPrecision
     age: int
 
     def after(self, length: int) -> np.ndarray | None:
-        """Return [rank] float32 for drafts after a transcript of `length` tokens; None: nothing is so old.
+        """Return [rank] float32 for drafts after a transcript of `length` tokens; None: no vector has that age.
 
-        The freshest is of position `length` - 2: the last token is committed, but not processed yet.
+        The freshest belongs to position `length` - 2: the last token is committed, but not processed yet.
         """
         vector = self.vectors.at(length - 2 - self.age)
         return None if vector is None else decode(encode(vector, self.precision), len(vector))
@@ -50,13 +44,13 @@ class Rounds:
     """Result of one text.
 
     Attributes:
-        tokens: of the text.
-        steps: of the target that it took.
+        tokens: tokens of the text.
+        steps: target steps.
         accepted: drafts that agreed with the text.
-        compared: drafts of which none before them in their round had missed; acceptance is accepted / compared.
-        first_s: processor time of each round's first draft, seconds, with all that it takes to be ready for it: the
-            target's token, and the vector. Of every round but the text's first, which reads the prompt.
-        next_s: the same of the drafts after it.
+        compared: drafts with no miss before them in their round; acceptance is accepted / compared.
+        first_s: processor time of each round's first draft, in seconds, with the work before it: reading the target's
+            token, and the vector. The text's first round, which reads the prompt, is left out.
+        next_s: the same for the drafts after it.
     """
 
     tokens: int
@@ -70,14 +64,14 @@ class Rounds:
 def synchronous_rounds(
     drafter: Drafter, text: WrittenText, sampling: Sampling, vectors: SentVectors | None, *, drafts: int
 ) -> Rounds:
-    """Take `drafter` through `text`, and return what became of it.
+    """Take `drafter` through `text`, and return the counts.
 
     Args:
-        drafter: that proposes.
-        text: which the target wrote with `sampling`.
-        sampling: its seed is that of the shared noise.
-        vectors: that come with the commits; None: none do, and the drafter is never steered.
-        drafts: a round at most; fewer where the text may have no more tokens.
+        drafter: drafter that proposes.
+        text: text that the target wrote with `sampling`.
+        sampling: sampling whose seed is that of the shared noise.
+        vectors: vectors that come with the commits; None: the drafter is never steered.
+        drafts: most drafts in a round; fewer where the text may have no more tokens.
     """
     prompt, end = text.prompt_length, len(text.transcript)
     right, known = 0, prompt  # tokens of the drafter's prefix that are the text's; tokens committed

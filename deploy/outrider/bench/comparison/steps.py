@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
 from outrider.bench.comparison.record import SteeringCost
 from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.target import Rows, Target
@@ -24,50 +22,39 @@ def steering_costs(target: Target, vectors: SteeringVectors, projection: str, te
     """Measure steps after the prompt of `text`, with each number of `DRAFTS` that the text is long enough for.
 
     Args:
-        target: that is tapped, as `vectors` has left it.
-        vectors: makes steering vectors as a verifier does.
-        projection: of the vectors.
-        text: whose tokens are verified.
+        target: target, tapped by `vectors`.
+        vectors: maker of steering vectors, the one of verifiers.
+        projection: projection of the vectors.
+        text: text whose tokens are verified.
     """
+    prompt, sampler, request = text.prompt_length, Sampler(target.device), SteeringRequest(projection)
+    known = list(text.transcript[:prompt])
     cache = target.pool.allocate(len(text.transcript))
+
+    def step_s(drafts: int, request: SteeringRequest | None) -> float:
+        block = text.transcript[prompt : prompt + drafts]
+        cache.length = prompt - 1
+        began = time.perf_counter()
+        logits = target.forward([Rows(cache, (known[-1], *block), drafts + 1)])
+        verified = [VerificationInput(Sampling(), known, prompt, tuple(map(DraftToken, block)))]
+        vectors.of([request], verified, sampler.sample(logits, verified))
+        return time.perf_counter() - began
+
+    def pair_s(drafts: int, *, vector_first: bool) -> tuple[float, float]:
+        """Return seconds without a vector and with one."""
+        if vector_first:
+            with_vector = step_s(drafts, request)
+            return step_s(drafts, None), with_vector
+        return step_s(drafts, None), step_s(drafts, request)
+
+    def cost(drafts: int) -> SteeringCost:
+        pairs = [pair_s(drafts, vector_first=pair % 2 == 1) for pair in range(PAIRS)]
+        plain, steered = np.array(pairs[1:]).T  # the first one warms up
+        low, ratio, high = np.quantile(steered / plain, (0.25, 0.5, 0.75)).tolist()
+        return SteeringCost(projection, drafts + 1, 1e3 * float(np.median(plain)), ratio, low, high)
+
     try:
-        target.forward([Rows(cache, text.transcript[: text.prompt_length - 1], 1)])
-        measuring = _Measuring(target, vectors, SteeringRequest(projection), text, cache)
-        return [measuring.of(drafts) for drafts in DRAFTS if drafts < len(text)]
+        target.forward([Rows(cache, text.transcript[: prompt - 1], 1)])
+        return [cost(drafts) for drafts in DRAFTS if drafts < len(text)]
     finally:
         target.pool.release(cache)
-
-
-@dataclass(frozen=True)
-class _Measuring:
-    target: Target
-    vectors: SteeringVectors
-    request: SteeringRequest
-    text: WrittenText
-    cache: SessionCache
-
-    def of(self, drafts: int) -> SteeringCost:
-        sampler = Sampler(self.target.device)
-        seconds = np.array([self._pair(drafts, sampler, pair) for pair in range(PAIRS)])[1:]  # the first one warms up
-        low, ratio, high = np.quantile(seconds[:, 1] / seconds[:, 0], (0.25, 0.5, 0.75)).tolist()
-        return SteeringCost(
-            self.request.projection, drafts + 1, 1e3 * float(np.median(seconds[:, 0])), ratio, low, high
-        )
-
-    def _pair(self, drafts: int, sampler: Sampler, pair: int) -> tuple[float, float]:
-        """Return seconds without a vector and with one; which comes first alternates."""
-        if pair % 2:
-            with_vector = self._step(drafts, sampler, self.request)
-            return self._step(drafts, sampler, None), with_vector
-        return self._step(drafts, sampler, None), self._step(drafts, sampler, self.request)
-
-    def _step(self, drafts: int, sampler: Sampler, request: SteeringRequest | None) -> float:
-        prompt = self.text.prompt_length
-        known = list(self.text.transcript[:prompt])
-        block = self.text.transcript[prompt : prompt + drafts]
-        self.cache.length = prompt - 1
-        began = time.perf_counter()
-        logits = self.target.forward([Rows(self.cache, (known[-1], *block), drafts + 1)])
-        verified = [VerificationInput(Sampling(), known, prompt, tuple(map(DraftToken, block)))]
-        self.vectors.of([request], verified, sampler.sample(logits, verified))
-        return time.perf_counter() - began

@@ -16,7 +16,7 @@ from outrider.cloud.text_writer import WrittenText
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """The texts [n] of one temperature, and the rounds [n] in which each variant got through them."""
+    """The texts [n] of one temperature, and the rounds [n] of each variant through them."""
 
     temperature: float
     texts: Sequence[WrittenText]
@@ -27,13 +27,13 @@ class Summary:
     """Pooled results of one trial: all tokens over all steps, so that a long text counts for more."""
 
     def __init__(self, trial: Trial, *, seed: int) -> None:
-        """Sum up `trial`; `seed`: of the resampling."""
+        """Sum up `trial`; `seed` is that of the resampling."""
         self._trial = trial
-        self._domain_of = np.array([text.request.domain for text in trial.texts])
-        self._bootstrap = Bootstrap(self._domain_of.tolist(), seed=seed)
+        domain_of = [text.request.domain for text in trial.texts]
+        self._bootstrap = Bootstrap(domain_of, seed=seed)
         self._tokens = np.array([len(text) for text in trial.texts])
         self._steps = {variant: np.array([r.steps for r in rounds]) for variant, rounds in trial.rounds.items()}
-        self._domains = tuple(dict.fromkeys(self._domain_of.tolist()))
+        self._domains = tuple(dict.fromkeys(domain_of))
 
     @property
     def _scopes(self) -> tuple[str | None, ...]:
@@ -53,7 +53,7 @@ class Summary:
         return [self._mean_ratio(variant, other) for other in others] if len(self._domains) > 1 else []
 
     def texts(self) -> list[TextRecord]:
-        """Return the texts that all of it is made of."""
+        """Return the texts behind the results."""
         return [
             TextRecord(
                 self._trial.temperature,
@@ -67,8 +67,7 @@ class Summary:
         ]
 
     def _result(self, domain: str | None, variant: Variant) -> VariantResult:
-        here = self._in(domain).tolist()
-        rounds = list(itertools.compress(self._trial.rounds[variant], here))
+        rounds = list(itertools.compress(self._trial.rounds[variant], self._bootstrap.within(domain)))
         compared = sum(r.compared for r in rounds)
         return VariantResult(
             temperature=self._trial.temperature,
@@ -85,22 +84,18 @@ class Summary:
         )
 
     def _ratio(self, domain: str | None, variant: Variant, other: Variant) -> Ratio:
+        interval = self._bootstrap.interval(self._resampled_ratio(domain, variant, other), domain)
         ratio = self._efficiency(domain, variant) / self._efficiency(domain, other)
-        resampled = self._resampled(domain, variant) / self._resampled(domain, other)
-        interval = self._bootstrap.interval(resampled, domain)
         return Ratio(self._trial.temperature, domain, variant, other, ratio, interval)
 
     def _mean_ratio(self, variant: Variant, other: Variant) -> Ratio:
         ratios = [self._efficiency(domain, variant) / self._efficiency(domain, other) for domain in self._domains]
-        resampled = [self._resampled(domain, variant) / self._resampled(domain, other) for domain in self._domains]
+        resampled = [self._resampled_ratio(domain, variant, other) for domain in self._domains]
         interval = self._bootstrap.interval(np.mean(resampled, axis=0))
         return Ratio(self._trial.temperature, None, variant, other, float(np.mean(ratios)), interval)
 
-    def _in(self, domain: str | None) -> np.ndarray:
-        return np.ones(len(self._domain_of), dtype=bool) if domain is None else self._domain_of == domain
-
     def _efficiency(self, domain: str | None, variant: Variant) -> float:
-        here = self._in(domain)
+        here = self._bootstrap.within(domain)
         return float(self._tokens[here].sum() / self._steps[variant][here].sum())
 
     def _resampled(self, domain: str | None, variant: Variant) -> np.ndarray:
@@ -108,6 +103,10 @@ class Summary:
         tokens, steps = self._bootstrap.sums(self._tokens, domain), self._bootstrap.sums(self._steps[variant], domain)
         efficiencies: np.ndarray = tokens / steps
         return efficiencies
+
+    def _resampled_ratio(self, domain: str | None, variant: Variant, other: Variant) -> np.ndarray:
+        ratios: np.ndarray = self._resampled(domain, variant) / self._resampled(domain, other)
+        return ratios
 
 
 def _median_ms(seconds: Sequence[float]) -> float | None:

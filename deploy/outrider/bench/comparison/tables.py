@@ -12,7 +12,7 @@ from outrider.bench.table import UNKNOWN, Grid, draw, interval_of, number
 
 ALL, MEAN = "all", "mean of domains"
 _HEADINGS = ("drafter", "vectors", "age", "efficiency", "95 %", "accept", "tokens", "steps", "first", "next")
-RATIOS_BESIDE = 4  # opponents in a table
+RATIOS_BESIDE = 4  # in one table
 LEGEND = (
     "efficiency: block efficiency, committed tokens a target step in synchronous rounds; 95 %: its confidence "
     "interval, by resampling the prompts of each domain; accept: chance that a draft is right, given those before it; "
@@ -28,7 +28,7 @@ def tables(comparison: Comparison) -> Group:
 
 
 def grids(comparison: Comparison) -> list[Grid]:
-    """Return results by domain, ratios, and results by age where there are several; then what a verifier pays."""
+    """Return results by domain, ratios, and results by age where there are several; then the cost to a verifier."""
     found: list[Grid] = []
     for temperature in comparison.temperatures:
         condition = f"T = {temperature:g}, {comparison.drafts} drafts a round"
@@ -46,28 +46,28 @@ def _results(comparison: Comparison, temperature: float, condition: str) -> Grid
         by_variant = comparison.by_variant(temperature, domain)
         rows = [_result_row(by_variant[variant]) for variant in in_front(comparison.variants)]
         names = (domain or ALL, *[""] * (len(rows) - 1))
-        blocks.append(tuple((name, *row) for name, row in zip(names, rows, strict=True)))
-    return Grid(f"Block efficiency: {condition}", headings, 3, tuple(blocks))
+        blocks.append([(name, *row) for name, row in zip(names, rows, strict=True)])
+    return Grid(f"Block efficiency: {condition}", headings, 3, blocks)
 
 
 def _by_age(comparison: Comparison, temperature: float, condition: str) -> Grid:
     """Return results of all prompts together: a block a steered drafter, which begins without vectors."""
     by_variant = comparison.by_variant(temperature, None)
-    steered = [drafter.label for drafter in comparison.drafters if drafter.projection is not None]
     blocks = []
-    for label in steered:
-        own = sorted((v for v in by_variant if v.drafter == label), key=lambda v: v.age is not None)
-        blocks.append(tuple(_result_row(by_variant[variant]) for variant in own))
-    return Grid(f"By age of the vectors, all domains: {condition}", _HEADINGS, 2, tuple(blocks))
+    for drafter in comparison.drafters:
+        if drafter.projection is not None:
+            own = sorted((v for v in by_variant if v.drafter == drafter.label), key=lambda v: v.age is not None)
+            blocks.append([_result_row(by_variant[variant]) for variant in own])
+    return Grid(f"By age of the vectors, all domains: {condition}", _HEADINGS, 2, blocks)
 
 
 def _steps(comparison: Comparison) -> Grid:
     headings = ("projection", "rows", "step, ms", "with a vector", "quartiles")
-    rows = []
-    for step in comparison.steps:
-        quartiles = interval_of(Interval(step.low, step.high))
-        rows.append((step.projection, str(step.rows), f"{step.plain_ms:.1f}", f"{step.ratio:.3f}", quartiles))
-    return Grid("A verifier's step, one session, by the rows that it computes", headings, 1, (tuple(rows),))
+    rows = [
+        (s.projection, str(s.rows), f"{s.plain_ms:.1f}", f"{s.ratio:.3f}", interval_of(Interval(s.low, s.high)))
+        for s in comparison.steps
+    ]
+    return Grid("A verifier's step, one session, by the rows that it computes", headings, 1, [rows])
 
 
 def _result_row(result: VariantResult) -> tuple[str, ...]:
@@ -92,15 +92,14 @@ def _ratios(comparison: Comparison, temperature: float, condition: str) -> list[
     found = []
     for first in range(0, len(others), RATIOS_BESIDE):
         beside = others[first : first + RATIOS_BESIDE]
-        rows = [(domain or ALL, _of(ratios, domain, beside)) for domain in comparison.domains]
+        rows = [(domain or ALL, *_cells(ratios, domain, beside)) for domain in comparison.domains]
         if means:
-            rows.append((MEAN, _of(means, None, beside)))
+            rows.append((MEAN, *_cells(means, None, beside)))
         title = f"Block efficiency of {comparison.name(ratios[0].variant)} over that of others: {condition}"
-        block = tuple((name, *cells) for name, cells in rows)
-        found.append(Grid(title, ("domain", *(f"/ {comparison.name(other)}" for other in beside)), 1, (block,)))
+        found.append(Grid(title, ("domain", *(f"/ {comparison.name(other)}" for other in beside)), 1, [rows]))
     return found
 
 
-def _of(ratios: Sequence[Ratio], domain: str | None, others: Sequence[Variant]) -> list[str]:
+def _cells(ratios: Sequence[Ratio], domain: str | None, others: Sequence[Variant]) -> list[str]:
     by_other = {ratio.against: ratio for ratio in ratios if ratio.domain == domain}
     return [f"{by_other[other].ratio:.3f} {interval_of(by_other[other].interval)}" for other in others]
