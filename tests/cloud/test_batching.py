@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from outrider.cloud.batching import MAX_PREFILL_ROWS_ALONE, MIN_DELAY_S, Batch, Batching, Share
+from outrider.cloud.batching import MAX_PREFILL_ROWS_ALONE, MIN_DELAY_S, Batch, Batching, RowLimit, Share
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import Draft, DraftToken, Open, Patience, Report, Sampling, token_ids
 
@@ -136,3 +136,60 @@ def test_the_rules_load_no_torch() -> None:
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "outrider.cloud.batching" in loaded
     assert not {"torch", "transformers", "grpc"} & set(loaded)
+
+
+# === the most rows of a step ======================================================================================
+
+
+def held(limit: RowLimit) -> int:
+    """How many limited steps pass until the limit is raised."""
+    before, steps = limit.rows, 0
+    while limit.rows == before:
+        limit.hold()
+        steps += 1
+    return steps
+
+
+def test_a_limit_is_what_fitted_and_is_tried_anew_ever_more_seldom() -> None:
+    limit = RowLimit()
+    limit.fail(160, 80)
+    assert limit.rows == 80
+    first = held(limit)
+    assert limit.rows == 160
+    limit.fail(120, 60)
+    assert limit.rows == 80, "what has been proven, not half of what was tried"
+    assert held(limit) == 2 * first
+    limit.fail(70, 35)
+    assert limit.rows == 35, "less memory than before"
+
+
+def test_a_limit_that_proves_too_low_is_soon_gone() -> None:
+    limit = RowLimit()
+    limit.fail(160, 80)
+    steps = [held(limit) for _ in range(6)]
+    assert limit.rows == 80 << 6
+    assert len(set(steps)) == 1, "none of the trials failed"
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_no_step_exceeds_the_limit_and_everybody_takes_part_in_turn(rows) -> None:
+    batching = Batching(CHUNK)
+    batching.limit.fail(100, rows)
+    now, slots = 1.0, [slot_of() for _ in range(5)]
+    for slot in slots[:3]:
+        slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, (7, 8, 9)))), 0.0)
+    readers = [slot_of(unread=30), slot_of(unread=50)]
+    took_part = dict.fromkeys([*slots, *readers], 0)
+    for _ in range(100):
+        batch = batching.plan([*slots, *readers], 7, now)
+        assert 1 <= batch.num_rows <= rows
+        for share in batch.shares:
+            took_part[share.slot] += 1
+            if share.block is None:
+                share.slot.num_uncomputed_tokens -= share.num_tokens
+            else:
+                share.slot.num_uncomputed_tokens, share.slot.session._ready_since = 1, now
+        now += 1.0
+    assert min(took_part.values()) > 0
+    decoding = [took_part[slot] for slot in slots]
+    assert max(decoding) <= 2 * min(decoding), "who fills a step up is early, and nobody is left out of a round"

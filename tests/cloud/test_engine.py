@@ -14,8 +14,9 @@ from collecting_outbox import CollectingOutbox
 
 from outrider.cloud.batching import Batch
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.engine import IDLE_S, MASKS_WITHIN_S, Engine
+from outrider.cloud.engine import IDLE_S, Engine
 from outrider.cloud.grammar import Allowed, GrammarMatcher
+from outrider.cloud.masks import MASKS_WITHIN_S
 from outrider.cloud.slots import Slot
 from outrider.cloud.target import Rows, load_target
 from outrider.proto.errors import ConfigError, Internal, Unavailable

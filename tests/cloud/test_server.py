@@ -10,6 +10,7 @@ import time
 import grpc
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
@@ -120,9 +121,14 @@ class RawStream:
 class Bench:
     """A running verifier and a channel to it."""
 
-    def __init__(self, server, channel):
+    def __init__(self, server, channel, failures):
         self.server = server
         self.channel = channel
+        self.failures = failures
+
+    async def health(self):
+        check = health_pb2_grpc.HealthStub(self.channel).Check
+        return (await check(health_pb2.HealthCheckRequest())).status
 
     def stream(self):
         return RawStream(self.channel)
@@ -159,11 +165,12 @@ def run(folder, scenario, *, secret=b"", options=(), **changes):
 
     async def main():
         defaults = {"target": str(folder), "model": "tiny", "kv_tokens": 8192, "threads": 1}
-        server = VerifierServer(VerifierConfig(**(defaults | changes)), secret)
+        failures = []
+        server = VerifierServer(VerifierConfig(**(defaults | changes)), secret, lambda: failures.append(server))
         address = await server.start()
         try:
             async with grpc.aio.insecure_channel(address, options=list(options)) as channel:
-                return await asyncio.wait_for(scenario(Bench(server, channel)), 60)
+                return await asyncio.wait_for(scenario(Bench(server, channel, failures)), 60)
         finally:
             await server.stop(0.2)
 
@@ -604,6 +611,26 @@ def test_a_failing_step_is_retried_then_ends_its_session_but_not_the_verifier(ti
         assert error is None or str(error) == "the step failed: RuntimeError"
         assert await bench.text() == (expected, FinishReason.LENGTH)
         await bench.until(lambda: bench.server.status().sessions == 0)
+
+    run(folder, scenario)
+
+
+def test_a_target_that_always_fails_makes_the_verifier_say_that_it_is_down(folder):
+    async def scenario(bench):
+        assert await bench.health() == health_pb2.HealthCheckResponse.SERVING
+        stream = bench.stream()
+        await stream.send(waiting(bench))
+        await stream.opened()
+        failing(bench.server._engine._runner._target, 1000)
+        await stream.send(Report(False))
+        assert isinstance(await stream.error(), Unavailable)
+        await bench.until(lambda: bench.failures == [bench.server])
+        assert await bench.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        status = bench.server.status()
+        assert (status.state, status.sessions) == ("down", 0)
+        late = bench.stream()
+        await late.send(waiting(bench))
+        assert isinstance(await late.error(), Unavailable)
 
     run(folder, scenario)
 

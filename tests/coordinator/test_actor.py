@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import ModuleType
 from typing import Any
 
@@ -33,11 +34,13 @@ class ScriptedServer:
     speaks_tls = False
     tls_name = ""
 
-    def __init__(self, config: Any, lease_secret: bytes = b"") -> None:
+    def __init__(self, config: Any, lease_secret: bytes, on_failure: Callable[[], None]) -> None:
         self.config = config
         self.lease_secret = lease_secret
+        self.on_failure = on_failure
         self.threads: set[str] = set()
         self.drained: list[float] = []
+        self.stopped = False
 
     async def start(self) -> str:
         self._note_thread()
@@ -66,6 +69,7 @@ class ScriptedServer:
 
     async def stop(self) -> None:
         self._note_thread()
+        self.stopped = True
 
     def _note_thread(self) -> None:
         self.threads.add(threading.current_thread().name)
@@ -157,6 +161,23 @@ def test_on_a_node_that_is_drained_it_does_as_on_sigterm(build: Build, monkeypat
     draining.set()
     assert ended.wait(30)
     assert actor._server.drained == [0.5]  # type: ignore[attr-defined]
+
+
+def test_a_verifier_that_has_failed_ends_its_process_once_its_streams_are_ended(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: Future[bool] = Future()
+    server: Any = None
+    monkeypatch.setattr("outrider.cloud.actor.end_process", lambda: ended.set_result(server.stopped))
+    server = build()._server
+    server.on_failure()
+    assert ended.result(timeout=30), "the streams went first"
+
+
+def test_the_process_of_a_failed_verifier_ends_with_a_status_that_says_so() -> None:
+    program = "import atexit, time; from outrider.cloud.actor import end_process; atexit.register(time.sleep, 600)"
+    ended = subprocess.run([sys.executable, "-c", f"{program}; end_process()"], timeout=60, check=False)
+    assert ended.returncode == 1
 
 
 def test_a_server_that_cannot_start_fails_the_actor_with_its_error_and_no_thread() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ CONCURRENT_CALLS = 8
 # A coordinator that knows of a drain does not replace the verifier. It looks every second, but waits for other
 # verifiers too, and its first answer may be from before the drain. Without a coordinator nobody acknowledges.
 ACKNOWLEDGED_WITHIN_S = 30.0
+FAILED_WITHIN_S = 5.0  # for the streams of a failed verifier to end
 
 Result = TypeVar("Result")
 
@@ -41,7 +43,8 @@ class VerifierActor:
     would run all on one event loop, where a method that waits holds up the others. The class works without Ray.
 
     SIGTERM (`ray stop`) and a node that Ray drains before it is taken away make the verifier drain: sessions are sent
-    elsewhere within `config.drain_grace_s`, then the process ends. Ray starts it again where it can.
+    elsewhere within `config.drain_grace_s`, then the process ends. Ray starts it again where it can, and also where the
+    process ends because steps fail whatever they are for.
 
     Args:
         config: settings of the server.
@@ -67,7 +70,7 @@ class VerifierActor:
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-verifier", daemon=True)
         self._thread.start()
         try:
-            self._server, self._address = self._submit(_serve(config, lease_secret)).result()
+            self._server, self._address = self._submit(_serve(config, lease_secret, self._on_failure)).result()
         except BaseException:
             self._end_loop()
             raise
@@ -134,6 +137,16 @@ class VerifierActor:
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def _on_failure(self) -> None:
+        threading.Thread(target=self._end_failed, name="outrider-failure", daemon=True).start()
+
+    def _end_failed(self) -> None:
+        """End the process, once its sessions know: Ray starts another."""
+        try:
+            self._submit(self._server.stop()).result(FAILED_WITHIN_S)
+        finally:
+            end_process()
+
     def _describe(self) -> dict[str, Any]:
         status = self._server.status()
         return {
@@ -163,6 +176,12 @@ class VerifierActor:
         self._loop.close()
 
 
+def end_process() -> None:
+    """End this process at once, as one that has failed: a device that does not answer would hold up an orderly end."""
+    logging.shutdown()
+    os._exit(1)
+
+
 def _runs_in_ray() -> bool:
     """Return whether this process is a worker of Ray, or has joined a cluster; import nothing."""
     ray = sys.modules.get("ray")
@@ -182,10 +201,12 @@ async def _called(function: Callable[[], Result]) -> Result:
     return function()
 
 
-async def _serve(config: VerifierConfig, lease_secret: bytes) -> tuple[VerifierServer, str]:
+async def _serve(
+    config: VerifierConfig, lease_secret: bytes, on_failure: Callable[[], None]
+) -> tuple[VerifierServer, str]:
     from outrider.cloud.server import VerifierServer  # imports torch, which starting an actor does not need
 
-    server = VerifierServer(config, lease_secret)
+    server = VerifierServer(config, lease_secret, on_failure)
     return server, await server.start()
 
 

@@ -11,10 +11,16 @@ from outrider.proto.types import Continue, Goaway, Open, Sampling
 
 
 class Admission:
-    """The rule that admits sessions while there are slots and KV pages and the verifier does not drain."""
+    """The rule that admits sessions while there are slots and KV pages and the verifier neither drains nor has failed.
+
+    Attributes:
+        draining: whether sessions are being sent elsewhere.
+        failed: whether no step succeeds here any more.
+    """
 
     def __init__(self, slots: Slots, rules: VerifierRules, max_sessions: int) -> None:
         self.draining = False
+        self.failed = False
         self._slots = slots
         self._rules = rules
         self._max_sessions = max_sessions
@@ -31,6 +37,8 @@ class Admission:
             OutriderError: the verifier drains or is full, or the session's own errors.
         """
         _check_matcher(matcher, frame.sampling)
+        if self.failed:
+            raise verifier_failed()
         if self.draining:
             raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
         session = VerifierSession(frame, self._rules, now)
@@ -66,3 +74,8 @@ def _check_matcher(matcher: GrammarMatcher | None, sampling: Sampling) -> None:
     """Refuse a grammar without the matcher that enforces it: the text would ignore it."""
     if matcher is None and sampling.grammar is not None:
         raise Internal("came without its matcher", field="sampling.grammar")
+
+
+def verifier_failed() -> Unavailable:
+    """Return the error of sessions that are at a failed verifier, or come to it."""
+    return Unavailable("the verifier has failed; resume elsewhere", retry_after_s=0.1)

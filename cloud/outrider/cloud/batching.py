@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from outrider.proto.policy import StepCost, batching_delay_s
@@ -20,6 +20,7 @@ MAX_PREFILL_ROWS_ALONE = 512  # rows of prompts in one step, while nobody decode
 MIN_DELAY_S = 0.0003  # below it a delay costs more than it brings
 _MIN_STEP_S = 1e-4
 _SESSIONS_WITH_WHOLE_CREDIT = 8
+_FIRST_RAISE, _LAST_RAISE = 256, 1 << 16  # limited steps before a larger one is tried
 
 
 def credit_of(rules: VerifierRules, num_sessions: int) -> int:
@@ -104,19 +105,55 @@ class Batch(Generic[CandidateT]):
 
 
 @dataclass(slots=True)
+class RowLimit:
+    """The most rows of a step, after larger steps have failed for their size.
+
+    After a number of steps that it has held down it is doubled, in case the memory has come back, and each time that
+    this proves wrong, it takes twice as many steps until the next trial.
+
+    Attributes:
+        rows: most rows; infinite: no step has failed for its size.
+    """
+
+    rows: float = math.inf
+    _held: int = 0
+    _held_before_raise: int = _FIRST_RAISE
+    _proven: float = 0.0  # the limit before the newest trial; 0: there was none since the last failure
+
+    def fail(self, rows: int, fitting: int) -> None:
+        """Learn that a step of `rows` rows failed, and that steps of up to `fitting` did the same work."""
+        if self._proven and rows > self._proven:
+            self.rows = self._proven
+            self._held_before_raise = min(2 * self._held_before_raise, _LAST_RAISE)
+        else:
+            self.rows = fitting
+        self._held, self._proven = 0, 0.0
+
+    def hold(self) -> None:
+        """Note that a step would have been larger without the limit."""
+        self._held += 1
+        if self._held >= self._held_before_raise:
+            self._proven, self._held = self.rows, 0
+            self.rows *= 2
+
+
+@dataclass(slots=True)
 class Batching:
     """The rules of one verifier, with what it has measured of its steps.
 
     Attributes:
         prefill_chunk: rows of prompts in a step in which others decode.
+        limit: most rows of a step.
         cost: measured cost of steps that only decode.
         base_s, row_s: line through that cost at the present number of sessions, seconds; 0: not measured yet.
     """
 
     prefill_chunk: int
+    limit: RowLimit = field(default_factory=RowLimit)
     cost: StepCost = field(default_factory=StepCost)
     base_s: float = 0.0
     row_s: float = 0.0
+    _prompts_round_up: bool = False
 
     def measure(self, batch: Batch[CandidateT], seconds: float, num_sessions: int) -> None:
         """Learn from a step that took `seconds`, while `num_sessions` run."""
@@ -149,6 +186,8 @@ class Batching:
         co_scheduled = [slot for slot in waiting if slot.session.joins_any_step]
         if not reading and (delay_s := self._delay_s(due, co_scheduled, now)) > MIN_DELAY_S:
             return Batch(wake_at=now + delay_s, delayed=True)
+        if self.limit.rows < math.inf:
+            return Batch(self._limited_shares((*due, *co_scheduled), reading, num_sessions))
         return Batch(self._shares((*due, *co_scheduled), reading, num_sessions))
 
     def share_of(self, slot: CandidateT, max_tokens: int, num_sessions: int) -> Share[CandidateT]:
@@ -178,3 +217,38 @@ class Batching:
             shares.append(self.share_of(slot, room, num_sessions))
             room -= shares[-1].num_rows
         return tuple(shares)
+
+    def _limited_shares(
+        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], num_sessions: int
+    ) -> tuple[Share[CandidateT], ...]:
+        """Return shares within the limit: first of those that have been due for longest, and up to half for prompts.
+
+        Half of one row is none and one in turn, so that nobody waits for ever.
+        """
+        limit = int(self.limit.rows)
+        decoding = sorted(decoding, key=lambda slot: slot.session.ready_at(self.base_s, self.row_s))
+        room = min(limit, MAX_PREFILL_ROWS_ALONE)
+        if decoding:
+            self._prompts_round_up = not self._prompts_round_up
+            room = min((limit + self._prompts_round_up) // 2, self.prefill_chunk)
+        of_prompts: list[Share[CandidateT]] = []
+        for slot in reading:
+            if room <= 0:
+                break
+            of_prompts.append(_cut(self.share_of(slot, room, num_sessions), room))
+            room -= of_prompts[-1].num_rows
+        left = limit - sum(share.num_rows for share in of_prompts)
+        shares: list[Share[CandidateT]] = []
+        for slot in decoding:
+            if left <= 0:
+                break
+            shares.append(_cut(self.share_of(slot, 1, num_sessions), left))
+            left -= shares[-1].num_rows
+        if left <= 0:
+            self.limit.hold()
+        return (*shares, *of_prompts)
+
+
+def _cut(share: Share[CandidateT], max_rows: int) -> Share[CandidateT]:
+    """Return a share without the drafts that exceed `max_rows`."""
+    return share if share.block is None else replace(share, block=share.block[: max_rows - share.num_tokens])

@@ -6,27 +6,28 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from outrider.cloud.admission import Admission
-from outrider.cloud.batching import Batch, Batching, Share
+from outrider.cloud.admission import Admission, verifier_failed
+from outrider.cloud.batching import Batch, Batching
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.grammar import GrammarMatcher
+from outrider.cloud.masks import Masks, masks_by_of
 from outrider.cloud.metrics import VerifierMetrics
+from outrider.cloud.recovery import Probe, Recovery, VerifierFailed
 from outrider.cloud.runner import ModelRunner
 from outrider.cloud.slots import Outbox, Slot, Slots
 from outrider.cloud.steering import Projection
 from outrider.cloud.step_timing import StepMeter, StepTiming
 from outrider.cloud.target import Target
-from outrider.proto.errors import Internal, InvalidArgument, OutriderError, Unavailable
+from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import Verified, VerifierRules
 from outrider.proto.types import Cancel, Commit, Continue, Draft, EdgeFrame, Open, Report, token_ids
 
 IDLE_S = 0.5
 BACKLOG_S = 0.05  # between looks at a client that leaves its commits unread
-MASKS_WITHIN_S = 0.005  # a session whose grammar takes longer to say what is allowed misses the step
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,17 @@ class Engine:
         rules: VerifierRules,
         config: VerifierConfig,
         projections: Mapping[str, Projection] | None = None,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
+        """Decode on `target`.
+
+        Args:
+            target: model with the KV cache of all sessions.
+            rules: rules that sessions are told.
+            config: settings of the verifier.
+            projections: projections that make steering vectors, by id.
+            on_failure: called once, in the engine's thread, when steps fail whatever they are for.
+        """
         self.rules = replace(rules, projections=frozenset(projections or ()))
         self.metrics = VerifierMetrics(rules.model, rules.name)
         self._pool = target.pool
@@ -49,6 +60,10 @@ class Engine:
         self._batching = Batching(config.prefill_chunk)
         self._runner = ModelRunner(target, projections or {}, min_step_s=config.min_step_s)
         self._meter = StepMeter(self.metrics, time.monotonic())
+        self._masks = Masks(self._slots, self._wake)
+        probe = Probe(self.rules, target.pool, self._batching, self._runner)
+        self._recovery = Recovery(self._slots, self._batching, probe, self._step, self._masks)
+        self._on_failure = on_failure
         self._inbox: deque[Callable[[], None]] = deque()
         self._bell = threading.Condition()
         self._stopping = False
@@ -129,6 +144,11 @@ class Engine:
         """Whether sessions are being sent away."""
         return self._admission.draining
 
+    @property
+    def failed(self) -> bool:
+        """Whether steps fail whatever they are for, so that sessions are refused until the process is replaced."""
+        return self._admission.failed
+
     def _post(self, event: Callable[[], None]) -> None:
         with self._bell:
             self._inbox.append(event)
@@ -142,14 +162,33 @@ class Engine:
     def _run(self) -> None:
         wake_at = 0.0
         while not self._stopping:
-            try:
-                self._take_events(wake_at)
-                batch = self._schedule(time.monotonic())
-                wake_at = batch.wake_at if not batch.shares else 0.0
-                if batch.shares:
-                    self._step_or_find_culprit(batch)
-            except Exception:  # the thread's top loop must go on for the other sessions
-                log.exception("the engine met a defect")
+            self._take_events(wake_at)
+            wake_at = time.monotonic() + IDLE_S if self.failed else self._begin_next()
+
+    def _begin_next(self) -> float:
+        """Make the next step, if one is due, and return when to look again if nothing happens before."""
+        try:
+            batch = self._plan_or_recover()
+            if batch.shares:
+                self._step_or_recover(batch)
+                return 0.0
+            return batch.wake_at
+        except VerifierFailed as failure:
+            self._give_up(failure)
+        except Exception:  # the thread's top loop must go on
+            log.exception("the engine met a defect")
+        return time.monotonic() + BACKLOG_S
+
+    def _give_up(self, failure: VerifierFailed) -> None:
+        """Send every session elsewhere, and admit no more: no step succeeds here."""
+        if self.failed:
+            return
+        line = "the verifier has failed, its sessions go elsewhere: %s"
+        log.critical(line, failure, extra=about(verifier=self.rules.name))
+        self._admission.failed = True
+        for slot in self._slots:
+            self._slots.fail(slot, verifier_failed())
+        self._on_failure()
 
     def _take_events(self, wake_at: float) -> None:
         with self._bell:
@@ -162,14 +201,28 @@ class Engine:
         for event in events:
             try:
                 event()
+            except VerifierFailed as failure:
+                self._give_up(failure)
             except Exception:  # one bad event must not end every session
                 log.exception("an event failed")
+
+    def _plan_or_recover(self) -> Batch[Slot]:
+        """Plan; where that fails, end the sessions that are at fault."""
+        now = time.monotonic()
+        try:
+            batch = self._schedule(now)
+            self._recovery.note_plan()
+            return batch
+        except Exception:  # a defect, in one session's plan or in everybody's
+            log.exception("planning failed; trying each session alone")
+        self._recovery.after_plan(lambda slot: self._batching.plan([slot], self._slots.num_running, now))
+        return Batch(wake_at=now)
 
     def _schedule(self, now: float) -> Batch[Slot]:
         """Return the step that begins now, or when to look again if nothing happens before."""
         self._slots.expire(now)
         running = self._slots.running()
-        if (masks_by := _masks_by(running)) > now:
+        if (masks_by := masks_by_of(running)) > now:
             return Batch(wake_at=masks_by)
         asked = [slot for slot in running if slot.busy]  # too late for this step
         ready = [slot for slot in running if not (slot.backlogged or slot.busy)]
@@ -180,46 +233,21 @@ class Engine:
         if not batch.shares:
             look_s = BACKLOG_S if len(asked) + len(ready) < len(running) else IDLE_S
             return replace(batch, wake_at=min(batch.wake_at, now + look_s))
-        shares = self._with_masks(batch.shares, now)
+        shares = self._masks.applied(batch.shares, now)
         whole = len(shares) == len(batch.shares)
-        return Batch(shares) if whole else Batch(wake_at=_masks_by(running))
+        return Batch(shares) if whole else Batch(wake_at=masks_by_of(running))
 
-    def _with_masks(self, shares: Sequence[Share[Slot]], now: float) -> list[Share[Slot]]:
-        """Return the shares whose grammar, if any, has its masks ready; ask the others, which wake the engine."""
-        masked = []
-        for share in shares:
-            slot, block = share.slot, share.block
-            if slot.matcher is None or block is None:
-                masked.append(share)
-                continue
-            if not slot.matcher.asked:
-                slot.masks_by = now + MASKS_WITHIN_S
-                slot.matcher.ask(token_ids(block), self._wake)
-            try:
-                allowed = slot.matcher.allowed(token_ids(block))
-            except Exception as error:  # a parser may raise anything for a stranger's grammar
-                known = error if isinstance(error, OutriderError) else Internal(f"the grammar failed: {error!r}")
-                self._slots.fail(slot, known)
-                continue
-            if allowed is not None:
-                masked.append(replace(share, block=block[: len(allowed.block)]))
-        return masked
-
-    def _step_or_find_culprit(self, batch: Batch[Slot]) -> None:
-        """Make a step; where it fails, make one for each session alone, so that only the one at fault ends."""
+    def _step_or_recover(self, batch: Batch[Slot]) -> None:
+        """Make a step; where it fails, make smaller ones, so that only a session at fault ends."""
         try:
             self._step(batch)
             return
+        except VerifierFailed:
+            raise
         except Exception:  # torch may raise anything, lack of memory included
-            log.exception("a step of %d sessions failed; trying each alone", len(batch.shares))
-        for slot in [share.slot for share in batch.shares if share.slot.session.finish is None]:
-            slot.forget_drafts()
-            try:
-                alone = self._batching.share_of(slot, self._batching.prefill_chunk, self._slots.num_running)
-                if shares := self._with_masks([alone], time.monotonic()):
-                    self._step(Batch(shares))
-            except Exception as error:  # as above
-                self._slots.fail(slot, Internal(f"the step failed: {type(error).__name__}"))
+            log.exception("a step of %d sessions failed; trying again", len(batch.shares))
+            self.metrics.failed_steps.inc()
+        self._recovery.after_step(batch)
 
     def _step(self, batch: Batch[Slot]) -> None:
         """Run the batch and commit the target's tokens."""
@@ -227,7 +255,10 @@ class Engine:
         self._meter.record(batch, result.times)
         self._batching.measure(batch, result.times.verify_s, self._slots.num_running)
         for slot, verified in result.verified:
-            self._commit(slot, verified)
+            try:
+                self._commit(slot, verified)
+            except Exception as error:  # a defect, and this session's alone
+                self._recovery.end(slot, error)
 
     def _commit(self, slot: Slot, verified: Verified) -> None:
         now = time.monotonic()
@@ -238,6 +269,7 @@ class Engine:
         slot.forget_drafts()
         slot.ready_since = now
         self._send(slot, commit)
+        self._recovery.note_commit()
 
     def _send(self, slot: Slot, commit: Commit) -> None:
         self.metrics.commit(commit)
@@ -252,6 +284,10 @@ class Engine:
             slot = self._admission.admit(key, frame, outbox, matcher, time.monotonic())
         except OutriderError as error:
             outbox.put(error)
+            return
+        except Exception as error:  # a device that has failed cannot even give out pages
+            log.exception("an admission failed")
+            self._recovery.refuse(outbox, frame.prompt, error)
             return
         self.metrics.admitted.inc()
         log.info("a session is admitted", extra=about(frame.session, self.rules.name))
@@ -278,6 +314,9 @@ class Engine:
                     raise InvalidArgument("comes twice in one stream; open another stream", field="frame.open")
         except OutriderError as error:
             self._slots.fail(slot, error)
+        except Exception as error:  # as above
+            log.exception("a frame failed")
+            self._recovery.end(slot, error)
 
     def _close(self, key: int) -> None:
         slot = self._slots.get(key)
@@ -296,8 +335,3 @@ class Engine:
         self._stopping = True
         for slot in self._slots:
             slot.outbox.put(Unavailable("the verifier has stopped; resume elsewhere", retry_after_s=0.1))
-
-
-def _masks_by(slots: Sequence[Slot]) -> float:
-    """Return until when a step waits for the masks of grammars, seconds; 0: it waits for none."""
-    return max((slot.masks_by for slot in slots if slot.busy), default=0.0)

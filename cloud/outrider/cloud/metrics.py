@@ -62,6 +62,7 @@ class VerifierMetrics:
         self.admitted = self._counter("outrider:verifier_admitted_sessions", "Sessions taken.")
         self._sheds = self._counter("outrider:verifier_sheds", "Sessions refused because the verifier was full.")
         self.goaways = self._counter("outrider:verifier_goaways", "Sessions sent elsewhere.")
+        self.failed_steps = self._counter("outrider:verifier_failed_steps", "Target steps that failed.")
         self.batching_delays = self._counter("outrider:verifier_batching_delays", "Steps delayed for drafts of others.")
         self._vectors = self._counter("outrider:verifier_steering_vectors", "Steering vectors sent with commits.")
         self._vector_bytes = self._counter("outrider:verifier_steering_bytes", "Bytes of the numbers of these vectors.")

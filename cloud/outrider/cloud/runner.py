@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from outrider.cloud.batching import Share
 from outrider.cloud.distribution import VerificationInput
@@ -48,7 +51,12 @@ class ModelRunner:
         self._min_step_s = min_step_s
 
     def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
-        """Compute every share's rows and verify its drafts."""
+        """Compute every share's rows and verify its drafts.
+
+        Raises:
+            FloatingPointError: logits are no numbers, from which there is no text to make.
+            Exception: whatever the target raises.
+        """
         slots = [share.slot for share in shares if share.block is not None]
         inputs = [_verification_input(share.slot, share.block) for share in shares if share.block is not None]
         rows = [_rows(share) for share in shares]
@@ -56,6 +64,7 @@ class ModelRunner:
         logits = self._target.forward(rows)
         forwarded = time.monotonic()
         sampled = self._sampler.sample(logits, inputs) if inputs else []
+        _check_numbers(logits, sampled)
         vectors = self._vectors.of([slot.session.wanted_vector for slot in slots], inputs, sampled)
         sampled_at = time.monotonic()
         self._wait_until(began + self._min_step_s)
@@ -95,6 +104,16 @@ def _verification_input(slot: Slot, block: tuple[DraftToken, ...]) -> Verificati
         session.top_logprobs,
         slot.count_tokens() if session.sampling.penalises else None,
     )
+
+
+def _check_numbers(logits: torch.Tensor, sampled: Sequence[Sampled]) -> None:
+    """Refuse logits that are not numbers; whole rows are looked at only where a log probability is none, either.
+
+    Log probabilities can overflow for extreme penalties alone, which is the session's own affair.
+    """
+    doubtful = any(token.logp is not None and math.isnan(token.logp) for each in sampled for token in each.tokens)
+    if doubtful and not bool((logits < math.inf).all()):  # false for what is no number
+        raise FloatingPointError("the target's logits are not numbers")
 
 
 def _verified(

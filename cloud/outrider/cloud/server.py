@@ -7,7 +7,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -85,12 +85,15 @@ class StreamOutbox(Outbox):
 class VerifierServer:
     """A target, its engine and their server, in this process."""
 
-    def __init__(self, config: VerifierConfig, lease_secret: bytes = b"") -> None:
+    def __init__(
+        self, config: VerifierConfig, lease_secret: bytes = b"", on_failure: Callable[[], None] = lambda: None
+    ) -> None:
         """Load the target and check it.
 
         Args:
             config: settings of the verifier.
             lease_secret: shared with the coordinator; empty: no lease is asked for (loopback only).
+            on_failure: called once, in the event loop, when steps fail whatever they are for: the process should end.
 
         Raises:
             NotFound, ModelRefused: the target or a projection cannot be loaded.
@@ -131,7 +134,9 @@ class VerifierServer:
         )
         self._max_tokens = max(target.context_length, target.vocab_size)
         projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
-        self._engine = Engine(target, self.rules, config, projections)
+        self._engine = Engine(target, self.rules, config, projections, self._engine_failed)
+        self._on_failure = on_failure
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._grammars = Grammars(target.tokenizer_json, target.vocab_size, target.eos_tokens)
         self._keys = itertools.count()
         self._server: grpc.aio.Server | None = None
@@ -144,6 +149,7 @@ class VerifierServer:
 
     async def start(self) -> str:
         """Begin to serve, and return the address as host:port."""
+        self._loop = asyncio.get_running_loop()
         self._serve_metrics()  # a thread of its own, before gRPC's
         self._server = grpc.aio.server(
             options=SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions + SPARE_CALLS
@@ -217,7 +223,7 @@ class VerifierServer:
             name=self.rules.name,
             address=self._address,
             model=self.rules.model,
-            state="draining" if self._engine.draining else "ready",
+            state="down" if self._engine.failed else "draining" if self._engine.draining else "ready",
             sessions=self._engine.session_count,
             step_s=self._engine.step_s,
             kv_pages_free=self._engine.free_pages,
@@ -229,6 +235,15 @@ class VerifierServer:
     async def _set_health(self, status: Any) -> None:
         for service in ("", codec.DECODING_SERVICE):
             await self._health.set(service, status)
+
+    def _engine_failed(self) -> None:
+        """Have the event loop say that nothing is served here; called from the engine's thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._fail(), self._loop)
+
+    async def _fail(self) -> None:
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._on_failure()
 
     # --- one stream ---
 

@@ -16,7 +16,7 @@ from outrider.deploy.commands.serving import ActorSettings, FixedVerifierSetting
 from outrider.deploy.credentials import lease_secret, serving_tls
 from outrider.deploy.termination import until_stopped
 from outrider.proto.address import is_local_address
-from outrider.proto.errors import ConfigError
+from outrider.proto.errors import ConfigError, Unavailable
 from outrider.proto.plumbing.tls import ClientTls
 
 logger = logging.getLogger(__name__)
@@ -104,12 +104,16 @@ def verifier(given: Given) -> int:
 async def _verifier(config: VerifierConfig, secret: bytes) -> int:
     from outrider.cloud.server import VerifierServer
 
-    server = VerifierServer(config, secret)
+    failed = asyncio.Event()
+    server = VerifierServer(config, secret, failed.set)
     print(f"verifier {config.name} of {config.model_id} on {await server.start()}", flush=True)
     _print_metrics(config.name, server.metrics_address)
-    await until_stopped()
-    await server.drain(config.drain_grace_s)
+    await until_stopped(failed)
+    if not failed.is_set():
+        await server.drain(config.drain_grace_s)
     await server.stop()
+    if failed.is_set():
+        raise Unavailable("the verifier has failed: no step succeeds any more; its log says why. Start it again")
     return 0
 
 

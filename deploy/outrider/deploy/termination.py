@@ -7,6 +7,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
 
 STATUS = 128 + signal.SIGTERM
 
@@ -29,11 +33,11 @@ def sigterm_unwinds() -> Iterator[None]:
         yield
 
 
-async def until_stopped() -> None:
-    """Wait for SIGINT or SIGTERM."""
+async def until_stopped(stop: asyncio.Event | None = None) -> None:
+    """Wait for SIGINT, SIGTERM or `stop`."""
     import asyncio  # here, since every command imports this module, and `outrider --help` is to be quick
 
-    stop = asyncio.Event()
+    stop = stop or asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await stop.wait()

@@ -1,0 +1,247 @@
+"""What follows a failed step or plan: it is found out whether a session, the size of the step or the verifier failed.
+
+A failed step is made once more as it was, then in halves. Where all halves succeed, the step was too large, and later
+ones stay smaller. A session that fails alone is at fault, unless a text of the verifier's own fails too, or the texts
+of several sessions fail in a row: then it is the verifier that fails, and no session must end for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider.cloud.admission import verifier_failed
+from outrider.cloud.batching import Batch, Batching, Share
+from outrider.cloud.kv_cache import PagedKVCache
+from outrider.cloud.masks import Masks
+from outrider.cloud.runner import ModelRunner
+from outrider.cloud.slots import Outbox, Slot, Slots
+from outrider.proto.errors import Internal, OutriderError, Unavailable
+from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.types import Open, Sampling
+
+MAX_IN_A_ROW = 3  # texts that fail alone, or plans that fail for nobody alone, with no success between
+FEW_ROWS = 16  # of a session alone: if these fail, it is not for their number, unless memory is what lacks
+PROBE_TOKENS = 8
+_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
+_NO_MEMORY_ON_CPU = "can't allocate memory"  # torch raises a plain RuntimeError
+
+log = logging.getLogger(__name__)
+
+
+class VerifierFailed(Exception):
+    """Steps fail whatever they are for: the process should end, and its sessions go on elsewhere."""
+
+
+class Probe:
+    """A text of the verifier's own, planned, computed and committed like any other."""
+
+    def __init__(self, rules: VerifierRules, pool: PagedKVCache, batching: Batching, runner: ModelRunner) -> None:
+        self._rules = rules
+        self._pool = pool
+        self._batching = batching
+        self._runner = runner
+
+    def run(self) -> None:
+        """Decode a few tokens, as far as there are KV pages for them; raise whatever goes wrong."""
+        room = min(self._pool.free_pages * self._pool.page_size, self._rules.context_length)
+        if room < 2:
+            return
+        rules, now = self._rules, time.monotonic()
+        prompt = tuple(range(min(PROBE_TOKENS, room - 1, rules.vocab_size)))
+        sampling = Sampling(max_tokens=2, ignore_eos=True)
+        frame = Open(rules.model, rules.tokenizer_sha256, prompt, sampling, "probe", drafting=False)
+        session = VerifierSession(frame, rules, now)
+        cache = self._pool.allocate(min(room, len(prompt) + sampling.max_tokens))
+        slot = Slot(-1, session, cache, Outbox(), now)
+        try:
+            while session.finish is None:
+                for _, verified in self._runner.run(self._batching.plan([slot], 1, math.inf).shares).verified:
+                    session.on_verified(verified, now)
+                slot.forget_drafts()
+        finally:
+            self._pool.release(cache)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a step to make again: the next tokens of a session, and the drafts after them.
+
+    Attributes:
+        max_tokens: most uncomputed tokens of the transcript.
+        max_drafts: most drafts, if these are the last.
+    """
+
+    slot: Slot
+    max_tokens: int
+    max_drafts: int
+
+    def split(self, few_rows: int) -> list[Part]:
+        """Return smaller parts; none: it is as small as they come. Drafts keep until a later step."""
+        if self.max_drafts:
+            return [Part(self.slot, self.max_tokens, 0)]
+        if self.max_tokens <= few_rows:
+            return []
+        half = self.max_tokens // 2
+        return [Part(self.slot, half, 0), Part(self.slot, self.max_tokens - half, 0)]
+
+
+class Recovery:
+    """The judge of what fails in an engine."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        batching: Batching,
+        probe: Probe,
+        step: Callable[[Batch[Slot]], None],
+        masks: Masks,
+    ) -> None:
+        """Judge for one engine.
+
+        Args:
+            slots: its sessions.
+            batching: its rules of a batch.
+            probe: text of its own.
+            step: makes a step.
+            masks: its sessions' grammars.
+        """
+        self._slots = slots
+        self._batching = batching
+        self._probe = probe
+        self._step = step
+        self._masks = masks
+        self._failed_prompts: set[tuple[int, ...]] = set()
+        self._failed_plans = 0
+
+    def note_commit(self) -> None:
+        """Note that a step has given a session tokens."""
+        self._failed_prompts.clear()
+
+    def note_plan(self) -> None:
+        """Note that a plan has succeeded."""
+        self._failed_plans = 0
+
+    def after_step(self, batch: Batch[Slot]) -> None:
+        """Make a step that failed again, in smaller steps if need be; end the sessions that are at fault.
+
+        Raises:
+            VerifierFailed: none of them is.
+        """
+        parts = [Part(share.slot, share.num_tokens, len(share.block or ())) for share in batch.shares]
+        done = self._attempt(parts)
+        if isinstance(done, Exception) and (fitting := self._in_parts(parts, done)):
+            self._batching.limit.fail(batch.num_rows, fitting)
+            log.warning("a step of %d rows is too large, one of %d is not", batch.num_rows, fitting)
+
+    def after_plan(self, plan: Callable[[Slot], object]) -> None:
+        """Find the sessions for which `plan` fails, and end them.
+
+        Raises:
+            VerifierFailed: none of them is at fault, or planning fails for none alone but again and again for all.
+        """
+        self._failed_plans += 1
+        for slot in self._slots.running():
+            try:
+                plan(slot)
+            except Exception as error:  # a session's report may meet any defect
+                self.end(slot, error)
+                self._failed_plans = 0
+        if self._failed_plans >= MAX_IN_A_ROW:
+            raise VerifierFailed("no step can be planned")
+
+    def end(self, slot: Slot, error: Exception) -> None:
+        """End a session by the error for which something of it failed.
+
+        Raises:
+            VerifierFailed: it is not at fault.
+        """
+        self._slots.release(slot)  # the probe may need its pages
+        self.refuse(slot.outbox, slot.session.transcript[: slot.session.prompt_length], error)
+
+    def refuse(self, outbox: Outbox, prompt: Sequence[int], error: Exception) -> None:
+        """Answer a session without a slot, for which something failed.
+
+        Raises:
+            VerifierFailed: it is not at fault.
+        """
+        try:
+            self._check_verifier()
+            self._failed_prompts.add(tuple(prompt))
+            if len(self._failed_prompts) >= MAX_IN_A_ROW:
+                raise VerifierFailed(f"{MAX_IN_A_ROW} texts in a row failed, the last with {error!r}")
+        except VerifierFailed:
+            outbox.put(verifier_failed())
+            raise
+        outbox.put(_ending(error))
+
+    def _check_verifier(self) -> None:
+        """Decode a text of the verifier's own.
+
+        Raises:
+            VerifierFailed: it fails too.
+        """
+        try:
+            self._probe.run()
+        except Exception as error:  # torch may raise anything
+            raise VerifierFailed(f"a text of its own fails with {error!r}") from error
+
+    def _in_parts(self, parts: Sequence[Part], error: Exception) -> int:
+        """Compute in smaller steps what failed with `error`.
+
+        Returns:
+            The rows of the largest of these steps; 0: not the size was at fault.
+        """
+        if len(parts) > 1:
+            half = len(parts) // 2
+            rows = [self._computed(parts[:half]), self._computed(parts[half:])]
+            return max(rows) if all(rows) else 0
+        [part] = parts
+        few_rows = 1 if _lacks_memory(error) else FEW_ROWS
+        if smaller := part.split(few_rows):
+            rows = [self._computed([each]) for each in smaller]
+            return max(rows) if all(rows) and part.max_tokens + part.max_drafts > few_rows else 0
+        self.end(part.slot, error)
+        return 0
+
+    def _computed(self, parts: Sequence[Part]) -> int:
+        done = self._attempt(parts)
+        return self._in_parts(parts, done) if isinstance(done, Exception) else done
+
+    def _attempt(self, parts: Sequence[Part]) -> int | Exception:
+        """Make a step for those that still run, and return its rows, or what went wrong."""
+        here = set(self._slots.running())
+        running = [part for part in parts if part.slot in here]
+        try:
+            batch = Batch(self._masks.applied([self._share(part) for part in running], time.monotonic()))
+            if batch.shares:
+                self._step(batch)
+            return batch.num_rows
+        except VerifierFailed:
+            raise
+        except Exception as error:  # torch may raise anything
+            log.warning("a step of %d sessions failed again: %r", len(running), error)
+            traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+            return error.with_traceback(None)
+
+    def _share(self, part: Part) -> Share[Slot]:
+        part.slot.forget_drafts()
+        share = self._batching.share_of(part.slot, part.max_tokens, self._slots.num_running)
+        return replace(share, block=share.block and share.block[: part.max_drafts])
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, _NO_MEMORY) or _NO_MEMORY_ON_CPU in str(error)
+
+
+def _ending(error: Exception) -> OutriderError:
+    """Return the error that ends the session for which something failed."""
+    if _lacks_memory(error):
+        return Unavailable("the verifier lacks the memory for this session; resume elsewhere", retry_after_s=1.0)
+    return Internal(f"the step failed: {type(error).__name__}")

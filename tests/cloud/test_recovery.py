@@ -1,0 +1,405 @@
+"""What an engine makes of failures: a session's, those of a step that is too large, and its own."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from collecting_outbox import CollectingOutbox
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import Engine
+from outrider.cloud.recovery import MAX_IN_A_ROW
+from outrider.cloud.target import Rows, Target
+from outrider.cloud.testing import tiny_llama
+from outrider.proto.errors import Internal, OutriderError, Unavailable
+from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.testing import word_tokenizer
+from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened, Patience, Report, Sampling, token_ids
+
+VOCAB = 61
+POISON = 60
+TOKENS = 12
+SAMPLING = Sampling(max_tokens=TOKENS, temperature=1.0, ignore_eos=True, logit_bias=((POISON, -100.0),))
+TIMEOUT_S = 60.0
+Forward = Callable[[list[Rows]], torch.Tensor]
+
+
+class Bench:
+    """An engine that is driven by hand, and the frames of its sessions."""
+
+    def __init__(self, **config: Any) -> None:
+        self.target = Target(tiny_llama(sharpness=60), word_tokenizer(VOCAB), kv_tokens=4096, page_size=16)
+        self.rules = VerifierRules("v", "tiny", self.target.tokenizer_sha256, VOCAB, 1024, frozenset({2}))
+        self.failures = 0
+        config = {"threads": 1, "max_sessions": 8, **config}
+        self.engine = Engine(self.target, self.rules, VerifierConfig(**config), on_failure=self._failed)
+        self.boxes: dict[int, CollectingOutbox] = {}
+        self.forward_calls = 0
+        self._forward = self.target.forward
+
+    def _failed(self) -> None:
+        self.failures += 1
+
+    def fails(self, does: Callable[[list[Rows]], bool], error: Exception | None = None) -> None:
+        """Let the target fail from now on, in the steps for which `does` is true."""
+
+        def forward(batch: list[Rows]) -> torch.Tensor:
+            self.forward_calls += 1
+            if does(batch):
+                raise error or RuntimeError("CUDA error: device-side assert triggered")
+            return self._forward(batch)
+
+        self.target.forward = forward  # type: ignore[method-assign]
+
+    def open(self, key: int, prompt: tuple[int, ...] = (), **changes: Any) -> CollectingOutbox:
+        box = self.boxes[key] = CollectingOutbox()
+        sampling = replace(SAMPLING, seed=key)
+        fields = {"prompt": prompt or (5, 6, 10 + key), "sampling": sampling, "drafting": False} | changes
+        frame = Open("tiny", self.rules.tokenizer_sha256, session=f"s{key}", **fields)
+        self.engine.post_open(key, frame, box)
+        return box
+
+    def run(self, steps: int = 10_000) -> None:
+        """What the engine's thread does, until there is nothing to do."""
+        until = time.monotonic() + TIMEOUT_S
+        for _ in range(steps):
+            assert time.monotonic() < until
+            self.engine._take_events(0.0)
+            if self.engine.failed or not self.engine._slots.num_running:
+                return
+            self.engine._begin_next()
+
+    def text(self, key: int) -> list[int]:
+        return [t for item in self.boxes[key].items.queue if isinstance(item, Commit) for t in token_ids(item.tokens)]
+
+    def end(self, key: int) -> Any:
+        """The error or reason with which a session ended."""
+        item = self.boxes[key].items.queue[-1]
+        return item.finish if isinstance(item, Commit) else item
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[int, list[int]]:
+    """What sessions 0 to 7 say where nothing fails."""
+    healthy = Bench()
+    for key in range(8):
+        healthy.open(key)
+    healthy.run()
+    return {key: healthy.text(key) for key in range(8)}
+
+
+def has(token: int) -> Callable[[list[Rows]], bool]:
+    return lambda batch: any(token in rows.tokens for rows in batch)
+
+
+# === the verifier's own ===========================================================================================
+
+
+def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
+    for key in range(4):
+        bench.open(key)
+    bench.open(4, keep_s=60.0, sampling=Sampling(max_tokens=1))
+    bench.engine._take_events(0.0)
+    while not bench.engine.parked_count:
+        bench.engine._begin_next()
+    bench.fails(lambda _: True)
+    bench.run()
+    for key in range(5):
+        assert isinstance(bench.end(key), Unavailable), "the edge resumes"
+    assert bench.engine.failed
+    assert bench.failures == 1
+    assert bench.engine.session_count == bench.engine.parked_count == 0
+    assert bench.engine.free_pages == bench.engine.page_count
+    assert bench.forward_calls < 10, "it is noticed soon"
+    late = bench.open(9)
+    bench.engine._take_events(0.0)
+    assert isinstance(late.items.queue[-1], Unavailable)
+
+
+def test_a_lone_session_is_not_blamed_for_a_target_that_fails_for_everybody(bench) -> None:
+    bench.open(0)
+    bench.fails(lambda _: True)
+    bench.run()
+    assert isinstance(bench.end(0), Unavailable)
+    assert bench.engine.failed
+
+
+def test_a_pool_that_cannot_give_out_pages_fails_the_verifier(bench, monkeypatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(bench.target.pool, "_slots_of", broken)
+    first, second = bench.open(0), bench.open(1)
+    bench.engine._take_events(0.0)
+    assert bench.engine.failed
+    assert isinstance(first.items.queue[-1], Unavailable)
+    assert isinstance(second.items.queue[-1], Unavailable), "it came in the same batch of events"
+
+
+def test_a_target_that_says_no_numbers_to_anybody_gives_no_text(bench) -> None:
+    forward = bench.target.forward
+    bench.target.forward = lambda batch: torch.full_like(forward(batch), math.nan)
+    for key in range(3):
+        bench.open(key)
+    bench.run()
+    assert bench.engine.failed
+    for key in range(3):
+        assert bench.text(key) == []
+        assert isinstance(bench.end(key), Unavailable)
+
+
+def test_texts_that_fail_in_a_row_fail_the_verifier_though_its_own_text_does_not(bench) -> None:
+    bench.fails(lambda batch: any(rows.cache.length == 0 and rows.tokens[0] >= 10 for rows in batch))
+    for key in range(MAX_IN_A_ROW):
+        assert not bench.engine.failed
+        bench.open(key, prompt=(10 + key,))
+        bench.run()
+    assert bench.engine.failed
+    assert [type(bench.end(key)) for key in range(MAX_IN_A_ROW)] == [Internal, Internal, Unavailable]
+
+
+def test_choices_of_one_prompt_are_one_text_when_failures_are_counted(bench) -> None:
+    bench.fails(has(POISON))
+    for key in range(4):
+        bench.open(key, prompt=(5, POISON))
+    bench.run()
+    assert not bench.engine.failed
+    assert {type(bench.end(key)) for key in range(4)} == {Internal}
+
+
+def test_a_success_between_them_clears_the_count_of_failed_texts(bench, texts) -> None:
+    bench.fails(has(POISON))
+    for key in range(2 * MAX_IN_A_ROW):
+        bench.open(key, prompt=(key + 5, POISON) if key % 2 else ())
+        bench.run()
+    assert not bench.engine.failed
+    assert [bench.text(key) for key in (0, 2, 4)] == [texts[0], texts[2], texts[4]]
+
+
+def test_planning_that_fails_for_everybody_fails_the_verifier(bench, monkeypatch) -> None:
+    monkeypatch.setattr(VerifierSession, "ready_at", lambda *_: 1 // 0)
+    for key in range(3):
+        bench.open(key)
+    bench.run()
+    assert bench.engine.failed
+    for key in range(3):
+        assert isinstance(bench.end(key), Unavailable)
+
+
+def test_planning_that_fails_for_nobody_alone_fails_the_verifier_soon(bench, monkeypatch) -> None:
+    plan = bench.engine._batching.plan
+    calls = 0
+
+    def together_only(candidates: Any, *rest: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        candidates = list(candidates)
+        assert len(candidates) == 1, "a defect"
+        return plan(candidates, *rest)
+
+    monkeypatch.setattr(type(bench.engine._batching), "plan", lambda _, *arguments: together_only(*arguments))
+    for key in range(3):
+        bench.open(key)
+    bench.run()
+    assert bench.engine.failed
+    assert calls <= 4 * MAX_IN_A_ROW
+    for key in range(3):
+        assert isinstance(bench.end(key), Unavailable)
+
+
+# === a session's own ==============================================================================================
+
+
+@pytest.mark.parametrize("poisoned", [0, 3, 7])
+def test_a_session_that_fails_alone_ends_and_the_texts_of_the_others_stay(bench, texts, poisoned) -> None:
+    bench.fails(has(POISON))
+    for key in range(8):
+        bench.open(key, prompt=(5, POISON) if key == poisoned else ())
+    bench.run()
+    assert isinstance(bench.end(poisoned), Internal)
+    others = [key for key in range(8) if key != poisoned]
+    assert {key: bench.text(key) for key in others} == {key: texts[key] for key in others}
+    assert bench.engine._batching.limit.rows == math.inf, "its size was not at fault"
+    assert not bench.engine.failed
+
+
+def test_the_rest_of_a_long_prompt_does_not_clear_one_bad_token_in_it(bench, texts) -> None:
+    bench.fails(has(POISON))
+    bench.open(0)
+    bench.open(1, prompt=(*[7] * 300, POISON, *[8] * 200))
+    bench.run()
+    assert isinstance(bench.end(1), Internal)
+    assert bench.text(0) == texts[0]
+    assert bench.engine._batching.limit.rows == math.inf
+
+
+def test_logits_that_are_no_numbers_end_the_session_that_has_them(bench, texts) -> None:
+    forward = bench.target.forward
+
+    def overflowing(batch: list[Rows]) -> torch.Tensor:
+        logits, row = forward(batch), 0
+        for rows in batch:
+            if POISON in rows.tokens:
+                logits[row : row + rows.wanted] = math.nan
+            row += rows.wanted
+        return logits
+
+    bench.target.forward = overflowing
+    bench.open(0)
+    bench.open(1, prompt=(POISON,))
+    bench.run()
+    assert bench.text(0) == texts[0]
+    assert (bench.text(1), type(bench.end(1))) == ([], Internal)
+
+
+def test_planning_that_fails_for_one_session_ends_it_alone(bench, texts, monkeypatch) -> None:
+    ready_at = VerifierSession.ready_at
+    broken = lambda session, *costs: 1 // (session.id != "s1") and ready_at(session, *costs)  # noqa: E731
+    monkeypatch.setattr(VerifierSession, "ready_at", broken)
+    for key in range(3):
+        bench.open(key)
+    bench.run()
+    assert isinstance(bench.end(1), Internal)
+    assert (bench.text(0), bench.text(2)) == (texts[0], texts[2])
+    assert not bench.engine.failed
+
+
+@pytest.mark.parametrize("method", ["on_verified", "on_report"])
+def test_a_defect_in_a_sessions_machine_ends_it_alone(bench, texts, monkeypatch, method) -> None:
+    right = getattr(VerifierSession, method)
+
+    def broken(session: VerifierSession, *arguments: Any) -> Any:
+        if session.id == "s1":
+            raise KeyError("a defect")
+        return right(session, *arguments)
+
+    monkeypatch.setattr(VerifierSession, method, broken)
+    for key in range(3):
+        bench.open(key)
+        bench.engine.post_frame(key, Report(False), lambda: None)
+    bench.run()
+    assert isinstance(bench.end(1), Internal)
+    assert (bench.text(0), bench.text(2)) == (texts[0], texts[2])
+    assert not bench.engine.failed
+
+
+def test_a_defect_in_an_admission_is_answered_and_keeps_nobody_else_out(bench, texts, monkeypatch) -> None:
+    admit = bench.engine._admission.admit
+
+    def broken(key: int, *rest: Any) -> Any:
+        return 1 // 0 if key == 1 else admit(key, *rest)
+
+    monkeypatch.setattr(bench.engine._admission, "admit", broken)
+    for key in range(2):
+        bench.open(key)
+    bench.run()
+    assert isinstance(bench.end(1), Internal)
+    assert bench.text(0) == texts[0]
+
+
+def test_a_session_for_which_memory_lacks_alone_may_go_on_elsewhere(bench, texts) -> None:
+    bench.fails(lambda batch: any(rows.cache.length >= 40 for rows in batch), torch.OutOfMemoryError("no memory"))
+    bench.open(0)
+    bench.open(1, prompt=(7,) * 60)
+    bench.run()
+    assert isinstance(bench.end(1), Unavailable)
+    assert bench.text(0) == texts[0]
+    assert not bench.engine.failed
+
+
+# === a step that is too large =====================================================================================
+
+
+def rows_of(batch: list[Rows]) -> int:
+    return sum(len(rows.tokens) for rows in batch)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+@pytest.mark.parametrize("error", [RuntimeError("too many"), torch.OutOfMemoryError("too many")])
+def test_steps_that_are_too_large_shrink_and_no_text_changes(bench, texts, most, error) -> None:
+    failed = 0
+
+    def too_large(batch: list[Rows]) -> bool:
+        nonlocal failed
+        failed += rows_of(batch) > most
+        return rows_of(batch) > most
+
+    for key in range(8):
+        bench.open(key)
+    bench.run(steps=1)  # prompts are read
+    bench.fails(too_large, error)
+    bench.run()
+    assert {key: bench.text(key) for key in range(8)} == texts
+    assert bench.engine._batching.limit.rows <= most
+    assert failed <= 16, "it remembers"
+    assert not bench.engine.failed
+
+
+def test_a_prompt_that_is_read_in_too_large_steps_is_read_in_smaller_ones(bench) -> None:
+    prompt = tuple(3 + i % 50 for i in range(400))
+    bench.open(0, prompt=prompt)
+    bench.run()
+    expected = bench.text(0)
+    bench.fails(lambda batch: rows_of(batch) > 40)
+    bench.open(1, prompt=prompt, sampling=SAMPLING)
+    bench.run()
+    assert bench.text(1) == expected
+    assert bench.engine._batching.limit.rows <= 40
+
+
+def test_one_failure_that_is_gone_at_once_makes_no_step_smaller(bench, texts) -> None:
+    left = iter(range(1))
+    for key in range(4):
+        bench.open(key)
+    bench.fails(lambda _: next(left, None) is not None)
+    bench.run()
+    assert {key: bench.text(key) for key in range(4)} == {key: texts[key] for key in range(4)}
+    assert bench.engine._batching.limit.rows == math.inf
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+def test_drafts_that_make_steps_fail_make_nobody_elses_smaller(bench, texts) -> None:
+    bench.fails(has(POISON))
+    bench.open(0)
+    bench.open(1, drafting=True, patience=Patience(0.0))
+    bench.engine._take_events(0.0)
+    bench.engine._begin_next()
+    for chain in range(4):
+        start = 3 + len(bench.text(1))
+        bench.engine.post_frame(1, Draft(chain, start, (DraftToken(POISON),)), lambda: None)
+        bench.engine._take_events(0.0)
+        bench.engine._begin_next()
+    bench.run()
+    assert (bench.text(0), bench.text(1)) == (texts[0], texts[1])
+    assert bench.engine._batching.limit.rows == math.inf
+
+
+def test_sessions_beyond_the_limit_take_turns(bench) -> None:
+    for key in range(6):
+        bench.open(key)
+    bench.run(steps=1)
+    bench.engine._batching.limit.fail(6, 4)
+    bench.run(steps=8)
+    done = [len(bench.text(key)) for key in range(6)]
+    assert max(done) - min(done) <= 1
+    assert sum(done) == 6 + 8 * 4
+
+
+def test_opened_comes_before_any_error(bench) -> None:
+    box = bench.open(0)
+    bench.fails(lambda _: True)
+    bench.run()
+    first, last = box.items.queue
+    assert isinstance(first, Opened)
+    assert isinstance(last, OutriderError)

@@ -1,0 +1,102 @@
+"""A verifier whose target fails for everybody: its texts go on elsewhere, and it gets no others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from questions import Question, questions
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.server import VerifierServer
+from outrider.cloud.testing import save_tiny_target
+from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.server import CoordinatorServer
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.control import CoordinatorClient
+
+SECRET = b"a secret of the fleet"
+TEXTS = 100
+AT_ONCE = 20
+TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_target(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def asked(folder) -> list[Question]:
+    return questions(folder, TEXTS, TOKENS)
+
+
+def break_target(server: VerifierServer, after_steps: int) -> None:
+    """Let every step after the next `after_steps` fail, as after a device-side assertion of CUDA."""
+    target = server._engine._runner._target
+    right, left = target.forward, iter(range(after_steps))
+
+    def forward(batch: Any) -> Any:
+        if next(left, None) is None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return right(batch)
+
+    target.forward = forward
+
+
+@asynccontextmanager
+async def fleet(folder: Path) -> AsyncIterator[tuple[dict[str, VerifierServer], str]]:
+    """Two verifiers and the address of their coordinator."""
+    servers = {
+        name: VerifierServer(VerifierConfig(target=str(folder), model="tiny", name=name, threads=1), SECRET)
+        for name in ("a", "b")
+    }
+    tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    fixed = tuple([StaticVerifier(name, await each.start(), "tiny", tokenizer) for name, each in servers.items()])
+    coordinator = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=fixed))
+    try:
+        yield servers, await coordinator.start()
+    finally:
+        await coordinator.stop(0)
+        for server in servers.values():
+            await server.stop(0)
+
+
+async def ask_all(client: Client, asked: list[Question]) -> list[tuple[str, int]]:
+    """The text of every answer, and how often its stream was lost."""
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(question: Question) -> tuple[str, int]:
+        async with room:
+            done = await client.complete(
+                question.prompt, seed=question.seed, max_tokens=TOKENS, temperature=1.0, ignore_eos=True
+            )
+        return done.text.strip(), done.statistics.resumes
+
+    return await asyncio.gather(*map(one, asked))
+
+
+@pytest.mark.parametrize("after_steps", [0, 40], ids=["from the first step on", "in the midst of texts"])
+def test_no_text_is_lost_or_changed_by_a_verifier_that_always_fails(folder, asked, tmp_path, after_steps) -> None:
+    async def main() -> None:
+        async with fleet(folder) as (servers, address):
+            break_target(servers["a"], after_steps)
+            async with Client(EdgeConfig(coordinator=address, cache=tmp_path, drafter="ngram")) as client:
+                answers = await ask_all(client, asked)
+                assert [text for text, _ in answers] == [question.text for question in asked]
+                resumed = sum(resumes > 0 for _, resumes in answers)
+                assert 0 < resumed < TEXTS, "those that met it before the coordinator looked again"
+                assert servers["a"].status().state == "down"
+                assert servers["b"].status().state == "ready"
+                control = CoordinatorClient(address)
+                states = {v.name: v.state for v in (await control.status()).verifiers}
+                await control.close()
+                assert states["a"] != "ready"
+                assert states["b"] == "ready"
+                assert all(resumes == 0 for _, resumes in await ask_all(client, asked[:AT_ONCE])), "it gets no others"
+
+    asyncio.run(main())
