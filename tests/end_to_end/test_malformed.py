@@ -238,7 +238,7 @@ def test_clients_that_break_off_close_half_or_dawdle_harm_nobody(at: System) -> 
     asyncio.run(main())
 
 
-def test_a_client_that_never_ends_its_head_is_told_so(
+def test_a_client_that_never_ends_its_head_gets_a_408(
     at: System, monkeypatch: pytest.MonkeyPatch, tokenizer_file: Path
 ) -> None:
     from outrider.edge import Client, EdgeConfig

@@ -30,7 +30,7 @@ CHAT: list[Any] = [{"role": "user", "content": "What is 2 + 3?"}]
 
 @dataclass
 class Setting:
-    """A verifier, a daemon over it, OpenAI's client, and the client that the daemon's texts are held against."""
+    """A verifier, a daemon over it, OpenAI's client, and the client whose texts the daemon's must equal."""
 
     verifier: VerifierServer
     daemon: Daemon
@@ -73,7 +73,7 @@ async def setting(tokenizer_file: Path, drafter: Any = None, **config: Any) -> A
 
 @pytest.fixture(scope="module")
 def at(tokenizer_file: Path) -> Iterator[Setting]:
-    """One for all tests that do it no harm, on one event loop."""
+    """One setting for all tests that do it no harm, on one event loop."""
     with asyncio.Runner() as runner:
         whole = setting(tokenizer_file)
         made = runner.run(whole.__aenter__())
@@ -93,11 +93,11 @@ def test_a_completion_is_the_sdks_text_streamed_and_not(at) -> None:
             assert whole.choices[0].finish_reason == "length"
             assert whole.usage is not None
             assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (expected.prompt_tokens, 32)
-            told = whole.metrics["speculative_decoding"]
-            assert told["num_accepted_draft_tokens"] <= told["num_draft_tokens"]
-            histogram = told["acceptance_histogram"]
-            assert sum(histogram) == told["num_spec_steps"]
-            assert sum(j * count for j, count in enumerate(histogram)) == told["num_accepted_draft_tokens"] > 0
+            metrics = whole.metrics["speculative_decoding"]
+            assert metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"]
+            histogram = metrics["acceptance_histogram"]
+            assert sum(histogram) == metrics["num_spec_steps"]
+            assert sum(j * count for j, count in enumerate(histogram)) == metrics["num_accepted_draft_tokens"] > 0
             assert whole.metrics["seed"] == sampling["seed"]
             options = {"include_usage": True}
             chunks = [chunk async for chunk in await at.openai.completions.create(
@@ -191,13 +191,13 @@ def test_log_probabilities_are_the_targets(at) -> None:
         expected = await at.client.complete(PROMPT, max_tokens=8, logprobs=True, top_logprobs=3)
         asked: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0}
         answer = await at.openai.completions.create(**asked, prompt=PROMPT, logprobs=3)
-        told = answer.choices[0].logprobs
-        assert told.token_logprobs == pytest.approx([token.logprob for token in expected.tokens], rel=1e-4)
-        assert "".join(told.tokens) == expected.text
-        assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(8)]
-        for tokens, of_token, logprob in zip(told.top_logprobs, told.tokens, told.token_logprobs, strict=True):
-            assert 3 <= len(tokens) <= 4
-            assert tokens[of_token] == pytest.approx(logprob, rel=1e-4)
+        logprobs = answer.choices[0].logprobs
+        assert logprobs.token_logprobs == pytest.approx([token.logprob for token in expected.tokens], rel=1e-4)
+        assert "".join(logprobs.tokens) == expected.text
+        assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(8)]
+        for top, token, logprob in zip(logprobs.top_logprobs, logprobs.tokens, logprobs.token_logprobs, strict=True):
+            assert 3 <= len(top) <= 4
+            assert top[token] == pytest.approx(logprob, rel=1e-4)
         chat = await at.openai.chat.completions.create(**asked, messages=CHAT, logprobs=True, top_logprobs=2)
         content = chat.choices[0].logprobs.content
         assert len(content) == chat.usage.completion_tokens
@@ -242,7 +242,7 @@ def test_a_json_schema_binds_the_answer(at) -> None:
 
 
 @pytest.mark.usefixtures("all_drafts_pay")
-def test_what_became_of_the_drafts_is_told_with_every_chunk(at) -> None:
+def test_every_chunk_says_what_became_of_the_drafts(at) -> None:
     async def main() -> None:
         stream = await at.openai.completions.create(
             model=MODEL,
@@ -253,14 +253,14 @@ def test_what_became_of_the_drafts_is_told_with_every_chunk(at) -> None:
             stream_options={"include_usage": True, "include_speculation": True},  # type: ignore[typeddict-unknown-key]
         )
         chunks = [chunk async for chunk in stream]
-        told = [chunk.speculation for chunk in chunks]
-        for chunk, speculation in zip(chunks, told, strict=True):
+        seen = [chunk.speculation for chunk in chunks]
+        for chunk, speculation in zip(chunks, seen, strict=True):
             text = chunk.choices[0].text if chunk.choices else ""
             assert "".join(piece["text"] for piece in speculation["pieces"]) == text
             assert speculation["drafter"] == "general"
             assert speculation["window"] >= 0
-        assert {piece["accepted"] for speculation in told for piece in speculation["pieces"]} == {True, False}
-        last = told[-1]
+        assert {piece["accepted"] for speculation in seen for piece in speculation["pieces"]} == {True, False}
+        last = seen[-1]
         assert last["tokens"] == 60
         assert last["tokens_per_second"] > 0
         assert last["cloud_tokens_per_second"] > 0

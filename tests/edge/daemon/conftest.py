@@ -1,4 +1,4 @@
-"""A daemon over a client that says what it is told: no verifier, no drafter, every error on demand."""
+"""A daemon over a scripted client: no verifier, no drafter, every error on demand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ScriptedClient:
         self._address = ""
 
     def renew(self) -> None:
-        """Say what a new one says."""
+        """Return to the script of a new one."""
         self.pieces = ["Hello", ", ", "world"]
         self.error: OutriderError | None = None  # of texts, after what `pieces` holds
         self.away: OutriderError | None = None  # of the cloud

@@ -83,7 +83,7 @@ def test_an_error_in_midstream_is_an_event_of_its_own_and_the_last(live) -> None
     assert "the cloud is gone" in last["error"]["message"]
 
 
-def test_a_defect_is_a_500_that_tells_nothing_of_its_inside(live) -> None:
+def test_a_defect_is_a_500_that_reveals_nothing(live) -> None:
     live.client.pieces, live.client.error = [], ZeroDivisionError("secret")
     reply = live.complete()
     assert reply.status == 500
@@ -188,7 +188,7 @@ def test_sessions_of_a_key_count_every_choice_and_come_back(start, tmp_path) -> 
             assert live.post("/v1/completions", body, Authorization=f"Bearer {secret}").status == status
 
 
-def test_more_requests_than_allowed_are_told_to_come_back(start) -> None:
+def test_more_requests_than_allowed_are_refused_for_now(start) -> None:
     with start(max_requests=1) as live:
         live.client.hold = True
         first = threading.Thread(target=live.complete)
@@ -248,7 +248,7 @@ def test_a_text_that_waits_for_a_lost_cloud_is_given_up(start, scripted, monkeyp
         assert client.running == 0
 
 
-def test_when_told_to_go_running_streams_end_or_are_cut_with_an_error(start) -> None:
+def test_at_the_daemons_end_running_streams_end_or_are_cut_with_an_error(start) -> None:
     with start(grace_s=0.3) as live:
         live.client.hold = True
         replies = []

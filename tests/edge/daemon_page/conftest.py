@@ -1,4 +1,4 @@
-"""A browser, and a daemon that says what a test tells it to say, through the page's own routes."""
+"""A browser, and a scripted daemon with the page's own routes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class FakeDaemon:
             self.disconnects += 1
             raise
         if self.break_off:
-            yield _event({"error": {"message": "the verifier went away", "code": 503, "type": "unavailable"}})
+            error = {"message": "the verifier went away", "type": "server_error", "code": "unavailable"}
+            yield _event({"error": error})
             return
         done = {} if not chat else {"delta": {}}
         yield _event({"choices": [{"index": 0, "finish_reason": "stop", **done}]})

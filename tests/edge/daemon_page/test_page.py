@@ -1,4 +1,4 @@
-"""The page in a real browser, against a daemon that says what it is told."""
+"""The page in a real browser, against a scripted daemon."""
 
 # ruff: noqa: RUF001 - the page shows such signs
 
@@ -45,7 +45,7 @@ def test_the_panels_say_what_the_daemon_says(page, daemon) -> None:
     daemon.pieces = [("la ", True)] * 20
     ask(page)
     expect(page.locator("#ratio")).to_have_text("2.40×")
-    for figure, text in {
+    for metric, text in {
         "rate": "48.0 tok/s",
         "cloud-rate": "20.0 tok/s",
         "acceptance": "75 %",
@@ -56,7 +56,7 @@ def test_the_panels_say_what_the_daemon_says(page, daemon) -> None:
         "downlink": "30 B",
         "steps": "0.50",
     }.items():
-        expect(page.locator(f"#{figure}")).to_have_text(text)
+        expect(page.locator(f"#{metric}")).to_have_text(text)
     expect(page.locator("#speed-chart .line.here")).to_have_count(1)
     expect(page.locator(".message.answer .foot")).to_have_text(
         "20 tokens in 10 target steps · 48.0 tok/s · 2.40× cloud alone"
@@ -118,7 +118,7 @@ def test_every_turn_sends_the_whole_conversation_and_asks_for_speculation(page, 
 
 def test_settings_are_sent_and_the_key_is_kept_in_memory_only(page, daemon) -> None:
     page.get_by_text("Settings").click()
-    for label, value in {"Temperature": "0.7", "Top p": "0.9", "Most tokens": "12", "Seed": "5"}.items():
+    for label, value in {"Temperature": "0.7", "Top p": "0.9", "Max tokens": "12", "Seed": "5"}.items():
         page.get_by_label(label).fill(value)
     page.get_by_label("API key").fill("sk-secret")
     ask(page)
@@ -214,7 +214,7 @@ def test_a_refusal_is_said_in_words_and_the_question_can_be_sent_again(page, dae
 def test_a_text_that_breaks_off_keeps_what_came_and_says_so(page, daemon) -> None:
     daemon.break_off = True
     ask(page)
-    expect(page.get_by_role("alert")).to_contain_text("the verifier went away")
+    expect(page.get_by_role("alert")).to_contain_text("The cloud cannot be reached just now. “the verifier went away”")
     expect(page.locator(".message.answer .text")).to_have_text("Once upon a time")
     assert page.locator("[aria-busy=true]").count() == 0
 
@@ -246,7 +246,7 @@ def test_text_stands_out_from_its_ground_in_light_and_dark(page, daemon, scheme)
     ask(page)
     expect(page.locator(".message.answer .foot")).not_to_be_empty()
     contrasts = page.evaluate(
-        CONTRASTS, [".draft", ".own", ".foot", ".health", ".figures dt", "#ratio", ".who", "#send"]
+        CONTRASTS, [".draft", ".own", ".foot", ".health", ".metrics dt", "#ratio", ".who", "#send"]
     )
     assert min(contrasts) >= 4.5, contrasts
 

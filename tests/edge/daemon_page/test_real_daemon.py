@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 
 @dataclass
 class Real:
-    """A daemon's URL, and the verifier behind it."""
+    """A daemon's URL, and its verifier."""
 
     url: str
     verifier: object
@@ -65,7 +65,7 @@ def page(browser, real):
 
 def test_a_text_streams_with_both_kinds_of_tokens_and_the_panels_fill(page) -> None:
     page.get_by_text("Settings").click()
-    page.get_by_label("Most tokens").fill("48")
+    page.get_by_label("Max tokens").fill("48")
     page.get_by_label("Message").fill("Tom has 12 apples and buys 3 bags of 8 apples each. How many apples has he?")
     page.get_by_label("Message").press("Enter")
     answer = page.locator(".message.answer")
@@ -75,13 +75,13 @@ def test_a_text_streams_with_both_kinds_of_tokens_and_the_panels_fill(page) -> N
     assert answer.locator(".token.unknown").count() == 0
     expect(page.locator("#model")).to_have_value("reference")
     expect(page.locator("#drafter")).to_have_text("general")
-    for figure in ("rate", "cloud-rate", "acceptance", "steps", "window", "round-trip", "uplink", "downlink"):
-        assert any(letter.isdigit() for letter in page.locator(f"#{figure}").text_content()), figure
+    for metric in ("rate", "cloud-rate", "acceptance", "steps", "window", "round-trip", "uplink", "downlink"):
+        assert any(letter.isdigit() for letter in page.locator(f"#{metric}").text_content()), metric
 
 
 def test_stop_frees_the_session_at_the_verifier(page, real) -> None:
     page.get_by_text("Settings").click()
-    page.get_by_label("Most tokens").fill("1500")
+    page.get_by_label("Max tokens").fill("1500")
     page.get_by_label("Message").fill("Once upon a time")
     page.get_by_label("Message").press("Enter")
     expect(page.locator(".message.answer .token").first).to_be_visible(timeout=60_000)
@@ -94,7 +94,7 @@ def test_stop_frees_the_session_at_the_verifier(page, real) -> None:
     assert real.verifier.status().sessions == 0
 
 
-def test_a_refusal_of_the_daemon_is_said_in_words(page) -> None:
+def test_a_refusal_of_the_daemon_is_shown_in_words(page) -> None:
     page.get_by_label("Message").fill("word " * 4000)
     page.get_by_label("Message").press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("refuses", timeout=30_000)

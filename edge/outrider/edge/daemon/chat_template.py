@@ -1,7 +1,7 @@
 """Messages to a prompt, by the target's own Jinja template, as transformers renders it, in a sandbox with limits.
 
-A template comes with a model, from its maker. The sandbox keeps it from Python's internals; the limits keep it
-from the daemon's time and memory: output, sizes of strings, numbers in calls, and lines executed are all bounded.
+A template comes with a model. The sandbox keeps it from Python's internals, and limits on output, sizes of strings,
+numbers in calls and time keep it from the daemon's memory and time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from types import FrameType
 from typing import Any
@@ -29,14 +30,15 @@ MAX_CHARACTERS = 4 << 20  # of a prompt, and of any string on the way to it
 MAX_NUMBER = 1 << 20  # given to a function or filter: widths, repetitions
 MAX_SECONDS = 2.0
 FIELD = "chat_template"
-_METHODS = ("replace", "join", "format", "format_map", "expandtabs", "translate")
-_FILTERS = ("do_format", "do_replace", "do_join", "sync_do_join")
-_MULTIPLYING = frozenset((*_METHODS, *_FILTERS))  # make much of little
+_MULTIPLYING = {  # methods and filters that make much of little
+    *("replace", "join", "format", "format_map", "expandtabs", "translate"),
+    *("do_format", "do_replace", "do_join", "sync_do_join"),
+}
 _WIDE = re.compile(r"\d{6}")
 
 
 class ChatTemplate:
-    """One template, compiled. Safe for several threads.
+    """One compiled template, safe for several threads.
 
     Args:
         source: text of the template.
@@ -47,7 +49,6 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        self.source = source
         self._special_tokens = dict(special_tokens or {})
         try:
             self._template = _environment().from_string(source)
@@ -61,8 +62,11 @@ class ChatTemplate:
         Raises:
             InvalidArgument: not a template.
         """
-        config = _json_object(text)
-        if config is None:
+        try:
+            config = json.loads(text)
+        except (ValueError, RecursionError):
+            config = None
+        if not isinstance(config, dict):
             return cls(text) if text.strip() else None
         template = config.get("chat_template")
         if isinstance(template, list):  # named ones
@@ -85,7 +89,7 @@ class ChatTemplate:
         """
         context = {**self._special_tokens, **variables, "messages": messages, "add_generation_prompt": True}
         try:
-            with _Stopwatch(MAX_SECONDS):
+            with _time_limit(MAX_SECONDS):
                 return _joined(self._template.generate(context))
         except (SecurityError, _LimitExceeded) as error:
             raise InvalidArgument(f"was stopped: {error}", field=FIELD) from error
@@ -123,11 +127,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            _check_number(value)
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps those that format
-        if getattr(method, "__name__", "") in _MULTIPLYING:
-            _check_size(_product(getattr(method, "__self__", ""), (*args, *kwargs.values())))
+        _check_call(getattr(method, "__name__", ""), getattr(method, "__self__", ""), (*args, *kwargs.values()))
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -162,14 +163,11 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that takes no huge number: for `center`, `indent`, `format` and their like."""
+    """Return a filter with its arguments checked first."""
 
-    @functools.wraps(function)  # what jinja marked on it too
+    @functools.wraps(function)  # and jinja's marks on it
     def filtered(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args[1:], *kwargs.values()):
-            _check_number(value)
-        if function.__name__ in _MULTIPLYING:
-            _check_size(_product(args[0] if args else "", (*args[1:], *kwargs.values())))
+        _check_call(function.__name__, args[0] if args else "", (*args[1:], *kwargs.values()))
         return function(*args, **kwargs)
 
     return filtered
@@ -198,15 +196,23 @@ def _joined(pieces: Any) -> str:
     whole: list[str] = []
     size = 0
     for piece in pieces:
+        whole.append(piece)
         size += len(piece)
         _check_size(size)
-        whole.append(piece)
     return "".join(whole)
 
 
 def _check_size(characters: float) -> None:
     if characters > MAX_CHARACTERS:
         raise _LimitExceeded(f"it makes a string of more than {MAX_CHARACTERS} characters")
+
+
+def _check_call(name: str, value: Any, args: tuple[Any, ...]) -> None:
+    """Refuse huge numbers, as in `center` or `indent`, and what makes more of `value` than fits."""
+    for arg in args:
+        _check_number(arg)
+    if name in _MULTIPLYING:
+        _check_size(_product(value, args))
 
 
 def _check_number(value: Any, limit: int = MAX_NUMBER) -> None:
@@ -238,34 +244,22 @@ def _longest(value: Any) -> float:
     return 16
 
 
-class _Stopwatch:
-    """Ends what this thread runs after a number of seconds: Python asks at every line, and a loop has lines."""
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """End what this thread runs after `seconds`: Python asks at every line, and a loop has lines."""
+    until = time.monotonic() + seconds
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._until = 0.0
-        self._before: Any = None
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:  # noqa: ARG001 - Python's signature
+        if time.monotonic() > until:
+            raise _LimitExceeded(f"it takes longer than {seconds:g} s")
+        return trace
 
-    def __enter__(self) -> None:
-        self._until = time.monotonic() + self._seconds
-        self._before = sys.gettrace()
-        sys.settrace(self._trace)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:  # noqa: ARG002 - Python's signature
-        if time.monotonic() > self._until:
-            raise _LimitExceeded(f"it takes longer than {self._seconds:g} s")
-        return self._trace
-
-
-def _json_object(text: str) -> dict[str, Any] | None:
+    before = sys.gettrace()
+    sys.settrace(trace)
     try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return parsed if isinstance(parsed, dict) else None
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _token(value: Any) -> str:

@@ -47,7 +47,7 @@ class Served:
 
 
 class Cloud:
-    """One client's view of its cloud, which `watch` keeps fresh and prepares first."""
+    """One client's view of its cloud, which `watch` keeps fresh; every `every_s` seconds, or after a text is lost."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -109,19 +109,16 @@ class Cloud:
                 pass
 
     async def _look(self) -> None:
+        error: OutriderError | None = None
         try:
             if self.served is None:
                 self.served = await self._prepare()
             await self._reach()
-        except OutriderError as error:
-            self._note(error)
-        except Exception as error:  # a task's top: whatever it was, the next look may go well
+        except OutriderError as found:
+            error = found
+        except Exception as found:  # a task's top: whatever it was, the next look may go well
             log.exception("looking for the cloud failed")
-            self._note(Unavailable(f"{type(error).__name__}: {error}"))
-        else:
-            self._note(None)
-
-    def _note(self, error: OutriderError | None) -> None:
+            error = Unavailable(f"{type(found).__name__}: {found}")
         if (error is None) != (self._error is None):
             self._since = time.monotonic()
         if error is None and self._error is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import logging
 import socket
 import ssl
 import uuid
@@ -14,6 +13,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from outrider.edge.client import Client
@@ -31,18 +31,16 @@ from outrider.proto.plumbing.access import Keys
 from outrider.proto.plumbing.tls import ServerTls, Watched
 
 BACKLOG = 1024
-IDLE_S = 75  # that a connection is kept open for another request
+IDLE_S = 75  # between two requests of a connection
 END_WITHIN_S = 3
 TLS_LOOK_EVERY_S = 2.0
 MAX_HEADER_BYTES = 64 << 10
 HEAD_WITHIN_S = 60.0
-LINGER_S = 2.0  # that a refused client may still write for: cut off at once, it would never see why
+REFUSED_STAYS_S = 2.0  # cut off at once while it writes, a client would never see why
 NO_REQUEST = ApiError(
     400, f"this is no HTTP/1.1 request, or its head has more than {MAX_HEADER_BYTES} bytes", code="invalid_http"
 )
 TOO_SLOW = ApiError(408, f"the head of the request did not come within {HEAD_WITHIN_S:g} s", code="request_timeout")
-
-log = logging.getLogger(__name__)
 
 
 class Daemon:
@@ -78,7 +76,7 @@ class Daemon:
             ConfigError: the address cannot be bound.
         """
         listener = _bound(self._host, self._port)
-        self._http = _Http(_http_config(self._app, self._tls))
+        self._http = _Http(self._app, self._tls)
         serving = self._spawn(self._http.serve(sockets=[listener]), "http")
         self._spawn(self.cloud.watch(), "cloud")
         if self._tls is not None:
@@ -116,30 +114,31 @@ class Daemon:
 class _Http(uvicorn.Server):
     """Uvicorn, which leaves signals to whoever runs the process."""
 
+    def __init__(self, app: ASGIApp, tls: LiveTls | None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http=HttpProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=IDLE_S,
+                timeout_graceful_shutdown=END_WITHIN_S,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                ssl_context_factory=None if tls is None else lambda *_: tls.context,
+            )
+        )
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals alone."""
         yield
-
-
-def _http_config(app: Any, tls: LiveTls | None) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        loop="none",
-        http=HttpProtocol,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=IDLE_S,
-        timeout_graceful_shutdown=END_WITHIN_S,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        ssl_context_factory=None if tls is None else lambda *_: tls.context,
-    )
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -217,7 +216,7 @@ class HttpProtocol(H11Protocol):
         answer = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
         for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        self.loop.call_later(LINGER_S, self.transport.close)
+        self.loop.call_later(REFUSED_STAYS_S, self.transport.close)
         if self.transport.can_write_eof():
             with contextlib.suppress(OSError):  # the client may be gone already
                 self.transport.write_eof()

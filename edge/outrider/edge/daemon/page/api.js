@@ -11,32 +11,25 @@ export async function models(apiKey) {
 
 // { state: "ok" | "degraded" | "unavailable", reason }
 export async function health() {
-  let response;
   try {
-    response = await fetch("health", { cache: "no-store" });
+    const response = await fetch("health", { cache: "no-store" });
+    const body = await response.json();
+    return { state: response.ok ? body.status : "unavailable", reason: body.reason ?? body.error?.message ?? "" };
   } catch {
     return { state: "unavailable", reason: "the daemon does not answer" };
   }
-  const body = await response.json().catch(() => ({}));
-  const state = response.ok ? (body.status === "degraded" ? "degraded" : "ok") : "unavailable";
-  return { state, reason: reasonIn(body) };
-}
-
-function reasonIn(body) {
-  const reason = body.reason ?? body.reasons ?? body.error?.message ?? body.detail ?? "";
-  return Array.isArray(reason) ? reason.join("; ") : String(reason);
 }
 
 // One answer as it streams: { text, pieces, speculation, finish } for each chunk.
 // `turns` are {role, content} of the whole conversation; `form` is "chat" or "text".
 export async function* answer(form, turns, sampling, apiKey, signal) {
-  const asked = form === "chat" ? { messages: turns } : { prompt: asText(turns) };
+  const content = form === "chat" ? { messages: turns } : { prompt: asText(turns) };
   const response = await fetch(form === "chat" ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
     headers: { ...headers(apiKey), "Content-Type": "application/json" },
     body: JSON.stringify({
       ...sampling,
-      ...asked,
+      ...content,
       stream: true,
       stream_options: { include_usage: true, include_speculation: true },
     }),
@@ -58,7 +51,7 @@ function chunkOf(json) {
   return { text, pieces: piecesOf(text, speculation), speculation, finish: choice?.finish_reason ?? null };
 }
 
-// The text in pieces of known origin; text that the daemon says nothing about is one piece of unknown origin.
+// The text in pieces with their origin; text that the daemon says nothing about is one piece of unknown origin.
 function piecesOf(text, speculation) {
   const pieces = speculation?.pieces ?? [];
   if (pieces.map((piece) => piece.text).join("") === text) {

@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 26;
 const BOTTOM = 16;
 const TOP = 6;
-const FEWEST_S = 2;
+const MIN_S = 2;
 const MAX_POINTS = 400;
 
 export class LineChart {
@@ -33,7 +33,7 @@ export class LineChart {
     const height = this.svg.clientHeight || 120;
     const known = this.points.flatMap((point) => point.values).filter((value) => value !== null);
     const top = niceAbove(Math.max(1, ...known));
-    const end = Math.max(FEWEST_S, this.points.at(-1)?.seconds ?? 0);
+    const end = Math.max(MIN_S, this.points.at(-1)?.seconds ?? 0);
     const at = (seconds, value) =>
       `${(LEFT + (seconds / end) * (width - LEFT - 2)).toFixed(1)},${(height - BOTTOM - (value / top) * (height - BOTTOM - TOP)).toFixed(1)}`;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);

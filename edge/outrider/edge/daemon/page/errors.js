@@ -4,16 +4,18 @@ const WORDS = {
   0: "The daemon does not answer. Is `outrider edge` still running?",
   400: "The daemon refuses this request.",
   401: "The daemon wants an API key. Put yours under Settings.",
-  403: "This API key may not do that.",
+  403: "The daemon takes no requests from this page.",
   404: "The daemon does not serve that.",
   413: "The conversation has grown too long. Begin a new chat.",
-  422: "The daemon refuses this request.",
   429: "Too much at once.",
   500: "The daemon failed. Its log says why.",
   502: "The cloud gave no proper answer.",
   503: "The cloud cannot be reached just now.",
   504: "The cloud took too long.",
 };
+
+// An error event in a stream comes after its status; its code stands for that.
+const STATUS_OF = { unavailable: 503, deadline_exceeded: 504, rate_limit_exceeded: 429 };
 
 export class ApiError extends Error {
   constructor(status, message, code = "", retryAfterS = null) {
@@ -24,18 +26,17 @@ export class ApiError extends Error {
   }
 
   static async of(response) {
-    const body = await response.text();
-    const error = errorIn(body);
-    return new ApiError(response.status, error.message, error.code, secondsOf(response.headers.get("Retry-After")));
+    const { message, code } = errorIn(await response.text());
+    const retryAfter = response.headers.get("Retry-After");
+    return new ApiError(response.status, message, code, retryAfter && Number(retryAfter));
   }
 
-  static ofEvent(error) {
-    const { message, code } = wordsOf(error);
-    return new ApiError(Number(error.status ?? error.code) || 500, message, code);
+  static ofEvent({ message, code, type }) {
+    return new ApiError(STATUS_OF[code] ?? (type === "invalid_request_error" ? 400 : 500), message, code);
   }
 
   get asksForTemplate() {
-    return this.status >= 400 && this.status < 500 && /no.?chat.?template/i.test(`${this.code} ${this.message}`);
+    return this.code === "no_chat_template";
   }
 
   get words() {
@@ -52,22 +53,11 @@ export function inWords(error) {
   return `The page could not read the answer: ${error.message}`;
 }
 
+// The daemon's error object, or the text of something else that answers in its place, such as a proxy.
 function errorIn(body) {
   try {
-    return wordsOf(JSON.parse(body).error ?? {});
+    return JSON.parse(body).error ?? {};
   } catch {
     return { message: body.slice(0, 300), code: "" };
   }
-}
-
-function wordsOf(error) {
-  if (typeof error === "string") return { message: error, code: "" };
-  return { message: String(error.message ?? ""), code: [error.code, error.type, error.param].filter(Boolean).join(" ") };
-}
-
-function secondsOf(retryAfter) {
-  if (!retryAfter) return null;
-  const seconds = Number(retryAfter);
-  const until = Number.isFinite(seconds) ? seconds : (Date.parse(retryAfter) - Date.now()) / 1000;
-  return Number.isFinite(until) ? Math.max(1, Math.ceil(until)) : null;
 }

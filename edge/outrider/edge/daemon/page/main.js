@@ -1,4 +1,4 @@
-// The page: puts its parts together and answers the reader's hands.
+// The page: its parts put together, and its input.
 
 import { answer, health, models } from "./api.js";
 import { Conversation } from "./conversation.js";
@@ -38,12 +38,12 @@ async function send() {
 
 async function converse(signal) {
   const shown = conversation.answer(settings.model);
-  const told = { speculation: null }; // the newest, also where the answer breaks off
+  const latest = { speculation: null }; // kept where the answer breaks off, too
   let failure = null;
   const beganAt = performance.now();
   panels.begin();
   try {
-    await stream(shown, told, signal);
+    await stream(shown, latest, signal);
   } catch (error) {
     if (!signal.aborted) failure = error;
   }
@@ -55,19 +55,19 @@ async function converse(signal) {
   }
   if (shown.text) conversation.keep(shown.text);
   else shown.remove();
-  const foot = summary(told.speculation, (performance.now() - beganAt) / 1000);
+  const foot = summary(latest.speculation, (performance.now() - beganAt) / 1000);
   shown.end(signal.aborted ? `stopped · ${foot}` : foot);
   find("announcement").textContent = signal.aborted ? "Stopped." : failure ? "" : `Answer complete: ${foot}`;
   if (failure) conversation.note("error", inWords(failure));
   if (!shown.text) giveBack();
 }
 
-async function stream(shown, told, signal) {
+async function stream(shown, latest, signal) {
   const turns = [...conversation.turns];
   for await (const chunk of answer(settings.form, turns, settings.sampling, settings.apiKey, signal)) {
     shown.append(chunk.pieces);
     if (chunk.speculation === null) continue;
-    told.speculation = chunk.speculation;
+    latest.speculation = chunk.speculation;
     panels.show(chunk.speculation);
   }
 }
@@ -88,14 +88,14 @@ function stop() {
   running?.abort();
 }
 
-// --- what the daemon says of itself ---
+// --- the daemon's health and models ---
 
 async function lookAtHealth() {
   if (document.hidden) return;
   const { state, reason } = await health();
   find("health").dataset.state = state;
   const text = reason && state !== "ok" ? `${HEALTH_WORDS[state]}: ${reason}` : HEALTH_WORDS[state];
-  if (find("health-text").textContent !== text) find("health-text").textContent = text; // said once, not each time
+  if (find("health-text").textContent !== text) find("health-text").textContent = text; // screen readers say a change, not each look
   if (state !== "unavailable" && !modelsKnown) await offerModels();
 }
 
@@ -113,7 +113,7 @@ async function offerModels() {
   }
 }
 
-// --- the reader's hands ---
+// --- input ---
 
 find("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -127,7 +127,7 @@ find("prompt").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
 });
-document.addEventListener("visibilitychange", lookAtHealth); // who comes back should not read old news
+document.addEventListener("visibilitychange", lookAtHealth); // news may have come meanwhile
 find("stop").addEventListener("click", stop);
 find("api-key").addEventListener("change", offerModels);
 find("clear").addEventListener("click", () => {

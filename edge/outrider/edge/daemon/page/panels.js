@@ -3,7 +3,7 @@
 import { LineChart } from "./chart.js";
 
 const BETWEEN_POINTS_S = 0.05;
-const FEWEST_TOKENS = 8; // a rate over fewer says nothing
+const MIN_TOKENS = 8; // a rate over fewer says nothing
 
 export class Panels {
   constructor(find) {
@@ -55,7 +55,7 @@ export class Panels {
     this.#set("downlink", `${Math.round(s.downlink_bytes / tokens)} B`);
     if (this.latestAtS - this.lastPointS < BETWEEN_POINTS_S) return;
     this.lastPointS = this.latestAtS;
-    if (rate !== null && s.tokens >= FEWEST_TOKENS) this.speed.add(this.latestAtS, [rate, cloud]);
+    if (rate !== null && s.tokens >= MIN_TOKENS) this.speed.add(this.latestAtS, [rate, cloud]);
     this.window.add(this.latestAtS, [s.window]);
   }
 

@@ -1,4 +1,4 @@
-// What the settings say. Nothing of it is stored: the page forgets it all when it is closed, the key first.
+// The values of the settings. Nothing is stored: the page forgets them all when it is closed.
 
 const NUMBERS = { temperature: "temperature", "top-p": "top_p", "max-tokens": "max_tokens", seed: "seed" };
 
@@ -33,7 +33,7 @@ export class Settings {
     return sampling;
   }
 
-  // The first field whose value its limits refuse, said as a person would; "" where all are well.
+  // A sentence about the first field whose value its limits refuse; "" without one.
   get complaint() {
     const wrong = Object.keys(NUMBERS).map(this.find).find((field) => !field.checkValidity());
     return wrong ? `${wrong.parentElement.firstChild.textContent}: ${wrong.validationMessage}` : "";
