@@ -1,4 +1,4 @@
-# Two commands from a clean clone do everything: `make demo` and `make test`.
+# From a clean clone, `make demo` and `make test` do everything.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,12 +12,12 @@ demo: $(READY)
 test: check
 	$(BIN)/python -m pytest -m "(ray or wheel or alone) and not soak"
 
-# What takes minutes: hundreds of streams, everything killed in turn, jobs and replicas in a Ray cluster.
+# Tests that take minutes: hundreds of streams, every process killed in turn, jobs and replicas in a Ray cluster.
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak
 
-# OpenMP of two workers on two cores would have each thread wait for one that does not run. In the order of the folders
-# the many quick files come last, so that neither worker waits for a slow one of the other.
+# With more OpenMP threads than cores, threads would wait for others that do not run. In the order of the folders the
+# many quick files come last, so that the workers end together.
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (ray or wheel or alone or soak)"
 
@@ -26,11 +26,11 @@ lint: $(READY)
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-# The generated half of the contract; a test fails where it is not what this makes.
+# Generates the protobuf code; a test fails if it is out of date.
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto outrider/proto/v1/decoding.proto
 
-# The reference of commands and options; a test fails where it is not what the declarations say.
+# Generates the reference of commands and options; a test fails if it is out of date.
 docs: $(READY)
 	$(BIN)/python -m outrider.deploy.reference > docs/cli.md
 

@@ -3,8 +3,8 @@
 
 outrider-drain-here --coordinator HOST:PORT …
 
-The verifier is the one whose address has this machine's host, or $POD_IP; all options go to `outrider status` and
-`outrider drain`. Exits with status 0 also if there is no verifier here, since that is no reason to stay.
+The verifier is the one at this machine's address or $POD_IP; all options go to `outrider status` and `outrider drain`.
+Without a verifier here the exit status is 0 too.
 """
 
 from __future__ import annotations

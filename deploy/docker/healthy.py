@@ -5,8 +5,8 @@ outrider-healthy http://127.0.0.1:8080/health
 outrider-healthy 127.0.0.1:50050
 outrider-healthy 127.0.0.1:50050 --ca /etc/outrider/tls/ca.crt --server-name outrider-coordinator
 
-An address is asked by the standard gRPC health service; with --ca over TLS, since Kubernetes's own gRPC probe speaks
-plain text only. Exits with status 0 if the server is healthy, else with 1 and a line that says why not.
+For an address, this calls the standard gRPC health service, with --ca over TLS, which Kubernetes's own gRPC probe does
+not speak. The exit status is 0 if the server is healthy, else 1 with a line that says why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SERVING = b"\x08\x01"  # HealthCheckResponse(status=SERVING); [edge] has no grpc
 
 
 def main() -> int:
-    """Ask once, and return the exit status."""
+    """Check once, and return the exit status."""
     options = build_parser().parse_args()
     trouble = _http_trouble(options.server) if "://" in options.server else _grpc_trouble(options)
     if trouble:
@@ -34,11 +34,11 @@ def main() -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
-    parser = argparse.ArgumentParser(description="Ask a server of this container whether it is healthy.")
+    parser = argparse.ArgumentParser(description="Check whether a server of this container is healthy.")
     parser.add_argument("server", help="URL, or HOST:PORT of a gRPC server")
-    parser.add_argument("--ca", type=Path, default=None, help="PEM file of the authority: speak TLS")
+    parser.add_argument("--ca", type=Path, default=None, help="PEM file of the authority; turns on TLS")
     parser.add_argument("--server-name", default="", help="name in the server's certificate")
-    parser.add_argument("--cert", type=Path, default=None, help="client certificate, where the server asks for one")
+    parser.add_argument("--cert", type=Path, default=None, help="client certificate, if the server asks for one")
     parser.add_argument("--key", type=Path, default=None, help="private key of --cert")
     return parser
 

@@ -21,7 +21,7 @@ from outrider.proto.types import (
 )
 
 
-def report(verifier: str = "llama-0", edge: str = "kitchen", **figures: object) -> SessionReport:
+def report(verifier: str = "llama-0", edge: str = "kitchen", **fields: object) -> SessionReport:
     defaults = {
         "drafter": "general",
         "drafter_version": "abc",
@@ -33,7 +33,7 @@ def report(verifier: str = "llama-0", edge: str = "kitchen", **figures: object) 
         "downlink_bytes": 3000,
         "round_trip_s": 0.030,
     }
-    return SessionReport("s", "llama", verifier, edge=edge, **{**defaults, **figures})  # type: ignore[arg-type]
+    return SessionReport("s", "llama", verifier, edge=edge, **{**defaults, **fields})  # type: ignore[arg-type]
 
 
 def cluster() -> ClusterStatus:

@@ -36,56 +36,56 @@ class VerifierConfig(GrpcServerSettings):
     """How one verifier serves its target."""
 
     target: str = option(
-        "reference", "embedded name, folder, or hub name", metavar="NAME", group=TARGET, check=no_empty_text
+        "reference", "target: embedded name, folder or hub name", metavar="NAME", group=TARGET, check=no_empty_text
     )
-    model: str = option("", "id that edges ask for; empty: the target's name", metavar="NAME")
-    name: str = option("verifier", "name, unique in the cluster", metavar="NAME")
-    advertise: str = option("", "host by which edges reach it; empty: the one it listens on", metavar="HOST")
+    model: str = option("", "id by which edges ask for the target; empty: its name", metavar="NAME")
+    name: str = option("verifier", "name of the verifier, unique in the cluster", metavar="NAME")
+    advertise: str = option("", "host at which edges reach it; empty: the one of --listen", metavar="HOST")
     dtype: str = option(
-        "float32", "type of weights and KV cache; float32 keeps the text bit for bit", choices=DTYPES, group=TARGET
+        "float32", "type of weights and KV cache; float32 keeps the text exact", choices=DTYPES, group=TARGET
     )
-    device: str = option("cpu", "torch device: cpu, cuda, cuda:1", metavar="DEVICE", group=TARGET)
+    device: str = option("cpu", "torch device, such as cpu, cuda or cuda:1", metavar="DEVICE", group=TARGET)
     threads: int = option(
         0, "torch threads on the CPU; 0: torch's choice", flag="target-threads", group=TARGET, check=at_least(0)
     )
-    kv_tokens: int = option(
-        KV_TOKENS, "positions in the KV cache, all sessions together", group=TARGET, check=at_least(16)
-    )
-    page_size: int = option(16, "positions a page of the KV cache", check=at_least(1))
-    context_length: int = option(0, "positions a session; 0: the target's own", group=TARGET, check=at_least(0))
-    batch_invariant: bool = option(False, "same bytes whatever shares a step, in bfloat16 too; slower", group=TARGET)
-    max_sessions: int = option(32, "texts that it decodes at once", group=TARGET, check=at_least(1))
-    max_drafts: int = option(16, "drafts verified in one step of a session", check=at_least(1))
-    max_credit: int = option(64, "unverified tokens of a session", check=at_least(1))
+    kv_tokens: int = option(KV_TOKENS, "positions in the KV cache of all sessions", group=TARGET, check=at_least(16))
+    page_size: int = option(16, "positions per page of the KV cache", check=at_least(1))
+    context_length: int = option(0, "positions per session; 0: the target's limit", group=TARGET, check=at_least(0))
+    batch_invariant: bool = option(False, "same text whatever shares a step, also in bfloat16; slower", group=TARGET)
+    max_sessions: int = option(32, "limit of sessions at once", group=TARGET, check=at_least(1))
+    max_drafts: int = option(16, "limit of drafts verified in one step of a session", check=at_least(1))
+    max_credit: int = option(64, "limit of unverified tokens of a session", check=at_least(1))
     prefill_chunk: int = option(64, "prompt tokens in one step while other sessions decode", check=at_least(1))
     keep_s: float = option(
         300.0,
-        "how long an idle conversation's KV cache is kept while nobody else needs the room; 0: never",
+        "time to keep the KV cache of an idle conversation if there is room; 0: none",
         group=TARGET,
         check=at_least(0),
     )
     patience: Patience | None = option(
         None,
-        "wait up to MS (or inf) for DRAFTS drafts before a step; 0 runs ahead; not set: planned per session",
+        "time to wait for DRAFTS drafts before a step; 0: none, inf: no limit; not set: planned per session",
         metavar="MS[,DRAFTS]",
         group=TARGET,
         parse=parse_patience,
     )
     steering: tuple[str, ...] = option(
         (),
-        "projection for steered drafters: a file, or a folder that `outrider train steer` wrote",
+        "projection for steered drafters: a file, or a folder written by `outrider train steer`",
         metavar="PATH",
         group=TARGET,
         check=no_empty_text,
         parse=absolute,
     )
-    goal: Goal = option(Goal.LATENCY, "soonest tokens, or fewest target steps", group=TARGET)
+    goal: Goal = option(Goal.LATENCY, "earliest tokens, or fewest target steps", group=TARGET)
     min_step_s: float = option(
-        0.0, "least time of a step, to stand for a larger target in benchmarks", check=at_least(0)
+        0.0, "minimum time of a step, to imitate a larger target in benchmarks", check=at_least(0)
     )
-    drain_grace_s: float = option(10.0, "time for sessions to move away when it is to end", check=at_least(0))
-    watch_node_s: float = option(1.0, "time between looks whether Ray drains the node; 0: never", check=at_least(0))
-    stall_s: float = option(30.0, "how long a client may leave its commits unread", check=above(0))
+    drain_grace_s: float = option(
+        10.0, "time for sessions to move to other verifiers before it ends", check=at_least(0)
+    )
+    watch_node_s: float = option(1.0, "time between checks whether Ray drains the node; 0: none", check=at_least(0))
+    stall_s: float = option(30.0, "time that a client may leave its commits unread", check=above(0))
     trace_endpoint: str = trace_endpoint_option()
     log_level: str = option("", "log level of an actor's process, which has no command line; empty: Ray's")
     log_format: str = option("text", "log format of an actor's process", choices=("text", "json"))

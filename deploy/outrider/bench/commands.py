@@ -48,32 +48,34 @@ class LinkListSettings(Settings):
 class BenchSettings(Settings):
     """Ways of decoding to measure, and outputs."""
 
-    sessions: int = option(1, "decoded at once", check=at_least(1))
-    mixed: bool = option(False, "deal the sessions out among all links at once")
-    min_step: float = option(0.0, "shortest target step, in place of a larger target", metavar="MS", check=at_least(0))
+    sessions: int = option(1, "prompts decoded at once", check=at_least(1))
+    mixed: bool = option(False, "distribute the sessions over all links at once")
+    min_step: float = option(
+        0.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
+    )
     modes: tuple[str, ...] = listed(
         MODES,
-        "ways of decoding; those of transformers (hf-) run only where --rtt has a 0 and there is no --min-step",
+        "ways of decoding; those of transformers (hf-) need --rtt with a 0, and no --min-step",
         choices=MODES,
     )
-    sync_length: int = option(0, "draft tokens a round; 0: the best by replay", check=at_least(0))
-    hf_drafter: Path | None = option(None, "the drafter for hf-assisted", metavar="DIR")
-    no_logprobs: bool = option(False, "commits without log probabilities")
-    json: Path | None = option(None, "write the record")
-    report: Path | None = option(None, "write plots and an HTML page", metavar="DIR")
+    sync_length: int = option(0, "draft tokens per round; 0: the best one in a replay", check=at_least(0))
+    hf_drafter: Path | None = option(None, "folder of the drafter for hf-assisted", metavar="DIR")
+    no_logprobs: bool = option(False, "leave log probabilities out of commits")
+    json: Path | None = option(None, "file to write the record to")
+    report: Path | None = option(None, "folder to write plots and an HTML page to", metavar="DIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritingSettings(Settings):
     """A target that writes texts alone, and its prompts."""
 
-    target: str = option("reference", "embedded name, folder, or hub name", metavar="NAME")
+    target: str = option("reference", "target: embedded name, folder or hub name", metavar="NAME")
     dtype: str = option("float32", "type of the target's weights", choices=DTYPES)
-    device: str = option("cpu", "torch device of the target: cpu, cuda, cuda:1", metavar="DEVICE")
+    device: str = option("cpu", "torch device of the target, such as cpu, cuda or cuda:1", metavar="DEVICE")
     threads: int = option(0, "torch threads; 0: torch's choice", check=at_least(0))
-    prompts: Path | None = option(None, "file, or folder of DOMAIN.jsonl; not set: built-in", metavar="PATH")
-    per_domain: int = option(10, "prompts a domain", check=at_least(1))
-    max_tokens: int = option(128, "tokens of a text", check=at_least(1))
+    prompts: Path | None = option(None, "file of prompts, or folder of DOMAIN.jsonl; not set: built-in", metavar="PATH")
+    per_domain: int = option(10, "prompts per domain", check=at_least(1))
+    max_tokens: int = option(128, "tokens per text", check=at_least(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +84,12 @@ class CompareSettings(WritingSettings):
 
     package: tuple[str, ...] = option(
         REQUIRED,
-        "a drafter: an embedded name, FOLDER, or NAME=FOLDER",
+        "drafter: an embedded name, FOLDER or NAME=FOLDER",
         metavar="PACKAGE",
         positional=True,
         many="words",
     )
-    drafts: int = option(8, "drafts in a round", metavar="K", check=at_least(1))
+    drafts: int = option(8, "drafts per round", metavar="K", check=at_least(1))
     temperature: tuple[float, ...] = listed((0.0, 1.0), "temperatures; 0 is greedy", check=at_least(0))
     age: tuple[int, ...] = listed(
         (0,),
@@ -99,9 +101,9 @@ class CompareSettings(WritingSettings):
         "how vectors travel: int8, float16, none at all; the first counts for the ratios",
         choices=("int8", "float16", "none"),
     )
-    seed: int = option(0, "seed of the noise, and of the resampling", check=at_least(0))
-    json: Path | None = option(None, "write all results")
-    plot: Path | None = option(None, "draw them: .png, .pdf or .svg")
+    seed: int = option(0, "seed of the noise and of the resampling", check=at_least(0))
+    json: Path | None = option(None, "file to write all results to")
+    plot: Path | None = option(None, "file to plot them in: .png, .pdf or .svg")
 
     def check_together(self) -> None:
         """Refuse lists that are empty, or name something twice."""
@@ -119,26 +121,28 @@ class RecordSettings(WritingSettings):
         ("general", "ngram"),
         "drafters: embedded names, package folders, NAME=FOLDER, or ngram; steered ones get no vectors",
     )
-    temperature: float = option(0.0, "0 is greedy", metavar="T", check=at_least(0))
-    seed: int = option(0, "seed of the noise; same seed, same text", check=at_least(0))
-    seeds: int = option(0, "texts a prompt, by seeds 1 to N; 0: one, by --seed", check=at_least(0))
-    output: Path = option(REQUIRED, ".jsonl with a trace a line; the costs of the machines go to .costs.json beside it")
+    temperature: float = option(0.0, "temperature; 0: greedy", metavar="T", check=at_least(0))
+    seed: int = option(0, "seed of the noise; the same seed gives the same text", check=at_least(0))
+    seeds: int = option(0, "texts per prompt, with seeds 1 to N; 0: one, with --seed", check=at_least(0))
+    output: Path = option(REQUIRED, ".jsonl with one trace per line; costs of the machines go to .costs.json beside it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings(LinkListSettings):
     """A recording to replay, with windows or selectors."""
 
-    traces: Path = option(REQUIRED, "what `traces record` wrote", metavar="FILE", positional=True)
+    traces: Path = option(REQUIRED, "file written by `outrider traces record`", metavar="FILE", positional=True)
     rtt: tuple[float, ...] = (2.0, 10.0, 60.0, 200.0)
     window: tuple[str, ...] = listed(
         ("adaptive", "4", "8", "16"),
         "adaptive, N unverified tokens at most, syncN: rounds of N drafts that wait for the verdict, or a rule: "
         "threshold[:X], specdec++[:X][@FILE], speckv[@FILE], flexspec[:X], aimd",
     )
-    goal: Goal = option(Goal.LATENCY, "soonest tokens, or fewest target steps")
-    min_step: float = option(0.0, "shortest target step, in place of a larger target", metavar="MS", check=at_least(0))
-    drafter: tuple[str, ...] = listed((), "drafters among the recorded ones; none named: all")
+    goal: Goal = option(Goal.LATENCY, "earliest tokens, or fewest target steps")
+    min_step: float = option(
+        0.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
+    )
+    drafter: tuple[str, ...] = listed((), "recorded drafters to replay; not set: all")
     seed: int = option(0, "seed of the jitter", check=at_least(0))
     selector: tuple[str, ...] = listed(
         (),
@@ -148,14 +152,16 @@ class ReplaySettings(LinkListSettings):
     )
     play: str = option(
         "rounds",
-        "rounds: draft, wait for the verdict, begin again; stream: the session, with the first --window",
+        "rounds: draft, and wait for the verdict; stream: draft ahead, with the first --window",
         choices=("rounds", "stream"),
         group=SELECTORS,
     )
-    rounds: int = option(6, "drafts of a round", metavar="K", group=SELECTORS, check=at_least(1))
-    seeds: int = option(20, "runs, by orders and draws of chance", group=SELECTORS, check=at_least(1))
-    json: Path | None = option(None, "write all results")
-    plot: Path | None = option(None, "draw them: PNG files", metavar="DIR")
+    rounds: int = option(6, "drafts per round", metavar="K", group=SELECTORS, check=at_least(1))
+    seeds: int = option(
+        20, "number of runs, with different orders and random draws", group=SELECTORS, check=at_least(1)
+    )
+    json: Path | None = option(None, "file to write all results to")
+    plot: Path | None = option(None, "folder to write plots to", metavar="DIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +169,13 @@ class PolicySettings(Settings):
     """Training of length rules on recorded traces."""
 
     traces: tuple[Path, ...] = option(
-        REQUIRED, "what `traces record` wrote", metavar="FILE", positional=True, many="words"
+        REQUIRED, "file written by `outrider traces record`", metavar="FILE", positional=True, many="words"
     )
-    output: Path = option(REQUIRED, "JSON of weights, for --window")
+    output: Path = option(REQUIRED, "JSON file of the weights, for --window")
     hidden: int = option(16, "units of each network", check=at_least(1))
-    steps: int = option(4000, "steps of training, 256 rows each", check=at_least(1))
+    steps: int = option(4000, "training steps, 256 rows each", check=at_least(1))
     held_out: float = option(0.2, "share of the prompts kept for evaluation", check=between(0, 1))
-    seed: int = option(0, "seed of everything random", check=at_least(0))
+    seed: int = option(0, "seed of all random numbers", check=at_least(0))
 
 
 BENCH = Command(

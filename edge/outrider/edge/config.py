@@ -64,40 +64,40 @@ class EdgeConfig(Settings):
     and `api_key` the secret for the coordinator.
     """
 
-    coordinator: str = option("", "coordinator to ask for a verifier; or", metavar=ADDRESS)
-    verifier: str = option("", "a fixed verifier, without a coordinator", metavar=ADDRESS)
-    model: str = option("", "target; empty: whatever the coordinator has", metavar="NAME")
+    coordinator: str = option("", "address of the coordinator, which assigns a verifier", metavar=ADDRESS)
+    verifier: str = option("", "address of a fixed verifier, without a coordinator", metavar=ADDRESS)
+    model: str = option("", "target; empty: the one that the coordinator offers", metavar="NAME")
     tokenizer: Path | None = option(
-        None, "the target's tokenizer.json; with --verifier, unless the drafter's package has it"
+        None, "the target's tokenizer.json, for --verifier and a drafter whose package lacks it"
     )
     chat_template: Path | None = option(
         None, "the target's chat template, or tokenizer_config.json; not set: the coordinator's"
     )
-    cache: Path = option(DEFAULT_CACHE, "downloaded drafters and tokenizers", metavar="DIR")
+    cache: Path = option(DEFAULT_CACHE, "folder for downloaded drafters and tokenizers", metavar="DIR")
     drafter: str = option(
         "auto",
-        "name, package folder, auto, ngram, or none; several with commas, or all that fit: one is selected wherever a "
-        "chain of drafts begins",
+        "name, package folder, auto, ngram or none; from several with commas, or `all`, one is selected for each chain "
+        "of drafts",
         metavar="LIST",
         group=DRAFTING,
     )
     selector: str = option(
         "leader",
-        "rule that chooses among several: leader, static, random, metasd-bd, metasd-be, exp3, thompson, halving, "
-        "discounted, sliding, hedge, or routing",
+        "rule that selects among several drafters: leader, static, random, metasd-bd, metasd-be, exp3, thompson, "
+        "halving, discounted, sliding, hedge or routing",
         metavar="RULE",
         group=DRAFTING,
         check=_check_selector,
     )
     drafter_memory_mb: float = option(
         256.0,
-        "memory for several drafters, in 10^6 bytes; those used least recently are unloaded",
+        "memory for several drafters, in 10^6 bytes; the least recently used ones are unloaded",
         group=DRAFTING,
         check=above(0),
     )
     window: int | str | None = option(
         None,
-        "unverified tokens at most, or a rule: survival, fixed:N, threshold[:X], specdec++[:X][@FILE], speckv[@FILE], "
+        "limit of unverified tokens, or a rule: survival, fixed:N, threshold[:X], specdec++[:X][@FILE], speckv[@FILE], "
         "flexspec[:X], aimd, FILE of `outrider train policy`; not set: survival",
         metavar="N|RULE",
         group=DRAFTING,
@@ -106,36 +106,36 @@ class EdgeConfig(Settings):
     )
     battery: float | None = option(
         None,
-        "charge that is left, 0 to 1, for --window flexspec; not set: read from this machine, 1 on mains",
+        "remaining charge, 0 to 1, for --window flexspec; not set: this machine's, 1 on mains",
         check=between(0, 1),
     )
     threads: int = option(1, "threads of ONNX Runtime", flag="drafter-threads", group=DRAFTING, check=at_least(1))
     steering: str = option(
         "auto",
-        "steer the drafter by the target's states: as often as pays on the downlink, with every commit, or never",
+        "steer the drafter by the target's states: as often as it pays, with every commit, or never",
         flag="steer",
         group=DRAFTING,
         choices=("auto", "on", "off"),
     )
     patience: Patience | None = None
-    max_drafts: int = option(0, "drafts verified in one step; 0: the verifier's limit", check=at_least(0))
+    max_drafts: int = option(0, "limit of drafts verified in one step; 0: the verifier's", check=at_least(0))
     logprobs: bool = option(True, "ask for the log probability of every token, 4 bytes each on the downlink")
     send_q: bool = option(False, "send the drafter's probability of each token, 2 bytes, to earn rewards in commits")
-    open_timeout_s: float = option(30.0, "time to get a lease, and for a verifier to answer", check=above(0))
+    open_timeout_s: float = option(30.0, "time limit of a lease and of a verifier's answer", check=above(0))
     retry: RetryRules = field(default_factory=_retry_rules)
     tls_ca: Path | None = option(
-        None, "speak TLS and trust this authority; `public`: those that everybody trusts", group=CONNECTION
+        None, "certificate of the servers' authority; turns on TLS; public: the public ones", group=CONNECTION
     )
-    tls_cert: Path | None = option(None, "own certificate, for servers that ask for one", group=CONNECTION)
-    tls_key: Path | None = option(None, "private key of that certificate", group=CONNECTION)
+    tls_cert: Path | None = option(None, "client certificate, for servers that ask for one", group=CONNECTION)
+    tls_key: Path | None = option(None, "private key of the client certificate", group=CONNECTION)
     tls_server_name: str = option(
-        "", "name that the server's certificate must have; empty: the host", metavar="NAME", group=CONNECTION
+        "", "name in the server's certificate; empty: the host", metavar="NAME", group=CONNECTION
     )
     api_key: str = field(default="", repr=False)
-    plaintext: bool = option(False, "allow key and text to cross a network unencrypted", group=CONNECTION)
-    edge: str = option("", "name in reports of sessions; empty: a random one of this process", check=_check_edge)
+    plaintext: bool = option(False, "allow API key and text to cross a network unencrypted", group=CONNECTION)
+    edge: str = option("", "name in reports of sessions; empty: a random one", check=_check_edge)
     trace_endpoint: str = trace_endpoint_option()
-    trace_ratio: float = option(1.0, "share of the sessions that are traced", check=between(0, 1))
+    trace_ratio: float = option(1.0, "share of sessions to trace", check=between(0, 1))
 
     def check_together(self) -> None:
         """Raise `ConfigError` for settings that contradict each other."""

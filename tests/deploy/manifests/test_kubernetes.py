@@ -89,7 +89,7 @@ def test_what_kustomize_makes_agrees_with_the_code_and_with_itself(folder) -> No
 
 
 @pytest.mark.parametrize("folder", ["base", *OVERLAYS])
-def test_figures_can_be_added_to_every_overlay(folder, tmp_path) -> None:
+def test_metrics_can_be_added_to_every_overlay(folder, tmp_path) -> None:
     documents = with_component("components/monitoring", folder, tmp_path)
     assert complaints(documents) == []
     assert [c for d in documents for c in schema_complaints(d, KUBERNETES_VERSIONS[-1])] == []
@@ -97,8 +97,8 @@ def test_figures_can_be_added_to_every_overlay(folder, tmp_path) -> None:
     assert reaches(documents, prometheus, Peer(COORDINATOR), 9464)
     assert reaches(documents, prometheus, Peer(WORKER), 9465)
     assert not reaches(documents, prometheus, Peer(WORKER), DECODING_PORT) or folder in OVERLAYS
-    for figures in (9464, 9465, 8080):
-        assert not any(reaches(documents, OUTSIDE, Peer(labels), figures) for labels in (COORDINATOR, WORKER, HEAD))
+    for port in (9464, 9465, 8080):
+        assert not any(reaches(documents, OUTSIDE, Peer(labels), port) for labels in (COORDINATOR, WORKER, HEAD))
 
 
 @pytest.mark.parametrize("folder", KUSTOMIZED)

@@ -28,7 +28,7 @@ class DrafterShape(Settings):
     head_dim: int = option(32, "width of a head; even, for RoPE", check=at_least(1))
     mlp: int = option(512, "width of its gated MLP", check=at_least(1))
     context: int = option(2048, "longest sequence, in tokens", check=at_least(1))
-    window: int | None = option(None, "positions that a layer sees, its own included; not set: all", check=at_least(1))
+    window: int | None = option(None, "positions that a layer sees, including its own; not set: all", check=at_least(1))
 
     def check_together(self) -> None:
         """Refuse heads that do not fit together."""
@@ -46,9 +46,9 @@ class Training(Settings):
     layers' matrices; `other_lr` is AdamW's, for embedding and norms.
     """
 
-    target: str = option(REQUIRED, "embedded name, folder, or hub name", metavar="NAME", check=no_empty_text)
+    target: str = option(REQUIRED, "target: embedded name, folder or hub name", metavar="NAME", check=no_empty_text)
     corpus: tuple[Path, ...] = option(
-        REQUIRED, '.jsonl of {"id","text"}, or text files; each is a domain', many="words"
+        REQUIRED, '.jsonl of {"id","text"}, or text files; each is one domain', many="words"
     )
     output: Path = option(REQUIRED, "folder for drafter, checkpoints and caches", metavar="DIR")
     domain_weights: Mapping[str, float] = field(default_factory=dict)
@@ -60,27 +60,27 @@ class Training(Settings):
     )
     self_text_greedy: float = option(0.5, "share of that text written at T = 0, the rest at T = 1", check=between(0, 1))
     self_text_rows: int = option(192, "rows of it written at once", check=at_least(1))
-    self_text_new_tokens: int = option(256, "tokens of it a row", check=at_least(1))
+    self_text_new_tokens: int = option(256, "tokens of it per row", check=at_least(1))
     block: int = option(512, "tokens in a training sequence", check=at_least(2))
-    blocks_per_step: int = option(4, "sequences an optimizer step", check=at_least(1))
+    blocks_per_step: int = option(4, "sequences per optimizer step", check=at_least(1))
     blocks_per_pass: int = option(4, "sequences that go through the models at once", check=at_least(1))
     positions_per_chunk: int = option(256, "full-vocabulary distributions that the loss holds", check=at_least(1))
-    steps: int | None = option(None, "budget in steps", check=at_least(1))
-    minutes: float | None = option(None, "budget in time; or", metavar="M", check=above(0))
+    steps: int | None = option(None, "budget in steps (give this or --minutes)", check=at_least(1))
+    minutes: float | None = option(None, "budget in minutes (give this or --steps)", metavar="M", check=above(0))
     matrix_lr: float = option(0.02, "peak learning rate of the drafter's matrices", check=above(0))
     other_lr: float = option(3e-3, "peak learning rate of everything else", check=above(0))
     warm_up_steps: int = option(40, "steps over which the learning rates grow", check=at_least(0))
-    clip: float = option(1.0, "largest norm of the whole gradient", check=above(0))
-    held_out_tokens: int = option(8192, "tokens a domain kept to measure acceptance on", check=at_least(1))
+    clip: float = option(1.0, "limit of the gradient's norm", check=above(0))
+    held_out_tokens: int = option(8192, "tokens per domain kept to measure acceptance", check=at_least(1))
     measure_every_minutes: float = option(10.0, "time between measurements of acceptance", check=above(0))
-    patience: int = option(0, "end after N measurements without gain; 0: never", check=at_least(0))
-    checkpoint_every_steps: int = option(1_000_000, "steps between checkpoints, or", check=at_least(1))
+    patience: int = option(0, "stop after N measurements without gain; 0: never", check=at_least(0))
+    checkpoint_every_steps: int = option(1_000_000, "steps between checkpoints", check=at_least(1))
     checkpoint_every_minutes: float = option(5.0, "time between checkpoints", check=above(0))
-    threads: int = option(1, "torch threads on the CPU; 0: one a core", check=at_least(0))
-    device: str = option("cpu", "torch device of both models: cpu, cuda, cuda:1", metavar="DEVICE")
-    dtype: str = option("float32", "of the target; drafters train in float32", choices=DTYPES)
-    seed: int = option(0, "seed of everything random", check=at_least(0))
-    resume: bool = option(False, "go on from the newest checkpoint in the output")
+    threads: int = option(1, "torch threads on the CPU; 0: one per core", check=at_least(0))
+    device: str = option("cpu", "torch device of both models, such as cpu, cuda or cuda:1", metavar="DEVICE")
+    dtype: str = option("float32", "type of the target's weights; drafters train in float32", choices=DTYPES)
+    seed: int = option(0, "seed of all random numbers", check=at_least(0))
+    resume: bool = option(False, "resume from the newest checkpoint in the output")
 
     def check_together(self) -> None:
         """Refuse settings that do not go together."""
@@ -108,7 +108,7 @@ class Training(Settings):
 class DrafterTraining(Training):
     """The distillation of a drafter from a target; `shape` is that of a new one."""
 
-    start: Path | None = option(None, "drafter to go on from; not set: a new one", metavar="DIR")
+    start: Path | None = option(None, "folder of a drafter to train further; not set: a new drafter", metavar="DIR")
     shape: DrafterShape = DrafterShape()
     decay_fraction: float = option(
         0.4, "last share of the budget, over which both fall linearly to zero", check=between(0, 1)
@@ -160,11 +160,11 @@ ARMS: Mapping[str, Arm] = {
 class SteerTraining(Training):
     """The training of a drafter that a target steers (SD²); all learning rates fall to zero on a cosine."""
 
-    drafter: Path = option(REQUIRED, "what `train drafter` wrote", metavar="DIR")
+    drafter: Path = option(REQUIRED, "folder written by `outrider train drafter`", metavar="DIR")
     model: str = option("", "the target's id, by which edges ask for it", metavar="NAME")
     arms: tuple[str, ...] = option(
         (STEERED,),
-        f"trained side by side on the same text, each into a folder of its name: {', '.join(ARMS)}",
+        f"variants to train on the same text, each into a folder of its name: {', '.join(ARMS)}",
         metavar="A,B",
         choices=tuple(ARMS),
         many="commas",
@@ -172,13 +172,13 @@ class SteerTraining(Training):
     rank: int = option(64, "numbers in a steering vector", check=at_least(1))
     layers: tuple[int, ...] = option(
         (),
-        "layers of the target whose input is tapped; none named: 3, L/2 and L-3",
+        "layers of the target whose input is tapped; not set: 3, L/2 and L-3",
         metavar="A,B",
         flag="tap-layers",
         many="commas",
         check=at_least(0),
     )
-    max_age: int = option(8, "greatest age of a steering vector, in positions", check=at_least(1))
+    max_age: int = option(8, "maximum age of a steering vector, in positions", check=at_least(1))
     unsteered: float = option(0.1, "share of the sequences without steering, so that the drafter stays good without")
     matrix_lr: float = 0.01
     steering_lr: float = option(0.02, "Muon's peak learning rate of projection and steering", check=above(0))

@@ -22,7 +22,7 @@ class ListeningSettings(Settings):
 
     listen: str = option("127.0.0.1:0", "address to listen on; port 0 takes a free one", metavar=ADDRESS)
     insecure_listen: bool = option(
-        False, "allow an address beyond loopback without TLS; anybody on the network can then read all"
+        False, "allow an address beyond loopback without TLS, readable by everybody on the network"
     )
     tls: ServerTls | None = None
 
@@ -43,11 +43,9 @@ class GrpcServerSettings(ListeningSettings):
     """Where a gRPC server listens, whose metrics have a port of their own."""
 
     metrics_listen: str = option(
-        "", "address to serve /metrics for Prometheus on, in plain text; empty: none", metavar=ADDRESS, group="metrics"
+        "", "address to serve /metrics for Prometheus on, without TLS; empty: none", metavar=ADDRESS, group="metrics"
     )
-    insecure_metrics: bool = option(
-        False, "allow metrics beyond loopback, in plain text and without login", group="metrics"
-    )
+    insecure_metrics: bool = option(False, "allow metrics beyond loopback, without TLS and login", group="metrics")
 
     def check_together(self) -> None:
         """Refuse metrics beyond this machine unless `insecure_metrics` allows them."""

@@ -36,11 +36,14 @@ class ServerTls:
     """The PEM files of a server."""
 
     cert: Path = option(
-        REQUIRED, "server's certificate, followed by the chain to its authority", flag="tls-cert", group=GROUP
+        REQUIRED, "server certificate, followed by the chain to its authority", flag="tls-cert", group=GROUP
     )
-    key: Path = option(REQUIRED, "private key of the certificate, not encrypted", flag="tls-key", group=GROUP)
+    key: Path = option(REQUIRED, "private key of the server certificate, not encrypted", flag="tls-key", group=GROUP)
     client_ca: Path | None = option(
-        None, "accept only clients with certificates of these authorities", flag="tls-client-ca", group=GROUP
+        None,
+        "certificates of authorities; only clients with their certificates are accepted",
+        flag="tls-client-ca",
+        group=GROUP,
     )
 
     @classmethod

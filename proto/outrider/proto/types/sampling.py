@@ -54,19 +54,19 @@ class Sampling:
     min-p. At temperature 0 the argmax before temperature is taken.
     """
 
-    temperature: float = option(0.0, "0 is greedy", metavar="T", group=GROUP)
-    seed: int = option(0, "seed of the noise; same seed, same text", group=GROUP)
-    top_k: int = option(0, "most likely tokens kept; 0 is off", metavar="K", group=GROUP)
-    top_p: float = option(1.0, "nucleus; 1 is off", metavar="P", group=GROUP)
+    temperature: float = option(0.0, "temperature; 0: greedy", metavar="T", group=GROUP)
+    seed: int = option(0, "seed of the noise; the same seed gives the same text", group=GROUP)
+    top_k: int = option(0, "number of most likely tokens to keep; 0: all", metavar="K", group=GROUP)
+    top_p: float = option(1.0, "probability mass of the tokens to keep (nucleus); 1: all", metavar="P", group=GROUP)
     min_p: float = option(
-        0.0, "minimum probability, relative to the most likely token; 0 is off", metavar="P", group=GROUP
+        0.0, "minimum probability relative to the most likely token; 0: none", metavar="P", group=GROUP
     )
-    repetition_penalty: float = option(1.0, "1 is off", group=GROUP)
-    presence_penalty: float = option(0.0, "0 is off", group=GROUP)
-    frequency_penalty: float = option(0.0, "0 is off", group=GROUP)
+    repetition_penalty: float = option(1.0, "penalty of repeated tokens, a factor; 1: none", group=GROUP)
+    presence_penalty: float = option(0.0, "penalty of tokens in the text; 0: none", group=GROUP)
+    frequency_penalty: float = option(0.0, "penalty of tokens per occurrence in the text; 0: none", group=GROUP)
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_tokens: tuple[int, ...] = ()
-    max_tokens: int = option(128, "tokens to generate at most", group=GROUP, check=at_least(1))
+    max_tokens: int = option(128, "limit of generated tokens", group=GROUP, check=at_least(1))
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
