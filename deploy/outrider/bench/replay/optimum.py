@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from outrider.bench.replay.traced import Outcome, Policy, ShapeAt, replay
+from outrider.bench.replay.traced import Outcome, Policy, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
+from outrider.bench.simulator.wire import ShapeAt
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow, WindowPolicy
 from outrider.proto.types import Patience
