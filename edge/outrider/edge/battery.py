@@ -28,7 +28,7 @@ class Battery:
 
     @property
     def share(self) -> float:
-        """Share that is left, 0 to 1; 1 on mains, without a battery, and where nobody can tell."""
+        """Share that is left, 0 to 1; 1 on mains, without a battery, and where it is not known."""
         if self.fixed is not None:
             return self.fixed
         now = self.clock()
@@ -43,11 +43,11 @@ def _share_left(folder: Path) -> float:
         supplies = sorted(folder.iterdir())
     except OSError:
         return 1.0
-    shares = [share for supply in supplies if (share := _of_supply(supply)) is not None]
+    shares = [share for supply in supplies if (share := _share_of(supply)) is not None]
     return sum(shares) / len(shares) if shares else 1.0
 
 
-def _of_supply(supply: Path) -> float | None:
+def _share_of(supply: Path) -> float | None:
     """Return the share; None: no battery, one of a mouse or the like, or one that is not being run down."""
     if _read(supply / "type") != "Battery" or _read(supply / "scope") == "Device":
         return None

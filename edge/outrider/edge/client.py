@@ -33,7 +33,7 @@ from outrider.proto.types import LeaseRequest, Open, Sampling, SteeringRequest
 
 
 class Client:
-    """Decodes texts on verifiers and drafts here; many generations may run at once in one event loop.
+    """Client that decodes texts on verifiers and drafts here, many at once in one event loop.
 
     Args:
         config: target, drafters and policies.

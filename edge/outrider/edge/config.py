@@ -1,4 +1,4 @@
-"""The settings of one edge."""
+"""Settings of one edge, and how they are checked."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _retry_rules() -> RetryRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeConfig(Settings):
-    """Where one edge decodes, and its drafters.
+    """Settings of one edge: where it decodes, and its drafters.
 
     `patience` is a request to the verifier (None: it decides), `retry` how long lost streams are reopened,
     and `api_key` the secret for the coordinator.
@@ -155,7 +155,7 @@ class EdgeConfig(Settings):
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """The names in `drafter`."""
+        """Names in `drafter`."""
         return tuple(name.strip() for name in self.drafter.split(","))
 
     @property

@@ -108,9 +108,8 @@ class Decoding:
         self._subject = subject
         self.session = subject.session
         self._drafters = drafters  # in the order of the machine's selection
-        self._states: dict[int, DraftState] = {}  # of those that have had work, by the drafting thread
+        self._states: dict[int, tuple[DraftState, ProposalRule]] = {}  # and the rule that each follows; for the thread
         self._rule = rule
-        self._followed: dict[int, ProposalRule] = {}  # rule of each state
         self._thread = thread
         self._open_timeout_s = open_timeout_s
         self._stream: Stream | None = None
@@ -229,13 +228,13 @@ class Decoding:
     # In the drafting thread:
 
     def _state(self, drafter: int) -> DraftState:
-        state = self._states.get(drafter)
-        if state is None:
-            state = self._states[drafter] = self._drafters[drafter].open(self._rule)
-            self._followed[drafter] = self._rule
-        if self._followed[drafter] is not self._rule:
-            state.follow(self._rule)
-            self._followed[drafter] = self._rule
+        rule = self._rule
+        if drafter not in self._states:
+            self._states[drafter] = self._drafters[drafter].open(rule), rule
+        state, followed = self._states[drafter]
+        if followed is not rule:
+            state.follow(rule)
+            self._states[drafter] = state, rule
         return state
 
     def _propose(self, job: DraftJob) -> Drafted:
@@ -244,16 +243,12 @@ class Decoding:
         state.truncate(job.truncate_to)
         if job.steer is not None:
             state.steer(job.steer.vector, job.steer.since)
-        forced = TeacherForced()
-        if job.teacher_forced:
-            end = job.skip + job.teacher_forced
-            state.extend(job.extend_with[: job.skip])
-            forced = TeacherForced(state.propose_forced(job.extend_with[job.skip : end]))
-            state.extend(job.extend_with[end:])
-        else:
-            state.extend(job.extend_with)
+        end = job.skip + job.teacher_forced
+        state.extend(job.extend_with[: job.skip])
+        forced = state.propose_forced(job.extend_with[job.skip : end]) if job.teacher_forced else ()
+        state.extend(job.extend_with[end:])
         drafts = state.propose(job.count)
-        return Drafted(job, drafts, time.monotonic() - began, forced)
+        return Drafted(job, drafts, time.monotonic() - began, TeacherForced(forced))
 
     def _catch_up(self, job: CatchUpJob) -> CaughtUp:
         began = time.monotonic()
@@ -267,7 +262,7 @@ class Decoding:
 
     def _close_states(self) -> None:
         while self._states:
-            self._states.popitem()[1].close()
+            self._states.popitem()[1][0].close()
 
     # --- send, apply commits ---
 

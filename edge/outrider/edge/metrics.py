@@ -110,7 +110,7 @@ class _Series:
         ended: sums over the statistics of texts that have ended.
         missing: texts that had no drafter from their beginning, though one was requested.
         failed: texts that have ended whose drafter broke.
-        speedup: estimated over cloud streaming in the newest commits; None: not known yet.
+        speedup: estimated speed-up over cloud streaming in the newest commits; None: not known yet.
     """
 
     def __init__(self, counted: _Counted, model: str, drafter: str) -> None:
@@ -157,7 +157,7 @@ class _Series:
 
 
 class SessionObserver(Observer):
-    """Counts one text into its series.
+    """Observer that counts one text into its series.
 
     **Phases.** A commit echoes the newest draft message that had come before it, and says how long the verifier held
     that message; the rest of the time since it was sent is the link's. No clock is compared across machines, so the
@@ -194,7 +194,7 @@ class SessionObserver(Observer):
 
     @property
     def speedup(self) -> float:
-        """Estimated over cloud streaming, for the text so far; 0: not known yet."""
+        """Estimated speed-up over cloud streaming for the text so far; 0: not known yet."""
         return self.cloud_s / self.decoding_s if self.decoding_s else 0.0
 
     def began(self, subject: Subject, machine: EdgeSession, at: float) -> None:

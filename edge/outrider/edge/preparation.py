@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Where to decode, in which tokens, with which drafters.
+    """Result of a preparation: where to decode, in which tokens, with which drafters.
 
     Attributes:
         drafters: pool whose first drafter is loaded; None: there are none.
@@ -118,7 +118,7 @@ class Preparation:
             NotFound: no such model, drafter or file.
             TokenizerMismatch: drafter, tokenizer and target do not belong together.
             Unavailable: the coordinator does not answer.
-            ConfigError: something that only the config could tell is missing.
+            ConfigError: a setting is missing that nothing else can replace.
         """
         return await (self._direct() if self._coordinator is None else self._leased(self._coordinator))
 

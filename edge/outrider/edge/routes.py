@@ -1,4 +1,4 @@
-"""Where to decode: through a coordinator's leases, or on one verifier known beforehand."""
+"""Routes to verifiers: through a coordinator's leases, or to addresses known beforehand."""
 
 from __future__ import annotations
 

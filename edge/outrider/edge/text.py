@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """Decodes one text token by token; a piece that was returned never changes.
+    """Decoder of one text, token by token; a piece that was returned never changes.
 
     A stop string is never emitted, also where it spans tokens: text that could be its beginning is held back until
     it turns out not to be.

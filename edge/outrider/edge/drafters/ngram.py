@@ -28,7 +28,7 @@ PLACES_READ = 16  # newest places of an n-gram; a common word has thousands, and
 
 
 class NgramDrafter:
-    """Propose the continuation of the longest suffix that was seen before."""
+    """Drafter that proposes the continuation of the longest suffix that was seen before."""
 
     version = "1"
     steering = None
@@ -154,7 +154,7 @@ class NgramState(TokenPrefix):
 
 
 class _Places:
-    """Where each n-gram of one length ended: the last place in a dict, earlier ones by links from place to place."""
+    """Places where the n-grams of one length ended: the last ones in a dict, earlier ones by links between places."""
 
     def __init__(self, n: int) -> None:
         self._n = n

@@ -17,7 +17,7 @@ Script = Sequence[int] | Callable[[Sequence[int]], int | None]
 
 
 class ScriptedDrafter:
-    """Proposes by a script: tokens by absolute position, or a function of the prefix (None: nothing to say)."""
+    """Drafter with a script: tokens by absolute position, or a function of the prefix (None: no proposal)."""
 
     version = "1"
     steering = None
@@ -61,7 +61,7 @@ class _ScriptedState(TokenPrefix):
 
 
 class GarbageDrafter:
-    """Proposes uniformly random tokens, a pure function of (seed, position): the text must survive it unchanged."""
+    """Drafter of uniformly random tokens, a pure function of (seed, position); no text may change by it."""
 
     version = "1"
     steering = None
@@ -95,7 +95,7 @@ class _GarbageState(TokenPrefix):
 
 
 class FailingDrafter:
-    """Drafts as `inner` does, and breaks once a state has proposed `after_n` tokens, as a bad model file would."""
+    """Drafter that breaks once a state has proposed `after_n` tokens of `inner`, as a bad model file would."""
 
     def __init__(self, after_n: int = 0, inner: Drafter | None = None) -> None:
         self._after_n = after_n

@@ -1,4 +1,4 @@
-"""How far ahead the edge drafts: rules that keep to `WindowPolicy`, by the names of options. None can change a token.
+"""Rules of how far ahead the edge drafts, by the names of options; none can change a token.
 
 rules     those after papers: threshold, SpecDec++, SpecKV, FlexSpec, AIMD (`outrider.proto.policy` has the other two)
 features  inputs of the trained ones
@@ -28,7 +28,7 @@ from outrider.proto.policy.window import FixedWindow, SurvivalWindow, WindowPoli
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a name becomes a rule.
+    """Recipe for a rule from its name.
 
     Attributes:
         make: makes the rule from keywords.

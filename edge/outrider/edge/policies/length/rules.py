@@ -44,7 +44,7 @@ def _check_limits(threshold: float, *limits: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdWindow:
-    """Draft on while the drafter's probability of its last draft is at least `min_confidence`.
+    """Rule to draft on while the drafter's probability of its last draft is at least `min_confidence`.
 
     Stop once q(x_k) is below it: the criterion of assisted generation in Hugging Face transformers
     (`assistant_confidence_threshold`, 0.4 by default, with 20 tokens at most), and at T = 0 Kangaroo's early stop of
@@ -76,7 +76,7 @@ class ThresholdWindow:
 
 @dataclass(frozen=True, slots=True)
 class SpecDecWindow:
-    """SpecDec++ (Huang, Guo and Wang 2024, arXiv 2405.19715): stop where a rejection is likelier than `threshold`.
+    """SpecDec++ (Huang, Guo and Wang 2024, arXiv 2405.19715), which stops at a chance of rejection above `threshold`.
 
     Their theorem: the best policy of a round stops once P(at least one draft is rejected) exceeds a threshold. Their
     estimate of it is 1 - prod_k P_head(draft k is accepted | those before it are), P_head a trained head. Theirs reads
@@ -166,7 +166,7 @@ def _shares(
 
 @dataclass(frozen=True, slots=True)
 class FlexSpecWindow:
-    """After FlexSpec (Li et al. 2026, arXiv 2601.00644): the draft length by the channel and by the energy left.
+    """Draft length by the channel and by the energy left, after FlexSpec (Li et al. 2026, arXiv 2601.00644).
 
     Theirs is the idea of a controller that sets the length from the state of the channel and the device's energy
     budget; the objective here is written for this system:

@@ -20,7 +20,7 @@ from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selecto
 
 @dataclass(slots=True, kw_only=True)
 class _Ucb(Selector):
-    """Every arm once, then the arm whose worth at its upper bound is the highest; bounds are the subclass's."""
+    """Selector that tries every arm once, then the arm whose worth is highest at its upper bound; see subclasses."""
 
     arms: int
     reward: Reward = field(default_factory=BlockDivergence)

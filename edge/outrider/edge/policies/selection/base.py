@@ -38,7 +38,7 @@ def idle_by_uncomputed_tokens(view: SelectionView, chosen: int) -> tuple[int, ..
 
 @dataclass(slots=True)
 class RandomSelector(Selector):
-    """Draw a drafter uniformly for each round."""
+    """Selector that draws a drafter uniformly for each round."""
 
     arms: int
     rng: np.random.Generator
@@ -56,7 +56,7 @@ class RandomSelector(Selector):
 
 @dataclass(slots=True, kw_only=True)
 class Routing(Selector):
-    """TAPS (Zbib et al. 2026, arXiv 2603.27027): take the specialised drafter of the highest mean confidence.
+    """TAPS (Zbib et al. 2026, arXiv 2603.27027), which takes the specialised drafter of the highest mean confidence.
 
     TAPS lets all of them draft a block and takes the block whose tokens have the highest mean probability. That costs
     every drafter's time in every block; here confidence comes from catching up with the text, which fits into the

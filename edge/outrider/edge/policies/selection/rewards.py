@@ -64,7 +64,7 @@ class BlockEfficiency:
 
 
 class Objective(Protocol):
-    """Ranks arms by their rewards; rises with the reward."""
+    """Ranking of arms by their rewards; rises with the reward."""
 
     def worth(self, reward: Reward, mean: float, view: SelectionView, arm: int) -> float:
         """Return the worth of an arm with this mean reward, 0 or more."""
@@ -82,7 +82,7 @@ class Alignment:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Committed tokens a second, E[N]/E[T]: of rewards in rounds the long-run rate (renewal-reward theorem).
+    """Committed tokens a second, E[N]/E[T], the long-run rate of rewards in rounds (renewal-reward theorem).
 
     Seconds of a round are known for each arm before it is chosen, so only E[N] is learned, and a link that changes
     is a new view, not a new lesson. A switch is shared by the rounds that the choice is expected to last.
