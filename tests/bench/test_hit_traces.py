@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from outrider.bench.replay.record import record_trace
+from outrider.bench.replay.record import HitRecorder
 from outrider.bench.replay.traces import HitTrace, load_traces, save_traces
 from outrider.cloud.text_writer import TextRequest
 from outrider.edge.testing import ScriptedDrafter
@@ -37,7 +37,9 @@ MEASURED = {
 
 def recorded(script, **changes) -> HitTrace:
     request = TextRequest(PROMPT, Sampling(temperature=0.5), "p", "code")
-    return record_trace(request, TEXT, ScriptedDrafter(script, q=0.7), **changes)
+    recorder = HitRecorder({"scripted": ScriptedDrafter(script, q=0.7)}, [request])
+    [trace] = recorder.record(request, TEXT, **changes)
+    return trace
 
 
 def test_a_scripted_drafter_hits_where_its_script_does() -> None:
@@ -49,7 +51,7 @@ def test_a_scripted_drafter_hits_where_its_script_does() -> None:
     assert (trace.temperature, trace.prompt_tokens, trace.tokens, trace.ended) == (0.5, 3, TEXT, False)
 
 
-def test_every_position_is_asked_after_the_targets_own_tokens() -> None:
+def test_every_position_is_proposed_after_the_targets_own_tokens() -> None:
     asked = []
 
     def script(prefix):
@@ -60,7 +62,7 @@ def test_every_position_is_asked_after_the_targets_own_tokens() -> None:
     assert asked[-len(TEXT) :] == [PROMPT + TEXT[:i] for i in range(len(TEXT))]
 
 
-def test_a_drafter_that_says_nothing_is_silent_and_not_wrong() -> None:
+def test_a_drafter_that_proposes_nothing_is_silent_and_not_wrong() -> None:
     trace = recorded(lambda prefix: None if len(prefix) % 2 else 21, ended=True)
     assert trace.silent == (True, False, True, False, True)
     assert trace.hits == (False, True, False, False, False)
@@ -85,7 +87,7 @@ def test_traces_come_back_from_a_file(tmp_path) -> None:
     assert load_traces(path) == []
 
 
-def test_the_targets_view_of_a_draft_is_about_the_proposed_token_and_at_most_one() -> None:
+def test_agreement_is_about_the_proposed_token_and_at_most_one() -> None:
     asked = []
 
     def chances(tokens):
@@ -93,7 +95,7 @@ def test_the_targets_view_of_a_draft_is_about_the_proposed_token_and_at_most_one
         return [0.07, 0.35, 0.9, 0.9, 0.0]
 
     trace = recorded((*PROMPT, 20, 99, 22), chances=chances)
-    assert asked == [[20, 99, 22, 0, 0]]  # of silence any
+    assert asked == [[20, 99, 22, 0, 0]]  # where it is silent, any token
     assert trace.agreement[:3] == (0.1, 0.5, 1.0)
     assert all(map(math.isnan, trace.agreement[3:]))
     assert recorded((*PROMPT, 20)).agreement == ()

@@ -1,4 +1,4 @@
-"""`outrider train policy`: what is learnt from traces, how it is judged, and what it is not misled by."""
+"""`outrider train policy`: what the networks learn from traces, and how they are evaluated."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.bench.length_training.command import SAYINGS, PolicyTraining
+from outrider.bench.length_training.command import split, train
 from outrider.bench.length_training.evaluation import evaluate
-from outrider.bench.length_training.fit import Fit
+from outrider.bench.length_training.fit import OPTIONAL_INPUTS, Fit, _gradients
 from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.traces.sweep import NotedWindow, policy_of
@@ -39,38 +39,38 @@ def chance_of(confidence, perturbed_probability, temperature):
     return 0.15 + 0.8 * (confidence if temperature == 0 else perturbed_probability)
 
 
-def planted(prompts: int = 60, tokens: int = 100, seed: int = 0, says: bool = True) -> list[HitTrace]:
+def planted(prompts: int = 60, tokens: int = 100, seed: int = 0, measured: bool = True) -> list[HitTrace]:
     rng, traces = np.random.default_rng(seed), []
     for number in range(prompts):
         temperature = float(number % 2)
         confidence, perturbed_probability = rng.random(tokens), rng.random(tokens)
         hits = rng.random(tokens) < chance_of(confidence, perturbed_probability, temperature)
-        said = (
+        measures = (
             {"perturbed_probability": tuple(perturbed_probability), "entropy": tuple(rng.random(tokens))}
-            if says
+            if measured
             else {}
         )
-        traces.append(trace_of(hits, confidence, id=str(number), temperature=temperature, **said))
+        traces.append(trace_of(hits, confidence, id=str(number), temperature=temperature, **measures))
     return traces
 
 
 @pytest.fixture(scope="module")
 def trained():
-    return PolicyTraining(fit=Fit(seed=1, steps=1500)).train(planted())
+    return train(planted(), Fit(seed=1, steps=1500))
 
 
 # === rows =======================================================================================================
 
 
-def test_a_draft_row_holds_what_the_drafter_said_and_whether_it_hit() -> None:
-    said = {"perturbed_probability": (0.6, 0.7, 0.8), "entropy": (1.0, 2.0, 3.0), "temperature": 0.5}
-    rows = draft_rows([trace_of([1, 0, 1], (0.2, 0.3, 0.4), **said)], np.random.default_rng(0))
+def test_a_draft_row_holds_the_drafters_measures_and_whether_it_hit() -> None:
+    measures = {"perturbed_probability": (0.6, 0.7, 0.8), "entropy": (1.0, 2.0, 3.0), "temperature": 0.5}
+    rows = draft_rows([trace_of([1, 0, 1], (0.2, 0.3, 0.4), **measures)], np.random.default_rng(0))
     wanted = draft_inputs((0.2, 0.3, 0.4), (0.6, 0.7, 0.8), (1.0, 2.0, 3.0), 0.5, (0, 0, 0))
     assert rows.outcomes.tolist() == [1, 0, 1]
     assert rows.inputs[:, :4] == pytest.approx(wanted[:, :4])
 
 
-def test_a_draft_is_behind_any_number_of_the_hits_right_before_it() -> None:
+def test_a_draft_may_follow_any_number_of_the_unverified_hits_right_before_it() -> None:
     hits = [1, 1, 0, 1, 1, 1, 1]
     depths = [
         np.expm1(draft_rows([trace_of(hits)], np.random.default_rng(seed)).inputs[:, 4]).round().astype(int)
@@ -97,7 +97,7 @@ def test_a_block_row_has_the_share_up_to_a_miss_and_the_first_drafts_signals() -
         length, known = (round(value) for value in (np.exp(inputs[6]), np.expm1(inputs[5])))
         assert length in LENGTHS
         assert known <= length
-        for start in range(120 - length + 1):  # where it began is not said
+        for start in range(120 - length + 1):  # its start is not in the row
             there = slice(start, start + known)
             wanted = block_inputs(tuple(confidence[there]), tuple(entropy[there]), 0.0, known, [length])
             run = next((i for i in range(length) if not hits[start + i]), length)
@@ -107,7 +107,7 @@ def test_a_block_row_has_the_share_up_to_a_miss_and_the_first_drafts_signals() -
     assert found == len(rows)
 
 
-# === what is learnt =============================================================================================
+# === training ===================================================================================================
 
 
 def test_a_planted_dependency_is_learnt_and_the_chances_are_calibrated(trained) -> None:
@@ -126,7 +126,7 @@ def test_a_planted_dependency_is_learnt_and_the_chances_are_calibrated(trained) 
     assert evaluations["head"].rows == 12 * 100, "a fifth of the prompts"
 
 
-def test_a_head_without_what_it_learnt_from_gives_the_mean_of_what_it_knows(trained) -> None:
+def test_a_head_without_some_of_its_inputs_gives_the_mean_of_what_it_knows(trained) -> None:
     head = trained[0].head
     silent = head.chances(draft_inputs((), (), (), 1.0, (0,)))
     assert silent == pytest.approx([0.55], abs=0.07)
@@ -148,17 +148,16 @@ def test_a_blocks_share_falls_with_its_length_and_rises_with_what_is_known_of_it
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
     def weights(seed: int) -> bytes:
-        training = PolicyTraining(fit=Fit(steps=20, seed=seed))
-        networks = training.train(planted(prompts=10, tokens=50))[0]
+        networks, _ = train(planted(prompts=10, tokens=50), Fit(steps=20, seed=seed))
         return b"".join(network.hidden.tobytes() for network in (networks.head, networks.block))
 
     assert weights(1) == weights(1) != weights(2)
 
 
-def test_what_no_trace_knows_or_varies_is_not_guessed_from() -> None:
-    """Older recordings lack entropy and perturbed probability, and T = 0 alone says nothing about others."""
-    greedy = [trace for trace in planted(says=False) if trace.temperature == 0]
-    trained, _ = PolicyTraining(fit=Fit(steps=200)).train(greedy)
+def test_inputs_that_no_trace_knows_or_varies_have_no_effect() -> None:
+    """Older recordings lack entropy and perturbed probability, and those at T = 0 alone teach nothing about others."""
+    greedy = [trace for trace in planted(measured=False) if trace.temperature == 0]
+    trained, _ = train(greedy, Fit(steps=200))
     same = [
         draft_inputs((0.5,), perturbed_probability, entropy, temperature, (0,))
         for perturbed_probability, entropy, temperature in (((), (), 0.0), ((0.99,), (4.0,), 0.0), ((), (), 1.5))
@@ -171,12 +170,12 @@ def test_what_no_trace_knows_or_varies_is_not_guessed_from() -> None:
 
 def test_a_prompt_is_for_training_or_evaluation_whatever_the_drafter_and_seed() -> None:
     traces = [replace(t, drafter=d, seed=s) for t in planted(prompts=10, tokens=5) for d in "ab" for s in (1, 2)]
-    learnt, unseen = PolicyTraining(fit=Fit(), held_out=0.3)._split(traces)
-    assert (len(learnt), len(unseen)) == (28, 12)
-    assert not {t.id for t in learnt} & {t.id for t in unseen}
+    known, unseen = split(traces, 0.3, 0)
+    assert (len(known), len(unseen)) == (28, 12)
+    assert not {t.id for t in known} & {t.id for t in unseen}
 
 
-def test_of_more_rows_than_allowed_so_many_are_drawn() -> None:
+def test_rows_beyond_the_limit_are_drawn_at_random() -> None:
     rows = Rows(np.arange(100.0)[:, None], np.arange(100.0))
     some = rows.some(30, np.random.default_rng(0))
     assert len(some) == len(set(some.outcomes)) == 30
@@ -185,8 +184,6 @@ def test_of_more_rows_than_allowed_so_many_are_drawn() -> None:
 
 
 def test_gradients_are_those_of_the_cross_entropy() -> None:
-    from outrider.bench.length_training.fit import _gradients
-
     rng = np.random.default_rng(0)
     weights = [rng.normal(size=shape) for shape in ((4, 3), (3,), (3,), (1,))]
     z, outcomes = rng.normal(size=(7, 4)), rng.random(7)
@@ -205,9 +202,9 @@ def test_gradients_are_those_of_the_cross_entropy() -> None:
             assert gradient[at] == pytest.approx((above - below) / 2e-5, abs=1e-7)
 
 
-def test_only_what_a_drafter_says_is_ever_hidden_in_training() -> None:
-    assert set(DRAFT_INPUTS) - SAYINGS == {"temperature", "depth"}
-    assert set(BLOCK_INPUTS) - SAYINGS == {"temperature", "known", "length"}
+def test_only_a_drafters_measures_are_ever_hidden_in_training() -> None:
+    assert set(DRAFT_INPUTS) - OPTIONAL_INPUTS == {"temperature", "depth"}
+    assert set(BLOCK_INPUTS) - OPTIONAL_INPUTS == {"temperature", "known", "length"}
 
 
 # === the command ================================================================================================
@@ -219,9 +216,9 @@ def test_the_command_writes_weights_that_rules_take(tmp_path: Path, capsys: pyte
     output = tmp_path / "made" / "weights.json"
     files = [str(tmp_path / "one"), str(tmp_path / "two")]
     assert main(["train", "policy", *files, "--output", str(output), "--steps", "20", "--hidden", "4"]) == 0
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     for word in ("head", "block", "one chance", "outcome", "--window specdec++@"):
-        assert word in said
+        assert word in out
     made = json.loads(output.read_text())["made"]
     assert (made["prompts"], made["hidden"], made["temperatures"]) == (16, 4, [0.0, 1.0])
     assert len(made["traces_sha256"]) == 64
@@ -231,7 +228,7 @@ def test_the_command_writes_weights_that_rules_take(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("prompts", "options", "says"),
+    ("prompts", "options", "message"),
     [
         (1, [], "traces: hold 1 prompts, too few"),
         (4, ["--held-out", "0"], "set --held-out"),
@@ -239,17 +236,17 @@ def test_the_command_writes_weights_that_rules_take(tmp_path: Path, capsys: pyte
         (5, ["--output", "/proc/none/weights.json"], "output: cannot write"),
     ],
 )
-def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Path, capsys, prompts, options, says) -> None:
+def test_the_command_names_a_mistake_in_one_line(tmp_path: Path, capsys, prompts, options, message) -> None:
     save_traces(planted(prompts=prompts, tokens=10), tmp_path / "traces.jsonl")
     command = ["train", "policy", str(tmp_path / "traces.jsonl"), "--output", str(tmp_path / "w.json"), *options]
     assert main(command) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
+    assert message in line
 
 
 def test_texts_too_short_for_a_block_are_refused() -> None:
     with pytest.raises(ConfigError, match="too few tokens"):
-        Fit().network(BLOCK_INPUTS, SAYINGS, block_rows([], np.random.default_rng(0)))
+        Fit().network(BLOCK_INPUTS, block_rows([], np.random.default_rng(0)))
 
 
 # === rules as options ===========================================================================================
@@ -260,10 +257,10 @@ def test_every_command_takes_a_number_or_a_rule_for_its_window(capsys: pytest.Ca
         return parse(["edge", "--coordinator", "a:1", "--window", text]).values["window"]
 
     assert [window(text) for text in ("8", "specdec++:0.3", "aimd")] == [8, "specdec++:0.3", "aimd"]
-    for wrong, says in (("0", "below 1"), ("fast", "is none of"), ("threshold:2", "0 to 1"), ("speckv@/no", "read")):
+    for wrong, message in (("0", "below 1"), ("fast", "is none of"), ("threshold:2", "0 to 1"), ("speckv@/no", "read")):
         with pytest.raises(SystemExit):
             window(wrong)
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_an_edge_gets_a_rule_of_its_own_for_each_text() -> None:
@@ -287,7 +284,7 @@ def test_a_battery_is_a_share(battery: float) -> None:
     assert caught.value.field == "battery"
 
 
-def test_a_grid_takes_rules_by_name_and_tells_those_that_learn() -> None:
+def test_a_sweep_takes_rules_by_name_and_passes_hits_on_to_those_that_learn() -> None:
     assert policy_of("specdec++:0.3").window == SpecDecWindow(0.3)
     assert policy_of("fixed:4").window == policy_of("4").window
     for wrong in ("fixed", "quick", "threshold:x"):

@@ -1,4 +1,4 @@
-"""Replay: what can be worked out by hand, what must always hold, and that its wire is the emulator's."""
+"""Replay: cases worked out by hand, properties, and a wire that agrees with the emulator's."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def random_traces(count: int, tokens: int = 60, share: float = 0.75) -> list[Hit
 
 
 class LoggedLink:
-    """Notes what is sent and what arrives: (time, up or down, sent or arrived, frame)."""
+    """Logs frames that are sent and that arrive: (time, up or down, sent or arrived, frame)."""
 
     def __init__(self, link, log: list[tuple]) -> None:
         self._link, self._log = link, log
@@ -101,7 +101,7 @@ class LoggedLink:
 
 
 class Written(Replay):
-    """A replay whose `log` holds what was sent and what arrived, in the order of the times."""
+    """A replay whose `log` holds the frames that were sent and that arrived, in the order of the times."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -151,7 +151,7 @@ def test_cloud_streaming_takes_the_opening_the_prompt_and_a_step_a_token() -> No
     assert outcome.statistics.drafted == 0
 
 
-def test_a_pace_is_the_least_that_a_step_takes() -> None:
+def test_min_step_s_is_the_shortest_step() -> None:
     [outcome] = replay([trace_of([True] * 9)], at(LINK), replace(FREE, min_step_s=0.03), CLOUD)
     assert outcome.seconds == pytest.approx(LINK.rtt_s + 9 * 0.03)
 
@@ -175,7 +175,8 @@ def test_synchronous_speculation_that_hits_twice_in_three_gives_three_a_round() 
 
 
 def test_synchronous_speculation_is_not_disturbed_by_answers_about_an_older_text() -> None:
-    # What the edge said when it knew one token less must not make a verifier of infinite patience step without drafts.
+    # A frame that the edge sent before the last token reached it must not make a verifier of infinite patience step
+    # without drafts.
     [hits] = replay([trace_of([True] * 21)], at(LINK), FREE, synchronous(4))
     assert hits.statistics.steps == 6
     [misses] = replay([trace_of([False] * 9)], at(LINK), FREE, synchronous(4))
@@ -269,7 +270,7 @@ def test_another_seed_gives_another_jitter() -> None:
     assert by_seed[0] == by_seed[1] != by_seed[2]
 
 
-def test_a_drafter_with_nothing_to_say_drafts_nothing() -> None:
+def test_a_silent_drafter_drafts_nothing() -> None:
     n = 20
     trace = trace_of([False] * n, silent=(True,) * n, confidence=(math.nan,) * n)
     [outcome] = replay([trace], at(LINK), FREE, Policy())
@@ -289,7 +290,7 @@ def test_an_edge_drafts_beyond_an_end_that_it_cannot_see() -> None:
     assert furthest[0] < 30 + 20 < furthest[1]
 
 
-def test_what_has_been_measured_is_kept_from_text_to_text() -> None:
+def test_measurements_are_kept_from_text_to_text() -> None:
     traces = random_traces(1) * 3
     first, *others = replay(traces, at(LINK), Costs(row_s=0.004), Policy())
     assert [first] != others[:1]
@@ -328,7 +329,7 @@ BARE = Framing(headers=0, window_update=0, end=0)
 
 
 def by_emulator(messages, shape_at, changes) -> list[float]:
-    """When the emulator's pipe delivers the last byte of each message."""
+    """Return when the emulator's pipe delivers the last byte of each message."""
     pipe, due = Pipe(shape_at(0.0).up), []
     steps = [(time, None) for time in changes] + [(time, size) for time, size in messages]
     for time, size in sorted(steps, key=lambda step: (step[0], step[1] is not None)):
@@ -349,7 +350,7 @@ def by_emulator(messages, shape_at, changes) -> list[float]:
 @settings(max_examples=60, deadline=None)
 def test_messages_arrive_when_the_emulator_delivers_them(messages, shape) -> None:
     messages = sorted((time, FRAME_BYTES + size) for time, size in messages)
-    wire = Wire(lambda link: link.up, at(shape), BARE, random.Random(0))
+    wire = Wire(lambda _: shape.up, BARE, random.Random(0))
     arrivals = [wire.send(time, size - FRAME_BYTES) for time, size in messages]
     assert arrivals == pytest.approx(by_emulator(messages, at(shape), []), abs=1e-6)
 
@@ -358,7 +359,7 @@ def test_messages_arrive_when_the_emulator_delivers_them(messages, shape) -> Non
 def test_messages_arrive_when_the_emulator_delivers_them_on_a_trace(name) -> None:
     trace, rng = find_trace(name), random.Random(5)
     messages = sorted((rng.uniform(0, 25), FRAME_BYTES + rng.randrange(20, 1000)) for _ in range(400))
-    wire = Wire(lambda link: link.up, trace.at, BARE, random.Random(0))
+    wire = Wire(lambda time: trace.at(time).up, BARE, random.Random(0))
     arrivals = [wire.send(time, size - FRAME_BYTES) for time, size in messages]
     changes = [point.time_s for point in trace.points]
     assert arrivals == pytest.approx(by_emulator(messages, trace.at, changes), abs=1e-6)
@@ -456,13 +457,13 @@ def test_the_leader_soon_activates_the_better_drafter_and_beats_the_other_alone(
         [leader] = replay(traces, shape, FREE, Policy(), others=others, selector=lambda: default_selector(2))
         [best] = replay([others[0][0].trace], shape, FREE, Policy())
         [worst] = replay(traces, shape, FREE, Policy())
-        assert leader.active.index(1) < 64, "within so many tokens"
+        assert leader.active.index(1) < 64, "within 64 tokens"
         assert sum(leader.active) > 0.7 * len(leader.active)
         assert best.seconds * 1.3 > leader.seconds
         assert leader.seconds < 0.95 * worst.seconds
 
 
-def test_what_drafters_give_to_a_prompt_says_whose_turn_comes_first() -> None:
+def test_the_drafter_that_fits_the_prompt_best_is_active_first() -> None:
     traces = [replace(trace_of([1] * 8), prompt_log_q=-4.0)]
     others = [[arm_of([1] * 8, "b", prompt_log_q=-3.5), arm_of([1] * 8, "c", prompt_log_q=-9.0)]]
     shape = at(LinkShape.of(rtt_ms=40))

@@ -1,4 +1,4 @@
-"""Selectors on hit traces: rounds by hand, what arms hear, and who is faster on which link and text."""
+"""Selectors on hit traces: what they learn, and which is faster on which link and text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def trace_of(hits: Sequence[bool], agreement: Sequence[float] = (), prompt: int 
 
 
 def text_of(rng: np.random.Generator, stretches: Sequence[tuple[int, int]], acceptance: np.ndarray = DOMAINS) -> Text:
-    """Stretches of (domain, tokens), with scattered agreement and hits that follow it."""
+    """Return a text of stretches of (domain, tokens), with scattered agreement and hits that follow it."""
     traces = []
     for of_arm in acceptance:
         mean = np.concatenate([np.full(tokens, of_arm[domain]) for domain, tokens in stretches])
@@ -75,7 +75,7 @@ def text_of(rng: np.random.Generator, stretches: Sequence[tuple[int, int]], acce
 
 
 def stage_of(arms: Sequence[Arm], shape_at) -> Stage:
-    """Synchronous rounds of these drafters."""
+    """Return the stage of synchronous rounds of these drafters."""
     costs = [replace(PLAIN, drafting_s=arm.drafting_s, catch_up_s=arm.catch_up_s) for arm in arms]
     return Stage(costs, shape_at, lambda: synchronous(DRAFTS))
 
@@ -90,7 +90,7 @@ def oracle(text: Text, arms: Sequence[Arm], shape_at) -> Trajectory:
 
 
 def best_single(texts: Sequence[Text], arms: Sequence[Arm], shape_at) -> tuple[int, list[Trajectory]]:
-    """The drafter that alone would have been the fastest, and its trajectories."""
+    """Return the drafter that alone would have been the fastest, and its trajectories."""
     stage = stage_of(arms, shape_at)
     runs = {arm: stage.alone(texts, arm) for arm in range(len(arms))}
     arm = min(runs, key=lambda index: sum(run.seconds for run in runs[index]))
@@ -120,13 +120,13 @@ class Listening(Selector):
         self.outcomes.append(outcome)
 
     def by_text(self) -> list[list[RoundOutcome]]:
-        """Return the outcomes of each text but the last, which are told to be over where the next one begins."""
+        """Return the outcomes of each text but the last; one without tokens ends a text where the next one begins."""
         ends = [i + 1 for i, outcome in enumerate(self.outcomes) if not outcome.committed]
         return [self.outcomes[a:b] for a, b in itertools.pairwise((0, *ends))]
 
 
 @pytest.mark.parametrize("catch_up_s", [0.0, 0.0001, 0.004])
-def test_arms_learn_of_every_token_once_in_order_and_of_an_end_that_nobody_knows(catch_up_s) -> None:
+def test_arms_learn_of_every_token_once_and_in_order_even_of_an_unknown_end(catch_up_s) -> None:
     texts = [text_of(np.random.default_rng(seed), [(0, 150)]) for seed in (1, 2, 3)]
     listening = Listening(np.random.default_rng(2))
     play(texts, [replace(arm, catch_up_s=catch_up_s) for arm in FAMILY], listening, link(20))
@@ -188,7 +188,7 @@ def test_joined_texts_change_where_they_meet() -> None:
         joined([])
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
+def test_changes_and_measures_beyond_the_text_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"text\.changes"):
         Text((trace_of([1, 1]),), (2,))
     with pytest.raises(ConfigError, match=r"trace\.agreement"):
@@ -203,7 +203,7 @@ def seconds_of(texts: Sequence[Text], selector: Selector, rtt_ms: float, arms: S
 
 
 def contenders(seed: int) -> dict[str, Callable[[], Selector]]:
-    """By name; made anew for each seed, five arms each."""
+    """Return factories of selectors of the five drafters, by name."""
     return {
         **{arm.name: lambda i=i: StaticSelector(i) for i, arm in enumerate(FAMILY)},
         "random": lambda: RandomSelector(5, np.random.default_rng(seed)),
@@ -222,7 +222,7 @@ def contenders(seed: int) -> dict[str, Callable[[], Selector]]:
 def shares_of_oracle(
     make: Callable[[np.random.Generator], list[Text]], rtt_ms: float, seeds: range
 ) -> dict[str, float]:
-    """Each contender's speed over the oracle's, on all texts of all seeds."""
+    """Return each contender's speed over the oracle's, on all texts of all seeds."""
     spent: dict[str, float] = dict.fromkeys(contenders(0), 0.0)
     best = 0.0
     for seed in seeds:
@@ -254,7 +254,7 @@ def test_the_default_stays_above_every_single_drafter_over_many_texts() -> None:
 
 
 @pytest.mark.parametrize("domain", range(4))
-def test_the_default_is_near_the_best_drafter_of_a_domain_that_it_is_not_told(domain) -> None:
+def test_the_default_is_near_the_best_drafter_of_an_unknown_domain(domain) -> None:
     rng = np.random.default_rng(domain)
     texts = [text_of(rng, [(domain, 300)]) for _ in range(3)]
     arm, runs = best_single(texts, FAMILY, link(50))
@@ -276,7 +276,7 @@ def test_after_a_change_of_domain_the_default_is_soon_near_the_oracle() -> None:
         mine += run[end] - run[settled]
         stuck += still[end] - still[settled]
     assert best / mine > 0.9
-    assert best / stuck < 0.7, "who does not change pays for it"
+    assert best / stuck < 0.7, "a drafter that stays costs time"
 
 
 def test_the_oracle_takes_the_best_of_every_stretch() -> None:

@@ -22,7 +22,7 @@ ORACLE = hashing_oracle(7, eos_odds=0.0)
 
 
 class Noted(Batching):
-    """Notes how many sessions each step has."""
+    """Rules of a batch that note how many sessions each step has."""
 
     def __init__(self) -> None:
         super().__init__(PREFILL_CHUNK)
@@ -43,7 +43,7 @@ def decode(
     prompt: int = 3,
     costs: Costs | None = None,
 ) -> tuple[list[list[int]], Noted, float]:
-    """Texts of so many edges that begin together on one verifier, its rules, and when the last has ended."""
+    """Return texts of edges that begin together on one verifier, its rules of a batch, and when the last has ended."""
     clock, batching = VirtualClock(), Noted()
     verifier = SimulatedVerifier(clock, rules, OracleTarget(ORACLE), costs or Costs(), batching)
     simulations = []
@@ -108,7 +108,7 @@ def test_credit_shrinks_with_the_crowd_down_to_a_step_of_drafts() -> None:
     assert credit_of(replace(rules, max_credit=4), 100) == 4
 
 
-def test_a_clock_on_which_nothing_is_left_says_so() -> None:
+def test_a_clock_without_events_raises() -> None:
     clock, seen = VirtualClock(), []
     clock.at(2.0, lambda: seen.append("b"))
     clock.at(1.0, lambda: seen.append("a"))

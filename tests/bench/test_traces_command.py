@@ -1,4 +1,4 @@
-"""`outrider traces`: what it records is what a real run shows, and what it replays follows from what is recorded."""
+"""`outrider traces`: recordings agree with real runs, and replays with recordings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
-from outrider.bench.replay.record import HitRecorder, record_trace
+from outrider.bench.replay.record import HitRecorder
 from outrider.bench.replay.traced import Policy
 from outrider.bench.replay.traced import replay as replay_texts
 from outrider.bench.replay.traces import HitTrace, load_traces, save_traces
@@ -81,14 +81,14 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trace_of(drafter: str, hits: str, *, name: str = "t", domain: str = "code") -> HitTrace:
-    """`hits`: 1 where the drafter is right, 0 where it is not."""
+    """Return a trace; `hits`: 1 where the drafter is right, 0 where it is not."""
     n = len(hits)
     tokens = tuple(range(200, 200 + n))
     return HitTrace(name, domain, drafter, "1", 0.0, 30, tokens, tuple(h == "1" for h in hits), (math.nan,) * n)
 
 
 def recording_of(texts: int = 2, tokens: int = 40) -> Recording:
-    """Of a drafter that hits three times in four, and of one that never does; a domain a text."""
+    """Return a recording of a drafter that hits three times in four, and of one that never does; a domain a text."""
     shape = {"good": ("1110" * tokens)[:tokens], "bad": "0" * tokens}
     return Recording(
         {
@@ -110,7 +110,7 @@ def link_of(rtt_ms: float) -> BenchLink:
     return BenchLink(LinkShape.of(rtt_ms=rtt_ms), None, LinkRecord(rtt_ms))
 
 
-def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def run_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     try:
         status = main(["traces", *arguments])
     except SystemExit as ended:
@@ -132,17 +132,11 @@ def test_hits_are_those_of_the_targets_own_texts(target, temperature) -> None:
     requests = [TextRequest(ids, sampling, p.id, p.domain) for p, ids in zip(prompts, tokens, strict=True)]
     texts = TextWriter(target).write(requests)
     expected = [
-        replace(
-            record_trace(
-                text.request,
-                text.transcript[len(prompt) :],
-                drafter,
-                ended=text.transcript[-1] in target.eos_tokens,
-            ),
-            drafter=name,
+        trace
+        for text in texts
+        for trace in HitRecorder(drafters, [text.request]).record(
+            text.request, text.tokens, ended=text.transcript[-1] in target.eos_tokens
         )
-        for text, prompt in zip(texts, tokens, strict=True)
-        for name, drafter in drafters.items()
     ]
     assert repr([replace(trace, agreement=()) for trace in traces]) == repr(expected)  # NaN is not equal to itself
     assert set(sheet.drafters) == {"seven", "mine"}
@@ -190,8 +184,7 @@ def test_texts_of_several_seeds_equal_those_alone_though_the_prompt_is_read_once
     assert target.pool.free_pages == target.pool.page_count
 
 
-def test_so_many_texts_are_written_at_once_as_their_logits_have_room(target, monkeypatch) -> None:
-
+def test_only_texts_whose_logits_have_room_are_written_at_once(target, monkeypatch) -> None:
     requests = [TextRequest((3, 9, i), replace(GREEDY, ignore_eos=True), str(i)) for i in range(2, 7)]
     at_once: list[int] = []
     forward = target.forward
@@ -244,7 +237,7 @@ def test_costs_are_of_this_target_and_these_drafters(target) -> None:
     assert sheet.target.row_s >= 0
     assert sheet.target.prefill_row_s >= 0
     assert sheet.drafters["slow"].drafting_s > 3 * sheet.drafters["fast"].drafting_s > 0
-    assert sheet.drafters["silent"].drafting_s == Costs().drafting_s  # nobody knows
+    assert sheet.drafters["silent"].drafting_s == Costs().drafting_s  # not known
     assert target.pool.free_pages == target.pool.page_count
 
 
@@ -254,8 +247,8 @@ def test_a_prompt_that_fills_the_context_but_for_a_token_can_be_recorded(target)
     assert len(trace.tokens) == 1
 
 
-def test_a_probe_tells_reading_from_drafting(monkeypatch) -> None:
-    """A clock that only the drafter moves: 2 ms a drafted token, 0.5 ms a token read."""
+def test_a_probe_separates_reading_from_drafting(monkeypatch) -> None:
+    # Only the drafter moves the clock: 2 ms a drafted token, 0.5 ms a token read.
     now = 0.0
 
     class Clocked(ScriptedDrafter):
@@ -291,7 +284,7 @@ def test_the_command_writes_what_replay_reads(target_folder, prompt_file, tmp_pa
     out_file = tmp_path / "new" / "t.jsonl"
     arguments = ["--target", str(target_folder), "--drafter", "ngram", "--prompts", str(prompt_file)]
     sizes = ["--per-domain", "2", "--max-tokens", "9", "--seed", "4", "--threads", "1"]
-    status, out, err = said(["record", *arguments, *sizes, "--output", str(out_file)], capfd)
+    status, out, err = run_command(["record", *arguments, *sizes, "--output", str(out_file)], capfd)
     assert status == 0
     assert f"4 traces in {out_file}" in out
     assert "the target writes 4 texts" in err
@@ -300,7 +293,7 @@ def test_the_command_writes_what_replay_reads(target_folder, prompt_file, tmp_pa
     assert set(recording.costs.drafters) == {"ngram"}
     assert recording.costs.environment["seed"] == 4
     assert all(len(trace.agreement) == len(trace.entropy) == len(trace.tokens) for trace in recording.texts)
-    status, out, err = said(["replay", str(out_file), "--rtt", "10", "--window", "adaptive"], capfd)
+    status, out, err = run_command(["replay", str(out_file), "--rtt", "10", "--window", "adaptive"], capfd)
     assert status == 0
     assert "ngram" in out
 
@@ -390,7 +383,7 @@ def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> 
         "adaptive,8",
     ]
     outputs = ["--json", str(tmp_path / "a" / "r.json"), "--plot", str(tmp_path / "b")]
-    status, out, err = said([*arguments, "--min-step", "30", *outputs], capfd)
+    status, out, err = run_command([*arguments, "--min-step", "30", *outputs], capfd)
     assert status == 0, err
     assert max(map(len, out.splitlines())) <= 100
     assert out.count("(cloud)") == 3
@@ -414,7 +407,7 @@ def test_the_command_prints_writes_and_draws_the_whole_grid(tmp_path, capfd) -> 
 
 def test_only_the_drafters_that_are_named_are_replayed(tmp_path, capfd) -> None:
     path = written(recording_of(), tmp_path)
-    status, out, _ = said(["replay", str(path), "--rtt", "2", "--window", "4", "--drafter", "bad"], capfd)
+    status, out, _ = run_command(["replay", str(path), "--rtt", "2", "--window", "4", "--drafter", "bad"], capfd)
     assert status == 0
     assert "bad" in out
     assert "good" not in out
@@ -432,7 +425,7 @@ def test_costs_come_back_from_their_file(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "says"),
+    ("arguments", "status", "message"),
     [
         (["record"], 2, "--output"),
         (["record", "--output", "t.json"], 1, "output: t.json does not end in .jsonl; call it t.jsonl"),
@@ -465,22 +458,22 @@ def test_costs_come_back_from_their_file(tmp_path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_mistake_is_one_clear_line(arguments, status, says, tmp_path, monkeypatch, capfd) -> None:
+def test_a_mistake_is_one_clear_line(arguments, status, message, tmp_path, monkeypatch, capfd) -> None:
     path = written(recording_of(), tmp_path)
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
-    got, out, err = said([str(path) if word == "T" else word for word in arguments], capfd)
+    got, out, err = run_command([str(path) if word == "T" else word for word in arguments], capfd)
     assert got == status
-    assert says in err
+    assert message in err
     assert len(err.strip().splitlines()) == 1
     assert out == ""
-    assert sorted(tmp_path.iterdir()) == before  # nothing is left behind
+    assert sorted(tmp_path.iterdir()) == before  # nothing is left there
 
 
 def test_an_output_that_cannot_be_written_is_found_before_the_work(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr("outrider.bench.traces.record.load_target", lambda *_, **__: pytest.fail("the work has begun"))
     (tmp_path / "t.costs.json").mkdir()
-    status, _, err = said(["record", "--drafter", "ngram", "--output", str(tmp_path / "t.jsonl")], capfd)
+    status, _, err = run_command(["record", "--drafter", "ngram", "--output", str(tmp_path / "t.jsonl")], capfd)
     assert status == 1
     assert f"output: cannot write {tmp_path / 't.costs.json'}: Is a directory; name another file" in err
 
@@ -510,7 +503,7 @@ def test_a_wrong_cost_is_named(tmp_path, change, message) -> None:
         load_recording(path)
 
 
-def test_traces_without_their_costs_are_refused_with_the_name_of_what_is_missing(tmp_path) -> None:
+def test_traces_without_their_costs_are_refused_by_name(tmp_path) -> None:
     path = written(recording_of(), tmp_path)
     costs_path(path, "output").unlink()
     with pytest.raises(

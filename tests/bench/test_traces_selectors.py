@@ -1,4 +1,4 @@
-"""`outrider traces replay --selector`: which texts are met, what each choice gives, and what is shown of it."""
+"""`outrider traces replay --selector`: texts of a run, results of each way of choosing, and their output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from outrider.bench.traces.pool import (
     PoolReplayed,
     Row,
     row_names,
-    segments,
+    run_texts,
     variants_of,
 )
 from outrider.bench.traces.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path
@@ -55,7 +55,7 @@ DRAFTS = 4
 
 
 def recording_of(prompts: int = 3, seeds: int = 2, tokens: int = 90) -> Recording:
-    """Of two drafters, each of them good in one domain, and neither in the third."""
+    """Return a recording of two drafters, each of them good in one domain, and neither in the third."""
     rng = np.random.default_rng(0)
     traces: dict[str, list[HitTrace]] = {name: [] for name in DRAFTERS}
     for domain, prompt, seed in itertools.product(DOMAINS, range(prompts), range(1, 1 + seeds)):
@@ -95,7 +95,7 @@ def written(recording: Recording, folder: Path) -> Path:
     return path
 
 
-def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def run_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     try:
         status = main(["traces", "replay", *arguments])
     except SystemExit as ended:
@@ -104,33 +104,33 @@ def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, 
     return status, out, err
 
 
-# --- which texts ---
+# --- texts of a run ---
 
 
 def test_a_run_meets_each_prompt_of_its_row_once_in_random_order_with_seeds_in_turn() -> None:
     variants = variants_of(texts_of(recording_of().traces))
     assert row_names(recording_of().domains) == (*DOMAINS, "mix", "midway")
-    runs = [segments("mix", variants, seed) for seed in range(4)]
+    runs = [run_texts("mix", variants, seed) for seed in range(4)]
     for seed, run in enumerate(runs):
         assert {p.prompt for p in run} == {(d, f"p{i}") for d in DOMAINS for i in range(3)}
         assert len(run) == 9
-        assert {p.text.traces[0].seed for p in run} == {1 + seed % 2}
-    assert runs[0][0].text == segments("mix", variants, 0)[0].text
+        assert {p.traces[0].seed for p in run} == {1 + seed % 2}
+    assert runs[0][0] == run_texts("mix", variants, 0)[0]
     assert len({tuple(p.prompt for p in run) for run in runs}) == 4
-    assert {p.domains for p in segments("code", variants, 0)} == {("code",)}
+    assert {(p.prompt[0], *p.domains) for p in run_texts("code", variants, 0)} == {("code",)}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_midway_every_text_begins_one_segment_and_ends_one_of_another_domain(seed) -> None:
+def test_midway_every_text_begins_one_text_and_ends_one_of_another_domain(seed) -> None:
     variants = variants_of(texts_of(recording_of().traces))
-    alone = {p.prompt: p.text for p in segments("mix", variants, seed)}
-    run = segments("midway", variants, seed)
+    alone = {p.prompt: p for p in run_texts("mix", variants, seed)}
+    run = run_texts("midway", variants, seed)
     beginnings, endings = [], []
-    for segment in run:
-        before, after = segment.domains
-        assert segment.prompt[0] == before != after
-        assert segment.text.changes == (90,)
-        tokens = segment.text.traces[1].tokens
+    for text in run:
+        (before, _), (after,) = text.prompt, text.domains
+        assert before != after
+        assert text.changes == (90,)
+        tokens = text.traces[1].tokens
         beginnings.append(tokens[:90])
         endings.append(tokens[90:])
         assert tokens[90:] in {text.traces[0].tokens for (domain, _), text in alone.items() if domain == after}
@@ -138,7 +138,7 @@ def test_midway_every_text_begins_one_segment_and_ends_one_of_another_domain(see
     assert sorted(beginnings) == sorted(endings) == everything
 
 
-def test_of_one_domain_there_is_no_mix() -> None:
+def test_one_domain_has_no_mix() -> None:
     recording = recording_of()
     code = Recording({name: [t for t in own if t.domain == "code"] for name, own in recording.traces.items()}, SHEET)
     assert row_names(code.domains) == ("code",)
@@ -157,7 +157,7 @@ def test_a_domain_with_the_name_of_a_row_is_refused() -> None:
         pool_of(Recording(own, SHEET))
 
 
-# --- what they give ---
+# --- results ---
 
 
 def test_cloud_streaming_takes_the_link_once_and_a_step_a_token() -> None:
@@ -171,7 +171,7 @@ def test_cloud_streaming_takes_the_link_once_and_a_step_a_token() -> None:
     assert paced.cloud_s(text) == pytest.approx(0.05 + 0.003 + 90 * 0.1005)
 
 
-def test_a_pace_holds_for_short_rounds_too() -> None:
+def test_min_step_s_holds_for_short_rounds_too() -> None:
     recording = recording_of(1, 1)
     [text, *_] = texts_of(recording.traces)
     costs = recording.costs.of("coder", min_step_s=0.5)
@@ -181,7 +181,7 @@ def test_a_pace_holds_for_short_rounds_too() -> None:
     assert rounds_s[-1] < 0.52
 
 
-def test_a_cell_is_cloud_streaming_over_what_its_drafter_takes_on_the_same_texts(rows) -> None:
+def test_a_cell_compares_cloud_streaming_with_its_drafter_on_the_same_texts(rows) -> None:
     recording = recording_of()
     stage = stage_of(recording, link_of())
     for arm, drafter in enumerate(DRAFTERS):
@@ -191,7 +191,7 @@ def test_a_cell_is_cloud_streaming_over_what_its_drafter_takes_on_the_same_texts
                 seconds += stage.alone([text], arm)[0].seconds
                 cloud_s += stage.cloud_s(text)
         cell = rows["code"].of(DRAFTER, drafter)
-        # What the verifier has measured in the texts before makes a little difference.
+        # The verifier's measurements of earlier texts make a little difference.
         assert cell.speed_up == pytest.approx(cloud_s / seconds, rel=0.02)
         assert cell.seconds == pytest.approx(2 * seconds, rel=0.02)  # four runs, two texts of each prompt
         assert cell.tokens == 4 * 3 * 90
@@ -200,7 +200,7 @@ def test_a_cell_is_cloud_streaming_over_what_its_drafter_takes_on_the_same_texts
         assert cell.switches == 0
 
 
-def test_nobody_is_ahead_of_the_oracle_by_more_than_a_round(rows) -> None:
+def test_no_way_of_choosing_beats_the_oracle(rows) -> None:
     for row in rows.values():
         oracle = row.of(ORACLE, ORACLE)
         assert oracle.of_oracle == pytest.approx(1.0)
@@ -224,11 +224,11 @@ def test_the_leader_is_near_the_best_everywhere_and_above_it_where_domains_chang
         assert row.of(SELECTOR, "leader").speed_up > row.of(SELECTOR, "random").speed_up
 
 
-def test_choices_and_what_is_settled_are_counted_from_the_change_on(rows) -> None:
+def test_choices_and_settled_tokens_are_counted_from_the_change_on(rows) -> None:
     changes = {(change.name, change.domain): np.array(change.shares) for change in rows["midway"].changes}
     assert {domain for name, domain in changes if name == "oracle"} == set(DOMAINS)
     coder = changes["oracle", "code"][:, DRAFTERS.index("coder")]
-    assert coder[BEFORE + 6 : BEFORE + 90].min() == 1.0, "behind the round that was on its way"
+    assert coder[BEFORE + 6 : BEFORE + 90].min() == 1.0, "after the round that was on its way"
     assert coder[:BEFORE].max() < 1.0
     assert {shares.shape[0] for shares in changes.values()} == {128}
     assert changes["leader", "code"].sum(axis=1)[: BEFORE + 90] == pytest.approx(1.0)
@@ -240,7 +240,7 @@ def test_choices_and_what_is_settled_are_counted_from_the_change_on(rows) -> Non
     assert rows["mix"].of(SELECTOR, "leader").settled is None
 
 
-def test_a_selector_keeps_what_it_has_learned_within_a_run_and_nothing_between_runs(monkeypatch) -> None:
+def test_a_selector_learns_within_a_run_and_forgets_between_runs(monkeypatch) -> None:
     made: list[MetaSdUcb] = []
 
     def make(arms, rng):
@@ -255,7 +255,7 @@ def test_a_selector_keeps_what_it_has_learned_within_a_run_and_nothing_between_r
     assert min(sum(selector.pulls) for selector in made[8:]) > 9 * 180 / 5
 
 
-def test_on_the_stream_a_drafter_alone_is_its_replay_and_turns_are_told_apart() -> None:
+def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_noted() -> None:
     recording = recording_of(2, 1)
     texts = texts_of(recording.traces)
     costs = [recording.costs.of(name, min_step_s=0.03) for name in DRAFTERS]
@@ -272,12 +272,12 @@ def test_on_the_stream_a_drafter_alone_is_its_replay_and_turns_are_told_apart() 
     best = stage.best(texts)
     for one, alone in zip(best, zip(*(stage.alone(texts, arm) for arm in (0, 1)), strict=True), strict=True):
         assert one.seconds == min(trajectory.seconds for trajectory in alone)
-    [text] = [segment.text for segment in segments("midway", variants_of(texts), 0) if segment.domains[0] == "code"][:1]
+    text = next(text for text in run_texts("midway", variants_of(texts), 0) if text.prompt[0] == "code")
     [changed] = stage.best([text])
     assert changed.seconds <= stage.trajectories([text], StaticSelector(0))[0].seconds
 
 
-def test_between_texts_every_drafter_is_told_of_as_many_tokens() -> None:
+def test_between_texts_every_drafter_gets_as_many_tokens() -> None:
     view = SelectionView(4, (0.1, 0.1), (0.0, 0.0), (0, 0))
     experts = FixedShare(arms=2)
     aligned = Aligned(Hedge(experts, np.random.default_rng(0)), 2)
@@ -314,7 +314,7 @@ def test_silence_and_confidence_reach_the_selectors() -> None:
     stage = rounds_of(Costs(), link_of())
     stage.trajectories([text, text], selector)
     [_, end] = [i for i, outcome in enumerate(heard) if not outcome.committed]
-    del heard[end + 1 :]  # the second text says nothing new
+    del heard[end + 1 :]  # the second text adds nothing new
     mine, other = ([q for outcome in heard for q in outcome.confidence[arm]] for arm in range(2))
     assert {q for q in mine if not math.isnan(q)} == {0.9, 0.8}
     assert {q for q in other if not math.isnan(q)} == {0.4}
@@ -345,7 +345,7 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
         "--min-step",
         "30",
     ]
-    status, out, err = said([*arguments, *outputs], capfd)
+    status, out, err = run_command([*arguments, *outputs], capfd)
     assert status == 0, err
     assert max(map(len, out.splitlines())) <= 100
     for words in (
@@ -375,13 +375,15 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
     assert "20 runs of every selector" in err
 
 
-def test_the_pictures_are_of_every_link(rows, tmp_path) -> None:
+def test_every_link_has_plots_of_its_own(rows, tmp_path) -> None:
     code, midway = rows["code"], rows["midway"]
     few = replace(midway, changes=tuple(change for change in midway.changes if change.domain == "code"))
-    shown = (code, few, replace(code, link=LinkRecord(60.0, trace="lte-motion")))
+    links = LinkRecord(60.0, trace="lte-motion"), LinkRecord(30.0, 1.0, 5.0), LinkRecord(30.0, 20.0, 5.0)
+    shown = (code, few, *(replace(code, link=link) for link in links))
     draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown), tmp_path)
-    names = {f"{picture}-{link}.png" for picture in ("speedup", "regret") for link in ("20ms", "lte-motion")}
-    names |= {"choices-20ms.png"}  # on the other link nothing changes
+    files = ("20ms", "lte-motion", "30-ms-1-5-Mbit-s", "30-ms-20-5-Mbit-s")
+    names = {f"{plot}-{link}.png" for plot in ("speedup", "regret") for link in files}
+    names |= {"choices-20ms.png"}  # on the other links nothing changes
     assert {file.name for file in tmp_path.iterdir()} == names
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     with pytest.raises(ConfigError, match="plot: cannot write"):
@@ -391,13 +393,13 @@ def test_the_pictures_are_of_every_link(rows, tmp_path) -> None:
 def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
     path = written(recording_of(1, 1, 40), tmp_path)
     arguments = ["--rtt", "60", "--min-step", "30", "--selector", "static,leader", "--play", "stream", "--seeds", "1"]
-    status, out, err = said([str(path), *arguments, "--window", "8,4"], capfd)
+    status, out, err = run_command([str(path), *arguments, "--window", "8,4"], capfd)
     assert status == 0, err
     assert "1 runs in stream" in out
     [oracle] = [line.split() for line in out.splitlines() if line.startswith("oracle  ") and "*" not in line][1:]
     assert all(float(share) > 0.99 for share in oracle[1:4]), "in a domain it is one drafter"
     assert {line.split()[0] for line in out.splitlines() if "." in line} >= {"coder", "writer", "leader", "oracle"}
-    status, _, err = said([str(path), *arguments, "--window", "wide"], capfd)
+    status, _, err = run_command([str(path), *arguments, "--window", "wide"], capfd)
     assert (status, "'wide' is none of" in err) == (1, True)
 
 
@@ -417,11 +419,11 @@ def test_on_a_terminal_there_is_a_bar(capsys) -> None:
     assert "replaying" in capsys.readouterr().err
 
 
-def test_of_one_text_a_prompt_and_one_prompt_there_are_figures_without_intervals(tmp_path, capfd) -> None:
+def test_one_text_of_one_prompt_has_plots_without_intervals(tmp_path, capfd) -> None:
     recording = recording_of(1, 1)
     path = written(Recording({n: own[:1] for n, own in recording.traces.items()}, SHEET), tmp_path)
     arguments = ["--rtt", "5", "--selector", "leader", "--seeds", "1", "--plot", str(tmp_path / "p")]
-    status, out, err = said([str(path), *arguments], capfd)
+    status, out, err = run_command([str(path), *arguments], capfd)
     assert status == 0, err
     line = next(line for line in out.splitlines() if line.startswith("leader"))
     assert "*" in line
@@ -430,7 +432,7 @@ def test_of_one_text_a_prompt_and_one_prompt_there_are_figures_without_intervals
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "says"),
+    ("arguments", "status", "message"),
     [
         (["--selector", "best"], 1, "selector: 'best' is none of leader, static"),
         (["--selector", "leader,leader"], 1, "selector: names something twice; once is enough"),
@@ -443,9 +445,9 @@ def test_of_one_text_a_prompt_and_one_prompt_there_are_figures_without_intervals
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_mistake_is_one_clear_line(arguments, status, says, tmp_path, capfd) -> None:
-    got, out, err = said([str(written(recording_of(1, 1), tmp_path)), *arguments], capfd)
+def test_a_mistake_is_one_clear_line(arguments, status, message, tmp_path, capfd) -> None:
+    got, out, err = run_command([str(written(recording_of(1, 1), tmp_path)), *arguments], capfd)
     assert got == status
-    assert says in err
+    assert message in err
     assert len(err.strip().splitlines()) == 1
     assert out == ""

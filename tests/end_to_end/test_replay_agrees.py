@@ -68,7 +68,7 @@ def costs_seen(texts: list[Measured], steps: list[StepTiming]) -> Costs:
 
 
 def replayed(traces: list[HitTrace], costs: Costs, policy: Policy) -> list[Outcome]:
-    """After the same warm-up as the real ones had."""
+    """Replay the texts after the same warm-up as in the real run."""
     return replay([traces[0].first(WARM_UP), *traces], lambda _: LINK, costs, policy)[1:]
 
 

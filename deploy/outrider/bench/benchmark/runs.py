@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import closing
 from statistics import fmean, median
 from typing import Any
 
@@ -12,7 +13,7 @@ from outrider.bench.benchmark.measure import Measured
 from outrider.bench.benchmark.record import Run, Span
 from outrider.bench.links import LinkRecord
 from outrider.bench.metrics import bytes_per_token, latencies, pooled
-from outrider.bench.replay.record import record_trace
+from outrider.bench.replay.record import HitRecorder
 from outrider.bench.replay.traced import Outcome
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
@@ -140,12 +141,11 @@ def costs_of(
 
 def traces_of(texts: Sequence[Measured], client: Client, drafter: Drafter, sampling: Sampling) -> list[HitTrace]:
     """Record where `drafter` hits in texts that the target wrote."""
-    return [
-        record_trace(
-            TextRequest(client.encode(text.prompt.text), sampling, text.prompt.id, text.prompt.domain),
-            text.tokens,
-            drafter,
-            ended=text.commits[-1][0].finish is FinishReason.EOS,
-        )
-        for text in texts
-    ]
+    prompts = [text.prompt for text in texts]
+    requests = [TextRequest(client.encode(prompt.text), sampling, prompt.id, prompt.domain) for prompt in prompts]
+    with closing(HitRecorder({drafter.name: drafter}, requests)) as recorder:
+        return [
+            trace
+            for text, request in zip(texts, requests, strict=True)
+            for trace in recorder.record(request, text.tokens, ended=text.commits[-1][0].finish is FinishReason.EOS)
+        ]

@@ -1,4 +1,4 @@
-"""Calibration of a network on rows that it has not seen, with tables."""
+"""Calibration of a network on rows that it was not trained on, with tables."""
 
 from __future__ import annotations
 
@@ -22,76 +22,62 @@ LEGEND = (
 
 
 @dataclass(frozen=True, slots=True)
-class Bin:
-    """Rows of similar chance: their number, mean chance and mean outcome."""
-
-    rows: int
-    chance: float
-    outcome: float
-
-
-@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Losses and calibration of one network, in nats a row.
+    """Losses of one network in nats a row, and its calibration.
 
     Attributes:
         rows: number of rows.
         loss: cross-entropy of the network's chances.
-        loss_of_mean: loss of one chance for all, the mean outcome of the rows that were learnt from.
-        loss_of_outcomes: least loss that any chances can have; 0 if outcomes are yes or no.
-        bins: tenths of the rows, least chances first.
+        loss_of_mean: loss of one chance for all, the mean outcome in training.
+        loss_of_outcomes: smallest loss that any chances can have; 0 if outcomes are yes or no.
+        bins: rows, mean chance and mean outcome of each tenth of the rows, smallest chances first.
     """
 
     rows: int
     loss: float
     loss_of_mean: float
     loss_of_outcomes: float
-    bins: tuple[Bin, ...]
+    bins: tuple[tuple[int, float, float], ...]
 
     @property
     def calibration_error(self) -> float:
         """Mean distance between chance and outcome over the bins (expected calibration error)."""
-        return sum(b.rows * abs(b.chance - b.outcome) for b in self.bins) / self.rows if self.rows else math.nan
+        distances = (rows * abs(chance - outcome) for rows, chance, outcome in self.bins)
+        return sum(distances) / self.rows if self.rows else math.nan
 
 
-def evaluate(network: Network, learnt: Rows, unseen: Rows) -> Evaluation:
-    """Evaluate the network on `unseen`; `learnt`: what it was trained on."""
+def evaluate(network: Network, known: Rows, unseen: Rows) -> Evaluation:
+    """Evaluate the network, which was trained on `known`, on `unseen` rows."""
     chances, outcomes = network.chances(unseen.inputs), unseen.outcomes
     order = np.argsort(chances, kind="stable")
     tenths = [tenth for tenth in np.array_split(order, _BINS) if len(tenth)]
     return Evaluation(
         rows=len(unseen),
         loss=_loss(chances, outcomes),
-        loss_of_mean=_loss(np.full(len(unseen), learnt.outcomes.mean()), outcomes),
+        loss_of_mean=_loss(np.full(len(unseen), known.outcomes.mean()), outcomes),
         loss_of_outcomes=_loss(outcomes, outcomes),
-        bins=tuple(Bin(len(t), float(chances[t].mean()), float(outcomes[t].mean())) for t in tenths),
+        bins=tuple((len(t), float(chances[t].mean()), float(outcomes[t].mean())) for t in tenths),
     )
 
 
 def _loss(chances: np.ndarray, outcomes: np.ndarray) -> float:
     if not len(outcomes):
         return math.nan
-    bounded = np.minimum(np.maximum(chances, _SURE), 1 - _SURE)
+    bounded = np.clip(chances, _SURE, 1 - _SURE)
     return float(-(outcomes * np.log(bounded) + (1 - outcomes) * np.log(1 - bounded)).mean())
 
 
 def tables(evaluations: Mapping[str, Evaluation]) -> Group:
     """Return losses, and calibration tenth by tenth, by what is predicted, for a terminal of 100 columns."""
-    losses: list[Block] = [[_losses(name, evaluation)] for name, evaluation in evaluations.items()]
+    losses: list[Block] = []
+    tenths: list[Block] = []
+    for name, e in evaluations.items():
+        values = (e.loss_of_mean, e.loss, e.loss_of_outcomes, e.calibration_error)
+        losses.append([(name, str(e.rows), *(f"{value:.4f}" for value in values))])
+        cells = [(str(rows), f"{chance:.3f}", f"{outcome:.3f}") for rows, chance, outcome in e.bins]
+        tenths.append([("" if i else name, *row) for i, row in enumerate(cells)])
     grids = (
         Grid("", ("predicts", "rows", "one chance", "network", "least", "off"), 1, losses),
-        Grid("", ("predicts", "rows", "chance", "outcome"), 1, [_bins(*item) for item in evaluations.items()]),
+        Grid("", ("predicts", "rows", "chance", "outcome"), 1, tenths),
     )
     return draw(grids, LEGEND)
-
-
-def _losses(name: str, evaluation: Evaluation) -> tuple[str, ...]:
-    losses = (evaluation.loss_of_mean, evaluation.loss, evaluation.loss_of_outcomes, evaluation.calibration_error)
-    return (name, str(evaluation.rows), *(f"{value:.4f}" for value in losses))
-
-
-def _bins(name: str, evaluation: Evaluation) -> Block:
-    return [
-        (name if i == 0 else "", str(b.rows), f"{b.chance:.3f}", f"{b.outcome:.3f}")
-        for i, b in enumerate(evaluation.bins)
-    ]

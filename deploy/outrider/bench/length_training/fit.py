@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.bench.length_training.rows import Rows
+from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS
 from outrider.edge.policies.length.network import Network
 from outrider.proto.errors import ConfigError
 
-_FADES, _LEAST = (0.9, 0.999), 1e-8
-_SPREAD = 1e-9  # least deviation of an input that varies
+OPTIONAL_INPUTS = frozenset((*DRAFT_INPUTS, *BLOCK_INPUTS)) - {"temperature", "depth", "known", "length"}
+_FADES, _EPSILON = (0.9, 0.999), 1e-8
+_MIN_SCALE = 1e-9  # smallest deviation of an input that varies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +42,8 @@ class Fit:
     forgotten: float = 0.1
     seed: int = 0
 
-    def network(self, names: tuple[str, ...], sayings: frozenset[str], rows: Rows) -> Network:
-        """Fit a network.
-
-        Args:
-            names: [f] names of the inputs.
-            sayings: inputs that a drafter may leave out.
-            rows: rows to learn from.
+    def network(self, names: tuple[str, ...], rows: Rows) -> Network:
+        """Fit a network with inputs of these names [f].
 
         Raises:
             ConfigError: there are no rows.
@@ -55,14 +52,16 @@ class Fit:
             raise ConfigError("hold too few tokens to learn from; record more or longer texts", field="traces")
         rng = np.random.default_rng(self.seed)
         means, scales = _moments(rows.inputs)
-        blank = Network(names, means, scales, *_blank(2 * len(names), self.hidden, rng), 0.0)
-        hideable = np.array([name in sayings for name in names])
+        f, h = len(names), self.hidden
+        inward, outward = rng.normal(0, 1 / math.sqrt(2 * f), (2 * f, h)), rng.normal(0, 1 / math.sqrt(h), h)
+        blank = Network(names, means, scales, inward, np.zeros(h), outward, 0.0)
+        optional = np.array([name in OPTIONAL_INPUTS for name in names])
         weights = [blank.hidden, blank.hidden_bias, blank.output, np.zeros(1)]
         first, second = ([np.zeros_like(w) for w in weights] for _ in range(2))
         for step, chosen in enumerate(self._batches(len(rows), rng), 1):
             inputs = rows.inputs[chosen]
             one, all_of_them = rng.random(inputs.shape), rng.random((len(inputs), 1))
-            forgotten = hideable & ((one < self.forgotten) | (all_of_them < self.forgotten))
+            forgotten = optional & ((one < self.forgotten) | (all_of_them < self.forgotten))
             z = blank.standardised(np.where(forgotten, np.nan, inputs))
             rate = self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
             for i, gradient in enumerate(_gradients(weights, z, rows.outcomes[chosen])):
@@ -70,12 +69,12 @@ class Fit:
                 second[i] += (1 - _FADES[1]) * (gradient**2 - second[i])
                 mean, square = (m / (1 - f**step) for m, f in zip((first[i], second[i]), _FADES, strict=True))
                 kept = 1 - rate * self.decay * (weights[i].ndim > 1)
-                weights[i] = kept * weights[i] - rate * mean / (np.sqrt(square) + _LEAST)
+                weights[i] = kept * weights[i] - rate * mean / (np.sqrt(square) + _EPSILON)
         hidden, hidden_bias, output, output_bias = weights
         return Network(names, means, scales, hidden, hidden_bias, output, float(output_bias[0]))
 
     def _batches(self, rows: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-        """Yield the rows of each step: all of them in a random order, and then all again."""
+        """Yield the rows of each step: all in a random order, then all in another."""
         orders = (rng.permutation(rows) for _ in itertools.count())
         batches = (order[i : i + self.batch] for order in orders for i in range(0, rows, self.batch))
         return itertools.islice(batches, self.steps)
@@ -86,15 +85,7 @@ def _moments(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     columns = [column[~np.isnan(column)] for column in inputs.T]
     means = np.array([column.mean() if len(column) else 0.0 for column in columns])
     scales = np.array([column.std() if len(column) else 0.0 for column in columns])
-    return means, np.where(scales > _SPREAD, scales, 0.0)
-
-
-def _blank(inputs: int, hidden: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return (
-        rng.normal(0, 1 / math.sqrt(inputs), (inputs, hidden)),
-        np.zeros(hidden),
-        rng.normal(0, 1 / math.sqrt(hidden), hidden),
-    )
+    return means, np.where(scales > _MIN_SCALE, scales, 0.0)
 
 
 def _gradients(weights: list[np.ndarray], z: np.ndarray, outcomes: np.ndarray) -> list[np.ndarray]:

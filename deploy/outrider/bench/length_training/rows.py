@@ -11,18 +11,13 @@ import numpy as np
 from outrider.bench.replay.traces import HitTrace
 from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS, LENGTHS, block_inputs, draft_inputs
 
-DEEPEST = 16  # unverified drafts before a draft, at most
-KNOWN = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # drafts of a block that are there when its length is chosen
+MAX_DEPTH = 16  # unverified drafts before a draft
+KNOWN = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # drafts of a block that are known when its length is chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Inputs and outcomes of n rows.
-
-    Attributes:
-        inputs: [n, f], NaN where not known.
-        outcomes: [n] 0 to 1.
-    """
+    """Inputs [n, f], NaN where not known, and outcomes [n] from 0 to 1 of n rows."""
 
     inputs: np.ndarray
     outcomes: np.ndarray
@@ -32,7 +27,7 @@ class Rows:
 
     @classmethod
     def joined(cls, parts: Sequence[Self], width: int) -> Self:
-        """Join parts one after the other; `width`: f, where there are none."""
+        """Join parts in their order; `width`: f."""
         if not parts:
             return cls(np.empty((0, width)), np.empty(0))
         return cls(np.concatenate([p.inputs for p in parts]), np.concatenate([p.outcomes for p in parts]))
@@ -48,13 +43,13 @@ class Rows:
 def draft_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
     """Return a row for every draft: whether it hits, given that those before it in its chain do.
 
-    A draft after r hits in a row may have had any number up to r unsettled drafts before it, and which depends on the
-    link: its depth is drawn evenly, at most `DEEPEST`.
+    After r hits in a row a draft may have any number of unverified drafts up to r before it, which depends on the link:
+    its depth is drawn evenly, at most `MAX_DEPTH`.
     """
     parts = []
     for trace in traces:
         hits = np.array(trace.hits)
-        depth = rng.integers(0, np.minimum(_hits_before(hits), DEEPEST) + 1)
+        depth = rng.integers(0, np.minimum(_hits_before(hits), MAX_DEPTH) + 1)
         inputs = draft_inputs(trace.confidence, trace.perturbed_probability, trace.entropy, trace.temperature, depth)
         drafted = ~np.array(trace.silent, dtype=bool) if trace.silent else np.ones(len(hits), dtype=bool)
         parts.append(Rows(inputs[drafted], hits[drafted].astype(float)))
@@ -62,26 +57,23 @@ def draft_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
 
 
 def block_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
-    """Return a row for every position: the share that is accepted of a block of some length that begins there.
+    """Return a row for every position: the accepted share of a block of some length that begins there.
 
-    Length and the number of drafts that are there already are drawn. Their signals are those along the target's text:
-    what the drafter would propose after a miss nobody has recorded.
+    Its length and the number of its known drafts are drawn. Their signals are those along the target's text, since
+    proposals after a miss are not recorded.
     """
     parts = []
     for trace in traces:
-        n = len(trace.hits)
         until_miss = _hits_from(np.array(trace.hits))
+        n = len(until_miss)
         lengths, known = (rng.choice(of, n).tolist() for of in (LENGTHS, KNOWN))
-        inputs, outcomes = [], []
         for start, length in enumerate(lengths):
             if start + length > n:
                 continue  # the text ends in it
             there = slice(start, start + min(length, known[start]))
-            said = trace.confidence[there], trace.entropy[there]
-            inputs.append(block_inputs(*said, trace.temperature, there.stop - start, [length]))
-            outcomes.append(min(length, until_miss[start]) / length)
-        if inputs:
-            parts.append(Rows(np.concatenate(inputs), np.array(outcomes)))
+            measures = trace.confidence[there], trace.entropy[there]
+            inputs = block_inputs(*measures, trace.temperature, there.stop - start, [length])
+            parts.append(Rows(inputs, np.array([min(length, until_miss[start]) / length])))
     return Rows.joined(parts, len(BLOCK_INPUTS))
 
 

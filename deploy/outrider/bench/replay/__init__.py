@@ -2,10 +2,4 @@
 
 With the shared noise, whether a drafter's proposal at a position would be accepted given the true prefix is a fixed
 bit. Recorded once, those bits replace both models.
-
-traces    hit traces, and their file
-record    recording of hit traces
-traced    targets and drafters that follow traces, and their texts in the simulator
-texts     texts with the traces of several drafters
-optimum   the best policy in hindsight
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 
 from outrider.bench.replay.traces import HitTrace
 from outrider.cloud.text_writer import TextRequest
@@ -16,20 +15,6 @@ from outrider.proto.types import DraftToken
 
 # The target's processed probabilities [n] of the tokens [n] that a drafter proposes in place of those of a text.
 Chances = Callable[[Sequence[int]], Sequence[float]]
-
-
-def record_trace(
-    request: TextRequest,
-    tokens: Sequence[int],
-    drafter: Drafter,
-    *,
-    chances: Chances | None = None,
-    ended: bool = False,
-) -> HitTrace:
-    """Record the hits of one drafter in one text, as `HitRecorder.record` does."""
-    with closing(HitRecorder({drafter.name: drafter}, [request])) as recorder:
-        [trace] = recorder.record(request, tokens, chances=chances, ended=ended)
-    return trace
 
 
 class HitRecorder:

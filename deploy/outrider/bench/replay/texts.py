@@ -18,6 +18,7 @@ class Text:
     Attributes:
         traces: [K] traces of the drafters.
         changes: positions at which the domain changes, rising, within the text.
+        domains: domains that begin there.
 
     Raises:
         ConfigError: no trace, traces of different texts, or changes out of order.
@@ -25,6 +26,7 @@ class Text:
 
     traces: tuple[HitTrace, ...]
     changes: tuple[int, ...] = ()
+    domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.traces:
@@ -43,6 +45,11 @@ class Text:
     def tokens(self) -> int:
         """Length of the text."""
         return len(self.traces[0].tokens)
+
+    @property
+    def prompt(self) -> tuple[str, str]:
+        """Domain and id of the prompt."""
+        return self.traces[0].domain, self.traces[0].id
 
 
 def texts_of(traces: Mapping[str, Sequence[HitTrace]]) -> list[Text]:
@@ -70,6 +77,7 @@ def joined(texts: Sequence[Text]) -> Text:
     return Text(
         tuple(_joined(own) for own in zip(*(text.traces for text in texts), strict=True)),
         tuple(itertools.accumulate(text.tokens for text in texts[:-1])),
+        tuple(text.prompt[0] for text in texts[1:]),
     )
 
 

@@ -42,7 +42,6 @@ class Policy:
     Attributes:
         window: window policy of the edge; None: the default policy.
         patience: patience that the edge asks for; None: the verifier plans it.
-        goal: goal of the deployment.
         max_drafts: most drafts that a step verifies.
         drafting: whether the edge drafts; False: cloud streaming.
         logprobs: whether the edge asks for log probabilities, 4 bytes a token.
@@ -63,7 +62,6 @@ class Outcome:
     Attributes:
         seconds: time from Open to Done.
         first_token_s: seconds until the first token reached the user.
-        statistics: counts of the edge.
         arrivals: [n] seconds until each token reached the user.
         uplink_bytes, downlink_bytes: bytes that the link carried.
         active: [n] index of the active drafter when the token came; 0: the first one.
@@ -86,19 +84,23 @@ class DrafterArm:
     costs: Costs
 
 
-class Truth:
-    """Target of a trace, which commits the recorded text whatever is drafted.
+class TracedText:
+    """One text in the simulator: its target commits the recorded text, and its drafters propose by their traces.
+
+    A drafter follows its trace after a right prefix; after a wrong one it misses.
 
     Attributes:
         first: position of the first token of text.
         tokens: prompt and text; only the size of the prompt matters here.
-        agreement: by position, min(1, p / q) of the last draft there; NaN: not known.
     """
 
-    def __init__(self, trace: HitTrace) -> None:
+    def __init__(self, arms: Sequence[DrafterArm]) -> None:
+        trace = arms[0].trace
         self.first = trace.prompt_tokens
         self.tokens = (*itertools.islice(itertools.cycle(trace.tokens), self.first), *trace.tokens)
-        self.agreement = [math.nan] * len(self.tokens)
+        self._arms = arms
+        self._right = [0] * len(arms)  # tokens at the beginning of each drafter's prefix that are the target's
+        self._agreement = [math.nan] * len(self.tokens)  # min(1, p / q) of the last draft at each position
 
     def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
         """Return [k + 1] tokens from the transcript's end on; 0 after the text's end, where nothing is accepted."""
@@ -108,71 +110,55 @@ class Truth:
 
     def reward(self, start: int, drafts: int) -> float | None:
         """Return the mean agreement of the drafts; drafts after a miss count as those on the right text."""
-        known = [agreement for agreement in self.agreement[start : start + drafts] if not math.isnan(agreement)]
+        known = [agreement for agreement in self._agreement[start : start + drafts] if not math.isnan(agreement)]
         return sum(known) / len(known) if known else None
 
-
-class TraceDrafters:
-    """Drafters that propose what their traces say after a right prefix, and something wrong after a wrong one."""
-
-    def __init__(self, drafters: Sequence[DrafterArm], truth: Truth) -> None:
-        self._drafters = drafters
-        self._truth = truth.tokens
-        self._agreement = truth.agreement
-        self._first = truth.first
-        self._right = [0] * len(drafters)  # tokens at the beginning of each one's prefix that are the target's
-
     def draft(self, job: DraftJob) -> tuple[Drafted, float]:
-        """Propose tokens."""
-        costs = self._drafters[job.drafter].costs
-        proposal = self._propose(job)
+        costs, proposal = self._arms[job.drafter].costs, self._propose(job)
         seconds = costs.propose_s(len(job.extend_with), len(proposal))
         forced = self._teacher_force(job.drafter, job.truncate_to + job.skip, job.teacher_forced)
         return Drafted(job, proposal, seconds, forced), costs.job_s + seconds
 
     def catch_up(self, job: CatchUpJob) -> tuple[CaughtUp, float]:
-        """Read committed tokens."""
-        costs, end = self._drafters[job.drafter].costs, job.truncate_to + len(job.tokens)
+        arm, end = self._arms[job.drafter], job.truncate_to + len(job.tokens)
         self._right[job.drafter] = end
-        seconds = costs.propose_s(len(job.tokens) + 1, 0)
+        seconds = arm.costs.propose_s(len(job.tokens) + 1, 0)
         forced = self._teacher_force(job.drafter, job.start, end - job.start)
-        log_q = self._drafters[job.drafter].trace.prompt_log_q
-        if not math.isnan(log_q):
-            forced = replace(forced, log_q=(log_q,) * job.score)
-        return CaughtUp(job, forced, seconds), costs.job_s + seconds
+        if not math.isnan(arm.trace.prompt_log_q):
+            forced = replace(forced, log_q=(arm.trace.prompt_log_q,) * job.score)
+        return CaughtUp(job, forced, seconds), arm.costs.job_s + seconds
 
     def _propose(self, job: DraftJob) -> tuple[DraftToken, ...]:
-        trace, end = self._drafters[job.drafter].trace, len(self._truth)
+        trace = self._arms[job.drafter].trace
         right = min(self._right[job.drafter], job.truncate_to)
         if right == job.truncate_to:
-            known = self._truth[right : job.start]
+            known = self.tokens[right : job.start]
             agreed = (mine == own for mine, own in zip(job.extend_with, known, strict=False))
             right += sum(itertools.takewhile(bool, agreed))
         drafts: list[DraftToken] = []
         for position in range(job.start, job.start + job.count):
-            i = position - self._first
-            if position >= end:  # the text is over, and what the drafter proposes then is not recorded
-                drafts.append(DraftToken(self._truth[-1] + 1))
+            i = position - self.first
+            if position >= len(self.tokens):  # the text is over, and what the drafter proposes then is not recorded
+                drafts.append(DraftToken(self.tokens[-1] + 1))
                 continue
-            if trace.silent_at(i):
+            if trace.silent and trace.silent[i]:
                 break
             hit = right == position and trace.hits[i]
             right += hit
-            self._agreement[position] = trace.agreement[i] if trace.agreement else math.nan
-            unknown = (math.nan,) * len(trace.tokens)
-            signs = trace.confidence[i], (trace.entropy or unknown)[i], (trace.perturbed_probability or unknown)[i]
-            drafts.append(DraftToken(self._truth[position] + (not hit), *signs))
+            entropy, perturbed, self._agreement[position] = (
+                measure[i] if measure else math.nan
+                for measure in (trace.entropy, trace.perturbed_probability, trace.agreement)
+            )
+            drafts.append(DraftToken(self.tokens[position] + (not hit), trace.confidence[i], entropy, perturbed))
         self._right[job.drafter] = right
         return tuple(drafts)
 
     def _teacher_force(self, drafter: int, start: int, count: int) -> TeacherForced:
-        trace = self._drafters[drafter].trace
-        drafts = []
-        for position in range(start, start + count):
-            i = position - self._first
-            hit = not trace.silent_at(i) and trace.hits[i]
-            drafts.append(DraftToken(self._truth[position] + (not hit), trace.confidence[i]))
-        return TeacherForced(tuple(drafts))
+        trace = self._arms[drafter].trace
+        places = range(start - self.first, start - self.first + count)
+        return TeacherForced(
+            tuple(DraftToken(trace.tokens[i] + (not trace.hits[i]), trace.confidence[i]) for i in places)
+        )
 
 
 class Replay(Simulation):
@@ -198,25 +184,28 @@ class Replay(Simulation):
         Raises:
             ConfigError: others on another text, or without a selector.
         """
-        if any((r.trace.tokens, r.trace.prompt_tokens) != (trace.tokens, trace.prompt_tokens) for r in others):
+        if any((arm.trace.tokens, arm.trace.prompt_tokens) != (trace.tokens, trace.prompt_tokens) for arm in others):
             raise ConfigError("must be on the text of the first drafter", field="others")
         if bool(others) != (selector is not None):
             raise ConfigError("must be given together with others", field="selector")
-        drafters, truth, clock = (DrafterArm(trace, costs), *others), Truth(trace), VirtualClock()
-        frame = _open_frame(trace, truth, policy)
-        names = tuple(drafter.trace.drafter for drafter in drafters)
-        selection = Selection(selector, names) if selector is not None else None
-        machine = EdgeSession(frame, policy.window, measurements=measurements, send_q=bool(others), selection=selection)
-        verifier = SimulatedVerifier(clock, _rules(trace, truth, policy), truth, costs, batching)
-        self._wires = WireLink(clock, shape_at, costs, machine.statistics, random.Random(seed))
-        super().__init__(clock, machine, verifier, TraceDrafters(drafters, truth), lambda _: self._wires)
+        text, clock = TracedText((DrafterArm(trace, costs), *others)), VirtualClock()
+        names = (trace.drafter, *(arm.trace.drafter for arm in others))
+        edge = EdgeSession(
+            _open_frame(trace, text, policy),
+            policy.window,
+            measurements=measurements,
+            send_q=bool(others),
+            selection=Selection(selector, names) if selector is not None else None,
+        )
+        verifier = SimulatedVerifier(clock, _rules(trace, text, policy), text, costs, batching)
+        self._wires = WireLink(clock, shape_at, costs, edge.statistics, random.Random(seed))
+        super().__init__(clock, edge, verifier, text, lambda _: self._wires)
 
     def outcome(self) -> Outcome:
         """Run the whole text."""
-        self.run()
-        assert self.done is not None  # noqa: S101 - `run` ends with it
-        if self.done.error is not None:
-            raise self.done.error
+        done = self.run()
+        if done.error is not None:
+            raise done.error
         self._wires.end()
         return Outcome(
             self.clock.now,
@@ -229,11 +218,11 @@ class Replay(Simulation):
         )
 
 
-def _open_frame(trace: HitTrace, truth: Truth, policy: Policy) -> Open:
+def _open_frame(trace: HitTrace, text: TracedText, policy: Policy) -> Open:
     return Open(
         model="reference",
         tokenizer_sha256=_HASH,
-        prompt=truth.tokens[: truth.first],
+        prompt=text.tokens[: text.first],
         sampling=Sampling(
             temperature=trace.temperature,
             max_tokens=len(trace.tokens) + _BEYOND * trace.ended,
@@ -246,13 +235,13 @@ def _open_frame(trace: HitTrace, truth: Truth, policy: Policy) -> Open:
     )
 
 
-def _rules(trace: HitTrace, truth: Truth, policy: Policy) -> VerifierRules:
+def _rules(trace: HitTrace, text: TracedText, policy: Policy) -> VerifierRules:
     return VerifierRules(
         name="verifier",
         model="reference",
         tokenizer_sha256=_HASH,
-        vocab_size=max(truth.tokens) + 2,  # a miss is the right token plus one
-        context_length=len(truth.tokens) + _BEYOND * (1 + trace.ended),
+        vocab_size=max(text.tokens) + 2,  # a miss is the right token plus one
+        context_length=len(text.tokens) + _BEYOND * (1 + trace.ended),
         eos_tokens=frozenset(trace.tokens[-1:]) if trace.ended else frozenset(),
         max_drafts=policy.max_drafts,
         goal=policy.goal,

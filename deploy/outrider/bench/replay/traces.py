@@ -106,10 +106,6 @@ class HitTrace:
         n = min(tokens, len(self.tokens))
         return replace(self, ended=False, **{name: getattr(self, name)[:n] for name in LISTS})
 
-    def silent_at(self, i: int) -> bool:
-        """Return whether the drafter proposes nothing after prompt + tokens[:i]."""
-        return bool(self.silent) and self.silent[i]
-
 
 def save_traces(traces: Iterable[HitTrace], path: Path) -> None:
     """Write one JSON object a line, with null for NaN and without lists that were not recorded.

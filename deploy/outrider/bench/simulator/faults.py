@@ -9,7 +9,7 @@ from functools import partial
 
 from outrider.bench.simulator.clock import VirtualClock
 from outrider.bench.simulator.simulation import Drafters, Simulation
-from outrider.bench.simulator.verifier import SimulatedVerifier
+from outrider.bench.simulator.verifier import SimulatedVerifier, Stream
 from outrider.proto import codec
 from outrider.proto.errors import Unavailable
 from outrider.proto.session import EdgeSession
@@ -46,7 +46,6 @@ class FaultyLink:
         self._up_until = self._down_until = now
 
     def up(self, frame: EdgeFrame, now: float) -> Iterator[tuple[float, EdgeFrame]]:
-        """Return when the verifier has the frame, and when its copy, if there is one."""
         data = codec.encode_edge_frame(frame)
         arrival = self._up_until = max(self._up_until, now + self._delay_s())
         if isinstance(frame, Draft) and self._rng.random() < self._faults.reordered:
@@ -56,7 +55,6 @@ class FaultyLink:
             yield arrival + self._delay_s(), codec.decode_edge_frame(data)
 
     def down(self, frame: CloudFrame, now: float) -> Iterator[tuple[float, CloudFrame]]:
-        """Return when the edge has the frame, and when its copy, if there is one."""
         data = codec.encode_cloud_frame(frame)
         arrival = self._down_until = max(self._down_until, now + self._delay_s())
         yield arrival, codec.decode_cloud_frame(data)
@@ -83,15 +81,12 @@ class FaultySimulation(Simulation):
         self._faults = faults
         self._rng = rng
 
-    def open_stream(self) -> None:
-        """Open a stream that may break."""
-        super().open_stream()
-        stream, now = self.stream, self.clock.now
-        if stream is None:
-            return
+    def open_stream(self) -> Stream:
+        stream, now = super().open_stream(), self.clock.now
         if self._faults.breaks_every_s:
             lasts_s = self._rng.expovariate(1 / self._faults.breaks_every_s)
             self.clock.at(now + lasts_s, lambda: self.lose_stream(stream, Unavailable("the link broke")))
         if self._faults.goaway_every_s:
             lasts_s = self._rng.expovariate(1 / self._faults.goaway_every_s)
             self.clock.at(now + lasts_s, lambda: stream.send_down(Goaway("drains")))
+        return stream

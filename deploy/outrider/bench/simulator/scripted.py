@@ -35,7 +35,6 @@ class OracleTarget:
     oracle: Oracle
 
     def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
-        """Return [k + 1] tokens after the transcript and after each of the drafts `block` [k]."""
         before = tuple(transcript)
         return tuple(self.oracle(before + block[:j]) for j in range(len(block) + 1))
 
@@ -87,7 +86,7 @@ def drafter_of(
 
 
 class ScriptedDrafters:
-    """Drafters that keep a prefix each, and need time for a job.
+    """Drafters that keep a prefix each. A token takes half to twice `drafting_s`.
 
     Attributes:
         prefixes: the prefix of each after its last job.
@@ -100,7 +99,6 @@ class ScriptedDrafters:
         self._rng = rng
 
     def draft(self, job: DraftJob) -> tuple[Drafted | DrafterFailed, float]:
-        """Propose tokens; each takes half to twice the usual time."""
         prefix = self.prefixes[job.drafter][: job.truncate_to] + job.extend_with
         forced_from = job.truncate_to + job.skip
         try:
@@ -113,14 +111,13 @@ class ScriptedDrafters:
         return Drafted(job, drafts, seconds, TeacherForced(forced)), seconds
 
     def catch_up(self, job: CatchUpJob) -> tuple[CaughtUp | DrafterFailed, float]:
-        """Read committed tokens; the log probability of a prompt falls from drafter to drafter."""
         prefix = self.prefixes[job.drafter][: job.truncate_to] + job.tokens
         try:
             forced = self._teacher_force(job.drafter, prefix, job.start, len(prefix))
         except OutriderError as error:
             return DrafterFailed(error, job.drafter), self._drafting_s
         self.prefixes[job.drafter] = prefix
-        log_q = (-1.0 - job.drafter,) * job.score
+        log_q = (-1.0 - job.drafter,) * job.score  # the first drafter fits prompts best
         return CaughtUp(job, TeacherForced(forced, log_q), _CATCH_UP_S), self._drafting_s
 
     def _teacher_force(self, drafter: int, prefix: tuple[int, ...], start: int, end: int) -> tuple[DraftToken, ...]:

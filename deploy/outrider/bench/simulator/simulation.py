@@ -78,7 +78,7 @@ class Simulation:
         self._new_link = new_link
         self._reopening = False
 
-    def run(self) -> None:
+    def run(self) -> Done:
         """Run until the text is done.
 
         Raises:
@@ -87,6 +87,7 @@ class Simulation:
         self.begin()
         while self.done is None:
             self.clock.advance()
+        return self.done
 
     def begin(self) -> None:
         """Open the first stream."""
@@ -127,11 +128,12 @@ class Simulation:
         if self.stream is not None:
             self.stream.send_up(frame)
 
-    def open_stream(self) -> None:
+    def open_stream(self) -> Stream:
         """Open a stream and send the machine's Open over it."""
         self.num_streams += 1
-        self.stream = Stream(self.clock, self._new_link(self.clock.now), self.verifier, self.receive)
+        self.stream = stream = Stream(self.clock, self._new_link(self.clock.now), self.verifier, self.receive)
         self.handle(StreamReady(b""))
+        return stream
 
     def lose_stream(self, stream: Stream, error: OutriderError) -> None:
         """Let a stream break, unless it was left before."""

@@ -35,7 +35,7 @@ class Target(Protocol):
     """A target without a model."""
 
     def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
-        """Return [k + 1] its tokens after the transcript and after each of the drafts `block` [k]."""
+        """Return the target's [k + 1] tokens after the transcript and after each of the drafts `block` [k]."""
         ...
 
     def reward(self, start: int, drafts: int) -> float | None:

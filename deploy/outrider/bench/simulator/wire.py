@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -49,17 +48,10 @@ class Wire:
     which a message leaves; they are looked at every 10 ms, on the full 10 ms.
     """
 
-    def __init__(
-        self,
-        way_of: Callable[[LinkShape], WayShape],
-        shape_at: ShapeAt,
-        framing: Framing,
-        rng: random.Random,
-    ) -> None:
+    def __init__(self, way_at: Callable[[float], WayShape], framing: Framing, rng: random.Random) -> None:
         self.bytes = 0
+        self._way_at = way_at
         self._framing = framing
-        self._way_of = way_of
-        self._shape_at = shape_at
         self._rng = rng
         self._busy_until = 0.0
         self._arrived_until = 0.0
@@ -96,14 +88,14 @@ class Wire:
     def _leave(self, begins: float, size: int) -> tuple[float, WayShape]:
         """Return when the last byte leaves, and what the link is like then."""
         at, left, look = begins, float(size), int(begins * _LOOKS_PER_S) + 1
-        way = self._way_of(self._shape_at(at))
+        way = self._way_at(at)
         while left > (room := way.bytes_per_s * max(0.0, look / _LOOKS_PER_S - at)):
             left -= room
             at = look / _LOOKS_PER_S
             look += 1
             if at - begins > _LONGEST_OUTAGE_S:
                 raise ConfigError(f"lets nothing through from {begins:.1f} s on", field="link")
-            way = self._way_of(self._shape_at(at))
+            way = self._way_at(at)
         return at + left / way.bytes_per_s if left else at, way
 
 
@@ -118,14 +110,13 @@ class WireLink:
     def __init__(
         self, clock: VirtualClock, shape_at: ShapeAt, costs: Costs, statistics: EdgeStatistics, rng: random.Random
     ) -> None:
-        self.wire_up = Wire(operator.attrgetter("up"), shape_at, UP, rng)
-        self.wire_down = Wire(operator.attrgetter("down"), shape_at, DOWN, rng)
+        self.wire_up = Wire(lambda time: shape_at(time).up, UP, rng)
+        self.wire_down = Wire(lambda time: shape_at(time).down, DOWN, rng)
         self._clock = clock
         self._costs = costs
         self._statistics = statistics
 
     def up(self, frame: EdgeFrame, now: float) -> Iterator[tuple[float, EdgeFrame]]:
-        """Return when the verifier has the frame."""
         size = len(codec.encode_edge_frame(frame))
         self._statistics.uplink_bytes += size + GRPC_PREFIX_BYTES
         arrival = self.wire_up.send(now, size) + self._costs.cloud_event_s
@@ -133,7 +124,6 @@ class WireLink:
         yield arrival, frame
 
     def down(self, frame: CloudFrame, now: float) -> Iterator[tuple[float, CloudFrame]]:
-        """Return when the edge has the frame."""
         size = len(codec.encode_cloud_frame(frame))
         self._statistics.downlink_bytes += size + GRPC_PREFIX_BYTES
         arrival = self.wire_down.send(now, size) + self._costs.edge_event_s

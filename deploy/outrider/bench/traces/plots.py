@@ -73,7 +73,7 @@ def draw_pool(replayed: PoolReplayed, folder: Path) -> None:
         ConfigError: a file cannot be written.
     """
     with styled():
-        for link in replayed.links:
+        for link, file in zip(replayed.links, _files(replayed.links), strict=True):
             rows = replayed.over(link)
             plots = {"speedup": _speed_up(rows), "regret": _regret(rows)}
             if any(row.changes for row in rows):
@@ -81,11 +81,14 @@ def draw_pool(replayed: PoolReplayed, folder: Path) -> None:
             for name, drawn in plots.items():
                 title = f"{drawn.get_suptitle()}, {link_name(link)}, {replayed.play}"
                 drawn.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
-                save_plot(drawn, folder / f"{name}-{_slug(link)}.png")
+                save_plot(drawn, folder / f"{name}-{file}.png")
 
 
-def _slug(link: LinkRecord) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in link.trace or f"{link.rtt_ms:g}ms")
+def _files(links: Sequence[LinkRecord]) -> list[str]:
+    """Return a name for the files of each link: its trace or round-trip time, or all that tells it from another."""
+    short = [link.trace or f"{link.rtt_ms:g}ms" for link in links]
+    names = [link_name(link) if short.count(name) > 1 else name for link, name in zip(links, short, strict=True)]
+    return ["".join(letter if letter.isalnum() else "-" for letter in name) for name in names]
 
 
 def _speed_up(rows: Sequence[Row]) -> Any:

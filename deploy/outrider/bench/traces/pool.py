@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,27 +29,11 @@ NOTED = 60  # positions of a regret curve, at equal distances and once more at e
 Variants = Mapping[tuple[str, str], Sequence[Text]]  # the texts of each prompt by seed; by domain and id
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """A text on its way.
-
-    Attributes:
-        text: text with every drafter's trace.
-        prompt: domain and id of the prompt at its beginning.
-        domains: domains of its stretches.
-    """
-
-    text: Text
-    prompt: tuple[str, str]
-    domains: tuple[str, ...]
-
-
 def variants_of(texts: Sequence[Text]) -> Variants:
     """Group texts by prompt, in their order."""
     found: dict[tuple[str, str], list[Text]] = {}
     for text in texts:
-        trace = text.traces[0]
-        found.setdefault((trace.domain, trace.id), []).append(text)
+        found.setdefault(text.prompt, []).append(text)
     return found
 
 
@@ -57,35 +42,20 @@ def row_names(domains: Sequence[str]) -> Sequence[str]:
     return (*domains, MIX, MIDWAY) if len(domains) > 1 else domains
 
 
-def segments(row: str, variants: Variants, seed: int) -> list[Segment]:
-    """Return the texts of one run in random order: one of each prompt of the row, whose seeds take turns.
+def run_texts(row: str, variants: Variants, seed: int) -> list[Text]:
+    """Return the texts of one run in random order: one of each prompt of the row, with alternating seeds.
 
     `midway` joins each prompt's text with one of another domain, which changes with the seed.
     """
-    rng = np.random.default_rng(seed)
-    chosen = [
-        Segment(texts[seed % len(texts)], prompt, (prompt[0],))
-        for prompt, texts in variants.items()
-        if row in (MIX, MIDWAY, prompt[0])
-    ]
-    shuffled = [chosen[i] for i in rng.permutation(len(chosen))]
+    chosen = [texts[seed % len(texts)] for (domain, _), texts in variants.items() if row in (MIX, MIDWAY, domain)]
+    shuffled = [chosen[i] for i in np.random.default_rng(seed).permutation(len(chosen))]
+    if row != MIDWAY:
+        return shuffled
     domains = list(dict.fromkeys(domain for domain, _ in variants))
-    return _midway(shuffled, domains, seed) if row == MIDWAY else shuffled
-
-
-def _midway(segments: Sequence[Segment], domains: Sequence[str], seed: int) -> list[Segment]:
     further = 1 + seed % (len(domains) - 1)
     after = {domain: domains[(i + further) % len(domains)] for i, domain in enumerate(domains)}
-    own = {domain: [segment for segment in segments if segment.domains == (domain,)] for domain in domains}
-    met = dict.fromkeys(domains, 0)
-    found = []
-    for segment in segments:
-        (domain,) = segment.domains
-        others = own[after[domain]]
-        other = others[met[domain] % len(others)]
-        met[domain] += 1
-        found.append(Segment(joined((segment.text, other.text)), segment.prompt, (domain, after[domain])))
-    return found
+    others = {domain: itertools.cycle([text for text in shuffled if text.prompt[0] == domain]) for domain in domains}
+    return [joined((text, next(others[after[text.prompt[0]]]))) for text in shuffled]
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
@@ -94,9 +64,7 @@ class Cell:
 
     Attributes:
         kind: one `drafter` alone, a `selector`, or the `oracle` in hindsight.
-        name: name of the drafter or the selector.
-        tokens: tokens of the texts, all seeds together.
-        seconds: time that they took, in seconds.
+        seconds: time of all texts and seeds together.
         speed_up: seconds of cloud streaming over these.
         interval: interval of the speed-up, over the prompts; None: a domain has but one.
         of_oracle: seconds of the oracle over these.
@@ -124,8 +92,6 @@ class Change:
     """Shares of the drafters around changes to one domain.
 
     Attributes:
-        kind: kind of the column.
-        name: name of the column.
         domain: domain that begins.
         shares: [positions][K] share of the texts of each drafter, from `BEFORE` tokens before the change on.
     """
@@ -141,12 +107,10 @@ class Row:
     """The texts of one domain, of all, or such whose domain changes midway, over one link.
 
     Attributes:
-        link: link between edge and verifier.
         name: the domain, `mix` or `midway`.
         prompts: number of prompts.
         positions: tokens since the beginning of a run, at which regret is noted.
-        cells: results of the drafters, the selectors and the oracle.
-        changes: changes of domain, for all but the drafters.
+        changes: changes of domain, for all columns but the drafters'.
     """
 
     link: LinkRecord
@@ -170,12 +134,10 @@ class PoolReplayed:
     """All results of a pool.
 
     Attributes:
-        command: command line of the replay.
         play: synchronous `rounds`, or the session's `stream`.
         drafts: drafts of a round.
         seeds: runs of each row.
         min_step_ms: the shortest step.
-        drafters: drafters of the pool, in order.
         costs: recorded costs of the machines.
         rows: rows, link by link.
     """
@@ -214,20 +176,20 @@ class Accumulator:
         self._best_s = 0.0
         self._seconds = np.zeros(len(prompts))
         self._regret_s = np.zeros(len(positions))  # summed over runs
-        self._settled_s = np.zeros(2)  # of this column and of the oracle, after changes of domain have settled
+        self._settled_s = np.zeros(2)  # this column's and the oracle's, after changes of domain have settled
         self._chosen = np.zeros(drafters)  # tokens
         self._around: dict[str, np.ndarray] = {}  # [BEFORE + AFTER, K] texts, by the domain that begins
 
-    def add(self, segments: Sequence[Segment], trajectories: Sequence[Trajectory], best: Sequence[Trajectory]) -> None:
+    def add(self, texts: Sequence[Text], trajectories: Sequence[Trajectory], best: Sequence[Trajectory]) -> None:
         """Add one run; `best`: the oracle's trajectories of the same texts."""
         self._runs += 1
-        for segment, trajectory, oracle in zip(segments, trajectories, best, strict=True):
-            self._seconds[self._prompts[segment.prompt]] += trajectory.seconds
+        for text, trajectory, oracle in zip(texts, trajectories, best, strict=True):
+            self._seconds[self._prompts[text.prompt]] += trajectory.seconds
             self._best_s += oracle.seconds
             self._tokens += len(trajectory.choices)
             self._switches += int(np.count_nonzero(np.diff(trajectory.choices)))
             self._chosen += np.bincount(trajectory.choices, minlength=len(self._chosen))
-            for change, domain in zip(segment.text.changes, segment.domains[1:], strict=True):
+            for change, domain in zip(text.changes, text.domains, strict=True):
                 self._add_change(change, domain, trajectory, oracle)
         places = self._positions - 1
         self._regret_s += _in_a_row(trajectories)[places] - _in_a_row(best)[places]
@@ -261,12 +223,11 @@ class Accumulator:
 
     def changes(self) -> list[Change]:
         """Return the drafters' shares around changes of domain."""
-        shares = {
-            domain: counts / np.maximum(1, counts.sum(axis=1, keepdims=True)) for domain, counts in self._around.items()
-        }
-        return [
-            Change(self.kind, self.name, domain, tuple(map(tuple, each.tolist()))) for domain, each in shares.items()
-        ]
+        found = []
+        for domain, counts in self._around.items():
+            shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
+            found.append(Change(self.kind, self.name, domain, tuple(map(tuple, shares.tolist()))))
+        return found
 
 
 def _in_a_row(trajectories: Sequence[Trajectory]) -> np.ndarray:
@@ -280,8 +241,6 @@ class Pool:
     """Scope of a trial.
 
     Attributes:
-        recording: recording of the drafters of the pool.
-        stages: stages to play on, by link.
         selectors: names of selectors.
         seeds: runs of each row; they differ in order, in texts where several were recorded, and in what selectors draw.
 
@@ -308,7 +267,7 @@ class Pool:
         variants = variants_of(texts_of(self.recording.traces))
         for link, stage in self.stages.items():
             for name in row_names(self.recording.domains):
-                runs = [segments(name, variants, seed) for seed in range(self.seeds)]
+                runs = [run_texts(name, variants, seed) for seed in range(self.seeds)]
                 yield self._row(link, stage, name, runs, done)
 
     def _columns(self) -> list[tuple[str, str]]:
@@ -318,20 +277,19 @@ class Pool:
         return [*((DRAFTER, name) for name in drafters), *((SELECTOR, name) for name in selectors), (ORACLE, ORACLE)]
 
     def _row(
-        self, link: LinkRecord, stage: Stage, name: str, runs: Sequence[Sequence[Segment]], done: Callable[[], object]
+        self, link: LinkRecord, stage: Stage, name: str, runs: Sequence[Sequence[Text]], done: Callable[[], object]
     ) -> Row:
-        prompts = {prompt: index for index, prompt in enumerate(sorted(segment.prompt for segment in runs[0]))}
-        positions = _positions(min(sum(segment.text.tokens for segment in run) for run in runs))
+        prompts = {prompt: index for index, prompt in enumerate(sorted(text.prompt for text in runs[0]))}
+        positions = _positions(min(sum(text.tokens for text in run) for run in runs))
         columns = [Accumulator(*column, len(self.recording.traces), prompts, positions) for column in self._columns()]
         cloud_s = np.zeros(len(prompts))
-        for seed, run in enumerate(runs):
-            for segment in run:
-                cloud_s[prompts[segment.prompt]] += stage.cloud_s(segment.text)
-            texts = [segment.text for segment in run]
+        for seed, texts in enumerate(runs):
+            for text in texts:
+                cloud_s[prompts[text.prompt]] += stage.cloud_s(text)
             best = stage.best(texts)
             for column in columns:
                 found = best if column.kind == ORACLE else self._trajectories(stage, column, texts, seed)
-                column.add(run, found, best)
+                column.add(texts, found, best)
             done()
         resampled = Bootstrap([domain for domain, _ in prompts], seed=0)
         return Row(

@@ -53,8 +53,8 @@ class Stage:
     shape_at: ShapeAt
     policy: Callable[[], Policy]
     seed: int = 0
-    _alone: dict[tuple[object, ...], list[Trajectory]] = field(init=False, default_factory=dict)  # of one run
-    _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by the tokens of a text
+    _alone: dict[tuple[object, ...], list[Trajectory]] = field(init=False, default_factory=dict)
+    _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by a text's tokens
 
     def cloud_s(self, text: Text) -> float:
         """Return the seconds of cloud streaming, from the request to the last token."""
@@ -88,12 +88,12 @@ class Stage:
     def best(self, texts: Sequence[Text]) -> list[Trajectory]:
         """Play in hindsight: with the fastest drafter of each text, or of each stretch where the domain changes.
 
-        An oracle that knew every single bit and took another drafter each round would be met by nobody.
+        An oracle that knew every single bit and took another drafter each round would be out of reach.
         """
         self._alone.clear()  # a new run begins
         unchanged = [text for text in texts if not text.changes]
         alone = zip(*(self.alone(unchanged, arm) for arm in range(len(self.costs))), strict=True)
-        return [self._best(text) if text.changes else min(next(alone), key=_seconds) for text in texts]
+        return [self._best(text) if text.changes else min(next(alone), key=lambda run: run.seconds) for text in texts]
 
     def _best(self, text: Text) -> Trajectory:
         """Try every drafter on one stretch after the other."""
@@ -154,7 +154,6 @@ class Aligned(Selector):
 
     @property
     def catches_up(self) -> bool:  # type: ignore[override]  # elsewhere a fact about a class
-        """Whether the inner selector catches up."""
         return self._inner.catches_up
 
     def begin_text(self) -> Selector:
@@ -169,19 +168,15 @@ class Aligned(Selector):
         return self
 
     def choose(self, view: SelectionView) -> int:
-        """Return the arm of the round that begins."""
         return self._inner.choose(view)
 
     def read_prompt(self, log_q: Sequence[float]) -> None:
-        """Pass on each drafter's log q of the prompt."""
         self._inner.read_prompt(log_q)
 
     def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        """Return idle arms to catch up."""
         return self._inner.score(view, chosen)
 
     def learn(self, outcome: RoundOutcome) -> None:
-        """Pass on the outcome of a round."""
         self._last = outcome
         self._heard = [heard + len(hits) for heard, hits in zip(self._heard, outcome.hits, strict=True)]
         self._inner.learn(outcome)
@@ -189,7 +184,3 @@ class Aligned(Selector):
 
 def _trajectory_of(outcome: Outcome, active: Sequence[int]) -> Trajectory:
     return Trajectory(np.array(outcome.arrivals), np.array(active, dtype=np.int16))
-
-
-def _seconds(trajectory: Trajectory) -> float:
-    return trajectory.seconds

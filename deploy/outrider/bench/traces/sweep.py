@@ -29,19 +29,14 @@ class WindowResult:
     """One drafter with one window over one link.
 
     Attributes:
-        link: link between edge and verifier.
         drafter: name of the drafter; None: cloud streaming.
         window: name of the window policy; None: cloud streaming.
         domain: domain of the prompts; None: all together.
-        tokens: tokens of the texts.
         seconds: time from the requests to the last tokens, summed.
-        tokens_per_second: tokens / seconds.
         ratio: speed over that of cloud streaming over the same link.
         steps_per_token: target steps a token.
         acceptance: chance that a draft is right, given those before it in its chain; None: none was verified.
         first_token_ms: median time to the first token.
-        uplink_bytes_per_token: bytes a token on the link.
-        downlink_bytes_per_token: bytes a token on the link.
         window_mean: mean of the unverified tokens that the policy asked for; None: cloud streaming, or one domain.
     """
 
@@ -66,7 +61,6 @@ class Replayed:
     """All results of a sweep.
 
     Attributes:
-        command: command line of the replay.
         goal: goal of the deployment.
         min_step_ms: the shortest step.
         seed: seed of the jitter.
@@ -90,17 +84,17 @@ class Replayed:
     @property
     def drafters(self) -> tuple[str, ...]:
         """Drafters, in the order of the command."""
-        return tuple(dict.fromkeys(result.drafter for result in self.results if result.drafter is not None))
+        return tuple(dict.fromkeys(r.drafter for r in self.results if r.drafter is not None))
 
     @property
     def windows(self) -> tuple[str, ...]:
         """Windows, in the order of the command."""
-        return tuple(dict.fromkeys(result.window for result in self.results if result.window is not None))
+        return tuple(dict.fromkeys(r.window for r in self.results if r.window is not None))
 
     @property
     def domains(self) -> tuple[str, ...]:
         """Domains, in the order of the prompts; none where there is one alone."""
-        return tuple(dict.fromkeys(result.domain for result in self.results if result.domain is not None))
+        return tuple(dict.fromkeys(r.domain for r in self.results if r.domain is not None))
 
     def over(self, link: LinkRecord, domain: str | None = None) -> tuple[WindowResult, ...]:
         """Return the results of one link and domain, cloud streaming first."""
@@ -121,14 +115,12 @@ class NotedWindow:
     wanted: int = 0
 
     def more(self, view: EdgeView) -> int:
-        """Return the policy's decision."""
         count = self.inner.more(view)
         self.asked += 1
         self.wanted += view.in_flight + count
         return count
 
     def observe(self, hits: int, missed: bool) -> None:
-        """Pass verified drafts on to a policy that learns."""
         if isinstance(self.inner, LearningRule):
             self.inner.observe(hits, missed)
 
@@ -160,8 +152,6 @@ class Sweep:
     """Combinations to replay.
 
     Attributes:
-        recording: recording of the drafters.
-        links: links to replay over.
         windows: names of window policies.
         goal: goal of the deployment.
         min_step_s: the shortest target step, in seconds.

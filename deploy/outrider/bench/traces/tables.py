@@ -11,7 +11,6 @@ from outrider.bench.table import BEST, UNKNOWN, Block, Grid, draw, number, paced
 from outrider.bench.traces.pool import DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, Cell, PoolReplayed, Row
 from outrider.bench.traces.sweep import Replayed, WindowResult, fastest
 
-CLOUD = "(cloud)"
 BESIDE = 5  # drafters in a table
 HEADINGS = ("link", "drafter", "window", "tok/s", "", "/ cloud", "steps", "accept", "up B", "down B", "mean")
 WORDS = 3  # columns of words
@@ -52,7 +51,7 @@ def _block(link: LinkRecord, results: Sequence[WindowResult]) -> Block:
 def _row(name: str, result: WindowResult, mark: str) -> tuple[str, ...]:
     return (
         name,
-        result.drafter or CLOUD,
+        result.drafter or "(cloud)",
         result.window or UNKNOWN,
         f"{result.tokens_per_second:.1f}",
         mark,
