@@ -58,7 +58,13 @@ def load_tokenizer(source: str) -> Any:
 
 
 def load_causal_lm(
-    source: str | Path, refusal: str, *, field: str, dtype: str = "float32", attention: str | None = None
+    source: str | Path,
+    refusal: str,
+    *,
+    field: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    attention: str | None = None,
 ) -> PreTrainedModel:
     """Load the transformers model of a folder or hub name: weights from safetensors only, no remote code.
 
@@ -68,12 +74,13 @@ def load_causal_lm(
     from transformers import AutoModelForCausalLM
 
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, use_safetensors=True, trust_remote_code=False, attn_implementation=attention
         )
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{refusal}: {error}", field=field) from error
-    return model
+    moved: PreTrainedModel = model.to(device)
+    return moved
 
 
 def drafter_folder(name: str) -> Path | None:

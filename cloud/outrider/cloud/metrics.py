@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -14,33 +14,27 @@ from outrider.proto.types import Commit
 PART = "verifier"
 _WHOSE = ("model_name", "verifier")
 
+Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
-class EngineState(Protocol):
-    """State of an engine that a scrape reads; see `Engine`."""
+
+class _Engine(Protocol):
+    @property
+    def session_count(self) -> int: ...
 
     @property
-    def session_count(self) -> int:
-        """Sessions admitted at present."""
+    def parked_count(self) -> int: ...
 
     @property
-    def parked_count(self) -> int:
-        """Sessions parked until their next turn."""
+    def free_pages(self) -> int: ...
 
     @property
-    def free_pages(self) -> int:
-        """KV pages that no session holds."""
+    def page_count(self) -> int: ...
 
     @property
-    def page_count(self) -> int:
-        """KV pages in all."""
+    def credit(self) -> int: ...
 
     @property
-    def credit(self) -> int:
-        """Unverified tokens that a session may have in flight."""
-
-    @property
-    def draining(self) -> bool:
-        """Whether sessions are being sent away."""
+    def draining(self) -> bool: ...
 
 
 class VerifierMetrics:
@@ -56,59 +50,52 @@ class VerifierMetrics:
         self._running = 0
         self._drafts = SpeculationMetrics(self.registry).labels(PART, model, "")  # only the edge knows the drafter
         self._generated = Counter(*GENERATED, registry=self.registry).labels(PART, model, "")
-        self._finished = self._kinds("outrider:request_success", "Texts that have ended, by why.", "finished_reason")
-        self._refused = self._kinds("outrider:verifier_refused_sessions", "Sessions refused, by error.", "error")
-        self._failed = self._kinds("outrider:verifier_failed_sessions", "Sessions ended by an error.", "error")
-        self.admitted = self._counter("outrider:verifier_admitted_sessions", "Sessions taken.")
-        self._sheds = self._counter("outrider:verifier_sheds", "Sessions refused because the verifier was full.")
-        self.goaways = self._counter("outrider:verifier_goaways", "Sessions sent elsewhere.")
-        self.failed_steps = self._counter("outrider:verifier_failed_steps", "Target steps that failed.")
-        self.batching_delays = self._counter("outrider:verifier_batching_delays", "Steps delayed for drafts of others.")
-        self._vectors = self._counter("outrider:verifier_steering_vectors", "Steering vectors sent with commits.")
-        self._vector_bytes = self._counter("outrider:verifier_steering_bytes", "Bytes of the numbers of these vectors.")
-        self._rows = Histogram(
-            "outrider:verifier_step_rows",
-            "Rows of a target step; its count is the steps.",
-            _WHOSE,
-            registry=self.registry,
-            buckets=TOKENS,
-        ).labels(*self._whose)
-        step = Histogram(
-            "outrider:verifier_step_seconds",
+        self._finished = self._own(
+            Counter, "request_success", "Texts that have ended, by why.", labels=("finished_reason",)
+        )
+        self._refused = self._own(
+            Counter, "verifier_refused_sessions", "Sessions refused, by error.", labels=("error",)
+        )
+        self._failed = self._own(Counter, "verifier_failed_sessions", "Sessions ended by an error.", labels=("error",))
+        self.admitted = self._own(Counter, "verifier_admitted_sessions", "Sessions taken.")
+        self._sheds = self._own(Counter, "verifier_sheds", "Sessions refused because the verifier was full.")
+        self.goaways = self._own(Counter, "verifier_goaways", "Sessions sent elsewhere.")
+        self.failed_steps = self._own(Counter, "verifier_failed_steps", "Target steps that failed.")
+        self.batching_delays = self._own(Counter, "verifier_batching_delays", "Steps delayed for drafts of others.")
+        self._vectors = self._own(Counter, "verifier_steering_vectors", "Steering vectors sent with commits.")
+        self._vector_bytes = self._own(Counter, "verifier_steering_bytes", "Bytes of the numbers of these vectors.")
+        self._rows = self._own(
+            Histogram, "verifier_step_rows", "Rows of a target step; its count is the steps.", buckets=TOKENS
+        )
+        step = self._own(
+            Histogram,
+            "verifier_step_seconds",
             "Time of a target step: forward (the model), sample (logits to tokens), overhead (all else but waiting).",
-            (*_WHOSE, "stage"),
-            registry=self.registry,
+            labels=("stage",),
             buckets=SECONDS,
         )
         self._forward, self._sample, self._overhead = (
             step.labels(*self._whose, stage) for stage in ("forward", "sample", "overhead")
         )
-        self._waits = Histogram(
-            "outrider:verifier_patience_seconds",
+        self._waits = self._own(
+            Histogram,
+            "verifier_patience_seconds",
             "From a session's commit to its next step: its patience, batching delays, and other sessions' steps.",
-            _WHOSE,
-            registry=self.registry,
             buckets=SECONDS,
-        ).labels(*self._whose)
-        self._sessions_running = self._gauge("outrider:num_requests_running", "Sessions in the newest step.")
-        self._sessions_waiting = self._gauge(
-            "outrider:num_requests_waiting",
-            "Sessions not in it: they wait for drafts, or have just ended.",
         )
-        self._kv_usage = self._gauge("outrider:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
-        self._max_sessions = self._gauge("outrider:verifier_max_sessions", "Most sessions admitted at once.")
-        self._kept = self._gauge("outrider:verifier_kept_sessions", "Sessions kept between the turns of conversations.")
-        self._credit = self._gauge("outrider:verifier_credit_tokens", "Unverified tokens that a session may have.")
-        pages = Gauge(
-            "outrider:verifier_kv_pages",
-            "KV pages, by state (used, free).",
-            (*_WHOSE, "state"),
-            registry=self.registry,
+        self._sessions_running = self._own(Gauge, "num_requests_running", "Sessions in the newest step.")
+        self._sessions_waiting = self._own(
+            Gauge, "num_requests_waiting", "Sessions not in it: they wait for drafts, or have just ended."
         )
+        self._kv_usage = self._own(Gauge, "kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
+        self._max_sessions = self._own(Gauge, "verifier_max_sessions", "Most sessions admitted at once.")
+        self._kept = self._own(Gauge, "verifier_kept_sessions", "Sessions kept between the turns of conversations.")
+        self._credit = self._own(Gauge, "verifier_credit_tokens", "Unverified tokens that a session may have.")
+        pages = self._own(Gauge, "verifier_kv_pages", "KV pages, by state (used, free).", labels=("state",))
         self._used_pages, self._free_pages = (pages.labels(*self._whose, state) for state in ("used", "free"))
-        self._draining = self._gauge("outrider:verifier_draining", "1 while sessions are sent elsewhere.")
+        self._draining = self._own(Gauge, "verifier_draining", "1 while sessions are sent elsewhere.")
 
-    def watch(self, engine: EngineState, *, max_sessions: int) -> None:
+    def watch(self, engine: _Engine, *, max_sessions: int) -> None:
         """Read the state of `engine` whenever somebody asks for it."""
         self._max_sessions.set(max_sessions)
         self._sessions_running.set_function(lambda: min(self._running, engine.session_count))
@@ -151,11 +138,9 @@ class VerifierMetrics:
         """Count a stream that was ended by an error."""
         self._failed.labels(*self._whose, type(error).__name__).inc()
 
-    def _counter(self, name: str, meaning: str) -> Counter:
-        return Counter(name, meaning, _WHOSE, registry=self.registry).labels(*self._whose)
-
-    def _kinds(self, name: str, meaning: str, kind: str) -> Counter:
-        return Counter(name, meaning, (*_WHOSE, kind), registry=self.registry)
-
-    def _gauge(self, name: str, meaning: str) -> Gauge:
-        return Gauge(name, meaning, _WHOSE, registry=self.registry).labels(*self._whose)
+    def _own(
+        self, kind: type[Metric], name: str, meaning: str, *, labels: tuple[str, ...] = (), **options: Any
+    ) -> Metric:
+        """Make a metric with this verifier's labels; one with further `labels` gets all of them from its user."""
+        made = kind(f"outrider:{name}", meaning, (*_WHOSE, *labels), registry=self.registry, **options)
+        return made if labels else made.labels(*self._whose)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,21 +34,61 @@ def open_session(graph: Path, threads: int = 1) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
-def check_graph(
-    plain: PreTrainedModel, shape: CacheShape, graph: Path, *, precision: str, candidates: int
-) -> dict[str, float | int]:
-    """Run the graph in uneven chunks and single steps, and hold every output against torch's plain whole forward.
+@dataclass(frozen=True)
+class Text:
+    """A text of `tokens` (int64 [length]), fed in `chunks` that sum to its length."""
 
-    Returns:
-        The metrics, in units of the standard deviation of torch's logits where they are errors.
+    tokens: np.ndarray
+    chunks: list[int]
+
+
+@dataclass(frozen=True)
+class GraphCheck:
+    """The comparison of an exported graph with torch.
+
+    Attributes:
+        plain: model in torch, with transformers' own attention.
+        shape: shape of its cache.
+        precision: precision of the graph's weights.
+        candidates: number of candidates to ask the graph for.
     """
-    session = open_session(graph)
-    comparison = Comparison(precision)
-    for index, tokens in enumerate(check_sequences(plain)):
-        chunks = chunk_lengths(len(tokens), seed=index)
-        outputs = run_in_chunks(session, tokens, chunks, shape, candidates)
-        comparison.add(logits_by_torch(plain, tokens), outputs, candidates)
-    return comparison.accepted_metrics()
+
+    plain: PreTrainedModel
+    shape: CacheShape
+    precision: str
+    candidates: int
+
+    def metrics(self, graph: Path) -> dict[str, float | int]:
+        """Run the graph in uneven chunks and single steps, and hold every output against torch's plain whole forward.
+
+        Returns:
+            The metrics, in units of the standard deviation of torch's logits where they are errors.
+        """
+        session = open_session(graph)
+        comparison = Comparison(self.precision)
+        for text in self.texts():
+            comparison.add(logits_by_torch(self.plain, text.tokens), self.run(session, text), self.candidates)
+        return comparison.accepted_metrics()
+
+    def texts(self) -> list[Text]:
+        """Return the texts to compare on, half of them random tokens, half written by the model."""
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = self.plain.config.vocab_size
+        length = min(CHECK_LENGTH, context_length(self.plain))
+        random = torch.randint(vocabulary, (CHECK_SEQUENCES, length), generator=generator)
+        written = torch.randint(vocabulary, (CHECK_SEQUENCES, 2), generator=generator)
+        with torch.inference_mode():
+            while written.shape[1] < length:
+                p = self.plain(input_ids=written, logits_to_keep=1).logits[:, -1].float().softmax(-1)
+                written = torch.cat([written, torch.multinomial(p, 1, generator=generator)], dim=1)
+        sequences = [*random.numpy(), *written.numpy()]
+        return [Text(tokens, _chunk_lengths(length, seed=index)) for index, tokens in enumerate(sequences)]
+
+    def run(
+        self, session: onnxruntime.InferenceSession, text: Text, biases: Sequence[Mapping[str, np.ndarray]] = ()
+    ) -> dict[str, np.ndarray]:
+        """Return `run_in_chunks` for the text."""
+        return run_in_chunks(session, text.tokens, text.chunks, self.shape, self.candidates, biases)
 
 
 def logits_by_torch(plain: PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
@@ -104,7 +145,6 @@ class Comparison:
     """Running totals of how ONNX Runtime's logits differ from torch's."""
 
     def __init__(self, precision: str):
-        """Begin with nothing compared; `precision` is that of the graph's weights."""
         self.precision = precision
         # Two best logits at most this far apart, in nats, are a tie; float32 rounding is added to it.
         self.tie = INT8_TIE if precision == "int8" else 0.0
@@ -171,21 +211,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return normalised
 
 
-def check_sequences(plain: PreTrainedModel) -> list[np.ndarray]:
-    """Return texts int64 [length], half of them random tokens, half written by the model."""
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = plain.config.vocab_size
-    length = min(CHECK_LENGTH, context_length(plain))
-    random = torch.randint(vocabulary, (CHECK_SEQUENCES, length), generator=generator)
-    written = torch.randint(vocabulary, (CHECK_SEQUENCES, 2), generator=generator)
-    with torch.inference_mode():
-        while written.shape[1] < length:
-            p = plain(input_ids=written, logits_to_keep=1).logits[:, -1].float().softmax(-1)
-            written = torch.cat([written, torch.multinomial(p, 1, generator=generator)], dim=1)
-    return [*random.numpy(), *written.numpy()]
-
-
-def chunk_lengths(total: int, seed: int) -> list[int]:
+def _chunk_lengths(total: int, seed: int) -> list[int]:
     """Return uneven chunks and single steps that sum to `total`."""
     choose = np.random.default_rng(seed)
     lengths: list[int] = []

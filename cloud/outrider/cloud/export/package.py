@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from outrider.cloud.export.check import check_graph
+from outrider.cloud.export.check import GraphCheck
 from outrider.cloud.export.check_steered import SteeredCheck
 from outrider.cloud.export.contract import (
     CACHE_LAYOUT,
@@ -30,7 +30,7 @@ from outrider.cloud.export.contract import (
     described_biases,
 )
 from outrider.cloud.export.graph import OPSET, write_graph, write_steered_graph, write_steering_graph
-from outrider.cloud.export.model import Anatomy, CacheShape, context_length, load, load_for_export, look_at
+from outrider.cloud.export.model import Anatomy, context_length, load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, DrafterSteering, check_fit, steering_of
 from outrider.proto.errors import InvalidArgument
@@ -87,12 +87,14 @@ def export_drafter(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
-        drafter = _Drafter(model, load(source_folder), anatomy, precision, candidates)
-        check = drafter.write(unfinished) if steering is None else drafter.write_steered(unfinished, steering)
+        check = GraphCheck(load(source_folder), anatomy.shape, precision, candidates)
+        if steering is None:
+            metrics = _write(model, anatomy, check, unfinished)
+        else:
+            metrics = _write_steered(model, anatomy, check, unfinished, steering)
         shutil.copyfile(tokenizer_file, unfinished / TOKENIZER_FILE)
-        manifest = _manifest(model, anatomy.shape, unfinished, source_folder)
-        manifest |= {"name": name, "target": target_id, "precision": precision, "candidates": candidates}
-        manifest |= {"check": check}
+        manifest = _manifest(check, unfinished, source_folder, name=name, target=target_id)
+        manifest["check"] = metrics
         if anatomy.reach is not None:
             manifest["reach"] = anatomy.reach
         if steering is not None:
@@ -104,64 +106,47 @@ def export_drafter(
     return manifest
 
 
-@dataclass(frozen=True)
-class _Drafter:
-    """A drafter to export: `model` is traced, `plain` is the same with transformers' own attention."""
-
-    model: PreTrainedModel
-    plain: PreTrainedModel
-    anatomy: Anatomy
-    precision: str
-    candidates: int
-
-    def write(self, folder: Path) -> dict[str, Any]:
-        """Write the graph, and return how it compares with torch."""
-        graph = folder / MODEL_FILE
-        write_graph(self.model, self.anatomy, self.candidates, graph)
-        self._quantise(graph)
-        return check_graph(self.plain, self.anatomy.shape, graph, precision=self.precision, candidates=self.candidates)
-
-    def write_steered(self, folder: Path, steering: DrafterSteering) -> dict[str, Any]:
-        """Write the two graphs of a steered drafter, and return how they compare with torch."""
-        graph = folder / MODEL_FILE
-        write_steered_graph(self.model, self.anatomy, self.candidates, steering.mlp, graph)
-        self._quantise(graph)
-        write_steering_graph(steering, folder / STEERING_GRAPH_FILE)
-        with TemporaryDirectory() as unsteered:
-            metrics = self.write(Path(unsteered))
-            check = SteeredCheck(
-                self.plain,
-                self.anatomy.shape,
-                steering,
-                folder,
-                Path(unsteered) / MODEL_FILE,
-                self.precision,
-                self.candidates,
-            )
-            return metrics | {"steered": check.metrics()}
-
-    def _quantise(self, graph: Path) -> None:
-        if self.precision == "int8":
-            quantise(graph)
+def _write(model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: Path) -> dict[str, Any]:
+    """Write the graph, and return how it compares with torch."""
+    graph = folder / MODEL_FILE
+    write_graph(model, anatomy, check.candidates, graph)
+    if check.precision == "int8":
+        quantise(graph)
+    return check.metrics(graph)
 
 
-def _manifest(model: PreTrainedModel, shape: CacheShape, folder: Path, source_folder: Path) -> Manifest:
+def _write_steered(
+    model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: Path, steering: DrafterSteering
+) -> dict[str, Any]:
+    """Write the two graphs of a steered drafter, and return how they compare with torch."""
+    graph = folder / MODEL_FILE
+    write_steered_graph(model, anatomy, check.candidates, steering.mlp, graph)
+    if check.precision == "int8":
+        quantise(graph)
+    write_steering_graph(steering, folder / STEERING_GRAPH_FILE)
+    with TemporaryDirectory() as unsteered:
+        metrics = _write(model, anatomy, check, Path(unsteered))
+        return metrics | {"steered": SteeredCheck(check, steering, folder, Path(unsteered) / MODEL_FILE).metrics()}
+
+
+def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str, target: str) -> Manifest:
+    model, shape = check.plain, check.shape
     files: dict[str, dict[str, Any]] = {
         path.name: {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
         for path in sorted(folder.iterdir())
     }
     manifest: Manifest = {
         "format": DRAFTER_FORMAT,
-        "name": "",
+        "name": name,
         "version": _version(folder),
         "kind": "onnx-lm",
-        "target": "",
+        "target": target,
         "tokenizer_sha256": tokenizer_hash((folder / TOKENIZER_FILE).read_text(encoding="utf-8")),
         "files": files,
-        "precision": "",
+        "precision": check.precision,
         "vocab_size": model.config.vocab_size,
         "context_length": context_length(model),
-        "candidates": 0,
+        "candidates": check.candidates,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "cache": {"dtype": "float32", "layout": CACHE_LAYOUT, **asdict(shape)},
         "inputs": described(INPUTS, "past", shape.layers),

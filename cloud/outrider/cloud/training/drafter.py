@@ -57,7 +57,7 @@ def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: b
         "eos_token_id": config.eos_token_id,
         "pad_token_id": config.pad_token_id,
     }
-    drafter: SmallLlama
+    drafter: Any
     if shape.window is None:
         drafter = LlamaForCausalLM(LlamaConfig(**settings))
     else:
@@ -65,8 +65,8 @@ def build_drafter(target: PreTrainedModel, shape: DrafterShape, *, warm_start: b
     if warm_start:
         embedding = embedding_weight(drafter)
         embedding.copy_(start_embedding(embedding_weight(target), embedding))
-    drafter.float()
-    return drafter
+    moved: SmallLlama = drafter.to(target.device)
+    return moved
 
 
 def read_drafter(folder: Path, target: PreTrainedModel, *, field: str) -> SmallLlama:
@@ -75,7 +75,9 @@ def read_drafter(folder: Path, target: PreTrainedModel, *, field: str) -> SmallL
     Raises:
         InvalidArgument: no Llama or Mistral in safetensors is there, or it counts other tokens than the target.
     """
-    drafter = load_causal_lm(folder, f"{folder} holds no drafter in safetensors", field=field)
+    drafter = load_causal_lm(
+        folder, f"{folder} holds no drafter in safetensors", field=field, device=str(target.device)
+    )
     if not isinstance(drafter, SmallLlama):
         kind = drafter.config.model_type
         raise InvalidArgument(f"{folder} holds a {kind}; drafters are trained as llama or mistral", field=field)
@@ -113,7 +115,6 @@ class _DrafterRun(Run):
             drafter = build_drafter(target, config.shape, warm_start=config.warm_start)
         else:
             drafter = read_drafter(config.start, target, field="start")
-        drafter.to(torch.device(config.device))  # type: ignore[arg-type]
         matrices, others = matrices_and_others(drafter)
         super().__init__(
             config,

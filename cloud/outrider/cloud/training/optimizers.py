@@ -25,7 +25,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 - it evaluates no closure
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -132,7 +132,6 @@ def _make_arm(config: SteerTraining, target: PreTrainedModel, arm: Arm) -> Steer
     layers = config.layers or default_layers(text.num_hidden_layers)
     if max(layers) >= text.num_hidden_layers:
         raise InvalidArgument(f"the target has layers 0 to {text.num_hidden_layers - 1}", field="layers")
-    drafter.to(torch.device(config.device))  # type: ignore[arg-type]
     drafter.requires_grad_(not arm.frozen)
     return SteeredDrafter(drafter, Projection(layers, text.hidden_size, config.rank, config.model), arm)
 

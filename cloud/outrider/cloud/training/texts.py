@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from outrider.cloud.family_index import load_causal_lm, load_tokenizer
@@ -24,8 +23,7 @@ HELD_OUT_ROWS, HELD_OUT_NEW_TOKENS = 32, 128
 def load_target(config: Training) -> PreTrainedModel:
     """Load the target, frozen."""
     refusal = f"{config.target!r} is no causal language model with safetensors weights"
-    target = load_causal_lm(config.target, refusal, field="target", dtype=config.dtype)
-    target.to(torch.device(config.device))  # type: ignore[arg-type]
+    target = load_causal_lm(config.target, refusal, field="target", dtype=config.dtype, device=config.device)
     target.eval().requires_grad_(False)
     return target
 
