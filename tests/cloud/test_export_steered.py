@@ -93,7 +93,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def package(llama: Path) -> Path:
-    """Its unsteered export is kept beside it."""
+    """Export the llama, and keep its unsteered export beside the package."""
     kept = llama.with_name("unsteered.onnx")
 
     def write_and_keep_graph(model: Any, anatomy: Any, candidates: int, graph: Path) -> None:
@@ -180,7 +180,7 @@ def test_biases_of_zero_give_the_bits_of_the_unsteered_export(package: Path) -> 
 
 
 def operators_run(graph: Path, scratch: Path) -> Counter[str]:
-    """Of the graph as ONNX Runtime runs it, optimised."""
+    """Node types of the graph as ONNX Runtime runs it, optimised."""
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(scratch / "optimised.onnx")
     options.log_severity_level = 3
@@ -323,7 +323,7 @@ def ignore_a_bias(graph: onnx.GraphProto) -> None:
 
 
 def nudge_a_weight(graph: onnx.GraphProto) -> None:
-    """By less than the comparison with torch can see."""
+    """Change a weight by less than the comparison with torch can see."""
     tensor = next(tensor for tensor in graph.initializer if list(tensor.dims) == [64, MLP])
     values = onnx.numpy_helper.to_array(tensor).copy()
     values[3, 3] *= 1 + 1e-6

@@ -41,7 +41,7 @@ REFUSALS = (InvalidArgument, FailedPrecondition, NotFound, ResourceExhausted)
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """Of a verifier with a tiny random GPT-2."""
+    """Settings of a verifier with a tiny random GPT-2."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("tiny")

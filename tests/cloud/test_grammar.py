@@ -216,7 +216,7 @@ def test_texts_follow_the_targets_law_renormalised_over_the_grammar_for_every_bl
 
 
 def plain_text(seed: int, sampling: Sampling) -> tuple[int, ...]:
-    """By the rule alone: argmax of log p + G of the masked law at every position."""
+    """The text by the rule alone: argmax of log p + G of the masked law at every position."""
     text: tuple[int, ...] = ()
     while not text or (text[-1] != EOS and len(text) < MOST):
         law = law_after(text, sampling)
@@ -635,7 +635,7 @@ def test_a_target_without_eos_and_an_installation_without_the_library_say_so(mon
         Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS})).begin(GRAMMAR).result()
 
 
-def test_only_so_many_compiled_grammars_are_kept():
+def test_the_oldest_compiled_grammars_are_dropped():
     grammars = Grammars(tiny_tokenizer(), VOCAB, frozenset({EOS}))
     for n in range(40):
         grammars._matcher(Grammar(GrammarKind.REGEX, f"a{{{n + 1}}}"))

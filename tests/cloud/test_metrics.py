@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:
-    """By sample's name and label values, in the labels' order of names."""
+    """Samples by name and label values, in the order of the labels' names."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
         families = text_string_to_metric_families(reply.read().decode())
     return {
@@ -166,7 +166,7 @@ def test_refusals_are_counted_by_kind_and_logged_with_their_session_and_no_text(
     assert "w7" not in stream.getvalue()
 
 
-def test_only_metrics_are_served_and_only_where_it_was_told(folder) -> None:
+def test_only_metrics_are_served_and_only_at_the_given_address(folder) -> None:
     async def scenario(server, address):
         def statuses():
             found = []

@@ -117,12 +117,12 @@ def test_a_vector_is_added_to_the_up_projection_before_the_gate() -> None:
     with torch.no_grad():
         for weight in steered.steering.layers:
             weight.normal_()
-    code, stream = torch.randn(2, 5, 8), torch.randn(2, 5, 16)
-    with steered.steering.by(code):
+    vectors, stream = torch.randn(2, 5, 8), torch.randn(2, 5, 16)
+    with steered.steering.by(vectors):
         found = mlp(stream)
-    up = mlp.up_proj(stream) + code @ steered.steering.layers[1].T
+    up = mlp.up_proj(stream) + vectors @ steered.steering.layers[1].T
     torch.testing.assert_close(found, mlp.down_proj(up * mlp.act_fn(mlp.gate_proj(stream))))
-    after = mlp(stream) + (code @ steered.steering.layers[1].T)[..., :16]
+    after = mlp(stream) + (vectors @ steered.steering.layers[1].T)[..., :16]
     assert not torch.allclose(found, after, atol=1e-2)
     assert torch.equal(mlp(stream), mlp.down_proj(mlp.up_proj(stream) * mlp.act_fn(mlp.gate_proj(stream))))
 
@@ -268,7 +268,7 @@ def test_arms_learn_side_by_side_what_each_may_learn(config: SteerTraining, fold
     assert result.tokens_seen == 6 * 4 * 32
 
 
-def test_the_distilled_arm_learns_the_same_with_and_without_company(config: SteerTraining) -> None:
+def test_the_distilled_arm_learns_the_same_alone_and_beside_another(config: SteerTraining) -> None:
     together = train_steering(replace(config, arms=("steered", "distilled")))
     alone = train_steering(replace(config, arms=("distilled",), output=config.output.with_name("alone")))
     for name, tensor in load_file(together.folders["distilled"] / "model.safetensors").items():
@@ -333,10 +333,10 @@ def test_the_record_names_the_gain_of_vectors_of_each_age(config: SteerTraining)
     record = json.loads((result.folders["steered"] / "training.json").read_text())
     assert set(record["steering_gain"]) == {str(age) for age in AGES}
     for age, gain in record["steering_gain"].items():
-        with_code, without = (
+        with_vectors, without = (
             tokens_a_round(result.acceptance[f"steered/{kind}/corpus/mean"].sampled) for kind in (age, "none")
         )
-        assert gain == pytest.approx(with_code / without - 1, abs=1e-3)
+        assert gain == pytest.approx(with_vectors / without - 1, abs=1e-3)
     assert set(record["held_out_acceptance"]) == {
         f"{kind}/corpus/{name}" for kind in ("none", *AGES) for name in ("words", "mean")
     }

@@ -78,7 +78,7 @@ ARCHITECTURES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By architecture: the folder of a tiny random model, and the model as transformers runs it."""
+    """The folder of a tiny random model of each architecture, and the model as transformers runs it."""
     made: dict[str, tuple[Path, Any]] = {}
 
     def of(architecture: str) -> tuple[Path, Any]:
@@ -202,7 +202,7 @@ class Collected(CollectingOutbox):
 
 
 def trained(layers: tuple[int, ...], seed: int) -> Projection:
-    """No parameter of it is as it began."""
+    """A projection with random weights."""
     torch.manual_seed(seed)
     projection = Projection(layers, HIDDEN, RANK, "tiny").requires_grad_(False)
     for parameter in projection.parameters():
@@ -220,7 +220,7 @@ def test_a_folded_projection_gives_the_vectors_of_the_one_it_was_made_of():
 
 @pytest.fixture(scope="module")
 def projections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Projection]:
-    """Two by id, of the same target but of other layers, and not as they begin."""
+    """Two projections by id, of one target but of different layers, with random weights."""
     made = {}
     for seed, layers in ((1, LAYERS), (2, (0, 4))):
         projection = trained(layers, seed)
@@ -265,9 +265,9 @@ def tokens_of(commits: list[Commit]) -> tuple[int, ...]:
 def vectors_off(
     model: Any, projection: Projection, start: tuple[int, ...], commits: list[Commit], shift: int = 0
 ) -> list[Any]:
-    """By commit, how far its vector is from that of the plain model's state `shift` after where it should be of.
+    """How far each commit's vector is from that of the plain model's state `shift` positions after the right one.
 
-    In steps of its rounding beyond what float32 leaves; None: it has no vector.
+    The unit is a step of its rounding beyond what float32 leaves; None: the commit has no vector.
     """
     states = plain(model, (*start, *tokens_of(commits)), projection.layers)
     with torch.inference_mode():
@@ -375,7 +375,7 @@ def test_among_sessions_that_share_steps_only_those_that_ask_get_vectors(engine,
 
 
 def without_measurements(commit: Commit) -> bytes:
-    """On the wire, but for what is measured."""
+    """The frame's bytes, without what is measured."""
     return codec.encode_cloud_frame(replace(commit, timing=type(commit.timing)()))
 
 
@@ -388,7 +388,7 @@ def test_steering_changes_neither_the_text_nor_anything_else_in_a_commit(engine,
     assert [*map(without_measurements, stripped)] == [*map(without_measurements, plain_commits)]
 
 
-def test_a_wish_may_change_by_report_and_stays_in_the_next_turn(engine, models, projections):
+def test_a_request_may_change_by_report_and_stays_in_the_next_turn(engine, models, projections):
     one, two = projections
     box = Collected()
     few = replace(TEXT, max_tokens=4)
@@ -434,7 +434,7 @@ def test_a_projection_that_fails_or_gives_no_numbers_costs_its_vectors_and_no_te
     assert "not finite" in caplog.text
 
 
-def test_a_step_for_nobody_who_wishes_projects_nothing(engine, projections, monkeypatch):
+def test_a_step_without_requests_projects_nothing(engine, projections, monkeypatch):
     def must_not_run(*_: Any) -> None:
         raise AssertionError("computed for nobody")
 
@@ -554,7 +554,7 @@ def test_a_config_that_names_no_paths_is_refused(paths):
     assert caught.value.field == "steering"
 
 
-def test_a_verifier_that_was_told_of_a_projection_steers_over_grpc(models, tmp_path):
+def test_a_verifier_with_a_projection_in_its_settings_steers_over_grpc(models, tmp_path):
     folder, model = models("qwen3")
     identity = saved(tmp_path)
     config = VerifierConfig(target=str(folder), model="tiny", threads=1, kv_tokens=512, steering=(str(tmp_path),))

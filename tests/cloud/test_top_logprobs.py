@@ -56,7 +56,7 @@ def rows_of(vocab: int, rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def top_of(logits: torch.Tensor, count: int) -> list[list[tuple[int, float]]]:
-    """By a sort of the whole vocabulary: most likely first, the lower token first among equals."""
+    """The likeliest by a sort of the whole vocabulary, the lower token first among equals."""
     logp = torch.log_softmax(logits.double(), dim=-1).tolist()
     return [sorted(enumerate(row), key=lambda pair: (-pair[1], pair[0]))[:count] for row in logp]
 

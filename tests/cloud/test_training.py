@@ -181,7 +181,7 @@ def test_a_run_starts_from_no_drafter_of_other_tokens(config: DrafterTraining, t
     assert refused.value.field == "start"
 
 
-def test_a_drafter_with_a_window_sees_so_many_tokens_and_its_own_is_one_of_them(
+def test_a_drafter_with_a_window_sees_that_number_of_tokens_its_own_included(
     config: DrafterTraining, tmp_path: Path
 ) -> None:
     target = AutoModelForCausalLM.from_pretrained(config.target)
@@ -190,9 +190,9 @@ def test_a_drafter_with_a_window_sees_so_many_tokens_and_its_own_is_one_of_them(
     drafter = read_drafter(tmp_path, target, field="start")
     tokens = torch.randint(2, 258, (1, 20))
     logits = drafter(input_ids=tokens).logits[0]
-    for behind, is_seen in ((0, True), (3, True), (4, False), (9, False)):
+    for distance, is_seen in ((0, True), (3, True), (4, False), (9, False)):
         other = tokens.clone()
-        other[0, 15 - behind] = (tokens[0, 15 - behind] + 1) % 256 + 2
+        other[0, 15 - distance] = (tokens[0, 15 - distance] + 1) % 256 + 2
         assert torch.equal(drafter(input_ids=other).logits[0, 15], logits[15]) is not is_seen
 
 

@@ -29,7 +29,6 @@ class ScriptedServer:
 
     tokenizer_json = "{}"
     tokenizer_sha256 = "a" * 64
-    max_sessions = 8
     metrics_address = ""
     speaks_tls = False
     tls_name = ""
@@ -52,13 +51,14 @@ class ScriptedServer:
         self._note_thread()
         return VerifierStatus(
             name=self.config.name,
-            address="",
+            address="127.0.0.1:4321",
             model="tiny",
             state="draining" if self.drained else "ready",
             sessions=2,
             step_s=0.1,
             kv_pages_free=5,
             release="1.2.3",
+            max_sessions=8,
             kv_pages=9,
         )
 

@@ -11,10 +11,11 @@ import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from outrider.cloud.family_index import chat_template_json
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.logs import configure
 
@@ -70,7 +71,7 @@ class VerifierActor:
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-verifier", daemon=True)
         self._thread.start()
         try:
-            self._server, self._address = self._submit(_serve(config, lease_secret, self._on_failure)).result()
+            self._server = self._submit(_serve(config, lease_secret, self._on_failure)).result()
         except BaseException:
             self._end_loop()
             raise
@@ -81,7 +82,7 @@ class VerifierActor:
 
     def info(self) -> dict[str, Any]:
         """Return what the coordinator places sessions by; `incarnation` changes with every restart."""
-        return self._submit(_called(self._describe)).result()
+        return self._submit(_report(self._server)).result() | {"incarnation": self._incarnation}
 
     def recipe(self) -> tuple[VerifierConfig, bytes, dict[str, Any]]:
         """Return what starts another actor like this one: its config, the lease secret, and Ray's options."""
@@ -93,8 +94,6 @@ class VerifierActor:
 
     def chat_template_json(self) -> str:
         """Return how the target's chats become prompts, as `chat_template_json` writes it; empty: it has none."""
-        from outrider.cloud.family_index import chat_template_json
-
         return chat_template_json(self._config.target)
 
     def drain(self, grace_s: float) -> int:
@@ -147,26 +146,6 @@ class VerifierActor:
         finally:
             end_process()
 
-    def _describe(self) -> dict[str, Any]:
-        status = self._server.status()
-        return {
-            "name": status.name,
-            "address": self._address,
-            "model": status.model,
-            "tokenizer_sha256": self._server.tokenizer_sha256,
-            "state": status.state,
-            "sessions": status.sessions,
-            "max_sessions": self._server.max_sessions,
-            "step_s": status.step_s,
-            "kv_pages_free": status.kv_pages_free,
-            "kv_pages": status.kv_pages,
-            "release": status.release,
-            "incarnation": self._incarnation,
-            "metrics_address": self._server.metrics_address,
-            "tls": self._server.speaks_tls,
-            "tls_name": self._server.tls_name,
-        }
-
     def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -197,17 +176,21 @@ def _node_is_draining() -> bool:
     return ray.get_runtime_context().get_node_id() in ray._private.state.state.get_draining_nodes()
 
 
-async def _called(function: Callable[[], Result]) -> Result:
-    return function()
-
-
-async def _serve(
-    config: VerifierConfig, lease_secret: bytes, on_failure: Callable[[], None]
-) -> tuple[VerifierServer, str]:
+async def _serve(config: VerifierConfig, lease_secret: bytes, on_failure: Callable[[], None]) -> VerifierServer:
     from outrider.cloud.server import VerifierServer  # imports torch, which starting an actor does not need
 
     server = VerifierServer(config, lease_secret, on_failure)
-    return server, await server.start()
+    await server.start()
+    return server
+
+
+async def _report(server: VerifierServer) -> dict[str, Any]:
+    return asdict(server.status()) | {
+        "tokenizer_sha256": server.tokenizer_sha256,
+        "metrics_address": server.metrics_address,
+        "tls": server.speaks_tls,
+        "tls_name": server.tls_name,
+    }
 
 
 def start_verifier_actor(

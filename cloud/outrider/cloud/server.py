@@ -116,7 +116,6 @@ class VerifierServer:
         )
         self.tokenizer_json = target.tokenizer_json
         self.tokenizer_sha256 = target.tokenizer_sha256
-        self.max_sessions = config.max_sessions
         self.rules = VerifierRules(
             name=config.name,
             model=config.model_id,
@@ -150,7 +149,9 @@ class VerifierServer:
     async def start(self) -> str:
         """Begin to serve, and return the address as host:port."""
         self._loop = asyncio.get_running_loop()
-        self._serve_metrics()  # a thread of its own, before gRPC's
+        if self._config.metrics_listen:  # a thread of its own, before gRPC's
+            self._engine.metrics.watch(self._engine, max_sessions=self._config.max_sessions)
+            self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
         self._server = grpc.aio.server(
             options=SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self._config.max_sessions + SPARE_CALLS
         )
@@ -206,12 +207,6 @@ class VerifierServer:
         """Address of the metrics for Prometheus, host:port; empty: none are served."""
         return self._metrics_server.address if self._metrics_server is not None else ""
 
-    def _serve_metrics(self) -> None:
-        if not self._config.metrics_listen:
-            return
-        self._engine.metrics.watch(self._engine, max_sessions=self.max_sessions)
-        self._metrics_server = MetricsServer(self._engine.metrics.registry, self._config.metrics_listen)
-
     def take_step_timings(self) -> list[StepTiming]:
         """Return the times of the steps since the last call, oldest first; the newest few thousand are kept."""
         timings = self._engine.timings
@@ -228,7 +223,7 @@ class VerifierServer:
             step_s=self._engine.step_s,
             kv_pages_free=self._engine.free_pages,
             release=release(),
-            max_sessions=self.max_sessions,
+            max_sessions=self._config.max_sessions,
             kv_pages=self._engine.page_count,
         )
 
@@ -263,15 +258,16 @@ class VerifierServer:
                 yield codec.encode_cloud_frame(item)
                 outbox.sent()
                 outbox.opened |= isinstance(item, Opened)
-                if isinstance(item, Commit) and self._tracing is not None and trace is not None:
-                    self._tracing.commit(trace, outbox.session, item)
-                if isinstance(item, Commit) and outbox.meter is not None:
-                    _charge(outbox.meter, outbox, len(item.tokens))
-                if isinstance(item, Goaway):
+                if isinstance(item, Commit):
+                    if self._tracing is not None and trace is not None:
+                        self._tracing.commit(trace, outbox.session, item)
+                    if outbox.meter is not None:
+                        _charge(outbox.meter, outbox, len(item.tokens))
+                    if item.finish is not None and not outbox.goes_on:
+                        return
+                elif isinstance(item, Goaway):
                     self._engine.metrics.goaways.inc()
                     log.info("sent elsewhere: %s", item.reason, extra=about(outbox.session, self.rules.name))
-                    return
-                if isinstance(item, Commit) and item.finish is not None and not outbox.goes_on:
                     return
         except OutriderError as error:
             (self._engine.metrics.fail if outbox.opened else self._engine.metrics.refuse)(error)

@@ -83,6 +83,13 @@ def _checked(projection: Projection, path: Path, target: Target) -> str:
     return identity
 
 
+def fold(projections: Mapping[str, Projection], target: Target) -> dict[str, FoldedProjection]:
+    """Fold the projections, by id, and tap the layers of `target` that they read, if there are any."""
+    if projections:
+        target.tap(sorted({layer for each in projections.values() for layer in each.layers}))
+    return {name: FoldedProjection(each, target.device) for name, each in projections.items()}
+
+
 class SteeringVectors:
     """Makes the vectors that commits carry: one batch and one copy to the host for each projection that is asked for.
 
@@ -93,9 +100,7 @@ class SteeringVectors:
 
     def __init__(self, target: Target, projections: Mapping[str, Projection]) -> None:
         self._target = target
-        self._projections = {name: FoldedProjection(each, target.device) for name, each in projections.items()}
-        if projections:
-            target.tap(sorted({layer for each in projections.values() for layer in each.layers}))
+        self._projections = fold(projections, target)
 
     def of(
         self,

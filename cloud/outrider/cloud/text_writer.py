@@ -17,7 +17,8 @@ import torch
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Sampler
-from outrider.cloud.steering import FoldedProjection, Projection
+from outrider.cloud.steering import Projection
+from outrider.cloud.steering_vectors import fold
 from outrider.cloud.target import Rows, Target
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
@@ -97,8 +98,8 @@ class _Sheet:
 
     request: TextRequest
     session: VerifierSession
-    cache: SessionCache | None = None
     vectors: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    cache: SessionCache = field(init=False)  # from when it is admitted
 
     @property
     def room(self) -> int:
@@ -106,7 +107,6 @@ class _Sheet:
         return self.session.prompt_length + self.session.sampling.max_tokens
 
     def text(self, logits: torch.Tensor | None = None) -> WrittenText:
-        """Return the finished text."""
         session = self.session
         processed = len(session.transcript) - 1  # never the last token
         stacked = {name: np.stack(rows) for name, rows in self.vectors.items()}
@@ -143,7 +143,7 @@ class TextWriter:
         self._target = target
         self._at_once = at_once
         self._sampler = Sampler(target.device)
-        self._projections = {name: FoldedProjection(each, target.device) for name, each in projections.items()}
+        self._projections = fold(projections, target)
         self._wanted_of_prompt = max_age + 1 if projections else 1
         self._rules = VerifierRules(
             name="writer",
@@ -153,8 +153,6 @@ class TextWriter:
             context_length=target.context_length,
             eos_tokens=target.eos_tokens if eos_tokens is None else frozenset(eos_tokens),
         )
-        if projections:
-            target.tap(sorted({layer for each in projections.values() for layer in each.layers}))
 
     def write(self, requests: Sequence[TextRequest]) -> list[WrittenText]:
         """Return the requested texts, in their order.
@@ -191,7 +189,7 @@ class TextWriter:
             writing += self._admit(waiting, writing, at_once - len(writing))
             logits = self._step(writing)
             for sheet in writing:
-                if sheet.session.finish is not None and sheet.cache is not None:
+                if sheet.session.finish is not None:
                     self._target.pool.release(sheet.cache)
             yield writing, logits
             writing = [sheet for sheet in writing if sheet.session.finish is None]
@@ -222,7 +220,7 @@ class TextWriter:
             sheet.cache = pool.allocate(sheet.room)
             if reader is None:
                 readers[sheet.request.prompt] = sheet
-            elif reader.cache is not None:
+            else:
                 self._copy(reader.cache, sheet.cache, sheet.session.prompt_length - 1)
             admitted.append(sheet)
         return admitted
@@ -238,7 +236,11 @@ class TextWriter:
 
     def _step(self, sheets: Sequence[_Sheet]) -> torch.Tensor:
         """Give each sheet its next token; return the logits [sheets, vocab] of these."""
-        batch = [self._rows(sheet) for sheet in sheets]
+        unread = [tuple(sheet.session.transcript[sheet.cache.length :]) for sheet in sheets]
+        batch = [
+            Rows(sheet.cache, tokens, min(len(tokens), self._wanted_of_prompt))
+            for sheet, tokens in zip(sheets, unread, strict=True)
+        ]
         logits = self._target.forward(batch)
         ends = list(itertools.accumulate(rows.wanted for rows in batch))
         self._take_vectors(sheets, ends)
@@ -250,12 +252,6 @@ class TextWriter:
         for sheet, sampled in zip(sheets, self._sampler.sample(logits, inputs), strict=True):
             sheet.session.on_verified(Verified((), sampled.tokens), 0.0)
         return logits
-
-    def _rows(self, sheet: _Sheet) -> Rows:
-        if sheet.cache is None:
-            raise RuntimeError("a text is written before it is admitted")
-        tokens = tuple(sheet.session.transcript[sheet.cache.length :])
-        return Rows(sheet.cache, tokens, min(len(tokens), self._wanted_of_prompt))
 
     def _take_vectors(self, sheets: Sequence[_Sheet], ends: Sequence[int]) -> None:
         """Keep the steering vectors of all rows of the newest logits; those of sheets[i] end before ends[i]."""
