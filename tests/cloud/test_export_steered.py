@@ -31,7 +31,7 @@ from transformers import (
 from outrider.cloud.export import ExportMismatch, export_drafter
 from outrider.cloud.export import package as publishing
 from outrider.cloud.export.check import logits_by_torch, open_session, run_in_chunks
-from outrider.cloud.export.graph import write_graph, write_steered_graph, write_steering_graph
+from outrider.cloud.export.graph import write_graph, write_steering_graph
 from outrider.cloud.export.model import CacheShape, load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import biases_by, load_steering, steered_by, steering_of
@@ -96,9 +96,10 @@ def package(llama: Path) -> Path:
     """Export the llama, and keep its unsteered export beside the package."""
     kept = llama.with_name("unsteered.onnx")
 
-    def write_and_keep_graph(model: Any, anatomy: Any, candidates: int, graph: Path) -> None:
-        write_graph(model, anatomy, candidates, graph)
-        shutil.copyfile(graph, kept)
+    def write_and_keep_graph(model: Any, anatomy: Any, candidates: int, graph: Path, *, mlp: int) -> None:
+        write_graph(model, anatomy, candidates, graph, mlp=mlp)
+        if not mlp:
+            shutil.copyfile(graph, kept)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publishing, "write_graph", write_and_keep_graph)
@@ -110,14 +111,10 @@ def package(llama: Path) -> Path:
 def traced(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports of the llama find its graphs written already, which saves tracing it again."""
 
-    def write_same_graph(model: Any, anatomy: Any, candidates: int, graph: Path) -> None:
-        shutil.copyfile(package.with_name("unsteered.onnx"), graph)
-
-    def write_same_steered_graph(model: Any, anatomy: Any, candidates: int, mlp: int, graph: Path) -> None:
-        shutil.copyfile(package / "model.onnx", graph)
+    def write_same_graph(model: Any, anatomy: Any, candidates: int, graph: Path, *, mlp: int) -> None:
+        shutil.copyfile(package / "model.onnx" if mlp else package.with_name("unsteered.onnx"), graph)
 
     monkeypatch.setattr(publishing, "write_graph", write_same_graph)
-    monkeypatch.setattr(publishing, "write_steered_graph", write_same_steered_graph)
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +217,7 @@ def test_a_folder_without_steering_gives_a_package_that_knows_nothing_of_it(
 def test_with_eight_bit_weights_vectors_give_nearly_the_logits_of_torch(qwen3: Path, tmp_path: Path) -> None:
     model, steering = load_for_export(qwen3), steering_of(qwen3)
     assert steering is not None
-    write_steered_graph(model, look_at(model), CANDIDATES, MLP, tmp_path / "model.onnx")
+    write_graph(model, look_at(model), CANDIDATES, tmp_path / "model.onnx", mlp=MLP)
     write_steering_graph(steering, tmp_path / "steering.onnx")
     expected = steered_logits_by_torch(qwen3)
     shape = dataclasses.replace(SHAPE, layers=1)
@@ -345,10 +342,12 @@ Corruption = Callable[[onnx.GraphProto], None]
 
 
 def corrupting(write: Callable[..., None], corrupt: Corruption) -> Callable[..., None]:
-    """`write`, whose last argument is the file, followed by the damage."""
+    """`write`, whose last argument is the file, followed by the damage where the graph is one that steers."""
 
-    def write_corrupted(*arguments: object) -> None:
-        write(*arguments)
+    def write_corrupted(*arguments: object, **options: int) -> None:
+        write(*arguments, **options)
+        if not options.get("mlp", 1):
+            return
         graph = arguments[-1]
         assert isinstance(graph, Path)
         model = onnx.load(graph)
@@ -361,12 +360,12 @@ def corrupting(write: Callable[..., None], corrupt: Corruption) -> Callable[...,
 @pytest.mark.parametrize(
     ("written_by", "corrupt", "precision", "complaint"),
     [
-        ("write_steered_graph", swap_layers, "float32", "with random biases"),
-        ("write_steered_graph", swap_layers, "int8", "with random biases"),
-        ("write_steered_graph", add_after_the_gate, "float32", "with random biases"),
-        ("write_steered_graph", add_after_the_gate, "int8", "with random biases"),
-        ("write_steered_graph", ignore_a_bias, "float32", "with random biases"),
-        ("write_steered_graph", nudge_a_weight, "float32", "biases of zero change"),
+        ("write_graph", swap_layers, "float32", "with random biases"),
+        ("write_graph", swap_layers, "int8", "with random biases"),
+        ("write_graph", add_after_the_gate, "float32", "with random biases"),
+        ("write_graph", add_after_the_gate, "int8", "with random biases"),
+        ("write_graph", ignore_a_bias, "float32", "with random biases"),
+        ("write_graph", nudge_a_weight, "float32", "biases of zero change"),
         ("write_steering_graph", change_u, "float32", "does not give U c"),
         ("write_steering_graph", change_u, "int8", "does not give U c"),
         ("write_steering_graph", swap_outputs, "float32", "does not give U c"),
@@ -396,7 +395,7 @@ def test_wrong_wiring_shows_while_u_is_still_zero(llama: Path, tmp_path: Path, m
     out = tmp_path / "out"
     export_drafter(untrained, out, name="tiny", target_id="big", candidates=CANDIDATES)
     shutil.rmtree(out)
-    monkeypatch.setattr(publishing, "write_steered_graph", corrupting(publishing.write_steered_graph, swap_layers))
+    monkeypatch.setattr(publishing, "write_graph", corrupting(publishing.write_graph, swap_layers))
     with pytest.raises(ExportMismatch):
         export_drafter(untrained, out, name="tiny", target_id="big", candidates=CANDIDATES)
     assert not out.exists()

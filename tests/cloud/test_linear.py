@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from outrider.cloud.linear import ExchangedLinear, exchange_linears
+from outrider.cloud.target import ExchangedLinear, exchange_linears
 
 torch.set_num_threads(1)
 

@@ -202,7 +202,7 @@ def start_verifier_actor(
 ) -> Any:
     """Start the verifier `name` as an actor in the Ray cluster that this process has joined.
 
-    Returns at once; the target loads meanwhile, and `ray.get(handle.info.remote())` waits for it. Ray restarts the
+    It returns at once; the target loads meanwhile, and `ray.get(handle.info.remote())` waits for it. Ray restarts the
     actor whenever its process dies. Keep the handle: without `lifetime="detached"` in `ray_options` the actor ends
     with its last handle, and with this process.
 

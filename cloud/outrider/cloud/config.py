@@ -18,7 +18,7 @@ TARGET = "target"
 
 
 def parse_patience(text: str) -> Patience:
-    """Read `MS` or `MS,DRAFTS`; `inf` waits for ever. Raises `ValueError`."""
+    """Read `MS` or `MS,DRAFTS`, where `inf` waits for ever; raise `ValueError` for anything else."""
     milliseconds, _, drafts = text.partition(",")
     try:
         return Patience(float(milliseconds) / 1000, int(drafts or 1))

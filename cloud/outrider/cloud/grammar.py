@@ -134,42 +134,30 @@ class Grammars:
 
     def _tokenizer_of_target(self) -> LLTokenizer:
         with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = self._load_tokenizer()
+            if self._tokenizer is not None:
+                return self._tokenizer
+            try:
+                from llguidance import LLTokenizer
+            except ImportError as error:
+                raise FailedPrecondition("needs llguidance; pip install 'outrider[cloud]'", field=FIELD) from error
+            if not self._eos_tokens:
+                raise FailedPrecondition("the target has no EOS token, with which such a text could end", field=FIELD)
+            eos = sorted(self._eos_tokens)
+            try:
+                self._tokenizer = LLTokenizer(self._tokenizer_json, n_vocab=self._vocab_size, eos_token=eos)
+            except ValueError as error:
+                message = f"the target's tokenizer cannot serve grammars: {_one_line(str(error))}"
+                raise FailedPrecondition(message, field=FIELD) from error
             return self._tokenizer
-
-    def _load_tokenizer(self) -> LLTokenizer:
-        try:
-            from llguidance import LLTokenizer
-        except ImportError as error:
-            raise FailedPrecondition("needs llguidance; pip install 'outrider[cloud]'", field=FIELD) from error
-        if not self._eos_tokens:
-            raise FailedPrecondition("the target has no EOS token, with which such a text could end", field=FIELD)
-        try:
-            return LLTokenizer(self._tokenizer_json, n_vocab=self._vocab_size, eos_token=sorted(self._eos_tokens))
-        except ValueError as error:
-            message = f"the target's tokenizer cannot serve grammars: {_one_line(str(error))}"
-            raise FailedPrecondition(message, field=FIELD) from error
 
 
 class GrammarMatcher:
     """The matcher of one text; its state is that of the committed text, whatever drafts were asked about."""
 
     def __init__(
-        self,
-        fresh: Callable[[], LLMatcher],
-        vocab_size: int,
-        eos_tokens: frozenset[int],
-        threads: Executor,
+        self, fresh: Callable[[], LLMatcher], vocab_size: int, eos_tokens: frozenset[int], threads: Executor
     ) -> None:
-        """Begin a text.
-
-        Args:
-            fresh: makes a matcher at the beginning of a text.
-            vocab_size: width of the target's logits.
-            eos_tokens: tokens that end a text of the target.
-            threads: executor that computes masks.
-        """
+        """Begin a text; `fresh` makes a matcher at its beginning, `threads` compute masks."""
         self._fresh = fresh
         self._vocab_size = vocab_size
         self._eos_tokens = eos_tokens

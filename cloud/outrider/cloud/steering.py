@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def default_layers(layers: int) -> tuple[int, ...]:
 
 
 class Projection(nn.Module):
-    """Taps to vector: c = V W [l / |l|; m / |m|; h / |h|], the tapped residual streams of one position, |.| their RMS.
+    """The map c = V W [l / |l|; m / |m|; h / |h|] of one position's tapped residual streams; |.| is their RMS.
 
     SD² (arXiv 2511.09844) has g = LayerNorm(W [l; m; h]), of which c = V g would travel. With the taps normalised
     before W instead, what follows is one matrix V W [rank, taps * hidden] for a verifier, a fraction of W to read.
@@ -139,14 +140,11 @@ class Taps:
         self._passes: list[tuple[dict[int, torch.Tensor], Sequence[int]]] = []
         self._layers = tuple(layers)
         self._hooks = [
-            stack[layer].register_forward_pre_hook(self._keeper(layer), with_kwargs=True) for layer in self._layers
+            stack[layer].register_forward_pre_hook(partial(self._enter, layer), with_kwargs=True) for layer in layers
         ]
 
-    def _keeper(self, layer: int) -> Any:
-        def keep(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            self._entering[layer] = positional[0] if positional else named["hidden_states"]
-
-        return keep
+    def _enter(self, layer: int, _: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._entering[layer] = positional[0] if positional else named["hidden_states"]
 
     def joined(self) -> torch.Tensor:
         """Return [batch, positions, taps * hidden] of the newest pass, in the model's dtype."""

@@ -91,12 +91,7 @@ def fold(projections: Mapping[str, Projection], target: Target) -> dict[str, Fol
 
 
 class SteeringVectors:
-    """Makes the vectors that commits carry: one batch and one copy to the host for each projection that is asked for.
-
-    Args:
-        target: the model to tap, if there is a projection.
-        projections: the projections by id.
-    """
+    """Makes the vectors that commits carry: one batch and one copy to the host for each requested projection."""
 
     def __init__(self, target: Target, projections: Mapping[str, Projection]) -> None:
         self._target = target
@@ -108,12 +103,9 @@ class SteeringVectors:
         inputs: Sequence[VerificationInput],
         sampled: Sequence[Sampled],
     ) -> list[Steering | None]:
-        """Return [n] each session's vector from its newest valid state after a step; None where none is asked for.
+        """Return each session's vector from its newest valid state after a step; None where none is asked for.
 
-        Args:
-            requests: [n] what each session asks for.
-            inputs: [n] what the step verified, in the order of its logits.
-            sampled: [n] the step's results.
+        All lists are [n], with what the step verified in the order of its logits.
         """
         vectors: list[Steering | None] = [None] * len(requests)
         asking: defaultdict[str, list[tuple[int, SteeringPrecision]]] = defaultdict(list)

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, Span
 from outrider.cloud.config import KV_TOKENS
 from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
-from outrider.cloud.linear import exchange_linears
 from outrider.cloud.steering import Taps
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
 TILE_ROWS = 16
+_FEWEST_ROWS, _MAX_ROWS = 8, 48  # of an exchanged product
 # Relative to the size of the logits; rounding gives a tenth of this, a wrong mask or cache 0.3 or more.
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 # These scale by the longest session of the step, so that one session would change another's text.
@@ -239,6 +241,33 @@ def _tokenizer_json(source: str, target: str) -> str:
     if backend is None:
         raise ModelRefused(f"{target!r} has no fast tokenizer (tokenizer.json)", field="target")
     return str(json.dumps(json.loads(backend.to_str())))
+
+
+class ExchangedLinear(nn.Linear):
+    """`nn.Linear` with the same parameters and state, and another order of operands for a dozen rows on a CPU.
+
+    A step multiplies a few rows by every weight. From 8 to 48 rows the product of float32 is faster as W x^T, the wide
+    matrix first, than as x W^T: on the embedded target such a step is 1.1 to 1.4 times as fast on two threads, 1.1 to
+    1.3 times on one. With fewer or more rows it would cost.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name it has in nn.Linear
+        """Map [..., in_features] to [..., out_features]."""
+        rows = input.numel() // self.in_features
+        if not _FEWEST_ROWS <= rows <= _MAX_ROWS:
+            return functional.linear(input, self.weight, self.bias)
+        # Contiguous, or later operations would pay for the exchange.
+        output = torch.mm(self.weight, input.reshape(rows, self.in_features).t()).t().contiguous()
+        if self.bias is not None:
+            output += self.bias
+        return output.view(*input.shape[:-1], self.out_features)
+
+
+def exchange_linears(model: nn.Module) -> None:
+    """Give the plain linear layers of `model` that are float32 on a CPU this forward, in place; no weight is copied."""
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu":
+            module.__class__ = ExchangedLinear
 
 
 def _refuse_what_sees_other_sessions(config: Any) -> None:

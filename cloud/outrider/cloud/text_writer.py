@@ -31,14 +31,7 @@ LOGITS_BYTES = 1 << 30  # for the logits of texts in progress, where they are ke
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """A text to write.
-
-    Attributes:
-        prompt: [p] token ids before it.
-        sampling: how its tokens are chosen; the seed is that of the shared noise.
-        id: name of the prompt.
-        domain: name of the prompt's domain, may be empty.
-    """
+    """A text to write after the token ids `prompt` [p]; the seed of `sampling` is that of the shared noise."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -64,9 +57,8 @@ class WrittenText:
     """A prompt and the target's text after it.
 
     Attributes:
-        request: the request that it answers.
         transcript: [p + n] prompt and text.
-        limit: most tokens that the text could have; an EOS token ends it earlier.
+        limit: number of tokens that the text could have; an EOS token ends it earlier.
         vectors: steering vectors of the positions that the target has processed, by projection.
         logits: [n, vocab] float32, the target's for each token; None: not kept.
     """
@@ -126,7 +118,7 @@ class TextWriter:
         target: the model that writes; tapped from now on, if there is a projection.
         projections: projections whose steering vectors are wanted, by id; None: none.
         max_age: how many positions older than the freshest a vector may be; older ones of the prompt are left out.
-        at_once: most texts that are written at the same time.
+        at_once: number of texts that are written at the same time.
         eos_tokens: tokens that end a text; None: the target's own.
     """
 

@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 class VerifierTracing:
-    """The verifier's part in the traces of edges.
-
-    Args:
-        provider: OpenTelemetry provider that takes the spans.
-        verifier: name of this verifier.
-    """
+    """The part of the verifier of a name in the traces of edges; `provider` takes the spans."""
 
     def __init__(self, provider: TracerProvider, verifier: str) -> None:
         self._provider = provider

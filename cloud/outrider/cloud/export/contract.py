@@ -52,8 +52,3 @@ def steering_names(layers: int) -> list[str]:
 def described(ports: dict[str, dict[str, Any]], side: str, layers: int) -> dict[str, dict[str, Any]]:
     """Return `ports` and the cache's for the manifest."""
     return ports | {name: {"dtype": "float32", "shape": CACHE_DIMENSIONS} for name in cache_names(side, layers)}
-
-
-def described_biases(layers: int, mlp: int) -> dict[str, dict[str, Any]]:
-    """Return a steered graph's further inputs for the manifest."""
-    return {name: {"dtype": "float32", "shape": [mlp]} for name in steering_names(layers)}

@@ -102,19 +102,12 @@ class _Step(torch.nn.Module):
         return candidate_tokens, candidate_logits, log_normalizer, logits, *step.present
 
 
-def write_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph: Path) -> None:
-    """Trace the model and write one file, weights inside, a tied head sharing the embedding's."""
-    _write(model, anatomy, candidates, graph, biases=())
+def write_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph: Path, *, mlp: int = 0) -> None:
+    """Trace the model and write one file, weights inside, a tied head sharing the embedding's.
 
-
-def write_steered_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, mlp: int, graph: Path) -> None:
-    """Write the same with a further input for every layer, `mlp` wide, which is added to its up projection."""
-    _write(model, anatomy, candidates, graph, biases=[torch.zeros(mlp) for _ in range(anatomy.shape.layers)])
-
-
-def _write(
-    model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph: Path, biases: Sequence[torch.Tensor]
-) -> None:
+    With `mlp` the graph is steered: it has a further input [mlp] for every layer, which is added to its up projection.
+    """
+    biases = [torch.zeros(mlp) for _ in range(anatomy.shape.layers)] if mlp else []
     n, m, c = (torch.export.Dim(letter, min=1) for letter in "nmc")
     shape = anatomy.shape
     caches = [torch.zeros(1, shape.kv_heads, 13, shape.head_dim) for _ in range(2 * shape.layers)]
@@ -127,7 +120,7 @@ def _write(
     )
     dynamic: tuple[Any, ...] = ({1: n}, {0: m}, {}, {}, [{2: c}] * len(caches))
     if biases:
-        example += (list(biases),)
+        example += (biases,)
         dynamic += ([{}] * len(biases),)
     names = [name for name in INPUTS if name != "candidate_count"]
     with warnings.catch_warnings(), torch.no_grad():

@@ -22,8 +22,6 @@ from outrider.proto.errors import InvalidArgument
 ATTENTION = "outrider_export"
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it, in every file of a model that rotates
 
-Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -105,14 +103,14 @@ def load_for_export(folder: Path) -> PreTrainedModel:
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Positions that the model was made for."""
+    """Return the positions that the model was made for."""
     return int(model.config.max_position_embeddings)
 
 
 def forward(
     model: PreTrainedModel, tokens: torch.Tensor, first_position: Any, logit_rows: torch.Tensor, through: Pass
 ) -> torch.Tensor:
-    """float32 [m, vocab] of the model's own forward over `tokens` [1, n], whatever it does to its logits last."""
+    """Return the logits [m, vocab] in float32 of the model's own forward pass over `tokens` [1, n]."""
     with _rotation_replaced(model, through.rotate):
         logits: torch.Tensor = model(
             input_ids=tokens,
@@ -192,7 +190,7 @@ def _attend(
 
 
 @contextmanager
-def _rotation_replaced(model: PreTrainedModel, rotate: Rotate) -> Iterator[None]:
+def _rotation_replaced(model: PreTrainedModel, rotate: Callable[..., Any]) -> Iterator[None]:
     """Let `rotate` stand in for the rotation in the files that the model's layers come from."""
     files = {sys.modules[type(part).__module__] for part in model.modules()}
     originals = {file: vars(file)[ROTATION] for file in files if ROTATION in vars(file)}

@@ -27,9 +27,9 @@ from outrider.cloud.export.contract import (
     OUTPUTS,
     STEERING_GRAPH_FILE,
     described,
-    described_biases,
+    steering_names,
 )
-from outrider.cloud.export.graph import OPSET, write_graph, write_steered_graph, write_steering_graph
+from outrider.cloud.export.graph import OPSET, write_graph, write_steering_graph
 from outrider.cloud.export.model import Anatomy, context_length, load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, DrafterSteering, check_fit, steering_of
@@ -89,9 +89,14 @@ def export_drafter(
     try:
         check = GraphCheck(load(source_folder), anatomy.shape, precision, candidates)
         if steering is None:
-            metrics = _write(model, anatomy, check, unfinished)
+            metrics: dict[str, Any] = check.metrics(_write(model, anatomy, check, unfinished))
         else:
-            metrics = _write_steered(model, anatomy, check, unfinished, steering)
+            _write(model, anatomy, check, unfinished, mlp=steering.mlp)
+            write_steering_graph(steering, unfinished / STEERING_GRAPH_FILE)
+            with TemporaryDirectory() as folder:
+                unsteered = _write(model, anatomy, check, Path(folder))
+                steered = SteeredCheck(check, steering, unfinished, unsteered)
+                metrics = {**check.metrics(unsteered), "steered": steered.metrics()}
         shutil.copyfile(tokenizer_file, unfinished / TOKENIZER_FILE)
         manifest = _manifest(check, unfinished, source_folder, name=name, target=target_id)
         manifest["check"] = metrics
@@ -106,27 +111,12 @@ def export_drafter(
     return manifest
 
 
-def _write(model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: Path) -> dict[str, Any]:
-    """Write the graph, and return how it compares with torch."""
+def _write(model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: Path, *, mlp: int = 0) -> Path:
     graph = folder / MODEL_FILE
-    write_graph(model, anatomy, check.candidates, graph)
+    write_graph(model, anatomy, check.candidates, graph, mlp=mlp)
     if check.precision == "int8":
         quantise(graph)
-    return check.metrics(graph)
-
-
-def _write_steered(
-    model: PreTrainedModel, anatomy: Anatomy, check: GraphCheck, folder: Path, steering: DrafterSteering
-) -> dict[str, Any]:
-    """Write the two graphs of a steered drafter, and return how they compare with torch."""
-    graph = folder / MODEL_FILE
-    write_steered_graph(model, anatomy, check.candidates, steering.mlp, graph)
-    if check.precision == "int8":
-        quantise(graph)
-    write_steering_graph(steering, folder / STEERING_GRAPH_FILE)
-    with TemporaryDirectory() as unsteered:
-        metrics = _write(model, anatomy, check, Path(unsteered))
-        return metrics | {"steered": SteeredCheck(check, steering, folder, Path(unsteered) / MODEL_FILE).metrics()}
+    return graph
 
 
 def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str, target: str) -> Manifest:
@@ -167,7 +157,8 @@ def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str
 
 
 def _describe_steering(manifest: Manifest, steering: DrafterSteering) -> None:
-    manifest["inputs"] |= described_biases(len(steering.matrices), steering.mlp)
+    names = steering_names(len(steering.matrices))
+    manifest["inputs"] |= {name: {"dtype": "float32", "shape": [steering.mlp]} for name in names}
     manifest["parameters"] += sum(matrix.numel() for matrix in steering.matrices)
     manifest["steering"] = {
         "rank": steering.rank,

@@ -28,10 +28,11 @@ def quantise(graph: Path) -> None:
         for node in model.graph.node
         if node.op_type == "Transpose" and node.input[0] in weights
     }
+    matrices = {name for name, tensor in weights.items() if len(tensor.dims) == 2}
     quantised: dict[str, QuantisedMatrix] = {}
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
-        if node.op_type == "MatMul" and (node.input[1] in transposed or _is_matrix(weights.get(node.input[1]))):
+        if node.op_type == "MatMul" and (node.input[1] in transposed or node.input[1] in matrices):
             name = transposed.get(node.input[1], node.input[1])
             matrix = onnx.numpy_helper.to_array(weights[name])
             columns_first = matrix if node.input[1] in transposed else matrix.T
@@ -119,7 +120,3 @@ def _quantised_lookup(node: onnx.NodeProto, quantised: dict[str, QuantisedMatrix
         quantize_axis=1,
     )
     return [rows, lookup]
-
-
-def _is_matrix(tensor: onnx.TensorProto | None) -> bool:
-    return tensor is not None and len(tensor.dims) == 2

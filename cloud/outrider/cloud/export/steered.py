@@ -182,7 +182,7 @@ def check_fit(model: Any, steering: DrafterSteering) -> None:
     wanted = [steering.mlp] * len(steering.matrices)
     if widths != wanted:
         raise InvalidArgument(
-            f"{STEERING_FILE} is of {len(wanted)} layers {steering.mlp} wide, the model has {len(widths)} layers "
+            f"{STEERING_FILE} is for {len(wanted)} layers {steering.mlp} wide, the model has {len(widths)} layers "
             f"{', '.join(map(str, sorted(set(widths))))} wide: copy both from one `outrider train steer`",
             field="source_folder",
         )

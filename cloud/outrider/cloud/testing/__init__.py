@@ -1,7 +1,4 @@
-"""Targets for tests of software that builds on Outrider's verifier; pytest is not needed.
-
-tiny_target  a random Llama that costs next to nothing, in memory or as a folder that a verifier can serve
-"""
+"""Targets for tests of software that builds on Outrider's verifier; pytest is not needed."""
 
 from __future__ import annotations
 

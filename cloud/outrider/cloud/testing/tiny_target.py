@@ -54,12 +54,7 @@ def save_tiny_target(
 ) -> Path:
     """Write a `tiny_llama` and its tokenizer as a folder that `outrider verifier --target` serves; return it.
 
-    Args:
-        folder: made where it is missing.
-        tokenizer: text of `tokenizer.json`; empty: `word_tokenizer` of the model's vocabulary.
-        seed: seed of `tiny_llama`.
-        sharpness: sharpness of `tiny_llama`.
-        config: config of `tiny_llama`.
+    `tokenizer` is the text of `tokenizer.json`; empty: `word_tokenizer` of the model's vocabulary.
     """
     tiny_llama(seed=seed, sharpness=sharpness, **config).save_pretrained(folder)
     vocab_size = (TINY | config)["vocab_size"]

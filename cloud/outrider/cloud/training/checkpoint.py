@@ -22,7 +22,6 @@ class Progress:
     Attributes:
         taken, drawn: the block sampler's state.
         run: settings that must not change between resumes.
-        step: optimizer steps done.
         elapsed_s: seconds spent training, over all resumes.
         losses: (step, mean KL in nats a token since the entry before).
         recent: losses of the steps since the last entry of `losses`.

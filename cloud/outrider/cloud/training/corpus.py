@@ -1,4 +1,4 @@
-"""The texts that a drafter learns from: one domain a file, tokenised once and kept on disk."""
+"""The texts that a drafter learns from: one domain a file, tokenised once, kept on disk and read in blocks."""
 
 from __future__ import annotations
 
@@ -106,6 +106,59 @@ def split_held_out(documents: Documents, held_out_tokens: int, seed: int) -> tup
     lengths = np.diff(documents.starts)[order]
     held = min(len(order) - 1, int(np.searchsorted(np.cumsum(lengths), allowance)) + 1)
     return documents.select(np.sort(order[held:])), documents.select(order[:held])
+
+
+@dataclass(frozen=True)
+class Source:
+    """One stream of tokens (uint32 [total]) and the share of blocks it gives."""
+
+    name: str
+    tokens: np.ndarray
+    weight: float
+
+
+class BlockSampler:
+    """A sampler of contiguous blocks; every epoch reads each source in a new order, from a new offset.
+
+    A block is a pure function of the seed, of `taken` (blocks read of each source) and of `drawn` (blocks in all).
+    """
+
+    def __init__(self, sources: list[Source], block: int, seed: int):
+        for source in sources:
+            if len(source.tokens) < 2 * block:
+                raise InvalidArgument(
+                    f"{source.name} has {len(source.tokens)} tokens to train on, fewer than two blocks of {block}; "
+                    "give more text or shorter blocks",
+                    field="block",
+                )
+        total = sum(source.weight for source in sources)
+        if total <= 0:
+            raise InvalidArgument("at least one domain needs a weight above zero", field="domain_weights")
+        self.sources = sources
+        self.block = block
+        self.seed = seed
+        self.shares = np.array([source.weight / total for source in sources])
+        self.taken = [0] * len(sources)
+        self.drawn = 0
+
+    def draw(self, blocks: int) -> np.ndarray:
+        """Return the next blocks, int64 [blocks, block]."""
+        rows = np.empty((blocks, self.block), dtype=np.int64)
+        for row in rows:
+            index = int(np.random.default_rng([self.seed, 2, self.drawn]).choice(len(self.sources), p=self.shares))
+            row[:] = self._block(index, self.taken[index])
+            self.taken[index] += 1
+            self.drawn += 1
+        return rows
+
+    def _block(self, index: int, number: int) -> np.ndarray:
+        tokens = self.sources[index].tokens
+        blocks_an_epoch = len(tokens) // self.block - 1
+        epoch, place = divmod(number, blocks_an_epoch)
+        order = np.random.default_rng([self.seed, 3, index, epoch])
+        offset = int(order.integers(self.block))
+        first = offset + self.block * int(order.permutation(blocks_an_epoch)[place])
+        return tokens[first : first + self.block]
 
 
 def _read_texts(path: Path) -> Iterator[str]:

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from outrider.cloud.family_index import load_tokenizer
 from outrider.cloud.training.acceptance import Acceptance, Row, Student, compare_students
-from outrider.cloud.training.blocks import BlockSampler
 from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
+from outrider.cloud.training.corpus import BlockSampler
 from outrider.cloud.training.loss import forward_kl
 from outrider.cloud.training.optimizers import Budget
 from outrider.cloud.training.report import Reporter, acceptance_table, duration, reporter_for_stdout
@@ -46,7 +46,6 @@ class TrainingResult:
     Attributes:
         folders: folder of each drafter, an ordinary transformers folder with `training.json`, by the name of its arm.
         parameters: number in a drafter, tied ones counted once.
-        steps: optimizer steps.
         tokens_seen: tokens trained on, the same for every arm.
         losses: (step, mean KL in nats a token since the entry before) of the first arm.
         acceptance: results on held-out text; keys `corpus/<domain>` and `self/<domain>`, after `<arm>/<none or age>/`
@@ -91,7 +90,7 @@ class Run(ABC):
             config: settings of the run.
             target: model to learn from.
             texts: text to train and to measure on.
-            reporter: where progress goes.
+            reporter: place for reports on progress.
             models: drafters by the folder inside `output` that each is written to ("": itself).
             students: what is measured, by the prefix of its results.
             decisive: prefix of the student whose KL ends a run early.
@@ -217,11 +216,9 @@ class Run(ABC):
         for model in self.models.values():
             model.eval()
         measured: dict[str, dict[str, Acceptance]] = {name: {} for name in self.students}
-        for text, rows in self.texts.sampled_rows.items():
-            sampled = greedy = self._compare(rows)
-            greedy_rows = self.texts.greedy_rows[text]
-            if greedy_rows and greedy_rows is not rows:
-                greedy = self._compare(greedy_rows)
+        for text, (rows, greedy_rows) in self.texts.held_out.items():
+            sampled = self._compare(rows)
+            greedy = self._compare(greedy_rows) if greedy_rows else sampled
             for name, by_text in measured.items():
                 by_text[text] = replace(sampled[name], greedy=greedy[name].greedy)
         for by_text in measured.values():

@@ -48,10 +48,7 @@ class SelfTextPlan:
 
 def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
     """Return the input embedding [vocab, hidden], detached."""
-    weight = model.get_input_embeddings().weight
-    if not isinstance(weight, torch.Tensor):
-        raise TypeError("the model's input embedding is not a plain matrix")
-    return weight.detach()
+    return model.get_input_embeddings().get_parameter("weight").detach()
 
 
 def stored_self_text(
@@ -75,11 +72,9 @@ def stored_self_text(
     if path.exists():
         return SelfText.load(documents.name, path)
     reporter.stage(f"self-text {documents.name}")
-    began, written = time.monotonic(), 0
+    began = time.monotonic()
 
-    def report(added: int) -> None:
-        nonlocal written
-        written += added
+    def report(written: int) -> None:
         speed = written / (time.monotonic() - began)
         reporter.advance(written / plan.tokens, f"{written:,} tokens {speed:,.0f} tokens/s")
 
@@ -100,7 +95,7 @@ def write_self_text(
 ) -> SelfText:
     """Let the target continue prefixes of `documents` until it has written `plan.tokens`.
 
-    `report` is called with the number of tokens each batch added.
+    `report` is called with the number of tokens written after each batch.
     """
     choose = np.random.default_rng([seed, 1])
     rows: list[np.ndarray] = []
@@ -118,9 +113,8 @@ def write_self_text(
         rows += batch
         prefix_lengths += [prefixes.shape[1]] * len(batch)
         greedy += is_greedy.tolist()
-        added = sum(len(row) for row in batch) - prefixes.size
-        written += added
-        report(added)
+        written += sum(len(row) for row in batch) - prefixes.size
+        report(written)
     joined = join_documents(documents.name, rows)
     return SelfText(
         joined.name, joined.tokens, joined.starts, np.array(prefix_lengths, dtype=np.int64), np.array(greedy)

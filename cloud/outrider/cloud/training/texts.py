@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from outrider.cloud.family_index import load_causal_lm, load_tokenizer
 from outrider.cloud.training.acceptance import Row
-from outrider.cloud.training.blocks import Source
-from outrider.cloud.training.corpus import Documents, load_domain, split_held_out
+from outrider.cloud.training.corpus import Documents, Source, load_domain, split_held_out
 from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.self_text import SelfText, SelfTextPlan, stored_self_text
 from outrider.cloud.training.settings import Training
@@ -30,11 +30,13 @@ def load_target(config: Training) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a run: sources to train on and rows to measure on, by name."""
+    """The texts of a run: sources to train on, and rows to measure on by name.
+
+    The target's own rows of T = 0 are apart, after all others.
+    """
 
     sources: list[Source]
-    greedy_rows: Mapping[str, list[Row]]
-    sampled_rows: Mapping[str, list[Row]]
+    held_out: Mapping[str, tuple[list[Row], list[Row]]]
 
 
 def gather_texts(config: Training, target: PreTrainedModel, reporter: Reporter) -> Texts:
@@ -49,21 +51,22 @@ def gather_texts(config: Training, target: PreTrainedModel, reporter: Reporter) 
     if unknown := set(config.domain_weights) - names:
         raise InvalidArgument(f"no such domain: {sorted(unknown)}; there are {sorted(names)}", field="domain_weights")
     sources: list[Source] = []
-    greedy_rows: dict[str, list[Row]] = {}
-    sampled_rows: dict[str, list[Row]] = {}
+    rows: dict[str, tuple[list[Row], list[Row]]] = {}
     for domain in domains:
         weight = config.domain_weights.get(domain.name, 1.0 if not config.domain_weights else 0.0)
         training, held_out = split_held_out(domain, config.held_out_tokens, config.seed)
         sources.append(Source(f"corpus/{domain.name}", training.tokens, weight * (1 - config.self_text_fraction)))
-        rows = held_out_rows(held_out, config.block, config.held_out_tokens)
-        greedy_rows[f"corpus/{domain.name}"] = sampled_rows[f"corpus/{domain.name}"] = rows
+        rows[f"corpus/{domain.name}"] = _held_out_rows(held_out, config.block, config.held_out_tokens), []
         if not (config.self_text_tokens and weight):
             continue
         written, kept = _self_text(config, target, training, held_out, len(domains), (bos, eos), reporter)
         sources.append(Source(f"self/{domain.name}", written.tokens, weight * config.self_text_fraction))
-        greedy_rows[f"self/{domain.name}"] = self_text_rows(kept, greedy=True)
-        sampled_rows[f"self/{domain.name}"] = self_text_rows(kept, greedy=False)
-    return Texts(sources, greedy_rows, sampled_rows)
+        sampled, greedy = (
+            [Row(kept[i], first=int(kept.prefix_lengths[i])) for i in np.flatnonzero(of_kind).tolist()]
+            for of_kind in (~kept.greedy, kept.greedy)
+        )
+        rows[f"self/{domain.name}"] = sampled, greedy
+    return Texts(sources, rows)
 
 
 def _frame(tokenizer: Any, target: PreTrainedModel) -> tuple[int, int]:
@@ -112,18 +115,9 @@ def _self_text(
     ]
 
 
-def held_out_rows(held_out: Documents, block: int, tokens: int) -> list[Row]:
+def _held_out_rows(held_out: Documents, block: int, tokens: int) -> list[Row]:
     """Return blocks of the held-out documents, up to `tokens` tokens, but at least one row."""
     documents = (held_out[index] for index in range(len(held_out)))
     pieces = [document[first : first + block] for document in documents for first in range(0, len(document), block)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     return [Row(piece) for piece in pieces[: max(1, tokens // block)]]
-
-
-def self_text_rows(text: SelfText, *, greedy: bool) -> list[Row]:
-    """Return the target's rows of T = 0, or of T = 1, with the prefix before each."""
-    return [
-        Row(text[index], first=int(text.prefix_lengths[index]))
-        for index in range(len(text))
-        if bool(text.greedy[index]) is greedy
-    ]
