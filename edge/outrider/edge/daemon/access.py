@@ -85,21 +85,21 @@ def _name(host: str) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
+@dataclass(frozen=True, slots=True)
 class Guard:
     """ASGI middleware that checks, logs and counts requests; `scope["state"]` gets `request_id`, `key` and `began`.
 
-    Args:
-        app: the application, asked for HTTP alone.
+    Attributes:
+        app: the application, which gets HTTP alone.
         auth: rules of access.
         http_metrics: count the requests.
         routes: paths that the metrics name.
     """
 
-    def __init__(self, app: ASGIApp, auth: Auth, http_metrics: HttpMetrics, routes: frozenset[str]) -> None:
-        self._app = app
-        self._auth = auth
-        self._http_metrics = http_metrics
-        self._routes = routes
+    app: ASGIApp
+    auth: Auth
+    http_metrics: HttpMetrics
+    routes: frozenset[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -118,8 +118,8 @@ class Guard:
             await send(message)
 
         try:
-            state["key"] = self._auth.check(scope["path"], headers)
-            await self._app(scope, receive, answer)
+            state["key"] = self.auth.check(scope["path"], headers)
+            await self.app(scope, receive, answer)
         except ApiError as error:
             if not status:
                 await error.response()(scope, receive, answer)
@@ -132,7 +132,7 @@ class Guard:
 
     def _account(self, scope: Scope, status: int) -> None:
         state, path = scope["state"], scope["path"]
-        self._http_metrics.answered(path if path in self._routes else "other", status or CLIENT_LEFT)
+        self.http_metrics.answered(path if path in self.routes else "other", status or CLIENT_LEFT)
         log.log(
             logging.DEBUG if path in _QUIET else logging.INFO,
             "%s %s %d %.3f s%s",

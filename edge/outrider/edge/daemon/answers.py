@@ -38,7 +38,7 @@ class Answer(ABC):
         self._prompt_tokens = request.prompt_tokens
         self._tokens = tokens
         self._created = int(time.time())
-        self._texts = [""] * len(request.texts)
+        self._texts = [""] * len(request.choices)
         self._completion_tokens = 0
 
     def take(self, choice: int, event: Event) -> None:

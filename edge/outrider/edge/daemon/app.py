@@ -18,7 +18,7 @@ from outrider.edge.daemon.cloud import Served
 from outrider.edge.daemon.errors import DEFECT, ApiError, json_response
 from outrider.edge.daemon.parsed_request import parse_chat, parse_completion
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest
-from outrider.edge.daemon.texts import Endpoint, Service
+from outrider.edge.daemon.texts import Service, TextEndpoint
 from outrider.proto.release import release
 
 CHAT, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
@@ -51,8 +51,8 @@ class Api:
 
     def application(self, auth: Auth) -> Guard:
         """Return all routes behind the guard."""
-        chat = Endpoint(self._service, ChatRequest, parse_chat, ChatAnswer)
-        completions = Endpoint(self._service, CompletionRequest, parse_completion, CompletionAnswer)
+        chat = TextEndpoint(self._service, ChatRequest, parse_chat, ChatAnswer)
+        completions = TextEndpoint(self._service, CompletionRequest, parse_completion, CompletionAnswer)
         routes = [
             Route(CHAT, chat, methods=["POST"]),
             Route(COMPLETIONS, completions, methods=["POST"]),

@@ -79,7 +79,7 @@ class TextObserver(SessionObserver):
         super().__init__(metrics, request_id)
         self.drafter = "none"
         self.max_verified = 0
-        self.first_tokens = 0  # of the first commit, which no rate can count
+        self._first_tokens = 0  # of the first commit, which no rate can count
         self._on_lost = on_lost
 
     @property
@@ -96,7 +96,7 @@ class TextObserver(SessionObserver):
         """Note the largest step."""
         super().received(frame, at)
         if isinstance(frame, Commit):
-            self.first_tokens = self.first_tokens or len(frame.tokens)
+            self._first_tokens = self._first_tokens or len(frame.tokens)
             self.max_verified = max(self.max_verified, frame.verified)
 
     def lost(self, error: OutriderError, at: float) -> None:
@@ -111,7 +111,7 @@ class TextObserver(SessionObserver):
         tokens would have come at with one target step each, by the verifier's own times (`SessionObserver`).
         """
         statistics = self.statistics
-        counted = statistics.committed - self.first_tokens
+        counted = statistics.committed - self._first_tokens
         round_trip_s = self.machine.round_trip_s if self.machine else 0.0
         return {
             "pieces": _pieces(event),

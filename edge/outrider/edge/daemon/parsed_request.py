@@ -34,8 +34,8 @@ _SAME_IN_SAMPLING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """One text to decode."""
+class Choice:
+    """One text to decode, which becomes a choice of the answer."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -46,7 +46,7 @@ class ParsedRequest:
     """All texts of one request.
 
     Attributes:
-        texts: [prompts x n] in the order of the choices; each has a seed one higher than the last of its prompt.
+        choices: [prompts x n] texts; each has a seed one higher than the last of its prompt.
         prompt_tokens: tokens of all prompts, each counted once.
         seed: seed of the first text.
         stop: strings that end a text.
@@ -54,7 +54,7 @@ class ParsedRequest:
         top_logprobs: number of likeliest tokens to name at each position.
     """
 
-    texts: tuple[Text, ...]
+    choices: tuple[Choice, ...]
     prompt_tokens: int
     seed: int
     stop: tuple[str, ...]
@@ -103,7 +103,7 @@ def _parsed(
     )
     each = [replace(sampling, seed=(seed + i) % _SEEDS) for i in range(request.choices)]
     return ParsedRequest(
-        texts=tuple(Text(prompt, sampling) for prompt in prompts for sampling in each),
+        choices=tuple(Choice(prompt, sampling) for prompt in prompts for sampling in each),
         prompt_tokens=sum(map(len, prompts)),
         seed=seed,
         stop=tuple(request.stop or ()),

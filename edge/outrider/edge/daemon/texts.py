@@ -53,49 +53,43 @@ class Service:
     key_limits: Limits = field(default_factory=Limits)
 
 
-class Endpoint(Generic[R]):
+@dataclass(frozen=True)
+class TextEndpoint(Generic[R]):
     """One endpoint for texts as ASGI, since it sends its answers itself.
 
-    Args:
+    Attributes:
         service: decodes and counts the texts.
         kind: what a request may say.
         parse: prepares a request for decoding.
         answer: format of the answers.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        kind: type[R],
-        parse: Callable[[R, Served], Awaitable[ParsedRequest]],
-        answer: type[Answer],
-    ) -> None:
-        self._service = service
-        self._kind = kind
-        self._parse = parse
-        self._answer = answer
+    service: Service
+    kind: type[R]
+    parse: Callable[[R, Served], Awaitable[ParsedRequest]]
+    answer: type[Answer]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, which ends when its client leaves."""
-        with self._service.limiter.enter():
-            options = checked(self._kind, await json_object(HttpRequest(scope, receive)))
-            served = self._service.cloud.serving()
+        with self.service.limiter.enter():
+            options = checked(self.kind, await json_object(HttpRequest(scope, receive)))
+            served = self.service.cloud.serving()
             served.check_model(options.model)
             await _while_connected(receive, self._serve(options, served, scope, receive, send))
 
     async def _serve(self, options: R, served: Served, scope: Scope, receive: Receive, send: Send) -> None:
         state, key = scope["state"], scope["state"]["key"]
         try:
-            request = await self._parse(options, served)
-            texts = Texts(self._service, request, state["request_id"], state["began"])
-            answer = self._answer(state["request_id"], options.model, request, served.tokens)
+            request = await self.parse(options, served)
+            generation = Generation(self.service, request, state["request_id"], state["began"])
+            answer = self.answer(state["request_id"], options.model, request, served.tokens)
             with ExitStack() as places:
-                tickets = [places.enter_context(closing(self._admit(key))) for _ in request.texts] if key else []
+                tickets = [places.enter_context(closing(self._admit(key))) for _ in request.choices] if key else []
                 async with (
-                    asyncio.timeout(self._service.request_timeout_s + LATE_S),
-                    aclosing(texts.items(tickets)) as items,
+                    asyncio.timeout(self.service.request_timeout_s + LATE_S),
+                    aclosing(generation.items(tickets)) as items,
                 ):
-                    reply = Reply(options, answer, texts)
+                    reply = Reply(options, answer, generation)
                     if options.stream:
                         await reply.stream(items, send)
                     else:
@@ -106,7 +100,7 @@ class Endpoint(Generic[R]):
             raise ApiError(504, "the client reads too slowly", code="deadline_exceeded") from error
 
     def _admit(self, key: Key) -> Ticket:
-        return self._service.key_limits.admit(key, time.monotonic())
+        return self.service.key_limits.admit(key, time.monotonic())
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -128,7 +122,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-class Texts:
+class Generation:
     """The texts of one request while they are decoded.
 
     Args:
@@ -144,7 +138,7 @@ class Texts:
         self._began = began
         self._first_token_s = 0.0  # 0: there is none yet
         self.request_id = request_id
-        self.observers = [TextObserver(service.metrics, request_id, service.cloud.lost) for _ in request.texts]
+        self.observers = [TextObserver(service.metrics, request_id, service.cloud.lost) for _ in request.choices]
 
     async def items(self, tickets: list[Ticket]) -> AsyncGenerator[Item]:
         """Yield (choice, event) of all texts, and count their tokens against `tickets`, [choices] or none.
@@ -179,7 +173,7 @@ class Texts:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _decode(self, choice: int, queue: asyncio.Queue[Item | Exception]) -> None:
-        request, text = self._request, self._request.texts[choice]
+        request, text = self._request, self._request.choices[choice]
         events = self._service.cloud.client.generate(
             text.prompt,
             text.sampling,
@@ -222,22 +216,22 @@ class Texts:
         return time.monotonic() - self._began
 
 
+@dataclass(frozen=True, slots=True)
 class Reply:
     """The sending of one answer, at once or as a stream."""
 
-    def __init__(self, options: Request, answer: Answer, texts: Texts) -> None:
-        self._options = options
-        self._answer = answer
-        self._texts = texts
+    options: Request
+    answer: Answer
+    generation: Generation
 
     async def whole(self, items: AsyncGenerator[Item]) -> Response:
         """Return the answer when all texts have ended."""
-        events: list[list[Event]] = [[] for _ in self._texts.observers]
+        events: list[list[Event]] = [[] for _ in self.generation.observers]
         async for choice, event in items:
-            self._answer.take(choice, event)
+            self.answer.take(choice, event)
             events[choice].append(event)
-        body = self._answer.whole(events) | {"metrics": self._texts.metrics()}
-        self._texts.account(self._answer.usage)
+        body = self.answer.whole(events) | {"metrics": self.generation.metrics()}
+        self.generation.account(self.answer.usage)
         return json_response(body)
 
     async def stream(self, items: AsyncGenerator[Item], send: Send) -> None:
@@ -251,39 +245,39 @@ class Reply:
 
     async def _pieces(self, first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
         try:
-            for choice in range(len(self._texts.observers)):
-                if (chunk := self._answer.first_chunk(choice)) is not None:
+            for choice in range(len(self.generation.observers)):
+                if (chunk := self.answer.first_chunk(choice)) is not None:
                     yield self._piece(chunk, choice)
             async for piece in self._chunks(first, items):
                 yield piece
-            self._texts.account(self._answer.usage)
+            self.generation.account(self.answer.usage)
             yield b"[DONE]"
         except OutriderError as error:
             yield json_bytes(from_outrider(error).body())
         except Exception:  # a stream's top: its client must not take half a text for the whole
-            log.exception("a stream failed", extra=about(session=self._texts.request_id))
+            log.exception("a stream failed", extra=about(session=self.generation.request_id))
             yield json_bytes(DEFECT.body())
 
     async def _chunks(self, first: Item, items: AsyncGenerator[Item]) -> AsyncGenerator[bytes]:
-        left = len(self._texts.observers)
-        keeps_empty = self._options.wants_speculation or self._answer.logprobs  # which tokens have before their text
+        left = len(self.generation.observers)
+        keeps_empty = self.options.wants_speculation or self.answer.logprobs  # which tokens have before their text
         async for choice, event in _with_first(first, items):
-            self._answer.take(choice, event)
+            self.answer.take(choice, event)
             left -= isinstance(event, Finished)
             if not (isinstance(event, Finished) or event.text or keeps_empty):
                 continue
-            chunk = self._answer.chunk(choice, event)
-            if not left and not self._options.wants_usage:
-                chunk["metrics"] = self._texts.metrics()
+            chunk = self.answer.chunk(choice, event)
+            if not left and not self.options.wants_usage:
+                chunk["metrics"] = self.generation.metrics()
             yield self._piece(chunk, choice, event)
-        if self._options.wants_usage:
-            yield self._piece(self._answer.usage_chunk() | {"metrics": self._texts.metrics()}, choice)
+        if self.options.wants_usage:
+            yield self._piece(self.answer.usage_chunk() | {"metrics": self.generation.metrics()}, choice)
 
     def _piece(self, chunk: dict[str, Any], choice: int, event: Event | None = None) -> bytes:
-        if self._options.wants_usage:
+        if self.options.wants_usage:
             chunk.setdefault("usage", None)
-        if self._options.wants_speculation:
-            chunk["speculation"] = self._texts.observers[choice].live(event)
+        if self.options.wants_speculation:
+            chunk["speculation"] = self.generation.observers[choice].live(event)
         return json_bytes(chunk)
 
 
