@@ -1,4 +1,4 @@
-"""Tables, pictures and the page of a benchmark. Every number here is synthetic: from a formula, not measured."""
+"""Tables, plots and the page of a benchmark, from synthetic numbers: from formulas, not measured."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ ENVIRONMENT = Environment(
 
 
 def gaps(share_at_once: float, pause_ms: float) -> tuple[float, ...]:
-    """[101] quantiles: so many tokens come at once, the rest after about `pause_ms`."""
+    """Return [101] quantiles: a share of the tokens comes at once, the rest after about `pause_ms`."""
     return tuple(0.05 if n / 100 < share_at_once else pause_ms * (0.8 + 0.006 * n) for n in range(101))
 
 
 def timeline(mode: str, rtt_ms: float) -> tuple[Span, ...]:
-    """Two seconds of made-up work."""
+    """Return two seconds of made-up work."""
     way, step, draft = rtt_ms / 2e3, STEP_MS / 1e3, DRAFT_MS / 1e3
     spans, at_s = [], 0.0
     while at_s < 2:
@@ -130,14 +130,14 @@ def over_link(rtt_ms: float) -> list[Run]:
 
 @pytest.fixture(scope="module")
 def synthetic() -> Benchmark:
-    """Two conditions and several links of a benchmark that never was."""
+    """Return a made-up benchmark with two conditions and several links."""
     runs = [entry for rtt_ms in (200, 2, 30, 60, 120) for entry in over_link(rtt_ms)]
     runs += [run("hf-generate", 0, 31, token_gaps_ms=gaps(0, 31)), run("hf-assisted", 0, 21, acceptance=0.66)]
     limited = LinkRecord(60, up_mbit=1, down_mbit=10, jitter_ms=10, trace="lte-drive")
     runs += [replace(entry, link=limited) for entry in over_link(60)]
     bare = {"min_step_ms": 100.0, "token_gaps_ms": None, "timeline": None}
-    paced = [replace(entry, **bare) for rtt_ms in (0, 30) for entry in over_link(rtt_ms)]
-    return Benchmark(ENVIRONMENT, (*runs, *paced))
+    slow = [replace(entry, **bare) for rtt_ms in (0, 30) for entry in over_link(rtt_ms)]
+    return Benchmark(ENVIRONMENT, (*runs, *slow))
 
 
 def rows_of(grid: Grid) -> list[Sequence[str]]:
@@ -190,14 +190,14 @@ def test_the_tables_fit_a_hundred_columns_and_lose_nothing(synthetic) -> None:
     assert "* is replayed" in flat
 
 
-def test_a_text_that_differs_and_an_unknown_figure_are_seen_in_the_table() -> None:
+def test_the_table_shows_different_texts_and_unknown_metrics() -> None:
     bare = Run("cloud", LinkRecord(5))
     text = printed(Benchmark(ENVIRONMENT, (bare, replace(bare, mode="sync", identical_to_cloud=False))))
     assert re.search(r"sync( +-){10} +NO", text)
     assert "All metrics are measured" in text
 
 
-def test_a_report_is_a_page_with_its_pictures_and_its_figures(synthetic, tmp_path) -> None:
+def test_a_report_is_a_page_with_plots_tables_and_record(synthetic, tmp_path) -> None:
     page = write_report(synthetic, tmp_path / "report")
     text = page.read_text(encoding="utf-8")
     pictures = sorted(path.name for path in page.parent.glob("*.png"))
@@ -217,7 +217,7 @@ def test_a_report_is_a_page_with_its_pictures_and_its_figures(synthetic, tmp_pat
         assert 400 <= height <= 1000
 
 
-def test_pictures_without_figures_are_left_out(tmp_path) -> None:
+def test_plots_without_metrics_are_left_out(tmp_path) -> None:
     bare = (run("cloud", 5, 30), run("outrider", 5, 15))
     condition = next(iter(by_condition(Benchmark(ENVIRONMENT, bare))))
     assert draw(condition, bare, tmp_path, "bare") == []
@@ -226,7 +226,7 @@ def test_pictures_without_figures_are_left_out(tmp_path) -> None:
 
 
 def traced(trace: str) -> list[Run]:
-    """The same text in three modes on a link that changes."""
+    """Return runs of the same text in three modes on a link that changes."""
     link = LinkRecord(105, trace=trace)
     speeds = {"cloud": 30, "sync": 45, "outrider": 60}
     return [
@@ -235,7 +235,7 @@ def traced(trace: str) -> list[Run]:
     ]
 
 
-def test_a_link_that_changes_has_a_picture_over_time_with_the_link_below_it(tmp_path) -> None:
+def test_a_link_that_changes_has_a_plot_over_time_with_the_link_below_it(tmp_path) -> None:
     runs = [*traced("step"), *traced("uplink-cut"), run("cloud", 5, 30)]
     condition = next(iter(by_condition(Benchmark(ENVIRONMENT, tuple(runs)))))
     pictures = draw(condition, runs, tmp_path, "c")
@@ -247,7 +247,7 @@ def test_a_link_that_changes_has_a_picture_over_time_with_the_link_below_it(tmp_
     assert all(picture.path.read_bytes().startswith(b"\x89PNG") for picture in pictures)
 
 
-def test_the_strip_with_the_link_is_left_out_where_the_trace_is_gone(tmp_path) -> None:
+def test_the_strip_with_the_link_is_left_out_if_the_trace_is_gone(tmp_path) -> None:
     heights = []
     for trace in ("step", "a-file-that-was-deleted"):
         runs = traced(trace)
@@ -263,7 +263,7 @@ def test_speed_over_time_is_counted_in_a_window_around_each_moment() -> None:
     assert at_s[-1] == pytest.approx(4)
     assert len(at_s) == len(speeds) == 81
     by_moment = {round(at, 2): speed for at, speed in zip(at_s, speeds, strict=True)}
-    assert by_moment[0.0] == pytest.approx(100, abs=5)  # what lies before the beginning does not count
+    assert by_moment[0.0] == pytest.approx(100, abs=5)  # the time before the beginning does not count
     assert by_moment[1.0] == pytest.approx(100, abs=5)
     assert by_moment[2.0] == pytest.approx(60, abs=5)
     assert by_moment[3.0] == pytest.approx(20, abs=5)
@@ -294,16 +294,16 @@ def test_labels_are_pushed_apart_only_where_they_touch() -> None:
     assert _spread([3.0, 3.0, 3.0], 2.0) == [1.0, 3.0, 5.0]
 
 
-def test_a_link_is_named_by_what_is_not_ideal() -> None:
+def test_a_link_is_named_by_its_limits() -> None:
     assert link_name(LinkRecord(30)) == "30 ms"
     assert link_name(LinkRecord(30, up_mbit=5)) == "30 ms 5/- Mbit/s"
 
 
-def test_measured_runs_and_those_for_speed_stand_for_a_mode() -> None:
-    told_to_save = run("outrider", 5, 10, goal="efficiency")
+def test_measured_runs_and_runs_for_latency_are_preferred() -> None:
+    saving = run("outrider", 5, 10, goal="efficiency")
     for_speed = run("outrider", 5, 12, goal="latency")
     replayed = run("outrider", 5, 8, goal="latency", replayed=True)
-    assert fastest([replayed, told_to_save, for_speed], "outrider") is for_speed
-    assert fastest([replayed, told_to_save], "outrider") is told_to_save
+    assert fastest([replayed, saving, for_speed], "outrider") is for_speed
+    assert fastest([replayed, saving], "outrider") is saving
     assert fastest([replayed], "outrider") is replayed
     assert fastest([replayed], "sync") is None
