@@ -24,7 +24,8 @@ import torch
 from outrider.cloud.distribution import VerificationInput, processed_logits
 from outrider.cloud.sampling import Sampled, Sampler
 from outrider.proto.noise import gumbel_for_proposals, row_key
-from outrider.proto.session import Verified, VerifierRules, VerifierSession, accept_drafts
+from outrider.proto.session import Verified, VerifierRules, VerifierSession
+from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids
 
 torch.set_num_threads(1)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from outrider.bench.simulator.faults import Faults
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.errors import Internal, InvalidArgument, Unavailable
-from outrider.proto.policy import FixedSteering, FixedWindow, Measurements, PricedSteering, SteeringRate, SteeringView
+from outrider.proto.policy import FixedSteering, FixedWindow, Measurements, PricedSteering
+from outrider.proto.policy.steering import SteeringRate, SteeringView
 from outrider.proto.session import DrafterSteering, DraftJob, EdgeSession, Reopen, Send
 from outrider.proto.steering import encode
 from outrider.proto.types import (
@@ -513,7 +514,7 @@ def test_a_new_streams_first_round_trip_is_not_compared_with_the_old_ones():
         draft(edge, 1)
         timing = Timing(echo=edge.statistics.messages - sent_before, hold_s=0.0, verify_s=0.01)
         edge.on_commit(Commit(len(edge.transcript), committed(7), 0, 32, timing=timing), at)
-        return measurements.downlink.many.weight
+        return measurements.downlink.best.weight
 
     sent_before = 0
     assert answered(1.03) == 0

@@ -14,25 +14,19 @@ from hypothesis import strategies as st
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import (
-    Acceptance,
-    Calibration,
     EdgeView,
     FixedWindow,
     Line,
     Measurements,
-    Pace,
-    Prospect,
     Smoothed,
     StepCost,
     SurvivalWindow,
-    TextCalibration,
-    VerifierView,
     batching_delay_s,
-    best_block,
-    due_to_flush,
-    overtakes,
-    plan_for,
 )
+from outrider.proto.policy.measurements import Pace
+from outrider.proto.policy.measures import Acceptance, Calibration, TextCalibration
+from outrider.proto.policy.patience import Prospect, VerifierView, best_block, overtakes, plan_for
+from outrider.proto.policy.window import due_to_flush
 from outrider.proto.types import Goal, Patience
 
 # === measures ===================================================================================================

@@ -28,17 +28,8 @@ from outrider.proto.errors import (
     UnsupportedProtocol,
 )
 from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
-from outrider.proto.session import (
-    Done,
-    Emit,
-    Reopen,
-    RetryRules,
-    Send,
-    Verified,
-    VerifierRules,
-    VerifierSession,
-    accept_drafts,
-)
+from outrider.proto.session import Done, Emit, Reopen, RetryRules, Send, Verified, VerifierRules, VerifierSession
+from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.types import (
     PROTOCOL_VERSION,
     Cancel,

@@ -16,18 +16,21 @@ import pytest
 
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy import (
-    Downlink,
-    FixedSteering,
+from outrider.proto.policy import FixedSteering, Measurements, PricedSteering
+from outrider.proto.policy.measurements import Downlink
+from outrider.proto.policy.steering import (
+    ALL,
+    FIRST,
+    NONE,
+    RAREST,
+    RATES,
     Gain,
-    Measurements,
-    PricedSteering,
     SteeringRate,
     SteeringView,
     choose,
     commit_bytes,
+    saved_s,
 )
-from outrider.proto.policy.steering import ALL, FIRST, NONE, RAREST, RATES, saved_s
 from outrider.proto.types import Commit, CommittedToken, Steering, SteeringPrecision
 
 INT8, FLOAT16 = SteeringPrecision.INT8, SteeringPrecision.FLOAT16
@@ -195,7 +198,7 @@ class Edge:
             if before is not None:
                 measurements.downlink.add(self.before[0] - before[0], self.before[1] - before[1])
             measurements.pace.add(COMMIT_S, tokens)
-            downlink, pace = measurements.downlink, measurements.pace
+            downlink, pace = measurements.downlink.best, measurements.pace
             self.policy.after_commit(
                 SteeringView(
                     pace.commit_s, pace.commit_tokens, LEAD, downlink.byte_s, downlink.doubt_s, downlink.queued_s
@@ -312,7 +315,7 @@ def measured(round_trips):
     downlink = Downlink()
     for (size, seconds), (larger, longer) in itertools.pairwise(round_trips):
         downlink.add(larger - size, longer - seconds)
-    return downlink
+    return downlink.best
 
 
 def test_a_bytes_time_is_read_off_commits_of_different_sizes():

@@ -40,7 +40,7 @@ _METADATA = "outrider.option"
 _DECLARED: dict[type[Any], Mapping[str, Declared]] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Option:
     """Declaration of a field beside its name, type and default; `option` makes it."""
 
@@ -84,17 +84,7 @@ def option(
         positional: whether it is an argument without a flag.
         shown: whether the settings' `repr` has it; False keeps a secret out.
     """
-    made = Option(
-        help=help,
-        metavar=metavar,
-        flag=flag,
-        group=group,
-        choices=choices,
-        check=check,
-        parse=parse,
-        many=many,
-        positional=positional,
-    )
+    made = Option(help, metavar, flag, group, choices, check, parse, many, positional)
     return dataclasses.field(default=default, metadata={_METADATA: made}, repr=shown)
 
 

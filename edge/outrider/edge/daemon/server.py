@@ -28,7 +28,8 @@ from outrider.edge.metrics import EdgeMetrics
 from outrider.proto.address import join_address, split_address
 from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.access import Keys
-from outrider.proto.plumbing.tls import ServerTls, Watched
+from outrider.proto.plumbing.tls import ServerTls
+from outrider.proto.plumbing.watched import Watched
 
 BACKLOG = 1024
 IDLE_S = 75  # between two requests of a connection
@@ -238,7 +239,7 @@ class LiveTls:
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
         if files.client_ca is not None:
             self.context.verify_mode = ssl.CERT_REQUIRED
-        self._watched = Watched(files.files, self._load)
+        self._watched = Watched("certificates", files.files, self._load)
 
     async def watch(self) -> None:
         """Look at the files again and again, for ever."""

@@ -19,7 +19,6 @@ import logging
 import re
 import secrets
 import stat
-import threading
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from outrider.proto.errors import ConfigError, ResourceExhausted, Unauthenticated
+from outrider.proto.plumbing.watched import Watched
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ SECRET_PREFIX = "otr_"  # noqa: S105 - lets people and scanners recognise a leak
 SECRET_BYTES = 32
 RETRY_WHEN_BUSY_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Key:
         where = f"keys.{self.name}"
         if not _NAME.fullmatch(self.name):
             raise ConfigError(f"{self.name!r} is not 1 to 64 letters, digits, '_', '.' or '-'", field="keys")
-        if not isinstance(self.sha256, str) or not _SHA256.fullmatch(self.sha256):
+        if not isinstance(self.sha256, str) or not SHA256.fullmatch(self.sha256):
             raise ConfigError(
                 "must be the 64 lower-case hexadecimal digits that `outrider key` prints", field=f"{where}.sha256"
             )
@@ -95,13 +95,11 @@ def secret_sha256(secret: str) -> str:
 
 
 class Keys:
-    """A set of keys for several threads, which follows its file; a broken new version leaves the old one in force."""
+    """A set of keys for several threads, which follows its file."""
 
     def __init__(self, keys: tuple[Key, ...] = ()) -> None:
         self._keys = _distinct(keys)
-        self._path: Path | None = None
-        self._version: object = None
-        self._lock = threading.Lock()
+        self._file: Watched[tuple[Key, ...]] | None = None
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -111,9 +109,8 @@ class Keys:
             ConfigError: it is unreadable or no TOML, a field is unknown or wrong, there is no key, or others may write.
         """
         keys = cls()
-        keys._path = path.expanduser()
-        keys._version = _version(keys._path)
-        keys._keys = _read(keys._path)
+        keys._file = Watched("API keys", (path,), lambda: _read(path.expanduser()))
+        keys._keys = keys._file.value
         return keys
 
     def check(self, presented: str) -> Key:
@@ -122,7 +119,8 @@ class Keys:
         Raises:
             Unauthenticated: there is none.
         """
-        self._reload()
+        if self._file is not None:
+            self._keys = self._file.if_changed() or self._keys
         if not presented:
             raise Unauthenticated("is missing; give one with --api-key-file or OUTRIDER_API_KEY", field="api_key")
         digest = secret_sha256(presented)
@@ -148,21 +146,6 @@ class Keys:
         """Names of the keys."""
         return tuple(key.name for key in self._keys)
 
-    def _reload(self) -> None:
-        if self._path is None:
-            return
-        with self._lock:
-            version = _version(self._path)
-            if version == self._version:
-                return
-            self._version = version  # of a broken one too, so that it is warned of once
-            try:
-                self._keys = _read(self._path)
-            except ConfigError as error:
-                logger.warning("API keys stay as they were: %s", error)
-            else:
-                logger.info("API keys read again from %s: %s", self._path, ", ".join(self.names))
-
 
 def _distinct(keys: tuple[Key, ...]) -> tuple[Key, ...]:
     hashes = [key.sha256 for key in keys]
@@ -170,14 +153,6 @@ def _distinct(keys: tuple[Key, ...]) -> tuple[Key, ...]:
         if hashes.count(key.sha256) > 1:
             raise ConfigError("is the secret of another key, too; make a new one", field=f"keys.{key.name}.sha256")
     return keys
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _read(path: Path) -> tuple[Key, ...]:
@@ -217,29 +192,27 @@ class Bucket:
     """A token bucket that may fall into debt, since the length of a text is not known beforehand.
 
     It holds a minute's worth at most and fills evenly. Tokens spent beyond that delay the next session.
+
+    Attributes:
+        tokens_per_minute: rate at which it fills.
     """
 
     def __init__(self, tokens_per_minute: int, now_s: float) -> None:
-        self._per_minute = tokens_per_minute
+        self.tokens_per_minute = tokens_per_minute
         self._level = float(tokens_per_minute)
         self._at_s = now_s
-
-    @property
-    def tokens_per_minute(self) -> int:
-        """Rate at which it fills."""
-        return self._per_minute
 
     def set_rate(self, tokens_per_minute: int, now_s: float) -> None:
         """Fill at this rate from now on; a bucket that holds more than a minute's worth is cut down to it."""
         self.level(now_s)
-        self._per_minute = tokens_per_minute
+        self.tokens_per_minute = tokens_per_minute
         self._level = min(self._level, float(tokens_per_minute))
 
     def level(self, now_s: float) -> float:
         """Return the tokens in it; below 0: it is in debt."""
         elapsed_s = max(0.0, now_s - self._at_s)
         self._at_s = max(self._at_s, now_s)
-        self._level = min(float(self._per_minute), self._level + elapsed_s * self._per_minute / 60)
+        self._level = min(float(self.tokens_per_minute), self._level + elapsed_s * self.tokens_per_minute / 60)
         return self._level
 
     def spend(self, tokens: float, now_s: float) -> None:
@@ -249,7 +222,7 @@ class Bucket:
 
     def wait_s(self, tokens: float, now_s: float) -> float:
         """Return the seconds until it holds `tokens`."""
-        return max(0.0, tokens - self.level(now_s)) * 60 / self._per_minute
+        return max(0.0, tokens - self.level(now_s)) * 60 / self.tokens_per_minute
 
 
 class Meters:

@@ -11,13 +11,13 @@ import ipaddress
 import logging
 import re
 import stat
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider.proto.errors import ConfigError
+from outrider.proto.plumbing.watched import Watched
 from outrider.proto.settings import REQUIRED, option
 
 if TYPE_CHECKING:
@@ -109,14 +109,12 @@ class ClientTls:
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     """Return credentials that check the files before every handshake, so that a new certificate needs no restart.
 
-    A replacement that does not pass the checks is logged, and the old one stays.
-
     Raises:
         ConfigError: a file is unreadable, not PEM, expired, or the key is not the certificate's.
     """
     import grpc
 
-    watched = Watched(tls.files, lambda: _server_configuration(tls))
+    watched = Watched("certificates", tls.files, lambda: _server_configuration(tls))
     return grpc.dynamic_ssl_server_credentials(
         watched.value, watched.if_changed, require_client_authentication=tls.client_ca is not None
     )
@@ -131,7 +129,7 @@ class ClientCredentials:
 
     def __init__(self, tls: ClientTls) -> None:
         self.tls = tls
-        self._watched = Watched(tls.files, lambda: _channel_credentials(tls))
+        self._watched = Watched("certificates", tls.files, lambda: _channel_credentials(tls))
 
     def current(self) -> grpc.ChannelCredentials:
         """Return the credentials, the same object until the files change."""
@@ -224,47 +222,6 @@ def explain(details: str) -> str:
         if re.search(sign, details):
             return f"{sentence}; `outrider doctor` looks closer"
     return ""
-
-
-class Watched:
-    """A value made from files, made again when they change; safe for any thread."""
-
-    def __init__(self, files: tuple[Path, ...], make: Any) -> None:
-        self._files = files
-        self._make = make
-        self._lock = threading.Lock()
-        self._version = _version(files)
-        self._refused: tuple[object, ...] | None = None
-        self.value = make()
-
-    def if_changed(self) -> Any:
-        """Return the new value if the files have changed and are right; else None."""
-        with self._lock:
-            version = _version(self._files)
-            if version == self._version:
-                return None
-            try:
-                self.value = self._make()
-            except ConfigError as error:
-                # The next handshake tries again: a key and its certificate are replaced one after the other.
-                if version != self._refused:
-                    logger.warning("certificates stay as they were: %s", error)
-                self._refused = version
-                return None
-            self._version = version
-            logger.info("certificates read again: %s", ", ".join(map(str, self._files)))
-            return self.value
-
-
-def _version(files: tuple[Path, ...]) -> tuple[object, ...]:
-    def of(path: Path) -> object:
-        try:
-            found = path.expanduser().stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
-    return tuple(of(path) for path in files)
 
 
 def _server_configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:

@@ -115,34 +115,20 @@ class Downlink:
     """The time of a commit's bytes on their way to the edge.
 
     Attributes:
-        many: estimate over many commits, unless the newest contradict them.
+        best: estimate over many commits, unless the newest contradict them.
         few: estimate over the newest commits.
     """
 
-    many: ByteTime = field(default_factory=lambda: ByteTime(_MANY_COMMITS))
+    best: ByteTime = field(default_factory=lambda: ByteTime(_MANY_COMMITS))
     few: ByteTime = field(default_factory=lambda: ByteTime(_FEW_COMMITS))
 
     def add(self, size: float, seconds: float) -> None:
         """Count a commit of `size` more bytes than the one before it, whose way down took `seconds` longer."""
-        for measured in (self.many, self.few):
+        best, few = self.best, self.few
+        for measured in (best, few):
             measured.add(size, seconds)
-        if abs(self.few.byte_s - self.many.byte_s) > _CONTRADICTION * math.hypot(self.few.doubt_s, self.many.doubt_s):
-            self.many = replace(self.few, fade=_MANY_COMMITS)
-
-    @property
-    def byte_s(self) -> float:
-        """Time of a byte, in seconds, 0 or more."""
-        return self.many.byte_s
-
-    @property
-    def doubt_s(self) -> float:
-        """Standard error of `byte_s`, in seconds; infinite while nothing is known."""
-        return self.many.doubt_s
-
-    @property
-    def queued_s(self) -> float:
-        """Recent growth of round trips, in seconds, 0 or more: commits pile up."""
-        return self.many.queued_s
+        if abs(few.byte_s - best.byte_s) > _CONTRADICTION * math.hypot(few.doubt_s, best.doubt_s):
+            self.best = replace(few, fade=_MANY_COMMITS)
 
 
 def _new_round_trip() -> Line:
@@ -209,7 +195,7 @@ class Measurements:
             round_trip=replace(self.round_trip),
             step=replace(self.step),
             pace=replace(self.pace),
-            downlink=Downlink(replace(self.downlink.many), replace(self.downlink.few)),
+            downlink=Downlink(replace(self.downlink.best), replace(self.downlink.few)),
             lead=replace(self.lead),
         )
 

@@ -13,9 +13,7 @@ The verifier's half is in `verifier`, `admission`, `received` and `acceptance`; 
 
 from __future__ import annotations
 
-from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.admission import VerifierRules
-from outrider.proto.session.drafting import job_tokens
 from outrider.proto.session.edge import EdgeSession
 from outrider.proto.session.events import (
     Cancelled,
@@ -38,7 +36,7 @@ from outrider.proto.session.events import (
 )
 from outrider.proto.session.measuring import SharedMeasurements
 from outrider.proto.session.selection import PROMPT_TOKENS, Selection
-from outrider.proto.session.steering import DrafterSteering, Steer
+from outrider.proto.session.steering import DrafterSteering
 from outrider.proto.session.stream import RetryRules
 from outrider.proto.session.text import DrafterCounts, EdgeStatistics
 from outrider.proto.session.verifier import Verified, VerifierSession
@@ -66,13 +64,10 @@ __all__ = [
     "Send",
     "SharedMeasurements",
     "Started",
-    "Steer",
     "StreamReady",
     "TeacherForced",
     "TurnBegun",
     "Verified",
     "VerifierRules",
     "VerifierSession",
-    "accept_drafts",
-    "job_tokens",
 ]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from outrider.proto.policy import (
-    TOKEN_BYTES,
-    DrafterMeasurements,
-    Measurements,
-    SteeringView,
-    TextCalibration,
-    commit_bytes,
-)
+from outrider.proto.policy import Measurements
+from outrider.proto.policy.measurements import DrafterMeasurements
+from outrider.proto.policy.measures import TextCalibration
 from outrider.proto.policy.selection import Arm, RoundCosts
+from outrider.proto.policy.steering import SteeringView, commit_bytes
+from outrider.proto.policy.window import TOKEN_BYTES
 from outrider.proto.session.chain import Chain
 from outrider.proto.types import Commit
 
@@ -163,12 +160,12 @@ class Meter:
 
     def steering_view(self) -> SteeringView:
         """Return the view for the rule of steering vectors."""
-        measurements = self.measurements
+        pace, downlink = self.measurements.pace, self.measurements.downlink.best
         return SteeringView(
-            commit_s=measurements.pace.commit_s,
-            commit_tokens=measurements.pace.commit_tokens,
-            lead=measurements.lead.value,
-            byte_s=measurements.downlink.byte_s,
-            doubt_s=measurements.downlink.doubt_s,
-            queued_s=measurements.downlink.queued_s,
+            commit_s=pace.commit_s,
+            commit_tokens=pace.commit_tokens,
+            lead=self.measurements.lead.value,
+            byte_s=downlink.byte_s,
+            doubt_s=downlink.doubt_s,
+            queued_s=downlink.queued_s,
         )

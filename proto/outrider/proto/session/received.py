@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
-from outrider.proto.policy import Acceptance
+from outrider.proto.policy.measures import Acceptance
 from outrider.proto.types import Draft, DraftToken
 
 MAX_COMMITS = 64  # commits whose times are kept

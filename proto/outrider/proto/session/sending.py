@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from outrider.proto.policy import due_to_flush, worth_a_message
+from outrider.proto.policy.window import due_to_flush, worth_a_message
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.drafting import Drafting
 from outrider.proto.session.events import EdgeInstruction, Send

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy import (
-    Acceptance,
+from outrider.proto.policy.measures import Acceptance
+from outrider.proto.policy.patience import (
     Plan,
     Prospect,
     VerifierView,

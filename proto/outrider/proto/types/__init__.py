@@ -1,10 +1,6 @@
 """Frozen domain types: what the messages mean, checked when made. `codec` alone knows their protobuf twins.
 
 Positions are absolute (prompt + text, from 0). Token ids are Python ints in tuples. Seconds are floats.
-
-sampling  how the target's distribution is processed
-decoding  frames of the decoding stream
-control   messages of the control plane
 """
 
 from __future__ import annotations
@@ -55,14 +51,12 @@ from outrider.proto.types.decoding import (
     TopLogprobs,
     token_ids,
 )
-from outrider.proto.types.sampling import MAX_GRAMMAR_BYTES, MAX_STOP_TOKENS, Grammar, GrammarKind, Sampling
+from outrider.proto.types.sampling import Grammar, GrammarKind, Sampling
 
 __all__ = [
     "DRAFTER_FORMAT",
     "LINK_CLASSES",
-    "MAX_GRAMMAR_BYTES",
     "MAX_REPORTED_DRAFTERS",
-    "MAX_STOP_TOKENS",
     "MAX_TOKEN_ID",
     "MAX_TOP_LOGPROBS",
     "PROMPT_CLASSES",
