@@ -137,7 +137,7 @@ def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, projection
                 assert codes > (10 if how == "on" else 0)  # chosen, they end: no draft of this drafter is ever right
                 assert sum(each.vector_bytes for each in statistics) == RANK * codes
                 assert sum(each.steered_jobs for each in statistics) > 10
-                assert all(each.mean_vector_age >= 1 for each in statistics if each.steered_jobs)
+                assert all(each.vector_age >= each.steered_jobs for each in statistics)
                 assert all(wish.projection == projection[1] for wish in frames.wishes())
                 if how == "on":
                     assert set(frames.wishes()) == {SteeringRequest(projection[1], INT8, 1)}

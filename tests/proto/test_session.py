@@ -1229,6 +1229,19 @@ def test_held_drafts_go_though_another_text_has_changed_the_window_meanwhile():
     assert sent(edge.on_idle(0.103)) == [], "once is enough"
 
 
+@pytest.mark.parametrize("max_credit", [1, 5, 6, 64])
+def test_the_credit_of_a_probe_is_never_more_than_a_session_may_use(max_credit):
+    session = verifier_session(max_credit=max_credit, sampling=Sampling(max_tokens=40))
+    allowed = []
+    for _ in range(30):
+        session.block(step_s=0.001, row_s=0.1)
+        session.on_verified(Verified((), (CommittedToken(5, 0.0),)), 0.0)
+        allowed.append(session.credit)
+    assert set(allowed) == {0, min(6, max_credit)}
+    probe = tuple(map(DraftToken, (1,) * max(allowed)))
+    session.on_draft(Draft(0, len(session.transcript), probe), 0.0)  # no ResourceExhausted
+
+
 def test_a_verifier_on_which_rows_are_too_dear_asks_for_a_few_drafts_now_and_then():
     session = verifier_session(sampling=Sampling(max_tokens=200))
     costs = {"step_s": 0.001, "row_s": 0.1}

@@ -31,7 +31,6 @@ class LeaseClaim:
 
     Attributes:
         verifier: name of the verifier; no other may take it.
-        model: the target's id.
         session: id of the session; no other may use it.
         expires_at_s: expiry, in Unix seconds.
         key: name of the API key that it was given to; empty: none was needed.

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from pathlib import Path
+
+from outrider.proto.types.checks import SHA256
 
 # These decide how text becomes ids and back; padding, truncation and the file's layout do not.
 DECIDING_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
 TOKENIZER_FILE = "tokenizer.json"
 _SHIPPED = Path(__file__).parent / "tokenizers"
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def tokenizer_hash(tokenizer_json: str) -> str:
-    """Hash what decides in a fast-tokenizer file (`tokenizer.json`), independently of its white space.
+    """Return the SHA-256, 64 hexadecimal digits, of the deciding parts of a `tokenizer.json`, however it is laid out.
 
     Two tokenizers of equal vocabulary size can still map text to different ids, so sizes are never compared.
-
-    Args:
-        tokenizer_json: the text of the file.
-
-    Returns:
-        64 lower-case hexadecimal digits (SHA-256).
     """
     parsed = json.loads(tokenizer_json)
     deciding = {part: parsed.get(part) for part in DECIDING_PARTS}
@@ -37,4 +31,4 @@ def shipped_tokenizer(tokenizer_sha256: str) -> Path | None:
     The embedded target and its drafters share it, so it lies here once instead of in the folder of each.
     """
     file = _SHIPPED / f"{tokenizer_sha256}.json"
-    return file if _SHA256.fullmatch(tokenizer_sha256) and file.is_file() else None
+    return file if SHA256.fullmatch(tokenizer_sha256) and file.is_file() else None

@@ -28,6 +28,7 @@ from typing import Any, Self
 
 from outrider.proto.errors import ConfigError, ResourceExhausted, Unauthenticated
 from outrider.proto.plumbing.watched import Watched
+from outrider.proto.types.checks import SHA256
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ SECRET_PREFIX = "otr_"  # noqa: S105 - lets people and scanners recognise a leak
 SECRET_BYTES = 32
 RETRY_WHEN_BUSY_S = 1.0
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)

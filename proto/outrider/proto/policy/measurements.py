@@ -19,13 +19,7 @@ _MIN_SCATTER_S = 0.0005
 
 @dataclass(slots=True)
 class Pace:
-    """Means over the newest commits.
-
-    Attributes:
-        seconds: faded sum of the times between commits.
-        tokens: faded sum of their tokens.
-        commits: faded number of commits.
-    """
+    """Means over the newest commits, from faded sums of the times between them, their tokens and their number."""
 
     seconds: float = 0.0
     tokens: float = 0.0
@@ -161,12 +155,10 @@ class Measurements:
     """Measurements of an edge; a new text begins where the last ended.
 
     Attributes:
-        drafters: measurements of each drafter, by name.
         round_trip: round-trip time in seconds against bytes of Draft messages, or of an Open before the first.
         timed: whether a Draft message has been timed; an Open's time may include a connection's handshake.
         outliers: consecutive newest times that are below half or above twice the expected one.
         step: duration of the verifier's steps in seconds against their rows.
-        pace: mean times and tokens of commits.
         downlink: time of a commit's bytes; measured for steered drafters alone.
         lead: positions from the newest that the verifier has processed to the one that a drafting job follows; measured
             for steered drafters alone.

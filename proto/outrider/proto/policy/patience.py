@@ -24,14 +24,11 @@ class VerifierView:
     Attributes:
         acceptance: chance that a draft agrees, given that all before it did.
         step_s: the session's share of a step beside its rows, in seconds.
-        row_s: time of one row, in seconds.
         drafting_s: time to draft one token at the edge, in seconds.
         round_trip_s: time from the sending of a commit to the arrival of its answer, without drafting, in seconds.
-        max_drafts: most drafts verified in a step.
         at_hand: received drafts that follow the transcript.
         since_miss: tokens committed since a draft last missed (or the text began).
         since_miss_s: time since that commit was sent, in seconds.
-        goal: goal of the deployment.
     """
 
     acceptance: float

@@ -57,7 +57,6 @@ class SelectionView:
     """Basis of a choice among K arms.
 
     Attributes:
-        drafts: drafts of a round.
         round_s: [K] duration of a round with each arm without its switch, in seconds.
         switch_s: [K] time before each arm can draft, since it has to catch up, in seconds.
         num_uncomputed_tokens: [K] tokens of the text that each arm has not read.
@@ -152,11 +151,9 @@ class RoundOutcome:
     """Evidence of a commit about the drafters.
 
     Attributes:
-        view: view that the choice was made on.
         arm: active drafter.
         committed: committed tokens: the accepted drafts and the target's own.
         verified: drafts that the target verified: the accepted ones and the first that missed.
-        accepted: accepted drafts.
         agreement: mean min(1, p(x) / q(x)) over the drafts, the estimate of block divergence; NaN: unknown.
         seconds: duration of the round, switch included.
         hits: [K] for each arm and each committed token that is new for it, in the order of the text, whether it

@@ -35,7 +35,6 @@ class SteeringRate:
     """How often vectors come, and how precise.
 
     Attributes:
-        precision: number format.
         every: commits for each vector; 0: none come.
     """
 
@@ -58,9 +57,7 @@ class SteeringView:
 
     Attributes:
         commit_s: time between commits, in seconds.
-        commit_tokens: tokens in a commit.
         lead: positions from the newest that the verifier has processed to the one that the next draft follows.
-        byte_s: time of a byte on the downlink, in seconds.
         doubt_s: standard error of `byte_s`, in seconds; infinite while nothing is known.
         queued_s: recent growth of round trips, in seconds: commits pile up.
     """

@@ -23,16 +23,13 @@ class EdgeView:
         in_flight: drafted tokens that no commit has met.
         survival: chance that all of them agree with the target.
         acceptance: chance that a further one does, given that.
-        drafting_s: time to draft one token, in seconds.
         step_s: duration of the verifier's step beside its rows, in seconds.
         row_s: time of one more draft in a step, in seconds.
         round_trip_s: round-trip time of a small message, in seconds.
         byte_s: time of a byte on the uplink, in seconds.
         token_s: mean time of a committed token, in seconds.
-        goal: goal of the deployment.
         chances: [in_flight] calibrated chance that each unverified draft agrees, given that those before it do.
         drafts: [in_flight] the drafts with the drafter's confidence; empty: unknown.
-        temperature: sampling temperature of the text.
         battery: share of charge that is left, 1 on mains.
     """
 

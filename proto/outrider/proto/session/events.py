@@ -21,13 +21,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Hand committed tokens to the user.
-
-    Attributes:
-        start: position of the first token.
-        tokens: [n] committed tokens.
-        drafted: [n] whether each was an accepted draft.
-    """
+    """Hand committed tokens [n] to the user, from position `start` on; `drafted` [n] marks the accepted drafts."""
 
     start: int
     tokens: tuple[CommittedToken, ...]
@@ -60,7 +54,6 @@ class DraftJob:
         count: most tokens to propose.
         epoch: number of the chain among those of the session.
         steer: vector to set before it extends; None: unchanged.
-        drafter: index of the drafter.
         skip: tokens of `extend_with` before those that are teacher-forced.
         teacher_forced: committed tokens after these, in place of which it returns its own proposals.
     """
@@ -85,7 +78,6 @@ class CatchUpJob:
     """Let an idle drafter truncate its prefix and extend it with `tokens`; a `CaughtUp` answers.
 
     Attributes:
-        drafter: index of the drafter.
         truncate_to: tokens of its prefix that it keeps.
         tokens: [n] committed tokens after them.
         skip: first tokens, which it only reads.
@@ -156,8 +148,6 @@ class TurnBegun:
 
     Attributes:
         start: tokens of the transcript that stay; the others are dropped.
-        prompt: [n] new tokens.
-        sampling: parameters of this turn.
         measurements: those of earlier texts with such sampling, if it is of another kind than the last turn's.
     """
 
@@ -172,9 +162,7 @@ class Drafted:
     """A drafter has done `job`.
 
     Attributes:
-        job: job that was issued.
         drafts: [n] proposals, at most `job.count`.
-        seconds: duration of the job, in seconds.
         teacher_forced: proposals in place of the job's teacher-forced tokens.
     """
 

@@ -39,7 +39,6 @@ class Meter:
     """Times the streams of one text and calibrates its drafters, on measurements of its own.
 
     Attributes:
-        measurements: measurements of this edge, this text's included.
         commit_at: arrival of the newest commit, or else opening of the stream, in seconds.
     """
 

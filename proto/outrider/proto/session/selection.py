@@ -21,8 +21,6 @@ class Selection:
     A drafter is an index into their names. Another one becomes active only at the beginning of a chain.
 
     Attributes:
-        names: names of the drafters.
-        current: active drafter.
         steered: drafter that steering vectors are meant for; None: none of them.
     """
 
@@ -124,13 +122,9 @@ class Selection:
     # --- the active drafter ---
 
     def choose(self, arms: Sequence[Arm], costs: RoundCosts, committed: int, patience_s: float = 0.0) -> int:
-        """Choose and return the active drafter.
+        """Choose and return the active drafter of a text with `committed` tokens, prompt included.
 
-        Args:
-            arms: [K] drafters, as measured.
-            costs: costs of a round.
-            committed: tokens of the text, prompt included.
-            patience_s: time that the text asks the verifier to wait for drafts, in seconds; 0: it asks for none.
+        The text asks its verifier to wait for `patience_s` seconds.
         """
         if self.drafters == 1:
             return self.current

@@ -26,23 +26,14 @@ class Steer:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSteering:
-    """How a drafter is steered.
-
-    Attributes:
-        rank: numbers in a vector.
-        policy: rule of which vectors to request.
-    """
+    """How a drafter is steered: by vectors of `rank` numbers, which `policy` requests."""
 
     rank: int
     policy: SteeringPolicy
 
 
 class VectorKeeper:
-    """Keeps the newest vector, the request that the verifier has and the vector that the drafter has.
-
-    Attributes:
-        policy: rule of which vectors to request.
-    """
+    """Keeps the newest vector, the request that the verifier has and the vector that the drafter has."""
 
     def __init__(self, request: SteeringRequest, drafter: DrafterSteering) -> None:
         """Begin without a vector; `request` names the projection, and the policy sets its rate."""

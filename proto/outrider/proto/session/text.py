@@ -39,15 +39,12 @@ class EdgeStatistics:
         messages: Draft messages.
         resumes: streams opened after the first.
         round_trip_s: smoothed round-trip time of a small message, in seconds.
-        drafter_error: error of the newest broken drafter.
         steered: whether the verifier sends the steering vectors that the drafter takes.
         vectors: vectors received, unreadable ones included.
         vector_bytes: their bytes on the downlink, without framing.
-        bad_vectors: vectors dropped because they could not be read.
         steered_jobs: drafting jobs steered by a vector.
         vector_age: sum over these of the positions from the vector's own to the one that the first draft follows.
         of_drafters: counts by name, for each drafter that was active or caught up.
-        switches: changes of the active drafter.
         read: tokens that idle drafters caught up with.
     """
 
@@ -80,11 +77,6 @@ class EdgeStatistics:
             self.of_drafters[drafter] = DrafterCounts()
         return self.of_drafters[drafter]
 
-    @property
-    def mean_vector_age(self) -> float:
-        """Mean age of the vector of a steered job, in positions; 0 where no job was steered."""
-        return self.vector_age / self.steered_jobs if self.steered_jobs else 0.0
-
 
 class EdgeText:
     """The transcript and its counts.
@@ -92,10 +84,7 @@ class EdgeText:
     Attributes:
         frame: Open of the present turn, as a fresh session would begin with it.
         tokens: prompt and committed tokens.
-        prompt_length: tokens of the prompt.
-        statistics: counts of the present turn.
         turns: turns begun after the first.
-        done: whether the present turn has ended.
         finish: why the turn ended; None: it runs, or failed.
 
     """

@@ -48,7 +48,6 @@ class Verified:
         tokens_by_target: [k + 1] the target's tokens; `logprob` and `top` are those of the a drafts that agree and the
             token after them, where asked for.
         queue_s: time between being due and the step, in seconds.
-        verify_s: duration of the step, in seconds.
         reward: mean of min(1, p / q) over the drafts; None: no q came.
         steering: vector of the state after the last draft that agrees, or else after the transcript, where
             `wanted_vector` asked for it.
@@ -303,7 +302,8 @@ class VerifierSession:
         start, ids = len(self.transcript), token_ids(tokens)
         self.transcript.extend(ids)
         if not self._pays:
-            self.credit = PROBE if self.generated % PROBE_EVERY < len(tokens) else 0
+            probe = min(PROBE, self._rules.max_credit)
+            self.credit = probe if self.generated % PROBE_EVERY < len(tokens) else 0
         self._received.commit(ids, now)
         self._ready_since = now
         self._plan = None

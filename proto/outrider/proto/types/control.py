@@ -98,8 +98,6 @@ class DraftingPrior:
 
     Attributes:
         acceptance: share of drafts that the target accepts.
-        step_s: duration of the verifier's step, in seconds.
-        drafters: hits of the drafters that are known.
     """
 
     acceptance: float = 0.0

@@ -76,7 +76,6 @@ class SteeringRequest:
 
     Attributes:
         projection: projection that makes the vector, 12 hexadecimal digits from the drafter's manifest.
-        precision: number format.
         every: commits for each vector; 0: none for now.
     """
 
@@ -98,7 +97,6 @@ class Open:
         prompt: [p] tokens, at least one.
         committed: [c] text so far, when resuming.
         patience: how long to wait for drafts; None: the verifier decides.
-        drafting: whether drafts will come.
         window: most unverified tokens that the edge will have in flight; 0: unknown.
         max_drafts: most drafts to verify in one step; 0: the verifier's limit.
         logp: whether commits carry processed log probabilities.
@@ -189,7 +187,6 @@ class CommittedToken(NamedTuple):
     """A token of the text, and what the target's distributions say about it.
 
     Attributes:
-        id: token id.
         logp: natural log of the processed probability that it was drawn with; None: not requested.
         logprob: natural log of the model's own probability, before temperature, cuts, penalties, bias, allowed tokens
             and grammar: what OpenAI's API and vLLM call logprob; None: not requested.
@@ -248,8 +245,6 @@ class Report:
     """Measurements of the edge that the verifier's patience rests on.
 
     Attributes:
-        drafting: whether drafts still come.
-        drafting_s: time to draft one token, in seconds.
         round_trip_s: smoothed round-trip time without the verifier's work, in seconds.
         acceptance: chance that a draft agrees; 0: unknown.
         steering: changed request for steering vectors; None: unchanged.
@@ -282,7 +277,6 @@ class Opened:
     Attributes:
         committed: tokens of text taken over from Open.
         credit: unverified drafts allowed.
-        context_length: positions that the target can hold.
         batch_invariant: whether the text is independent of co-scheduled sessions.
         planned: whether the verifier plans how long it waits for drafts; its patience is fixed otherwise.
         keep_s: time that an idle session is kept, in seconds; 0: the stream ends with the text.
@@ -312,7 +306,6 @@ class Timing:
         echo: Draft messages of the stream that had come before the commit was sent.
         hold_s: time from the arrival of the last one to the sending of the commit, in seconds.
         queue_s: time that the session was due and waited for the engine, in seconds.
-        verify_s: duration of the step, in seconds.
     """
 
     echo: int = 0
@@ -345,7 +338,6 @@ class Commit:
     """Tokens that are now part of the text, for ever.
 
     Attributes:
-        start: position of tokens[0].
         accepted: drafts among the tokens, which come first.
         credit: unverified drafts allowed from now on.
         reward: mean of min(1, p / q) over the verified drafts (MetaSD); None: unknown.
