@@ -64,7 +64,7 @@ def edge(folder, address: str, drafter=None) -> Client:
     config = EdgeConfig(
         verifier=address, model="tiny", tokenizer=folder / "tokenizer.json", drafter="none", patience=patience
     )
-    return Client(config, drafter=drafter)
+    return Client(config, drafters=() if drafter is None else (drafter,))
 
 
 @pytest.mark.usefixtures("all_drafts_pay")

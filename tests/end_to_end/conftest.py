@@ -45,7 +45,7 @@ async def _edge(*addresses: str, drafter: Any = None, **config: Any) -> AsyncIte
     if isinstance(drafter, str):
         config["drafter"], drafter = drafter, None
     edge = EdgeConfig(**{"verifier": addresses[0], "model": "reference", "tokenizer": TOKENIZER, **config})
-    client = Client(edge, drafter=drafter)
+    client = Client(edge, drafters=() if drafter is None else (drafter,))
     await client.prepare()
     if len(addresses) > 1:
         ready = client._ready

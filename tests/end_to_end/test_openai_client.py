@@ -56,7 +56,7 @@ async def setting(tokenizer_file: Path, drafter: Any = None, **config: Any) -> A
         tokenizer=tokenizer_file,
         chat_template=target_folder("reference") / "chat_template.jinja",
     )
-    client = Client(edge, drafter=drafter)
+    client = Client(edge, drafters=() if drafter is None else (drafter,))
     daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0.1, **config), client)
     daemon.cloud.every_s = 0.1
     url = await daemon.start()

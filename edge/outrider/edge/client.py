@@ -38,8 +38,7 @@ class Client:
     Args:
         config: target, drafters and policies.
         route: replaces the config's verifier or coordinator (tests, embedding).
-        drafter: replaces the config's drafters (tests, drafters of your own).
-        drafters: replace the config's, too; one is selected wherever a chain of drafts begins.
+        drafters: replace the config's (tests, drafters of your own); among several one is selected as a chain begins.
     """
 
     def __init__(
@@ -47,15 +46,13 @@ class Client:
         config: EdgeConfig,
         *,
         route: Route | None = None,
-        drafter: Drafter | None = None,
         drafters: Sequence[Drafter] = (),
     ) -> None:
         self.config = config
         self._coordinator: CoordinatorClient | None = None
         if config.coordinator:
             self._coordinator = CoordinatorClient(config.coordinator, config.open_timeout_s, config.security)
-        given = (drafter, *drafters) if drafter is not None else drafters
-        self._preparation = Preparation(config, self._coordinator, route, given)
+        self._preparation = Preparation(config, self._coordinator, route, drafters)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-drafter")
         self._ready: Ready | None = None
         self._preparing = asyncio.Lock()
