@@ -1,4 +1,4 @@
-"""A coordinator on loopback, and the smallest client for it: bytes through the codec, errors of the tree."""
+"""A coordinator on loopback, and a minimal client that uses codec and error tree alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 class Caller:
-    """Calls `Control` at one address."""
+    """A client of `Control` at one address."""
 
     def __init__(self, channel: grpc.aio.Channel, server: CoordinatorServer, address: str) -> None:
         self.channel = channel
@@ -47,7 +47,7 @@ class Caller:
         self.address = address
 
     async def until(self, holds: Callable[[], object]) -> None:
-        while not holds():  # noqa: ASYNC110 - what is waited for knows nothing of tests
+        while not holds():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.02)
 
     async def raw(self, method: str, data: bytes) -> bytes:
@@ -85,7 +85,7 @@ async def coordinator(cluster: Cluster | None, **options: Any) -> AsyncIterator[
 
 @pytest.fixture
 def serve() -> Callable[..., None]:
-    """Run a scenario against a coordinator over real gRPC; 20 s at most."""
+    """Run a scenario against a coordinator over real gRPC, for 20 s at most."""
 
     def run(scenario: Scenario, cluster: Cluster | None = None, **options: Any) -> None:
         async def whole() -> None:
@@ -99,7 +99,7 @@ def serve() -> Callable[..., None]:
 
 @pytest.fixture
 def drafters(tmp_path: Path) -> Path:
-    """An empty folder for drafter packages."""
+    """Return an empty folder for drafter packages."""
     folder = tmp_path / "drafters"
     folder.mkdir()
     return folder

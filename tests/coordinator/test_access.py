@@ -1,4 +1,4 @@
-"""Who may ask a coordinator for what: API keys, their limits, and drains from other machines. Over gRPC on loopback."""
+"""Access to a coordinator over gRPC on loopback: API keys, their limits, and drains from other machines."""
 
 from __future__ import annotations
 

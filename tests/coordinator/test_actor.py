@@ -1,4 +1,4 @@
-"""The verifier's actor, used without Ray around a scripted server: it serves from `__init__`, on its own loop."""
+"""The verifier's actor without Ray, around a scripted server: it serves from `__init__`, on its own loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Build = Callable[..., VerifierActor]
 
 
 class ScriptedServer:
-    """What `VerifierServer` looks like from the actor."""
+    """A `VerifierServer` as the actor uses it."""
 
     tokenizer_json = "{}"
     tokenizer_sha256 = "a" * 64
@@ -84,7 +84,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def build() -> Iterator[Callable[..., VerifierActor]]:
-    """Actors that are stopped, and the handler of SIGTERM that was there before, afterwards."""
+    """Build actors; afterwards stop them, and restore the handler of SIGTERM."""
     before = signal.getsignal(signal.SIGTERM)
     built: list[VerifierActor] = []
 

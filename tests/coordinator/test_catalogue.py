@@ -1,4 +1,4 @@
-"""The catalogue: only what its manifest promises is served, only by hash, and changes are noticed."""
+"""The catalogue serves files by hash, if they match their manifests, and notices changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator's configuration: defaults, refusals that name the option, and a secret that is never printed."""
+"""The coordinator's settings: defaults, refusals that name the option, and a secret that is never printed."""
 
 from __future__ import annotations
 

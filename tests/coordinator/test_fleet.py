@@ -1,4 +1,4 @@
-"""What the fleet knows of each drafter: sums by kind of text, which fade, are bounded and hard to poison."""
+"""The fleet's hit rates of each drafter: sums by kind of text, which fade, are bounded and hard to poison."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ Serve = Callable[..., None]
 CODE, PROSE = PromptClass.CODE, PromptClass.PROSE
 
 
-def text(*told: DrafterHits, prompt: int = CODE, link: int = 2, model: str = "tiny") -> SessionReport:
-    return SessionReport("s", model, "v", drafter_hits=told, prompt_class=prompt, link_class=link)
+def text(*hits: DrafterHits, prompt: int = CODE, link: int = 2, model: str = "tiny") -> SessionReport:
+    return SessionReport("s", model, "v", drafter_hits=hits, prompt_class=prompt, link_class=link)
 
 
 def hits(share: float, compared: int = 200, drafter: str = "general", version: str = "1") -> DrafterHits:
@@ -63,7 +63,7 @@ def prior_of(known: FleetAcceptance, prompt: int, link: int, drafter: str = "gen
     return next(prior for prior in known.prior("tiny", prompt, link) if prior.drafter == drafter)
 
 
-# --- what is answered ---
+# --- priors ---
 
 
 def test_texts_of_one_kind_say_what_to_expect_of_the_next_one_of_that_kind() -> None:
@@ -91,15 +91,15 @@ def test_a_kind_of_text_that_was_hardly_seen_is_backed_by_broader_ones() -> None
     assert (unseen.acceptance, unseen.trials) == (pytest.approx(0.8, abs=0.01), pytest.approx(BROADER_TRIALS))
 
 
-def test_nothing_is_said_of_another_model_and_at_most_so_many_drafters_are_told() -> None:
+def test_priors_cover_one_model_and_a_limited_number_of_drafters() -> None:
     known = fleet(text(hits(0.5)))
     assert known.prior("another", CODE, 2) == ()
     served = {(f"d{i}", "1") for i in range(MAX_REPORTED_DRAFTERS + 3)}
     for i, (name, _) in enumerate(sorted(served)):
         known.add(text(hits(0.5, 8 + i, name)), served)
-    told = known.prior("tiny", CODE, 2)
-    assert len(told) == MAX_REPORTED_DRAFTERS
-    assert [prior.trials for prior in told] == sorted((prior.trials for prior in told), reverse=True)
+    priors = known.prior("tiny", CODE, 2)
+    assert len(priors) == MAX_REPORTED_DRAFTERS
+    assert [prior.trials for prior in priors] == sorted((prior.trials for prior in priors), reverse=True)
 
 
 def test_a_new_version_begins_with_nothing_of_the_old_one() -> None:
@@ -108,7 +108,7 @@ def test_a_new_version_begins_with_nothing_of_the_old_one() -> None:
     assert by_version == {"1": pytest.approx(0.9), "2": pytest.approx(0.1)}
 
 
-# --- forgetting, and liars ---
+# --- fading, and false reports ---
 
 
 def test_what_was_seen_a_half_life_ago_weighs_half() -> None:
@@ -144,10 +144,10 @@ def test_invented_versions_push_out_each_other_and_none_that_many_texts_had() ->
     known = fleet(*[text(hits(0.8)) for _ in range(5)])
     for i in range(500):
         known.add(text(hits(1.0, REPORT_COMPARED, drafter=f"invented{i}")), ())
-    told = known.prior("tiny", 0, 0)
-    assert len(told) == MAX_UNSERVED
-    assert "general" in {prior.drafter for prior in told}
-    assert "invented499" in {prior.drafter for prior in told}, "what is new gets its chance"
+    priors = known.prior("tiny", 0, 0)
+    assert len(priors) == MAX_UNSERVED
+    assert "general" in {prior.drafter for prior in priors}
+    assert "invented499" in {prior.drafter for prior in priors}, "what is new gets its chance"
 
 
 def test_drafters_of_the_catalogue_have_room_whatever_else_is_reported() -> None:
@@ -182,9 +182,9 @@ counts = st.integers(0, (1 << 32) - 1)
 @given(
     st.lists(st.tuples(st.sampled_from(["a", "b"]), counts, counts, st.integers(0, 15), st.integers(0, 5)), max_size=30)
 )
-def test_whatever_is_reported_rates_stay_rates(told: list[tuple[str, int, int, int, int]]) -> None:
+def test_whatever_is_reported_rates_stay_rates(reported: list[tuple[str, int, int, int, int]]) -> None:
     known = FleetAcceptance()
-    for name, one, other, prompt, link in told:
+    for name, one, other, prompt, link in reported:
         known.add(text(DrafterHits(name, "1", min(one, other), max(one, other)), prompt=prompt, link=link), ())
     for prompt in range(16):
         for link in range(6):
@@ -244,8 +244,8 @@ def test_reports_come_back_as_the_prior_of_leases_and_in_the_status_only_as_sums
                 await client.report(text(hits(0.9), hits(0.4, drafter="tiny-drafter")))
                 await client.report(text(hits(0.2), prompt=PROSE, link=4))
             lease = await code.lease("s1", ())
-            told = {prior.drafter: prior.acceptance for prior in lease.prior.drafters}
-            assert told == {"general": pytest.approx(0.9, abs=0.03), "tiny-drafter": pytest.approx(0.4, abs=0.01)}
+            rates = {prior.drafter: prior.acceptance for prior in lease.prior.drafters}
+            assert rates == {"general": pytest.approx(0.9, abs=0.03), "tiny-drafter": pytest.approx(0.4, abs=0.01)}
             assert tuple(route.prior(TextFeatures(CODE, 2)).values()) == lease.prior.drafters
             assert route.prior(TextFeatures(PROSE, 4)) == {}, "not asked for yet"
             prose = await client.open_lease(LeaseRequest("tiny", "s2", inquiry=True, prompt_class=PROSE, link_class=4))

@@ -1,4 +1,4 @@
-"""A coordinator's metrics: leases by outcome, the fleet as it is, and what finished sessions reported."""
+"""A coordinator's metrics: leases by outcome, the present fleet, and reports of finished sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.proto.types import LeaseRequest, SessionReport
 
 
 def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:
-    """By sample's name and label values, in the labels' order of names."""
+    """Return the samples by name and label values, sorted by the names of the labels."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=20) as reply:
         families = text_string_to_metric_families(reply.read().decode())
     return {

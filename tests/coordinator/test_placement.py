@@ -1,4 +1,4 @@
-"""Where a session goes: every rule of `place`, and its refusals."""
+"""Placement of sessions: every rule of `place`, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verifiers as Ray actors: found, missed, found again after a restart, replaced, drained. One local Ray for all."""
+"""Verifiers as actors of one local Ray: found, missed, found again after a restart, replaced, drained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Serve = Callable[..., None]
 
 
 def fake_actor() -> type:
-    """Made in a function, so that Ray sends the class itself: workers cannot import this file."""
+    """Return a class that Ray sends to workers, which cannot import this file."""
 
     class FakeVerifier:
         def __init__(

@@ -1,4 +1,4 @@
-"""Relayed decoding streams: bytes, statuses, cancellation and back-pressure pass through; leases alone say where to.
+"""Relayed decoding streams: bytes, statuses, cancellation and back-pressure pass; the lease names the verifier.
 Over real gRPC on loopback, with a scripted verifier."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ async def echo(context: Any) -> None:
 
 
 class Verifier:
-    """A Decoding service that plays one script for every stream; remembers contexts, and what was cancelled."""
+    """A Decoding service that plays one script for every stream, and records contexts and cancellations."""
 
     def __init__(self, play: Play = echo) -> None:
         self._play = play
@@ -102,7 +102,7 @@ def stream(channel: grpc.aio.Channel, token: bytes | None = None, *more: tuple[s
 
 
 async def ending(call: Any) -> OutriderError | None:
-    """The error with which a stream ends, None: well; what still comes is read."""
+    """Read a stream to its end, and return its error; None: it ends well."""
     try:
         while await call.read() is not grpc.aio.EOF:
             pass
@@ -133,7 +133,7 @@ def status(call: Any) -> RelayStatus:
     return call.server.service.relay_metrics.status()
 
 
-# --- what passes ---
+# --- frames and statuses ---
 
 
 def test_frames_pass_unchanged_and_in_order_both_ways_until_the_edge_has_no_more(serve: Serve) -> None:
@@ -151,7 +151,7 @@ def test_frames_pass_unchanged_and_in_order_both_ways_until_the_edge_has_no_more
         registry = call.server.service.metrics.registry
         assert registry.get_sample_value("outrider:relay_forward_seconds_count") == 2 * len(frames)
 
-    # The largest is more than a request to the coordinator itself may be.
+    # The largest exceeds the limit of requests to the coordinator itself.
     options = [("grpc.max_receive_message_length", 8 << 20)]
 
     async def with_room(call: Any, one: Verifier) -> None:
@@ -270,7 +270,7 @@ MANY = 400  # frames: 25 MiB, far more than all buffers between two ends hold
 
 
 async def stuck(moved: Callable[[], int]) -> int:
-    """How many frames have moved once none has for a while."""
+    """Wait until no frame moves for a while, and return the number of frames."""
     before, still = -1, 0
     while still < 5:
         still = still + 1 if moved() == before else 0
@@ -342,7 +342,7 @@ def test_an_edge_that_does_not_read_holds_its_own_verifier_back_and_no_other(ser
 
 
 class GoneEdge:
-    """The context of a call whose edge goes while a frame waits for room, before gRPC has noticed (a rare order)."""
+    """The context of a call whose edge goes while a frame waits for room, before gRPC notices."""
 
     def invocation_metadata(self) -> tuple[tuple[str, bytes], ...]:
         return ((LEASE_METADATA, lease()),)
@@ -375,7 +375,7 @@ def test_an_edge_that_goes_while_a_frame_waits_for_room_frees_the_verifier(caplo
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-# --- who may, and where to ---
+# --- leases and routes ---
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,7 @@ def test_random_bytes_at_every_control_method_get_a_status_and_break_nothing(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-# --- what it costs ---
+# --- latency ---
 
 
 def test_the_relays_own_time_and_what_it_adds_to_a_round_trip_are_measured(serve: Serve, record_property: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who is in the cluster: silence, restarts, loss for good, and replacement that backs off."""
+"""The roster of a cluster: silence, restarts, loss for good, and replacement that backs off."""
 
 from __future__ import annotations
 

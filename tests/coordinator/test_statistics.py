@@ -1,4 +1,4 @@
-"""What the fleet learns: acceptance by drafter version, bounded, forgetful, and kept across restarts."""
+"""The fleet's statistics: acceptance by drafter version, bounded, fading, and kept over restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator under TLS: its own port, the verifiers that it probes and relays to, and what clients are told."""
+"""The coordinator under TLS: its own port, the verifiers that it probes and relays to, and its clients."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def secured(issued: Issued, **fields: Any) -> Security:
 
 @asynccontextmanager
 async def verifier(tls: ServerTls | None) -> AsyncIterator[str]:
-    """Healthy, and answers every frame with the same Opened."""
+    """A healthy verifier that answers every frame with the same Opened."""
 
     async def decode(_: Any, context: Any) -> None:
         while await context.read() is not grpc.aio.EOF:
@@ -183,7 +183,7 @@ def fixed(address: str, **fields: Any) -> StaticVerifier:
 
 
 def towards(issued: Issued) -> ClientTls:
-    """How a coordinator speaks to verifiers: with its own certificate."""
+    """Return the settings by which a coordinator connects to verifiers with its own certificate."""
     return ClientTls(issued.ca, issued.server_cert, issued.server_key)
 
 
@@ -233,8 +233,8 @@ def test_what_a_verifier_reports_of_tls_is_read_and_older_ones_speak_plain_text(
     report = {"name": "a", "address": "10.0.0.7:1", "model": "m", "tokenizer_sha256": "x", "state": "ready"}
     report |= {"sessions": 0, "max_sessions": 1, "step_s": 0, "kv_pages_free": 0}
     assert not VerifierInfo.from_report(report).tls
-    told = VerifierInfo.from_report(report | {"tls": True, "tls_name": "verifier.example"})
-    assert (told.tls, told.tls_name) == (True, "verifier.example")
+    reported = VerifierInfo.from_report(report | {"tls": True, "tls_name": "verifier.example"})
+    assert (reported.tls, reported.tls_name) == (True, "verifier.example")
 
 
 def test_the_relay_speaks_tls_both_ways_and_the_edge_knows_only_the_coordinator(serve: Serve, issued: Issued) -> None:
@@ -277,7 +277,7 @@ def test_a_relay_without_certificates_for_its_verifiers_says_so_in_its_log(
     assert "--verifier-tls-ca" in caplog.text
 
 
-# --- what an edge does not put up with ---
+# --- what an edge refuses ---
 
 
 def test_an_edge_under_tls_sends_no_text_to_a_plain_remote_verifier_unless_allowed(

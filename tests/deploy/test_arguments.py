@@ -1,4 +1,4 @@
-"""Options of every command: from line, environment and file, with help, and without loading what is heavy."""
+"""Options of every command: from line, environment and file, with help, and without heavy imports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outrider.proto.settings import REQUIRED
 
 RUNNABLE = [name for name, entry in COMMANDS.items() if entry.declared]
 HEAVY = ("torch", "ray", "onnxruntime", "transformers", "tokenizers", "numpy", "matplotlib", "pydantic", "rich", "grpc")
-# Text that each of these takes, and that is not its default.
+# Texts that these options take and that are not their defaults.
 TEXTS = {
     "drafter": "ngram",
     "selector": "exp3",
@@ -59,7 +59,7 @@ def default_of(argument: Argument) -> list[str]:
 
 
 def required(arguments: tuple[Argument, ...]) -> list[str]:
-    """Return words for what a command does not run without."""
+    """Return words for the required arguments of a command."""
     words = []
     for argument in arguments:
         if argument.default is REQUIRED:
@@ -212,7 +212,7 @@ def test_a_table_of_the_config_file_becomes_a_coordinators_config(tmp_path) -> N
 
 
 def loaded_by(*arguments: str) -> set[str]:
-    """Return the modules that a process has loaded once `outrider` with these arguments has ended."""
+    """Return the modules that `outrider` with these arguments has loaded when it ends."""
     program = (
         "import atexit, sys; atexit.register(lambda: print('loaded:', *sys.modules))\n"
         f"from outrider.deploy.cli import main; main({list(arguments)!r})"

@@ -1,4 +1,4 @@
-"""`outrider certs`, `outrider key`, and the options by which their files reach servers and clients."""
+"""`outrider certs`, `outrider key`, and the options for their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and one clear line for every mistake."""
+"""The command line: its output, and one clear line for every mistake."""
 
 from __future__ import annotations
 

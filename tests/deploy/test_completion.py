@@ -12,7 +12,7 @@ import pytest
 
 from outrider.deploy.cli import main
 
-# What bash does at a tab, with the words so far; the function that `complete -F` names answers in COMPREPLY.
+# Does what bash does at a tab: the function that `complete -F` names answers in COMPREPLY.
 TAB = r"""
 eval "$(outrider completion bash)"
 COMP_LINE="$1"

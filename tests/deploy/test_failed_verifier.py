@@ -1,4 +1,4 @@
-"""`outrider verifier` where no step succeeds any more: the process ends by itself, and says why."""
+"""`outrider verifier` whose steps all fail: the process ends by itself, and says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""To how many verifiers a fleet is brought: who is started and who goes, decided without Ray."""
+"""The changes that bring a fleet to a number of verifiers, without Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard asks only for what exists: every metric, label and rate of every query, against running processes."""
+"""The dashboard: every metric, label and rate of its queries exists in running processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Known:
 
 
 def known_series() -> dict[str, Known]:
-    """By the name that a query has to use; one name may be shown by several parts."""
+    """Return the series by their names in queries; several parts may show the same name."""
     found: dict[str, Known] = {}
 
     def add(name: str, labels: frozenset[str], rises: bool) -> None:
@@ -57,7 +57,7 @@ def known_series() -> dict[str, Known]:
 
 
 def queries(dashboard: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(panel, expression) of every target, rows included."""
+    """Yield (panel, expression) of every target, including those in rows."""
     for panel in dashboard["panels"]:
         for inner in (panel, *panel.get("panels", ())):
             for target in inner.get("targets", ()):
@@ -65,7 +65,7 @@ def queries(dashboard: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def faults(expression: str, series: dict[str, Known]) -> list[str]:
-    """What is wrong with a query; empty: nothing."""
+    """Return the faults of a query; empty: none."""
     found = []
     if expression.count("(") != expression.count(")") or expression.count("{") != expression.count("}"):
         found.append("brackets are not balanced")
@@ -237,8 +237,8 @@ def test_the_command_line_refuses_metrics_beyond_loopback_in_one_line(command, t
 
 def test_logs_of_a_whole_decoding_tell_its_session_and_no_secret(decoded) -> None:
     _, lines = decoded
-    told = [json.loads(line) for line in lines.splitlines()]
-    by_logger = {line["logger"]: line for line in told if line.get("session")}
+    logged = [json.loads(line) for line in lines.splitlines()]
+    by_logger = {line["logger"]: line for line in logged if line.get("session")}
     assert {"outrider.coordinator.service", "outrider.cloud.engine"} <= set(by_logger)
     assert len({line["session"] for line in by_logger.values()}) == 1
     assert {line["verifier"] for line in by_logger.values()} == {"verifier"}
@@ -248,7 +248,7 @@ def test_logs_of_a_whole_decoding_tell_its_session_and_no_secret(decoded) -> Non
 
 @pytest.fixture(scope="module")
 def decoded(tokenizer_file) -> tuple[list[str], str]:
-    """One text through a coordinator and a verifier: what the three parts show then, and all that was logged."""
+    """Decode a text through a coordinator and a verifier; return the metrics of all parts, and the log."""
     stream, root_logger = io.StringIO(), logging.getLogger()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())

@@ -1,4 +1,4 @@
-"""The relay with real sockets, in its own process: honest, obedient, and gone with its parent."""
+"""The relay with real sockets, in its own process: exact, controllable, and gone with its parent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SILENCE_S = 20.0
 
 @pytest.fixture(scope="module")
 def echo() -> Iterator[str]:
-    """A server that sends everything back; its address."""
+    """Start a server that sends everything back, and return its address."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve(peer: socket.socket) -> None:
@@ -88,7 +88,7 @@ def median_round_trip_s(address: str, count: int) -> float:
 
 
 def median_rate(address: str, size: int) -> float:
-    """Bytes per second that come back, the median over tenths of `size`; it keeps the pipe full."""
+    """Return the median over tenths of `size` of the bytes per second that come back through a full pipe."""
     with connected(address) as edge:
         sender = threading.Thread(target=edge.sendall, args=(bytes(size),))
         sender.start()
@@ -103,7 +103,7 @@ def median_rate(address: str, size: int) -> float:
 
 
 def share_of_a_core() -> float:
-    """How much of one core this process gets while it wants all of it: below 1, others want it too."""
+    """Return the share of a core that this process gets when it wants all of it; below 1 on a busy machine."""
     wall, used = time.perf_counter(), time.process_time()
     while time.perf_counter() - wall < 0.1:
         pass
@@ -111,7 +111,7 @@ def share_of_a_core() -> float:
 
 
 async def assert_honest(asked: float, measure: Callable[[], float]) -> None:
-    """What is measured is within 5 % of what is asked, in one of three tries; a machine that is busy is no judge."""
+    """Check that a measurement is within 5 % in one of three tries; skip the test on a busy machine."""
     measured, shares = [], []
     for _ in range(3):
         measured.append(await asyncio.to_thread(measure))
@@ -358,7 +358,7 @@ def test_the_link_ends_when_its_parent_is_killed() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether it is there and not a zombie that nobody has waited for."""
+    """Return whether the process runs, and is no zombie."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"

@@ -22,7 +22,7 @@ def way(delay_s=0.0, jitter_s=0.0, bytes_per_s=math.inf, queue_bytes=1 << 20) ->
 
 
 def drain(pipe: Pipe, until: float = 1e9) -> list[tuple[object, bytes, float]]:
-    """All arrivals up to a time, each taken when `next_time` says so."""
+    """Return all arrivals up to a time, each taken at its `next_time`."""
     arrived = []
     while (when := pipe.next_time()) <= until:
         arrived += [(a.stream, a.data, a.due_s) for a in pipe.due(when)]

@@ -1,4 +1,4 @@
-"""Traces: what they say at a time, what is wrong with a file, and that the shipped ones are what their maker makes."""
+"""Traces: their shapes over time, mistakes in files, and the shipped ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_uplink_cut_leaves_the_downlink_alone() -> None:
     assert {point.down_mbit for point in trace.points} == {50.0}
 
 
-def test_a_trace_begins_anew_when_it_is_over() -> None:
+def test_a_trace_repeats() -> None:
     trace = LinkTrace("t", (TracePoint(0.0, 10, 1, 1), TracePoint(2.0, 20, 0, math.inf)))
     assert trace.duration_s == 4.0
     assert [trace.at(t).rtt_s for t in (0, 1.9, 2.0, 3.9, 4.0, 6.5)] == [0.01, 0.01, 0.02, 0.02, 0.01, 0.02]

@@ -1,4 +1,4 @@
-"""The path of one's own models, by the commands that the README names: train, steer, export, run."""
+"""The path of one's own models by the commands of the README: train, steer, export, run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def corpus(tmp_path: Path) -> str:
 
 
 def printed_folder(out: str) -> Path:
-    """Of the first drafter that a training's last lines offer for export."""
+    """Return the folder of the first drafter that the last lines of a training name for export."""
     return Path(next(line for line in out.splitlines() if line.startswith("next: outrider export ")).split()[3])
 
 

@@ -1,4 +1,4 @@
-"""docs/cli.md is what the declarations of the options say."""
+"""docs/cli.md matches the declarations of the options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def text(monkeypatch: pytest.MonkeyPatch) -> str:
     return reference()
 
 
-def test_the_page_is_what_the_declarations_say(root, text) -> None:
+def test_the_page_matches_the_declarations(root, text) -> None:
     written = (root / "docs" / "cli.md").read_text(encoding="utf-8")
     assert written == text, "run `make docs`"
 

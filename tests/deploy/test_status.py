@@ -1,4 +1,4 @@
-"""What `outrider status` shows: a JSON object whose shape is fixed, and tables for 80 columns."""
+"""Output of `outrider status`: a JSON object of a fixed shape, and tables for 80 columns."""
 
 from __future__ import annotations
 

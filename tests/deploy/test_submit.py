@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster, without one: what is sent, what reaches the output place, how a log is followed."""
+"""Jobs on a Ray cluster, without one: requests, the output place, and the following of a log."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ WHEEL = "outrider-0.1.0-py3-none-any.whl"
 
 @pytest.fixture(params=["path", "url"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """A folder of this machine, and a store that is none."""
+    """Return an output place: a folder of this machine, or an object store."""
     if request.param == "path":
         return Place(str(tmp_path / "shared" / "out"))
     return Place(f"memory://bucket-{tmp_path.name}/out")
 
 
 def contents(place: Place) -> dict[str, bytes]:
-    """All files of a place."""
+    """Return all files of a place."""
     files, root = fsspec.core.url_to_fs(place.url)
     return {path.removeprefix(f"{root}/"): files.cat_file(path) for path in files.find(root)}
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """The folder of a job that was given `input.txt`."""
+    """Return the folder of a job with the input `input.txt`."""
     work = tmp_path / "work"
     work.mkdir()
     (work / "input.txt").write_text("given")
@@ -126,7 +126,7 @@ def test_a_later_job_begins_with_what_an_earlier_one_left(place: Place, work: Pa
     assert contents(place) == {"run/newer": b"2", "other": b"not asked for"}
 
 
-def test_the_mark_tells_a_shared_folder_from_one_of_the_same_name(place: Place, tmp_path: Path) -> None:
+def test_the_mark_distinguishes_a_shared_folder_from_one_of_the_same_name(place: Place, tmp_path: Path) -> None:
     place.leave_mark("j")
     with pytest.raises(ConfigError, match="that all nodes share") as refusal:
         place.take_mark("k")
@@ -148,7 +148,7 @@ def test_a_place_that_cannot_be_written_says_why(tmp_path: Path) -> None:
         assert url in refusal.value.message
 
 
-def test_a_store_whose_driver_is_missing_is_told_by_the_name_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_whose_driver_is_missing_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     known = sys.modules["fsspec.registry"].known_implementations
     monkeypatch.setitem(known, "s4", {"class": "s4fs.S4", "err": "Install s4fs"})
     with pytest.raises(ConfigError, match="needs a package: Install s4fs"):
@@ -169,7 +169,7 @@ def test_a_job_ends_as_its_command_does(tmp_path: Path, words: list[str], status
 def job(
     folder: Path, program: str, *words: str, monkeypatch: pytest.MonkeyPatch, every_s: float = 30.0
 ) -> tuple[int, Path]:
-    """Run the entry with a Python program in the command's place; its status, and the output place."""
+    """Run a job with a Python program as its command; return its status and the output place."""
     place = folder / "out"
     executable = folder / "python"
     executable.write_text(f'#!/bin/sh\nexec {sys.executable} -c "$OUTRIDER_TEST_PROGRAM"\n')
@@ -276,7 +276,7 @@ def test_two_inputs_of_one_name_or_one_that_is_not_there_are_refused(tmp_path: P
         assert refusal.value.field == "input"
 
 
-def test_the_name_of_a_wheel_tells_its_content(tmp_path: Path) -> None:
+def test_the_name_of_a_wheel_depends_on_its_content(tmp_path: Path) -> None:
     for folder, content in (("a", b"one"), ("b", b"two")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / WHEEL).write_bytes(content)
@@ -291,7 +291,7 @@ def test_the_name_of_a_wheel_tells_its_content(tmp_path: Path) -> None:
 
 
 class Server:
-    """What a job server is asked for: Ray's client as far as `send` uses it, with the folder that Ray would pack."""
+    """A recorder of requests in place of Ray's client, with the content of the folder that Ray would pack."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -309,7 +309,7 @@ class Server:
 
 
 def sent(*arguments: str, server: Server | None = None) -> Server:
-    """Send a job as the command line would."""
+    """Send the job of a command line."""
     server = server or Server()
     options = parse(["submit", *arguments])(SubmitSettings)
     send(server, *command._checked_command(options.arguments, parse), options)
@@ -395,7 +395,7 @@ def test_a_url_is_a_place_as_it_is_and_a_path_is_made_absolute(monkeypatch: pyte
 
 
 class ScriptedServer:
-    """Ray's client for a job whose streams break where the script says; then the job has ended."""
+    """Ray's client for a job whose log streams break by a script; the job ends with the last one."""
 
     def __init__(self, *streams: str) -> None:
         self.streams = list(streams)
@@ -430,7 +430,7 @@ def test_what_the_log_says_is_printed_once_however_often_the_stream_breaks(
 
 
 class NotAJobServer(BaseHTTPRequestHandler):
-    """Answers every question with the same page."""
+    """A server that answers every request with the same page."""
 
     def do_GET(self) -> None:
         self.send_response(200)

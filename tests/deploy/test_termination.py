@@ -13,7 +13,7 @@ from outrider.deploy.termination import StopAtStep, Terminated, sigterm_unwinds
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Whatever happens, signals mean afterwards what they meant before."""
+    """Check that the handlers of signals are the same after a test."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
     assert {number: signal.getsignal(number) for number in before} == before

@@ -1,4 +1,4 @@
-"""What `outrider up` prints of a cluster that runs."""
+"""Output of `outrider up` on a running cluster."""
 
 from __future__ import annotations
 

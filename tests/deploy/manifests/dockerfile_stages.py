@@ -1,4 +1,4 @@
-"""The Dockerfile, read: its stages, and what each copies, runs and starts."""
+"""The stages of the Dockerfile, with what each copies, runs and starts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Stage:
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, instruction: str) -> list[str]:
-        """The arguments of every such instruction."""
+        """Return the arguments of every such instruction."""
         return [arguments for name, arguments in self.instructions if name == instruction]
 
     def last(self, instruction: str) -> str:
-        """The one that counts; empty: there is none."""
+        """Return the arguments of the last such instruction; empty: there is none."""
         return (self.all(instruction) or [""])[-1]
 
     def copies(self) -> Iterator[tuple[str, list[str], str]]:
-        """Of each COPY: the stage (empty: the checkout), the sources, the target."""
+        """Return the stage (empty: the checkout), the sources and the target of each COPY."""
         for arguments in self.all("COPY"):
             words = shlex.split(arguments)
             source = next((word.partition("=")[2] for word in words if word.startswith("--from=")), "")
@@ -43,7 +43,7 @@ class Stage:
 
 
 def stages(text: str) -> dict[str, Stage]:
-    """By name."""
+    """Return the stages by name."""
     found: dict[str, Stage] = {}
     current: Stage | None = None
     for instruction, arguments in _instructions(text):
@@ -63,25 +63,25 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def chain(all_stages: dict[str, Stage], name: str) -> list[Stage]:
-    """A stage and those that it is made from, the nearest first."""
+    """Return a stage and those that it is made from, the nearest first."""
     own = all_stages[name]
     return [own, *(chain(all_stages, own.base) if own.base in all_stages else [])]
 
 
 def setting(all_stages: dict[str, Stage], name: str, instruction: str) -> str:
-    """What holds in an image, from the nearest stage that says it."""
+    """Return an instruction's value in an image, from the nearest stage that has it."""
     return next((s.last(instruction) for s in chain(all_stages, name) if s.last(instruction)), "")
 
 
 def exec_form(arguments: str) -> list[str]:
-    """The words of `["a", "b"]`."""
+    """Return the words of `["a", "b"]`."""
     words = json.loads(arguments)
     assert isinstance(words, list)
     return [str(word) for word in words]
 
 
 def programs(all_stages: dict[str, Stage], image: str) -> dict[str, str]:
-    """Our own programs in an image: name on the path, and file in the checkout."""
+    """Return our programs in an image: files in the checkout by their names on the path."""
     environments = [source for source, _, target in all_stages[image].copies() if source and target == "/opt/outrider"]
     return {
         target.removeprefix(BIN): sources[0]
@@ -93,14 +93,14 @@ def programs(all_stages: dict[str, Stage], image: str) -> dict[str, str]:
 
 
 def extras(all_stages: dict[str, Stage], image: str) -> set[str]:
-    """With which the wheel is installed in it."""
+    """Return the extras with which an image installs the wheel."""
     (environment,) = (s for s, _, target in all_stages[image].copies() if s and target == "/opt/outrider")
     runs = [run for stage in chain(all_stages, environment) for run in stage.all("RUN")]
     return {extra for run in runs for found in re.findall(r"whl\)\[([\w,]+)]", run) for extra in found.split(",")}
 
 
 def ignored(path: str, rules: str) -> bool:
-    """Whether `.dockerignore` keeps a path (relative, of a file) out of the build context; the last rule that fits."""
+    """Return whether the last rule of `.dockerignore` that fits keeps a file out of the build context."""
     verdict = False
     for line in rules.splitlines():
         rule = line.strip()

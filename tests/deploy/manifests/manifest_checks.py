@@ -1,4 +1,4 @@
-"""What can be wrong with a set of Kubernetes documents beyond their schema; every check returns complaints."""
+"""Checks of a set of Kubernetes documents beyond their schema, each of which returns complaints."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CREATED = re.compile(r"kubectl -n outrider create secret generic (\S+)((?: --fro
 
 
 def image_of(container: Document) -> str:
-    """Which of ours: edge, coordinator or cloud."""
+    """Return the name of one of our images: edge, coordinator or cloud."""
     return str(container["image"]).rpartition("/")[2].partition(":")[0].removeprefix("outrider-")
 
 
 def version() -> str:
-    """Of this checkout."""
+    """Return the version of this checkout."""
     return str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
 
 
 def images(documents: list[Document]) -> Iterator[str]:
-    """Every image is one that the Dockerfile makes, of this version; as written, the tag is still missing."""
+    """Check that the Dockerfile makes every image, in this version; documents as written have no tags yet."""
     for pod in pods(documents):
         for container in pod.containers:
             tag = container["image"].rpartition(":")[2] if ":" in container["image"] else version()
@@ -37,7 +37,7 @@ def images(documents: list[Document]) -> Iterator[str]:
 
 
 def readings(documents: list[Document]) -> Iterator[tuple[Pod, Document, Reading]]:
-    """Every command line: of containers, probes, hooks and Ray jobs, with the container's environment."""
+    """Yield every command line of containers, probes, hooks and Ray jobs, with the container's environment."""
     all_stages = stages(DOCKERFILE.read_text(encoding="utf-8"))
     for pod in pods(documents):
         for container in pod.containers:
@@ -69,7 +69,7 @@ def _words(container: Document) -> Iterator[list[str]]:
 
 
 def commands(documents: list[Document]) -> Iterator[str]:
-    """Every program is in the image, and takes every option and environment variable that it is given."""
+    """Check that every program is in the image, and takes the options and environment variables given to it."""
     by_container: dict[tuple[str, str], list[Reading]] = {}
     found = {}
     for pod, container, reading in readings(documents):
@@ -81,13 +81,13 @@ def commands(documents: list[Document]) -> Iterator[str]:
 
 
 def verifier_ports(documents: list[Document]) -> set[int]:
-    """On which the verifiers listen that the documents start in Ray."""
+    """Return the ports of the verifiers that the documents start in Ray."""
     started = [o for _, _, r in readings(documents) for o in r.outrider if o.command == "verifier" and o.ray_address]
     return {port for options in started for port in ports_of(options)}
 
 
-def told_ports(documents: list[Document], pod: Pod) -> set[int]:
-    """On which the programs of a pod are told to listen."""
+def listened_ports(documents: list[Document], pod: Pod) -> set[int]:
+    """Return the ports on which the programs of a pod listen."""
     if pod.labels.get(COMPONENT) == "ray-head":
         return RAY_HEAD_PORTS
     if pod.labels.get(COMPONENT) == "ray-worker":
@@ -96,21 +96,21 @@ def told_ports(documents: list[Document], pod: Pod) -> set[int]:
 
 
 def ports(documents: list[Document]) -> Iterator[str]:
-    """Declared ports are those that programs listen on, and whatever else names a port means one of these."""
+    """Check that declared ports are those that programs listen on, and that every named port is one of them."""
     everyone = pods(documents)
     for pod in everyone:
-        told = told_ports(documents, pod)
-        # Of Ray's head, only those need be declared that somebody is to reach.
-        undeclared = set() if pod.labels.get(COMPONENT) == "ray-head" else told - set(pod.ports)
+        listened = listened_ports(documents, pod)
+        # Ray's head declares only the ports that others connect to.
+        undeclared = set() if pod.labels.get(COMPONENT) == "ray-head" else listened - set(pod.ports)
         yield from (f"{pod.where}: port {port} is not declared" for port in sorted(undeclared))
-        yield from (f"{pod.where}: port {p} is declared, and nobody listens" for p in sorted(set(pod.ports) - told))
+        yield from (f"{pod.where}: port {p} is declared, and nobody listens" for p in sorted(set(pod.ports) - listened))
         for container in pod.containers:
-            yield from _probed_ports(pod, container, told)
+            yield from _probed_ports(pod, container, listened)
     for document in documents:
         yield from _named_ports(document, documents, everyone)
 
 
-def _probed_ports(pod: Pod, container: Document, told: set[int]) -> Iterator[str]:
+def _probed_ports(pod: Pod, container: Document, listened: set[int]) -> Iterator[str]:
     for name in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container.get(name, {})
         numbers = [probe["grpc"]["port"]] if "grpc" in probe else []
@@ -122,11 +122,11 @@ def _probed_ports(pod: Pod, container: Document, told: set[int]) -> Iterator[str
                 int(of.rpartition(":")[2].partition("/")[0])
                 for of in _read(probe["exec"]["command"], container).health_of
             ]
-        yield from (f"{pod.where}: {name} asks port {n}, and nobody listens" for n in numbers if n not in told)
+        yield from (f"{pod.where}: {name} asks port {n}, and nobody listens" for n in numbers if n not in listened)
 
 
 def _named_ports(document: Document, documents: list[Document], everyone: list[Pod]) -> Iterator[str]:
-    """Complaints about ports that a Service, policy or monitor names and that nothing which it selects has."""
+    """Yield complaints about ports of a Service, policy or monitor that no selected pod has."""
     spec = document.get("spec", {})
     match document["kind"]:
         case "Service":
@@ -150,13 +150,13 @@ def _named_ports(document: Document, documents: list[Document], everyone: list[P
 
 
 def _ports_of(everyone: list[Pod], selector: Document) -> set[int | str]:
-    """Numbers and names of the ports of pods that are selected."""
+    """Return numbers and names of the ports of selected pods."""
     chosen = [pod for pod in everyone if selects(selector, pod.labels)]
     return {port for pod in chosen for port in [*pod.ports, *pod.ports.values()]}
 
 
 def selectors(documents: list[Document]) -> Iterator[str]:
-    """Every selector takes a pod that the documents make; a Deployment's takes its own."""
+    """Check that every selector selects a pod, and a Deployment's its own."""
     everyone = pods(documents)
     for document in documents:
         where, spec = f"{document['kind']} {document['metadata']['name']}", document.get("spec", {})
@@ -178,7 +178,7 @@ def selectors(documents: list[Document]) -> Iterator[str]:
 
 
 def documented_secrets() -> dict[str, set[str]]:
-    """Names and keys that docs/kubernetes.md has people create."""
+    """Return names and keys of the secrets that docs/kubernetes.md creates."""
     text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     return {
         name: {option.partition("=")[2].partition("=")[0] for option in shlex.split(options)}
@@ -187,7 +187,7 @@ def documented_secrets() -> dict[str, set[str]]:
 
 
 def known_secrets(documents: list[Document]) -> dict[str, set[str]]:
-    """All that there will be: documented, made by the documents, or by KubeRay for clusters with a token."""
+    """Return all secrets: documented ones, those of the documents, and KubeRay's for clusters with a token."""
     made = {
         d["metadata"]["name"]: {*d.get("data", {}), *d.get("stringData", {})}
         for d in documents
@@ -202,7 +202,7 @@ def known_secrets(documents: list[Document]) -> dict[str, set[str]]:
 
 
 def references(documents: list[Document]) -> Iterator[str]:
-    """Every Secret, ConfigMap, claim, volume, account and file that is referred to exists."""
+    """Check that every Secret, ConfigMap, claim, volume, account and file exists that is referred to."""
     secrets = known_secrets(documents)
     maps = {d["metadata"]["name"]: set(d.get("data", {})) for d in documents if d["kind"] == "ConfigMap"}
     claims = {d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"}
@@ -232,7 +232,7 @@ def references(documents: list[Document]) -> Iterator[str]:
 def _missing_files(
     documents: list[Document], secrets: Mapping[str, set[str]], maps: Mapping[str, set[str]]
 ) -> Iterator[str]:
-    """Files that options name, in the pods in which they are read: those of Ray's verifiers are read by the workers."""
+    """Yield complaints about files of options that are missing in the pods that read them."""
     workers = [pod for pod in pods(documents) if pod.labels.get(COMPONENT) == "ray-worker"]
     for pod, _, reading in readings(documents):
         for path in sorted(reading.paths()):
@@ -255,7 +255,7 @@ def _mounted_files(pod: Pod, secrets: Mapping[str, set[str]], maps: Mapping[str,
 
 
 def hardening(documents: list[Document]) -> Iterator[str]:
-    """Every pod keeps to Kubernetes's `restricted` standard and to a read-only root, and says what it needs."""
+    """Check that every pod keeps to the `restricted` standard, has a read-only root, and declares its resources."""
     for pod in pods(documents):
         security = pod.spec.get("securityContext", {})
         if (security.get("runAsNonRoot"), security.get("runAsUser")) != (True, PLAIN_USER):
@@ -264,7 +264,7 @@ def hardening(documents: list[Document]) -> Iterator[str]:
             yield f"{pod.where}: has no seccomp profile"
         if pod.spec.get("automountServiceAccountToken") is not False:
             yield f"{pod.where}: carries a token for Kubernetes's API"
-        # Else Kubernetes sets OUTRIDER_COORDINATOR_PORT and the like, which are our options' names.
+        # Otherwise Kubernetes sets OUTRIDER_COORDINATOR_PORT and the like, which would set options.
         if pod.spec.get("enableServiceLinks") is not False:
             yield f"{pod.where}: gets variables of Services, which our options would read"
         for container in pod.containers:
@@ -293,5 +293,5 @@ ALL = (images, commands, ports, selectors, references, hardening)
 
 
 def complaints(documents: list[Document]) -> list[str]:
-    """Of all checks."""
+    """Return the complaints of all checks."""
     return [complaint for check in ALL for complaint in check(documents)]

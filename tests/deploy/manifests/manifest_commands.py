@@ -1,4 +1,4 @@
-"""Command lines in manifests, taken apart by the parsers that will take them apart when they run."""
+"""Command lines in manifests, parsed by the parsers that parse them when they run."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from manifest_documents import ROOT
 
 from outrider.deploy.cli import COMMANDS, parse
 
-# Not options: of the config file, and of the API key that options may name a file for.
+# Variables that are no options: the config file and the API key.
 OTHER_NAMES = {"OUTRIDER_CONFIG", "OUTRIDER_API_KEY"}
 PREFIX = "OUTRIDER_"
-# What `ray start` listens on where it is not told otherwise; the last is KubeRay's own choice.
+# Default ports of `ray start`; KubeRay sets the last one.
 RAY_HEAD_PORTS = {6379, 8265, 10001, 8080}
 RAY_WORKER_PORTS = {8080}
 
 
 @dataclass
 class Reading:
-    """What became of a command line: complaints, and the options of each `outrider` command in it."""
+    """A parsed command line: complaints, and the options of each `outrider` command in it."""
 
     complaints: list[str] = field(default_factory=list)
     outrider: list[argparse.Namespace] = field(default_factory=list)
     health_of: list[str] = field(default_factory=list)
 
     def listening(self) -> set[int]:
-        """Ports that the commands are told to listen on; of verifiers that they start in Ray, none is here."""
+        """Return the ports that the commands listen on, without those of verifiers that they start in Ray."""
         here = [options for options in self.outrider if not (options.command == "verifier" and options.ray_address)]
         return {port for options in here for port in ports_of(options)}
 
     def paths(self) -> set[str]:
-        """Files that the commands read."""
+        """Return the files that the commands read."""
         return {
             str(value)
             for options in self.outrider
@@ -53,13 +53,13 @@ class Reading:
 
 
 def ports_of(options: argparse.Namespace) -> set[int]:
-    """Those that one command's options name."""
+    """Return the ports that a command's options name."""
     addresses = (getattr(options, "listen", ""), getattr(options, "metrics_listen", ""))
     return {int(address.rpartition(":")[2]) for address in addresses if address}
 
 
 def read_command(words: Sequence[str], environment: Mapping[str, str], image: str) -> Reading:
-    """Of a container of one of our images (`edge`, `coordinator`, `cloud`): entry point and arguments."""
+    """Read the entry point and arguments of a container of our image `edge`, `coordinator` or `cloud`."""
     return _read_once(tuple(words), tuple(sorted(environment.items())), image)
 
 
@@ -124,13 +124,13 @@ def _read_ray(arguments: list[str], reading: Reading) -> None:
 
     try:
         command = _ray_commands()[arguments[0]]
-        command.make_context(arguments[0], arguments[1:])  # takes the options apart, and runs nothing
+        command.make_context(arguments[0], arguments[1:])  # parses the options, and runs nothing
     except (KeyError, click.ClickException) as error:
         reading.complaints.append(f"ray {shlex.join(arguments)}: {error}")
 
 
 def unknown_names(environment: Mapping[str, str], readings: list[Reading]) -> list[str]:
-    """Variables of a container that no command which it runs looks at."""
+    """Yield complaints about variables of a container that none of its commands reads."""
     commands = {options.command for reading in readings for options in reading.outrider}
     known = OTHER_NAMES | {name for command in commands for name in _option_names(command)}
     ours = [name for name in environment if name.startswith(PREFIX)]
@@ -144,7 +144,7 @@ def _option_names(command: str) -> set[str]:
 
 
 def _listens_safely(options: argparse.Namespace) -> Iterator[str]:
-    """The rule of every listener: beyond loopback only with TLS, or where the options say plainly that it is meant."""
+    """Return whether a listener is on loopback, has TLS, or is insecure on purpose."""
     values = vars(options)
     for listen, insecure in (("listen", "insecure_listen"), ("metrics_listen", "insecure_metrics")):
         address = values.get(listen) or "127.0.0.1:0"
@@ -155,7 +155,7 @@ def _listens_safely(options: argparse.Namespace) -> Iterator[str]:
 
 @functools.cache
 def _ray_commands() -> dict[str, Any]:
-    # Ray's command line does without Ray Serve's where that cannot be imported; it takes seconds.
+    # Ray's command line works without Ray Serve, whose import takes seconds.
     with mock.patch.dict(sys.modules, {"ray.serve.scripts": None}):
         from ray.scripts.scripts import cli
     commands: dict[str, Any] = cli.commands

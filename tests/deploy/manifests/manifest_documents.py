@@ -1,4 +1,4 @@
-"""The Kubernetes documents of this checkout: as they are written, and as `kubectl kustomize` puts them together."""
+"""The Kubernetes documents of this checkout, as written and as `kubectl kustomize` combines them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ NAMESPACE = "outrider"
 
 
 def parse(text: str) -> Iterator[Any]:
-    """All documents, by libyaml where there is one: it is ten times as fast."""
+    """Parse all documents, with libyaml if it is there, which is ten times as fast."""
     return yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read(path: Path) -> list[Document]:
-    """All documents of one file."""
+    """Read all documents of a file."""
     return [document for document in parse(path.read_text(encoding="utf-8")) if document]
 
 
 def written(folder: str) -> list[Document]:
-    """The resources that a kustomization names directly, before any patch: no tool is needed to see these."""
+    """Return the resources that a kustomization names, before any patch; this needs no tool."""
     (kustomization,) = read(KUBERNETES / folder / "kustomization.yaml")
     files = [KUBERNETES / folder / name for name in kustomization["resources"] if name.endswith(".yaml")]
     documents: list[Document] = json.loads(json.dumps([d for file in files for d in read(file)]))  # aliases undone
@@ -41,7 +41,7 @@ def written(folder: str) -> list[Document]:
 
 
 def kustomized(folder: str | Path) -> list[Document]:
-    """What `kubectl kustomize` makes of a folder; skips the test where there is no kubectl."""
+    """Return the output of `kubectl kustomize` for a folder; skip the test if there is no kubectl."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("needs kubectl, and this machine has none")
@@ -57,7 +57,7 @@ def _kustomize(kubectl: str, folder: Path) -> list[Document]:
 
 
 def with_component(component: str, base: str, folder: Path) -> list[Document]:
-    """`base` and one component of ours, as an overlay elsewhere would combine them."""
+    """Return `base` with one component, as an overlay would combine them."""
     overlay = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -69,6 +69,6 @@ def with_component(component: str, base: str, folder: Path) -> list[Document]:
 
 
 def named(documents: list[Document], kind: str, name: str = "") -> Document:
-    """The only one of this kind, and name."""
+    """Return the only document of this kind and name."""
     (found,) = (d for d in documents if d["kind"] == kind and name in ("", d["metadata"]["name"]))
     return found

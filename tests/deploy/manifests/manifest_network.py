@@ -1,4 +1,4 @@
-"""Who may reach whom: Kubernetes's rules for ingress NetworkPolicies, evaluated."""
+"""An evaluation of Kubernetes's rules for ingress NetworkPolicies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manifest_pods import selects
 
 @dataclass(frozen=True)
 class Peer:
-    """A pod, or with an empty namespace something outside of the cluster."""
+    """A pod; with an empty namespace, something outside the cluster."""
 
     labels: Mapping[str, str] = field(default_factory=dict)
     namespace: str = NAMESPACE
@@ -20,7 +20,7 @@ class Peer:
 
     @property
     def namespace_labels(self) -> dict[str, str]:
-        """What Kubernetes puts on every namespace."""
+        """Return the labels that Kubernetes puts on every namespace."""
         return {"kubernetes.io/metadata.name": self.namespace}
 
 
@@ -28,9 +28,9 @@ OUTSIDE = Peer(namespace="")
 
 
 def reaches(documents: list[Document], source: Peer, target: Peer, port: int) -> bool:
-    """Whether a TCP connection is let through.
+    """Return whether a TCP connection is allowed.
 
-    A pod that no policy selects takes everything; one that some select takes what any of those lets in.
+    A pod that no policy selects accepts everything; otherwise it accepts what any of its policies allows.
     """
     policies = [
         d

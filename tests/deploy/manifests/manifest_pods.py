@@ -1,4 +1,4 @@
-"""Pods that documents ask for, whichever kind asks."""
+"""Pods of documents of any kind."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Pod:
 
     @property
     def containers(self) -> list[Document]:
-        """All, those that run first too."""
+        """All containers, including init containers."""
         return [*self.spec.get("initContainers", []), *self.spec["containers"]]
 
     @property
     def ports(self) -> dict[int, str]:
-        """Declared numbers, with their names."""
+        """Names of the declared ports, by number."""
         return {port["containerPort"]: port.get("name", "") for c in self.containers for port in c.get("ports", [])}
 
 
 def pods(documents: list[Document]) -> list[Pod]:
-    """Of all documents."""
+    """Return the pods of all documents."""
     return [pod for document in documents for pod in _pods_of(document)]
 
 
@@ -54,12 +54,12 @@ def _pod(where: str, template: Document) -> Pod:
 
 
 def environment(container: Document) -> dict[str, str]:
-    """Of a container; what comes from elsewhere is empty."""
+    """Return the environment of a container; values from elsewhere are empty."""
     return {entry["name"]: entry.get("value", "") for entry in container.get("env", [])}
 
 
 def selects(selector: Document, labels: Mapping[str, str]) -> bool:
-    """Whether a label selector (`matchLabels`, `matchExpressions`) takes these labels; an empty one takes any."""
+    """Return whether a label selector (`matchLabels`, `matchExpressions`) matches; an empty one matches all."""
     unknown = set(selector) - {"matchLabels", "matchExpressions"}
     assert not unknown, f"a label selector has no {unknown}"
     return all(labels.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(

@@ -17,14 +17,14 @@ from jsonschema import Draft202012Validator
 from manifest_documents import Document
 from referencing import Registry, Resource
 
-# The oldest that the README promises, and the newest that the package knows.
+# The oldest version that the README promises, and the newest that the package knows.
 KUBERNETES_VERSIONS = ("1.29.0", "1.37.0")
 
 Schema = dict[str, Any]
 
 
 def complaints(document: Document, version: str) -> list[str]:
-    """What Kubernetes of this version would not take; empty: all is well."""
+    """Return what Kubernetes of this version would refuse; empty: nothing."""
     validator = _validator(document["apiVersion"], document["kind"], version)
     name = f"{document['kind']} {document['metadata']['name']}"
     return [

@@ -1,4 +1,4 @@
-"""The compose files: what they start exists, understands its options, and shows itself to this machine only."""
+"""The compose files: what they start exists, takes its options, and is reachable from this machine only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONDITIONS = {"service_started", "service_healthy", "service_completed_successfu
 
 
 def merged(files: tuple[str, ...]) -> dict[str, Any]:
-    """As `docker compose -f … -f …` does for what is used here: mappings merge, lists of volumes add up."""
+    """Merge files like `docker compose -f … -f …`: mappings merge, lists of volumes add up."""
     result: dict[str, Any] = {"services": {}, "volumes": {}}
     for name in files:
         document = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))

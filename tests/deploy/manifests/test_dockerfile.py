@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be known without building it: what it copies, installs and starts is there."""
+"""The Dockerfile without a build: what it copies, installs and starts is there."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_image_runs_as_a_plain_user_says_what_it_is_and_tells_whether_it_is_w
 def test_what_an_image_starts_by_itself_is_a_command(image) -> None:
     entry, default = (exec_form(setting(STAGES, image, name)) for name in ("ENTRYPOINT", "CMD"))
     assert entry == ["outrider"]
-    assert default == [{"cloud": "verifier"}.get(image, image), "--help"]  # the rest is a deployment's to say
+    assert default == [{"cloud": "verifier"}.get(image, image), "--help"]  # deployments say the rest
     assert read_command([*entry, default[0]], {}, image).complaints == []
 
 
@@ -122,9 +122,9 @@ def test_no_secret_is_built_in() -> None:
                 assert not re.search(r"TOKEN|SECRET|PASSWORD|_KEY", word.partition("=")[0])
 
 
-# --- that the extras bring what the commands import ---
+# --- the extras contain what the commands import ---
 
-# Runs a command where only the packages of some requirements can be imported, as if nothing else were installed.
+# Runs a command that can import the packages of some requirements alone, as if nothing else were installed.
 ONLY = r"""
 import importlib.abc, sys
 allowed = set(sys.argv[1].split(","))
@@ -139,7 +139,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 def _refused(image: str) -> set[str]:
-    """Top-level modules of all installed packages that the image's requirements do not bring."""
+    """Return the top-level modules of all installed packages outside the image's requirements."""
     from importlib.metadata import packages_distributions
 
     wanted = [f"outrider[{','.join(extras(STAGES, image))}]", *_beside(image)]
@@ -198,7 +198,7 @@ STARTED = {
 
 @pytest.mark.parametrize("image", STARTED)
 def test_an_image_has_every_package_that_its_command_imports(image, tmp_path, tokenizer_file) -> None:
-    """The command comes as far as its address, which is wrong on purpose: all that it imports is then imported."""
+    """The command fails at its address, which is wrong on purpose, after it has imported everything."""
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef" * 4)
     arguments = {

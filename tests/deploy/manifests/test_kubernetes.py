@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: as written, and as Kustomize puts them together, they mean what the code understands."""
+"""The Kubernetes manifests, as written and as Kustomize combines them, agree with the code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STRANGER = Peer({"app": "something-else"})
 KUBERAY = Peer({"app.kubernetes.io/name": "kuberay-operator"}, namespace="kuberay-system")
 
 
-# --- what is written ---
+# --- as written ---
 
 
 @pytest.mark.parametrize("version_of_kubernetes", KUBERNETES_VERSIONS)
@@ -74,7 +74,7 @@ def test_no_secret_stands_in_the_tree() -> None:
         assert "PRIVATE KEY" not in path.read_text(encoding="utf-8")
 
 
-# --- what Kustomize makes of it ---
+# --- as Kustomize combines them ---
 
 
 @pytest.mark.parametrize("version_of_kubernetes", KUBERNETES_VERSIONS)
@@ -155,7 +155,7 @@ def test_a_pod_that_goes_has_time_for_what_it_does_before(folder) -> None:
     assert budgets["outrider-coordinator"]["minAvailable"] < named(documents, "Deployment")["spec"]["replicas"]
 
 
-# --- who reaches whom ---
+# --- network policies ---
 
 
 @pytest.mark.parametrize("folder", ["base", *OVERLAYS])
@@ -223,7 +223,7 @@ def test_whatever_is_open_to_the_outside_speaks_tls_and_asks_for_keys(folder) ->
     assert starter["OUTRIDER_VERIFIER_TLS_CERT"] == coordinator["OUTRIDER_COORDINATOR_TLS_CERT"]
 
 
-# --- the checks themselves: each must see what it is there for ---
+# --- negative controls: each check must find its fault ---
 
 
 def _coordinator(documents: list[Document]) -> Document:

@@ -1,4 +1,4 @@
-"""The edge's systemd unit: what it starts takes its options and its config file, and it is locked in."""
+"""The edge's systemd unit: its command takes its options and config file, and is sandboxed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from outrider.deploy.cli import parse
 
 UNIT = ROOT / "deploy" / "systemd" / "outrider-edge.service"
 CONFIG = ROOT / "deploy" / "systemd" / "edge.toml"
-# Of `systemd-analyze security`, 0 (all locked) to 100; without network, which an edge cannot be, it would be 7.
+# Exposure by `systemd-analyze security`, 0 to 100; without network, which an edge needs, it would be 7.
 MAX_EXPOSURE = 15
 
 
 def unit() -> dict[str, list[str]]:
-    """Settings of all sections; those that stand twice have two values."""
+    """Return the settings of all sections; repeated ones have several values."""
     found: dict[str, list[str]] = {}
     for line in UNIT.read_text(encoding="utf-8").splitlines():
         if line and not line.startswith(("#", "[")):
@@ -31,7 +31,7 @@ def unit() -> dict[str, list[str]]:
 
 
 def arguments() -> list[str]:
-    """Of `outrider`, with the config file of the checkout."""
+    """Return the arguments of `outrider`, with the config file of the checkout."""
     (line,) = unit()["ExecStart"]
     program, *words = shlex.split(line.replace("%d", "/run/credentials/outrider-edge.service"))
     assert program == "/opt/outrider/bin/outrider"
@@ -90,9 +90,9 @@ def test_systemd_finds_nothing_wrong_with_it(tmp_path) -> None:
     if analyze is None:
         pytest.skip("needs systemd-analyze, and this machine has none")
     run = [analyze, "security", "--offline=yes", f"--threshold={MAX_EXPOSURE}", "--no-pager", str(UNIT)]
-    judged = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert judged.returncode == 0, judged.stdout + judged.stderr
-    # As installed elsewhere, but with a program that exists here.
+    analysed = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert analysed.returncode == 0, analysed.stdout + analysed.stderr
+    # The unit as installed, but with a program that exists here.
     copy = tmp_path / UNIT.name
     copy.write_text(UNIT.read_text(encoding="utf-8").replace("/opt/outrider/bin/outrider", shutil.which("true") or ""))
     verified = subprocess.run([analyze, "verify", str(copy)], capture_output=True, text=True, check=False)
