@@ -119,7 +119,7 @@ def test_a_client_whose_certificates_are_replaced_connects_with_the_new_ones(
     mine = issue(tmp_path, HOSTS)
 
     def become(other: Issued) -> None:
-        for ours, theirs in zip(mine.files, other.files, strict=True):
+        for ours, theirs in zip(mine, other, strict=True):
             beside = ours.with_suffix(".new")
             beside.write_bytes(theirs.read_bytes())
             beside.replace(ours)

@@ -26,7 +26,7 @@ def test_the_metrics_of_the_coordinator_are_where_they_were_bound(options, bound
     @asynccontextmanager
     async def cluster(config, *, verifiers, coordinator) -> AsyncIterator[LocalCluster]:
         asked.append(coordinator["metrics_listen"])
-        yield LocalCluster("127.0.0.1:7000", bound, {})
+        yield LocalCluster("127.0.0.1:7000", {"coordinator": bound}, {})
 
     async def at_once() -> None:
         pass

@@ -304,6 +304,14 @@ def read_text(path: Path, field: str) -> str:
         raise ConfigError(f"cannot read {path}: it is not UTF-8", field=field) from error
 
 
+def split_pair(text: str, form: str, field: str) -> tuple[str, str]:
+    """Return both sides of the `=` in an option of the given form; raises `ConfigError`."""
+    name, _, value = text.partition("=")
+    if not (name and value):
+        raise ConfigError(f"{text!r} is not {form}", field=field)
+    return name, value
+
+
 def message_of(error: ValueError) -> str:
     """Return an error's message without its field, since the option is named before it."""
     return error.message if isinstance(error, OutriderError) else str(error)

@@ -24,12 +24,12 @@ class LocalCluster:
 
     Attributes:
         coordinator: address of the coordinator.
-        metrics_address: address of the coordinator's metrics; empty: not served.
+        metrics_addresses: addresses of metrics, by name of verifier and `coordinator`; empty: not served.
         actors: handles of the verifier actors by name.
     """
 
     coordinator: str
-    metrics_address: str
+    metrics_addresses: dict[str, str]
     actors: dict[str, Any]
 
 
@@ -82,12 +82,13 @@ async def local_cluster(
             return start_verifier_actor(name, verifier, lease_secret=secret, ray_options=options)
 
         actors = {name: start(name) for name in (f"{verifier.name}-{i}" for i in range(verifiers))}
-        for name, actor in actors.items():
-            await asyncio.to_thread(wait_until_loaded, name, actor)
+        infos = {name: await asyncio.to_thread(wait_until_loaded, name, actor) for name, actor in actors.items()}
         server = CoordinatorServer(coordinator_config, RayCluster(respawn=start))
         try:
             address = await server.start()
-            yield LocalCluster(address, server.metrics_address, actors)
+            metrics = {"coordinator": server.metrics_address}
+            metrics |= {name: info["metrics_address"] for name, info in infos.items()}
+            yield LocalCluster(address, metrics, actors)
         finally:
             await server.stop()
     finally:
@@ -131,12 +132,13 @@ def _start_local_ray() -> None:
         raise Unavailable(f"a local Ray cluster does not start: {error}", field="ray") from error
 
 
-def wait_until_loaded(name: str, actor: Any) -> None:
-    """Wait until the actor serves, or raise the error that prevents it."""
+def wait_until_loaded(name: str, actor: Any) -> dict[str, Any]:
+    """Wait until the actor serves and return its info, or raise the error that prevents it."""
     import ray
 
     try:
-        ray.get(actor.info.remote(), timeout=LOAD_TIMEOUT_S)
+        info: dict[str, Any] = ray.get(actor.info.remote(), timeout=LOAD_TIMEOUT_S)
+        return info
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, OutriderError):

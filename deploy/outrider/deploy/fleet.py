@@ -116,8 +116,7 @@ def _start(names: Sequence[str], like: str) -> None:
     detached = {**ray_options, "lifetime": "detached"}
     actors = {name: start_verifier_actor(name, config, lease_secret=secret, ray_options=detached) for name in names}
     for name, actor in actors.items():
-        wait_until_loaded(name, actor)
-        print(f"{name} serves {config.model_id} on {ray.get(actor.info.remote())['address']}", flush=True)
+        print(f"{name} serves {config.model_id} on {wait_until_loaded(name, actor)['address']}", flush=True)
 
 
 def _remove(names: Sequence[str], grace_s: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.cloud.config import VerifierConfig
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
-from outrider.deploy.arguments import Given, read_text
+from outrider.deploy.arguments import Given, read_text, split_pair
 from outrider.deploy.cluster import embedded_drafters, local_cluster
 from outrider.deploy.commands.serving import ActorSettings, FixedVerifierSettings, SecretSettings, UpSettings
 from outrider.deploy.credentials import lease_secret, serving_tls
@@ -40,8 +40,7 @@ async def _up(given: Given) -> int:
         print(f"coordinator on {running.coordinator}, {verifiers} verifier(s) of {config.target}")
         needs = (" --tls-ca FILE" if tls else "") + (" --api-key-file FILE" if asked["api_keys"] else "")
         print(f"try: outrider generate --coordinator {running.coordinator}{needs} 'Once upon a time'", flush=True)
-        _print_metrics("coordinator", running.metrics_address)
-        for name, address in (await asyncio.to_thread(_metrics_addresses, running.actors)).items():
+        for name, address in running.metrics_addresses.items():
             _print_metrics(name, address)
         await until_stopped()
     return 0
@@ -68,7 +67,7 @@ def coordinator_config(given: Given) -> CoordinatorConfig:
     fixed, tls = given(FixedVerifierSettings), serving_tls(given)
     verifiers = tuple(
         StaticVerifier(
-            *_named_address(text),
+            *split_pair(text, "NAME=HOST:PORT; leases are bound to the name", "verifier"),
             fixed.model,
             read_text(fixed.tokenizer, "tokenizer") if fixed.tokenizer else "",
             tls=fixed.verifier_tls_ca is not None,
@@ -119,37 +118,21 @@ async def _verifier(config: VerifierConfig, secret: bytes) -> int:
 
 def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: bytes) -> int:
     """Start a detached actor in a running Ray cluster, and leave it there."""
-    import ray
-
     from outrider.cloud.actor import start_verifier_actor
     from outrider.coordinator.ray_cluster import connect_ray
     from outrider.deploy.cluster import wait_until_loaded
 
     connect_ray(settings.ray_address)
     actor = start_verifier_actor(config.name, config, lease_secret=secret, ray_options=ray_options(settings))
-    wait_until_loaded(config.name, actor)
-    info = ray.get(actor.info.remote())
+    info = wait_until_loaded(config.name, actor)
     print(f"verifier {config.name} of {config.model_id} on {info['address']}", flush=True)
     _print_metrics(config.name, info["metrics_address"])
     return 0
 
 
-def _metrics_addresses(actors: dict[str, Any]) -> dict[str, str]:
-    import ray
-
-    return {name: ray.get(actor.info.remote())["metrics_address"] for name, actor in actors.items()}
-
-
 def _print_metrics(name: str, address: str) -> None:
     if address:
         print(f"metrics of {name} on http://{address}/metrics", flush=True)
-
-
-def _named_address(text: str) -> tuple[str, str]:
-    name, equals, address = text.partition("=")
-    if not (name and equals and address):
-        raise ConfigError(f"{text!r} is not NAME=HOST:PORT; leases are bound to the name", field="verifier")
-    return name, address
 
 
 def _required_secret(path: Path | None) -> bytes:
@@ -173,10 +156,11 @@ def ray_options(settings: ActorSettings) -> dict[str, Any]:
 
 
 def _resource(text: str) -> tuple[str, float]:
-    name, equals, amount = text.partition("=")
+    form = "NAME=AMOUNT, with an amount above 0"
+    name, amount = split_pair(text, form, "resource")
     try:
-        if name and equals and (value := float(amount)) > 0:
+        if (value := float(amount)) > 0:
             return name, value
     except ValueError:
         pass
-    raise ConfigError(f"{text!r} is not NAME=AMOUNT, with an amount above 0", field="resource")
+    raise ConfigError(f"{text!r} is not {form}", field="resource")

@@ -6,20 +6,20 @@ The JSON object:
         name, state (ready, draining, down), model, address ("" while down), release
         sessions, max_sessions, load (sessions / max_sessions)
         step_ms, restarts, kv_pages, kv_pages_free
-        links       as below, over the newest reports of its sessions; null without any
+        links       see below, over the newest reports of its sessions; null without any
     drafters        list of name, version, target, tokenizer_sha256, bytes
     edges           list, the newest report first: edge, age_s, sessions, verifier, model, drafter, drafter_version
-        links       of its newest session
-    acceptance      list, most trials first, of each drafter in texts of one kind: model, drafter, drafter_version,
-                    prompt_class (prose, docs, code, math, numbers, foreign; unknown where it was not said),
-                    link_class (1 to 5: round trips below 4, 16, 64, 256 ms, or more; 0: not said),
-                    acceptance (share of hits), trials (tokens that this rests on, faded with age)
+        links       see below, for its newest session
+    acceptance      list, most trials first, by drafter and kind of text: model, drafter, drafter_version,
+                    prompt_class (prose, docs, code, math, numbers, foreign; unknown without one),
+                    link_class (1 to 5: round trips below 4, 16, 64, 256 ms, or more; 0: unknown),
+                    acceptance (share of hits), trials (compared tokens, faded with age)
     leases_granted  since the coordinator started, or since its state file did
-    relay           what the coordinator forwards, as `RelayStatus`; null where it forwards nothing
-    recent          the newest reports, as `SessionReport` but for what `acceptance` has of them, newest last
+    relay           streams relayed by the coordinator (`RelayStatus`); null without a relay
+    recent          newest reports (`SessionReport`, without the fields that `acceptance` sums up), newest last
 
 Links are: sessions (reports that they come from), round_trip_ms, acceptance (of verified drafts; null without any),
-tokens_per_s (of one session), uplink_bytes_per_token, downlink_bytes_per_token, resumes. Later releases may add keys.
+tokens_per_s (per session), uplink_bytes_per_token, downlink_bytes_per_token, resumes. Later releases may add keys.
 """
 
 from __future__ import annotations
@@ -38,19 +38,7 @@ from outrider.proto.types import ClassAcceptance, ClusterStatus, EdgeStatus, Ses
 
 MAX_EDGES = 20
 SUMMED_UP = ("drafter_hits", "prompt_class", "link_class")
-NUMBERS = {
-    "sessions",
-    "step ms",
-    "KV used",
-    "restarts",
-    "round trip",
-    "accepted",
-    "tok/s",
-    "B up",
-    "B down",
-    "ago",
-    "MB",
-}
+TEXTS = {"verifier", "state", "address", "link", "drafter", "version", "made for"}  # columns; all others hold numbers
 STATE_STYLES = {"ready": "green", "draining": "yellow", "down": "red"}
 
 
@@ -86,7 +74,7 @@ def links_of(reports: Sequence[SessionReport]) -> Links | None:
 
 
 def as_json(status: ClusterStatus) -> dict[str, Any]:
-    """Return the object that the head of this file describes."""
+    """Return the object that the module's docstring describes."""
     reports = _by_verifier(status.recent)
     return {
         "verifiers": [_verifier(v, links_of(reports[v.name])) for v in status.verifiers],
@@ -104,7 +92,7 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
         "acceptance": [_acceptance(cell) for cell in status.acceptance],
         "leases_granted": status.leases_granted,
         "relay": asdict(status.relay) if status.relay else None,
-        "recent": [_report(report) for report in status.recent],
+        "recent": [{k: v for k, v in asdict(report).items() if k not in SUMMED_UP} for report in status.recent],
     }
 
 
@@ -117,19 +105,10 @@ def tables(status: ClusterStatus) -> RenderableType:
 
 
 def _verifier(v: VerifierStatus, links: Links | None) -> dict[str, Any]:
-    return {
-        "name": v.name,
-        "state": v.state,
-        "model": v.model,
-        "address": v.address,
-        "release": v.release,
-        "sessions": v.sessions,
-        "max_sessions": v.max_sessions,
+    shown = asdict(v)
+    return shown | {
+        "step_ms": round(1e3 * shown.pop("step_s"), 3),
         "load": round(v.sessions / v.max_sessions, 4) if v.max_sessions else 0.0,
-        "step_ms": round(1e3 * v.step_s, 3),
-        "restarts": v.restarts,
-        "kv_pages": v.kv_pages,
-        "kv_pages_free": v.kv_pages_free,
         "links": asdict(links) if links else None,
     }
 
@@ -146,11 +125,6 @@ def _edge(edge: EdgeStatus) -> dict[str, Any]:
         "drafter_version": edge.last.drafter_version,
         "links": asdict(links) if links else None,
     }
-
-
-def _report(report: SessionReport) -> dict[str, Any]:
-    """Return a report without the fields that coordinators only sum up."""
-    return {name: value for name, value in asdict(report).items() if name not in SUMMED_UP}
 
 
 def _acceptance(cell: ClassAcceptance) -> dict[str, Any]:
@@ -234,7 +208,7 @@ def _sums(status: ClusterStatus) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in columns:
-        table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
+        table.add_column(name, justify="left" if name in TEXTS else "right", overflow="fold")
     return table
 
 
