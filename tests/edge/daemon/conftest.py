@@ -28,7 +28,7 @@ CHATTY = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor 
 
 
 class ScriptedClient:
-    """Looks like `Client` to the daemon; every text is `pieces`, one token each, or `error`."""
+    """A `Client` as the daemon sees it; every text is `pieces`, one token each, or `error`."""
 
     def __init__(self, tokenizer_json: str, *, chat_template: str = CHATTY) -> None:
         self.renew()

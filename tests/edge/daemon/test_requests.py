@@ -1,4 +1,4 @@
-"""What requests may say: fields, their limits, and bodies that nobody should send. Nothing is ever a 500."""
+"""Fields of requests, their limits, and malformed bodies, none of which is ever a 500."""
 
 from __future__ import annotations
 

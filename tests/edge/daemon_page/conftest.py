@@ -23,7 +23,7 @@ Piece = tuple[str, bool]  # text, and whether it was an accepted draft
 
 
 def speculation(pieces: list[Piece], tokens: int, **others: Any) -> dict[str, Any]:
-    """What a chunk says of speculation after `tokens` tokens, `pieces` being its own."""
+    """Return the `speculation` of a chunk with `pieces`, after `tokens` tokens."""
     return {
         "pieces": [{"text": text, "accepted": accepted} for text, accepted in pieces],
         "tokens": tokens,

@@ -1,4 +1,4 @@
-"""Makes the README's picture of the page: the shipped models, a link of 20 ms, steps of 30 ms that stand for a larger
+"""Make the README's picture of the page: the shipped models, a link of 20 ms, steps of 30 ms that stand for a larger
 target, and the daemon, in one process but for the link.
 
     .venv/bin/python tests/edge/daemon_page/picture.py docs/figures/page.png
@@ -29,7 +29,7 @@ LINK = LinkShape.of(rtt_ms=20, up_mbit=20, down_mbit=100)
 
 
 async def picture(file: Path, prompt: str, scheme: str, width: int) -> None:
-    """Ask `prompt` on the page and photograph the answer."""
+    """Photograph the answer to `prompt` on a page whose daemon and target are set up here."""
     verifier = VerifierServer(VerifierConfig(threads=1, min_step_s=MIN_STEP_S))
     target = target_folder("reference")
     async with LinkProcess(to=await verifier.start(), shape=LINK) as link:
@@ -47,7 +47,7 @@ async def picture(file: Path, prompt: str, scheme: str, width: int) -> None:
 
 
 async def photograph(url: str, file: Path, prompt: str, scheme: str, width: int) -> None:
-    """In headless Chromium."""
+    """Ask `prompt` in headless Chromium and write a picture of the answer to `file`."""
     async with async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = await browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)

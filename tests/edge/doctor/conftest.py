@@ -29,7 +29,7 @@ PLACES = 2
 
 @dataclass(frozen=True)
 class Cloud:
-    """Addresses of a coordinator and of the one verifier behind it, which takes sessions without a lease too."""
+    """Addresses of a coordinator and of its one verifier, which takes sessions without a lease, too."""
 
     coordinator: str
     verifier: str
@@ -38,7 +38,7 @@ class Cloud:
 
     @contextmanager
     def coordinated(self, **config: Any) -> Iterator[str]:
-        """The address of another coordinator of the same fleet, with such a config."""
+        """Yield the address of another coordinator of the same fleet, with this config."""
         stop, address = self.another(**config)
         yield address
         stop()
@@ -134,7 +134,7 @@ class Authority:
     def sign(
         self, folder: Path, *, names: tuple[str, ...] = ("localhost",), days: tuple[int, int] = (-1, 300)
     ) -> tuple:
-        """Files of certificate and key, valid between `days` from now."""
+        """Return the files of a certificate and its key, valid between `days` from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         now = dt.datetime.now(dt.UTC)
         begins, ends = (now + dt.timedelta(days=day) for day in days)

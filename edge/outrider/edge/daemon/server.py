@@ -90,7 +90,7 @@ class Daemon:
         return f"{'https' if self._tls else 'http'}://{join_address(host, port)}"
 
     def reload(self) -> None:
-        """Read certificates again; API keys are reread without this."""
+        """Read certificates that have changed at once; they and API keys are also read again without this."""
         if self._tls is not None:
             self._tls.reload()
 

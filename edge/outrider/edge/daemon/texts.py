@@ -143,8 +143,7 @@ class Generation:
     async def items(self, tickets: list[Ticket]) -> AsyncGenerator[Item]:
         """Yield (choice, event) of all texts, and count their tokens against `tickets`, [choices] or none.
 
-        The first error of any text is raised and ends the others; leaving early ends all. A slow reader holds the texts
-        back.
+        The first error ends all texts, and so does leaving early. A slow reader holds them back.
 
         Raises:
             Unavailable: the daemon is shutting down.

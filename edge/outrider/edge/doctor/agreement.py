@@ -35,8 +35,8 @@ class Visit:
 
     Attributes:
         config: the edge's config, with short timeouts.
-        endpoints: where sessions are opened, by role; `verifier` is there once a lease has named it, and is the
-            coordinator where that relays.
+        endpoints: servers under examination, by role; a lease adds `verifier`, which is the coordinator where that
+            relays.
         leased_between: Unix seconds before and after the call for the lease.
         tokenizer: file that was found.
         opened: the verifier's answer to a session.
@@ -57,7 +57,7 @@ class Visit:
 
     @classmethod
     def begin(cls, config: EdgeConfig) -> Visit:
-        """Return a visit that knows what the config says."""
+        """Return a visit with the endpoint that the config names."""
         hasty = replace(config, retry=RetryRules(abandon_after_s=TIMEOUT_S), open_timeout_s=TIMEOUT_S)
         security = config.security
         tls_name = security.server_name if security.tls is not None else None
