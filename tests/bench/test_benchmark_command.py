@@ -157,6 +157,7 @@ def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path
         (["--min-step", "-1"], 2, "--min-step: -1.0 is below 0"),
         (["--rtt", "fast"], 2, "--rtt: 'fast' is not a number"),
         (["--prompts", "nowhere.jsonl"], 1, "prompts: cannot read"),
+        (["--json", "/proc/r/bench.json"], 1, "json: cannot write /proc/r/bench.json"),
         (
             ["--modes", "hf-generate", "--rtt", "0", "--top-k", "5"],
             1,

@@ -32,6 +32,8 @@ from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.commands import BenchSettings, LinkListSettings
 from outrider.bench.environment import Environment, environment
 from outrider.bench.links import BenchLink, links_of
+from outrider.bench.outputs import check_file
+from outrider.bench.plot import check_drawing
 from outrider.bench.record import save
 from outrider.bench.replay.optimum import best_in_hindsight, best_synchronous, synchronous
 from outrider.bench.replay.traced import Policy, replay
@@ -89,6 +91,10 @@ class Bench:
         self._sampling = given(Sampling)
         self._verifier = given(VerifierConfig, min_step_s=options.min_step / 1e3)
         self._check_library(given.fields(EdgeConfig)["drafter"])
+        if options.json:
+            check_file(options.json, "json")
+        if options.report:
+            check_drawing("report")
         self._common: dict[str, Any] = {
             "min_step_ms": options.min_step,
             "temperature": self._sampling.temperature,
