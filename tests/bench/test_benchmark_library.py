@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+import json
 from pathlib import Path
 
 import pytest
@@ -48,10 +48,9 @@ def drafter(tmp_path_factory) -> Path:
 
 
 def in_this_process(target: Path, assistant: Path | None = None, **sampling: float) -> list[LibraryText]:
-    how = Sampling(**{"max_tokens": TOKENS} | sampling)
-    request = library._request(target, assistant, how, 1, "float32")
-    models = library._models(request)
-    return [library._text(request, *models, prompt, TOKENS) for prompt in PROMPTS]
+    how = {"max_tokens": TOKENS, "temperature": 0.0, "seed": 0} | sampling
+    models = library._models(str(target), str(assistant) if assistant else None, 1, "float32")
+    return [library._text(*models, prompt, **how) for prompt in PROMPTS]
 
 
 def greedy(folder: Path, prompt: tuple[int, ...]) -> tuple[int, ...]:
@@ -178,6 +177,21 @@ def test_options_that_transformers_lacks_are_refused(target, sampling, dtype, fi
     assert raised.value.field == field
 
 
-def test_a_request_survives_its_json(target) -> None:
-    request = library._request(target, None, Sampling(temperature=0.5, seed=3), 1, "float32")
-    assert library._Request(**asdict(request)) == request
+def test_the_requests_to_the_process_survive_json(target, drafter, monkeypatch) -> None:
+    process = LibraryProcess(
+        target, Sampling(temperature=0.5, seed=3), assistant_folder=drafter, threads=1, dtype="float32"
+    )
+    asked = []
+
+    async def ask(request: dict[str, object]) -> dict[str, object]:
+        asked.append(json.loads(json.dumps(request)))
+        assert asked[-1] == request
+        return {"tokens": [4], "seconds": 1.0, "arrivals": [0.5], "steps": 1, "accepted": 0, "questioned": 0}
+
+    monkeypatch.setattr(process, "ask", ask)
+    asyncio.run(process.prepare())
+    assert asyncio.run(process.text((5, 9), 8)) == LibraryText((4,), 1.0, (0.5,), 1, 0, 0)
+    assert asked == [
+        {"target": str(target), "assistant": str(drafter), "threads": 1, "dtype": "float32"},
+        {"prompt": [5, 9], "max_tokens": 8, "temperature": 0.5, "seed": 3},
+    ]

@@ -33,18 +33,10 @@ def hand_out(
     *,
     check_plot: Callable[[Path], None],
 ) -> None:
-    """Print what `make` returns as a table, write it to `json` and draw it into `plot`.
-
-    Args:
-        json: path of --json; None: not given.
-        plot: path of --plot; None: not given.
-        make: does the work.
-        table: renders the result.
-        draw: draws the result.
-        check_plot: refuses a path that cannot be drawn into.
+    """Print the result of `make` as a table, write it to `json` and draw it into `plot`, where these are given.
 
     Raises:
-        ConfigError: an output cannot be written; raised before the work where possible.
+        ConfigError: an output cannot be written, or `check_plot` refuses the path; raised before the work if possible.
     """
     if json:
         check_file(json, "json")

@@ -54,19 +54,6 @@ class LibraryText:
         return EdgeStatistics(steps=self.steps, hits=self.accepted, compared=self.questioned)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """Models and sampling of the process."""
-
-    target: str
-    assistant: str | None
-    temperature: float
-    max_tokens: int
-    seed: int
-    threads: int
-    dtype: str
-
-
 class LibraryProcess(Child):
     """`generate` of transformers in a process of its own, as an async context manager.
 
@@ -94,13 +81,22 @@ class LibraryProcess(Child):
         threads: int,
         dtype: str,
     ) -> None:
+        check_sampling(sampling)
+        if dtype not in DTYPES:
+            raise ConfigError(f"{dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
         # OpenMP reads its variable when torch is loaded.
         super().__init__(__name__, "transformers", QUIET | ({"OMP_NUM_THREADS": str(threads)} if threads else {}))
-        self._request = _request(target_folder, assistant_folder, sampling, threads, dtype)
+        self._sampling = sampling
+        self._models = {
+            "target": str(_model_folder(target_folder, "target")),
+            "assistant": str(drafter_folder_of(assistant_folder)) if assistant_folder else None,
+            "threads": threads,
+            "dtype": dtype,
+        }
 
     async def prepare(self) -> None:
         """Load the models."""
-        await self.ask(asdict(self._request))
+        await self.ask(self._models)
 
     async def text(self, prompt: Sequence[int], max_tokens: int | None = None) -> LibraryText:
         """Return what follows `prompt` [n], token ids; at most `max_tokens`, None: the sampling's limit.
@@ -111,8 +107,10 @@ class LibraryProcess(Child):
         """
         if not prompt:
             raise ConfigError("holds no token", field="prompt")
-        limit = self._request.max_tokens if max_tokens is None else max_tokens
-        text = await self.ask({"prompt": list(prompt), "max_tokens": limit})
+        own = self._sampling
+        limit = own.max_tokens if max_tokens is None else max_tokens
+        request = {"prompt": list(prompt), "max_tokens": limit, "temperature": own.temperature, "seed": own.seed}
+        text = await self.ask(request)
         return LibraryText(**text | {"tokens": tuple(text["tokens"]), "arrivals": tuple(text["arrivals"])})
 
 
@@ -154,21 +152,6 @@ def check_sampling(sampling: Sampling) -> None:
         )
 
 
-def _request(target: Path, assistant: Path | None, sampling: Sampling, threads: int, dtype: str) -> _Request:
-    check_sampling(sampling)
-    if dtype not in DTYPES:
-        raise ConfigError(f"{dtype!r} is none of {', '.join(DTYPES)}", field="dtype")
-    return _Request(
-        target=str(_model_folder(target, "target")),
-        assistant=None if assistant is None else str(drafter_folder_of(assistant)),
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
-        threads=threads,
-        dtype=dtype,
-    )
-
-
 class _Watch:
     """A forward hook and a streamer that count the target's passes and their rows, and note when tokens come."""
 
@@ -205,28 +188,31 @@ class _Watch:
         return accepted, questioned
 
 
-def _models(request: _Request) -> tuple[Any, Any]:
+def _models(target: str, assistant: str | None, threads: int, dtype: str) -> tuple[Any, Any]:
     """Load the target and the assistant; None without one."""
     import torch
     from transformers import AutoModelForCausalLM
 
     def load(folder: str) -> Any:
-        dtype = getattr(torch, request.dtype)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype), use_safetensors=True, trust_remote_code=False
+        )
 
-    if request.threads:
-        torch.set_num_threads(request.threads)
-    return load(request.target), load(request.assistant) if request.assistant else None
+    if threads:
+        torch.set_num_threads(threads)
+    return load(target), load(assistant) if assistant else None
 
 
-def _text(request: _Request, target: Any, assistant: Any, prompt: Sequence[int], max_tokens: int) -> LibraryText:
+def _text(
+    target: Any, assistant: Any, prompt: Sequence[int], *, max_tokens: int, temperature: float, seed: int
+) -> LibraryText:
     import torch
 
     how: dict[str, Any] = {"do_sample": False}
-    if request.temperature:
+    if temperature:
         # A model's own generation_config may truncate or penalise; the target's plain distribution is compared.
-        how = {"do_sample": True, "temperature": request.temperature, "top_k": 0, "top_p": 1.0}
-    torch.manual_seed(request.seed)
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    torch.manual_seed(seed)
     input_ids = torch.tensor([prompt])
     watch = _Watch()
     hook = target.register_forward_hook(watch.forward, with_kwargs=True)
@@ -255,16 +241,15 @@ def _text(request: _Request, target: Any, assistant: Any, prompt: Sequence[int],
 
 
 async def _serve() -> None:
-    loaded: tuple[_Request, Any, Any] | None = None
+    models: tuple[Any, Any] | None = None
 
     async def answer(request: dict[str, Any]) -> Any:
-        nonlocal loaded
+        nonlocal models
         try:
             with redirect_stdout(sys.stderr):  # whatever the libraries print
-                if loaded is not None:
-                    return asdict(_text(*loaded, request["prompt"], request["max_tokens"]))
-                models = _Request(**request)
-                loaded = models, *_models(models)
+                if models is not None:
+                    return asdict(_text(*models, **request))
+                models = _models(**request)
         except Exception as error:  # the parent must get it
             raise Internal(f"transformers failed: {type(error).__name__}: {error}", field="library") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from rich.console import Console
@@ -22,12 +22,11 @@ from outrider.bench.outputs import hand_out, progress
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors, load_projections
-from outrider.cloud.target import Target, load_target
+from outrider.cloud.target import load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.arguments import Given
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.edge.drafters.packages import DrafterPackage
-from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Sampling, SteeringPrecision
 
@@ -37,45 +36,39 @@ _PRECISIONS = {"int8": SteeringPrecision.INT8, "float16": SteeringPrecision.FLOA
 def compare(given: Given) -> int:
     """Run `outrider compare`."""
     options, steering = given(CompareSettings), given.fields(VerifierConfig)["steering"]
-    hand_out(options.json, options.plot, lambda: _compare(options, steering), tables, draw, check_plot=check_plot)
+    hand_out(
+        options.json,
+        options.plot,
+        lambda: _Comparing(options, steering).compare(),
+        tables,
+        draw,
+        check_plot=check_plot,
+    )
     return 0
 
 
-def _compare(options: CompareSettings, steering: Sequence[str]) -> Comparison:
-    prompts = choose_prompts(options.prompts, options.per_domain)
-    packages = {label: package for label, package in find_packages(options.package, "package").items() if package}
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    target = load_target(options.target, device=options.device, dtype=options.dtype)
-    drafters = load_drafters(packages, target.tokenizer_sha256, "package")
-    return _Comparing(options, steering, target, packages, drafters).compare(prompts)
-
-
 class _Comparing:
-    """One comparison from its drafters to its record."""
+    """One comparison from its options to its record."""
 
-    def __init__(
-        self,
-        options: CompareSettings,
-        steering: Sequence[str],
-        target: Target,
-        packages: Mapping[str, DrafterPackage],
-        drafters: Mapping[str, Drafter],
-    ) -> None:
+    def __init__(self, options: CompareSettings, steering: Sequence[str]) -> None:
         self._options = options
-        self._target = target
-        self._drafters = drafters
+        self._prompts = choose_prompts(options.prompts, options.per_domain)
+        packages = find_packages(options.package, "package")
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        self._target = load_target(options.target, device=options.device, dtype=options.dtype)
+        self._drafters = load_drafters(packages, self._target.tokenizer_sha256, "package")
         self._console = Console(stderr=True, highlight=False)
-        self._records = {label: _record_of(label, package) for label, package in packages.items()}
+        self._records = {label: _record_of(label, package) for label, package in packages.items() if package}
         self._variants = [variant for record in self._records.values() for variant in self._variants_of(record)]
         self._projections = self._wanted_projections(steering)
-        self._writer = TextWriter(target, self._projections, max_age=max(options.age))
+        self._writer = TextWriter(self._target, self._projections, max_age=max(options.age))
 
-    def compare(self, prompts: Sequence[Prompt]) -> Comparison:
-        """Compare the drafters on texts after `prompts`."""
+    def compare(self) -> Comparison:
+        """Compare the drafters on texts after the prompts."""
         options = self._options
         tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
-        encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
+        encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in self._prompts]
         trials = [self._trial(encoded, temperature) for temperature in options.temperature]
         summaries = [Summary(trial, seed=options.seed) for trial in trials]
         shown = in_front(self._variants)
@@ -91,7 +84,7 @@ class _Comparing:
                 drafter_version=None,
                 target_threads=options.threads or None,
                 drafter_threads=1,
-                prompts=len(prompts),
+                prompts=len(self._prompts),
             ),
             drafts=options.drafts,
             drafters=tuple(self._records.values()),
