@@ -60,7 +60,7 @@ def _one_torch_thread() -> None:
 
 @pytest.fixture
 def all_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every draft at hand is verified and credit stays: else both follow what steps were measured to cost.
+    """Every received draft is verified and credit stays: else both follow what steps were measured to cost.
 
     On a busy machine rows can look so dear that no draft is verified at all. Drafts can still come too late there: a
     test that needs some to be accepted gives its session patience too.

@@ -338,28 +338,28 @@ def seconds_per_token(plan: Plan, acceptance: float, round_trip_s: float, drafti
     """Expected, exactly, of the process that `plan_for` plans for, under any plan.
 
     Hits are independent; after a miss the k-th draft is here round_trip_s + k drafting_s later; a step commits the
-    drafts at hand while they hit and one token of its own. From one miss to the next nothing else is left to chance,
+    received drafts while they hit and one token of its own. From one miss to the next nothing else is left to chance,
     so there is one path, and every step of it counts by the chance that the text gets there.
     """
     committed, time_s, reached, seconds, tokens = 0, 0.0, 1.0, 0.0, 0.0
     while reached > 1e-7:
         here = math.floor(max(0.0, time_s - round_trip_s) / drafting_s + 1e-9)
-        at_hand = min(most, max(0, here - committed))
+        received = min(most, max(0, here - committed))
         view = VerifierView(
-            acceptance, STEP_S, 0.0, drafting_s, round_trip_s, most, at_hand, since_miss=committed, since_miss_s=time_s
+            acceptance, STEP_S, 0.0, drafting_s, round_trip_s, most, received, since_miss=committed, since_miss_s=time_s
         )
         patience = plan(view)
-        if at_hand < min(most, patience.drafts):
+        if received < min(most, patience.drafts):
             enough_at = round_trip_s + (committed + min(most, patience.drafts)) * drafting_s
             waited_s = min(patience.seconds, max(0.0, enough_at - time_s))
             here = math.floor(max(0.0, time_s + waited_s - round_trip_s) / drafting_s + 1e-9)
-            at_hand = min(most, max(0, here - committed))
+            received = min(most, max(0, here - committed))
         else:
             waited_s = 0.0
         seconds += reached * (waited_s + STEP_S)
-        tokens += reached * sum(acceptance**n for n in range(at_hand + 1))
-        reached *= acceptance ** (at_hand + 1)
-        committed += at_hand + 1
+        tokens += reached * sum(acceptance**n for n in range(received + 1))
+        reached *= acceptance ** (received + 1)
+        committed += received + 1
         time_s += waited_s + STEP_S
     return seconds / tokens
 
@@ -410,8 +410,8 @@ def test_on_a_short_link_the_verifier_waits_for_a_good_drafter_while_that_pays()
 @pytest.mark.parametrize("acceptance", [0.02, 0.5, 0.9, 0.98])
 @pytest.mark.parametrize("since_miss", [0, 1, 10])
 def test_it_never_waits_where_the_round_trip_is_many_steps(acceptance: float, since_miss: int) -> None:
-    for at_hand in (0, 5):
-        view = usual_verifier(acceptance=acceptance, round_trip_s=0.4, since_miss=since_miss, at_hand=at_hand)
+    for received in (0, 5):
+        view = usual_verifier(acceptance=acceptance, round_trip_s=0.4, since_miss=since_miss, received=received)
         assert patience_for(view) == Patience(0.0)
 
 
@@ -422,11 +422,11 @@ def test_it_never_waits_for_what_was_not_measured(unknown: str, goal: Goal) -> N
 
 
 def test_it_does_not_wait_for_drafts_that_should_have_been_here() -> None:
-    assert patience_for(usual_verifier(since_miss=0, since_miss_s=5.0, at_hand=1)) == Patience(0.0)
+    assert patience_for(usual_verifier(since_miss=0, since_miss_s=5.0, received=1)) == Patience(0.0)
 
 
-def test_it_does_not_wait_with_a_whole_block_at_hand() -> None:
-    assert patience_for(usual_verifier(at_hand=16)).seconds == 0.0
+def test_it_does_not_wait_with_a_whole_block_received() -> None:
+    assert patience_for(usual_verifier(received=16)).seconds == 0.0
 
 
 @pytest.mark.parametrize("round_trip_s", [0.002, 0.03, 0.4])

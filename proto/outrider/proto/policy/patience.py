@@ -26,7 +26,7 @@ class VerifierView:
         step_s: the session's share of a step beside its rows, in seconds.
         drafting_s: time to draft one token at the edge, in seconds.
         round_trip_s: time from the sending of a commit to the arrival of its answer, without drafting, in seconds.
-        at_hand: received drafts that follow the transcript.
+        received: number of drafts that have come and follow the transcript.
         since_miss: tokens committed since a draft last missed (or the text began).
         since_miss_s: time since that commit was sent, in seconds.
     """
@@ -37,7 +37,7 @@ class VerifierView:
     drafting_s: float
     round_trip_s: float
     max_drafts: int
-    at_hand: int = 0
+    received: int = 0
     since_miss: int = 0
     since_miss_s: float = 0.0
     goal: Goal = Goal.LATENCY
@@ -133,10 +133,10 @@ def plan_for(view: VerifierView) -> Plan:
         return Plan(Patience(LATE * wait_s + view.step_s, view.max_drafts), wait_s, view.max_drafts)
     # Tokens that the target took alone have not been compared yet: a draft that missed has ended the chain unseen, and
     # then a wait is lost.
-    alive = 1.0 if view.at_hand else outlook.acceptance ** max(0, view.since_miss)
-    best_cost, best_drafts = LEANING * alive * outlook.cost(view.since_miss, view.since_miss_s, view.at_hand, 0.0), 0
+    alive = 1.0 if view.received else outlook.acceptance ** max(0, view.since_miss)
+    best_cost, best_drafts = LEANING * alive * outlook.cost(view.since_miss, view.since_miss_s, view.received, 0.0), 0
     best_wait_s = 0.0
-    for drafts in range(view.at_hand + 1, view.max_drafts + 1):
+    for drafts in range(view.received + 1, view.max_drafts + 1):
         wait_s = outlook.arrival_s(view.since_miss + drafts) - view.since_miss_s
         if wait_s > outlook.step_s:
             break
@@ -203,9 +203,9 @@ class _Outlook:
         key = (committed, int(time_s / self.step_s * _GRAIN))
         if key not in self._known:
             arrived = int((time_s - self._round_trip_s) / self._drafting_s) - committed
-            at_hand = min(self._best, max(0, arrived))
-            costs = [self.cost(committed, time_s, at_hand, 0.0)]
-            for drafts in (at_hand + 1, at_hand + 2, at_hand + 4, self._best):
+            received = min(self._best, max(0, arrived))
+            costs = [self.cost(committed, time_s, received, 0.0)]
+            for drafts in (received + 1, received + 2, received + 4, self._best):
                 wait_s = self.arrival_s(committed + drafts) - time_s
                 if drafts <= self._best and 0 < wait_s <= self.step_s:
                     costs.append(self.cost(committed, time_s, drafts, wait_s))

@@ -308,7 +308,7 @@ class Drafting:
     def _compare_forced(self, drafter: int, start: int, forced: TeacherForced) -> None:
         """Compare teacher-forced proposals from position `start` on with the committed tokens there."""
         for position, draft in enumerate(forced.drafts, start):
-            if position >= self._selection.first_unheard(drafter):
+            if position >= self._selection.first_undecided(drafter):
                 self._learn_hit(drafter, position, draft.confidence, draft.id == self._text.tokens[position])
 
     def _learn_hit(self, drafter: int, position: int, confidence: float, hit: bool) -> None:

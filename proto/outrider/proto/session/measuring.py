@@ -47,7 +47,7 @@ class Meter:
         self.commit_at = 0.0
         self._drafters = drafters
         self._calibrations = [TextCalibration(measurements.of(name).calibration) for name in drafters]
-        self._heard_commit = False  # on this stream
+        self._has_commit = False  # on this stream
         self._sent_at: list[tuple[float, int]] = []  # when each Draft message of this stream went, and its bytes
         self._round_trip: tuple[int, float] | None = None  # bytes of the newest commit; seconds, without the uplink's
         self._revision = 0  # changes whenever a calibration does
@@ -81,7 +81,7 @@ class Meter:
         self._round_trip = None
         self._sent_at.clear()
         self.commit_at = now
-        self._heard_commit = False
+        self._has_commit = False
         self.measurements.time_open(now - opened_at)
 
     def begin_turn(self, now: float) -> None:
@@ -100,9 +100,9 @@ class Meter:
     def take_commit(self, commit: Commit, now: float, *, downlink: bool) -> bool:
         """Measure a commit, and its bytes with `downlink`; return whether it timed a round trip."""
         measurements, timing = self.measurements, commit.timing
-        if self._heard_commit:  # the prompt was read before the first of a stream
+        if self._has_commit:  # the prompt was read before the first of a stream
             measurements.pace.add(now - self.commit_at, len(commit.tokens))
-        self._heard_commit = True
+        self._has_commit = True
         self.commit_at = now
         if timing.verify_s > 0:
             measurements.step.add(commit.verified + 1, timing.verify_s)

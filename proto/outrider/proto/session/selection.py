@@ -42,11 +42,11 @@ class Selection:
         self._prefix = [0] * drafters  # tokens of each prefix that are known to agree with the text
         self._first = 0  # position of the first token of text
         self._scored = [(0.0, 0)] * drafters  # sum and count of log q at the prompt's last tokens
-        self._prompt_news = False  # whether the selector has not learned these
-        self._heard = [0] * drafters  # tokens of text at which each drafter's hit is decided, known or not
-        self._news: list[list[bool | None]] = []  # hits that the selector has not learned
-        self._confidence: list[list[float]] = []  # probabilities of the proposals there
-        self._forget_news()
+        self._new_scores = False  # whether the selector has not learned these
+        self._num_decided = [0] * drafters  # tokens of text at which each drafter's hit is decided, known or not
+        self._new_hits: list[list[bool | None]] = []  # hits that the selector has not learned
+        self._new_confidence: list[list[float]] = []  # probabilities of the proposals there
+        self._forget_new()
         self._failed: set[int] = set()
         self._view: SelectionView | None = None
 
@@ -73,51 +73,51 @@ class Selection:
         """Begin a text at position `first`; at most `kept` tokens of every prefix are still right."""
         if self._view is not None:  # so that all drafters' news go on at the same token
             for drafter in range(self.drafters):
-                self._pad(drafter, max(self._heard))
+                self._pad(drafter, max(self._num_decided))
             self.learn(committed=0, verified=0, accepted=0, agreement=math.nan, seconds=0.0)
         self._first = first
         self._scored = [(0.0, 0)] * self.drafters
         self._prefix = [min(length, kept) for length in self._prefix]
-        self._heard = [0] * self.drafters
-        self._forget_news()
+        self._num_decided = [0] * self.drafters
+        self._forget_new()
         self._view = None
 
-    def _forget_news(self) -> None:
-        self._news = [[] for _ in self.names]
-        self._confidence = [[] for _ in self.names]
+    def _forget_new(self) -> None:
+        self._new_hits = [[] for _ in self.names]
+        self._new_confidence = [[] for _ in self.names]
 
     # --- hits ---
 
     def note(self, drafter: int, position: int, hit: bool, confidence: float) -> None:
         """Count whether a drafter's proposal at that position, with its probability, is the committed token."""
-        if self.drafters > 1 and position >= self.first_unheard(drafter):
+        if self.drafters > 1 and position >= self.first_undecided(drafter):
             self._pad(drafter, position - self._first)
-            self._news[drafter].append(hit)
-            self._confidence[drafter].append(confidence)
-            self._heard[drafter] += 1
+            self._new_hits[drafter].append(hit)
+            self._new_confidence[drafter].append(confidence)
+            self._num_decided[drafter] += 1
 
     def _pad(self, drafter: int, tokens: int) -> None:
         """Count as unknown the hits of the drafter among the first `tokens` of the text that it has not shown."""
-        unknown = tokens - self._heard[drafter]
-        self._news[drafter] += [None] * unknown
-        self._confidence[drafter] += [math.nan] * unknown
-        self._heard[drafter] = tokens
+        unknown = tokens - self._num_decided[drafter]
+        self._new_hits[drafter] += [None] * unknown
+        self._new_confidence[drafter] += [math.nan] * unknown
+        self._num_decided[drafter] = tokens
 
     def note_prompt(self, drafter: int, log_q: Sequence[float]) -> None:
         """Count a drafter's log probabilities of the prompt's last tokens."""
         total, n = self._scored[drafter]
         self._scored[drafter] = (total + sum(log_q), n + len(log_q))
-        self._prompt_news = self._prompt_news or bool(log_q)
+        self._new_scores = self._new_scores or bool(log_q)
 
-    def first_unheard(self, drafter: int) -> int:
+    def first_undecided(self, drafter: int) -> int:
         """Return the first position of the text at which nothing is known of the drafter."""
-        return self._first + self._heard[drafter]
+        return self._first + self._num_decided[drafter]
 
     def forced_from(self, committed: int) -> int:
         """Return the position from which on the active drafter is teacher-forced up to the `committed` tokens."""
         if not self._selector.catches_up:
             return committed
-        return max(self.agreed, self.first_unheard(self.current), committed - READ_TOKENS)
+        return max(self.agreed, self.first_undecided(self.current), committed - READ_TOKENS)
 
     # --- the active drafter ---
 
@@ -137,8 +137,8 @@ class Selection:
             drafts=ROUND_DRAFTS,
             current=self.current if self._view is not None else None,
         )
-        if self._prompt_news:
-            self._prompt_news = False
+        if self._new_scores:
+            self._new_scores = False
             self._selector.read_prompt([total / n if n else math.nan for total, n in self._scored])
         chosen = self._selector.choose(self._view)
         if chosen in self._failed:
@@ -151,11 +151,11 @@ class Selection:
         if self._view is None:
             return
         for drafter in self._failed:
-            self._pad(drafter, max(self._heard))
-        if self._selector.catches_up and not any(self._news):
+            self._pad(drafter, max(self._num_decided))
+        if self._selector.catches_up and not any(self._new_hits):
             return  # nothing to learn from
-        hits, confidence = tuple(map(tuple, self._news)), tuple(map(tuple, self._confidence))
-        self._forget_news()
+        hits, confidence = tuple(map(tuple, self._new_hits)), tuple(map(tuple, self._new_confidence))
+        self._forget_new()
         self._selector.learn(
             RoundOutcome(
                 view=self._view,
@@ -203,5 +203,5 @@ class Selection:
             skip = max(1, min(self._first - PROMPT_TOKENS, end - 1), start) - start
             score = max(0, min(end, self._first) - start - skip)
         else:
-            skip, score = min(end - 1, max(start, self.first_unheard(drafter))) - start, 0
+            skip, score = min(end - 1, max(start, self.first_undecided(drafter))) - start, 0
         return CatchUpJob(drafter, start, tuple(transcript[start:end]), skip, score)

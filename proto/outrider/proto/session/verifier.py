@@ -96,7 +96,7 @@ class VerifierSession:
         self._received = ReceivedDrafts(self.transcript, rules.max_credit, now, chain=-1, acceptance=Acceptance())
         self._report = Report(frame.drafting)
         self._ready_since = now
-        self._drafts_heard = 0
+        self._messages_received = 0
         self._newest_arrival = now
         self._plan: Plan | None = None
         self._pays = True
@@ -249,7 +249,7 @@ class VerifierSession:
             drafting_s=self._report.drafting_s,
             round_trip_s=self._report.round_trip_s,
             max_drafts=self._max_drafts,
-            at_hand=len(self._received),
+            received=len(self._received),
             since_miss=self._received.since_miss,
             since_miss_s=now - self._received.missed_at,
             goal=self._rules.goal,
@@ -267,7 +267,7 @@ class VerifierSession:
         if draft.chain < self._first_chain:
             return  # it belongs to an earlier turn
         check_draft(draft, self.prompt_length, self._rules)
-        self._drafts_heard += 1
+        self._messages_received += 1
         self._newest_arrival = now
         if self._received.receive(draft):
             self._plan = None  # what it waits for will not come
@@ -317,7 +317,7 @@ class VerifierSession:
             reward=verified.reward,
             steering=steering,
             timing=Timing(
-                echo=self._drafts_heard,
+                echo=self._messages_received,
                 hold_s=now - self._newest_arrival,
                 queue_s=verified.queue_s,
                 verify_s=verified.verify_s,
