@@ -270,7 +270,7 @@ def test_a_relay_without_certificates_for_its_verifiers_says_so_in_its_log(
         stream.send(Cancel("only a frame"))
         with pytest.raises(Unavailable):
             await anext(stream.frames())
-        channels.drop(call.address, stream)
+        channels.retire(call.address, stream.connection)
         await channels.close_stream(call.address, stream)
 
     serve(scenario, ScriptedCluster(ready("a", tls=True)), relay=True)
