@@ -16,7 +16,7 @@ from outrider.proto.errors import OutriderError
 MODEL_FILE, MANIFEST_FILE = "model.onnx", "manifest.json"
 STEERING_GRAPH_FILE = "steering.onnx"
 CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
-CACHE_DIMENSIONS = [1, "kv_heads", "c", "head_dim"]
+CACHE_PORT: dict[str, Any] = {"dtype": "float32", "shape": [1, "kv_heads", "c", "head_dim"]}
 
 # The caches follow, for every layer past_key.L and past_value.L, present_key.L and present_value.L.
 INPUTS: dict[str, dict[str, Any]] = {
@@ -47,8 +47,3 @@ def cache_names(side: str, layers: int) -> list[str]:
 def steering_names(layers: int) -> list[str]:
     """Return the names of the biases, float32 [mlp] each: a steered graph's last inputs."""
     return [f"steering.{layer}" for layer in range(layers)]
-
-
-def described(ports: dict[str, dict[str, Any]], side: str, layers: int) -> dict[str, dict[str, Any]]:
-    """Return `ports` and the cache's for the manifest."""
-    return ports | {name: {"dtype": "float32", "shape": CACHE_DIMENSIONS} for name in cache_names(side, layers)}

@@ -21,12 +21,13 @@ from outrider.cloud.export.check import GraphCheck
 from outrider.cloud.export.check_steered import SteeredCheck
 from outrider.cloud.export.contract import (
     CACHE_LAYOUT,
+    CACHE_PORT,
     INPUTS,
     MANIFEST_FILE,
     MODEL_FILE,
     OUTPUTS,
     STEERING_GRAPH_FILE,
-    described,
+    cache_names,
     steering_names,
 )
 from outrider.cloud.export.graph import OPSET, write_graph, write_steering_graph
@@ -139,8 +140,8 @@ def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str
         "candidates": check.candidates,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "cache": {"dtype": "float32", "layout": CACHE_LAYOUT, **asdict(shape)},
-        "inputs": described(INPUTS, "past", shape.layers),
-        "outputs": described(OUTPUTS, "present", shape.layers),
+        "inputs": INPUTS | dict.fromkeys(cache_names("past", shape.layers), CACHE_PORT),
+        "outputs": OUTPUTS | dict.fromkeys(cache_names("present", shape.layers), CACHE_PORT),
         "exporter": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,

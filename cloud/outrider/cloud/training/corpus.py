@@ -183,4 +183,4 @@ def _read_texts(path: Path) -> Iterator[str]:
 def _tokenised(texts: list[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
     for first in range(0, len(texts), DOCUMENTS_PER_BATCH):
         batch = texts[first : first + DOCUMENTS_PER_BATCH]
-        yield from (coded.ids for coded in tokenizer.encode_batch(batch, add_special_tokens=False))
+        yield from (encoding.ids for encoding in tokenizer.encode_batch(batch, add_special_tokens=False))

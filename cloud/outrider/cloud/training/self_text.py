@@ -148,10 +148,10 @@ def continue_rows(
     """Continue every prefix like a verifier, until it ends or `new_tokens` are written.
 
     Args:
-        model: model that writes.
+        model: model that writes; it attends afterwards as it did before.
         prefixes: int64 [rows, length].
         is_greedy: bool [rows]; True: at T = 0, False: at T = 1.
-        new_tokens: most tokens to write in a row.
+        new_tokens: number of tokens to write in a row.
         eos: token that ends a row.
         seeds: int64 [rows], seeds of the noise.
 

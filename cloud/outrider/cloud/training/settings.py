@@ -111,7 +111,7 @@ class DrafterTraining(Training):
     start: Path | None = option(None, "folder of a drafter to train further; not set: a new drafter", metavar="DIR")
     shape: DrafterShape = DrafterShape()
     decay_fraction: float = option(
-        0.4, "last share of the budget, over which both fall linearly to zero", check=between(0, 1)
+        0.4, "last share of the budget, over which the learning rates fall to zero", check=between(0, 1)
     )
     warm_start: bool = option(True, "start a new drafter from the target's embedding")
 
