@@ -380,14 +380,14 @@ def test_every_link_has_plots_of_its_own(rows, tmp_path) -> None:
     few = replace(midway, changes=tuple(change for change in midway.changes if change.domain == "code"))
     links = LinkRecord(60.0, trace="lte-motion"), LinkRecord(30.0, 1.0, 5.0), LinkRecord(30.0, 20.0, 5.0)
     shown = (code, few, *(replace(code, link=link) for link in links))
-    draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, SHEET, shown), tmp_path)
+    draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown), tmp_path)
     files = ("20ms", "lte-motion", "30-ms-1-5-Mbit-s", "30-ms-20-5-Mbit-s")
     names = {f"{plot}-{link}.png" for plot in ("speedup", "regret") for link in files}
     names |= {"choices-20ms.png"}  # on the other links nothing changes
     assert {file.name for file in tmp_path.iterdir()} == names
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     with pytest.raises(ConfigError, match="plot: cannot write"):
-        draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, SHEET, shown[-1:]), Path("/proc"))
+        draw_pool(PoolReplayed("", "rounds", DRAFTS, 4, 0.0, DRAFTERS, {}, shown[-1:]), Path("/proc"))
 
 
 def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:

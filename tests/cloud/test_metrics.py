@@ -122,8 +122,9 @@ def test_pages_and_sessions_come_back_when_texts_end(folder) -> None:
 
     running, idle = run(folder, scenario, min_step_s=0.01)
     assert running["outrider:num_requests_running", whose] + running["outrider:num_requests_waiting", whose] == 1
-    assert running["outrider:verifier_kv_pages", ("tiny", "used", "verifier")] == 26  # of 16 positions: 3 + 400
-    assert running["outrider:kv_cache_usage_perc", whose] == pytest.approx(26 / 64)
+    used = running["outrider:verifier_kv_pages", ("tiny", "used", "verifier")]
+    assert 1 < used < 26, "of 16 positions; the whole text, 3 + 400 tokens, would take 26"
+    assert running["outrider:kv_cache_usage_perc", whose] == pytest.approx(used / 64)
     assert idle["outrider:verifier_kv_pages", ("tiny", "free", "verifier")] == 64
     assert idle["outrider:num_requests_running", whose] == idle["outrider:num_requests_waiting", whose] == 0
     assert idle["outrider:verifier_max_sessions", whose] == 2
@@ -151,7 +152,7 @@ def test_refusals_are_counted_by_kind_and_logged_with_their_session_and_no_text(
 
     whose = ("tiny", "verifier")
     try:
-        metrics = run(folder, scenario, kv_tokens=64, min_step_s=0.05)
+        metrics = run(folder, scenario, max_sessions=1, min_step_s=0.05)
     finally:
         logger.removeHandler(handler)
         logger.level = before

@@ -360,17 +360,18 @@ def test_many_sessions_at_once_get_the_text_that_each_gets_alone(folder):
     run(folder, scenario)
 
 
-def test_a_full_kv_cache_refuses_with_a_time_to_retry_and_kills_nobody(folder, expected):
+def test_a_session_waits_for_a_full_kv_cache_and_its_text_is_the_same(folder, expected):
     async def scenario(bench):
         first, second = bench.stream(), bench.stream()
         await first.send(waiting(bench))
         await first.opened()
         await second.send(bench.open(session="second"))
-        error = await second.error()
-        assert (type(error), error.field) == (ResourceExhausted, "open.prompt")
-        assert error.retry_after_s > 0
+        await second.opened()
+        early = asyncio.create_task(second.rest())
+        assert not (await asyncio.wait([early], timeout=0.2))[0], "there are pages for one text alone"
         await first.send(Report(False))
         assert await first.rest() == (expected, FinishReason.LENGTH)
+        assert await early == (expected, FinishReason.LENGTH)
         assert await bench.text() == (expected, FinishReason.LENGTH)
 
     run(folder, scenario, kv_tokens=32, page_size=16)

@@ -96,3 +96,10 @@ def test_all_down_or_draining_is_unavailable_with_their_states_and_a_retry_time(
     with pytest.raises(Unavailable, match=r"a \(draining\), b \(down\)") as refusal:
         place([ready("a", state=DRAINING), ready("b", state=DOWN)], "tiny", "")
     assert refusal.value.retry_after_s > 0
+
+
+def test_a_verifier_that_is_short_of_pages_loses_to_any_other_with_room() -> None:
+    short, busy = ready("a", kv_pages=160, kv_pages_free=9), ready("b", sessions=3, kv_pages=160, kv_pages_free=10)
+    assert place([short, busy], "tiny", "").name == "b"
+    assert place([short, ready("b", sessions=3, kv_pages=160)], "tiny", "").name == "a", "both are"
+    assert place([ready("a"), busy], "tiny", "").name == "a", "it does not say how many it has"

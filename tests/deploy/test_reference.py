@@ -27,5 +27,5 @@ def test_every_command_and_option_is_in_it(text) -> None:
         for argument in COMMANDS[name].load().arguments:
             shown = argument.field.metavar if argument.field.option.positional else f"`--{argument.flag}"
             assert shown in section, f"{name} {argument.flag}"
-    assert "| `--kv-tokens N` | `32768` |" in sections["verifier"]
+    assert "| `--kv-tokens N` | `0` |" in sections["verifier"]
     assert "| `--coordinator HOST:PORT` | required |" in sections["status"]

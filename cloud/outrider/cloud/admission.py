@@ -11,7 +11,7 @@ from outrider.proto.types import Continue, Goaway, Open, Sampling
 
 
 class Admission:
-    """The rule that admits sessions while there are slots and KV pages and the verifier neither drains nor has failed.
+    """The rule that admits sessions while there are slots and the verifier neither drains nor has failed.
 
     Attributes:
         draining: whether sessions are being sent elsewhere.
@@ -66,7 +66,7 @@ class Admission:
         """Send all sessions elsewhere and admit no more."""
         self.draining = True
         self._slots.evict_all("the verifier is draining")
-        for slot in self._slots.running():
+        for slot in self._slots.unfinished():
             slot.outbox.put(Goaway("the verifier is draining", retry_after_s=0.0))
 
 

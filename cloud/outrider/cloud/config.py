@@ -12,7 +12,6 @@ from outrider.proto.tracing import trace_endpoint_option
 from outrider.proto.types import Goal, Patience
 
 DTYPES = ("float32", "bfloat16", "float16")
-KV_TOKENS = 32768
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 TARGET = "target"
 
@@ -24,6 +23,11 @@ def parse_patience(text: str) -> Patience:
         return Patience(float(milliseconds) / 1000, int(drafts or 1))
     except ValueError as error:
         raise ValueError(f"{text!r} is not MS or MS,DRAFTS: {error}") from None
+
+
+def _check_kv_tokens(value: int) -> None:
+    if value != 0 and value < 16:
+        raise ValueError(f"{value} is below 16; 0 takes what memory allows")
 
 
 def absolute(path: str) -> str:
@@ -48,7 +52,9 @@ class VerifierConfig(GrpcServerSettings):
     threads: int = option(
         0, "torch threads on the CPU; 0: torch's choice", flag="target-threads", group=TARGET, check=at_least(0)
     )
-    kv_tokens: int = option(KV_TOKENS, "positions in the KV cache of all sessions", group=TARGET, check=at_least(16))
+    kv_tokens: int = option(
+        0, "positions in the KV cache of all sessions; 0: by memory", group=TARGET, check=_check_kv_tokens
+    )
     page_size: int = option(16, "positions per page of the KV cache", check=at_least(1))
     context_length: int = option(0, "positions per session; 0: the target's limit", group=TARGET, check=at_least(0))
     batch_invariant: bool = option(False, "same text whatever shares a step, also in bfloat16; slower", group=TARGET)

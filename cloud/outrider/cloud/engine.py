@@ -221,6 +221,9 @@ class Engine:
     def _schedule(self, now: float) -> Batch[Slot]:
         """Return the step that begins now, or when to look again if nothing happens before."""
         self._slots.expire(now)
+        if sent_away := self._slots.grow():
+            self.metrics.preemptions.inc(len(sent_away))
+        self._slots.start_waiting()
         running = self._slots.running()
         if (masks_by := masks_by_of(running)) > now:
             return Batch(wake_at=masks_by)

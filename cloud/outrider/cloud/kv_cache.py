@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from outrider.proto.errors import ResourceExhausted
@@ -33,8 +34,13 @@ class SessionCache:
     def lie_on(self, pages: list[int], slots: torch.Tensor) -> None:
         """Hold `pages` with their `slots`; positions that hold something stay where they are."""
         self.pages, self.slots = pages, slots
-        self.first_slot = int(slots[0])
+        self.first_slot = int(slots[0]) if pages else 0
         self.contiguous = all(after == before + 1 for before, after in itertools.pairwise(pages))
+
+    @property
+    def capacity(self) -> int:
+        """Positions that its pages have room for."""
+        return len(self.slots)
 
     def truncate(self, length: int) -> None:
         """Forget all positions from `length` on; what is forgotten is overwritten later, never read."""
@@ -46,23 +52,23 @@ class SessionCache:
 class PagedKVCache:
     """Keys and values of every layer, [slots, kv_heads, head_dim] each, made at the layer's first write.
 
-    A session's pages are reserved at admission and at every turn, so a running session never fails for lack of memory.
-    They lie side by side where the pool allows it, so that reading them is a view instead of a gather.
+    A session's pages lie side by side where the pool allows it, so that reading them is a view instead of a gather: new
+    ones begin amid the longest run of free pages, to grow there, and where a session cannot grow it is moved.
     """
 
     def __init__(self, tokens: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.page_size = page_size
         self.page_count = tokens // page_size
+        self.free_pages = self.page_count
         self._dtype = dtype
         self._device = device
-        self._free = set(range(self.page_count))
+        self._free = np.ones(self.page_count, dtype=bool)
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
-    @property
-    def free_pages(self) -> int:
-        """Pages that no session holds."""
-        return len(self._free)
+    def empty(self) -> SessionCache:
+        """Return the share of a session that holds no page yet."""
+        return SessionCache([], self._slots_of([]))
 
     def allocate(self, tokens: int) -> SessionCache:
         """Reserve room for `tokens` positions.
@@ -70,11 +76,9 @@ class PagedKVCache:
         Raises:
             ResourceExhausted: not enough free pages now; try again later.
         """
-        self._check_room(tokens, self.pages_for(tokens))
-        wanted = self.pages_for(tokens)
-        pages = self._run_of(wanted) or sorted(self._free)[:wanted]
-        self._free.difference_update(pages)
-        return SessionCache(pages, self._slots_of(pages))
+        cache = self.empty()
+        self.resize(cache, tokens)
+        return cache
 
     def resize(self, cache: SessionCache, tokens: int) -> None:
         """Reserve room for `tokens` positions instead, no fewer than hold something.
@@ -84,16 +88,22 @@ class PagedKVCache:
         """
         if tokens < cache.length:
             raise ValueError(f"cannot hold {cache.length} positions in {tokens}")
-        wanted, had = max(1, self.pages_for(tokens)), len(cache.pages)
-        if wanted > had:
-            self._check_room(tokens, wanted - had)
-            more = self._next_to(cache.pages[-1], wanted - had) or self._run_of(wanted - had)
-            pages = [*cache.pages, *(more or sorted(self._free)[: wanted - had])]
+        wanted = max(1, self.pages_for(tokens))
+        more = wanted - len(cache.pages)
+        if more <= 0:
+            self._take(cache, cache.pages[:wanted])
+            return
+        self._check_room(tokens, more)
+        following = self._next_to(cache.pages, more)
+        if not (following and cache.contiguous) and (run := self._run_of(wanted)):
+            self._move(cache, run)
         else:
-            pages = cache.pages[:wanted]
-        self._free.update(cache.pages[wanted:])
-        self._free.difference_update(pages)
-        cache.lie_on(pages, self._slots_of(pages))
+            self._take(cache, [*cache.pages, *(following or np.flatnonzero(self._free)[:more].tolist())])
+
+    def gather(self, cache: SessionCache) -> None:
+        """Move a session's pages side by side, where that many are free; each step would gather them otherwise."""
+        if not cache.contiguous and (run := self._run_of(len(cache.pages))):
+            self._move(cache, run)
 
     def pages_for(self, tokens: int) -> int:
         """Return how many pages `tokens` positions take."""
@@ -107,39 +117,57 @@ class PagedKVCache:
                 "lower sampling.max_tokens",
                 field="open.prompt",
             )
-        if more > len(self._free):
+        if more > self.free_pages:
             raise ResourceExhausted(
-                f"needs {more} KV pages, {len(self._free)} are free; try again later",
+                f"needs {more} KV pages, {self.free_pages} are free; try again later",
                 field="open.prompt",
                 retry_after_s=1.0,
             )
+
+    def _take(self, cache: SessionCache, pages: list[int]) -> None:
+        """Have a session hold `pages` instead of its own, without a copy."""
+        self._free[cache.pages] = True
+        self._free[pages] = False
+        self.free_pages += len(cache.pages) - len(pages)
+        cache.lie_on(pages, self._slots_of(pages))
+
+    def _move(self, cache: SessionCache, pages: list[int]) -> None:
+        """Copy what a session holds to free `pages`, which it holds from then on."""
+        before = cache.slots[: cache.length]
+        self._take(cache, pages)
+        if cache.length:
+            after = cache.slots[: cache.length]
+            for layers in (self._keys, self._values):
+                for tensor in layers.values():
+                    tensor[after] = tensor[before]
 
     def _slots_of(self, pages: list[int]) -> torch.Tensor:
         """Return [capacity] int64, the slot of each position on `pages`."""
         first = torch.tensor(pages, dtype=torch.int64, device=self._device) * self.page_size
         return (first[:, None] + torch.arange(self.page_size, device=self._device)).flatten()
 
-    def _next_to(self, page: int, wanted: int) -> list[int]:
-        """Return the `wanted` pages after `page`, where they are free; empty: they are not."""
-        following = list(range(page + 1, page + 1 + wanted))
-        return following if self._free.issuperset(following) else []
+    def _next_to(self, pages: list[int], more: int) -> list[int]:
+        """Return the `more` pages after the last of `pages`, where they are free; empty: they are not."""
+        first = pages[-1] + 1 if pages else self.page_count
+        following = range(first, first + more)
+        return list(following) if following.stop <= self.page_count and self._free[first:][:more].all() else []
 
     def _run_of(self, wanted: int) -> list[int]:
-        """Return `wanted` free pages side by side; empty: there are none."""
-        run: list[int] = []
-        for page in sorted(self._free):
-            if run and page != run[-1] + 1:
-                run = []
-            run.append(page)
-            if len(run) == wanted:
-                return run
-        return []
+        """Return `wanted` free pages side by side, with free ones around them if possible; empty: there are none."""
+        borders = np.flatnonzero(np.diff(self._free, prepend=False, append=False))
+        starts, ends = borders[::2], borders[1::2]
+        if not len(starts) or (ends - starts).max() < wanted:
+            return []
+        longest = int((ends - starts).argmax())
+        first, spare = int(starts[longest]), int(ends[longest] - starts[longest]) - wanted
+        if first > 0:
+            first += spare // 2  # half of the rest is left to the session before it
+        return list(range(first, first + wanted))
 
     def release(self, cache: SessionCache) -> None:
         """Give a session's pages back."""
-        self._free.update(cache.pages)
-        cache.pages = []
         cache.length = 0
+        self._take(cache, [])
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put `keys` and `values` [rows, kv_heads, head_dim] at `slots` [rows]."""

@@ -58,6 +58,7 @@ class VerifierMetrics:
         )
         self._failed = self._own(Counter, "verifier_failed_sessions", "Sessions ended by an error.", labels=("error",))
         self.admitted = self._own(Counter, "verifier_admitted_sessions", "Sessions taken.")
+        self.preemptions = self._own(Counter, "num_preemptions", "Sessions sent elsewhere because KV pages ran out.")
         self._sheds = self._own(Counter, "verifier_sheds", "Sessions refused because the verifier was full.")
         self.goaways = self._own(Counter, "verifier_goaways", "Sessions sent elsewhere.")
         self.failed_steps = self._own(Counter, "verifier_failed_steps", "Target steps that failed.")

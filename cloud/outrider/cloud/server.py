@@ -112,6 +112,7 @@ class VerifierServer:
             kv_tokens=config.kv_tokens,
             page_size=config.page_size,
             context_length=config.context_length,
+            max_sessions=config.max_sessions,
             batch_invariant=config.batch_invariant,
         )
         self.tokenizer_json = target.tokenizer_json

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from outrider.cloud.grammar import GrammarMatcher
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
-from outrider.proto.errors import OutriderError
+from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import VerifierSession
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import CloudFrame, Goaway
 
 MAX_UNREAD = 64
+AHEAD = 64  # positions for which a running session has pages beyond those that its next step can fill
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,16 @@ class Slot:
     def num_uncomputed_tokens(self) -> int:
         """Committed tokens that the KV cache lacks; 1 while decoding: the last one."""
         return len(self.session.transcript) - self.cache.length
+
+    @property
+    def waits_for_pages(self) -> bool:
+        """Whether it has no KV pages yet."""
+        return not self.cache.pages
+
+    @property
+    def max_tokens(self) -> int:
+        """Positions that its whole text may take, prompt included."""
+        return self.session.prompt_length + self.session.sampling.max_tokens
 
     @property
     def backlogged(self) -> bool:
@@ -112,22 +123,60 @@ class Slots:
         """Return the slot of a stream, if it has one."""
         return self._by_key.get(key)
 
-    def running(self) -> list[Slot]:
+    def unfinished(self) -> list[Slot]:
         """Return the slots whose text goes on, longest admitted first."""
         return [slot for slot in self._by_key.values() if slot.session.finish is None]
+
+    def running(self) -> list[Slot]:
+        """Return the slots whose text goes on and that have KV pages, longest admitted first."""
+        return [slot for slot in self.unfinished() if not slot.waits_for_pages]
 
     def open(
         self, key: int, session: VerifierSession, outbox: Outbox, matcher: GrammarMatcher | None, now: float
     ) -> Slot:
-        """Give `session` a slot with room for its whole text.
-
-        Raises:
-            ResourceExhausted: there are not enough pages.
-        """
-        tokens = session.prompt_length + session.sampling.max_tokens
-        self._make_room(self._pool.pages_for(tokens))
-        slot = self._by_key[key] = Slot(key, session, self._pool.allocate(tokens), outbox, now, matcher)
+        """Give `session` a slot, with pages as soon as there are enough for those that came before it too."""
+        slot = self._by_key[key] = Slot(key, session, self._pool.empty(), outbox, now, matcher)
+        self.start_waiting()
         return slot
+
+    def start_waiting(self) -> None:
+        """Give pages to the sessions that wait for them, longest admitted first, where enough are free.
+
+        One page is left for each that runs: to start a text and send it away at once would help nobody.
+        """
+        waiting = [slot for slot in self.unfinished() if slot.waits_for_pages]
+        for slot in waiting:
+            needed = self._pool.pages_for(_next_tokens(slot))
+            if not self._make_room(needed + len(self.running())):
+                return
+            self._grow(slot, needed)
+
+    def grow(self) -> list[Slot]:
+        """Give each running session pages for its next step, longest admitted first.
+
+        Where the pool runs dry the sessions that were admitted last are sent elsewhere, where their texts go on; a
+        parked one goes before any of them.
+
+        Returns:
+            Those that were sent away.
+        """
+        running, sent_away = self.running(), []
+        for slot in list(running):
+            needed = self._pool.pages_for(_next_tokens(slot))
+            if needed <= len(slot.cache.pages):
+                continue
+            while slot in running and not self._make_room(needed - len(slot.cache.pages)):
+                sent_away.append(running.pop())
+                self.fail(sent_away[-1], Unavailable("the verifier has no KV pages left; resume elsewhere"))
+            if slot in running:
+                self._grow(slot, needed)
+        return sent_away
+
+    def _grow(self, slot: Slot, pages: int) -> None:
+        """Give a session `pages` in all, which are free, and a few more where these are free too."""
+        wanted = self._pool.pages_for(min(_next_tokens(slot) + AHEAD, slot.max_tokens))
+        spare = self._pool.free_pages + len(slot.cache.pages) >= wanted
+        self._pool.resize(slot.cache, max(pages, wanted if spare else 0) * self._pool.page_size)
 
     def resume(
         self, slot: Slot, session: VerifierSession, kept: int, matcher: GrammarMatcher | None, now: float
@@ -137,18 +186,22 @@ class Slots:
         Raises:
             ResourceExhausted: there are not enough pages.
         """
-        del self._parked[slot]
+        self._parked.pop(slot, None)
         slot.cache.truncate(min(slot.cache.length, kept, session.prompt_length - 1))
-        tokens = session.prompt_length + session.sampling.max_tokens
-        self._make_room(self._pool.pages_for(tokens) - len(slot.cache.pages))
-        self._pool.resize(slot.cache, tokens)
         slot.session, slot.matcher, slot.ready_since, slot.counts = session, matcher, now, None
+        needed = self._pool.pages_for(_next_tokens(slot))
+        if not self._make_room(needed - len(slot.cache.pages)):
+            raise ResourceExhausted("there are not enough KV pages for this turn; try again later", retry_after_s=1.0)
+        self._grow(slot, needed)
+        self._pool.gather(slot.cache)
 
     def park(self, slot: Slot, now: float) -> None:
         """Keep a session whose turn has ended, if its edge wants that, on the pages that hold something."""
-        if slot.session.keep_s:
+        if slot.session.keep_s and not slot.waits_for_pages:
             self._pool.resize(slot.cache, slot.cache.length)
             self._parked[slot] = now + slot.session.keep_s
+        else:
+            self._pool.release(slot.cache)
 
     def is_parked(self, slot: Slot) -> bool:
         """Return whether a slot waits for its next turn."""
@@ -186,8 +239,15 @@ class Slots:
             self._parked.pop(slot, None)
             self._pool.release(slot.cache)
 
-    def _make_room(self, pages: int) -> None:
-        """Evict parked slots, longest idle first, until `pages` are free; evict none where that would not suffice."""
-        if self._pool.free_pages + sum(len(slot.cache.pages) for slot in self._parked) >= pages:
-            while self._pool.free_pages < pages:
-                self.evict_longest_idle("its KV pages are needed")
+    def _make_room(self, pages: int) -> bool:
+        """Return whether `pages` are free, after evicting parked slots, longest idle first, as far as that helps."""
+        if self._pool.free_pages + sum(len(slot.cache.pages) for slot in self._parked) < pages:
+            return False
+        while self._pool.free_pages < pages:
+            self.evict_longest_idle("its KV pages are needed")
+        return True
+
+
+def _next_tokens(slot: Slot) -> int:
+    """Return the positions that a session's next steps fill until they commit a token, with all drafts."""
+    return len(slot.session.transcript) + slot.session.max_useful_drafts

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, Span
-from outrider.cloud.config import KV_TOKENS
 from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
+from outrider.cloud.kv_size import kv_tokens_by_memory
 from outrider.cloud.steering import Taps
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
@@ -26,6 +26,7 @@ TILE_ROWS = 16
 _FEWEST_ROWS, _MAX_ROWS = 8, 48  # of an exchanged product
 # Relative to the size of the logits; rounding gives a tenth of this, a wrong mask or cache 0.3 or more.
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+_CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
 # These scale by the longest session of the step, so that one session would change another's text.
 _ROPE_ACROSS_SESSIONS = ("dynamic", "longrope")
 
@@ -52,6 +53,7 @@ class Target:
         kv_tokens: int,
         page_size: int,
         context_length: int = 0,
+        max_sessions: int = 32,
         batch_invariant: bool = False,
     ) -> None:
         self.model = model
@@ -63,10 +65,12 @@ class Target:
         config = model.config.get_text_config()
         _refuse_what_sees_other_sessions(config)
         self.vocab_size = int(config.vocab_size)
-        made_for = int(getattr(config, "max_position_embeddings", 0) or kv_tokens)
-        self.context_length = min(context_length or made_for, made_for, kv_tokens)
+        made_for = int(getattr(config, "max_position_embeddings", 0) or context_length or _CONTEXT)
+        longest = min(context_length or made_for, made_for)
+        kv_tokens = kv_tokens or kv_tokens_by_memory(config, self.dtype, self.device, max_sessions * longest)
         self.eos_tokens = _eos_tokens(model)
         self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device)
+        self.context_length = min(longest, self.pool.page_count * page_size)
         model.set_attn_implementation(attention.NAME)
         exchange_linears(model)
         self._tapped: Taps | None = None
@@ -179,12 +183,15 @@ def load_target(
     *,
     device: str = "cpu",
     dtype: str = "float32",
-    kv_tokens: int = KV_TOKENS,
+    kv_tokens: int = 0,
     page_size: int = 16,
     context_length: int = 0,
+    max_sessions: int = 32,
     batch_invariant: bool = False,
 ) -> Target:
     """Load from the embedded family, a folder or the hub: safetensors only, no remote code, checked before use.
+
+    With `kv_tokens` 0 the KV cache takes what memory allows, but no more than `max_sessions` of full length fill.
 
     Raises:
         NotFound: no such model, or the hub cannot be reached.
@@ -198,6 +205,7 @@ def load_target(
         kv_tokens=kv_tokens,
         page_size=page_size,
         context_length=context_length,
+        max_sessions=max_sessions,
         batch_invariant=batch_invariant,
     )
     difference = loaded.check()

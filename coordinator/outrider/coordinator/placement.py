@@ -9,6 +9,7 @@ from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch
 
 RETRY_WHEN_FULL_S = 2.0
 RETRY_WHEN_DOWN_S = 1.0
+SHORT_OF_PAGES = 1 / 16  # share of a verifier's KV pages
 
 
 def place(
@@ -21,7 +22,8 @@ def place(
     """Choose the least loaded verifier that can take one more session.
 
     Load is sessions first, then the time of a target step. A verifier has room while it reports fewer sessions than it
-    admits. Pending leases only decide between verifiers with room, because most are opened before the next report.
+    admits; one whose KV pages are almost all held is chosen only where the others' are too. Pending leases only decide
+    between verifiers with room, because most are opened before the next report.
 
     Args:
         verifiers: the fleet.
@@ -47,7 +49,14 @@ def place(
         raise ResourceExhausted(
             f"all {len(ready)} verifiers of {serving[0].model!r} are full", retry_after_s=RETRY_WHEN_FULL_S
         )
-    return min(roomy, key=lambda v: (v.name in avoid, v.sessions + waiting.get(v.name, 0), v.step_s, v.name))
+    return min(
+        roomy, key=lambda v: (v.name in avoid, _is_short(v), v.sessions + waiting.get(v.name, 0), v.step_s, v.name)
+    )
+
+
+def _is_short(verifier: VerifierInfo) -> bool:
+    """Return whether a text is likely to wait for KV pages, or to be sent away for lack of them."""
+    return verifier.kv_pages_free < SHORT_OF_PAGES * verifier.kv_pages
 
 
 def _with_model(verifiers: Sequence[VerifierInfo], model: str) -> list[VerifierInfo]:

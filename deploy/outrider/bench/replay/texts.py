@@ -86,6 +86,5 @@ def _joined(traces: Sequence[HitTrace]) -> HitTrace:
     lists = {name: [getattr(trace, name) for trace in traces] for name in LISTS}
     if any(lists["silent"]):
         lists["silent"] = [trace.silent or (False,) * len(trace.tokens) for trace in traces]
-    # Any: the fields are of different types.
     chained: dict[str, Any] = {name: tuple(itertools.chain(*own)) if all(own) else () for name, own in lists.items()}
     return replace(traces[0], ended=False, **chained)

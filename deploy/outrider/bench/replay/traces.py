@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -21,7 +21,7 @@ OPTIONAL_LISTS = LISTS[2:]  # these may be empty
 MEASURES = ("confidence", "entropy", "perturbed_probability", "agreement")  # these may hold NaN
 
 
-def _nan_for_null(values: object) -> object:
+def _nan_for_null(values: Any) -> Any:
     return tuple(math.nan if value is None else value for value in values) if isinstance(values, list) else values
 
 

@@ -12,12 +12,10 @@ from outrider.bench.plot import COLOURS, GREY, HUES, INK, canvas, save_plot, sty
 from outrider.bench.traces.pool import AFTER, BEFORE, DRAFTER, ORACLE, SELECTOR, Cell, Change, PoolReplayed, Row
 from outrider.bench.traces.sweep import Replayed
 
-Drawn = Any  # a matplotlib Figure; matplotlib is loaded only where plots are drawn
-Style = dict[str, Any]  # arguments of matplotlib
 MARKERS = "os^Dv<>PX"
 PANEL_IN, HEIGHT_IN = 4.4, 4.2
 ACROSS = 3  # panels beside each other
-CLOUD: Style = {"color": GREY, "linestyle": "--", "label": "cloud streaming", "zorder": 4}
+CLOUD: dict[str, Any] = {"color": GREY, "linestyle": "--", "label": "cloud streaming", "zorder": 4}
 LINES = ("-", "--", ":")  # styles where there are more selectors than hues
 LOG_FROM = 10  # tokens at which a logarithmic axis begins
 WORSE = 4.0  # height of a panel of regret, in usual regrets
@@ -39,7 +37,7 @@ def draw_sweep(replayed: Replayed, folder: Path) -> None:
             save_plot(drawn, folder / f"{name}.png")
 
 
-def _panels(replayed: Replayed, panel: str, line: str, value: str, label: str) -> Drawn:
+def _panels(replayed: Replayed, panel: str, line: str, value: str, label: str) -> Any:
     """Draw `value` over the links, a panel for each `panel` with a line for each `line`: fields of `WindowResult`."""
     results = [result for result in replayed.results if result.domain is None]
     values = {(r.link, getattr(r, panel), getattr(r, line)): getattr(r, value) for r in results}
@@ -93,7 +91,7 @@ def _files(links: Sequence[LinkRecord]) -> list[str]:
     return ["".join(letter if letter.isalnum() else "-" for letter in name) for name in names]
 
 
-def _speed_up(rows: Sequence[Row]) -> Drawn:
+def _speed_up(rows: Sequence[Row]) -> Any:
     """Draw a panel a row of texts: a point and an interval for each drafter, selector and the oracle."""
     names = [f"{cell.name} alone" if cell.kind == DRAFTER else cell.name for cell in rows[0].cells]
     drawn = canvas((1.6 + 1.7 * len(rows), 1.1 + 0.24 * len(names)))
@@ -115,7 +113,7 @@ def _speed_up(rows: Sequence[Row]) -> Drawn:
     return drawn
 
 
-def _regret(rows: Sequence[Row]) -> Drawn:
+def _regret(rows: Sequence[Row]) -> Any:
     """Draw two panels a row of texts: the same curves over tokens, and over their logarithm."""
     drawn = canvas((9.0, 1.0 + 2.2 * len(rows)))
     drawn.suptitle("Regret: seconds behind the oracle")
@@ -147,9 +145,9 @@ def _shown(row: Row) -> tuple[float, float]:
     return min(map(min, curves)) - 0.05 * top, 1.05 * top or 1.0
 
 
-def _lines(row: Row) -> list[tuple[str, Cell, Style]]:
+def _lines(row: Row) -> list[tuple[str, Cell, dict[str, Any]]]:
     """Return name, cell and style of each selector, and of the best drafter alone where drafters were played."""
-    found: list[tuple[str, Cell, Style]] = [
+    found: list[tuple[str, Cell, dict[str, Any]]] = [
         (cell.name, cell, {"color": HUES[i % len(HUES)], "linestyle": LINES[i // len(HUES) % len(LINES)]})
         for i, cell in enumerate(row.of_kind(SELECTOR))
     ]
@@ -159,7 +157,7 @@ def _lines(row: Row) -> list[tuple[str, Cell, Style]]:
     return found
 
 
-def _choices(rows: Sequence[Row], drafters: Sequence[str]) -> Drawn:
+def _choices(rows: Sequence[Row], drafters: Sequence[str]) -> Any:
     """Draw the drafters' shares around changes of domain: a line a selector, a column a domain."""
     changes = [change for row in rows for change in row.changes]
     names = list(dict.fromkeys(change.name for change in changes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from pydantic.dataclasses import dataclass as record_dataclass
@@ -13,7 +14,7 @@ from outrider.bench.links import LinkRecord
 from outrider.bench.metrics import Bootstrap, Interval
 from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.replay.texts import Text, joined, texts_of
-from outrider.bench.traces.recording import CostSheet, Recording
+from outrider.bench.traces.recording import Recording
 from outrider.bench.traces.stages import Stage, Trajectory
 from outrider.edge.policies.selection import selector_named
 from outrider.proto.errors import ConfigError
@@ -137,6 +138,7 @@ class PoolReplayed:
         drafts: drafts of a round.
         seeds: runs of each row.
         min_step_ms: the shortest step.
+        costs: recorded costs of the machines.
         rows: rows, link by link.
     """
 
@@ -146,7 +148,7 @@ class PoolReplayed:
     seeds: Count
     min_step_ms: Metric
     drafters: tuple[str, ...]
-    costs: CostSheet
+    costs: Mapping[str, Any]
     rows: tuple[Row, ...]
 
     @property

@@ -97,11 +97,7 @@ class Recorder:
 
     def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
         """Return a trace for every prompt, seed and drafter, prompt by prompt, and the costs of the machines."""
-        tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
-        encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
-        texts, traces = self._traces(
-            [TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded for sampling in self._samplings]
-        )
+        texts, traces = self._traces(self._requests(prompts))
         target_costs = TargetProbe(self._target, self._samplings[0]).costs(texts)
         self._say(f"a step takes {target_costs.step_s * 1e3:.1f} ms + {target_costs.row_s * 1e3:.2f} ms a row")
         sheet = CostSheet(target_costs, self._drafter_costs(texts))
@@ -110,6 +106,11 @@ class Recorder:
             hits = sum(sum(trace.hits) for trace in own) / sum(len(trace.hits) for trace in own)
             self._say(f"{name}: hits {hits:.1%} of all positions, {costs.drafting_s * 1e3:.2f} ms a token")
         return traces, sheet
+
+    def _requests(self, prompts: Sequence[Prompt]) -> list[TextRequest]:
+        tokenizer = Tokenizer.from_str(self._target.tokenizer_json)
+        encoded = [(prompt, tuple(tokenizer.encode(prompt.text).ids)) for prompt in prompts]
+        return [TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded for sampling in self._samplings]
 
     def _traces(self, requests: Sequence[TextRequest]) -> tuple[list[WrittenText], list[HitTrace]]:
         """Return the texts, and the traces on them, in the order of the requests."""

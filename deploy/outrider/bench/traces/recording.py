@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass as record_dataclass
 
@@ -48,7 +48,7 @@ class CostSheet:
 
     target: TargetCosts
     drafters: Mapping[str, DrafterCosts]
-    environment: Mapping[str, object] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
     format: Annotated[str, one_of(FORMAT)] = FORMAT
 
     def of(self, drafter: str, *, min_step_s: float = 0.0) -> Costs:

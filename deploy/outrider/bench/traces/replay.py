@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from rich.console import Console
 
@@ -52,7 +52,7 @@ def _replay_windows(options: ReplaySettings, recording: Recording, links: Sequen
             goal=options.goal.name.lower(),
             min_step_ms=options.min_step,
             seed=options.seed,
-            costs=recording.costs,
+            costs=asdict(recording.costs),
             results=tuple(results),
         )
 
@@ -79,7 +79,7 @@ def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[
             seeds=options.seeds,
             min_step_ms=options.min_step,
             drafters=tuple(recording.traces),
-            costs=recording.costs,
+            costs=asdict(recording.costs),
             rows=rows,
         )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from pydantic.dataclasses import dataclass as record_dataclass
 
@@ -13,7 +14,7 @@ from outrider.bench.metrics import bytes_per_token, pooled
 from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
 from outrider.bench.replay.traced import Outcome, Policy, replay
-from outrider.bench.traces.recording import CostSheet, Recording
+from outrider.bench.traces.recording import Recording
 from outrider.edge.policies.length import RULES, USAGE, rule_by_name
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy
@@ -63,6 +64,7 @@ class Replayed:
         goal: goal of the deployment.
         min_step_ms: the shortest step.
         seed: seed of the jitter.
+        costs: recorded costs of the machines.
         results: results, link by link: cloud streaming, then every drafter with every window; of all prompts, and then
             of each domain where there are several.
     """
@@ -71,7 +73,7 @@ class Replayed:
     goal: str
     min_step_ms: Metric
     seed: int
-    costs: CostSheet
+    costs: Mapping[str, Any]
     results: tuple[WindowResult, ...]
 
     @property

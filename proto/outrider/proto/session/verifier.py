@@ -204,9 +204,11 @@ class VerifierSession:
         self._pays = worthwhile > 0 and (not self.joins_any_step or overtakes(view))
         if not worthwhile and self.generated % PROBE_EVERY == 0:
             worthwhile = 1  # a rise of acceptance shows only where drafts are verified
-        return tuple(self._received.tokens[: max(0, min(worthwhile, self._max_useful()))])
+        return tuple(self._received.tokens[: max(0, min(worthwhile, self.max_useful_drafts))])
 
-    def _max_useful(self) -> int:
+    @property
+    def max_useful_drafts(self) -> int:
+        """Drafts that one step can verify at most, as the session and the room that its text has left allow."""
         return min(self._max_drafts, self.sampling.max_tokens - self.generated - 1)
 
     def ready_at(self, step_s: float, row_s: float = 0.0) -> float:
@@ -215,7 +217,7 @@ class VerifierSession:
         The arguments are those of `block`.
         """
         patience = self._patience or self._rules.patience or self._planned(step_s, row_s).patience
-        enough = min(patience.drafts, self._max_useful(), self._window, self.credit)
+        enough = min(patience.drafts, self.max_useful_drafts, self._window, self.credit)
         if not self.waits_for_drafts or len(self._received) >= enough:
             return self._ready_since
         return self._ready_since + patience.seconds

@@ -1,0 +1,53 @@
+"""The size of the KV cache where nobody has set it: what memory allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.proto.errors import ModelRefused
+
+CPU_SHARE = 0.25  # of the memory at hand; others need theirs, and pages take memory only when they are written
+GPU_SHARE = 0.85  # of what the weights leave; the rest is for activations and logits
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def kv_tokens_by_memory(config: Any, dtype: torch.dtype, device: torch.device, most: int) -> int:
+    """Return for how many positions there is memory, `most` at most.
+
+    Args:
+        config: transformers' configuration of the text model.
+        dtype: type of keys and values.
+        device: where they lie; the weights are loaded already.
+        most: positions that can be of use.
+
+    Raises:
+        ModelRefused: there is no memory for 16 positions.
+    """
+    on_gpu = device.type == "cuda"
+    memory = GPU_SHARE * torch.cuda.mem_get_info(device)[0] if on_gpu else CPU_SHARE * available_bytes()
+    tokens = min(most, int(memory // bytes_per_token(config, dtype)))
+    if tokens < 16:
+        raise ModelRefused(f"{memory / 2**20:.0f} MiB of memory are too few for a KV cache", field="kv_tokens")
+    return tokens
+
+
+def bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes that keys and values of one position take in all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize)
+
+
+def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Return the memory that this process may still take: the machine's, or its container's (cgroup 2) if less."""
+    lines = (line.split() for line in meminfo.read_text().splitlines())
+    available = next(int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:")
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return min(available, max(0, int(limit) - int(used)))
+    except (OSError, ValueError):  # no container, or "max"
+        return available
