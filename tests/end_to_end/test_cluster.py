@@ -47,16 +47,46 @@ def test_the_text_survives_the_death_of_its_verifier_and_ray_brings_that_back(tm
             assert undisturbed.ids == expected.ids
             assert got == expected.ids
             assert resumes >= 1
-            await all_ready_again(cluster)
+            await all_ready_again(cluster, restarts=2)
 
     asyncio.run(main())
 
 
-async def all_ready_again(cluster: LocalCluster) -> None:
+def failing_actor() -> type:
+    """Made in a function, so that Ray sends the class itself: workers cannot import this file."""
+    from outrider.cloud.actor import VerifierActor
+
+    class FailingActor(VerifierActor):
+        def break_target(self) -> None:
+            self._server._engine._runner._target.forward = lambda batch: 1 // 0  # type: ignore[assignment, method-assign]
+
+    return FailingActor
+
+
+def test_a_verifier_that_always_fails_loses_no_text_and_ray_starts_another(tmp_path, prompts, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.cloud.actor.VerifierActor", failing_actor())
+
+    async def main() -> None:
+        import ray
+
+        asked = [prompt.text for prompt in prompts(2)]
+        async with local_cluster(VerifierConfig(threads=1), verifiers=2) as cluster:
+            async with Client(EdgeConfig(drafter="none", coordinator=cluster.coordinator, cache=tmp_path)) as client:
+                expected = [(await client.complete(prompt, SAMPLED)).ids for prompt in asked]
+                ray.get(next(iter(cluster.actors.values())).break_target.remote())
+                texts = await asyncio.gather(*(client.complete(prompt, SAMPLED) for prompt in asked))
+            assert [text.ids for text in texts] == expected
+            assert sum(text.statistics.resumes for text in texts) > 0
+            await all_ready_again(cluster, restarts=1)
+
+    asyncio.run(main())
+
+
+async def all_ready_again(cluster: LocalCluster, restarts: int) -> None:
     control = CoordinatorClient(cluster.coordinator)
     for _ in range(240):
         verifiers = (await control.status()).verifiers
-        if all(v.state == "ready" for v in verifiers) and sum(v.restarts for v in verifiers) >= 2:
+        if all(v.state == "ready" for v in verifiers) and sum(v.restarts for v in verifiers) >= restarts:
             await control.close()
             return
         await asyncio.sleep(0.5)
