@@ -234,6 +234,23 @@ def test_a_session_that_fails_alone_ends_and_the_texts_of_the_others_stay(bench,
     assert not bench.engine.failed
 
 
+def test_one_failure_of_the_device_amid_anothers_failures_ends_nobody_else(bench, texts) -> None:
+    alone = 0
+
+    def does(batch: list[Rows]) -> bool:
+        nonlocal alone
+        innocent = len(batch) == 1 and not has(POISON)(batch)
+        alone += innocent
+        return has(POISON)(batch) or (innocent and alone == 1)
+
+    bench.fails(does)
+    bench.open(0)
+    bench.open(1, prompt=(5, POISON))
+    bench.run()
+    assert isinstance(bench.end(1), Internal)
+    assert bench.text(0) == texts[0]
+
+
 def test_the_rest_of_a_long_prompt_does_not_clear_one_bad_token_in_it(bench, texts) -> None:
     bench.fails(has(POISON))
     bench.open(0)

@@ -54,7 +54,8 @@ class Probe:
         if room < 2:
             return
         rules, now = self._rules, time.monotonic()
-        prompt = tuple(range(min(PROBE_TOKENS, room - 1, rules.vocab_size)))
+        length = min(PROBE_TOKENS, room - 1)
+        prompt = tuple((i + 1) * rules.vocab_size // (length + 1) for i in range(length))  # the first are often special
         sampling = Sampling(max_tokens=2, ignore_eos=True)
         frame = Open(rules.model, rules.tokenizer_sha256, prompt, sampling, "probe", drafting=False)
         session = VerifierSession(frame, rules, now)
@@ -76,11 +77,13 @@ class Part:
     Attributes:
         max_tokens: most uncomputed tokens of the transcript.
         max_drafts: most drafts, if these are the last.
+        tried: whether it has failed alone before.
     """
 
     slot: Slot
     max_tokens: int
     max_drafts: int
+    tried: bool = False
 
     def split(self, few_rows: int) -> list[Part]:
         """Return smaller parts; none: it is as small as they come. Drafts keep until a later step."""
@@ -134,7 +137,8 @@ class Recovery:
         Raises:
             VerifierFailed: none of them is.
         """
-        parts = [Part(share.slot, share.num_tokens, len(share.block or ())) for share in batch.shares]
+        alone = len(batch.shares) == 1
+        parts = [Part(share.slot, share.num_tokens, len(share.block or ()), alone) for share in batch.shares]
         done = self._attempt(parts)
         if isinstance(done, Exception) and (fitting := self._in_parts(parts, done)):
             self._batching.limit.fail(batch.num_rows, fitting)
@@ -207,6 +211,8 @@ class Recovery:
         if smaller := part.split(few_rows):
             rows = [self._computed([each]) for each in smaller]
             return max(rows) if all(rows) and part.max_tokens + part.max_drafts > few_rows else 0
+        if not part.tried:
+            return self._computed([replace(part, tried=True)])
         self.end(part.slot, error)
         return 0
 

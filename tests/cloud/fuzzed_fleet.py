@@ -1,0 +1,371 @@
+"""Verifiers whose engines run on a virtual clock, without threads, and fail in every way that is known of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hashing_model import EOS, HIDDEN, LAYERS, HashingModel, Language, hashing_target
+
+from outrider.bench.simulator.clock import VirtualClock
+from outrider.bench.simulator.verifier import Link, Stream
+from outrider.cloud import engine, recovery, runner
+from outrider.cloud.batching import Batching
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import Engine
+from outrider.cloud.grammar import Allowed, GrammarMatcher
+from outrider.cloud.slots import Outbox
+from outrider.cloud.steering import Projection
+from outrider.proto.errors import OutriderError
+from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.types import CloudFrame, Continue, EdgeFrame, Goaway, Grammar, Open
+
+PROJECTION, RANK = "0123456789ab", 3
+CONTEXT = 256
+RESTART_S = 0.3
+BROKEN_PLAN = "broken-plan"  # begins the names of sessions whose plans fail
+STEP_S, ROW_S = 0.005, 0.0002
+
+
+class EngineTime:
+    """What engines take for the module `time`: the virtual clock, and what the step that runs has taken so far."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self.spent_s = 0.0
+
+    def monotonic(self) -> float:
+        return self._clock.now + self.spent_s
+
+    def sleep(self, seconds: float) -> None:
+        self.spent_s += seconds
+
+
+class HashedGrammar(GrammarMatcher):
+    """Allows half of the tokens after every text, and EOS; which half, its text decides."""
+
+    def __init__(self, grammar: Grammar, vocab_size: int, threads: Executor, committed: Sequence[int]) -> None:
+        super().__init__(lambda: None, vocab_size, frozenset({EOS}), threads)  # type: ignore[arg-type, return-value]
+        self._grammar = grammar
+        self._text = list(committed)
+
+    def _allowed(self, block: tuple[int, ...]) -> Allowed:
+        rows, followed = [allowed_after(self._grammar, self._text, self._vocab_size)], 0
+        for draft in block:
+            if not rows[-1][draft] or draft == EOS:
+                break
+            followed += 1
+            rows.append(allowed_after(self._grammar, [*self._text, *block[:followed]], self._vocab_size))
+        return Allowed(block[:followed], np.stack(rows))
+
+
+def allowed_after(grammar: Grammar, text: Sequence[int], vocab_size: int) -> np.ndarray:
+    """[vocab] bool, the tokens that may follow a text."""
+    row = np.random.default_rng(zlib.crc32(repr((grammar.text, *text)).encode())).random(vocab_size) < 0.5
+    row[EOS] = True
+    row[-1] = True
+    return row
+
+
+class DelayedExecutor(Executor):
+    """Does its work some virtual time later, in no order."""
+
+    def __init__(self, clock: VirtualClock, rng: random.Random) -> None:
+        self._clock = clock
+        self._rng = rng
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work(*arguments, **named))
+            except OutriderError as error:
+                future.set_exception(error)
+
+        if self._rng.random() < 0.3:
+            run()
+        else:
+            self._clock.at(self._clock.now + self._rng.choice((0.0001, 0.003, 0.02)), run)
+        return future
+
+
+class EngineStream(Stream):
+    """A stream to an engine, which may end it with an error.
+
+    Attributes:
+        grammar: of the present turn.
+    """
+
+    grammar: Grammar | None = None
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        link: Link,
+        verifier: FuzzedVerifier,
+        received: Callable[[Stream, CloudFrame], None],
+        lost: Callable[[Stream, OutriderError], None],
+    ) -> None:
+        super().__init__(clock, link, verifier, received)  # type: ignore[arg-type]
+        self._lost = lost
+
+    def send_error(self, error: OutriderError) -> None:
+        """Let the stream break at the edge, after the frames before."""
+        for arrival, _ in self._link.down(Goaway("takes as long"), self._clock.now):
+            self._clock.at(arrival, lambda: self._lost(self, error))
+
+
+class StreamOutbox(Outbox):
+    """Puts the engine's frames on the way of a stream, when the step that made them is over."""
+
+    def __init__(self, fleet: Fleet, stream: EngineStream) -> None:
+        self._fleet = fleet
+        self._stream = stream
+
+    def put(self, item: CloudFrame | OutriderError) -> None:
+        self._fleet.clock.at(self._fleet.time.monotonic(), partial(self._send, item))
+
+    def _send(self, item: CloudFrame | OutriderError) -> None:
+        if isinstance(item, OutriderError):
+            self._stream.send_error(item)
+        elif self._stream.is_open:
+            self._stream.send_down(item)
+
+    def unread(self) -> int:
+        return 0
+
+
+class FailingModel(HashingModel):
+    """Fails as it is told to, and takes time."""
+
+    def __init__(self, language: Language, fleet: Fleet) -> None:
+        super().__init__(language, CONTEXT)
+        self._fleet = fleet
+        self.fails_next = ""  # before, written
+        self.most_rows = math.inf
+        self.dead = False
+
+    def on_rows(self, rows: int) -> None:
+        self._fleet.time.spent_s += STEP_S + ROW_S * rows
+        if self.dead:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if rows > self.most_rows:
+            raise torch.OutOfMemoryError(f"no memory for {rows} rows")
+        self._fail("before")
+
+    def on_written(self) -> None:
+        self._fail("written")
+
+    def _fail(self, moment: str) -> None:
+        if self.fails_next == moment:
+            self.fails_next = ""
+            raise RuntimeError("it happens once")
+
+
+class FuzzedVerifier:
+    """An engine as a simulated edge sees it; it is replaced where it fails for good."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self._fleet = fleet
+        self._name = name
+        self._busy_until = 0.0
+        self._alarm = math.inf
+        self._keys: dict[EngineStream, int] = {}
+        self._start()
+
+    def _start(self) -> None:
+        fleet = self._fleet
+        self.model = FailingModel(fleet.language, fleet)
+        options = {"kv_tokens": fleet.rng.choice((1500, 4000)), "page_size": fleet.rng.choice((1, 8, 16))}
+        target = hashing_target(self.model, batch_invariant=fleet.batch_invariant, **options)
+        self.rules = VerifierRules(
+            self._name,
+            "hashing",
+            target.tokenizer_sha256,
+            fleet.language.vocab_size,
+            CONTEXT,
+            frozenset({EOS}),
+            max_drafts=6,
+            max_credit=12,
+            batch_invariant=fleet.batch_invariant,
+        )
+        config = VerifierConfig(max_sessions=5, prefill_chunk=fleet.rng.choice((5, 9, 64)))
+        projections = {PROJECTION: fleet.projection}
+        self.engine = Engine(target, self.rules, config, projections, on_failure=self._on_failure)
+        self.engine._masks._wake = self._wake
+        sampler = self.engine._runner._sampler
+        sample = sampler.sample
+
+        def failing_sample(*arguments: Any) -> Any:
+            sampled = sample(*arguments)
+            self.model._fail("sampled")
+            return sampled
+
+        sampler.sample = failing_sample  # type: ignore[method-assign]
+
+    # --- as a stream uses it ---
+
+    def receive(self, stream: EngineStream, frame: EdgeFrame) -> None:
+        if isinstance(frame, Open):
+            key = self._keys[stream] = next(self._fleet.keys)
+            grammar, committed = frame.sampling.grammar, frame.committed
+            matcher = self._matcher(grammar, committed)
+            self.engine.post_open(key, frame, StreamOutbox(self._fleet, stream), matcher)
+            stream.grammar = grammar
+        elif (key := self._keys.get(stream, -1)) >= 0:
+            matcher = None
+            if isinstance(frame, Continue):
+                stream.grammar = frame.sampling.grammar if frame.sampling is not None else stream.grammar
+                matcher = self._matcher(stream.grammar, ())
+            self.engine.post_frame(key, frame, lambda: None, matcher)
+        self._poke()
+
+    def release(self, stream: EngineStream) -> None:
+        if stream in self._keys:
+            self.engine.post_close(self._keys.pop(stream))
+            self._poke()
+
+    def _matcher(self, grammar: Grammar | None, committed: Sequence[int]) -> HashedGrammar | None:
+        if grammar is None:
+            return None
+        return HashedGrammar(grammar, self._fleet.language.vocab_size, self._fleet.threads, committed)
+
+    # --- as its thread ---
+
+    def _wake(self) -> None:
+        self.engine._wake()
+        self._poke()
+
+    def _poke(self) -> None:
+        self._look_at(max(self._fleet.clock.now, self._busy_until))
+
+    def _look_at(self, time: float) -> None:
+        if time < self._alarm:
+            self._alarm = time
+            self._fleet.clock.at(time, partial(self._look, time))
+
+    def _look(self, due: float) -> None:
+        """What the engine's thread does between two waits."""
+        if due != self._alarm:
+            return
+        self._alarm = math.inf
+        fleet = self._fleet
+        fleet.time.spent_s = 0.0
+        self.engine._take_events(0.0)
+        if not self.engine.failed:
+            fleet.tamper(self)
+            wake_at = self.engine._begin_next()
+            fleet.untamper(self)
+            self._busy_until = fleet.time.monotonic()
+            if self.engine._slots.num_running:
+                self._look_at(max(wake_at, self._busy_until))
+            elif self.engine._inbox:
+                self._poke()
+        fleet.time.spent_s = 0.0
+
+    def _on_failure(self) -> None:
+        self._fleet.counts["verifiers replaced"] += 1
+        self._fleet.clock.at(self._fleet.time.monotonic() + RESTART_S, self._replace)
+
+    def _replace(self) -> None:
+        self.check_is_empty()
+        self._keys.clear()
+        self._fleet.forget(self.engine)
+        self._start()
+
+    def check_is_empty(self) -> None:
+        """When all streams are gone, nothing may be left of them."""
+        self.engine._take_events(0.0)
+        assert self.engine.free_pages == self.engine.page_count, "a page has leaked"
+        assert self.engine.session_count == self.engine.parked_count == 0
+        assert self.model.complaints == []
+
+
+class Fleet:
+    """Two verifiers of one target, and everything that goes wrong in them.
+
+    Attributes:
+        counts: how often what went wrong.
+    """
+
+    def __init__(self, seed: int, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rng = random.Random(f"fleet {seed}")
+        self.clock = clock
+        self.time = EngineTime(clock)
+        self.threads = DelayedExecutor(clock, self.rng)
+        self.keys = itertools.count()
+        self.counts: Counter[str] = Counter()
+        self.language = Language(seed, self.rng.choice((40, 40, 40, 1100)))  # short lists need 1,024 tokens
+        self.batch_invariant = self.rng.random() < 0.3
+        torch.manual_seed(seed)
+        self.projection = Projection(range(LAYERS), HIDDEN, RANK).eval().requires_grad_(False)
+        self.failing = True
+        self._often = self.rng.choice((0.0, 0.03, 0.1))
+        self._failing_plans: dict[int, int] = {}  # how many more of whose plans fail
+        for module in (engine, recovery, runner):
+            monkeypatch.setattr(module, "time", self.time)
+        monkeypatch.setattr(Batching, "plan", self._plan(Batching.plan))
+        monkeypatch.setattr(VerifierSession, "ready_at", _ready_at(VerifierSession.ready_at))
+        self.verifiers = [FuzzedVerifier(self, name) for name in ("a", "b")]
+
+    def tamper(self, verifier: FuzzedVerifier) -> None:
+        """Let the engine's next act fail, once in a while."""
+        if not self.failing or self.rng.random() > self._often:
+            return
+        model, kinds = verifier.model, ["before", "written", "sampled", "before", "written", "sampled", "rows", "plan"]
+        kind = self.rng.choice(kinds if self.rng.random() < 0.95 else ["device", "plans"])
+        self.counts[kind] += 1
+        match kind:
+            case "rows":
+                model.most_rows = self.rng.choice((1, 3, 10, 30, math.inf))
+            case "plan":
+                self._failing_plans[id(verifier.engine._batching)] = 1
+            case "plans":
+                self._failing_plans[id(verifier.engine._batching)] = 1 << 30
+            case "device":
+                model.dead = True
+            case _:
+                model.fails_next = kind
+
+    def untamper(self, verifier: FuzzedVerifier) -> None:
+        """What was to fail once and found no step does not fail later."""
+        verifier.model.fails_next = ""
+
+    def forget(self, engine: Engine) -> None:
+        """An engine is gone, and with it what was to fail in it."""
+        self._failing_plans.pop(id(engine._batching), None)
+
+    def heal(self) -> None:
+        """From now on nothing new goes wrong, and no step is too large."""
+        self.failing = False
+        for verifier in self.verifiers:
+            verifier.model.most_rows = math.inf
+
+    def _plan(self, right: Callable[..., Any]) -> Callable[..., Any]:
+        def plan(batching: Batching, *arguments: Any) -> Any:
+            if self._failing_plans.get(id(batching), 0) > 0:
+                self._failing_plans[id(batching)] -= 1
+                raise ZeroDivisionError("a defect of planning")
+            return right(batching, *arguments)
+
+        return plan
+
+
+def _ready_at(right: Callable[..., float]) -> Callable[..., float]:
+    def ready_at(session: VerifierSession, *costs: float) -> float:
+        if session.id.startswith(BROKEN_PLAN) and session.generated > 2:
+            raise KeyError("a defect of one session's plan")
+        return right(session, *costs)
+
+    return ready_at
