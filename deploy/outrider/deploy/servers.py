@@ -103,11 +103,16 @@ def verifier(given: Given) -> int:
 async def _verifier(config: VerifierConfig, secret: bytes) -> int:
     from outrider.cloud.server import VerifierServer
 
-    failed = asyncio.Event()
-    server = VerifierServer(config, secret, failed.set)
+    stop, failed = asyncio.Event(), asyncio.Event()  # a signal sets the first alone
+
+    def on_failure() -> None:
+        failed.set()
+        stop.set()
+
+    server = VerifierServer(config, secret, on_failure)
     print(f"verifier {config.name} of {config.model_id} on {await server.start()}", flush=True)
     _print_metrics(config.name, server.metrics_address)
-    await until_stopped(failed)
+    await until_stopped(stop)
     if not failed.is_set():
         await server.drain(config.drain_grace_s)
     await server.stop()
