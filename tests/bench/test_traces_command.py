@@ -175,7 +175,7 @@ def test_texts_of_several_seeds_equal_those_alone_though_the_prompt_is_read_once
     read = []
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda batch: read.extend(len(r.tokens) for r in batch) or forward(batch))
-    monkeypatch.setattr("outrider.bench.traces.record.TargetProbe.costs", lambda *_: SHEET.target)
+    monkeypatch.setattr("outrider.bench.traces.record.target_costs", lambda *_: SHEET.target)
     traces, _ = Recorder(target, {"n": NgramDrafter()}, sampling, (3, 4, 5)).record(words)
     assert repr(traces) == repr(alone)
     assert [(trace.id, trace.seed) for trace in traces] == [(p, s) for p in "pq" for s in (3, 4, 5)]

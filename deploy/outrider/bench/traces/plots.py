@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.bench.links import LinkRecord, link_name, link_parts
 from outrider.bench.plot import COLOURS, GREY, HUES, INK, canvas, save_plot, styled
-from outrider.bench.traces.pool import AFTER, BEFORE, DRAFTER, ORACLE, SELECTOR, Cell, Change, PoolReplayed, Row
+from outrider.bench.traces.pool import AFTER, BEFORE, DRAFTER, ORACLE, SELECTOR, Cell, PoolReplayed, Row
 from outrider.bench.traces.sweep import Replayed
 
 MARKERS = "os^Dv<>PX"
@@ -166,8 +166,15 @@ def _choices(rows: Sequence[Row], drafters: Sequence[str]) -> Any:
     drawn = canvas((1.4 + 2.1 * len(domains), 1.2 + 0.95 * len(names)))
     drawn.suptitle("Who drafts around a change of domain")
     panels = drawn.subplots(len(names), len(domains), sharex=True, sharey=True, squeeze=False)
+    colours = [COLOURS[(1 + i) % len(COLOURS)] for i in range(len(drafters))]
     for change in changes:
-        _stack(panels[names.index(change.name)][domains.index(change.domain)], change, drafters)
+        axes = panels[names.index(change.name)][domains.index(change.domain)]
+        shares = zip(*change.shares, strict=True)
+        axes.stackplot(range(-BEFORE, AFTER), *shares, labels=drafters, colors=colours, linewidth=0)
+        axes.axvline(0, color=INK, linewidth=1.0)
+        axes.set_xlim(-BEFORE, AFTER - 1)
+        axes.set_ylim(0, 1)
+        axes.grid(visible=False)
     for axes, name in zip(panels[:, 0], names, strict=True):
         axes.set_ylabel(name, rotation=0, ha="right", va="center")
         axes.set_yticks([])
@@ -180,13 +187,3 @@ def _choices(rows: Sequence[Row], drafters: Sequence[str]) -> Any:
     handles, labels = panels[0][0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower left", ncols=min(6, len(drafters)))
     return drawn
-
-
-def _stack(axes: Any, change: Change, drafters: Sequence[str]) -> None:
-    shares = zip(*change.shares, strict=True)
-    colours = [COLOURS[(1 + i) % len(COLOURS)] for i in range(len(drafters))]
-    axes.stackplot(range(-BEFORE, AFTER), *shares, labels=drafters, colors=colours, linewidth=0)
-    axes.axvline(0, color=INK, linewidth=1.0)
-    axes.set_xlim(-BEFORE, AFTER - 1)
-    axes.set_ylim(0, 1)
-    axes.grid(visible=False)

@@ -22,7 +22,6 @@ from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.simulator.clock import Costs
 from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
 from outrider.cloud.distribution import VerificationInput, processed_logits
-from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.target import Rows, Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
@@ -98,9 +97,8 @@ class Recorder:
     def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
         """Return a trace for every prompt, seed and drafter, prompt by prompt, and the costs of the machines."""
         texts, traces = self._traces(self._requests(prompts))
-        target_costs = TargetProbe(self._target, self._samplings[0]).costs(texts)
-        self._say(f"a step takes {target_costs.step_s * 1e3:.1f} ms + {target_costs.row_s * 1e3:.2f} ms a row")
-        sheet = CostSheet(target_costs, self._drafter_costs(texts))
+        sheet = CostSheet(target_costs(self._target, self._samplings[0], texts), self._drafter_costs(texts))
+        self._say(f"a step takes {sheet.target.step_s * 1e3:.1f} ms + {sheet.target.row_s * 1e3:.2f} ms a row")
         for name, costs in sheet.drafters.items():
             own = [trace for trace in traces if trace.drafter == name]
             hits = sum(sum(trace.hits) for trace in own) / sum(len(trace.hits) for trace in own)
@@ -166,60 +164,53 @@ def chances_of(written: WrittenText) -> Chances:
     return chances
 
 
-class TargetProbe:
-    """Times steps after the prompts of a few texts."""
+def target_costs(target: Target, sampling: Sampling, texts: Sequence[WrittenText]) -> TargetCosts:
+    """Time steps after prompts of middle length, without the very first step, which makes the target ready."""
+    ordered = sorted(texts, key=lambda text: text.prompt_length)
+    first = max(0, (len(ordered) - TARGET_TEXTS) // 2)
+    chosen = ordered[first : first + TARGET_TEXTS]
+    _steps_after(chosen[0], target, sampling, (0,), 1)
+    reading: list[tuple[int, float]] = []
+    by_rows: dict[int, list[float]] = {}
+    for text in chosen:
+        reading_s, steps = _steps_after(text, target, sampling, DRAFTS, REPEATS)
+        reading.append((text.prompt_length, reading_s))
+        for rows, seconds in steps:
+            by_rows.setdefault(rows, []).append(seconds)
+    line = Line(fade=1.0)
+    for rows, all_s in by_rows.items():
+        line.add(rows, median(all_s))
+    prefill_s = median(max(0.0, seconds - line.base) / rows for rows, seconds in reading)
+    return TargetCosts(line.base, line.slope, prefill_s)
 
-    def __init__(self, target: Target, sampling: Sampling) -> None:
-        self._target = target
-        self._sampling = sampling
-        self._sampler = Sampler(target.device)
 
-    def costs(self, texts: Sequence[WrittenText]) -> TargetCosts:
-        """Return costs from prompts of middle length, without the very first step, which makes the target ready."""
-        ordered = sorted(texts, key=lambda text: text.prompt_length)
-        first = max(0, (len(ordered) - TARGET_TEXTS) // 2)
-        chosen = ordered[first : first + TARGET_TEXTS]
-        self._steps_after(chosen[0], (0,), 1)
-        reading: list[tuple[int, float]] = []
-        by_rows: dict[int, list[float]] = {}
-        for text in chosen:
-            reading_s, steps = self._steps_after(text, DRAFTS, REPEATS)
-            reading.append((text.prompt_length, reading_s))
-            for rows, seconds in steps:
-                by_rows.setdefault(rows, []).append(seconds)
-        line = Line(fade=1.0)
-        for rows, all_s in by_rows.items():
-            line.add(rows, median(all_s))
-        prefill_s = median(max(0.0, seconds - line.base) / rows for rows, seconds in reading)
-        return TargetCosts(line.base, line.slope, prefill_s)
+def _steps_after(
+    text: WrittenText, target: Target, sampling: Sampling, drafts: Sequence[int], repeats: int
+) -> tuple[float, list[tuple[int, float]]]:
+    """Return the seconds of reading the prompt, and rows and seconds of steps after it."""
+    sampler, length = Sampler(target.device), text.prompt_length
+    transcript = text.transcript[: length + 1]
+    drafts = [count for count in drafts if len(transcript) + count <= target.context_length]
+    cache = target.pool.allocate(len(transcript) + max(drafts))
 
-    def _steps_after(
-        self, text: WrittenText, drafts: Sequence[int], repeats: int
-    ) -> tuple[float, list[tuple[int, float]]]:
-        """Return the seconds of reading the prompt, and rows and seconds of steps after it."""
-        prompt, pool = text.transcript[: text.prompt_length], self._target.pool
-        drafts = [count for count in drafts if len(prompt) + 1 + count <= self._target.context_length]
-        transcript = [*prompt, text.transcript[text.prompt_length]]
-        cache = pool.allocate(len(transcript) + max(drafts))
-        try:
-            reading_s = self._step(cache, VerificationInput(self._sampling, list(prompt), len(prompt), ()), prompt)
-            steps = []
-            for _ in range(repeats):
-                for count in drafts:  # all counts a round, so that a slow moment meets them all
-                    cache.truncate(len(prompt))
-                    block = (DraftToken(transcript[-1]),) * count
-                    verified = VerificationInput(self._sampling, transcript, len(prompt), block)
-                    steps.append((count + 1, self._step(cache, verified, transcript[-1:] * (count + 1))))
-        finally:
-            pool.release(cache)
-        return reading_s, steps
-
-    def _step(self, cache: SessionCache, verified: VerificationInput, rows: Sequence[int]) -> float:
-        """Return the seconds of a step that puts `rows` into the cache, the last of which are verified."""
+    def step(known: Sequence[int], block: tuple[DraftToken, ...], rows: Sequence[int]) -> float:
+        verified = VerificationInput(sampling, list(known), length, block)
         began = time.perf_counter()
-        logits = self._target.forward([Rows(cache, tuple(rows), len(verified.block) + 1)])
-        self._sampler.sample(logits, [verified])
+        logits = target.forward([Rows(cache, tuple(rows), len(block) + 1)])
+        sampler.sample(logits, [verified])
         return time.perf_counter() - began
+
+    try:
+        reading_s = step(transcript[:-1], (), transcript[:-1])
+        steps = []
+        for _ in range(repeats):
+            for count in drafts:  # all counts a round, so that a slow moment meets them all
+                cache.truncate(length)
+                block = (DraftToken(transcript[-1]),) * count
+                steps.append((count + 1, step(transcript, block, transcript[-1:] * (count + 1))))
+    finally:
+        target.pool.release(cache)
+    return reading_s, steps
 
 
 class DrafterProbe:

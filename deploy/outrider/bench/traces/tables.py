@@ -44,24 +44,22 @@ def sweep_tables(replayed: Replayed) -> Group:
 
 def _block(link: LinkRecord, results: Sequence[WindowResult]) -> Block:
     best = fastest(results)
-    names = (link_name(link), *[""] * (len(results) - 1))
-    return [_row(name, result, BEST if result is best else "") for name, result in zip(names, results, strict=True)]
-
-
-def _row(name: str, result: WindowResult, mark: str) -> tuple[str, ...]:
-    return (
-        name,
-        result.drafter or "(cloud)",
-        result.window or UNKNOWN,
-        f"{result.tokens_per_second:.1f}",
-        mark,
-        f"{result.ratio:.2f}",
-        f"{result.steps_per_token:.3f}",
-        number(result.acceptance, 3),
-        f"{result.uplink_bytes_per_token:.1f}",
-        f"{result.downlink_bytes_per_token:.1f}",
-        number(result.window_mean, 1),
-    )
+    return [
+        (
+            link_name(link) if result is results[0] else "",
+            result.drafter or "(cloud)",
+            result.window or UNKNOWN,
+            f"{result.tokens_per_second:.1f}",
+            BEST if result is best else "",
+            f"{result.ratio:.2f}",
+            f"{result.steps_per_token:.3f}",
+            number(result.acceptance, 3),
+            f"{result.uplink_bytes_per_token:.1f}",
+            f"{result.downlink_bytes_per_token:.1f}",
+            number(result.window_mean, 1),
+        )
+        for result in results
+    ]
 
 
 def _by_domain(replayed: Replayed, link: LinkRecord, window: str, drafters: Sequence[str]) -> Block:
