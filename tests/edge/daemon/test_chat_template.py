@@ -148,7 +148,7 @@ def test_without_a_template_chats_are_sent_to_completions(start, scripted) -> No
             assert "/v1/completions" in reply.error["message"]
 
 
-def test_the_stopwatch_leaves_no_trace_function_behind() -> None:
+def test_the_time_limit_leaves_no_trace_function_in_place() -> None:
     import sys
 
     before = sys.gettrace()
