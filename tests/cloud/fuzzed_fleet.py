@@ -24,7 +24,7 @@ from outrider.cloud.batching import Batching
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import Allowed, GrammarMatcher
-from outrider.cloud.slots import Outbox
+from outrider.cloud.slots import MAX_UNREAD, Outbox
 from outrider.cloud.steering import Projection
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import VerifierRules, VerifierSession
@@ -33,6 +33,7 @@ from outrider.proto.types import CloudFrame, Continue, EdgeFrame, Goaway, Gramma
 PROJECTION, RANK = "0123456789ab", 3
 CONTEXT = 256
 RESTART_S = 0.3
+NOTICED_S = 0.4
 BROKEN_PLAN = "broken-plan"  # begins the names of sessions whose plans fail
 STEP_S, ROW_S = 0.005, 0.0002
 
@@ -143,7 +144,7 @@ class StreamOutbox(Outbox):
             self._stream.send_down(item)
 
     def unread(self) -> int:
-        return 0
+        return MAX_UNREAD + 1 if self._fleet.rng.random() < 0.02 else 0
 
 
 class FailingModel(HashingModel):
@@ -232,9 +233,16 @@ class FuzzedVerifier:
         self._poke()
 
     def release(self, stream: EngineStream) -> None:
+        """A broken stream may be noticed late, when the text goes on in another already."""
         if stream in self._keys:
-            self.engine.post_close(self._keys.pop(stream))
-            self._poke()
+            late_s = self._fleet.rng.choice((0.0, 0.0, 0.0, NOTICED_S))
+            self._fleet.clock.at(
+                self._fleet.clock.now + late_s, partial(self._close, self.engine, self._keys.pop(stream))
+            )
+
+    def _close(self, engine: Engine, key: int) -> None:
+        engine.post_close(key)
+        self._poke()
 
     def _matcher(self, grammar: Grammar | None, committed: Sequence[int]) -> HashedGrammar | None:
         if grammar is None:
@@ -273,6 +281,20 @@ class FuzzedVerifier:
             elif self.engine._inbox:
                 self._poke()
         fleet.time.spent_s = 0.0
+
+    def drain(self) -> None:
+        """Send everybody away, and be replaced when they are gone."""
+        self.engine.post_drain()
+        self._fleet.clock.at(self._fleet.clock.now + RESTART_S, partial(self._replace_when_empty, self.engine))
+
+    def _replace_when_empty(self, engine: Engine) -> None:
+        if engine is not self.engine or engine.failed:
+            return  # it has failed meanwhile
+        if len(engine._slots) or engine._inbox:
+            self._poke()
+            self._fleet.clock.at(self._fleet.clock.now + RESTART_S, partial(self._replace_when_empty, engine))
+        else:
+            self._replace()
 
     def _on_failure(self) -> None:
         self._fleet.counts["verifiers replaced"] += 1
@@ -324,7 +346,7 @@ class Fleet:
         if not self.failing or self.rng.random() > self._often:
             return
         model, kinds = verifier.model, ["before", "written", "sampled", "before", "written", "sampled", "rows", "plan"]
-        kind = self.rng.choice(kinds if self.rng.random() < 0.95 else ["device", "plans"])
+        kind = self.rng.choice(kinds if self.rng.random() < 0.95 else ["device", "plans", "drain"])
         self.counts[kind] += 1
         match kind:
             case "rows":
@@ -335,6 +357,8 @@ class Fleet:
                 self._failing_plans[id(verifier.engine._batching)] = 1 << 30
             case "device":
                 model.dead = True
+            case "drain":
+                verifier.drain()
             case _:
                 model.fails_next = kind
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from fuzzed_fleet import BROKEN_PLAN, PROJECTION, RANK, EngineStream, Fleet, HashedGrammar, allowed_after
+from fuzzed_fleet import BROKEN_PLAN, NOTICED_S, PROJECTION, RANK, EngineStream, Fleet, HashedGrammar, allowed_after
 from hashing_model import EOS, LAYERS, NO_NUMBER, PLAIN, POISON
 
 from outrider.bench.simulator.clock import VirtualClock
@@ -70,6 +70,7 @@ LEAST = {
     "rows": 0.4,
     "plan": 0.4,
     "verifiers replaced": 0.4,
+    "drain": 0.05,
     "batch-invariant": 0.1,
 }
 
@@ -256,10 +257,10 @@ class Text(Simulation):
             self.clock.at(self.clock.now + lasts_s, lambda: self.lose_stream(stream, Unavailable("the link broke")))
 
     def receive(self, stream: Stream, frame: CloudFrame) -> None:
-        fresh = stream is self.stream and isinstance(frame, Commit) and frame.start == len(self.edge.transcript)
+        before = len(self.edge.transcript)
         super().receive(stream, frame)
-        if fresh:
-            self._check_vector(frame)  # type: ignore[arg-type]
+        if isinstance(frame, Commit) and len(self.edge.transcript) > before:
+            self._check_vector(frame)
 
     def handle(self, event: object) -> None:
         super().handle(event)  # type: ignore[arg-type]
@@ -310,6 +311,10 @@ def run(seed: int, counts: Counter[str]) -> None:
         while len(texts) < TEXTS or not all(text.over for text in texts):
             clock.advance()
             assert clock.now < ENOUGH_S, "no end in sight"
+        until = clock.now + 2 * NOTICED_S
+        clock.at(until, lambda: None)
+        while clock.now < until:
+            clock.advance()
         for verifier in fleet.verifiers:
             verifier.check_is_empty()
         counts.update(fleet.counts)
