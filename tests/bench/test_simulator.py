@@ -10,7 +10,7 @@ import pytest
 from outrider.bench.simulator.clock import Costs, VirtualClock
 from outrider.bench.simulator.faults import Faults, FaultySimulation
 from outrider.bench.simulator.scripted import OracleTarget, ScriptedDrafters, drafter_of, hashing_oracle
-from outrider.bench.simulator.verifier import PREFILL_CHUNK, SimulatedVerifier
+from outrider.bench.simulator.verifier import SimulatedVerifier
 from outrider.cloud.batching import Batch, Batching, credit_of
 from outrider.proto.session import EdgeSession, VerifierRules
 from outrider.proto.types import Open, Patience, Sampling
@@ -25,7 +25,7 @@ class Noted(Batching):
     """Rules of a batch that note how many sessions each step has."""
 
     def __init__(self) -> None:
-        super().__init__(PREFILL_CHUNK)
+        super().__init__()
         self.sizes: list[int] = []
 
     def plan(self, candidates, num_sessions, now) -> Batch:

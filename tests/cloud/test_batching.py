@@ -9,7 +9,17 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from outrider.cloud.batching import MAX_PREFILL_ROWS_ALONE, MIN_DELAY_S, Batch, Batching, RowLimit, Share
+from outrider.cloud.batching import (
+    FIRST_PREFILL_ROWS,
+    MAX_PREFILL_ROWS,
+    MAX_WAIT_S,
+    MIN_DELAY_S,
+    MIN_PREFILL_ROWS,
+    Batch,
+    Batching,
+    RowLimit,
+    Share,
+)
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import Draft, DraftToken, Open, Patience, Report, Sampling, token_ids
 
@@ -23,6 +33,7 @@ RUN_AHEAD, WAIT = Patience(0.0), Patience(1.0, 4)
 class Slot:
     session: VerifierSession
     num_uncomputed_tokens: int = 1
+    ready_since: float = 0.0
 
 
 def slot_of(now: float = 0.0, patience: Patience | None = RUN_AHEAD, unread: int = 1, drafting: bool = True) -> Slot:
@@ -32,7 +43,7 @@ def slot_of(now: float = 0.0, patience: Patience | None = RUN_AHEAD, unread: int
 
 def measured(step_s: float = 0.03, sessions: int = 1) -> Batching:
     """Rules that have seen steps of `step_s`, whatever their rows."""
-    batching = Batching(CHUNK)
+    batching = Batching(prefill_chunk=CHUNK)
     for rows in (1, 5):
         slots = [slot_of() for _ in range(rows * sessions)]
         batching.measure(Batch([Share(slot, 1, ()) for slot in slots]), step_s, sessions)
@@ -40,22 +51,22 @@ def measured(step_s: float = 0.03, sessions: int = 1) -> Batching:
 
 
 def test_nobody_there_sleeps_until_something_happens() -> None:
-    assert Batching(CHUNK).plan([], 0, 5.0) == Batch(wake_at=math.inf)
+    assert Batching(prefill_chunk=CHUNK).plan([], 0, 5.0) == Batch(wake_at=math.inf)
 
 
 def test_who_waits_for_drafts_is_looked_at_when_the_first_patience_ends() -> None:
     slots = [slot_of(now, WAIT) for now in (3.0, 2.5, 2.8)]
-    assert Batching(CHUNK).plan(slots, 3, 3.0) == Batch(wake_at=3.5)
-    batch = Batching(CHUNK).plan(slots, 3, 3.5)
+    assert Batching(prefill_chunk=CHUNK).plan(slots, 3, 3.0) == Batch(wake_at=3.5)
+    batch = Batching(prefill_chunk=CHUNK).plan(slots, 3, 3.5)
     assert [share.slot for share in batch.shares] == [slots[1]], "others with a patience of their own go on waiting"
 
 
 def test_drafts_at_hand_are_verified_with_the_last_committed_token() -> None:
     slot = slot_of(patience=WAIT)
     slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, (7, 8)))), 0.1)
-    assert not Batching(CHUNK).plan([slot], 1, 0.1).shares
+    assert not Batching(prefill_chunk=CHUNK).plan([slot], 1, 0.1).shares
     slot.session.on_draft(Draft(0, 5, tuple(map(DraftToken, (9, 10)))), 0.2)
-    [share] = Batching(CHUNK).plan([slot], 1, 0.2).shares
+    [share] = Batching(prefill_chunk=CHUNK).plan([slot], 1, 0.2).shares
     assert (share.num_tokens, token_ids(share.block), share.num_rows) == (1, (7, 8, 9, 10), 5)
     assert share.only_decodes
 
@@ -95,26 +106,76 @@ def test_a_step_that_reads_a_prompt_is_not_delayed() -> None:
 
 def test_prompts_share_a_chunk_beside_who_decodes_and_have_more_room_alone() -> None:
     first, second, third = (slot_of(unread=n) for n in (50, 300, 9))
-    beside = Batching(CHUNK).plan([slot_of(), first, second, third], 4, 0.0)
-    assert [(share.num_tokens, share.block) for share in beside.shares] == [(1, ()), (50, ()), (14, None)]
+    beside = Batching(prefill_chunk=CHUNK).plan([slot_of(), first, second, third], 4, 0.0)
+    assert [(share.num_tokens, share.block) for share in beside.shares] == [(1, ()), (9, ()), (50, ()), (5, None)]
     assert beside.num_rows == 65
-    alone = Batching(CHUNK).plan([first, second, third], 3, 0.0)
-    assert [(share.num_tokens, share.block) for share in alone.shares] == [(50, ()), (300, ()), (9, ())]
-    long = Batching(CHUNK).plan([slot_of(unread=2000), third], 2, 0.0)
-    assert [(share.num_tokens, share.block) for share in long.shares] == [(MAX_PREFILL_ROWS_ALONE, None)]
+    alone = Batching(prefill_chunk=CHUNK).plan([first, second, third], 3, 0.0)
+    assert [(share.num_tokens, share.block) for share in alone.shares] == [(9, ()), (50, ()), (300, ())]
+    long = Batching(prefill_chunk=CHUNK).plan([slot_of(unread=2000), third], 2, 0.0)
+    assert [(share.num_tokens, share.block) for share in long.shares] == [(9, ()), (MAX_PREFILL_ROWS - 9, None)]
     assert not long.only_verifies
+
+
+def read(slots: list[Slot], batch: Batch) -> None:
+    """Let the shares of a step be computed."""
+    for share in batch.shares:
+        share.slot.num_uncomputed_tokens = max(1, share.slot.num_uncomputed_tokens - share.num_tokens)
+        if share.block is not None and share.slot in slots:
+            slots.remove(share.slot)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_that_came_before() -> None:
+    decoding, long, short = slot_of(), slot_of(unread=32000), slot_of(unread=10)
+    for now in (0.0, 2 * MAX_WAIT_S):
+        batch = Batching().plan([decoding, long, short], 3, now)
+        assert {share.slot: share.block for share in batch.shares} == {decoding: (), short: (), long: None}
+
+
+def test_a_long_prompt_is_read_however_many_short_ones_come() -> None:
+    long, decoding, batching = slot_of(unread=3000), slot_of(), Batching()
+    slots, steps, late = [long], 0, 0
+    while long in slots:
+        now = 0.03 * steps
+        slots += [slot_of(unread=100), slot_of(unread=100)]  # more than a step reads
+        for slot in slots[-2:]:
+            slot.ready_since = now
+        before = long.num_uncomputed_tokens
+        read(slots, batching.plan([decoding, *slots], 1 + len(slots), now))
+        late += now > MAX_WAIT_S and before - long.num_uncomputed_tokens < FIRST_PREFILL_ROWS // 2 and long in slots
+        steps += 1
+        assert steps < 200
+    assert late == 0
+
+
+@pytest.mark.parametrize(
+    ("row_s", "rows"), [(0.001, 40), (0.0001, 400), (0.00001, MAX_PREFILL_ROWS), (0.01, MIN_PREFILL_ROWS)]
+)
+def test_prompts_get_as_many_rows_as_keep_the_gap_of_those_who_decode(row_s, rows) -> None:
+    batching = replace(measured(0.01), max_gap_s=0.05, prefill_chunk=0)
+    batch = Batch([Share(slot_of(), 1, ()), Share(slot_of(unread=999), 64, None)])
+    batching.measure(batch, 0.01 + 64 * row_s, 2)
+    plan = batching.plan([slot_of(), slot_of(unread=2000)], 2, 0.0)
+    assert plan.shares[-1].num_tokens == pytest.approx(rows, abs=1)
+    assert batching.base_s == measured(0.01).base_s, "the cost of decoding is another"
+    assert batching.plan([slot_of(unread=2000)], 1, 0.0).shares[0].num_tokens == MAX_PREFILL_ROWS, "nobody waits"
+
+
+def test_a_few_rows_of_a_prompt_say_nothing_about_their_cost() -> None:
+    batching = replace(measured(0.01), prefill_chunk=0)
+    batching.measure(Batch([Share(slot_of(unread=3), 3, ())]), 0.012, 1)
+    assert batching.plan([slot_of(), slot_of(unread=2000)], 2, 0.0).shares[-1].num_tokens == FIRST_PREFILL_ROWS
 
 
 def test_the_last_chunk_of_a_prompt_takes_the_drafts_along() -> None:
     slot = slot_of(unread=3)
     slot.session.on_draft(Draft(0, 3, tuple(map(DraftToken, (7, 8)))), 0.0)
-    [share] = Batching(CHUNK).plan([slot], 1, 0.0).shares
+    [share] = Batching(prefill_chunk=CHUNK).plan([slot], 1, 0.0).shares
     assert (share.num_tokens, token_ids(share.block), share.num_rows) == (3, (7, 8), 5)
     assert not share.only_decodes
 
 
 def test_only_steps_that_decode_are_measured() -> None:
-    batching = Batching(CHUNK)
+    batching = Batching(prefill_chunk=CHUNK)
     batching.measure(Batch([Share(slot_of(unread=10), 10, ())]), 0.5, 1)
     batching.measure(Batch([Share(slot_of(), 1, ()), Share(slot_of(unread=99), 64, None)]), 0.5, 2)
     assert (batching.base_s, batching.row_s) == (0.0, 0.0)
@@ -173,7 +234,7 @@ def test_a_limit_that_proves_too_low_is_soon_gone() -> None:
 
 @pytest.mark.parametrize("rows", range(1, 9))
 def test_no_step_exceeds_the_limit_and_everybody_takes_part_in_turn(rows) -> None:
-    batching = Batching(CHUNK)
+    batching = Batching(prefill_chunk=CHUNK)
     batching.limit.fail(100, rows)
     now, slots = 1.0, [slot_of() for _ in range(5)]
     for slot in slots[:3]:

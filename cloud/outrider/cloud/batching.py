@@ -12,11 +12,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from outrider.proto.policy import StepCost, batching_delay_s
+from outrider.proto.policy import Smoothed, StepCost, batching_delay_s
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import DraftToken
 
-MAX_PREFILL_ROWS_ALONE = 512  # rows of prompts in one step, while nobody decodes
+MAX_PREFILL_ROWS = 512  # rows of prompts in one step
+MIN_PREFILL_ROWS = 16  # beside those who decode, whatever a row costs
+FIRST_PREFILL_ROWS = 64  # beside those who decode, before the cost of a row is known
+MAX_WAIT_S = 1.0  # after which the prompt that has waited longest is read beside shorter ones
 MIN_DELAY_S = 0.0003  # below it a delay costs more than it brings
 _MIN_STEP_S = 1e-4
 _SESSIONS_WITH_WHOLE_CREDIT = 8
@@ -43,6 +46,11 @@ class Candidate(Protocol):
     @property
     def num_uncomputed_tokens(self) -> int:
         """Committed tokens that the KV cache lacks; 1 while decoding: the last one."""
+        ...
+
+    @property
+    def ready_since(self) -> float:
+        """Time of its newest commit or, before the first, of its admission, in seconds."""
         ...
 
 
@@ -142,24 +150,32 @@ class Batching:
     """The rules of one verifier, with what it has measured of its steps.
 
     Attributes:
-        prefill_chunk: rows of prompts in a step in which others decode.
+        max_gap_s: longest step in which prompts are read while others decode, seconds.
+        prefill_chunk: rows of prompts in such a step instead; 0: as many as that time allows.
         limit: most rows of a step.
         cost: measured cost of steps that only decode.
+        prefill_row_s: smoothed cost of a row of a prompt, seconds.
         base_s, row_s: line through that cost at the present number of sessions, seconds; 0: not measured yet.
     """
 
-    prefill_chunk: int
+    max_gap_s: float = 0.05
+    prefill_chunk: int = 0
     limit: RowLimit = field(default_factory=RowLimit)
     cost: StepCost = field(default_factory=StepCost)
+    prefill_row_s: Smoothed = field(default_factory=Smoothed)
     base_s: float = 0.0
     row_s: float = 0.0
     _prompts_round_up: bool = False
 
     def measure(self, batch: Batch[CandidateT], seconds: float, num_sessions: int) -> None:
         """Learn from a step that took `seconds`, while `num_sessions` run."""
-        if batch.only_decodes:
+        of_prompts = sum(share.num_rows for share in batch.shares if not share.only_decodes)
+        if not of_prompts:
             self.cost.add(batch.num_rows, seconds)
             self.base_s, self.row_s = self.cost.line(max(1, num_sessions))
+        elif of_prompts >= MIN_PREFILL_ROWS:  # in a shorter one most of the time is the step's own
+            rest_s = self.cost.seconds(max(1, batch.num_rows - of_prompts))
+            self.prefill_row_s.add(max(0.0, seconds - rest_s) / of_prompts)
 
     def plan(self, candidates: Iterable[CandidateT], num_sessions: int, now: float) -> Batch[CandidateT]:
         """Return the step that should begin now, or when to look again.
@@ -187,8 +203,8 @@ class Batching:
         if not reading and (delay_s := self._delay_s(due, co_scheduled, now)) > MIN_DELAY_S:
             return Batch(wake_at=now + delay_s, delayed=True)
         if self.limit.rows < math.inf:
-            return Batch(self._limited_shares((*due, *co_scheduled), reading, num_sessions))
-        return Batch(self._shares((*due, *co_scheduled), reading, num_sessions))
+            return Batch(self._limited_shares((*due, *co_scheduled), reading, num_sessions, now))
+        return Batch(self._shares((*due, *co_scheduled), reading, num_sessions, now))
 
     def share_of(self, slot: CandidateT, max_tokens: int, num_sessions: int) -> Share[CandidateT]:
         """Return the next `max_tokens` of a transcript, followed by the drafts where these are the last."""
@@ -206,20 +222,50 @@ class Batching:
         return batching_delay_s(tokens, prospects, max(self.base_s, _MIN_STEP_S))
 
     def _shares(
-        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], num_sessions: int
+        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], num_sessions: int, now: float
     ) -> tuple[Share[CandidateT], ...]:
         """Return shares of all sessions that decode, and of prompts as far as there is room."""
         shares = [self.share_of(slot, 1, num_sessions) for slot in decoding]
-        room = self.prefill_chunk if shares else MAX_PREFILL_ROWS_ALONE
-        for slot in reading:
-            if room <= 0:
-                break
-            shares.append(self.share_of(slot, room, num_sessions))
-            room -= shares[-1].num_rows
-        return tuple(shares)
+        room = self._prefill_rows(sum(share.num_rows for share in shares))
+        return (*shares, *self._prompts(reading, room, num_sessions, now))
+
+    def _prefill_rows(self, decoding_rows: int) -> int:
+        """Return the most rows of prompts in a step that also has `decoding_rows` rows of those who decode."""
+        if not decoding_rows:
+            return MAX_PREFILL_ROWS
+        if self.prefill_chunk:
+            return self.prefill_chunk
+        if not self.prefill_row_s.value:
+            return FIRST_PREFILL_ROWS
+        spare_s = self.max_gap_s - self.cost.seconds(decoding_rows)
+        return max(MIN_PREFILL_ROWS, min(MAX_PREFILL_ROWS, int(spare_s / self.prefill_row_s.value)))
+
+    def _prompts(
+        self, reading: Sequence[CandidateT], room: int, num_sessions: int, now: float
+    ) -> list[Share[CandidateT]]:
+        """Return shares of prompts within `room` rows, drafts aside: the shortest first.
+
+        Half of the room is kept for the prompt that has waited longest, once that is longer than `MAX_WAIT_S`: short
+        ones pass a long one, and never stop it.
+        """
+        shortest_first = sorted(reading, key=lambda slot: slot.num_uncomputed_tokens)
+        overdue = [slot for slot in reading if now - slot.ready_since > MAX_WAIT_S]
+        kept = 0
+        if overdue:
+            oldest = min(overdue, key=lambda slot: slot.ready_since)
+            shortest_first.remove(oldest)
+            shortest_first.append(oldest)
+            kept = room // 2
+        left, shares = room - kept, []
+        for slot in shortest_first:
+            left += kept if slot is shortest_first[-1] else 0
+            if left > 0:
+                shares.append(self.share_of(slot, left, num_sessions))
+                left -= shares[-1].num_rows
+        return shares
 
     def _limited_shares(
-        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], num_sessions: int
+        self, decoding: Sequence[CandidateT], reading: Sequence[CandidateT], num_sessions: int, now: float
     ) -> tuple[Share[CandidateT], ...]:
         """Return shares within the limit: first of those that have been due for longest, and up to half for prompts.
 
@@ -227,16 +273,15 @@ class Batching:
         """
         limit = int(self.limit.rows)
         decoding = sorted(decoding, key=lambda slot: slot.session.ready_at(self.base_s, self.row_s))
-        room = min(limit, MAX_PREFILL_ROWS_ALONE)
+        room = min(limit, self._prefill_rows(len(decoding)))
         if decoding:
             self._prompts_round_up = not self._prompts_round_up
-            room = min((limit + self._prompts_round_up) // 2, self.prefill_chunk)
+            room = min((limit + self._prompts_round_up) // 2, room)
         of_prompts: list[Share[CandidateT]] = []
-        for slot in reading:
-            if room <= 0:
-                break
-            of_prompts.append(_cut(self.share_of(slot, room, num_sessions), room))
-            room -= of_prompts[-1].num_rows
+        for share in self._prompts(reading, room, num_sessions, now):
+            if room > 0:
+                of_prompts.append(_cut(share, room))
+                room -= of_prompts[-1].num_rows
         left = limit - sum(share.num_rows for share in of_prompts)
         shares: list[Share[CandidateT]] = []
         for slot in decoding:

@@ -57,7 +57,7 @@ class Engine:
         self._pool = target.pool
         self._slots = Slots(target.pool, rules.name)
         self._admission = Admission(self._slots, self.rules, config.max_sessions)
-        self._batching = Batching(config.prefill_chunk)
+        self._batching = Batching(config.max_gap_s, config.prefill_chunk)
         self._runner = ModelRunner(target, projections or {}, min_step_s=config.min_step_s)
         self._meter = StepMeter(self.metrics, time.monotonic())
         self._masks = Masks(self._slots, self._wake)

@@ -12,7 +12,7 @@ from functools import partial
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs, VirtualClock
 from outrider.bench.simulator.simulation import Simulation
-from outrider.bench.simulator.verifier import PREFILL_CHUNK, SimulatedVerifier
+from outrider.bench.simulator.verifier import SimulatedVerifier
 from outrider.bench.simulator.wire import ShapeAt, WireLink
 from outrider.cloud.batching import Batching
 from outrider.proto.errors import ConfigError
@@ -277,7 +277,7 @@ def replay(
         costs=costs,
         policy=policy,
         measurements=Measurements(),
-        batching=Batching(PREFILL_CHUNK),
+        batching=Batching(),
         seed=seed,
     )
 

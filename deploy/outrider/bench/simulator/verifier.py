@@ -26,8 +26,6 @@ from outrider.proto.types import (
     token_ids,
 )
 
-PREFILL_CHUNK = 64  # the default of verifiers
-
 FrameT = TypeVar("FrameT", EdgeFrame, CloudFrame)
 
 
@@ -125,7 +123,7 @@ class SimulatedVerifier:
         self, clock: VirtualClock, rules: VerifierRules, target: Target, costs: Costs, batching: Batching | None = None
     ) -> None:
         self.rules = rules
-        self.batching = batching or Batching(PREFILL_CHUNK)
+        self.batching = batching or Batching()
         self._clock = clock
         self._target = target
         self._costs = costs
