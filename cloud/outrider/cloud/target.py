@@ -10,20 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
 
 from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, Span
 from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.kv_size import kv_tokens_by_memory
+from outrider.cloud.packed_linear import Packing, pack_linears
 from outrider.cloud.steering import Taps
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
 TILE_ROWS = 16
-_FEWEST_ROWS, _MAX_ROWS = 8, 48  # of an exchanged product
 # Relative to the size of the logits; rounding gives a tenth of this, a wrong mask or cache 0.3 or more.
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 _CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
@@ -43,7 +41,11 @@ class Rows:
 
 
 class Target:
-    """A loaded target and its KV cache."""
+    """A loaded target and its KV cache.
+
+    Attributes:
+        packing: how the linear layers multiply, where `load_target` has chosen it.
+    """
 
     def __init__(
         self,
@@ -55,8 +57,10 @@ class Target:
         context_length: int = 0,
         max_sessions: int = 32,
         batch_invariant: bool = False,
+        packing: Packing | None = None,
     ) -> None:
         self.model = model
+        self.packing = packing
         self.tokenizer_json = tokenizer_json
         self.tokenizer_sha256 = tokenizer_hash(tokenizer_json)
         self.batch_invariant = batch_invariant
@@ -72,7 +76,6 @@ class Target:
         self.pool = PagedKVCache(kv_tokens, page_size, self.dtype, self.device)
         self.context_length = min(longest, self.pool.page_count * page_size)
         model.set_attn_implementation(attention.NAME)
-        exchange_linears(model)
         self._tapped: Taps | None = None
 
     def tap(self, layers: Sequence[int]) -> None:
@@ -188,10 +191,13 @@ def load_target(
     context_length: int = 0,
     max_sessions: int = 32,
     batch_invariant: bool = False,
+    packed: bool = True,
 ) -> Target:
     """Load from the embedded family, a folder or the hub: safetensors only, no remote code, checked before use.
 
-    With `kv_tokens` 0 the KV cache takes what memory allows, but no more than `max_sessions` of full length fill.
+    With `kv_tokens` 0 the KV cache takes what memory allows, but no more than `max_sessions` of full length fill. On a
+    CPU the linear layers get a second, packed copy of their weights where that is faster and memory allows it, unless
+    `packed` is false.
 
     Raises:
         NotFound: no such model, or the hub cannot be reached.
@@ -199,17 +205,22 @@ def load_target(
     """
     source = resolve_target(target)
     tokenizer_json = _tokenizer_json(source, target)
+    model = load_model(source, target, device=device, dtype=dtype)
+    packing = pack_linears(model, fixed=batch_invariant) if packed else None  # before the KV cache counts memory
     loaded = Target(
-        load_model(source, target, device=device, dtype=dtype),
+        model,
         tokenizer_json,
         kv_tokens=kv_tokens,
         page_size=page_size,
         context_length=context_length,
         max_sessions=max_sessions,
         batch_invariant=batch_invariant,
+        packing=packing,
     )
     difference = loaded.check()
     log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, dtype, device, difference)
+    if packing is not None and loaded.device.type == "cpu":
+        log.info("linear layers of %s: %s", target, packing)
     return loaded
 
 
@@ -249,33 +260,6 @@ def _tokenizer_json(source: str, target: str) -> str:
     if backend is None:
         raise ModelRefused(f"{target!r} has no fast tokenizer (tokenizer.json)", field="target")
     return str(json.dumps(json.loads(backend.to_str())))
-
-
-class ExchangedLinear(nn.Linear):
-    """`nn.Linear` with the same parameters and state, and another order of operands for a dozen rows on a CPU.
-
-    A step multiplies a few rows by every weight. From 8 to 48 rows the product of float32 is faster as W x^T, the wide
-    matrix first, than as x W^T: on the embedded target such a step is 1.1 to 1.4 times as fast on two threads, 1.1 to
-    1.3 times on one. With fewer or more rows it would cost.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name it has in nn.Linear
-        """Map [..., in_features] to [..., out_features]."""
-        rows = input.numel() // self.in_features
-        if not _FEWEST_ROWS <= rows <= _MAX_ROWS:
-            return functional.linear(input, self.weight, self.bias)
-        # Contiguous, or later operations would pay for the exchange.
-        output = torch.mm(self.weight, input.reshape(rows, self.in_features).t()).t().contiguous()
-        if self.bias is not None:
-            output += self.bias
-        return output.view(*input.shape[:-1], self.out_features)
-
-
-def exchange_linears(model: nn.Module) -> None:
-    """Give the plain linear layers of `model` that are float32 on a CPU this forward, in place; no weight is copied."""
-    for module in model.modules():
-        if type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu":
-            module.__class__ = ExchangedLinear
 
 
 def _refuse_what_sees_other_sessions(config: Any) -> None:

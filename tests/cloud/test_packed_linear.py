@@ -1,0 +1,322 @@
+"""Packed linear layers: what linear layers compute, and only where that is right and faster."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from outrider.cloud import packed_linear
+from outrider.cloud.family_index import load_tokenizer, resolve_target
+from outrider.cloud.packed_linear import PackedLinear, Packing, faster, pack_linears, packed_product, rows_keep_bits
+from outrider.cloud.target import Rows, Target, load_model, load_target
+from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.text_writer import TextRequest, TextWriter
+from outrider.proto.types import Sampling
+
+torch.set_num_threads(1)
+
+DTYPES = [torch.float32, torch.bfloat16]
+PROMPTS = ["def add(a, b):\n", "The river was", "Q: What is 7 times 8?\nA:", "## Installation\n\n"]
+
+
+class Clock:
+    """A clock that only products move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def taking(self, product, seconds):
+        def timed(rows):
+            self.now += seconds(rows.shape[0]) if callable(seconds) else seconds
+            return product(rows)
+
+        return timed
+
+
+def linear(out=40, into=96, bias=True, dtype=torch.float32, seed=3):
+    torch.manual_seed(seed)
+    return nn.Linear(into, out, bias=bias, dtype=dtype)
+
+
+def pack_all(model):
+    """Pack every layer, whatever the clock says."""
+    times = itertools.count()
+    packing = pack_linears(model, fixed=True, clock=lambda: float(next(times)))
+    assert packing.packed
+    return packing
+
+
+def costs(monkeypatch, clock, plain, packed, changed=lambda product: product):
+    """Let layers and their packed products take these times on `clock`, by shape."""
+
+    def of(layer):
+        shape = layer.out_features, layer.in_features
+        if not layer._forward_hooks:
+            layer.register_forward_hook(lambda *_: clock.taking(lambda _: None, plain[shape])(torch.empty(1)))
+        return clock.taking(changed(packed_product(layer)), packed[shape])
+
+    monkeypatch.setattr(packed_linear, "packed_product", of)
+
+
+# === the product ====================================================================================================
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 17, 80])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 1)])
+def test_the_result_is_that_of_the_plain_layer(dtype, bias, rows, shape):
+    layer = linear(bias=bias, dtype=dtype)
+    x = torch.randn(*shape, 96, rows).to(dtype).transpose(-1, -2)  # as a view that is not contiguous
+    with torch.inference_mode():
+        plain = layer(x)
+        layer.__class__, layer._product = PackedLinear, packed_product(layer)
+        got = layer(x)
+    assert got.shape == plain.shape
+    assert got.is_contiguous()
+    assert torch.allclose(got, plain, atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_packing_keeps_parameters_and_gradients():
+    model = nn.Sequential(linear())
+    weights = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    pack_linears(model, fixed=True, clock=itertools.count().__next__)
+    assert type(model[0]) is PackedLinear
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == weights
+    model(torch.ones(2, 96)).sum().backward()
+    assert torch.equal(model[0].weight.grad, torch.full((40, 96), 2.0))
+
+
+# === the choice by time =============================================================================================
+
+
+@pytest.mark.parametrize(
+    ("plain", "packed", "wins"),
+    [
+        (2.0, 1.0, True),
+        (1.0, 2.0, False),
+        (lambda n: float(n), lambda n: 3.0, True),  # 1/3 * 5/3 * 17/3 of 27
+        (lambda n: 1.0 + 0.01 * n, lambda n: 1.1, False),
+    ],
+)
+def test_the_shorter_time_wins_over_all_numbers_of_rows(plain, packed, wins):
+    clock = Clock()
+    inputs = [torch.ones(n, 4) for n in (1, 5, 17)]
+    assert faster(clock.taking(torch.abs, plain), clock.taking(torch.abs, packed), inputs, clock) is wins
+
+
+def test_a_disturbed_product_is_judged_by_its_undisturbed_times():
+    clock = Clock()
+    disturbed = itertools.cycle([90.0, 1.0])
+    packed = clock.taking(torch.abs, lambda _: next(disturbed))
+    assert faster(clock.taking(torch.abs, 2.0), packed, [torch.ones(1, 4)], clock)
+
+
+def test_a_clock_that_stands_still_chooses_nothing():
+    assert not faster(torch.abs, torch.abs, [torch.ones(1, 4)], lambda: 0.0)
+
+
+def test_each_shape_keeps_the_product_that_is_faster_for_it(monkeypatch):
+    clock = Clock()
+    costs(monkeypatch, clock, plain={(40, 96): 3.0, (96, 40): 1.0}, packed={(40, 96): 2.0, (96, 40): 2.0})
+    model = nn.Sequential(linear(), linear(96, 40), linear(seed=4))
+    packing = pack_linears(model, clock=clock)
+    assert [type(layer) for layer in model] == [PackedLinear, nn.Linear, PackedLinear]
+    assert (packing.packed, packing.plain) == (((40, 96),), ((96, 40),))
+    assert packing.packed_bytes == 2 * 40 * 96 * 4
+    assert "1 of 2 shapes packed" in str(packing)
+
+
+def other_bits(product):
+    """The product with its smallest bits changed."""
+    return lambda rows: product(rows) * (1 + 2**-7 if rows.dtype == torch.bfloat16 else 1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fixed", "changed", "kind"),
+    [
+        (torch.float32, False, other_bits, nn.Linear),
+        (torch.float32, True, other_bits, PackedLinear),
+        (torch.bfloat16, False, other_bits, PackedLinear),
+        (torch.bfloat16, True, other_bits, PackedLinear),
+        (torch.bfloat16, False, None, nn.Linear),
+        (torch.bfloat16, True, None, nn.Linear),
+    ],
+)
+def test_the_clock_decides_only_where_other_bits_are_no_promise(monkeypatch, dtype, fixed, changed, kind):
+    clock = Clock()
+    layer = linear(dtype=dtype)
+    same = changed or (lambda _: lambda rows: nn.functional.linear(rows, layer.weight, layer.bias))
+    costs(monkeypatch, clock, plain={(40, 96): 1.0}, packed={(40, 96): 2.0}, changed=same)
+    pack_linears(nn.Sequential(layer), fixed=fixed, clock=clock)
+    assert type(layer) is kind
+
+
+# === the fallback ===================================================================================================
+
+
+def of_another_layer(layer):
+    return packed_product(linear(layer.out_features, layer.in_features, dtype=layer.weight.dtype, seed=99))
+
+
+def without_a_column(layer):
+    return lambda rows: packed_product(layer)(rows * (torch.arange(rows.shape[-1]) > 0))
+
+
+def no_numbers(layer):
+    return lambda rows: packed_product(layer)(rows) * float("nan")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", [of_another_layer, without_a_column, no_numbers])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_wrong_product_of_one_layer_keeps_the_shape_plain(monkeypatch, caplog, dtype, wrong, which):
+    model = nn.Sequential(linear(48, 48, dtype=dtype), linear(48, 48, dtype=dtype, seed=4))
+    broken = model[which]
+    monkeypatch.setattr(
+        packed_linear, "packed_product", lambda layer: (wrong if layer is broken else packed_product)(layer)
+    )
+    monkeypatch.setattr(packed_linear, "faster", lambda *_: True)
+    with caplog.at_level(logging.WARNING):
+        packing = pack_linears(model)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
+    assert packing == Packing(plain=((48, 48),), rows_keep_bits=packing.rows_keep_bits)
+    assert "not used" in caplog.text
+
+
+def raises(*_):
+    raise RuntimeError("could not create a primitive descriptor")
+
+
+@pytest.mark.parametrize(
+    "operators",
+    [
+        SimpleNamespace(),
+        SimpleNamespace(_reorder_linear_weight=lambda weight: weight),
+        SimpleNamespace(_reorder_linear_weight=raises),
+        SimpleNamespace(_reorder_linear_weight=lambda weight, rows: weight, _linear_pointwise=raises),
+    ],
+    ids=["missing", "changed", "cannot pack", "cannot multiply"],
+)
+def test_without_the_operators_layers_stay_plain(monkeypatch, operators):
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    model = nn.Sequential(linear())
+    packing = pack_linears(model, fixed=True)
+    assert type(model[0]) is nn.Linear
+    assert packing.packed == ()
+
+
+def test_other_devices_types_and_kinds_of_layers_stay_as_they_are():
+    class Own(nn.Linear):
+        """Its forward might do more."""
+
+    model = nn.Sequential(
+        linear(), Own(96, 40), linear(dtype=torch.float16), nn.LayerNorm(4), nn.Linear(96, 40, device="meta")
+    )
+    kinds = [type(layer) for layer in model]
+    pack_all(model)
+    assert [type(layer) for layer in model] == [PackedLinear, *kinds[1:]]
+
+
+def test_weights_are_not_copied_where_memory_is_short(monkeypatch, caplog):
+    model = nn.Sequential(linear(), linear(96, 40))
+    needed = 2 * 40 * 96 * 4
+    monkeypatch.setattr(packed_linear, "available_bytes", lambda: 2 * needed - 1)
+    assert pack_linears(model, fixed=True).packed == ()
+    assert "not packed" in caplog.text
+    monkeypatch.setattr(packed_linear, "available_bytes", lambda: 2 * needed)
+    assert pack_all(model).packed_bytes == needed
+
+
+# === bits ===========================================================================================================
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_of_each_row_by_itself_keeps_its_bits(dtype):
+    layer, rows = linear(dtype=dtype), torch.randn(33, 96).to(dtype)
+    assert rows_keep_bits(lambda x: torch.stack([nn.functional.linear(row, layer.weight) for row in x]), rows)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x * (1 + 2**-7 * (len(x) == 1)),
+        lambda x: x * (1 + 2**-7 * (len(x) > 32)),
+        lambda x: x * (1 + 2**-7 * (torch.arange(len(x)) == 3))[:, None].to(x.dtype),
+    ],
+    ids=["alone", "in a crowd", "in the fourth place"],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_whose_bits_depend_on_its_neighbours_is_found(dtype, wrong):
+    assert not rows_keep_bits(wrong, torch.randn(33, 96).to(dtype))
+
+
+# === the embedded target ============================================================================================
+
+
+@pytest.fixture(scope="module")
+def packed_and_plain():
+    model = load_model(resolve_target("reference"), "reference", device="cpu", dtype="float32")
+    packing = pack_all(model)
+    assert not packing.plain
+    packed = Target(model, "{}", kv_tokens=4096, page_size=16, packing=packing)
+    return packed, load_target("reference", kv_tokens=4096, packed=False)
+
+
+def encoded():
+    tokenizer = load_tokenizer(resolve_target("reference"))
+    return [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
+
+
+def test_greedy_texts_are_the_same_packed_and_plain(packed_and_plain):
+    requests = [TextRequest(prompt, Sampling(temperature=0.0, max_tokens=48)) for prompt in encoded()]
+    packed, plain = (
+        TextWriter(target, at_once=at_once).write(requests)
+        for target, at_once in zip(packed_and_plain, (4, 1), strict=True)
+    )
+    assert [text.transcript for text in packed] == [text.transcript for text in plain]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17, 33])
+def test_the_likeliest_tokens_are_the_same_packed_and_plain(packed_and_plain, rows):
+    tokens = (*itertools.chain(*encoded()),) * 3
+    logits = []
+    for target in packed_and_plain:
+        cache = target.pool.allocate(len(tokens))
+        pieces = [tokens[at : at + rows] for at in range(0, len(tokens), rows)]
+        logits.append(torch.cat([target.forward([Rows(cache, piece, len(piece))]) for piece in pieces]))
+        target.pool.release(cache)
+    packed, plain = logits
+    assert torch.equal(packed.argmax(dim=1), plain.argmax(dim=1))
+    assert float((packed - plain).abs().max()) < 1e-4
+    assert not torch.equal(packed, plain), "they are different products"
+
+
+def test_a_loaded_target_says_how_its_layers_multiply(tmp_path, caplog):
+    folder = str(save_tiny_target(tmp_path))
+    with caplog.at_level(logging.INFO):
+        packing = load_target(folder, kv_tokens=256).packing
+    assert len(packing.packed) + len(packing.plain) == 5
+    assert f"linear layers of {folder}: {packing}" in caplog.text
+    plain = load_target(folder, kv_tokens=256, packed=False)
+    assert plain.packing is None
+    assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_targets_multiply_in_the_same_way_each_time(tmp_path, dtype, monkeypatch):
+    folder = str(save_tiny_target(tmp_path))
+    bits = []
+    for wins in (True, False):
+        monkeypatch.setattr(packed_linear, "faster", lambda *_, wins=wins: wins)
+        target = load_target(folder, kv_tokens=256, dtype=dtype, batch_invariant=True)
+        bits.append(target.forward([Rows(target.pool.allocate(32), tuple(range(3, 25)), 22)]))
+    assert torch.equal(*bits)
