@@ -19,7 +19,7 @@ from hashing_model import EOS, HIDDEN, LAYERS, HashingModel, Language, hashing_t
 
 from outrider.bench.simulator.clock import VirtualClock
 from outrider.bench.simulator.verifier import Link, Stream
-from outrider.cloud import engine, recovery, runner
+from outrider.cloud import engine, recovery, runner, slots
 from outrider.cloud.batching import Batching
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
@@ -31,7 +31,7 @@ from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, Continue, EdgeFrame, Goaway, Grammar, Open
 
 PROJECTION, RANK = "0123456789ab", 3
-CONTEXT = 256
+CONTEXT = 165
 RESTART_S = 0.3
 NOTICED_S = 0.4
 BROKEN_PLAN = "broken-plan"  # begins the names of sessions whose plans fail
@@ -188,7 +188,7 @@ class FuzzedVerifier:
     def _start(self) -> None:
         fleet = self._fleet
         self.model = FailingModel(fleet.language, fleet)
-        options = {"kv_tokens": fleet.rng.choice((1500, 4000)), "page_size": fleet.rng.choice((1, 8, 16))}
+        options = {"kv_tokens": fleet.rng.choice((170, 170, 4000)), "page_size": fleet.rng.choice((1, 8, 16))}
         target = hashing_target(self.model, batch_invariant=fleet.batch_invariant, **options)
         self.rules = VerifierRules(
             self._name,
@@ -312,6 +312,7 @@ class FuzzedVerifier:
         assert self.engine.free_pages == self.engine.page_count, "a page has leaked"
         assert self.engine.session_count == self.engine.parked_count == 0
         assert self.model.complaints == []
+        self._fleet.counts["preempted"] += int(self.engine.metrics.preemptions._value.get())
 
 
 class Fleet:
@@ -337,6 +338,7 @@ class Fleet:
         self._failing_plans: dict[int, int] = {}  # how many more of whose plans fail
         for module in (engine, recovery, runner):
             monkeypatch.setattr(module, "time", self.time)
+        monkeypatch.setattr(slots, "AHEAD", 8)  # so that short texts, too, grow while others hold what is left
         monkeypatch.setattr(Batching, "plan", self._plan(Batching.plan))
         monkeypatch.setattr(VerifierSession, "ready_at", _ready_at(VerifierSession.ready_at))
         self.verifiers = [FuzzedVerifier(self, name) for name in ("a", "b")]

@@ -71,6 +71,7 @@ LEAST = {
     "plan": 0.4,
     "verifiers replaced": 0.4,
     "drain": 0.05,
+    "preempted": 0.05,
     "batch-invariant": 0.1,
 }
 
@@ -134,12 +135,11 @@ class Text(Simulation):
 
     # --- what is asked for ---
 
-    def _prompt(self, bad_token: int, least: int = 1) -> tuple[int, ...]:
-        tokens = [
-            self._rng.randrange(PLAIN, self._fleet.language.vocab_size) for _ in range(self._rng.randrange(least, 50))
-        ]
+    def _prompt(self, bad_token: int) -> tuple[int, ...]:
+        rng, vocab = self._rng, self._fleet.language.vocab_size
+        tokens = [rng.randrange(PLAIN, vocab) for _ in range(rng.randrange(1, rng.choice((10, 30, 100))))]
         if bad_token:
-            tokens.insert(self._rng.randrange(len(tokens) + 1), bad_token)
+            tokens.insert(rng.randrange(len(tokens) + 1), bad_token)
         return tuple(tokens)
 
     def _sampling(self) -> Sampling:
@@ -155,7 +155,7 @@ class Text(Simulation):
             presence_penalty=rng.choice((0.0, 0.5)),
             frequency_penalty=rng.choice((0.0, 0.4)),
             logit_bias=rng.choice(((), ((PLAIN, 3.0), (PLAIN + 2, -100.0)))),
-            max_tokens=rng.randrange(1, 25),
+            max_tokens=rng.randrange(1, rng.choice((12, 25, 60))),
             stop_tokens=rng.choice(((), (), (vocab - 2, vocab - 3))),
             ignore_eos=grammar is None and rng.random() < 0.5,
             grammar=grammar,
@@ -243,7 +243,7 @@ class Text(Simulation):
 
     def open_stream(self) -> None:
         self.num_streams += 1
-        self.verifier = self._rng.choice(self._fleet.verifiers)  # type: ignore[assignment]
+        self.verifier = self._rng.choices(self._fleet.verifiers, (5, 1))[0]  # type: ignore[assignment]
         stream = self.stream = EngineStream(
             self.clock,
             self._new_link(self.clock.now),
@@ -284,7 +284,7 @@ class Text(Simulation):
         self._counts["further turns"] += 1
         start = self._rng.choice((len(self.edge.transcript), self._rng.randrange(len(self.edge.transcript) + 1)))
         prompt = self._prompt(self._bad_token if not self._turns_left else 0)
-        if start + len(prompt) > 200:
+        if start + len(prompt) > 100:
             start = 0
         self.emitted.clear()
         self.done, self._checked = None, False
@@ -306,7 +306,7 @@ def run(seed: int, counts: Counter[str]) -> None:
             texts[-1].begin()
 
         for number in range(TEXTS):
-            clock.at(rng.choice((0.0, rng.random())), functools.partial(begin, number))
+            clock.at(rng.choice((0.0, 0.0, rng.random())), functools.partial(begin, number))
         clock.at(20.0, fleet.heal)
         while len(texts) < TEXTS or not all(text.over for text in texts):
             clock.advance()

@@ -175,6 +175,23 @@ def test_scattered_pages_equal_pages_side_by_side(architecture, folders):
     assert torch.equal(*got)
 
 
+def test_a_session_that_is_moved_to_grow_goes_on_as_before(folders):
+    folder, model = folders("llama")
+    target, tokens = load(folder, kv_tokens=256), text(3)
+    cache = target.pool.allocate(20)
+    first = target.forward([Rows(cache, tokens[:20], 20)])
+    beside = [target.pool.allocate(4) for _ in range(target.pool.free_pages)]
+    before = list(cache.pages)
+    far = [holder for holder in beside if not before[0] - 5 < holder.pages[0] < before[-1] + 5]
+    for holder in far:
+        target.pool.release(holder)
+    target.pool.resize(cache, len(tokens))
+    assert cache.contiguous
+    assert not {*before} & {*cache.pages}
+    second = target.forward([Rows(cache, tokens[20:], len(tokens) - 20)])
+    assert torch.allclose(torch.cat([first, second]), plain(model, tokens), atol=1e-3)
+
+
 def rows_in_company(target, tokens):
     """The same 12 rows: alone, in pieces, and among others' rows."""
     alone, pieces, crowd, other, third = (target.pool.allocate(32) for _ in range(5))

@@ -131,6 +131,7 @@ class PagedKVCache:
         self.free_pages += len(cache.pages) - len(pages)
         cache.lie_on(pages, self._slots_of(pages))
 
+    @torch.inference_mode()  # the layers are made in it, and may change in no other
     def _move(self, cache: SessionCache, pages: list[int]) -> None:
         """Copy what a session holds to free `pages`, which it holds from then on."""
         before = cache.slots[: cache.length]
