@@ -235,6 +235,27 @@ def test_a_stop_string_cuts_the_same_tokens_with_any_drafter(serving, edge, draf
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
+def test_a_text_ends_for_the_same_reason_with_any_drafter(serving, edge) -> None:
+    async def main() -> None:
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                prompt = client.encode(PROMPT)
+                whole = await client.complete(PROMPT, max_tokens=12, ignore_eos=True)
+                stops = [client.decode([token]) for token in whole.ids[-4:]]
+                ends = [{"stop": stop} for stop in stops] + [{"stop_tokens": whole.ids[-1:]}, {"stop": "never said"}]
+                expected = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
+            oracle, patient = ScriptedDrafter([*prompt, *whole.ids]), Patience(math.inf, 16)
+            async with edge(address, drafter=oracle, window="fixed:16", patience=patient) as client:
+                got = [await client.complete(PROMPT, max_tokens=12, ignore_eos=True, **end) for end in ends]
+        for plain, drafted in zip(expected, got, strict=True):
+            assert (drafted.finish_reason, drafted.ids, drafted.text) == (plain.finish_reason, plain.ids, plain.text)
+            assert drafted.statistics.steps <= 3, "one commit holds the end of a stop string and of the text"
+        assert {completion.finish_reason for completion in got} >= {FinishReason.STOP_STRING, FinishReason.LENGTH}
+
+    asyncio.run(main())
+
+
 class ForeignDrafter:
     """Somebody's drafter: proposes `token`, or raises it."""
 

@@ -120,6 +120,7 @@ class Decoding:
         self._begun = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._emitted: asyncio.Queue[Emit | Done] = asyncio.Queue()
+        self._stopped_by: FinishReason | None = None
 
     def run(self) -> AsyncGenerator[Emit | Done]:
         """Yield committed tokens as they come, and at last Done; leaving early cancels the text everywhere."""
@@ -138,7 +139,8 @@ class Decoding:
         try:
             while done is None:
                 item = await self._next_emitted()
-                done = item if isinstance(item, Done) else None
+                if isinstance(item, Done):
+                    item = done = item if self._stopped_by is None else Done(self._stopped_by)
                 yield item
         finally:
             at = time.monotonic()
@@ -166,6 +168,7 @@ class Decoding:
         instructions = self._react(TurnBegun(start, prompt, sampling, another), measured)
         self._measured = measured
         self._emitted = asyncio.Queue()
+        self._stopped_by = None
         self._rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length)
         if self._stream is not None:
             self._stream.statistics = self.machine.statistics
@@ -183,7 +186,8 @@ class Decoding:
             self._thread.submit(self._close_states)  # after a job that may still run there
 
     def stop(self, finish: FinishReason) -> None:
-        """End the text from this side; Done follows."""
+        """End the text from this side; Done with `finish` follows, also where the verifier ended the text meanwhile."""
+        self._stopped_by = finish
         self._handle(Cancelled(finish))
 
     async def _next_emitted(self) -> Emit | Done:

@@ -101,14 +101,16 @@ async def stream_events(
                 continue  # it was on its way when the stop string was seen
             if isinstance(item, Emit):
                 first_token_s = first_token_s or time.monotonic() - began
-                yield _tokens_event(item, text)
+                event = _tokens_event(item, text)
                 if text.stopped:
                     decoding.stop(FinishReason.STOP_STRING)
+                yield event
             elif item.error is not None:
                 raise item.error
             else:
-                reason, statistics = item.finish or FinishReason.CANCELLED, decoding.machine.statistics
-                yield Finished(reason, text.finish(), statistics, time.monotonic() - began, first_token_s)
+                rest = text.finish()
+                reason = FinishReason.STOP_STRING if text.stopped else item.finish or FinishReason.CANCELLED
+                yield Finished(reason, rest, decoding.machine.statistics, time.monotonic() - began, first_token_s)
                 return
 
 

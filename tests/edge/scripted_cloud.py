@@ -1,0 +1,97 @@
+"""A cloud without a network, whose verifier makes commits of any sizes from scripted tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.link import Connection
+from outrider.proto.session import EdgeStatistics
+from outrider.proto.session.acceptance import accept_drafts
+from outrider.proto.types import Cancel, CloudFrame, Commit, CommittedToken, DraftToken, EdgeFrame, Open, Opened
+
+EOS = 1
+VOCABULARY = 8192
+YIELDS = 20  # turns of the event loop that let an edge answer a commit
+
+Script = Callable[[Open], Sequence[CommittedToken]]
+
+
+def commits(frame: Open, tokens: Sequence[CommittedToken], sizes: Sequence[int]) -> Iterator[Commit]:
+    """Cut a text's tokens into commits of these sizes, and then of one token, up to where the text ends."""
+    done, finish = 0, None
+    for size in chain(sizes, repeat(1)):
+        rows = tuple(tokens[done : done + size])
+        drafts = tuple(DraftToken(token.id) for token in rows[:-1])
+        committed, accepted, finish = accept_drafts(
+            drafts, rows, generated=done, sampling=frame.sampling, eos_tokens=frozenset({EOS})
+        )
+        start = len(frame.prompt) + done
+        yield Commit(start, committed, accepted, 8, finish=finish, verified=len(drafts))
+        if finish is not None:
+            return
+        done += len(committed)
+
+
+class ScriptedStream:
+    """Answers an Open with all commits of its text, or waits for the edge's answer to each where it is `paced`."""
+
+    def __init__(self, channels: ScriptedChannels, statistics: EdgeStatistics) -> None:
+        self.statistics = statistics
+        self.connection: Connection | None = None
+        self._channels = channels
+        self._frames: asyncio.Queue[CloudFrame] = asyncio.Queue()
+        self._cancelled = False
+
+    def send(self, frame: EdgeFrame) -> None:
+        self._cancelled |= isinstance(frame, Cancel)
+        if isinstance(frame, Open):
+            self._frames.put_nowait(Opened(0, 8, frame.sampling.max_tokens, "scripted", VOCABULARY))
+            for commit in commits(frame, self._channels.script(frame), self._channels.sizes):
+                self._frames.put_nowait(commit)
+
+    async def frames(self) -> AsyncIterator[CloudFrame]:
+        while not self._cancelled:
+            yield await self._frames.get()
+            for _ in range(YIELDS if self._channels.paced else 0):
+                await asyncio.sleep(0)
+        await asyncio.Event().wait()
+
+
+class ScriptedChannels:
+    """Streams to such a verifier, in place of `outrider.edge.link.Channels`.
+
+    Attributes:
+        script: tokens of a text, which go on beyond its end.
+        sizes: numbers of tokens in the first commits of each text; the others have one.
+        paced: whether the edge can answer each commit before the next, as with steps that take time.
+    """
+
+    def __init__(self) -> None:
+        self.script: Script = lambda _: ()
+        self.sizes: Sequence[int] = ()
+        self.paced = True
+
+    def open_stream(self, address: str, statistics: EdgeStatistics, *_: object) -> ScriptedStream:
+        return ScriptedStream(self, statistics)
+
+    async def close_stream(self, address: str, stream: ScriptedStream) -> None:
+        pass
+
+    def retire(self, address: str, connection: Connection) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def scripted_client(tokenizer: Path, **config: Any) -> tuple[Client, ScriptedChannels]:
+    """Make a client of that cloud, and the channels that it decodes through."""
+    options = {"verifier": "127.0.0.1:1", "model": "tiny", "drafter": "none", **config}
+    client = Client(EdgeConfig(tokenizer=tokenizer, **options))
+    channels = client._channels = ScriptedChannels()  # type: ignore[assignment]
+    return client, channels
