@@ -16,16 +16,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import fsspec
 import pytest
 
 from outrider.deploy.cli import main, parse
 from outrider.deploy.commands.operating import SubmitSettings
-from outrider.deploy.submit import command, entry
-from outrider.deploy.submit.command import absolute, find_wheel, link_inputs, send
-from outrider.deploy.submit.jobs import follow
-from outrider.deploy.submit.place import Mirror, Place
-from outrider.proto.errors import ConfigError
+from outrider.deploy.submit import command
+from outrider.deploy.submit import job as job_on_node
+from outrider.deploy.submit.command import absolute, find_wheel, follow, link_inputs, send
+from outrider.deploy.submit.job import Mirror, Place
+from outrider.proto.errors import ConfigError, Unavailable
 
 WHEEL = "outrider-0.1.0-py3-none-any.whl"
 
@@ -160,7 +161,7 @@ def test_a_store_whose_driver_is_missing_names_the_package(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("words", "status"), [(["models"], 0), (["fly"], 2)])
 def test_a_job_ends_as_its_command_does(tmp_path: Path, words: list[str], status: int) -> None:
-    call = [sys.executable, "-m", "outrider.deploy.submit.entry", "--output", str(tmp_path / "out"), "--", *words]
+    call = [sys.executable, "-m", "outrider.deploy.submit.job", "--output", str(tmp_path / "out"), "--", *words]
     done = subprocess.run(call, cwd=tmp_path, env=os.environ | {"TMPDIR": str(tmp_path)}, check=False, timeout=100)
     assert done.returncode == status
     assert list(tmp_path.iterdir()) == [], "nothing was written, and the job's folder is cleared"
@@ -178,9 +179,9 @@ def job(
     monkeypatch.setenv("OUTRIDER_TEST_PROGRAM", program)
     monkeypatch.setattr("tempfile.tempdir", str(folder / "temporary"))
     monkeypatch.setattr("sys.executable", str(executable))
-    monkeypatch.setattr(entry, "SYNC_EVERY_S", every_s)
+    monkeypatch.setattr(job_on_node, "SYNC_EVERY_S", every_s)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    return entry.main(["--output", str(place), *words, "--", "models"]), place
+    return job_on_node.main(["--output", str(place), *words, "--", "models"]), place
 
 
 def test_what_a_failed_command_wrote_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,8 +228,8 @@ def test_files_that_cannot_be_brought_to_the_place_stay_and_their_folder_is_name
 
 def test_a_command_that_is_stopped_is_waited_for_and_what_it_then_writes_is_kept(tmp_path: Path) -> None:
     (tmp_path / "go.py").write_text(
-        "import sys\nfrom outrider.deploy.submit import entry\n"
-        "sys.executable = sys.argv[1]\nsys.exit(entry.main(['--output', sys.argv[2], '--', 'models']))\n"
+        "import sys\nfrom outrider.deploy.submit import job\n"
+        "sys.executable = sys.argv[1]\nsys.exit(job.main(['--output', sys.argv[2], '--', 'models']))\n"
     )
     command = tmp_path / "command"
     command.write_text(
@@ -327,7 +328,7 @@ def test_a_job_has_its_inputs_and_its_output_place(tmp_path: Path, monkeypatch: 
     server = sent(*arguments, "--input", "../c.txt", *TRAIN, "../c.txt")
     place = tmp_path / "here" / "j"
     assert server.job["entrypoint"] == (
-        f"python -m outrider.deploy.submit.entry --output {place} --inputs --mark j --resume run "
+        f"python -m outrider.deploy.submit.job --output {place} --inputs --mark j --resume run "
         "-- train drafter --output run --steps 1 --corpus c.txt"
     )
     assert server.packed == {"c.txt": b"text"}
@@ -395,9 +396,12 @@ def test_a_url_is_a_place_as_it_is_and_a_path_is_made_absolute(monkeypatch: pyte
 
 
 class ScriptedServer:
-    """Ray's client for a job whose log streams break by a script; the job ends with the last one."""
+    """Ray's client for a job whose log streams break by a script; the job ends with the last one.
 
-    def __init__(self, *streams: str) -> None:
+    None in place of a stream: the server is away until somebody has tried to open it.
+    """
+
+    def __init__(self, *streams: str | None) -> None:
         self.streams = list(streams)
 
     def get_address(self) -> str:
@@ -405,25 +409,38 @@ class ScriptedServer:
 
     async def tail_job_logs(self, _: str) -> AsyncIterator[str]:
         text = self.streams.pop(0)
+        if text is None:
+            raise aiohttp.ClientConnectionError("refused")
         for at in range(0, len(text), 7):
             yield text[at : at + 7]
         if self.streams:
             raise RuntimeError("broken")
 
     def get_job_info(self, _: str) -> SimpleNamespace:
+        if self.streams and self.streams[0] is None:
+            raise ConnectionError("refused")
         return SimpleNamespace(status=SimpleNamespace(is_terminal=lambda: not self.streams))
 
 
 def test_what_the_log_says_is_printed_once_however_often_the_stream_breaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("RETRY_S", "END_POLL_S"):
-        monkeypatch.setattr(f"outrider.deploy.submit.jobs.{name}", 0.0)
+    monkeypatch.setattr(command, "RETRY_S", 0.0)
     whole = "first line\nsecond line\nthird line\nwithout an end"
     server = ScriptedServer(whole[:15], whole[:4], whole[:30], whole)
     job = asyncio.run(follow(server, "j"))
     assert capsys.readouterr().out == whole + "\n"
     assert job.status.is_terminal()
+
+
+def test_a_server_that_is_away_for_a_while_is_asked_again_and_then_given_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "RETRY_S", 0.0)
+    asyncio.run(follow(ScriptedServer("first", None, None, "first\nlast\n"), "j"))
+    assert capsys.readouterr().out == "first\nlast\n"
+    with pytest.raises(Unavailable, match="no job server answers at http://scripted"):
+        asyncio.run(follow(ScriptedServer("first", *[None] * 9, "never read"), "j"))
 
 
 # --- mistakes ---

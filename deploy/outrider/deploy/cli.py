@@ -171,9 +171,9 @@ def _run(given: Given) -> int:
 
 def completion(given: Given) -> int:
     """Run `outrider completion`."""
-    import argcomplete
+    from argcomplete.shell_integration import shellcode
 
-    print(argcomplete.shellcode(["outrider"], shell=given.values["shell"]))
+    print(shellcode(["outrider"], shell=given.values["shell"]))
     return 0
 
 

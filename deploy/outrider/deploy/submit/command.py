@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
+import logging
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import SubmitSettings
-from outrider.deploy.submit.jobs import connect, follow, job_of, ray_errors
-from outrider.deploy.submit.place import Place
-from outrider.proto.errors import ConfigError
+from outrider.deploy.submit.job import Place
+from outrider.proto.errors import ConfigError, NotFound, OutriderError, Unauthenticated, Unavailable
 
 OUTPUT_KEY = "outrider_output"  # in the job's metadata, for those who follow it later
 # Ray kills a job 3 s after it asks it to stop, too soon to copy a checkpoint; its supervisor reads this.
@@ -29,6 +32,8 @@ DETACHED, STOPPED = 130, 143
 WRITING = ("output", "report", "json", "plot")
 UNPACKED = "${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}"
 CHECKOUT = Path(__file__).resolve().parents[4]
+ATTEMPTS = 5
+RETRY_S = 1.0
 
 
 def submit(given: Given) -> int:
@@ -46,7 +51,6 @@ def submit(given: Given) -> int:
         print(f"{options.stop} {'is asked to stop' if was_running else 'had ended'}")
         return 0
     if options.follow:
-        job_of(client, options.follow)
         return _see_through(client, options.follow, options.address)
     job_id = send(client, arguments, written, options)
     print(f"job {job_id} on {options.address}", flush=True)
@@ -56,18 +60,64 @@ def submit(given: Given) -> int:
     return _see_through(client, job_id, options.address)
 
 
-def send(client: Any, arguments: list[str], written: list[str], options: SubmitSettings) -> str:
-    """Upload wheel and inputs, start the job and return its id.
+def connect(address: str) -> Any:
+    """Return Ray's `JobSubmissionClient`; raises `ConfigError`, or `Unavailable` if no job server answers there."""
+    try:
+        import requests
+        from ray.job_submission import JobSubmissionClient
+    except ImportError as error:
+        raise ConfigError(f"needs the package {error.name}; pip install 'outrider[jobs]'", field="ray") from error
+    for name in ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"{address!r} is not http://HOST:PORT", field="address")
+    for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):  # Ray's client would prefer them to its argument
+        os.environ.pop(name, None)
+    os.environ["RAY_RUNTIME_ENV_IGNORE_GITIGNORE"] = "1"  # send inputs whole, even if a .gitignore is among them
+    other = f"what answers at {address} is no Ray job server; that is the dashboard's port, 8265 by default"
+    with ray_errors(address, "connect", {"404": Unavailable(other, field="address")}):
+        try:
+            return JobSubmissionClient(address)
+        except (requests.exceptions.JSONDecodeError, requests.exceptions.HTTPError, KeyError) as error:
+            raise Unavailable(other, field="address") from error
 
-    Args:
-        client: Ray's `JobSubmissionClient`.
-        arguments: command to run.
-        written: names of what the command writes in the job's folder.
-        options: options of `outrider submit`.
-    """
+
+@contextmanager
+def ray_errors(address: str, action: str, known: Mapping[str, OutriderError] = MappingProxyType({})) -> Iterator[None]:
+    """Translate the errors of Ray's client; `known` maps parts of its messages to the errors that they mean."""
+    import aiohttp
+    import requests
+    from ray.exceptions import AuthenticationError
+
+    try:
+        yield
+    except AuthenticationError as error:
+        message = f"{address} wants Ray's token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE"
+        raise Unauthenticated(message, field="address") from error
+    except (requests.exceptions.RequestException, aiohttp.ClientError, ConnectionError) as error:
+        raise Unavailable(f"no job server answers at {address}", field="address") from error
+    except (RuntimeError, ValueError) as error:
+        for part, meaning in known.items():
+            if part in str(error):
+                raise meaning from error
+        lines = str(error).replace("\\n", "\n").split("\n")
+        reason = next((line.strip() for line in reversed(lines) if line.strip()), "it does not say why")
+        raise Unavailable(f"the job server at {address} cannot {action}: {reason[:300]}", field="address") from error
+
+
+def job_of(client: Any, job_id: str) -> Any:
+    """Return Ray's `JobDetails` of a job; raises `NotFound`."""
+    address = client.get_address()
+    unknown = NotFound(f"there is no job {job_id!r} at {address}", field="job")
+    with ray_errors(address, "describe the job", {"404": unknown}):
+        return client.get_job_info(job_id)
+
+
+def send(client: Any, arguments: list[str], written: list[str], options: SubmitSettings) -> str:
+    """Upload wheel and inputs, start the job and return its id; `written` names what the command writes."""
     job_id = options.name or f"outrider-{arguments[0]}-{uuid.uuid4().hex[:8]}"
     place = absolute(options.output or job_id)
-    words = ["python", "-m", "outrider.deploy.submit.entry", "--output", place]
+    words = ["python", "-m", "outrider.deploy.submit.job", "--output", place]
     environment: dict[str, Any] = {"env_vars": STOP_WAIT | dict(map(_variable, options.env))}
     with tempfile.TemporaryDirectory(prefix="outrider-submit-") as temporary:
         folder = Path(temporary)
@@ -106,10 +156,8 @@ def absolute(place: str) -> str:
 def link_inputs(spelled: Iterable[str], folder: Path, into: Path) -> dict[str, str]:
     """Link the inputs into the folder that Ray will pack, and return their names there by the user's spelling.
 
-    What lies in `folder` keeps its relative path, anything else its last name.
-
-    Raises:
-        ConfigError: one is not there, or two would have the same name.
+    What lies in `folder` keeps its relative path, anything else its last name; raises `ConfigError` if two inputs then
+    have one name.
     """
     paths = {text: (folder / Path(text).expanduser()).resolve() for text in spelled}
     names = {}
@@ -134,9 +182,6 @@ def find_wheel(wanted: str, folder: Path) -> Path:
 
     Its build number (PEP 427) becomes a hash of its content: Ray caches wheels by file name, and would otherwise run
     the first one of a version for ever.
-
-    Raises:
-        ConfigError: there is none, or it cannot be built.
     """
     wheel = _build(folder) if wanted == "auto" else Path(wanted).expanduser()
     if not wheel.is_file() or wheel.suffix != ".whl" or wheel.name.count("-") < 4:
@@ -181,6 +226,38 @@ def _leave_mark(place: str, job_id: str, named: str) -> bool:
     return True
 
 
+async def follow(client: Any, job_id: str) -> Any:
+    """Print the log from its beginning until the job has ended, and return its `JobDetails`.
+
+    A stream that breaks is opened again, begins at the log's beginning, and is printed from where it broke. Raises
+    `Unavailable` if the server does not come back.
+    """
+    job_of(client, job_id)
+    printed = 0  # characters
+    last = "\n"
+    failures = 0
+    while True:
+        at = 0
+        try:
+            with ray_errors(client.get_address(), "show the log"):
+                async for piece in client.tail_job_logs(job_id):
+                    failures = 0
+                    print(piece[max(0, printed - at) :], end="", flush=True)
+                    last = piece[-1:] or last
+                    at += len(piece)
+                    printed = max(printed, at)
+        except Unavailable:
+            failures += 1
+            if failures >= ATTEMPTS:
+                raise
+        with suppress(Unavailable):  # then the next stream fails too
+            job = await asyncio.to_thread(job_of, client, job_id)
+            if job.status.is_terminal():
+                print("" if last == "\n" else "\n", end="")
+                return job
+        await asyncio.sleep(RETRY_S)
+
+
 def _see_through(client: Any, job_id: str, address: str) -> int:
     """Follow a job, say where its files are, and return its exit status."""
     try:
@@ -195,11 +272,11 @@ def _see_through(client: Any, job_id: str, address: str) -> int:
     if job.status.value == "STOPPED":
         _complain(f"job {job_id} was stopped")
         return STOPPED
-    if job.driver_exit_code:
-        _complain(f"job {job_id} failed with exit status {job.driver_exit_code}")
-        return int(job.driver_exit_code)
-    _complain(f"job {job_id} did not run: {(job.message or '').strip()}")
-    return 1
+    if status := int(job.driver_exit_code or 0):
+        _complain(f"job {job_id} failed with exit status {status}")
+    else:
+        _complain(f"job {job_id} did not run: {(job.message or '').strip()}")
+    return status or 1
 
 
 def _how_to_go_on(address: str, job_id: str) -> str:
