@@ -18,6 +18,7 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.settings import REQUIRED, Settings, at_least, between, option
 from outrider.proto.types import Goal, Sampling
 
+PER_LINK = "one for all links, or one for each"
 MODES = ("cloud", "sync", "outrider", "optimum", "hf-generate", "hf-assisted")
 SELECTORS = "selectors (the recorded drafters are one pool then, and windows are left out)"
 
@@ -37,11 +38,15 @@ def listed(default: tuple[Any, ...], text: str, **more: Any) -> Any:
 class LinkListSettings(Settings):
     """Emulated links."""
 
-    rtt: tuple[float, ...] = listed((2.0, 30.0, 120.0), "round trips, ms; 0: no link", check=at_least(0))
-    up: tuple[float, ...] = listed((20.0,), "Mbit/s from the edge, one or one a round trip", check=at_least(0))
-    down: tuple[float, ...] = listed((100.0,), "Mbit/s to the edge", check=at_least(0))
-    jitter: tuple[float, ...] = listed((0.0,), "longest delay added each way, ms; uniform", check=at_least(0))
-    trace: tuple[str, ...] = listed((), "more links: built-in traces, or CSV files")
+    rtt: tuple[float, ...] = listed(
+        (2.0, 30.0, 120.0), "round-trip times of the links, ms; 0: no link", check=at_least(0)
+    )
+    up: tuple[float, ...] = listed((20.0,), f"rates from the edge, Mbit/s; {PER_LINK}; 0: no limit", check=at_least(0))
+    down: tuple[float, ...] = listed((100.0,), f"rates to the edge, Mbit/s; {PER_LINK}; 0: no limit", check=at_least(0))
+    jitter: tuple[float, ...] = listed(
+        (0.0,), f"maximum random delay each way (uniform), ms; {PER_LINK}", check=at_least(0)
+    )
+    trace: tuple[str, ...] = listed((), "traces of further links: built-in names, or CSV files")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError, OutriderError
 
 if TYPE_CHECKING:
@@ -107,20 +108,7 @@ def load(kind: type[RecordT], path: Path, field: str) -> RecordT:
     Raises:
         ConfigError: the content is wrong (see `from_json`), or the file cannot be read.
     """
-    return from_json(kind, read(path, field), field)
-
-
-def read(path: Path, field: str, *, origin: str = "") -> str:
-    """Return the text of a file; `origin` says in an error where such a file comes from.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path}{origin}: {reason}", field=field) from error
+    return from_json(kind, read_text(path, field), field)
 
 
 def write(path: Path, how: Callable[[], object], field: str) -> None:

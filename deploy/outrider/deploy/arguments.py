@@ -294,14 +294,17 @@ def _read_table(parser: Parser, path: Path, table: str, command: Command) -> dic
     return written
 
 
-def read_text(path: Path, field: str) -> str:
-    """Return the text of the file that the option of `field` names; raises `ConfigError`."""
+def read_text(path: Path, field: str, *, origin: str = "") -> str:
+    """Return the text of the file that the option of `field` names; raises `ConfigError`.
+
+    `origin` says in an error where such a file comes from.
+    """
     try:
         return path.expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field=field) from error
+        raise ConfigError(f"cannot read {path}{origin}: {error.strerror}", field=field) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read {path}: it is not UTF-8", field=field) from error
+        raise ConfigError(f"cannot read {path}{origin}: it is not UTF-8", field=field) from error
 
 
 def split_pair(text: str, form: str, field: str) -> tuple[str, str]:

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from outrider.bench.record import RECORD, Metric, from_json, read, write
+from outrider.bench.record import RECORD, Metric, from_json, write
+from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import MAX_TOKEN_ID
 
@@ -124,7 +125,7 @@ def load_traces(path: Path) -> list[HitTrace]:
         ConfigError: the file cannot be read, or a line is no trace; line and field are named.
     """
     traces = []
-    for number, line in enumerate(read(path, "traces").splitlines(), 1):
+    for number, line in enumerate(read_text(path, "traces").splitlines(), 1):
         if not line.strip():
             continue
         try:

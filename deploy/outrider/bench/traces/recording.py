@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass as record_dataclass
 
-from outrider.bench.record import RECORD, Metric, from_json, one_of, read
+from outrider.bench.record import RECORD, Metric, from_json, one_of
 from outrider.bench.replay.traces import HitTrace, load_traces
 from outrider.bench.simulator.clock import Costs
+from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
 
 FORMAT = "outrider-trace-costs/1"
@@ -73,7 +74,7 @@ def load_costs(path: Path) -> CostSheet:
     Raises:
         ConfigError: the file cannot be read, or a field is missing, unknown or wrong; the field is named.
     """
-    text = read(path, "costs", origin=", which `outrider traces record` writes beside the traces")
+    text = read_text(path, "costs", origin=", which `outrider traces record` writes beside the traces")
     return from_json(CostSheet, text, "costs", prefix="costs.", remedy="record the traces again")
 
 

@@ -73,7 +73,7 @@ class LinkSettings(Settings):
     to: str = option(REQUIRED, "address of a verifier, or of any TCP server", metavar=ADDRESS)
     listen: str = option("127.0.0.1:0", "loopback address to listen on; port 0 takes a free one", metavar=ADDRESS)
     rtt: float | None = option(None, "round trip time; not set: no delay", metavar="MS", check=at_least(0))
-    jitter: float = option(0.0, "longest random delay added each way, uniform", metavar="MS", check=at_least(0))
+    jitter: float = option(0.0, "maximum random delay added each way, uniform", metavar="MS", check=at_least(0))
     up: float | None = option(
         None, "rate from the edge; 0: outage; not set: no limit", metavar="MBIT/S", check=at_least(0)
     )

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import socket
+import struct
 import time
 
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import MTU_BYTES, WayShape
-from outrider.deploy.link.sockets import abort, prepare, receive
+
+_log = logging.getLogger(__name__)
 
 _READ_BYTES = 16 << 10  # small, so that streams alternate
+_SO_TIMESTAMPNS = 35  # Linux; the socket module does not have it
+_TIMESPEC = struct.Struct("@qq")
+_MAX_LATE_S = 0.05  # an older kernel stamp is not believed: the wall clock may have been set
+_ABORT = struct.pack("ii", 1, 0)  # struct linger: close() sends a reset
 
 
 class Timer:
@@ -55,7 +62,7 @@ class Way:
         room = self._pipe.room(now)
         if room:
             try:
-                data, age_s = receive(stream.source, min(room, _READ_BYTES))
+                data, age_s = _receive(stream.source, min(room, _READ_BYTES))
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
@@ -199,7 +206,7 @@ class Connection:
         self.cut = False
         self._sockets = (edge, verifier)
         for end in self._sockets:
-            prepare(end)
+            _prepare(end)
         self._all = connections
         connections.add(self)
         self._streams = (Stream(self, edge, verifier, up), Stream(self, verifier, edge, down))
@@ -228,3 +235,33 @@ class Connection:
         for stream in self._streams:
             stream.close()
         self._all.discard(self)
+
+
+def _prepare(end: socket.socket) -> None:
+    """Turn off Nagle's algorithm and turn on receive stamps."""
+    end.setblocking(False)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        end.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    except OSError:
+        _log.debug("no receive stamps here; a late wake-up of the relay counts as delay")
+
+
+def _receive(source: socket.socket, size: int) -> tuple[bytes, float]:
+    """Return bytes and their age in seconds by the kernel's stamp, since the relay may have been woken late."""
+    data, control, _, _ = source.recvmsg(size, socket.CMSG_SPACE(_TIMESPEC.size))
+    for level, kind, value in control:
+        if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS and len(value) == _TIMESPEC.size:
+            seconds, nanoseconds = _TIMESPEC.unpack(value)
+            age_s = (time.time_ns() - seconds * 1_000_000_000 - nanoseconds) / 1e9
+            return data, age_s if 0 <= age_s <= _MAX_LATE_S else 0.0
+    return data, 0.0
+
+
+def abort(end: socket.socket) -> None:
+    """Close with a reset."""
+    try:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _ABORT)
+    except OSError:
+        _log.debug("the other end was faster")
+    end.close()

@@ -17,10 +17,9 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.deploy.link.connection import Connection, Timer, Way
+from outrider.deploy.link.connection import Connection, Timer, Way, abort
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
-from outrider.deploy.link.sockets import abort, new_socket, resolve
 from outrider.deploy.link.traces import LinkTrace
 from outrider.proto.address import is_loopback, split_address
 from outrider.proto.errors import ConfigError, Unavailable
@@ -29,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 400  # two sockets each, and select() ends at 1,024
 _PR_SET_TIMERSLACK = 29
+_RECEIVE_BUFFER = 64 << 10  # small: what waits there is a queue that the link cannot see
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,9 @@ class Relay:
             raise ConfigError(
                 f"{listen!r} is not a loopback address; the link is for this machine only", field="listen"
             )
-        self._target = await resolve(*self._to, "to")
-        family, address = await resolve(host, port, "listen")
-        self._listener = new_socket(family)
+        self._target = await _resolve(*self._to, "to")
+        family, address = await _resolve(host, port, "listen")
+        self._listener = _new_socket(family)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._listener.bind(address)
@@ -161,7 +161,7 @@ class Relay:
 
     async def _connect(self, edge: socket.socket) -> None:
         family, address = self._target
-        verifier = new_socket(family)
+        verifier = _new_socket(family)
         try:
             # The kernel has answered the edge's SYN at once. Over a real link the answer takes a round trip.
             await asyncio.sleep(self._shape.rtt_s)
@@ -173,6 +173,24 @@ class Relay:
             abort(verifier)
             return
         Connection(edge, verifier, self._up, self._down, self._connections)
+
+
+async def _resolve(host: str, port: int, field: str) -> tuple[int, tuple[str, int]]:
+    """Return family and address of a host; raises `ConfigError` on `field`."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"there is no host {host!r}: {error.strerror}", field=field) from error
+    family, _, _, _, address = found[0]
+    return family, (str(address[0]), int(address[1]))
+
+
+def _new_socket(family: int) -> socket.socket:
+    """Return a TCP socket that is not connected."""
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setblocking(False)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
+    return made
 
 
 def run_on_time(work: Coroutine[Any, Any, int]) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.deploy.arguments import read_text
 from outrider.deploy.link.shape import LinkShape
 from outrider.proto.errors import ConfigError
 
@@ -99,11 +100,7 @@ def read_trace(path: Path) -> LinkTrace:
     Raises:
         ConfigError: with the line's number and the field at fault.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', error)}", field="trace") from error
-    lines = _content(text)
+    lines = _content(read_text(path, "trace"))
     number, header = next(lines, (1, ""))
     if header != HEADER:
         raise ConfigError(f"{path} line {number}: the header must be {HEADER}", field="trace")
