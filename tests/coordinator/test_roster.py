@@ -67,6 +67,18 @@ def test_silence_without_a_new_incarnation_is_no_restart() -> None:
     assert only(roster).restarts == 0
 
 
+def test_one_that_says_that_it_has_failed_is_down_and_replaced_when_it_is_gone() -> None:
+    roster = Roster()
+    roster.observe(["a"], says("a"))
+    roster.observe(["a"], says("a", state="down"))
+    assert only(roster).state is VerifierState.DOWN
+    assert roster.leaving == (), "its end is not intended"
+    roster.observe([], {})
+    assert roster.to_respawn(0.0) == ("a",)
+    roster.observe(["a"], says("a", incarnation="second"))
+    assert (only(roster).state, only(roster).restarts) == (VerifierState.READY, 1)
+
+
 def test_an_unreadable_report_or_a_false_name_counts_as_silence() -> None:
     for wrong in (says("a", sessions="many"), says("a", state="fine"), says("a", name="b"), {"a": {}}):
         roster = Roster()
