@@ -111,6 +111,21 @@ def test_a_cycle_of_imports_is_found() -> None:
         graphlib.TopologicalSorter(units({"edge.a.x": {"edge.b"}, "edge.b": {"edge.a.y"}, "edge.a.y": set()})).prepare()
 
 
+def public_classes(path: Path) -> set[str]:
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    return {node.name for node in body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
+
+
+def test_no_public_class_name_stands_in_two_files(root) -> None:
+    files_of: dict[str, list[str]] = {}
+    for folder in ROOMS.values():
+        for path in (root / folder).rglob("*.py"):
+            for name in public_classes(path):
+                files_of.setdefault(name, []).append(path.relative_to(root).as_posix())
+    assert len(files_of) > 300
+    assert {name: files for name, files in files_of.items() if len(files) > 1} == {}
+
+
 def test_no_command_imports_another(root) -> None:
     graph = units(import_graph(root))
     assert set(graph) >= COMMANDS

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.bench import environment as environments
-from outrider.bench.benchmark.record import Benchmark, Run, Span
+from outrider.bench.benchmark.record import Benchmark, BenchmarkRun, Span
 from outrider.bench.comparison.record import Comparison
 from outrider.bench.environment import environment
 from outrider.bench.links import LinkRecord
@@ -34,7 +34,7 @@ def benchmark() -> Benchmark:
         drafter_threads=None,
         prompts=4,
     )
-    full = Run(
+    full = BenchmarkRun(
         mode="outrider",
         link=LinkRecord(30.0, 5.0, None, 2.5, "lte"),
         goal="latency",
@@ -46,7 +46,7 @@ def benchmark() -> Benchmark:
         session_tokens_per_second=(54.0, 55.8),
         timeline=(Span("draft", 0.0, 0.002), Span("up", 0.002, 0.017)),
     )
-    return Benchmark(found, (full, Run("optimum", LinkRecord(30.0), replayed=True, sync_length=None)))
+    return Benchmark(found, (full, BenchmarkRun("optimum", LinkRecord(30.0), replayed=True, sync_length=None)))
 
 
 def test_a_saved_record_loads(benchmark, tmp_path) -> None:

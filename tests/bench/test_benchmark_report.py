@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from outrider.bench.benchmark.plots import _spread, draw, speed_over_time
-from outrider.bench.benchmark.record import Benchmark, Run, Span
+from outrider.bench.benchmark.record import Benchmark, BenchmarkRun, Span
 from outrider.bench.benchmark.report import write_report
 from outrider.bench.benchmark.table import LEGEND, by_condition, fastest, ratios, results, tables
 from outrider.bench.environment import Environment
@@ -70,8 +70,8 @@ def timeline(mode: str, rtt_ms: float) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def run(mode: str, rtt_ms: float, per_token_ms: float, **more: object) -> Run:
-    return Run(
+def run(mode: str, rtt_ms: float, per_token_ms: float, **more: object) -> BenchmarkRun:
+    return BenchmarkRun(
         **{
             "mode": mode,
             "link": LinkRecord(rtt_ms),
@@ -87,7 +87,7 @@ def run(mode: str, rtt_ms: float, per_token_ms: float, **more: object) -> Run:
     )
 
 
-def over_link(rtt_ms: float) -> list[Run]:
+def over_link(rtt_ms: float) -> list[BenchmarkRun]:
     runs = [
         run("cloud", rtt_ms, 30, steps_per_token=1.0, token_gaps_ms=gaps(0, 30), timeline=timeline("cloud", rtt_ms)),
         run("optimum", rtt_ms, 10 + 0.07 * rtt_ms, replayed=True, identical_to_cloud=None, steps_per_token=0.4),
@@ -191,7 +191,7 @@ def test_the_tables_fit_a_hundred_columns_and_lose_nothing(synthetic) -> None:
 
 
 def test_the_table_shows_different_texts_and_unknown_metrics() -> None:
-    bare = Run("cloud", LinkRecord(5))
+    bare = BenchmarkRun("cloud", LinkRecord(5))
     text = printed(Benchmark(ENVIRONMENT, (bare, replace(bare, mode="sync", identical_to_cloud=False))))
     assert re.search(r"sync( +-){10} +NO", text)
     assert "All metrics are measured" in text
@@ -225,7 +225,7 @@ def test_plots_without_metrics_are_left_out(tmp_path) -> None:
     assert [picture.path.name for picture in draw(condition, further, tmp_path, "bare")] == ["bare-speed.png"]
 
 
-def traced(trace: str) -> list[Run]:
+def traced(trace: str) -> list[BenchmarkRun]:
     """Return runs of the same text in three modes on a link that changes."""
     link = LinkRecord(105, trace=trace)
     speeds = {"cloud": 30, "sync": 45, "outrider": 60}

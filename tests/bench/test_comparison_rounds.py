@@ -21,7 +21,7 @@ from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors, load_projections
-from outrider.cloud.target import Rows, Target, load_target
+from outrider.cloud.target import SessionRows, Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextVectors, TextWriter, WrittenText
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.drafters import find_package
@@ -292,7 +292,7 @@ def real_session(
     def step(verifier: VerifierSession, block: tuple[DraftToken, ...]) -> Verified:
         cache.truncate(min(cache.length, len(verifier.transcript) - 1))
         verified = VerificationInput(verifier.sampling, verifier.transcript, len(prompt), block)
-        rows = Rows(cache, (*verifier.transcript[cache.length :], *token_ids(block)), len(block) + 1)
+        rows = SessionRows(cache, (*verifier.transcript[cache.length :], *token_ids(block)), len(block) + 1)
         (sampled,) = sampler.sample(target.forward([rows]), [verified])
         (vector,) = vectors.of([verifier.wanted_vector], [verified], [sampled])
         return Verified(block, sampled.tokens, steering=vector)

@@ -13,7 +13,7 @@ import pytest
 from outrider.bench.length_training.command import split, train
 from outrider.bench.length_training.evaluation import evaluate
 from outrider.bench.length_training.fit import OPTIONAL_INPUTS, Fit, _gradients
-from outrider.bench.length_training.rows import Rows, block_rows, draft_rows
+from outrider.bench.length_training.rows import TrainingRows, block_rows, draft_rows
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.traces.sweep import NotedWindow, policy_of
 from outrider.deploy.cli import main, parse
@@ -176,7 +176,7 @@ def test_a_prompt_is_for_training_or_evaluation_whatever_the_drafter_and_seed() 
 
 
 def test_rows_beyond_the_limit_are_drawn_at_random() -> None:
-    rows = Rows(np.arange(100.0)[:, None], np.arange(100.0))
+    rows = TrainingRows(np.arange(100.0)[:, None], np.arange(100.0))
     some = rows.some(30, np.random.default_rng(0))
     assert len(some) == len(set(some.outcomes)) == 30
     assert (some.inputs[:, 0] == some.outcomes).all()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from outrider.bench.replay.optimum import synchronous
-from outrider.bench.replay.texts import Text, joined, texts_of
+from outrider.bench.replay.texts import PoolText, joined, texts_of
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.bench.traces.stages import Stage, Trajectory
@@ -63,7 +63,9 @@ def trace_of(hits: Sequence[bool], agreement: Sequence[float] = (), prompt: int 
     )
 
 
-def text_of(rng: np.random.Generator, stretches: Sequence[tuple[int, int]], acceptance: np.ndarray = DOMAINS) -> Text:
+def text_of(
+    rng: np.random.Generator, stretches: Sequence[tuple[int, int]], acceptance: np.ndarray = DOMAINS
+) -> PoolText:
     """Return a text of stretches of (domain, tokens), with scattered agreement and hits that follow it."""
     traces = []
     for of_arm in acceptance:
@@ -71,7 +73,7 @@ def text_of(rng: np.random.Generator, stretches: Sequence[tuple[int, int]], acce
         agreement = rng.beta(3 * mean, 3 * (1 - mean))
         hits = rng.random(len(mean)) < agreement
         traces.append(trace_of(hits, agreement.tolist(), drafter=f"d{len(traces)}"))
-    return Text(tuple(traces), tuple(itertools.accumulate(tokens for _, tokens in stretches[:-1])))
+    return PoolText(tuple(traces), tuple(itertools.accumulate(tokens for _, tokens in stretches[:-1])))
 
 
 def stage_of(arms: Sequence[Arm], shape_at) -> Stage:
@@ -80,16 +82,16 @@ def stage_of(arms: Sequence[Arm], shape_at) -> Stage:
     return Stage(costs, shape_at, lambda: synchronous(DRAFTS))
 
 
-def play(texts: Sequence[Text], arms: Sequence[Arm], selector: Selector, shape_at) -> list[Trajectory]:
+def play(texts: Sequence[PoolText], arms: Sequence[Arm], selector: Selector, shape_at) -> list[Trajectory]:
     return stage_of(arms, shape_at).trajectories(texts, selector)
 
 
-def oracle(text: Text, arms: Sequence[Arm], shape_at) -> Trajectory:
+def oracle(text: PoolText, arms: Sequence[Arm], shape_at) -> Trajectory:
     [best] = stage_of(arms, shape_at).best([text])
     return best
 
 
-def best_single(texts: Sequence[Text], arms: Sequence[Arm], shape_at) -> tuple[int, list[Trajectory]]:
+def best_single(texts: Sequence[PoolText], arms: Sequence[Arm], shape_at) -> tuple[int, list[Trajectory]]:
     """Return the drafter that alone would have been the fastest, and its trajectories."""
     stage = stage_of(arms, shape_at)
     runs = {arm: stage.alone(texts, arm) for arm in range(len(arms))}
@@ -152,7 +154,7 @@ def test_catching_up_while_the_edge_waits_costs_no_time() -> None:
 def test_outcomes_count_up_to_the_miss_and_hold_the_agreement_of_all_drafts() -> None:
     hits, agreement = (True, True, False, True, True) * 12, (0.9, 0.8, 0.3, 0.7, 0.6) * 12
     listening = Listening(np.random.default_rng(0), arm=0)
-    text = Text((trace_of(hits, agreement), trace_of(hits, agreement, drafter="e")))
+    text = PoolText((trace_of(hits, agreement), trace_of(hits, agreement, drafter="e")))
     play([text] * 2, FAMILY[:2], listening, link(20))
     _, outcomes = listening.by_text()
     rounds = outcomes[2:-2]
@@ -190,7 +192,7 @@ def test_joined_texts_change_where_they_meet() -> None:
 
 def test_changes_and_measures_beyond_the_text_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"text\.changes"):
-        Text((trace_of([1, 1]),), (2,))
+        PoolText((trace_of([1, 1]),), (2,))
     with pytest.raises(ConfigError, match=r"trace\.agreement"):
         trace_of([1, 1], [0.5])
 
@@ -198,7 +200,7 @@ def test_changes_and_measures_beyond_the_text_are_refused() -> None:
 # --- behaviour ---
 
 
-def seconds_of(texts: Sequence[Text], selector: Selector, rtt_ms: float, arms: Sequence[Arm] = FAMILY) -> float:
+def seconds_of(texts: Sequence[PoolText], selector: Selector, rtt_ms: float, arms: Sequence[Arm] = FAMILY) -> float:
     return sum(run.seconds for run in play(texts, arms, selector, link(rtt_ms)))
 
 
@@ -220,7 +222,7 @@ def contenders(seed: int) -> dict[str, Callable[[], Selector]]:
 
 
 def shares_of_oracle(
-    make: Callable[[np.random.Generator], list[Text]], rtt_ms: float, seeds: range
+    make: Callable[[np.random.Generator], list[PoolText]], rtt_ms: float, seeds: range
 ) -> dict[str, float]:
     """Return each contender's speed over the oracle's, on all texts of all seeds."""
     spent: dict[str, float] = dict.fromkeys(contenders(0), 0.0)

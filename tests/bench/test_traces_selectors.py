@@ -29,7 +29,7 @@ from outrider.bench.traces.pool import (
     SETTLED_TOKENS,
     Pool,
     PoolReplayed,
-    Row,
+    PoolRow,
     row_names,
     run_texts,
     variants_of,
@@ -84,7 +84,7 @@ def pool_of(recording: Recording, selectors: str = "static,random,leader", seeds
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
+def rows() -> dict[str, PoolRow]:
     return {row.name: row for row in pool_of(recording_of()).rows(lambda: None)}
 
 

@@ -18,7 +18,7 @@ import torch
 from hashing_model import EOS, HIDDEN, LAYERS, HashingModel, Language, hashing_target
 
 from outrider.bench.simulator.clock import VirtualClock
-from outrider.bench.simulator.verifier import Link, Stream
+from outrider.bench.simulator.verifier import Link, SimulatedStream
 from outrider.cloud import engine, recovery, runner, slots
 from outrider.cloud.batching import Batching
 from outrider.cloud.config import VerifierConfig
@@ -101,7 +101,7 @@ class DelayedExecutor(Executor):
         return future
 
 
-class EngineStream(Stream):
+class EngineStream(SimulatedStream):
     """A stream to an engine, which may end it with an error.
 
     Attributes:
@@ -115,8 +115,8 @@ class EngineStream(Stream):
         clock: VirtualClock,
         link: Link,
         verifier: FuzzedVerifier,
-        received: Callable[[Stream, CloudFrame], None],
-        lost: Callable[[Stream, OutriderError], None],
+        received: Callable[[SimulatedStream, CloudFrame], None],
+        lost: Callable[[SimulatedStream, OutriderError], None],
     ) -> None:
         super().__init__(clock, link, verifier, received)  # type: ignore[arg-type]
         self._lost = lost

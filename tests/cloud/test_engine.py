@@ -18,7 +18,7 @@ from outrider.cloud.engine import IDLE_S, Engine
 from outrider.cloud.grammar import Allowed, GrammarMatcher
 from outrider.cloud.masks import MASKS_WITHIN_S
 from outrider.cloud.slots import Slot
-from outrider.cloud.target import Rows, load_target
+from outrider.cloud.target import SessionRows, load_target
 from outrider.proto.errors import ConfigError, Internal, Unavailable
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened, Patience, Sampling, token_ids
@@ -43,7 +43,7 @@ def engine_at_rest() -> Engine:
     engine = Engine(target, rules, VerifierConfig(threads=1, max_sessions=4))
     forward = target.forward
 
-    def poisoned(batch: list[Rows]) -> Any:
+    def poisoned(batch: list[SessionRows]) -> Any:
         if any(POISON in rows.tokens for rows in batch):
             raise RuntimeError("out of memory, say")
         return forward(batch)

@@ -25,7 +25,7 @@ from outrider.bench.simulator.clock import VirtualClock
 from outrider.bench.simulator.faults import Faults, FaultyLink
 from outrider.bench.simulator.scripted import ScriptedDrafters, drafter_of
 from outrider.bench.simulator.simulation import Simulation
-from outrider.bench.simulator.verifier import Stream
+from outrider.bench.simulator.verifier import SimulatedStream
 from outrider.cloud import recovery, steering_vectors
 from outrider.cloud.grammar import Allowed
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
@@ -36,7 +36,7 @@ from outrider.cloud.steering import FoldedProjection
 from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.policy import FixedSteering
 from outrider.proto.policy.steering import SteeringRate
-from outrider.proto.session import Cancelled, DrafterSteering, EdgeSession, StreamReady, TurnBegun
+from outrider.proto.session import DrafterSteering, EdgeSession, StopRequested, StreamReady, TurnBegun
 from outrider.proto.steering import encode
 from outrider.proto.types import (
     CloudFrame,
@@ -171,7 +171,7 @@ class Text(Simulation):
 
     def _cancel(self, turn: int) -> None:
         if self._turn == turn and self.done is None:
-            self.handle(Cancelled())
+            self.handle(StopRequested())
             self._after_event()
 
     # --- what must come ---
@@ -256,7 +256,7 @@ class Text(Simulation):
             lasts_s = self._rng.expovariate(1 / self._breaks_every_s)
             self.clock.at(self.clock.now + lasts_s, lambda: self.lose_stream(stream, Unavailable("the link broke")))
 
-    def receive(self, stream: Stream, frame: CloudFrame) -> None:
+    def receive(self, stream: SimulatedStream, frame: CloudFrame) -> None:
         before = len(self.edge.transcript)
         super().receive(stream, frame)
         if isinstance(frame, Commit) and len(self.edge.transcript) > before:

@@ -24,11 +24,11 @@ from transformers import (
 from outrider.cloud.export import ExportMismatch, export_drafter
 from outrider.cloud.export import package as publishing
 from outrider.cloud.export.check import open_session, run_in_chunks
-from outrider.cloud.export.model import CacheShape
 from outrider.cloud.export.quantised import BLOCK, QuantisedMatrix, quantise
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import CacheShape
 
 COMMON = {
     "vocab_size": 258,

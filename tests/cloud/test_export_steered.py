@@ -32,13 +32,14 @@ from outrider.cloud.export import ExportMismatch, export_drafter
 from outrider.cloud.export import package as publishing
 from outrider.cloud.export.check import logits_by_torch, open_session, run_in_chunks
 from outrider.cloud.export.graph import write_graph, write_steering_graph
-from outrider.cloud.export.model import CacheShape, load, load_for_export, look_at
+from outrider.cloud.export.model import load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import biases_by, load_steering, steered_by, steering_of
 from outrider.cloud.steering import Projection, projection_id
 from outrider.cloud.testing import tiny_llama
 from outrider.deploy.cli import main
 from outrider.proto.errors import InvalidArgument, NotFound
+from outrider.proto.types import CacheShape
 
 LAYERS, MLP, RANK, VOCABULARY, CANDIDATES = 2, 72, 8, 96, 8
 SIZES = {

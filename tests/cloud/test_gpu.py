@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.cloud.target import Rows, load_target
+from outrider.cloud.target import SessionRows, load_target
 from outrider.proto.noise import TorchNoise, gumbel
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +24,6 @@ def test_the_target_on_the_gpu_agrees_with_the_one_on_the_cpu() -> None:
     logits = []
     for device in ("cpu", "cuda"):
         target = load_target("reference", device=device)
-        logits.append(target.forward([Rows(target.pool.allocate(64), tokens, len(tokens))]).cpu())
+        logits.append(target.forward([SessionRows(target.pool.allocate(64), tokens, len(tokens))]).cpu())
     assert torch.allclose(*logits, atol=1e-3)
     assert torch.equal(*(one.argmax(dim=-1) for one in logits))

@@ -13,7 +13,7 @@ from torch import nn
 from outrider.cloud import packed_linear
 from outrider.cloud.family_index import load_tokenizer, resolve_target
 from outrider.cloud.packed_linear import PackedLinear, Packing, faster, pack_linears, packed_product, rows_keep_bits
-from outrider.cloud.target import Rows, Target, load_model, load_target
+from outrider.cloud.target import SessionRows, Target, load_model, load_target
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.text_writer import TextRequest, TextWriter
 from outrider.proto.types import Sampling
@@ -292,7 +292,7 @@ def test_the_likeliest_tokens_are_the_same_packed_and_plain(packed_and_plain, ro
     for target in packed_and_plain:
         cache = target.pool.allocate(len(tokens))
         pieces = [tokens[at : at + rows] for at in range(0, len(tokens), rows)]
-        logits.append(torch.cat([target.forward([Rows(cache, piece, len(piece))]) for piece in pieces]))
+        logits.append(torch.cat([target.forward([SessionRows(cache, piece, len(piece))]) for piece in pieces]))
         target.pool.release(cache)
     packed, plain = logits
     assert torch.equal(packed.argmax(dim=1), plain.argmax(dim=1))
@@ -318,5 +318,5 @@ def test_batch_invariant_targets_multiply_in_the_same_way_each_time(tmp_path, dt
     for wins in (True, False):
         monkeypatch.setattr(packed_linear, "faster", lambda *_, wins=wins: wins)
         target = load_target(folder, kv_tokens=256, dtype=dtype, batch_invariant=True)
-        bits.append(target.forward([Rows(target.pool.allocate(32), tuple(range(3, 25)), 22)]))
+        bits.append(target.forward([SessionRows(target.pool.allocate(32), tuple(range(3, 25)), 22)]))
     assert torch.equal(*bits)

@@ -15,7 +15,7 @@ from collecting_outbox import CollectingOutbox
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.recovery import MAX_IN_A_ROW
-from outrider.cloud.target import Rows, Target
+from outrider.cloud.target import SessionRows, Target
 from outrider.cloud.testing import tiny_llama
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
@@ -27,7 +27,7 @@ POISON = 60
 TOKENS = 12
 SAMPLING = Sampling(max_tokens=TOKENS, temperature=1.0, ignore_eos=True, logit_bias=((POISON, -100.0),))
 TIMEOUT_S = 60.0
-Forward = Callable[[list[Rows]], torch.Tensor]
+Forward = Callable[[list[SessionRows]], torch.Tensor]
 
 
 class Bench:
@@ -46,10 +46,10 @@ class Bench:
     def _failed(self) -> None:
         self.failures += 1
 
-    def fails(self, does: Callable[[list[Rows]], bool], error: Exception | None = None) -> None:
+    def fails(self, does: Callable[[list[SessionRows]], bool], error: Exception | None = None) -> None:
         """Let the target fail from now on, in the steps for which `does` is true."""
 
-        def forward(batch: list[Rows]) -> torch.Tensor:
+        def forward(batch: list[SessionRows]) -> torch.Tensor:
             self.forward_calls += 1
             if does(batch):
                 raise error or RuntimeError("CUDA error: device-side assert triggered")
@@ -99,7 +99,7 @@ def texts() -> dict[int, list[int]]:
     return {key: healthy.text(key) for key in range(8)}
 
 
-def has(token: int) -> Callable[[list[Rows]], bool]:
+def has(token: int) -> Callable[[list[SessionRows]], bool]:
     return lambda batch: any(token in rows.tokens for rows in batch)
 
 
@@ -237,7 +237,7 @@ def test_a_session_that_fails_alone_ends_and_the_texts_of_the_others_stay(bench,
 def test_one_failure_of_the_device_amid_anothers_failures_ends_nobody_else(bench, texts) -> None:
     alone = 0
 
-    def does(batch: list[Rows]) -> bool:
+    def does(batch: list[SessionRows]) -> bool:
         nonlocal alone
         innocent = len(batch) == 1 and not has(POISON)(batch)
         alone += innocent
@@ -264,7 +264,7 @@ def test_the_rest_of_a_long_prompt_does_not_clear_one_bad_token_in_it(bench, tex
 def test_logits_that_are_no_numbers_end_the_session_that_has_them(bench, texts) -> None:
     forward = bench.target.forward
 
-    def overflowing(batch: list[Rows]) -> torch.Tensor:
+    def overflowing(batch: list[SessionRows]) -> torch.Tensor:
         logits, row = forward(batch), 0
         for rows in batch:
             if POISON in rows.tokens:
@@ -338,7 +338,7 @@ def test_a_session_for_which_memory_lacks_alone_may_go_on_elsewhere(bench, texts
 # === a step that is too large =====================================================================================
 
 
-def rows_of(batch: list[Rows]) -> int:
+def rows_of(batch: list[SessionRows]) -> int:
     return sum(len(rows.tokens) for rows in batch)
 
 
@@ -347,7 +347,7 @@ def rows_of(batch: list[Rows]) -> int:
 def test_steps_that_are_too_large_shrink_and_no_text_changes(bench, texts, most, error) -> None:
     failed = 0
 
-    def too_large(batch: list[Rows]) -> bool:
+    def too_large(batch: list[SessionRows]) -> bool:
         nonlocal failed
         failed += rows_of(batch) > most
         return rows_of(batch) > most

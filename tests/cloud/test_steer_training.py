@@ -26,7 +26,7 @@ from outrider.cloud.export.steered import STEERING_FILE
 from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, decoder_layers, default_layers, projection_id
 from outrider.cloud.testing import tiny_llama
 from outrider.cloud.training.loss import forward_kl
-from outrider.cloud.training.settings import ARMS, Arm, SteerTraining
+from outrider.cloud.training.settings import ARMS, SteerTraining, TrainingArm
 from outrider.cloud.training.steer import AGES, tokens_a_round, train_steering
 from outrider.cloud.training.steered import SURVIVAL, SteeredDrafter, aged_sources, sources_of
 from outrider.proto.errors import InvalidArgument, ModelRefused, NotFound
@@ -97,13 +97,13 @@ def config(folders: dict[str, Path], tmp_path: Path) -> SteerTraining:
     )
 
 
-def steered_pair(arm: Arm) -> SteeredDrafter:
+def steered_pair(arm: TrainingArm) -> SteeredDrafter:
     torch.manual_seed(3)
     return SteeredDrafter(llama(16, 2, 1), Projection((1, 2, 3), 32, 8), arm)
 
 
 @pytest.mark.parametrize("arm", [ARMS["steered"], ARMS["after"]])
-def test_an_untrained_steering_changes_nothing_bit_for_bit(arm: Arm) -> None:
+def test_an_untrained_steering_changes_nothing_bit_for_bit(arm: TrainingArm) -> None:
     steered = steered_pair(arm)
     tokens = torch.randint(VOCAB, (2, 10))
     taps = torch.randn(2, 10, 96)

@@ -23,7 +23,7 @@ from outrider.cloud.sampling import Sampled
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.steering import FoldedProjection, Projection
 from outrider.cloud.steering_vectors import load_projections, newest_rows
-from outrider.cloud.target import Rows, load_target
+from outrider.cloud.target import SessionRows, load_target
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
 from outrider.proto.session import VerifierRules
@@ -129,12 +129,12 @@ def test_taps_equal_the_plain_models_hidden_states_whatever_shares_the_step(arch
     a, b, c = (target.pool.allocate(44) for _ in range(3))
     wanted = [plain(model, tokens) for tokens in (one, two, three)]
 
-    target.forward([Rows(a, one[:13], 2), Rows(b, two[:1], 1)])
+    target.forward([SessionRows(a, one[:13], 2), SessionRows(b, two[:1], 1)])
     assert off(target.tapped(LAYERS, [1, 2, 0]), torch.stack([wanted[0][12], wanted[1][0], wanted[0][11]])) < CLOSE
-    target.forward([Rows(c, three[:5], 0)])
-    target.forward([Rows(a, (4,) * 9, 9)])
+    target.forward([SessionRows(c, three[:5], 0)])
+    target.forward([SessionRows(a, (4,) * 9, 9)])
     a.truncate(13)  # drafts that were wrong
-    target.forward([Rows(b, two[1:19], 3), Rows(c, three[5:18], 0), Rows(a, one[13:18], 5)])
+    target.forward([SessionRows(b, two[1:19], 3), SessionRows(c, three[5:18], 0), SessionRows(a, one[13:18], 5)])
     got = target.tapped(LAYERS, [2, 3, 7, 0])
     assert off(got, torch.stack([wanted[1][18], wanted[0][13], wanted[0][17], wanted[1][16]])) < CLOSE
     assert off(target.tapped((2,), [5]), wanted[0][15, HIDDEN : 2 * HIDDEN]) < CLOSE, "some of the tapped layers"
@@ -146,7 +146,7 @@ def test_tapping_changes_no_logits_and_ends_when_others_are_tapped(models):
     target, tapped = (load_target(str(folder), kv_tokens=64, page_size=4, packed=False) for _ in range(2))
     tapped.tap((0, 1))
     tapped.tap((3,))
-    logits = [each.forward([Rows(each.pool.allocate(8), PROMPT, 3)]) for each in (target, tapped)]
+    logits = [each.forward([SessionRows(each.pool.allocate(8), PROMPT, 3)]) for each in (target, tapped)]
     assert torch.equal(*logits)
     assert tapped.tapped((3,), [0]).shape == (1, HIDDEN)
     with pytest.raises(KeyError):

@@ -9,7 +9,7 @@ import torch
 
 from outrider.cloud.family_index import embedded_targets
 from outrider.cloud.kv_cache import PagedKVCache
-from outrider.cloud.target import Rows, load_target
+from outrider.cloud.target import SessionRows, load_target
 from outrider.proto.errors import ModelRefused, NotFound, ResourceExhausted
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
@@ -94,16 +94,16 @@ def test_interleaved_sessions_in_uneven_truncated_chunks_equal_the_plain_forward
     one, two = text(1), text(2)
     a, b = target.pool.allocate(44), target.pool.allocate(44)
     got_one, got_two = [], []
-    got_one.append(target.forward([Rows(a, one[:13], 13)]))
-    first = target.forward([Rows(a, (5, 6, 7, 8), 1), Rows(b, two[:1], 1)])  # drafts that will be wrong
+    got_one.append(target.forward([SessionRows(a, one[:13], 13)]))
+    first = target.forward([SessionRows(a, (5, 6, 7, 8), 1), SessionRows(b, two[:1], 1)])  # drafts that will be wrong
     got_two.append(first[1:])
     a.truncate(13)
-    both = target.forward([Rows(b, two[1:18], 17), Rows(a, one[13:14], 1)])
+    both = target.forward([SessionRows(b, two[1:18], 17), SessionRows(a, one[13:14], 1)])
     got_two.append(both[:17])
     got_one.append(both[17:])
-    target.forward([Rows(b, (9,) * 12, 0)])
+    target.forward([SessionRows(b, (9,) * 12, 0)])
     b.truncate(18)
-    both = target.forward([Rows(a, one[14:], 26), Rows(b, two[18:], 22)])
+    both = target.forward([SessionRows(a, one[14:], 26), SessionRows(b, two[18:], 22)])
     got_one.append(both[:26])
     got_two.append(both[26:])
     scale = 1e-5 * max(1.0, float(plain(model, one).abs().max()))
@@ -117,8 +117,8 @@ def test_more_rows_than_are_folded_into_their_key_heads_equal_the_plain_forward(
     target = load(folder)
     tokens = text(8, 75)
     a, b = target.pool.allocate(80), target.pool.allocate(80)
-    first = target.forward([Rows(a, tokens[:40], 40), Rows(b, tokens[:5], 1)])
-    rest = target.forward([Rows(b, tokens[5:6], 1), Rows(a, tokens[40:], 35)])
+    first = target.forward([SessionRows(a, tokens[:40], 40), SessionRows(b, tokens[:5], 1)])
+    rest = target.forward([SessionRows(b, tokens[5:6], 1), SessionRows(a, tokens[40:], 35)])
     got = torch.cat([first[:40], rest[1:]])
     assert (got - plain(model, tokens)).abs().max() < 1e-5 * max(1.0, float(plain(model, tokens).abs().max()))
 
@@ -139,17 +139,17 @@ def test_truncating_and_extending_equals_never_having_drafted_bit_for_bit(folder
     tokens = text(3)
     never, drafted = target.pool.allocate(44), target.pool.allocate(44)
     for cache in (never, drafted):
-        target.forward([Rows(cache, tokens[:20], 1)])
-    target.forward([Rows(drafted, (4,) * 9, 9)])
+        target.forward([SessionRows(cache, tokens[:20], 1)])
+    target.forward([SessionRows(drafted, (4,) * 9, 9)])
     drafted.truncate(20)
-    rest = [target.forward([Rows(cache, tokens[20:], 20)]) for cache in (never, drafted)]
+    rest = [target.forward([SessionRows(cache, tokens[20:], 20)]) for cache in (never, drafted)]
     assert torch.equal(*rest)
 
 
 def test_a_position_cannot_be_truncated_forward_or_below_zero(folders):
     target = load(folders("llama")[0])
     cache = target.pool.allocate(8)
-    target.forward([Rows(cache, (3, 4, 5), 1)])
+    target.forward([SessionRows(cache, (3, 4, 5), 1)])
     for length in (4, -1):
         with pytest.raises(ValueError, match="cannot truncate"):
             cache.truncate(length)
@@ -169,7 +169,7 @@ def test_scattered_pages_equal_pages_side_by_side(architecture, folders):
     assert together.contiguous
     assert not scattered.contiguous
     got = [
-        torch.cat([target.forward([Rows(cache, part, len(part))]) for part in (tokens[:17], tokens[17:])])
+        torch.cat([target.forward([SessionRows(cache, part, len(part))]) for part in (tokens[:17], tokens[17:])])
         for cache in (together, scattered)
     ]
     assert torch.equal(*got)
@@ -179,7 +179,7 @@ def test_a_session_that_is_moved_to_grow_goes_on_as_before(folders):
     folder, model = folders("llama")
     target, tokens = load(folder, kv_tokens=256), text(3)
     cache = target.pool.allocate(20)
-    first = target.forward([Rows(cache, tokens[:20], 20)])
+    first = target.forward([SessionRows(cache, tokens[:20], 20)])
     beside = [target.pool.allocate(4) for _ in range(target.pool.free_pages)]
     before = list(cache.pages)
     far = [holder for holder in beside if not before[0] - 5 < holder.pages[0] < before[-1] + 5]
@@ -188,18 +188,18 @@ def test_a_session_that_is_moved_to_grow_goes_on_as_before(folders):
     target.pool.resize(cache, len(tokens))
     assert cache.contiguous
     assert not {*before} & {*cache.pages}
-    second = target.forward([Rows(cache, tokens[20:], len(tokens) - 20)])
+    second = target.forward([SessionRows(cache, tokens[20:], len(tokens) - 20)])
     assert torch.allclose(torch.cat([first, second]), plain(model, tokens), atol=1e-3)
 
 
 def rows_in_company(target, tokens):
     """The same 12 rows: alone, in pieces, and among others' rows."""
     alone, pieces, crowd, other, third = (target.pool.allocate(32) for _ in range(5))
-    yield target.forward([Rows(alone, tokens[:12], 12)])
-    yield torch.cat([target.forward([Rows(pieces, tokens[a:b], b - a)]) for a, b in ((0, 1), (1, 8), (8, 12))])
-    target.forward([Rows(other, tokens[5:20], 1)])
-    first = target.forward([Rows(other, tokens[3:6], 2), Rows(crowd, tokens[:5], 5)])[2:]
-    second = target.forward([Rows(crowd, tokens[5:12], 7), Rows(third, tokens[:23], 3)])[:7]
+    yield target.forward([SessionRows(alone, tokens[:12], 12)])
+    yield torch.cat([target.forward([SessionRows(pieces, tokens[a:b], b - a)]) for a, b in ((0, 1), (1, 8), (8, 12))])
+    target.forward([SessionRows(other, tokens[5:20], 1)])
+    first = target.forward([SessionRows(other, tokens[3:6], 2), SessionRows(crowd, tokens[:5], 5)])[2:]
+    second = target.forward([SessionRows(crowd, tokens[5:12], 7), SessionRows(third, tokens[:23], 3)])[:7]
     yield torch.cat([first, second])
     for cache in (alone, pieces, crowd, other, third):
         target.pool.release(cache)
@@ -219,7 +219,7 @@ def test_batch_invariant_mode_computes_the_same_function(folders):
     folder, model = folders("mistral")
     target = load(folder, batch_invariant=True)
     tokens = text(6)
-    got = target.forward([Rows(target.pool.allocate(44), tokens, 40)])
+    got = target.forward([SessionRows(target.pool.allocate(44), tokens, 40)])
     assert (got - plain(model, tokens)).abs().max() < 1e-4 * plain(model, tokens).abs().max()
 
 

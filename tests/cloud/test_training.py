@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
-from outrider.cloud.training.acceptance import Acceptance, Row, compare_students, logits_of
+from outrider.cloud.training.acceptance import HeldOutText, MeanAcceptance, compare_students, logits_of
 from outrider.cloud.training.corpus import BlockSampler, Source, join_documents, load_domain, split_held_out
 from outrider.cloud.training.drafter import build_drafter, read_drafter, start_embedding, train_drafter
 from outrider.cloud.training.loss import forward_kl
@@ -448,13 +448,13 @@ def test_self_text_begins_with_corpus_and_counts_what_the_target_wrote(target_fo
         assert (np.diff(prefix[1:].astype(int)) == 1).all()
 
 
-def measured(target: Any, drafter: Any, rows: list[Row]) -> Acceptance:
+def measured(target: Any, drafter: Any, rows: list[HeldOutText]) -> MeanAcceptance:
     return compare_students(target, {"": logits_of(drafter)}, rows, seed=0)[""]
 
 
 def test_acceptance_of_the_target_by_itself_is_one_and_ignores_padding(target_folder: Path) -> None:
     target = load_target(target_folder)
-    rows = [Row(np.arange(2, 20)), Row(np.arange(30, 35), first=3)]
+    rows = [HeldOutText(np.arange(2, 20)), HeldOutText(np.arange(30, 35), first=3)]
     same = measured(target, target, rows)
     assert (same.greedy, same.sampled, same.positions) == (1.0, 1.0, 17 + 2)
     assert same.overlap == pytest.approx(1.0, abs=1e-5)

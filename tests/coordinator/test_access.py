@@ -11,7 +11,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from outrider.coordinator.admission import Admission, Caller
+from outrider.coordinator.admission import Caller, CallerAdmission
 from outrider.coordinator.testing import ScriptedCluster, ready, write_package
 from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.security import Security
@@ -201,7 +201,7 @@ def test_the_lease_of_a_limited_key_tells_the_verifier_whose_it_is_and_its_rate(
 
 def test_a_session_that_is_never_reported_is_over_when_its_lease_expires() -> None:
     now_s = 0.0
-    admission = Admission(None, clock=lambda: now_s)
+    admission = CallerAdmission(None, clock=lambda: now_s)
     alice = Caller(Key("alice", "a" * 64, max_sessions=1))
     admission.grant(alice, "s1", 10.0)
     now_s = 9.0
@@ -228,7 +228,7 @@ def test_a_peer_on_this_machine_is_known(peer: str) -> None:
 
 @pytest.mark.parametrize("peer", ["ipv4:10.0.0.7:5", "ipv6:[2001:db8::1]:5", "ipv4:127.evil:5", "", "vsock:1:2"])
 def test_a_remote_peer_may_not_drain_without_a_key_unless_that_is_allowed(peer: str) -> None:
-    closed, opened = Admission(None), Admission(None, remote_drain=True)
+    closed, opened = CallerAdmission(None), CallerAdmission(None, remote_drain=True)
     with pytest.raises(PermissionDenied, match="--remote-drain"):
         closed.check_drain(closed.identify((), peer))
     opened.check_drain(opened.identify((), peer))
@@ -236,7 +236,7 @@ def test_a_remote_peer_may_not_drain_without_a_key_unless_that_is_allowed(peer: 
 
 
 def test_an_admin_may_drain_from_anywhere(keys: Path) -> None:
-    admission = Admission(Keys.from_file(keys))
+    admission = CallerAdmission(Keys.from_file(keys))
     caller = admission.identify((("authorization", "Bearer roots"),), "ipv4:10.0.0.7:5")
     admission.check_drain(caller)
 

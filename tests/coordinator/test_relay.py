@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.metrics import RelayMetrics
-from outrider.coordinator.relay import Relay
+from outrider.coordinator.relay import StreamRelay
 from outrider.coordinator.testing import ScriptedCluster, ready
 from outrider.proto import codec
 from outrider.proto.errors import (
@@ -364,7 +364,7 @@ def test_an_edge_that_goes_while_a_frame_waits_for_room_frees_the_verifier(caplo
     async def scenario() -> None:
         async with verifier() as one:
             counted = RelayMetrics(CollectorRegistry())
-            relay = Relay(SECRET, lambda: (ready("a", address=one.address),), counted)
+            relay = StreamRelay(SECRET, lambda: (ready("a", address=one.address),), counted)
             await relay.handlers()["Decode"].stream_stream(None, GoneEdge())  # aborting would fail: there is no abort
             while one.running:  # noqa: ASYNC110 - the verifier knows nothing of tests
                 await asyncio.sleep(0.01)

@@ -16,7 +16,7 @@ from outrider.deploy.metrics_table import metrics_by_part
 from outrider.edge.decoding import Observer, Subject
 from outrider.edge.metrics import MAX_SERIES, EdgeMetrics
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
-from outrider.proto.session import Cancelled, Done, Drafted, DrafterFailed, EdgeSession, TurnBegun
+from outrider.proto.session import Done, Drafted, DrafterFailed, EdgeSession, StopRequested, TurnBegun
 from outrider.proto.types import Commit, CommittedToken, Draft, DraftToken, FinishReason, Opened, Sampling, Timing
 
 WHOSE = {"model_name": "m", "drafter": "d"}
@@ -244,7 +244,7 @@ def test_turns_of_a_conversation_are_texts_and_the_time_between_them_is_not_coun
             observer.received(commit(3 + step, accepted=0, verified=0, verify_s=0.03), turn_at + 0.03 * step)
         machine.statistics.committed += 3
         observer.ended(Done(FinishReason.EOS), turn_at + 1)
-        machine.handle(Cancelled(), turn_at + 1)
+        machine.handle(StopRequested(), turn_at + 1)
         machine.handle(TurnBegun(len(machine.transcript), (), machine.sampling), turn_at + 1)
         observer.began(Subject("s", "m", "d"), machine, turn_at + 500)
     assert value(metrics, "outrider:edge_decoding_seconds_total", **WHOSE) == pytest.approx(4 * 0.03)

@@ -12,7 +12,7 @@ from outrider.bench.benchmark.measure import Measured, measure_text
 from outrider.bench.benchmark.runs import costs_of, traces_of
 from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.replay.optimum import tokens_per_second
-from outrider.bench.replay.traced import Outcome, Policy, replay
+from outrider.bench.replay.traced import Policy, ReplayOutcome, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.cloud.config import VerifierConfig
@@ -37,7 +37,7 @@ class Agreement:
     """Measured and replayed."""
 
     texts: list[Measured]
-    outcomes: list[Outcome]
+    outcomes: list[ReplayOutcome]
 
     @property
     def speed(self) -> float:
@@ -67,7 +67,7 @@ def costs_seen(texts: list[Measured], steps: list[StepTiming]) -> Costs:
     return costs_of(texts, steps, min_step_s=MIN_STEP_S, round_trip_s=max(0.0, over_the_link_s - LINK.rtt_s))
 
 
-def replayed(traces: list[HitTrace], costs: Costs, policy: Policy) -> list[Outcome]:
+def replayed(traces: list[HitTrace], costs: Costs, policy: Policy) -> list[ReplayOutcome]:
     """Replay the texts after the same warm-up as in the real run."""
     return replay([traces[0].first(WARM_UP), *traces], lambda _: LINK, costs, policy)[1:]
 

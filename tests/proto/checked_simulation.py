@@ -13,7 +13,7 @@ from outrider.bench.simulator.scripted import Oracle, OracleTarget, Proposer, Sc
 from outrider.bench.simulator.verifier import SimulatedVerifier
 from outrider.proto.policy import Measurements, WindowPolicy
 from outrider.proto.policy.selection import Selector
-from outrider.proto.session import Cancelled, Done, DrafterFailed, EdgeSession, Reopen, Selection, VerifierRules
+from outrider.proto.session import Done, DrafterFailed, EdgeSession, Reopen, Selection, StopRequested, VerifierRules
 from outrider.proto.types import Commit, CommittedToken, Draft, Open, Opened, Sampling, token_ids
 
 HASH = "ab" * 32
@@ -164,7 +164,7 @@ class CheckedSimulation(FaultySimulation):
         self.draft_frames = 0
         self._granted = 0
         if cancel_at < math.inf:
-            clock.at(cancel_at, lambda: self.handle(Cancelled()))
+            clock.at(cancel_at, lambda: self.handle(StopRequested()))
 
     @property
     def now(self) -> float:

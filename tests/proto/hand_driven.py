@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements
 from outrider.proto.session import (
-    Cancelled,
     CatchUpJob,
     CaughtUp,
     Disconnected,
@@ -18,6 +17,7 @@ from outrider.proto.session import (
     EdgeInstruction,
     EdgeSession,
     Send,
+    StopRequested,
     StreamReady,
     TeacherForced,
     TurnBegun,
@@ -83,7 +83,7 @@ class HandDrivenEdge(EdgeSession):
         return self.handle(Disconnected(error), now)
 
     def on_cancel(self, finish: FinishReason = FinishReason.CANCELLED) -> list[EdgeInstruction]:
-        return self.handle(Cancelled(finish), 0.0)
+        return self.handle(StopRequested(finish), 0.0)
 
     def on_turn(
         self,

@@ -26,13 +26,13 @@ from outrider.proto.errors import (
 )
 from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
 from outrider.proto.session import (
-    Cancelled,
     Done,
     EdgeInstruction,
     Emit,
     Reopen,
     Selection,
     Send,
+    StopRequested,
     TeacherForced,
     TurnBegun,
     Verified,
@@ -111,7 +111,7 @@ class Talk(CheckedSimulation):
 
     def _leave(self, number: int) -> None:
         if self._number == number:
-            self.handle(Cancelled())
+            self.handle(StopRequested())
 
     def _check(self, turn: Turn) -> None:
         assert self.done is not None

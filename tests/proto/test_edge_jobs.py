@@ -9,7 +9,6 @@ from outrider.edge.policies.selection.leader import Leader
 from outrider.proto.errors import Internal, Unavailable
 from outrider.proto.policy import FixedWindow
 from outrider.proto.session import (
-    Cancelled,
     CatchUpJob,
     CaughtUp,
     Disconnected,
@@ -22,6 +21,7 @@ from outrider.proto.session import (
     Selection,
     Send,
     Started,
+    StopRequested,
     StreamReady,
     TeacherForced,
 )
@@ -101,5 +101,5 @@ def test_a_text_that_has_ended_asks_for_nothing_more() -> None:
     machine = edge()
     machine.handle(StreamReady(b""), 0.0)
     (job,) = jobs(machine.handle(OPENED, 0.1))
-    assert jobs(machine.handle(Cancelled(), 0.2)) == []
+    assert jobs(machine.handle(StopRequested(), 0.2)) == []
     assert machine.handle(drafted(job, 1, 2), 0.3) == []

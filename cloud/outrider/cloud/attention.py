@@ -23,7 +23,7 @@ _FEW_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RowSpan:
     """Consecutive rows of one session: rows[first : first + count] stand at positions start.. of `cache`."""
 
     cache: SessionCache
@@ -42,11 +42,11 @@ class RaggedBatch:
     """The rows of each session; `slots` [rows] int64 says where the keys and values of each row go."""
 
     pool: PagedKVCache
-    spans: list[Span]
+    spans: list[RowSpan]
     slots: torch.Tensor
     masks: dict[tuple[int, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def mask(self, span: Span, window: int | None, copies: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def mask(self, span: RowSpan, window: int | None, copies: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return [copies * count, context] to add to scores: 0 where a row may look, else -inf; None: all zeros.
 
         All layers of a kind share one mask, which is made once.
@@ -58,7 +58,7 @@ class RaggedBatch:
         return self.masks[key]
 
 
-def _mask(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
+def _mask(span: RowSpan, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Return [count, context] bool, True where a row may look; None: everywhere."""
     if span.count == 1 and not (window and window < span.context):
         return None

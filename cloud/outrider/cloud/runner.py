@@ -16,7 +16,7 @@ from outrider.cloud.slots import Slot
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.step_timing import StepTimes
-from outrider.cloud.target import Rows, Target
+from outrider.cloud.target import SessionRows, Target
 from outrider.proto.session import Verified
 from outrider.proto.types import DraftToken, Steering, token_ids
 
@@ -82,13 +82,13 @@ class ModelRunner:
             time.sleep(left_s)
 
 
-def _rows(share: Share[Slot]) -> Rows:
+def _rows(share: Share[Slot]) -> SessionRows:
     """Return rows of the next uncomputed tokens, then of the drafts, with logits of the last token and each draft."""
     slot, start = share.slot, share.slot.cache.length
     tokens = slot.session.transcript[start : start + share.num_tokens]
     if share.block is None:
-        return Rows(slot.cache, tuple(tokens), 0)
-    return Rows(slot.cache, (*tokens, *token_ids(share.block)), len(share.block) + 1)
+        return SessionRows(slot.cache, tuple(tokens), 0)
+    return SessionRows(slot.cache, (*tokens, *token_ids(share.block)), len(share.block) + 1)
 
 
 def _verification_input(slot: Slot, block: tuple[DraftToken, ...]) -> VerificationInput:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from outrider.cloud.distribution import VerificationInput, adjusted_logits, processed_logits
-from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Choice, Law, Shortlist
+from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, RowChoices, Shortlist
 from outrider.proto.noise import TorchNoise, row_key
 from outrider.proto.types import CommittedToken, TopLogprobs, token_ids
 
@@ -62,9 +62,9 @@ class Sampler:
             for (first, session), of_session in zip(parts, sampled, strict=True)
         ]
 
-    def _by_shortlist(self, logits: torch.Tensor, parts: list[_Part], asked: np.ndarray) -> Choice:
+    def _by_shortlist(self, logits: torch.Tensor, parts: list[_Part], asked: np.ndarray) -> RowChoices:
         """Return the tokens of the rows that short lists settle; sessions of one law go together."""
-        choice, vocab = Choice.none(len(asked)), logits.shape[1]
+        choice, vocab = RowChoices.none(len(asked)), logits.shape[1]
         if self._device.type != "cpu" or vocab < SMALLEST_VOCAB:
             return choice
         if self._shortlist is None or self._shortlist.vocab != vocab:
@@ -85,7 +85,7 @@ class Sampler:
             choice.put(rows, self._shortlist.choose(of_law, law, keys, asked[rows]))
         return choice
 
-    def _by_whole_rows(self, logits: torch.Tensor, sessions: list[VerificationInput], asked: np.ndarray) -> Choice:
+    def _by_whole_rows(self, logits: torch.Tensor, sessions: list[VerificationInput], asked: np.ndarray) -> RowChoices:
         scores = torch.empty(logits.shape, dtype=torch.float64, device=self._device)
         first = 0
         for session in sessions:
@@ -96,7 +96,7 @@ class Sampler:
         tokens = self._choose(scores, sessions)
         wanted = torch.stack([tokens, torch.from_numpy(asked).to(self._device)], dim=1)
         logp_of_tokens, logp_of_asked = logp.gather(1, wanted).T.cpu().numpy()
-        return Choice(tokens.cpu().numpy(), logp_of_tokens, logp_of_asked, np.ones(len(asked), bool))
+        return RowChoices(tokens.cpu().numpy(), logp_of_tokens, logp_of_asked, np.ones(len(asked), bool))
 
     def _choose(self, scores: torch.Tensor, sessions: list[VerificationInput]) -> torch.Tensor:
         """Return the tokens of `scores`, [rows] int64."""
@@ -160,7 +160,7 @@ def _unsettled(parts: list[_Part], certain: np.ndarray) -> list[_Part]:
     return left
 
 
-def _per_session(sessions: list[VerificationInput], choice: Choice) -> list[Sampled]:
+def _per_session(sessions: list[VerificationInput], choice: RowChoices) -> list[Sampled]:
     tokens, logp_of_tokens, logp_of_asked = choice.tokens.tolist(), choice.logp.tolist(), choice.logp_of_asked.tolist()
     sampled, first = [], 0
     for session in sessions:

@@ -66,7 +66,7 @@ class Law:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RowChoices:
     """The tokens, log p of them and of the tokens asked for, [rows] each; `certain` False: the row is not settled."""
 
     tokens: np.ndarray
@@ -75,11 +75,11 @@ class Choice:
     certain: np.ndarray
 
     @classmethod
-    def none(cls, rows: int) -> Choice:
+    def none(cls, rows: int) -> RowChoices:
         """Return a choice that settles no row."""
         return cls(np.zeros(rows, np.int64), np.zeros(rows), np.zeros(rows), np.zeros(rows, bool))
 
-    def put(self, rows: np.ndarray, choice: Choice) -> None:
+    def put(self, rows: np.ndarray, choice: RowChoices) -> None:
         """Put the rows of another choice in place of `rows` [n]."""
         for name in ("tokens", "logp", "logp_of_asked", "certain"):
             getattr(self, name)[rows] = getattr(choice, name)
@@ -138,7 +138,7 @@ class Shortlist:
         self._sieve = NoiseSieve(vocab)
 
     @np.errstate(over="ignore")  # a logit of -1e38 at a low temperature is one of -inf
-    def choose(self, logits: np.ndarray, law: Law, keys: list[int], asked: np.ndarray) -> Choice:
+    def choose(self, logits: np.ndarray, law: Law, keys: list[int], asked: np.ndarray) -> RowChoices:
         """Return the token of every row, argmax_t log p(t) + G(key, t); at temperature 0 the argmax of the logits.
 
         log p is right to 1e-6. Nothing is settled where a row's best logit is no float32 number or the temperature is
@@ -152,7 +152,7 @@ class Shortlist:
         """
         best = logits.max(axis=1).astype(np.float64)
         if not (np.abs(best) <= _FLOAT32.max).all() or 0 < law.temperature < _COLDEST:
-            return Choice.none(len(logits))
+            return RowChoices.none(len(logits))
         rows = _Rows(logits, best, law.temperature or 1.0)
         if law.cuts:
             return self._choose_from_part(rows, law, keys, asked)
@@ -162,7 +162,7 @@ class Shortlist:
             tokens = self._choose_from_all(rows, law, keys, [_LOUD] * len(keys))
         log_sums, every_row = rows.log_sums(), np.arange(len(logits))
         logp, logp_of_asked = (rows.scores(every_row, wanted) - log_sums for wanted in (tokens, asked))
-        return Choice(tokens, logp, logp_of_asked, np.ones(len(logits), bool))
+        return RowChoices(tokens, logp, logp_of_asked, np.ones(len(logits), bool))
 
     def _choose_from_all(self, rows: _Rows, law: Law, keys: list[int], loud: list[float]) -> np.ndarray:
         """Return [rows] tokens where none is excluded; listed are the likely and those of noise above `loud` [rows]."""
@@ -178,7 +178,7 @@ class Shortlist:
             tokens[i] = self._choose_from_all(rows.row(i), law, keys[i : i + 1], [float(margin[i])])[0]
         return tokens
 
-    def _choose_from_part(self, rows: _Rows, law: Law, keys: list[int], asked: np.ndarray) -> Choice:
+    def _choose_from_part(self, rows: _Rows, law: Law, keys: list[int], asked: np.ndarray) -> RowChoices:
         """Return what `choose` does, where tokens are excluded."""
         count = len(keys)
         mask = np.zeros(rows.logits.shape, bool)
@@ -194,7 +194,7 @@ class Shortlist:
             if mask[i, asked[i]]:
                 logp_of_asked[i] = rows.scores(i, asked[i]) - log_sums[i]
         tokens = _winners(self._best_sums(rows, mask, np.array(keys, np.uint64)))
-        return Choice(tokens, rows.scores(np.arange(count), tokens) - log_sums, logp_of_asked, certain)
+        return RowChoices(tokens, rows.scores(np.arange(count), tokens) - log_sums, logp_of_asked, certain)
 
     def _kept(self, row: _Rows, law: Law, floor: float, log_sum: float) -> np.ndarray | None:
         """Return the tokens [n] of one row that the law keeps; None: a sum comes too close to top-p.

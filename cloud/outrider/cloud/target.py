@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.cloud import attention
-from outrider.cloud.attention import RaggedBatch, Span
+from outrider.cloud.attention import RaggedBatch, RowSpan
 from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.kv_size import kv_tokens_by_memory
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class SessionRows:
     """One session's rows of a step: `tokens` [n] from position cache.length on, logits for the last `wanted`."""
 
     cache: SessionCache
@@ -95,7 +95,7 @@ class Target:
         return self._tapped.of(layers, rows)
 
     @torch.inference_mode()
-    def forward(self, batch: list[Rows]) -> torch.Tensor:
+    def forward(self, batch: list[SessionRows]) -> torch.Tensor:
         """Return logits [sum of wanted, vocab] float32 of one pass over all sessions' rows, and extend their caches."""
         if self._tapped is not None:
             self._tapped.begin()
@@ -103,7 +103,7 @@ class Target:
             return self._forward_tiles(batch)
         spans, first = [], 0
         for rows in batch:
-            spans.append(Span(rows.cache, first, len(rows.tokens), rows.cache.length))
+            spans.append(RowSpan(rows.cache, first, len(rows.tokens), rows.cache.length))
             first += len(rows.tokens)
         wanted = [
             span.first + span.count - rows.wanted + i
@@ -116,7 +116,7 @@ class Target:
             rows.cache.length += len(rows.tokens)
         return logits
 
-    def _run(self, tokens: list[int], spans: list[Span], wanted: list[int]) -> torch.Tensor:
+    def _run(self, tokens: list[int], spans: list[RowSpan], wanted: list[int]) -> torch.Tensor:
         slots = torch.cat([span.cache.slots[span.start : span.context] for span in spans])
         positions = [p for span in spans for p in range(span.start, span.context)]
         logits: torch.Tensor = self.model(
@@ -132,7 +132,7 @@ class Target:
         if self._tapped is not None:
             self._tapped.keep(rows)
 
-    def _forward_tiles(self, batch: list[Rows]) -> torch.Tensor:
+    def _forward_tiles(self, batch: list[SessionRows]) -> torch.Tensor:
         """Compute every row in a tile of TILE_ROWS rows, where it attends alone.
 
         All matrix products then have one shape, so a row gives the same bits whatever shares its step: the kernels of
@@ -143,7 +143,7 @@ class Target:
         for first in range(0, len(flat), TILE_ROWS):
             tile = flat[first : first + TILE_ROWS]
             filled = tile + [tile[-1]] * (TILE_ROWS - len(tile))  # copies of the last row write what it writes
-            spans = [Span(rows.cache, j, 1, rows.cache.length + i) for j, (rows, i) in enumerate(filled)]
+            spans = [RowSpan(rows.cache, j, 1, rows.cache.length + i) for j, (rows, i) in enumerate(filled)]
             logits = self._run([rows.tokens[i] for rows, i in filled], spans, list(range(TILE_ROWS)))
             wanted = [j for j, (rows, i) in enumerate(tile) if i >= len(rows.tokens) - rows.wanted]
             self._keep_tapped(wanted)
@@ -164,7 +164,9 @@ class Target:
         cache = self.pool.allocate(length)
         cuts = [0, length // 3, length // 3 + 1, length]
         try:
-            pieces = [self.forward([Rows(cache, tuple(tokens[a:b]), b - a)]) for a, b in itertools.pairwise(cuts)]
+            pieces = [
+                self.forward([SessionRows(cache, tuple(tokens[a:b]), b - a)]) for a, b in itertools.pairwise(cuts)
+            ]
         except (TypeError, AttributeError, NotImplementedError) as error:
             raise ModelRefused(f"this architecture cannot run on a paged KV cache: {error}", field="target") from error
         finally:

@@ -19,7 +19,7 @@ from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import fold
-from outrider.cloud.target import Rows, Target
+from outrider.cloud.target import SessionRows, Target
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.types import Open, Sampling
@@ -230,7 +230,7 @@ class TextWriter:
         """Give each sheet its next token; return the logits [sheets, vocab] of these."""
         unread = [tuple(sheet.session.transcript[sheet.cache.length :]) for sheet in sheets]
         batch = [
-            Rows(sheet.cache, tokens, min(len(tokens), self._wanted_of_prompt))
+            SessionRows(sheet.cache, tokens, min(len(tokens), self._wanted_of_prompt))
             for sheet, tokens in zip(sheets, unread, strict=True)
         ]
         logits = self._target.forward(batch)

@@ -37,7 +37,7 @@ class _Running:
     until_s: float
 
 
-class Admission:
+class CallerAdmission:
     """Checks callers and counts their sessions and tokens, in one event loop.
 
     Args:

@@ -55,7 +55,7 @@ class _Connection:
     retired: bool = False
 
 
-class Relay:
+class StreamRelay:
     """Passes `Decoding.Decode` on, in one event loop.
 
     Args:

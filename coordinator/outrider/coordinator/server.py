@@ -13,12 +13,12 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from outrider.coordinator.admission import Admission, Caller
+from outrider.coordinator.admission import Caller, CallerAdmission
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, StaticCluster
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.metrics import CoordinatorMetrics
-from outrider.coordinator.relay import Relay
+from outrider.coordinator.relay import StreamRelay
 from outrider.coordinator.service import ControlService
 from outrider.proto import codec
 from outrider.proto.address import join_address, split_address
@@ -51,7 +51,7 @@ class CoordinatorServer:
         self._health = health.aio.HealthServicer()
         self._tasks: list[asyncio.Task[None]] = []
         self._metrics_server: MetricsServer | None = None
-        self._relay: Relay | None = None
+        self._relay: StreamRelay | None = None
         self.service: ControlService | None = None
 
     async def start(self) -> str:
@@ -119,7 +119,7 @@ class CoordinatorServer:
         methods = control_handlers(service, config.max_request_bytes)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(codec.CONTROL_SERVICE, methods),))
         if relay is not None:
-            self._relay = Relay(
+            self._relay = StreamRelay(
                 config.lease_secret,
                 lambda: service.verifiers,
                 relay,
@@ -187,7 +187,7 @@ def control_handlers(service: ControlService, max_bytes: int) -> dict[str, grpc.
 class _Entry:
     """Checks the caller and the length of a call, and decodes it."""
 
-    def __init__(self, admission: Admission, metrics: CoordinatorMetrics, max_bytes: int) -> None:
+    def __init__(self, admission: CallerAdmission, metrics: CoordinatorMetrics, max_bytes: int) -> None:
         self._admission = admission
         self._metrics = metrics
         self._max_bytes = max_bytes

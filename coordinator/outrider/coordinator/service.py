@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import replace
 
-from outrider.coordinator.admission import ANYBODY, Admission, Caller
+from outrider.coordinator.admission import ANYBODY, Caller, CallerAdmission
 from outrider.coordinator.catalogue import Catalogue
 from outrider.coordinator.cluster import Cluster, VerifierInfo, VerifierState
 from outrider.coordinator.config import CoordinatorConfig
@@ -74,7 +74,7 @@ class ControlService:
         self.metrics = metrics or CoordinatorMetrics()
         self.metrics.registry.register(FleetMetrics(lambda: self.verifiers, lambda: len(catalogue.manifests)))
         keys = Keys.from_file(config.api_keys) if config.api_keys is not None else None
-        self.admission = Admission(keys, remote_drain=config.remote_drain)
+        self.admission = CallerAdmission(keys, remote_drain=config.remote_drain)
         self.relay_metrics = RelayMetrics(self.metrics.registry) if config.relay else None
         self._statistics = FleetStatistics()
         if config.state is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 
 from outrider.bench.record import RECORD
-from outrider.bench.replay.traced import Outcome
+from outrider.bench.replay.traced import ReplayOutcome
 from outrider.proto.session import EdgeStatistics
 
 RESAMPLES = 2000
@@ -57,7 +57,7 @@ def pooled(texts: Sequence[Decoded], seconds: float | None = None) -> dict[str, 
     }
 
 
-def bytes_per_token(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def bytes_per_token(outcomes: Sequence[ReplayOutcome]) -> dict[str, Any]:
     """Return the bytes a token on a replayed link, both ways."""
     tokens = sum(len(outcome.arrivals) for outcome in outcomes)
     return {

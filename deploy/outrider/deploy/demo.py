@@ -20,7 +20,7 @@ from outrider.edge import Client, Completion, EdgeConfig, Sampling
 
 
 @dataclass(slots=True)
-class Accumulator:
+class ComparedTexts:
     """Texts of one domain, by both ways of decoding."""
 
     outrider: list[Completion] = field(default_factory=list)
@@ -71,9 +71,9 @@ async def _demo(given: Given) -> int:
     return 0
 
 
-async def _compare(cluster: LocalCluster, given: Given, console: Console) -> dict[str, Accumulator]:
+async def _compare(cluster: LocalCluster, given: Given, console: Console) -> dict[str, ComparedTexts]:
     live = LiveText(console)
-    accumulators: dict[str, Accumulator] = {}
+    accumulators: dict[str, ComparedTexts] = {}
     sampling, stop, quiet = given(Sampling), given(StopSettings).stop, given(DemoSettings).quiet
     speculating = given(EdgeConfig, coordinator=cluster.coordinator)
     streaming = EdgeConfig(coordinator=cluster.coordinator, drafter="none", cache=speculating.cache)
@@ -83,7 +83,7 @@ async def _compare(cluster: LocalCluster, given: Given, console: Console) -> dic
         if not quiet:
             console.print(f"drafter {ours.drafter_name}; {live.legend}")
         for prompt in _prompts(given(BuiltInPrompts)):
-            accumulator = accumulators.setdefault(prompt.domain or "prompts", Accumulator())
+            accumulator = accumulators.setdefault(prompt.domain or "prompts", ComparedTexts())
             if quiet:
                 accumulator.outrider.append(await ours.complete(prompt.text, sampling, stop=stop))
             else:
@@ -97,7 +97,7 @@ def _prompts(settings: BuiltInPrompts) -> list[Prompt]:
     return held_out(settings.per_domain) if settings.prompts is None else read_prompts(settings.prompts)
 
 
-def _table(accumulators: dict[str, Accumulator], given: Given) -> Table:
+def _table(accumulators: dict[str, ComparedTexts], given: Given) -> Table:
     sampling = given(Sampling)
     table = Table(
         box=box.SIMPLE,
@@ -113,7 +113,7 @@ def _table(accumulators: dict[str, Accumulator], given: Given) -> Table:
     for domain, accumulator in accumulators.items():
         table.add_row(domain, *accumulator.row())
     if len(accumulators) > 1:
-        together = Accumulator(
+        together = ComparedTexts(
             [c for accumulator in accumulators.values() for c in accumulator.outrider],
             [c for accumulator in accumulators.values() for c in accumulator.cloud],
         )

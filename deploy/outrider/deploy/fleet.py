@@ -33,14 +33,14 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FleetChange:
     """Names to start, and names to drain and remove."""
 
     start: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
 
 
-def plan(replicas: Sequence[Replica], count: int) -> Change:
+def plan(replicas: Sequence[Replica], count: int) -> FleetChange:
     """Return the fewest changes that leave `count` replicas.
 
     Draining replicas go first, then those with the fewest sessions, the newest name first. New ones continue the
@@ -51,11 +51,11 @@ def plan(replicas: Sequence[Replica], count: int) -> Change:
         by_name = sorted(staying, key=lambda replica: _natural(replica.name), reverse=True)
         leaving = sorted(by_name, key=lambda replica: (bool(replica.model), replica.sessions))
         drained = [replica.name for replica in replicas if replica.draining]
-        return Change(remove=(*drained, *(replica.name for replica in leaving[: len(staying) - count])))
+        return FleetChange(remove=(*drained, *(replica.name for replica in leaving[: len(staying) - count])))
     taken = {replica.name for replica in replicas}
     base = re.sub(r"-\d+$", "", min(taken)) if taken else "verifier"
     free = (name for name in (f"{base}-{i}" for i in itertools.count()) if name not in taken)
-    return Change(start=tuple(itertools.islice(free, count - len(staying))))
+    return FleetChange(start=tuple(itertools.islice(free, count - len(staying))))
 
 
 def scale(given: Given) -> int:

@@ -18,7 +18,6 @@ from outrider.edge.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import (
-    Cancelled,
     CatchUpJob,
     CaughtUp,
     Disconnected,
@@ -34,6 +33,7 @@ from outrider.proto.session import (
     Send,
     SharedMeasurements,
     Started,
+    StopRequested,
     StreamReady,
     TeacherForced,
     TurnBegun,
@@ -150,7 +150,7 @@ class Decoding:
                 self._observer.ended(done, at)
 
     async def _cancel(self) -> None:
-        self._handle(Cancelled())
+        self._handle(StopRequested())
 
     def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling, measured: SharedMeasurements) -> None:
         """Go on with `prompt` after the first `start` tokens of the transcript, and drop what waits to be taken.
@@ -188,7 +188,7 @@ class Decoding:
     def stop(self, finish: FinishReason) -> None:
         """End the text from this side; Done with `finish` follows, also where the verifier ended the text meanwhile."""
         self._stopped_by = finish
-        self._handle(Cancelled(finish))
+        self._handle(StopRequested(finish))
 
     async def _next_emitted(self) -> Emit | Done:
         """Return the next item; raise a defect of one of the tasks instead of waiting for ever."""

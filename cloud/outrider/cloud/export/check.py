@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.cloud.export.contract import OUTPUTS, ExportMismatch, cache_names
-from outrider.cloud.export.model import CacheShape, context_length
+from outrider.cloud.export.model import context_length
+from outrider.proto.types import CacheShape
 
 # Limits of the check. Errors are in units of the standard deviation of torch's logits.
 LARGEST_FLOAT32_ERROR = 1e-3
@@ -35,7 +36,7 @@ def open_session(graph: Path, threads: int = 1) -> onnxruntime.InferenceSession:
 
 
 @dataclass(frozen=True)
-class Text:
+class ChunkedText:
     """A text of `tokens` (int64 [length]), fed in `chunks` that sum to its length."""
 
     tokens: np.ndarray
@@ -65,12 +66,12 @@ class GraphCheck:
             The metrics, in units of the standard deviation of torch's logits where they are errors.
         """
         session = open_session(graph)
-        comparison = Comparison(self.precision)
+        comparison = LogitsComparison(self.precision)
         for text in self.texts():
             comparison.add(logits_by_torch(self.plain, text.tokens), self.run(session, text), self.candidates)
         return comparison.accepted_metrics()
 
-    def texts(self) -> list[Text]:
+    def texts(self) -> list[ChunkedText]:
         """Return the texts to compare on, half of them random tokens, half written by the model."""
         generator = torch.Generator().manual_seed(0)
         vocabulary = self.plain.config.vocab_size
@@ -82,10 +83,10 @@ class GraphCheck:
                 p = self.plain(input_ids=written, logits_to_keep=1).logits[:, -1].float().softmax(-1)
                 written = torch.cat([written, torch.multinomial(p, 1, generator=generator)], dim=1)
         sequences = [*random.numpy(), *written.numpy()]
-        return [Text(tokens, _chunk_lengths(length, seed=index)) for index, tokens in enumerate(sequences)]
+        return [ChunkedText(tokens, _chunk_lengths(length, seed=index)) for index, tokens in enumerate(sequences)]
 
     def run(
-        self, session: onnxruntime.InferenceSession, text: Text, biases: Sequence[Mapping[str, np.ndarray]] = ()
+        self, session: onnxruntime.InferenceSession, text: ChunkedText, biases: Sequence[Mapping[str, np.ndarray]] = ()
     ) -> dict[str, np.ndarray]:
         """Return `run_in_chunks` for the text."""
         return run_in_chunks(session, text.tokens, text.chunks, self.shape, self.candidates, biases)
@@ -141,7 +142,7 @@ def run_in_chunks(
     return {name: np.concatenate(values) for name, values in outputs.items()} | presents
 
 
-class Comparison:
+class LogitsComparison:
     """Running totals of how ONNX Runtime's logits differ from torch's."""
 
     def __init__(self, precision: str):

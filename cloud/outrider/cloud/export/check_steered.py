@@ -17,9 +17,9 @@ import numpy as np
 import onnxruntime
 import torch
 
-from outrider.cloud.export.check import Comparison, GraphCheck, Text, logits_by_torch, open_session
+from outrider.cloud.export.check import ChunkedText, GraphCheck, LogitsComparison, logits_by_torch, open_session
 from outrider.cloud.export.contract import MODEL_FILE, STEERING_GRAPH_FILE, VECTOR, ExportMismatch, steering_names
-from outrider.cloud.export.steered import DrafterSteering, biases_by, steered_by, up_projections
+from outrider.cloud.export.steered import SteeringWeights, biases_by, steered_by, up_projections
 
 LARGEST_BIAS_ERROR = 1e-5  # of the steering graph, in units of the largest bias
 
@@ -36,7 +36,7 @@ class SteeredCheck:
     """
 
     check: GraphCheck
-    steering: DrafterSteering
+    steering: SteeringWeights
     package: Path
     unsteered: Path
 
@@ -48,7 +48,7 @@ class SteeredCheck:
         self._compare_loud(session, texts)
         return self._compare_vectors(session, texts)
 
-    def _compare_none(self, session: onnxruntime.InferenceSession, texts: list[Text]) -> None:
+    def _compare_none(self, session: onnxruntime.InferenceSession, texts: list[ChunkedText]) -> None:
         """Demand the unsteered export's bits.
 
         A steered graph has the unsteered one's nodes and a sum a layer; x + 0 is x for any float, and the one that it
@@ -62,8 +62,8 @@ class SteeredCheck:
             if differing := [name for name in wanted if wanted[name].tobytes() != found[name].tobytes()]:
                 raise ExportMismatch(f"biases of zero change {', '.join(differing)} of the unsteered export")
 
-    def _compare_loud(self, session: onnxruntime.InferenceSession, texts: list[Text]) -> None:
-        comparison = Comparison(self.check.precision)
+    def _compare_loud(self, session: onnxruntime.InferenceSession, texts: list[ChunkedText]) -> None:
+        comparison = LogitsComparison(self.check.precision)
         generator = torch.Generator().manual_seed(0)
         for text in texts:
             biases = torch.randn(self._shape_of_biases(text), generator=generator) * self._sizes(text)[:, None, None]
@@ -71,9 +71,11 @@ class SteeredCheck:
             self._compare(comparison, session, text, biases, biases)
         comparison.accepted_metrics("with random biases")
 
-    def _compare_vectors(self, session: onnxruntime.InferenceSession, texts: list[Text]) -> dict[str, float | int]:
+    def _compare_vectors(
+        self, session: onnxruntime.InferenceSession, texts: list[ChunkedText]
+    ) -> dict[str, float | int]:
         steering_graph = open_session(self.package / STEERING_GRAPH_FILE)
-        comparison = Comparison(self.check.precision)
+        comparison = LogitsComparison(self.check.precision)
         generator = torch.Generator().manual_seed(0)
         for text in texts:
             vectors = self._vectors(len(text.chunks), generator)
@@ -87,9 +89,9 @@ class SteeredCheck:
 
     def _compare(
         self,
-        comparison: Comparison,
+        comparison: LogitsComparison,
         session: onnxruntime.InferenceSession,
-        text: Text,
+        text: ChunkedText,
         by_torch: torch.Tensor,
         by_graph: torch.Tensor,
     ) -> None:
@@ -108,7 +110,7 @@ class SteeredCheck:
             vectors[0] = 0
         return vectors
 
-    def _sizes(self, text: Text) -> torch.Tensor:
+    def _sizes(self, text: ChunkedText) -> torch.Tensor:
         """Return [layers] the root mean squares of the up projections' outputs for `text`."""
         outputs: list[torch.Tensor] = []
         hooks = [
@@ -120,11 +122,13 @@ class SteeredCheck:
             hook.remove()
         return torch.stack([output.float().square().mean().sqrt() for output in outputs])
 
-    def _run(self, session: onnxruntime.InferenceSession, text: Text, biases: torch.Tensor) -> dict[str, np.ndarray]:
+    def _run(
+        self, session: onnxruntime.InferenceSession, text: ChunkedText, biases: torch.Tensor
+    ) -> dict[str, np.ndarray]:
         fed = [dict(zip(self._names, chunk.numpy(), strict=True)) for chunk in biases.unbind(1)]
         return self.check.run(session, text, fed)
 
-    def _shape_of_biases(self, text: Text) -> tuple[int, int, int]:
+    def _shape_of_biases(self, text: ChunkedText) -> tuple[int, int, int]:
         return self.check.shape.layers, len(text.chunks), self.steering.mlp
 
     @property

@@ -15,7 +15,6 @@ from outrider.proto.errors import OutriderError
 
 MODEL_FILE, MANIFEST_FILE = "model.onnx", "manifest.json"
 STEERING_GRAPH_FILE = "steering.onnx"
-CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
 CACHE_PORT: dict[str, Any] = {"dtype": "float32", "shape": [1, "kv_heads", "c", "head_dim"]}
 
 # The caches follow, for every layer past_key.L and past_value.L, present_key.L and present_value.L.

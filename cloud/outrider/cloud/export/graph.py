@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from outrider.cloud.export.contract import INPUTS, OUTPUTS, VECTOR, ExportMismatch, cache_names, steering_names
 from outrider.cloud.export.model import Anatomy, AttentionSettings, forward
-from outrider.cloud.export.steered import DrafterSteering, steered_by
+from outrider.cloud.export.steered import SteeringWeights, steered_by
 
 OPSET = 20
 IR_VERSION = 10  # of the traced graphs
@@ -152,7 +152,7 @@ def write_graph(model: PreTrainedModel, anatomy: Anatomy, candidates: int, graph
     onnx.save(traced, graph)
 
 
-def write_steering_graph(steering: DrafterSteering, graph: Path) -> None:
+def write_steering_graph(steering: SteeringWeights, graph: Path) -> None:
     """Write the graph that turns a steering vector into the biases of all layers, `steering.L` = U_L c.
 
     U is in float32: at three layers of 512 by 64 the file has 0.4 MB, and runs in a few microseconds. It names its

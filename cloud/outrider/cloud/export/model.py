@@ -18,18 +18,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from outrider.cloud.family_index import load_causal_lm
 from outrider.proto.errors import InvalidArgument
+from outrider.proto.types import CacheShape
 
 ATTENTION = "outrider_export"
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it, in every file of a model that rotates
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """The shape of the KV cache: for each layer, keys and values [1, kv_heads, c, head_dim]."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
 
 
 @dataclass(frozen=True)

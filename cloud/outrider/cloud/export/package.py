@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from outrider.cloud.export.check import GraphCheck
 from outrider.cloud.export.check_steered import SteeredCheck
 from outrider.cloud.export.contract import (
-    CACHE_LAYOUT,
     CACHE_PORT,
     INPUTS,
     MANIFEST_FILE,
@@ -33,10 +32,10 @@ from outrider.cloud.export.contract import (
 from outrider.cloud.export.graph import OPSET, write_graph, write_steering_graph
 from outrider.cloud.export.model import Anatomy, context_length, load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
-from outrider.cloud.export.steered import GAIN, TRAINING_FILE, DrafterSteering, check_fit, steering_of
+from outrider.cloud.export.steered import GAIN, TRAINING_FILE, SteeringWeights, check_fit, steering_of
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
-from outrider.proto.types import DRAFTER_FORMAT
+from outrider.proto.types import CACHE_LAYOUT, DRAFTER_FORMAT
 
 PRECISIONS = ("float32", "int8")
 
@@ -157,7 +156,7 @@ def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str
     return manifest
 
 
-def _describe_steering(manifest: Manifest, steering: DrafterSteering) -> None:
+def _describe_steering(manifest: Manifest, steering: SteeringWeights) -> None:
     names = steering_names(len(steering.matrices))
     manifest["inputs"] |= {name: {"dtype": "float32", "shape": [steering.mlp]} for name in names}
     manifest["parameters"] += sum(matrix.numel() for matrix in steering.matrices)

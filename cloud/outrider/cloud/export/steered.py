@@ -29,7 +29,7 @@ FUSED = "gate_up_proj"  # transformers' name where gate and up projection, or th
 
 
 @dataclass(frozen=True)
-class DrafterSteering:
+class SteeringWeights:
     """The steering of one drafter.
 
     Attributes:
@@ -55,7 +55,7 @@ class DrafterSteering:
         return int(self.matrices[0].shape[1])
 
 
-def steering_of(folder: Path) -> DrafterSteering | None:
+def steering_of(folder: Path) -> SteeringWeights | None:
     """Return the steering that a drafter's folder holds; None: the drafter is not steered.
 
     Raises:
@@ -80,7 +80,7 @@ def steering_of(folder: Path) -> DrafterSteering | None:
             "copy both from one `outrider train steer`",
             field="source_folder",
         )
-    return DrafterSteering(matrices, projection, projection_id(folder / PROJECTION_FILE), _gain(folder))
+    return SteeringWeights(matrices, projection, projection_id(folder / PROJECTION_FILE), _gain(folder))
 
 
 def load_steering(folder: Path) -> tuple[torch.Tensor, ...]:
@@ -176,7 +176,7 @@ def adding(modules: Sequence[nn.Module], biases: Sequence[torch.Tensor]) -> Iter
         yield
 
 
-def check_fit(model: Any, steering: DrafterSteering) -> None:
+def check_fit(model: Any, steering: SteeringWeights) -> None:
     """Raise InvalidArgument, naming what differs, unless `steering` has the model's layers and its MLP's width."""
     widths = [int(module.get_parameter("weight").shape[0]) for module in up_projections(model)]
     wanted = [steering.mlp] * len(steering.matrices)

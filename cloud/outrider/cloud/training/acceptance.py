@@ -14,7 +14,7 @@ POSITIONS_PER_CHUNK = 256
 
 
 @dataclass(frozen=True)
-class Row:
+class HeldOutText:
     """Text to measure on: tokens (uint32 [length]) and the first position whose token is predicted."""
 
     tokens: np.ndarray
@@ -22,7 +22,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class MeanAcceptance:
     """Means over the predicted positions.
 
     Attributes:
@@ -51,8 +51,8 @@ def logits_of(model: PreTrainedModel) -> Student:
 
 @torch.inference_mode()
 def compare_students(
-    target: PreTrainedModel, students: Mapping[str, Student], rows: Sequence[Row], *, seed: int
-) -> dict[str, Acceptance]:
+    target: PreTrainedModel, students: Mapping[str, Student], rows: Sequence[HeldOutText], *, seed: int
+) -> dict[str, MeanAcceptance]:
     """Measure several students on the same text with the same noise, and return their acceptance by name."""
     generator = torch.Generator().manual_seed(seed)
     sums = {name: torch.zeros(4, dtype=torch.float64) for name in students}
@@ -73,10 +73,10 @@ def compare_students(
             chunks = zip(*(part.split(POSITIONS_PER_CHUNK) for part in (log_p, logits, noise)), strict=True)
             for log_p_chunk, logits_chunk, noise_chunk in chunks:
                 sums[name] += _sums(log_p_chunk, _log_softmax(logits_chunk), noise_chunk)
-    measured: dict[str, Acceptance] = {}
+    measured: dict[str, MeanAcceptance] = {}
     for name, total in sums.items():
         greedy, sampled, overlap, kl = (total / max(1, positions)).tolist()
-        measured[name] = Acceptance(greedy, sampled, overlap, kl, positions)
+        measured[name] = MeanAcceptance(greedy, sampled, overlap, kl, positions)
     return measured
 
 

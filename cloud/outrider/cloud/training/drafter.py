@@ -14,7 +14,7 @@ from outrider.cloud.family_index import load_causal_lm
 from outrider.cloud.training.acceptance import logits_of
 from outrider.cloud.training.optimizers import Muon, adam, linear_fall
 from outrider.cloud.training.report import Reporter
-from outrider.cloud.training.run import Run, TrainingResult, carry_out
+from outrider.cloud.training.run import TrainingResult, TrainingRun, carry_out
 from outrider.cloud.training.self_text import embedding_weight
 from outrider.cloud.training.settings import DrafterShape, DrafterTraining
 from outrider.cloud.training.texts import Texts
@@ -109,7 +109,7 @@ def start_embedding(embedding_by_target: torch.Tensor, random: torch.Tensor) -> 
     return start
 
 
-class _DrafterRun(Run):
+class _DrafterRun(TrainingRun):
     def __init__(self, config: DrafterTraining, target: PreTrainedModel, texts: Texts, reporter: Reporter) -> None:
         if config.start is None:
             drafter = build_drafter(target, config.shape, warm_start=config.warm_start)

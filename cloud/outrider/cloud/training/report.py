@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from outrider.cloud.training.acceptance import Acceptance
+from outrider.cloud.training.acceptance import MeanAcceptance
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -72,7 +72,7 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{rest:02d}"
 
 
-def acceptance_table(metrics: Mapping[str, Acceptance]) -> str:
+def acceptance_table(metrics: Mapping[str, MeanAcceptance]) -> str:
     """Return one line for each text, and for the mean of each kind."""
     lines = [
         f"  {name:<20} T=0 {a.greedy:.3f}  T=1 {a.sampled:.3f}  1-TV {a.overlap:.3f}  KL {a.kl:.3f}"

@@ -23,7 +23,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from outrider.cloud.family_index import load_tokenizer
-from outrider.cloud.training.acceptance import Acceptance, Row, Student, compare_students
+from outrider.cloud.training.acceptance import HeldOutText, MeanAcceptance, Student, compare_students
 from outrider.cloud.training.checkpoint import STATE, Progress, checkpoints, load_checkpoint, save_checkpoint
 from outrider.cloud.training.corpus import BlockSampler
 from outrider.cloud.training.loss import forward_kl
@@ -58,7 +58,7 @@ class TrainingResult:
     steps: int
     tokens_seen: int
     losses: Sequence[tuple[int, float]]
-    acceptance: Mapping[str, Acceptance]
+    acceptance: Mapping[str, MeanAcceptance]
     elapsed_s: float
 
     @property
@@ -67,7 +67,7 @@ class TrainingResult:
         return next(iter(self.folders.values()))
 
 
-class Run(ABC):
+class TrainingRun(ABC):
     """A training run: target, drafters, optimizers, text and progress."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Run(ABC):
             saved = type(model).from_pretrained(folder / name, dtype=torch.float32, use_safetensors=True)
             model.load_state_dict(saved.state_dict())
 
-    def facts(self, name: str, acceptance: Mapping[str, Acceptance]) -> dict[str, Any]:
+    def facts(self, name: str, acceptance: Mapping[str, MeanAcceptance]) -> dict[str, Any]:
         """Return further entries of the training.json of the drafter `name`."""
         del name
         return {"held_out_acceptance": as_json(acceptance)}
@@ -151,7 +151,7 @@ class Run(ABC):
         self.sampler.taken, self.sampler.drawn = list(progress.taken), progress.drawn
         self.reporter.say(f"resumed after step {progress.step}")
 
-    def to_the_end(self, on_step: Callable[[int], None], stopping: Callable[[], bool]) -> dict[str, Acceptance]:
+    def to_the_end(self, on_step: Callable[[int], None], stopping: Callable[[], bool]) -> dict[str, MeanAcceptance]:
         """Train until the budget is spent, publish, and return the last measurement."""
         config, progress = self.config, self.progress
         self.reporter.stage("training")
@@ -211,11 +211,11 @@ class Run(ABC):
         loss.backward()
         return float(loss.detach())
 
-    def measure(self) -> dict[str, Acceptance]:
+    def measure(self) -> dict[str, MeanAcceptance]:
         """Measure all students on the same held-out text, acceptance at T = 0 on what the target wrote at T = 0."""
         for model in self.models.values():
             model.eval()
-        measured: dict[str, dict[str, Acceptance]] = {name: {} for name in self.students}
+        measured: dict[str, dict[str, MeanAcceptance]] = {name: {} for name in self.students}
         for text, (rows, greedy_rows) in self.texts.held_out.items():
             sampled = self._compare(rows)
             greedy = self._compare(greedy_rows) if greedy_rows else sampled
@@ -233,15 +233,15 @@ class Run(ABC):
         """Return the number of parameters of the drafter `name`, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.models[name].parameters())
 
-    def _compare(self, rows: list[Row]) -> dict[str, Acceptance]:
+    def _compare(self, rows: list[HeldOutText]) -> dict[str, MeanAcceptance]:
         return compare_students(self.target, self.students, rows, seed=self.config.seed)
 
-    def _held_out_kl(self, acceptance: Mapping[str, Acceptance]) -> float:
+    def _held_out_kl(self, acceptance: Mapping[str, MeanAcceptance]) -> float:
         """Return the decisive student's KL on the target's text, else on the corpus."""
         kind = "self" if f"{self.decisive}self/mean" in acceptance else "corpus"
         return acceptance[f"{self.decisive}{kind}/mean"].kl
 
-    def _has_stopped_learning(self, acceptance: Mapping[str, Acceptance]) -> bool:
+    def _has_stopped_learning(self, acceptance: Mapping[str, MeanAcceptance]) -> bool:
         """Count measurements without a better one, and keep the weights of the best."""
         progress = self.progress
         if not self.config.patience:
@@ -255,7 +255,7 @@ class Run(ABC):
             self.write_models(best)
         return progress.stale >= self.config.patience
 
-    def _finish(self) -> dict[str, Acceptance]:
+    def _finish(self) -> dict[str, MeanAcceptance]:
         """Publish the last weights, or the best where those are kept and better."""
         newest, acceptance = self._save(), self.measure()
         if self.config.patience and self._held_out_kl(acceptance) > self.progress.best_kl:
@@ -283,7 +283,7 @@ class Run(ABC):
         progress.taken, progress.drawn = self.sampler.taken, self.sampler.drawn
         return save_checkpoint(self.config.output / "checkpoints", self.write_models, self.optimizers, progress)
 
-    def _publish(self, written: Path, name: str, acceptance: Mapping[str, Acceptance]) -> None:
+    def _publish(self, written: Path, name: str, acceptance: Mapping[str, MeanAcceptance]) -> None:
         """Copy a drafter's files from the folder `written` to the output folder, `training.json` last."""
         progress = self.progress
         record = {
@@ -310,7 +310,7 @@ class Run(ABC):
 
 
 def carry_out(
-    begin: Callable[[PreTrainedModel, Texts, Reporter], Run],
+    begin: Callable[[PreTrainedModel, Texts, Reporter], TrainingRun],
     config: Training,
     on_step: Callable[[int], None] | None,
     stopping: Callable[[], bool] | None,
@@ -354,7 +354,7 @@ def carry_out(
     )
 
 
-def as_json(acceptance: Mapping[str, Acceptance]) -> dict[str, dict[str, float]]:
+def as_json(acceptance: Mapping[str, MeanAcceptance]) -> dict[str, dict[str, float]]:
     """Return acceptance in the form of training.json."""
     return {
         name: {key: round(value, 4) for key, value in asdict(measured).items()} for name, measured in acceptance.items()
@@ -377,8 +377,8 @@ def settings_of_run(config: Training) -> dict[str, Any]:
     return settings
 
 
-def _mean_acceptance(measured: list[Acceptance]) -> Acceptance:
+def _mean_acceptance(measured: list[MeanAcceptance]) -> MeanAcceptance:
     """Return the mean over several texts, each with the same weight."""
     names = ("greedy", "sampled", "overlap", "kl")
     means = {name: float(np.mean([getattr(each, name) for each in measured])) for name in names}
-    return Acceptance(**means, positions=sum(each.positions for each in measured))
+    return MeanAcceptance(**means, positions=sum(each.positions for each in measured))

@@ -127,7 +127,7 @@ class DrafterTraining(Training):
 
 
 @dataclass(frozen=True)
-class Arm:
+class TrainingArm:
     """A way to train the drafter; all arms of a run learn from the same sequences.
 
     Attributes:
@@ -145,14 +145,14 @@ class Arm:
 
 
 STEERED = "steered"
-ARMS: Mapping[str, Arm] = {
-    STEERED: Arm(),
-    "distilled": Arm(steered=False),
-    "frozen": Arm(frozen=True),
-    "after": Arm(place="after"),
-    "random": Arm(offset="random"),
-    "block": Arm(offset="block"),
-    "fresh": Arm(offset="fresh"),
+ARMS: Mapping[str, TrainingArm] = {
+    STEERED: TrainingArm(),
+    "distilled": TrainingArm(steered=False),
+    "frozen": TrainingArm(frozen=True),
+    "after": TrainingArm(place="after"),
+    "random": TrainingArm(offset="random"),
+    "block": TrainingArm(offset="block"),
+    "fresh": TrainingArm(offset="fresh"),
 }
 
 

@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.cloud.steering import PROJECTION_FILE, Projection, Taps, default_layers
-from outrider.cloud.training.acceptance import Acceptance, Student
+from outrider.cloud.training.acceptance import MeanAcceptance, Student
 from outrider.cloud.training.drafter import matrices_and_others, read_drafter
 from outrider.cloud.training.optimizers import Muon, adam, cosine_fall
 from outrider.cloud.training.report import Reporter
-from outrider.cloud.training.run import Run, TrainingResult, as_json, carry_out
-from outrider.cloud.training.settings import ARMS, Arm, SteerTraining
+from outrider.cloud.training.run import TrainingResult, TrainingRun, as_json, carry_out
+from outrider.cloud.training.settings import ARMS, SteerTraining, TrainingArm
 from outrider.cloud.training.steered import SteeredDrafter, aged_sources, sources_of
 from outrider.cloud.training.texts import Texts
 from outrider.proto.errors import InvalidArgument
@@ -43,7 +43,7 @@ def train_steering(
     return carry_out(partial(_SteerRun, config), config, on_step, stopping)
 
 
-class _SteerRun(Run):
+class _SteerRun(TrainingRun):
     """The training of all arms; the target runs once for all of them."""
 
     config: SteerTraining
@@ -108,7 +108,7 @@ class _SteerRun(Run):
                 steered.projection.load_state_dict(Projection.load(folder / name / PROJECTION_FILE).state_dict())
                 steered.steering.load(folder / name)
 
-    def facts(self, name: str, acceptance: Mapping[str, Acceptance]) -> dict[str, Any]:
+    def facts(self, name: str, acceptance: Mapping[str, MeanAcceptance]) -> dict[str, Any]:
         """Return the arm's acceptance, and the gain in tokens a round of vectors of each age over none."""
         own = {key.removeprefix(f"{name}/"): a for key, a in acceptance.items() if key.startswith(f"{name}/")}
         facts: dict[str, Any] = {"arm": name, "held_out_acceptance": as_json(own)}
@@ -126,7 +126,7 @@ def tokens_a_round(acceptance: float, drafts: int = ROUND) -> float:
     return (1 - acceptance ** (drafts + 1)) / (1 - acceptance) if acceptance < 1 else drafts + 1.0
 
 
-def _make_arm(config: SteerTraining, target: PreTrainedModel, arm: Arm) -> SteeredDrafter:
+def _make_arm(config: SteerTraining, target: PreTrainedModel, arm: TrainingArm) -> SteeredDrafter:
     drafter = read_drafter(config.drafter, target, field="drafter")
     text = target.config.get_text_config()
     layers = config.layers or default_layers(text.num_hidden_layers)

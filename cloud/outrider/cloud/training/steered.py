@@ -12,12 +12,12 @@ from torch import nn
 from outrider.cloud.export.steered import STEERING_FILE, adding, biases_by, up_projections
 from outrider.cloud.steering import Projection
 from outrider.cloud.training.drafter import SmallLlama
-from outrider.cloud.training.settings import Arm
+from outrider.cloud.training.settings import TrainingArm
 
 SURVIVAL = 0.6  # chance that a draft is right, about: a draft one position further is verified this much less often
 
 
-class Steering(nn.Module):
+class SteeringLayers(nn.Module):
     """U of every layer: what a steering vector adds inside that layer's MLP, [width, rank] each, zero at the start.
 
     SD² (arXiv 2511.09844): `down((up(a) + U c) * act(gate(a)))`; with W_s = U V, c = V g comes from `Projection`.
@@ -55,11 +55,11 @@ class Steering(nn.Module):
 class SteeredDrafter:
     """A drafter, its steering and the target's projection: what one arm trains."""
 
-    def __init__(self, drafter: SmallLlama, projection: Projection, arm: Arm) -> None:
+    def __init__(self, drafter: SmallLlama, projection: Projection, arm: TrainingArm) -> None:
         self.arm = arm
         self.drafter = drafter
         self.projection = projection.to(drafter.device)
-        self.steering = Steering(drafter, projection.rank, arm.place).to(drafter.device)
+        self.steering = SteeringLayers(drafter, projection.rank, arm.place).to(drafter.device)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters, each once."""
@@ -87,7 +87,7 @@ class SteeredDrafter:
 
 
 def sources_of(
-    arm: Arm, tokens: torch.Tensor, *, max_age: int, unsteered: float, generator: torch.Generator
+    arm: TrainingArm, tokens: torch.Tensor, *, max_age: int, unsteered: float, generator: torch.Generator
 ) -> torch.Tensor:
     """Return int64 [rows, positions]: the position whose vector each of `tokens` gets while an arm trains; -1: none.
 

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from outrider.cloud.family_index import load_causal_lm, load_tokenizer
-from outrider.cloud.training.acceptance import Row
+from outrider.cloud.training.acceptance import HeldOutText
 from outrider.cloud.training.corpus import Documents, Source, load_domain, split_held_out
 from outrider.cloud.training.report import Reporter
 from outrider.cloud.training.self_text import SelfText, SelfTextPlan, stored_self_text
@@ -36,7 +36,7 @@ class Texts:
     """
 
     sources: list[Source]
-    held_out: Mapping[str, tuple[list[Row], list[Row]]]
+    held_out: Mapping[str, tuple[list[HeldOutText], list[HeldOutText]]]
 
 
 def gather_texts(config: Training, target: PreTrainedModel, reporter: Reporter) -> Texts:
@@ -51,7 +51,7 @@ def gather_texts(config: Training, target: PreTrainedModel, reporter: Reporter) 
     if unknown := set(config.domain_weights) - names:
         raise InvalidArgument(f"no such domain: {sorted(unknown)}; there are {sorted(names)}", field="domain_weights")
     sources: list[Source] = []
-    rows: dict[str, tuple[list[Row], list[Row]]] = {}
+    rows: dict[str, tuple[list[HeldOutText], list[HeldOutText]]] = {}
     for domain in domains:
         weight = config.domain_weights.get(domain.name, 1.0 if not config.domain_weights else 0.0)
         training, held_out = split_held_out(domain, config.held_out_tokens, config.seed)
@@ -62,7 +62,7 @@ def gather_texts(config: Training, target: PreTrainedModel, reporter: Reporter) 
         written, kept = _self_text(config, target, training, held_out, len(domains), (bos, eos), reporter)
         sources.append(Source(f"self/{domain.name}", written.tokens, weight * config.self_text_fraction))
         sampled, greedy = (
-            [Row(kept[i], first=int(kept.prefix_lengths[i])) for i in np.flatnonzero(of_kind).tolist()]
+            [HeldOutText(kept[i], first=int(kept.prefix_lengths[i])) for i in np.flatnonzero(of_kind).tolist()]
             for of_kind in (~kept.greedy, kept.greedy)
         )
         rows[f"self/{domain.name}"] = sampled, greedy
@@ -115,9 +115,9 @@ def _self_text(
     ]
 
 
-def _held_out_rows(held_out: Documents, block: int, tokens: int) -> list[Row]:
+def _held_out_rows(held_out: Documents, block: int, tokens: int) -> list[HeldOutText]:
     """Return blocks of the held-out documents, up to `tokens` tokens, but at least one row."""
     documents = (held_out[index] for index in range(len(held_out)))
     pieces = [document[first : first + block] for document in documents for first in range(0, len(document), block)]
     pieces = [piece for piece in pieces if len(piece) > 1]
-    return [Row(piece) for piece in pieces[: max(1, tokens // block)]]
+    return [HeldOutText(piece) for piece in pieces[: max(1, tokens // block)]]

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from outrider.bench.benchmark.library import LibraryProcess, LibraryText, check_sampling, drafter_folder_of
 from outrider.bench.benchmark.measure import Measured, measure_text
-from outrider.bench.benchmark.record import Benchmark, Run
+from outrider.bench.benchmark.record import Benchmark, BenchmarkRun
 from outrider.bench.benchmark.report import write_report
 from outrider.bench.benchmark.runs import (
     Bytes,
@@ -103,7 +103,7 @@ class Bench:
 
     async def run(self) -> int:
         """Measure all runs, print them and write the results; return 1 if texts differ."""
-        runs: list[Run] = []
+        runs: list[BenchmarkRun] = []
         with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
             async with VerifierProcess(self._verifier, Path(folder) / "tokenizer.json") as verifier:
                 known = await self._learn(verifier)
@@ -210,7 +210,7 @@ class Bench:
 
     # --- one link ---
 
-    async def _over(self, link: BenchLink, verifier: VerifierProcess, known: Known) -> list[Run]:
+    async def _over(self, link: BenchLink, verifier: VerifierProcess, known: Known) -> list[BenchmarkRun]:
         length = self._sync_length(link, known)
         async with AsyncExitStack() as stack:
             process, address = await self._join(stack, link, verifier)
@@ -266,7 +266,7 @@ class Bench:
             up, down = seen.carried or (0, 0)
             seen.carried = (up + after.up_bytes - before.up_bytes, down + after.down_bytes - before.down_bytes)
 
-    def _runs(self, mode: str, link: BenchLink, seen: Seen, fields: dict[str, Any]) -> list[Run]:
+    def _runs(self, mode: str, link: BenchLink, seen: Seen, fields: dict[str, Any]) -> list[BenchmarkRun]:
         """Return a run of all prompts, and one of each domain where there are several."""
         texts, fields = seen.texts, fields | self._common
         timeline = timeline_of(texts[len(texts) // 2], link.shape.rtt_s / 2)
@@ -289,7 +289,7 @@ class Bench:
         length, _ = best_synchronous(known.traces, link.shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
         return length
 
-    def _replayed(self, link: BenchLink, known: Known) -> list[Run]:
+    def _replayed(self, link: BenchLink, known: Known) -> list[BenchmarkRun]:
         if "optimum" not in self._options.modes or self._options.sessions > 1 or not known.traces:
             return []
         best = best_in_hindsight(known.traces, link.shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
@@ -305,7 +305,7 @@ class Bench:
 
     # --- many sessions on unlike links ---
 
-    async def _mixed(self, verifier: VerifierProcess, known: Known) -> list[Run]:
+    async def _mixed(self, verifier: VerifierProcess, known: Known) -> list[BenchmarkRun]:
         """Run all sessions at once, with the links dealt out among them."""
         record = replace(self._links[0].record, rtt_ms=0.0, trace=",".join(link.label for link in self._links))
         runs = []

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.benchmark.record import LANES, Run
+from outrider.bench.benchmark.record import LANES, BenchmarkRun
 from outrider.bench.benchmark.table import Condition, by_link, fastest
 from outrider.bench.commands import MODES
 from outrider.bench.links import LinkRecord, link_name, link_parts
@@ -51,7 +51,7 @@ class Picture:
     caption: str
 
 
-def draw(condition: Condition, runs: Sequence[Run], folder: Path, stem: str) -> list[Picture]:
+def draw(condition: Condition, runs: Sequence[BenchmarkRun], folder: Path, stem: str) -> list[Picture]:
     """Draw the plots of one condition for which there are metrics, as `folder/stem-….png`.
 
     Tokens a second needs links that differ in their round-trip time alone; the others need the fields that they show.
@@ -77,7 +77,7 @@ def draw(condition: Condition, runs: Sequence[Run], folder: Path, stem: str) -> 
     return pictures
 
 
-def _speed(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
+def _speed(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     families = [family for family in _families(runs) if len(by_link(family)) > 1][:MAX_PANELS]
     if not families:
         return None
@@ -169,7 +169,7 @@ def _spread(values: Sequence[float], gap: float) -> list[float]:
     return [place(group, index) for group in groups for index in range(len(group))]
 
 
-def _gaps(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
+def _gaps(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     with_gaps = by_link([run for run in runs if run.token_gaps_ms is not None])
     links = {
         link: [run for mode in MODES if (run := fastest(over, mode)) is not None] for link, over in with_gaps.items()
@@ -208,7 +208,7 @@ def _gaps(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
     return "Time between tokens", caption
 
 
-def _timeline(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
+def _timeline(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     traced = by_link([run for run in runs if run.timeline])
     if not traced:
         return None
@@ -236,7 +236,7 @@ def _timeline(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
     return f"Timeline of one session, {_link_title(link)}", caption
 
 
-def _swim(axes: Any, mode: str, run: Run, end_s: float) -> None:
+def _swim(axes: Any, mode: str, run: BenchmarkRun, end_s: float) -> None:
     colour = LINES[mode]["color"]
     for row, lane in enumerate(LANES):
         spans = [span for span in run.timeline or () if span.lane == lane and span.start_s < end_s]
@@ -257,7 +257,7 @@ def _swim(axes: Any, mode: str, run: Run, end_s: float) -> None:
     axes.set_title(f"{mode}{length}{speed}", color=colour, fontweight="bold")
 
 
-def _bytes(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
+def _bytes(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     from matplotlib.colors import to_rgb
 
     known = [run for run in runs if None not in (run.uplink_bytes_per_token, run.downlink_bytes_per_token)]
@@ -289,7 +289,7 @@ def _bytes(figure: Any, runs: Sequence[Run]) -> tuple[str, str] | None:
     return "Bytes per token, up and down", "Sent (full colour) and received (pale) by the edge, a committed token."
 
 
-def _arrivals(figure: Any, runs: Sequence[Run], link: LinkRecord) -> tuple[str, str] | None:
+def _arrivals(figure: Any, runs: Sequence[BenchmarkRun], link: LinkRecord) -> tuple[str, str] | None:
     """Draw speed over time on a link that changes, and below it the link."""
     over_link = [run for run in runs if run.link == link and run.arrivals_s]
     shown = [(mode, run) for mode in TRACE_MODES if (run := fastest(over_link, mode)) is not None]
@@ -370,13 +370,13 @@ def _rate_changes(points: Sequence[TracePoint]) -> bool:
     return bool(rates) and max(rates) > 1.5 * min(rates)
 
 
-def _families(runs: Sequence[Run]) -> list[list[Run]]:
+def _families(runs: Sequence[BenchmarkRun]) -> list[list[BenchmarkRun]]:
     """Group runs over links that differ in their round-trip time alone, most links first.
 
     Runs without any link, such as those of transformers, join the first group.
     """
     without_link = [run for run in runs if run.link == LinkRecord(0.0)]
-    found: dict[LinkRecord, list[Run]] = {}
+    found: dict[LinkRecord, list[BenchmarkRun]] = {}
     for run in runs:
         if run.link != LinkRecord(0.0):
             found.setdefault(replace(run.link, rtt_ms=0.0), []).append(run)

@@ -40,7 +40,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
-class Run:
+class BenchmarkRun:
     """One way of decoding the same prompts, over one link, under one load.
 
     Attributes:
@@ -109,4 +109,4 @@ class Benchmark:
     """An environment and the runs in it."""
 
     environment: Environment
-    runs: tuple[Run, ...] = ()
+    runs: tuple[BenchmarkRun, ...] = ()

@@ -10,11 +10,11 @@ from typing import Any
 
 from outrider.bench.benchmark.library import LibraryText
 from outrider.bench.benchmark.measure import Measured
-from outrider.bench.benchmark.record import Run, Span
+from outrider.bench.benchmark.record import BenchmarkRun, Span
 from outrider.bench.links import LinkRecord
 from outrider.bench.metrics import bytes_per_token, latencies, pooled
 from outrider.bench.replay.record import HitRecorder
-from outrider.bench.replay.traced import Outcome
+from outrider.bench.replay.traced import ReplayOutcome
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.cloud.step_timing import StepTiming
@@ -29,7 +29,9 @@ TIMELINE_S = 1.5
 Bytes = tuple[int, int]  # TCP payload up and down
 
 
-def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Bytes | None, **fields: Any) -> Run:
+def run_of(
+    mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Bytes | None, **fields: Any
+) -> BenchmarkRun:
     """Return a run of texts that were decoded over a link.
 
     Args:
@@ -37,14 +39,14 @@ def run_of(mode: str, link: LinkRecord, texts: Sequence[Measured], carried: Byte
         link: link between edge and verifier.
         texts: texts decoded in the run.
         carried: bytes that the link carried; None: there was no link.
-        fields: other fields of `Run`.
+        fields: other fields of `BenchmarkRun`.
     """
     alone = fields.get("sessions", 1) == 1  # one after the other, with texts of other modes in between
     began_s, ended_s = min(text.began_s for text in texts), max(text.began_s + text.seconds for text in texts)
     together = pooled(texts, None if alone else ended_s - began_s)
     steered = sum(text.statistics.steered_jobs for text in texts)
     longest = max(texts, key=lambda text: len(text.tokens))  # the same one in every mode: the texts are equal
-    return Run(
+    return BenchmarkRun(
         mode,
         link,
         **together,
@@ -70,15 +72,15 @@ def step_fields(steps: Sequence[StepTiming], sessions: int) -> dict[str, float]:
     }
 
 
-def replayed_run(mode: str, link: LinkRecord, outcomes: Sequence[Outcome], **fields: Any) -> Run:
+def replayed_run(mode: str, link: LinkRecord, outcomes: Sequence[ReplayOutcome], **fields: Any) -> BenchmarkRun:
     """Return a run that was computed from recorded hits."""
     metrics = pooled(outcomes) | latencies(outcomes) | bytes_per_token(outcomes)
-    return Run(mode, link, replayed=True, **metrics, **fields)
+    return BenchmarkRun(mode, link, replayed=True, **metrics, **fields)
 
 
-def library_run(mode: str, texts: Sequence[LibraryText], **fields: Any) -> Run:
+def library_run(mode: str, texts: Sequence[LibraryText], **fields: Any) -> BenchmarkRun:
     """Return a run of transformers itself."""
-    return Run(mode, LinkRecord(0.0), **pooled(texts), **latencies(texts), **fields)
+    return BenchmarkRun(mode, LinkRecord(0.0), **pooled(texts), **latencies(texts), **fields)
 
 
 def timeline_of(text: Measured, one_way_s: float) -> tuple[Span, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Group
 
-from outrider.bench.benchmark.record import Benchmark, Run
+from outrider.bench.benchmark.record import Benchmark, BenchmarkRun
 from outrider.bench.commands import MODES
 from outrider.bench.links import LinkRecord, link_name, link_parts
 from outrider.bench.table import UNKNOWN, Grid, draw, number
@@ -41,24 +41,24 @@ class Condition:
         return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, step, self.domain) if part)
 
 
-def by_condition(benchmark: Benchmark) -> dict[Condition, tuple[Run, ...]]:
+def by_condition(benchmark: Benchmark) -> dict[Condition, tuple[BenchmarkRun, ...]]:
     """Group runs by condition, in order of appearance; within one, by link, mode and sync length."""
-    found: dict[Condition, list[Run]] = {}
+    found: dict[Condition, list[BenchmarkRun]] = {}
     for run in benchmark.runs:
         condition = Condition(run.min_step_ms, run.temperature, run.sessions, run.domain)
         found.setdefault(condition, []).append(run)
     return {condition: tuple(sorted(runs, key=_order)) for condition, runs in found.items()}
 
 
-def by_link(runs: Sequence[Run]) -> dict[LinkRecord, tuple[Run, ...]]:
+def by_link(runs: Sequence[BenchmarkRun]) -> dict[LinkRecord, tuple[BenchmarkRun, ...]]:
     """Group runs by link, in the order given."""
-    found: dict[LinkRecord, list[Run]] = {}
+    found: dict[LinkRecord, list[BenchmarkRun]] = {}
     for run in runs:
         found.setdefault(run.link, []).append(run)
     return {link: tuple(runs) for link, runs in found.items()}
 
 
-def fastest(runs: Sequence[Run], mode: str) -> Run | None:
+def fastest(runs: Sequence[BenchmarkRun], mode: str) -> BenchmarkRun | None:
     """Return the fastest run of a mode, for sync that of the best length; None where no speed is known.
 
     Measured runs are preferred to replayed ones, and runs for latency to those that save target steps.
@@ -76,14 +76,14 @@ def _down_the_rows(link: LinkRecord, rows: int) -> list[str]:
     return [*cells, *[""] * (rows - len(cells))]
 
 
-def mode_name(run: Run) -> str:
+def mode_name(run: BenchmarkRun) -> str:
     """Return the mode with its variant: `sync 4`, `outrider eff.`, and `*` where it was replayed."""
     length = f" {run.sync_length}" if run.sync_length is not None else ""
     goal = " eff." if run.goal == "efficiency" else ""
     return run.mode + length + goal + ("*" if run.replayed else "")
 
 
-def results(condition: Condition, runs: Sequence[Run]) -> Grid:
+def results(condition: Condition, runs: Sequence[BenchmarkRun]) -> Grid:
     """Return the table of all metrics: a row for each run, a block for each link."""
     blocks = []
     for link, over_link in by_link(runs).items():
@@ -92,7 +92,7 @@ def results(condition: Condition, runs: Sequence[Run]) -> Grid:
     return Grid("Metrics", HEADINGS, 2, blocks, ". ".join(notes(condition, runs)))
 
 
-def ratios(runs: Sequence[Run]) -> Grid | None:
+def ratios(runs: Sequence[BenchmarkRun]) -> Grid | None:
     """Return the table of ratios, a row for each link and run of Outrider; None where there is no such run."""
     blocks = []
     for link, over_link in by_link(runs).items():
@@ -111,7 +111,7 @@ def ratios(runs: Sequence[Run]) -> Grid | None:
     return Grid("Ratios", headings, 2, blocks) if blocks else None
 
 
-def notes(condition: Condition, runs: Sequence[Run]) -> Iterator[str]:
+def notes(condition: Condition, runs: Sequence[BenchmarkRun]) -> Iterator[str]:
     """Yield notes on the runs of a condition."""
     if condition.min_step_ms:
         yield f"A shortest step stands for a larger target: every step takes at least {condition.min_step_ms:g} ms"
@@ -123,7 +123,7 @@ def notes(condition: Condition, runs: Sequence[Run]) -> Iterator[str]:
         yield LIBRARY_LEGEND
 
 
-def grids(condition: Condition, runs: Sequence[Run]) -> list[Grid]:
+def grids(condition: Condition, runs: Sequence[BenchmarkRun]) -> list[Grid]:
     """Return the tables of one condition."""
     return [grid for grid in (results(condition, runs), ratios(runs)) if grid is not None]
 
@@ -138,7 +138,7 @@ def tables(benchmark: Benchmark) -> Group:
     return draw(found, f"{LEGEND}. {RATIO_LEGEND}")
 
 
-def _order(run: Run) -> tuple[object, ...]:
+def _order(run: BenchmarkRun) -> tuple[object, ...]:
     link = run.link
     rates = tuple(-1.0 if rate is None else -rate for rate in (link.up_mbit, link.down_mbit))
     return (
@@ -150,7 +150,7 @@ def _order(run: Run) -> tuple[object, ...]:
     )
 
 
-def _row(run: Run, cloud: Run | None) -> tuple[str, ...]:
+def _row(run: BenchmarkRun, cloud: BenchmarkRun | None) -> tuple[str, ...]:
     same = {True: "yes", False: "NO", None: UNKNOWN}[run.identical_to_cloud]
     return (
         mode_name(run),
@@ -172,7 +172,7 @@ def _milliseconds(value: float | None) -> str:
     return number(value, 0 if value is not None and value >= _EXACT_MS else 1)
 
 
-def _ratio(run: Run, other: Run | None) -> str:
+def _ratio(run: BenchmarkRun, other: BenchmarkRun | None) -> str:
     if other is None or run.tokens_per_second is None or not other.tokens_per_second:
         return UNKNOWN
     return f"{run.tokens_per_second / other.tokens_per_second:.2f}"

@@ -10,7 +10,7 @@ from outrider.bench.comparison.record import SteeringCost
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering_vectors import SteeringVectors
-from outrider.cloud.target import Rows, Target
+from outrider.cloud.target import SessionRows, Target
 from outrider.cloud.text_writer import WrittenText
 from outrider.proto.types import DraftToken, Sampling, SteeringRequest
 
@@ -35,7 +35,7 @@ def steering_costs(target: Target, vectors: SteeringVectors, projection: str, te
         block = text.transcript[prompt : prompt + drafts]
         cache.length = prompt - 1
         began = time.perf_counter()
-        logits = target.forward([Rows(cache, (known[-1], *block), drafts + 1)])
+        logits = target.forward([SessionRows(cache, (known[-1], *block), drafts + 1)])
         verified = [VerificationInput(Sampling(), known, prompt, tuple(map(DraftToken, block)))]
         vectors.of([request], verified, sampler.sample(logits, verified))
         return time.perf_counter() - began
@@ -54,7 +54,7 @@ def steering_costs(target: Target, vectors: SteeringVectors, projection: str, te
         return SteeringCost(projection, drafts + 1, 1e3 * float(np.median(plain)), ratio, low, high)
 
     try:
-        target.forward([Rows(cache, text.transcript[: prompt - 1], 1)])
+        target.forward([SessionRows(cache, text.transcript[: prompt - 1], 1)])
         return [cost(drafts) for drafts in DRAFTS if drafts < len(text)]
     finally:
         target.pool.release(cache)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Group
 
-from outrider.bench.length_training.rows import Rows
+from outrider.bench.length_training.rows import TrainingRows
 from outrider.bench.table import Block, Grid, draw
 from outrider.edge.policies.length.network import Network
 
@@ -46,7 +46,7 @@ class Evaluation:
         return sum(distances) / self.rows if self.rows else math.nan
 
 
-def evaluate(network: Network, known: Rows, unseen: Rows) -> Evaluation:
+def evaluate(network: Network, known: TrainingRows, unseen: TrainingRows) -> Evaluation:
     """Evaluate the network, which was trained on `known`, on `unseen` rows."""
     chances, outcomes = network.chances(unseen.inputs), unseen.outcomes
     order = np.argsort(chances, kind="stable")

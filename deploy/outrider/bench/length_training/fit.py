@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.bench.length_training.rows import Rows
+from outrider.bench.length_training.rows import TrainingRows
 from outrider.edge.policies.length.features import BLOCK_INPUTS, DRAFT_INPUTS
 from outrider.edge.policies.length.network import Network
 from outrider.proto.errors import ConfigError
@@ -42,7 +42,7 @@ class Fit:
     forgotten: float = 0.1
     seed: int = 0
 
-    def network(self, names: tuple[str, ...], rows: Rows) -> Network:
+    def network(self, names: tuple[str, ...], rows: TrainingRows) -> Network:
         """Fit a network with inputs of these names [f].
 
         Raises:

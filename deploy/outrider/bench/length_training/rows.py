@@ -16,7 +16,7 @@ KNOWN = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # drafts of a block that are known when i
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TrainingRows:
     """Inputs [n, f], NaN where not known, and outcomes [n] from 0 to 1 of n rows."""
 
     inputs: np.ndarray
@@ -40,7 +40,7 @@ class Rows:
         return type(self)(self.inputs[drawn], self.outcomes[drawn])
 
 
-def draft_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
+def draft_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> TrainingRows:
     """Return a row for every draft: whether it hits, given that those before it in its chain do.
 
     After r hits in a row a draft may have any number of unverified drafts up to r before it, which depends on the link:
@@ -52,11 +52,11 @@ def draft_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
         depth = rng.integers(0, np.minimum(_hits_before(hits), MAX_DEPTH) + 1)
         inputs = draft_inputs(trace.confidence, trace.perturbed_probability, trace.entropy, trace.temperature, depth)
         drafted = ~np.array(trace.silent, dtype=bool) if trace.silent else np.ones(len(hits), dtype=bool)
-        parts.append(Rows(inputs[drafted], hits[drafted].astype(float)))
-    return Rows.joined(parts, len(DRAFT_INPUTS))
+        parts.append(TrainingRows(inputs[drafted], hits[drafted].astype(float)))
+    return TrainingRows.joined(parts, len(DRAFT_INPUTS))
 
 
-def block_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
+def block_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> TrainingRows:
     """Return a row for every position: the accepted share of a block of some length that begins there.
 
     Its length and the number of its known drafts are drawn. Their signals are those along the target's text, since
@@ -73,8 +73,8 @@ def block_rows(traces: Iterable[HitTrace], rng: np.random.Generator) -> Rows:
             there = slice(start, start + min(length, known[start]))
             measures = trace.confidence[there], trace.entropy[there]
             inputs = block_inputs(*measures, trace.temperature, there.stop - start, [length])
-            parts.append(Rows(inputs, np.array([min(length, until_miss[start]) / length])))
-    return Rows.joined(parts, len(BLOCK_INPUTS))
+            parts.append(TrainingRows(inputs, np.array([min(length, until_miss[start]) / length])))
+    return TrainingRows.joined(parts, len(BLOCK_INPUTS))
 
 
 def _hits_from(hits: np.ndarray) -> np.ndarray:

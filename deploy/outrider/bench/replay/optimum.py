@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from outrider.bench.replay.traced import Outcome, Policy, replay
+from outrider.bench.replay.traced import Policy, ReplayOutcome, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.bench.simulator.wire import ShapeAt
@@ -25,7 +25,7 @@ class Best:
     """A policy, and its outcomes."""
 
     policy: Policy
-    outcomes: list[Outcome]
+    outcomes: list[ReplayOutcome]
 
     @property
     def tokens_per_second(self) -> float:
@@ -33,7 +33,7 @@ class Best:
         return tokens_per_second(self.outcomes)
 
 
-def tokens_per_second(outcomes: Sequence[Outcome]) -> float:
+def tokens_per_second(outcomes: Sequence[ReplayOutcome]) -> float:
     """Return tokens a second over all texts, from the request to the last token.
 
     Raises:

@@ -12,7 +12,7 @@ from outrider.proto.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class PoolText:
     """One text of the target with every drafter's trace on it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Text:
         return self.traces[0].domain, self.traces[0].id
 
 
-def texts_of(traces: Mapping[str, Sequence[HitTrace]]) -> list[Text]:
+def texts_of(traces: Mapping[str, Sequence[HitTrace]]) -> list[PoolText]:
     """Group traces of several drafters by prompt and seed, with drafters in the order of the mapping.
 
     Raises:
@@ -63,10 +63,10 @@ def texts_of(traces: Mapping[str, Sequence[HitTrace]]) -> list[Text]:
         if mine.keys() != by_key[0].keys():
             _, missing, _ = sorted(mine.keys() ^ by_key[0].keys())[0]
             raise ConfigError(f"record every prompt with every drafter; {name} differs on {missing!r}", field="traces")
-    return [Text(tuple(mine[key] for mine in by_key)) for key in (by_key[0] if by_key else ())]
+    return [PoolText(tuple(mine[key] for mine in by_key)) for key in (by_key[0] if by_key else ())]
 
 
-def joined(texts: Sequence[Text]) -> Text:
+def joined(texts: Sequence[PoolText]) -> PoolText:
     """Join texts into one, after the first one's prompt, whose domain changes where the next text begins.
 
     Raises:
@@ -74,7 +74,7 @@ def joined(texts: Sequence[Text]) -> Text:
     """
     if not texts or len({len(text.traces) for text in texts}) > 1:
         raise ConfigError("must be one or more, with the same drafters", field="texts")
-    return Text(
+    return PoolText(
         tuple(_joined(own) for own in zip(*(text.traces for text in texts), strict=True)),
         tuple(itertools.accumulate(text.tokens for text in texts[:-1])),
         tuple(text.prompt[0] for text in texts[1:]),

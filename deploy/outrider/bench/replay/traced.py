@@ -56,7 +56,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """Result of a replayed text.
 
     Attributes:
@@ -201,13 +201,13 @@ class Replay(Simulation):
         self._wires = WireLink(clock, shape_at, costs, edge.statistics, random.Random(seed))
         super().__init__(clock, edge, verifier, text, lambda _: self._wires)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ReplayOutcome:
         """Run the whole text."""
         done = self.run()
         if done.error is not None:
             raise done.error
         self._wires.end()
-        return Outcome(
+        return ReplayOutcome(
             self.clock.now,
             self.arrivals[0],
             self.edge.statistics,
@@ -258,7 +258,7 @@ def replay(
     seed: int = 0,
     others: Sequence[Sequence[DrafterArm]] = (),
     selector: Callable[[], Selector] | None = None,
-) -> list[Outcome]:
+) -> list[ReplayOutcome]:
     """Replay texts one after the other, by one edge on one verifier, which keep their measurements.
 
     Args:
@@ -281,7 +281,7 @@ def replay(
         seed=seed,
     )
 
-    def one(trace: HitTrace, others: Sequence[DrafterArm]) -> Outcome:
+    def one(trace: HitTrace, others: Sequence[DrafterArm]) -> ReplayOutcome:
         return session(trace, others=others, selector=selector() if selector else None).outcome()
 
     all_others = others or [()] * len(traces)

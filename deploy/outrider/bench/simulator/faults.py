@@ -9,7 +9,7 @@ from functools import partial
 
 from outrider.bench.simulator.clock import VirtualClock
 from outrider.bench.simulator.simulation import Drafters, Simulation
-from outrider.bench.simulator.verifier import SimulatedVerifier, Stream
+from outrider.bench.simulator.verifier import SimulatedStream, SimulatedVerifier
 from outrider.proto import codec
 from outrider.proto.errors import Unavailable
 from outrider.proto.session import EdgeSession
@@ -81,7 +81,7 @@ class FaultySimulation(Simulation):
         self._faults = faults
         self._rng = rng
 
-    def open_stream(self) -> Stream:
+    def open_stream(self) -> SimulatedStream:
         stream, now = super().open_stream(), self.clock.now
         if self._faults.breaks_every_s:
             lasts_s = self._rng.expovariate(1 / self._faults.breaks_every_s)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from outrider.bench.simulator.clock import VirtualClock
-from outrider.bench.simulator.verifier import Link, SimulatedVerifier, Stream
+from outrider.bench.simulator.verifier import Link, SimulatedStream, SimulatedVerifier
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import (
     CatchUpJob,
@@ -73,7 +73,7 @@ class Simulation:
         self.active: list[int] = []
         self.done: Done | None = None
         self.num_streams = 0
-        self.stream: Stream | None = None
+        self.stream: SimulatedStream | None = None
         self._drafters = drafters
         self._new_link = new_link
         self._reopening = False
@@ -128,20 +128,20 @@ class Simulation:
         if self.stream is not None:
             self.stream.send_up(frame)
 
-    def open_stream(self) -> Stream:
+    def open_stream(self) -> SimulatedStream:
         """Open a stream and send the machine's Open over it."""
         self.num_streams += 1
-        self.stream = stream = Stream(self.clock, self._new_link(self.clock.now), self.verifier, self.receive)
+        self.stream = stream = SimulatedStream(self.clock, self._new_link(self.clock.now), self.verifier, self.receive)
         self.handle(StreamReady(b""))
         return stream
 
-    def lose_stream(self, stream: Stream, error: OutriderError) -> None:
+    def lose_stream(self, stream: SimulatedStream, error: OutriderError) -> None:
         """Let a stream break, unless it was left before."""
         if stream.is_open and stream is self.stream:
             stream.close()
             self.handle(Disconnected(error))
 
-    def receive(self, stream: Stream, frame: CloudFrame) -> None:
+    def receive(self, stream: SimulatedStream, frame: CloudFrame) -> None:
         """Take a frame that has arrived at the edge, unless its stream was left."""
         if stream is self.stream:
             if isinstance(frame, Goaway):

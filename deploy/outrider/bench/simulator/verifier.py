@@ -29,7 +29,7 @@ from outrider.proto.types import (
 FrameT = TypeVar("FrameT", EdgeFrame, CloudFrame)
 
 
-class Target(Protocol):
+class SimulatedTarget(Protocol):
     """A target without a model."""
 
     def after(self, transcript: Sequence[int], block: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class Link(Protocol):
         ...
 
 
-class Stream:
+class SimulatedStream:
     """A stream over a link, until its edge leaves it."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Stream:
         clock: VirtualClock,
         link: Link,
         verifier: SimulatedVerifier,
-        received: Callable[[Stream, CloudFrame], None],
+        received: Callable[[SimulatedStream, CloudFrame], None],
     ) -> None:
         self.is_open = True
         self._clock = clock
@@ -84,7 +84,7 @@ class Stream:
         self.is_open = False
         self._verifier.release(self)
 
-    def _arrive(self, receive: Callable[[Stream, FrameT], None], frame: FrameT) -> None:
+    def _arrive(self, receive: Callable[[SimulatedStream, FrameT], None], frame: FrameT) -> None:
         if self.is_open:
             receive(self, frame)
 
@@ -100,7 +100,7 @@ class SimulatedSlot:
         ready_since: time from which it could have begun its next step, in seconds.
     """
 
-    stream: Stream
+    stream: SimulatedStream
     session: VerifierSession
     num_computed_tokens: int
     ready_since: float
@@ -120,29 +120,34 @@ class SimulatedVerifier:
     """
 
     def __init__(
-        self, clock: VirtualClock, rules: VerifierRules, target: Target, costs: Costs, batching: Batching | None = None
+        self,
+        clock: VirtualClock,
+        rules: VerifierRules,
+        target: SimulatedTarget,
+        costs: Costs,
+        batching: Batching | None = None,
     ) -> None:
         self.rules = rules
         self.batching = batching or Batching()
         self._clock = clock
         self._target = target
         self._costs = costs
-        self._slots: dict[Stream, SimulatedSlot] = {}
-        self._waiting: deque[tuple[Stream, EdgeFrame, float]] = deque()
+        self._slots: dict[SimulatedStream, SimulatedSlot] = {}
+        self._waiting: deque[tuple[SimulatedStream, EdgeFrame, float]] = deque()
         self._busy = False
         self._alarm = math.inf
 
-    def receive(self, stream: Stream, frame: EdgeFrame) -> None:
+    def receive(self, stream: SimulatedStream, frame: EdgeFrame) -> None:
         """Take a frame that has arrived, after the step that is running."""
         self._waiting.append((stream, frame, self._clock.now))
         if not self._busy:
             self._run()
 
-    def release(self, stream: Stream) -> None:
+    def release(self, stream: SimulatedStream) -> None:
         """Free the slot of a stream that is gone, if it has one."""
         self._slots.pop(stream, None)
 
-    def slot(self, stream: Stream) -> SimulatedSlot | None:
+    def slot(self, stream: SimulatedStream) -> SimulatedSlot | None:
         """Return the slot of a stream, if it has one."""
         return self._slots.get(stream)
 
@@ -150,7 +155,7 @@ class SimulatedVerifier:
         """Return how many unverified tokens each session may have in flight."""
         return credit_of(self.rules, len(self._running()))
 
-    def take(self, stream: Stream, frame: EdgeFrame, arrived: float) -> None:
+    def take(self, stream: SimulatedStream, frame: EdgeFrame, arrived: float) -> None:
         """Pass a frame to its session."""
         if isinstance(frame, Open):
             self._open(stream, frame)
@@ -201,7 +206,7 @@ class SimulatedVerifier:
         if not self._busy:
             self._run()
 
-    def _open(self, stream: Stream, frame: Open) -> None:
+    def _open(self, stream: SimulatedStream, frame: Open) -> None:
         for other in [other for other, slot in self._slots.items() if slot.session.id == frame.session]:
             self.release(other)
         session = VerifierSession(frame, self.rules, self._clock.now)

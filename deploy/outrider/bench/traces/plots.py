@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.bench.links import LinkRecord, link_name, link_parts
 from outrider.bench.plot import COLOURS, GREY, HUES, INK, canvas, save_plot, styled
-from outrider.bench.traces.pool import AFTER, BEFORE, DRAFTER, ORACLE, SELECTOR, Cell, PoolReplayed, Row
+from outrider.bench.traces.pool import AFTER, BEFORE, DRAFTER, ORACLE, SELECTOR, Cell, PoolReplayed, PoolRow
 from outrider.bench.traces.sweep import Replayed
 
 MARKERS = "os^Dv<>PX"
@@ -91,7 +91,7 @@ def _files(links: Sequence[LinkRecord]) -> list[str]:
     return ["".join(letter if letter.isalnum() else "-" for letter in name) for name in names]
 
 
-def _speed_up(rows: Sequence[Row]) -> Any:
+def _speed_up(rows: Sequence[PoolRow]) -> Any:
     """Draw a panel a row of texts: a point and an interval for each drafter, selector and the oracle."""
     names = [f"{cell.name} alone" if cell.kind == DRAFTER else cell.name for cell in rows[0].cells]
     drawn = canvas((1.6 + 1.7 * len(rows), 1.1 + 0.24 * len(names)))
@@ -113,7 +113,7 @@ def _speed_up(rows: Sequence[Row]) -> Any:
     return drawn
 
 
-def _regret(rows: Sequence[Row]) -> Any:
+def _regret(rows: Sequence[PoolRow]) -> Any:
     """Draw two panels a row of texts: the same curves over tokens, and over their logarithm."""
     drawn = canvas((9.0, 1.0 + 2.2 * len(rows)))
     drawn.suptitle("Regret: seconds behind the oracle")
@@ -136,7 +136,7 @@ def _regret(rows: Sequence[Row]) -> Any:
     return drawn
 
 
-def _shown(row: Row) -> tuple[float, float]:
+def _shown(row: PoolRow) -> tuple[float, float]:
     """Return the panel's range in seconds; curves much worse than usual leave it, which keeps the others apart."""
     curves = [cell.regret_s for _, cell, _ in _lines(row)]
     most = max(map(max, curves))
@@ -145,7 +145,7 @@ def _shown(row: Row) -> tuple[float, float]:
     return min(map(min, curves)) - 0.05 * top, 1.05 * top or 1.0
 
 
-def _lines(row: Row) -> list[tuple[str, Cell, dict[str, Any]]]:
+def _lines(row: PoolRow) -> list[tuple[str, Cell, dict[str, Any]]]:
     """Return name, cell and style of each selector, and of the best drafter alone where drafters were played."""
     found: list[tuple[str, Cell, dict[str, Any]]] = [
         (cell.name, cell, {"color": HUES[i % len(HUES)], "linestyle": LINES[i // len(HUES) % len(LINES)]})
@@ -157,7 +157,7 @@ def _lines(row: Row) -> list[tuple[str, Cell, dict[str, Any]]]:
     return found
 
 
-def _choices(rows: Sequence[Row], drafters: Sequence[str]) -> Any:
+def _choices(rows: Sequence[PoolRow], drafters: Sequence[str]) -> Any:
     """Draw the drafters' shares around changes of domain: a line a selector, a column a domain."""
     changes = [change for row in rows for change in row.changes]
     names = list(dict.fromkeys(change.name for change in changes))

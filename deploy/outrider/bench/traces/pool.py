@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass as record_dataclass
 from outrider.bench.links import LinkRecord
 from outrider.bench.metrics import Bootstrap, Interval
 from outrider.bench.record import RECORD, Count, Metric
-from outrider.bench.replay.texts import Text, joined, texts_of
+from outrider.bench.replay.texts import PoolText, joined, texts_of
 from outrider.bench.traces.recording import Recording
 from outrider.bench.traces.stages import Stage, Trajectory
 from outrider.edge.policies.selection import selector_named
@@ -26,12 +26,12 @@ SETTLED_TOKENS = 64  # after a change of domain
 BEFORE, AFTER = 32, 96  # tokens around a change that are drawn
 NOTED = 60  # positions of a regret curve, at equal distances and once more at equal ratios
 
-Variants = Mapping[tuple[str, str], Sequence[Text]]  # the texts of each prompt by seed; by domain and id
+Variants = Mapping[tuple[str, str], Sequence[PoolText]]  # the texts of each prompt by seed; by domain and id
 
 
-def variants_of(texts: Sequence[Text]) -> Variants:
+def variants_of(texts: Sequence[PoolText]) -> Variants:
     """Group texts by prompt, in their order."""
-    found: dict[tuple[str, str], list[Text]] = {}
+    found: dict[tuple[str, str], list[PoolText]] = {}
     for text in texts:
         found.setdefault(text.prompt, []).append(text)
     return found
@@ -42,7 +42,7 @@ def row_names(domains: Sequence[str]) -> Sequence[str]:
     return (*domains, MIX, MIDWAY) if len(domains) > 1 else domains
 
 
-def run_texts(row: str, variants: Variants, seed: int) -> list[Text]:
+def run_texts(row: str, variants: Variants, seed: int) -> list[PoolText]:
     """Return the texts of one run in random order: one of each prompt of the row, with alternating seeds.
 
     `midway` joins each prompt's text with one of another domain, which changes with the seed.
@@ -88,7 +88,7 @@ class Cell:
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
-class Change:
+class DomainChange:
     """Shares of the drafters around changes to one domain.
 
     Attributes:
@@ -103,7 +103,7 @@ class Change:
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
-class Row:
+class PoolRow:
     """The texts of one domain, of all, or such whose domain changes midway, over one link.
 
     Attributes:
@@ -118,7 +118,7 @@ class Row:
     prompts: Count
     positions: tuple[Count, ...]
     cells: tuple[Cell, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[DomainChange, ...]
 
     def of(self, kind: str, name: str) -> Cell:
         """Return the cell of a column."""
@@ -149,19 +149,19 @@ class PoolReplayed:
     min_step_ms: Metric
     drafters: tuple[str, ...]
     costs: Mapping[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[PoolRow, ...]
 
     @property
     def links(self) -> tuple[LinkRecord, ...]:
         """Links, in the order of the command."""
         return tuple(dict.fromkeys(row.link for row in self.rows))
 
-    def over(self, link: LinkRecord) -> tuple[Row, ...]:
+    def over(self, link: LinkRecord) -> tuple[PoolRow, ...]:
         """Return the rows of one link."""
         return tuple(row for row in self.rows if row.link == link)
 
 
-class Accumulator:
+class CellAccumulator:
     """Adds up the runs of one way of choosing among K drafters on the texts of one row."""
 
     def __init__(
@@ -180,7 +180,7 @@ class Accumulator:
         self._chosen = np.zeros(drafters)  # tokens
         self._around: dict[str, np.ndarray] = {}  # [BEFORE + AFTER, K] texts, by the domain that begins
 
-    def add(self, texts: Sequence[Text], trajectories: Sequence[Trajectory], best: Sequence[Trajectory]) -> None:
+    def add(self, texts: Sequence[PoolText], trajectories: Sequence[Trajectory], best: Sequence[Trajectory]) -> None:
         """Add one run; `best`: the oracle's trajectories of the same texts."""
         self._runs += 1
         for text, trajectory, oracle in zip(texts, trajectories, best, strict=True):
@@ -221,12 +221,12 @@ class Accumulator:
             regret_s=tuple((self._regret_s / self._runs).tolist()),
         )
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[DomainChange]:
         """Return the drafters' shares around changes of domain."""
         found = []
         for domain, counts in self._around.items():
             shares = counts / np.maximum(1, counts.sum(axis=1, keepdims=True))
-            found.append(Change(self.kind, self.name, domain, tuple(map(tuple, shares.tolist()))))
+            found.append(DomainChange(self.kind, self.name, domain, tuple(map(tuple, shares.tolist()))))
         return found
 
 
@@ -262,7 +262,7 @@ class Pool:
         """Return the number of runs."""
         return len(self.stages) * len(row_names(self.recording.domains)) * self.seeds
 
-    def rows(self, done: Callable[[], object]) -> Iterator[Row]:
+    def rows(self, done: Callable[[], object]) -> Iterator[PoolRow]:
         """Yield rows link by link; `done` is called after each run."""
         variants = variants_of(texts_of(self.recording.traces))
         for link, stage in self.stages.items():
@@ -277,11 +277,13 @@ class Pool:
         return [*((DRAFTER, name) for name in drafters), *((SELECTOR, name) for name in selectors), (ORACLE, ORACLE)]
 
     def _row(
-        self, link: LinkRecord, stage: Stage, name: str, runs: Sequence[Sequence[Text]], done: Callable[[], object]
-    ) -> Row:
+        self, link: LinkRecord, stage: Stage, name: str, runs: Sequence[Sequence[PoolText]], done: Callable[[], object]
+    ) -> PoolRow:
         prompts = {prompt: index for index, prompt in enumerate(sorted(text.prompt for text in runs[0]))}
         positions = _positions(min(sum(text.tokens for text in run) for run in runs))
-        columns = [Accumulator(*column, len(self.recording.traces), prompts, positions) for column in self._columns()]
+        columns = [
+            CellAccumulator(*column, len(self.recording.traces), prompts, positions) for column in self._columns()
+        ]
         cloud_s = np.zeros(len(prompts))
         for seed, texts in enumerate(runs):
             for text in texts:
@@ -292,7 +294,7 @@ class Pool:
                 column.add(texts, found, best)
             done()
         resampled = Bootstrap([domain for domain, _ in prompts], seed=0)
-        return Row(
+        return PoolRow(
             link,
             name,
             len(prompts),
@@ -301,7 +303,9 @@ class Pool:
             tuple(change for column in columns if column.kind != DRAFTER for change in column.changes()),
         )
 
-    def _trajectories(self, stage: Stage, column: Accumulator, texts: Sequence[Text], seed: int) -> list[Trajectory]:
+    def _trajectories(
+        self, stage: Stage, column: CellAccumulator, texts: Sequence[PoolText], seed: int
+    ) -> list[Trajectory]:
         drafters = list(self.recording.traces)
         if column.kind == DRAFTER:
             return stage.alone(texts, drafters.index(column.name))

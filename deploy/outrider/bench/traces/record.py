@@ -23,7 +23,7 @@ from outrider.bench.simulator.clock import Costs
 from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
 from outrider.cloud.distribution import VerificationInput, processed_logits
 from outrider.cloud.sampling import Sampler
-from outrider.cloud.target import Rows, Target, load_target
+from outrider.cloud.target import SessionRows, Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.arguments import Given
 from outrider.deploy.prompts import Prompt, choose_prompts
@@ -196,7 +196,7 @@ def _steps_after(
     def step(known: Sequence[int], block: tuple[DraftToken, ...], rows: Sequence[int]) -> float:
         verified = VerificationInput(sampling, list(known), length, block)
         began = time.perf_counter()
-        logits = target.forward([Rows(cache, tuple(rows), len(block) + 1)])
+        logits = target.forward([SessionRows(cache, tuple(rows), len(block) + 1)])
         sampler.sample(logits, [verified])
         return time.perf_counter() - began
 

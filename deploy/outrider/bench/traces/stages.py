@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from outrider.bench.replay.texts import Text
-from outrider.bench.replay.traced import DrafterArm, Outcome, Policy, replay
+from outrider.bench.replay.texts import PoolText
+from outrider.bench.replay.traced import DrafterArm, Policy, ReplayOutcome, replay
 from outrider.bench.simulator.clock import Costs
 from outrider.bench.simulator.wire import ShapeAt
 from outrider.bench.traces.sweep import WARM_UP_TOKENS
@@ -56,7 +56,7 @@ class Stage:
     _alone: dict[tuple[object, ...], list[Trajectory]] = field(init=False, default_factory=dict)
     _cloud_s: dict[tuple[int, ...], float] = field(init=False, default_factory=dict)  # by a text's tokens
 
-    def cloud_s(self, text: Text) -> float:
+    def cloud_s(self, text: PoolText) -> float:
         """Return the seconds of cloud streaming, from the request to the last token."""
         tokens = text.traces[0].tokens
         if tokens not in self._cloud_s:
@@ -64,7 +64,7 @@ class Stage:
             self._cloud_s[tokens] = outcome.arrivals[-1]
         return self._cloud_s[tokens]
 
-    def alone(self, texts: Sequence[Text], arm: int) -> list[Trajectory]:
+    def alone(self, texts: Sequence[PoolText], arm: int) -> list[Trajectory]:
         """Play the texts with one drafter; edge and verifier keep their measurements."""
         key = (arm, *(text.traces[arm].tokens for text in texts))
         if key not in self._alone:
@@ -72,7 +72,7 @@ class Stage:
             self._alone[key] = [_trajectory_of(outcome, (arm,) * len(outcome.arrivals)) for outcome in outcomes]
         return self._alone[key]
 
-    def trajectories(self, texts: Sequence[Text], selector: Selector) -> list[Trajectory]:
+    def trajectories(self, texts: Sequence[PoolText], selector: Selector) -> list[Trajectory]:
         """Play the texts one after the other; edge and verifier keep their measurements."""
         if len(self.costs) == 1:
             return self.alone(texts, 0)
@@ -85,7 +85,7 @@ class Stage:
         )
         return [_trajectory_of(outcome, outcome.active) for outcome in outcomes]
 
-    def best(self, texts: Sequence[Text]) -> list[Trajectory]:
+    def best(self, texts: Sequence[PoolText]) -> list[Trajectory]:
         """Play in hindsight: with the fastest drafter of each text, or of each stretch where the domain changes.
 
         An oracle that knew every single bit and took another drafter each round would be out of reach.
@@ -95,7 +95,7 @@ class Stage:
         alone = zip(*(self.alone(unchanged, arm) for arm in range(len(self.costs))), strict=True)
         return [self._best(text) if text.changes else min(next(alone), key=lambda run: run.seconds) for text in texts]
 
-    def _best(self, text: Text) -> Trajectory:
+    def _best(self, text: PoolText) -> Trajectory:
         """Try every drafter on one stretch after the other."""
         ends, warm_up = (*text.changes, text.tokens), min(WARM_UP_TOKENS, text.tokens)
         order: tuple[int, ...] = ()
@@ -107,12 +107,12 @@ class Stage:
 
     def _replayed(
         self,
-        texts: Sequence[Text],
+        texts: Sequence[PoolText],
         arm: int,
         policy: Policy,
         others: Sequence[Sequence[DrafterArm]] = (),
         selector: Callable[[], Selector] | None = None,
-    ) -> list[Outcome]:
+    ) -> list[ReplayOutcome]:
         return replay(
             [text.traces[arm] for text in texts],
             self.shape_at,
@@ -182,5 +182,5 @@ class Aligned(Selector):
         self._inner.learn(outcome)
 
 
-def _trajectory_of(outcome: Outcome, active: Sequence[int]) -> Trajectory:
+def _trajectory_of(outcome: ReplayOutcome, active: Sequence[int]) -> Trajectory:
     return Trajectory(np.array(outcome.arrivals), np.array(active, dtype=np.int16))

@@ -13,7 +13,7 @@ from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.metrics import bytes_per_token, pooled
 from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
-from outrider.bench.replay.traced import Outcome, Policy, replay
+from outrider.bench.replay.traced import Policy, ReplayOutcome, replay
 from outrider.bench.traces.recording import Recording
 from outrider.edge.policies.length import RULES, USAGE, rule_by_name
 from outrider.proto.errors import ConfigError
@@ -185,15 +185,15 @@ class Sweep:
                     outcomes = self._replay(drafter, link, replace(policy, window=noted, goal=self.goal))
                     yield self._results(link, outcomes, cloud, drafter, window, noted.mean)
 
-    def _replay(self, drafter: str, link: BenchLink, policy: Policy) -> list[Outcome]:
+    def _replay(self, drafter: str, link: BenchLink, policy: Policy) -> list[ReplayOutcome]:
         traces, costs = self.recording.traces[drafter], self.recording.costs.of(drafter, min_step_s=self.min_step_s)
         return replay(traces, link.shape_at, costs, policy, warm_up_tokens=WARM_UP_TOKENS, seed=self.seed)
 
     def _results(
         self,
         link: BenchLink,
-        outcomes: Sequence[Outcome],
-        cloud: Sequence[Outcome],
+        outcomes: Sequence[ReplayOutcome],
+        cloud: Sequence[ReplayOutcome],
         drafter: str | None,
         window: str | None,
         window_mean: float | None,

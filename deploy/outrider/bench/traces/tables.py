@@ -8,7 +8,7 @@ from rich.console import Group
 
 from outrider.bench.links import LinkRecord, link_name
 from outrider.bench.table import BEST, UNKNOWN, Block, Grid, draw, number, paced
-from outrider.bench.traces.pool import DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, Cell, PoolReplayed, Row
+from outrider.bench.traces.pool import DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, Cell, PoolReplayed, PoolRow
 from outrider.bench.traces.sweep import Replayed, WindowResult, fastest
 
 BESIDE = 5  # drafters in a table
@@ -88,7 +88,7 @@ def pool_tables(replayed: PoolReplayed) -> Group:
     return draw(grids, POOL_LEGEND.format(last=last, settled=SETTLED_TOKENS))
 
 
-def _columns(rows: Sequence[Row], kind: str) -> Block:
+def _columns(rows: Sequence[PoolRow], kind: str) -> Block:
     best = [max((cell for cell in row.cells if cell.kind != ORACLE), key=_speed_up, default=None) for row in rows]
     lines = []
     for cells in zip(*(row.of_kind(kind) for row in rows), strict=True):
@@ -98,7 +98,7 @@ def _columns(rows: Sequence[Row], kind: str) -> Block:
     return lines
 
 
-def _against_best(rows: Sequence[Row]) -> Grid:
+def _against_best(rows: Sequence[PoolRow]) -> Grid:
     best = [max(map(_speed_up, row.of_kind(DRAFTER))) for row in rows]
     lines = [
         (cells[0].name, *(f"{cell.speed_up / most:.3f}" for cell, most in zip(cells, best, strict=True)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.operating import LinkSettings
-from outrider.deploy.link.relay import Relay, run_on_time
+from outrider.deploy.link.relay import LinkRelay, run_on_time
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace, find_trace
 from outrider.deploy.termination import until_stopped
@@ -26,7 +26,7 @@ def link(given: Given) -> int:
 
 
 async def _link(options: LinkSettings, shape: LinkShape, trace: LinkTrace | None) -> int:
-    relay = Relay(options.to, shape, options.seed)
+    relay = LinkRelay(options.to, shape, options.seed)
     print(f"link to {options.to} on {await relay.start(options.listen)}", flush=True)
     if trace is not None:
         relay.play(trace)

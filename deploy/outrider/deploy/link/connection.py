@@ -44,19 +44,19 @@ class Way:
         self._timer = timer
         self._handle: asyncio.TimerHandle | None = None
         self._when = 0.0  # time for which `_handle` is set
-        self._streams: set[Stream] = set()
+        self._streams: set[RelayedStream] = set()
         self.full = False
         self.delivered_bytes = 0
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: RelayedStream) -> None:
         """Add a stream that waits for room."""
         self._streams.add(stream)
 
-    def discard(self, stream: Stream) -> None:
+    def discard(self, stream: RelayedStream) -> None:
         """Remove a stream; what it has under way still takes its time."""
         self._streams.discard(stream)
 
-    def read(self, stream: Stream) -> None:
+    def read(self, stream: RelayedStream) -> None:
         """Read from the stream's source while there is room."""
         now = time.monotonic()
         room = self._pipe.room(now)
@@ -128,10 +128,10 @@ class Way:
             stream.update_reading()
 
 
-class Stream:
+class RelayedStream:
     """One direction of one connection."""
 
-    def __init__(self, connection: Connection, source: socket.socket, sink: socket.socket, way: Way) -> None:
+    def __init__(self, connection: RelayedConnection, source: socket.socket, sink: socket.socket, way: Way) -> None:
         self.connection = connection
         self.source = source
         self.finished = False  # the source has ended
@@ -197,11 +197,11 @@ class Stream:
             self.connection.end(self._sink)
 
 
-class Connection:
+class RelayedConnection:
     """Two connected sockets, of an edge and of the verifier, with a stream each way."""
 
     def __init__(
-        self, edge: socket.socket, verifier: socket.socket, up: Way, down: Way, connections: set[Connection]
+        self, edge: socket.socket, verifier: socket.socket, up: Way, down: Way, connections: set[RelayedConnection]
     ) -> None:
         self.cut = False
         self._sockets = (edge, verifier)
@@ -209,7 +209,7 @@ class Connection:
             _prepare(end)
         self._all = connections
         connections.add(self)
-        self._streams = (Stream(self, edge, verifier, up), Stream(self, verifier, edge, down))
+        self._streams = (RelayedStream(self, edge, verifier, up), RelayedStream(self, verifier, edge, down))
 
     def end(self, sink: socket.socket) -> None:
         """Shut `sink` down for writing; close the connection after both directions have ended."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from outrider.deploy.child import Child, answer_requests
-from outrider.deploy.link.relay import Counters, Relay, run_on_time
+from outrider.deploy.link.relay import Counters, LinkRelay, run_on_time
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace, TracePoint
 from outrider.proto.errors import ConfigError
@@ -76,13 +76,13 @@ class LinkProcess(Child):
 
 async def _obey() -> int:
     """Carry out requests until standard input ends, the first of which opens the relay; return the exit status."""
-    relay: Relay | None = None
+    relay: LinkRelay | None = None
 
     async def answer(request: Mapping[str, Any]) -> Any:
         nonlocal relay
         if relay is not None:
             return _do(relay, request)
-        relay = Relay(request["to"], LinkShape(**request["shape"]), request["seed"])
+        relay = LinkRelay(request["to"], LinkShape(**request["shape"]), request["seed"])
         return await relay.start(request["listen"])
 
     await answer_requests(answer)
@@ -91,7 +91,7 @@ async def _obey() -> int:
     return 0
 
 
-def _do(relay: Relay, request: Mapping[str, Any]) -> Any:
+def _do(relay: LinkRelay, request: Mapping[str, Any]) -> Any:
     match request["do"]:
         case "set_shape":
             relay.set_shape(LinkShape(**request["shape"]))

@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.deploy.link.connection import Connection, Timer, Way, abort
+from outrider.deploy.link.connection import RelayedConnection, Timer, Way, abort
 from outrider.deploy.link.pipe import Pipe
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.link.traces import LinkTrace
@@ -40,7 +40,7 @@ class Counters:
     connections: int
 
 
-class Relay:
+class LinkRelay:
     """A listener that carries every connection over the link to one address."""
 
     def __init__(self, to: str, shape: LinkShape, seed: int = 0) -> None:
@@ -49,7 +49,7 @@ class Relay:
         timer = Timer()
         self._up = Way(Pipe(shape.up, 2 * seed), timer)
         self._down = Way(Pipe(shape.down, 2 * seed + 1), timer)
-        self._connections: set[Connection] = set()
+        self._connections: set[RelayedConnection] = set()
         self._accepted = 0
         self._connecting: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
@@ -172,7 +172,7 @@ class Relay:
             abort(edge)
             abort(verifier)
             return
-        Connection(edge, verifier, self._up, self._down, self._connections)
+        RelayedConnection(edge, verifier, self._up, self._down, self._connections)
 
 
 async def _resolve(host: str, port: int, field: str) -> tuple[int, tuple[str, int]]:

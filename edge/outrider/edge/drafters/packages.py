@@ -17,13 +17,12 @@ from typing import Any
 
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer, tokenizer_hash
-from outrider.proto.types import DRAFTER_FORMAT, RemoteFile
+from outrider.proto.types import CACHE_LAYOUT, DRAFTER_FORMAT, CacheShape, RemoteFile
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 STEERING_GRAPH = "steering.onnx"
 KINDS = ("onnx-lm",)
-CACHE_LAYOUT = "[1, kv_head, position, head_dim]"
 
 FAMILY = Path(__file__).resolve().parent.parent / "family"
 FOR_ANY_SUBJECT = "general"
@@ -31,19 +30,6 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _VERSION = re.compile(r"[0-9a-f]{12}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _AGE = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Shape of a KV cache, which holds keys and values, float32 [1, kv_heads, positions, head_dim], for each layer."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-
-    def bytes_of(self, positions: int) -> int:
-        """Return the bytes of a session's cache with room for `positions`."""
-        return 4 * 2 * self.layers * self.kv_heads * self.head_dim * positions
 
 
 @dataclass(frozen=True, slots=True)

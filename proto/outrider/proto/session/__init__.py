@@ -16,7 +16,6 @@ from __future__ import annotations
 from outrider.proto.session.admission import VerifierRules
 from outrider.proto.session.edge import EdgeSession
 from outrider.proto.session.events import (
-    Cancelled,
     CatchUpJob,
     CaughtUp,
     Disconnected,
@@ -30,6 +29,7 @@ from outrider.proto.session.events import (
     Reopen,
     Send,
     Started,
+    StopRequested,
     StreamReady,
     TeacherForced,
     TurnBegun,
@@ -43,7 +43,6 @@ from outrider.proto.session.verifier import Verified, VerifierSession
 
 __all__ = [
     "PROMPT_TOKENS",
-    "Cancelled",
     "CatchUpJob",
     "CaughtUp",
     "Disconnected",
@@ -64,6 +63,7 @@ __all__ = [
     "Send",
     "SharedMeasurements",
     "Started",
+    "StopRequested",
     "StreamReady",
     "TeacherForced",
     "TurnBegun",

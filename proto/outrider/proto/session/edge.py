@@ -23,7 +23,6 @@ from outrider.proto.policy import Measurements, SurvivalWindow, WindowPolicy
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.drafting import Drafting, job_tokens
 from outrider.proto.session.events import (
-    Cancelled,
     CaughtUp,
     Disconnected,
     Drafted,
@@ -33,6 +32,7 @@ from outrider.proto.session.events import (
     Reopen,
     Send,
     Started,
+    StopRequested,
     StreamReady,
     TurnBegun,
 )
@@ -201,7 +201,7 @@ class EdgeSession:
                 return self._lose(Unavailable(reason, retry_after_s=retry_after_s), now)
             case DrafterFailed(error, drafter):
                 return self._drafter_failed(error, drafter)
-            case Cancelled(finish):
+            case StopRequested(finish):
                 return self._cancel(finish)
             case TurnBegun():
                 return self._begin_turn(event, now)

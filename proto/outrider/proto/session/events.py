@@ -136,7 +136,7 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class StopRequested:
     """The user wants no more, or has seen a stop string."""
 
     finish: FinishReason = FinishReason.CANCELLED
@@ -190,5 +190,5 @@ class DrafterFailed:
 
 
 EdgeEvent = (
-    CloudFrame | Started | StreamReady | Disconnected | Cancelled | TurnBegun | Drafted | CaughtUp | DrafterFailed
+    CloudFrame | Started | StreamReady | Disconnected | StopRequested | TurnBegun | Drafted | CaughtUp | DrafterFailed
 )
