@@ -125,6 +125,18 @@ def test_speculation_counts_are_named_and_counted_as_vllm_does() -> None:
     assert per_position == [2, 2, 1, 1, 0]
 
 
+def test_an_observer_keeps_no_times_of_messages_that_commits_have_echoed() -> None:
+    metrics = EdgeMetrics()
+    observer, _ = machine_of(metrics)
+    for number in range(1, 51):
+        observer.sent(Draft(0, 3, (DraftToken(5),)), 1.0 * number)
+        observer.received(commit(3, accepted=0, verified=1, echo=number, hold_s=0.25), 1.0 * number + 0.5)
+        assert len(observer._sent_at) == 0
+    observer.received(commit(3, accepted=0, verified=1, echo=50, hold_s=0.25), 90.0)  # it repeats the last
+    assert value(metrics, "outrider:edge_round_trip_seconds_count", **WHOSE) == 50
+    assert value(metrics, "outrider:edge_round_trip_seconds_sum", **WHOSE) == pytest.approx(50 * 0.25)
+
+
 def test_the_counts_of_live_and_ended_texts_are_those_of_their_sessions() -> None:
     metrics = EdgeMetrics()
     live, machine = machine_of(metrics)

@@ -481,7 +481,7 @@ def test_the_policy_sees_pace_lead_and_what_a_byte_takes():
         vector = vector_of(len(edge.transcript), SteeringPrecision.INT8) if index % 2 else None
         size = 6 * len(tokens) + (RANK + 12 if vector else 0)  # two bytes a token and four its log probability
         now += 0.03 + byte_s * size
-        held_s = now - edge._meter._sent_at[-1][0] - 0.03 - byte_s * size
+        held_s = now - edge._meter._sent.echoed(edge.statistics.messages)[0] - 0.03 - byte_s * size
         answer = Commit(
             len(edge.transcript),
             tuple(map(CommittedToken, tokens, (0.0,) * len(tokens))),

@@ -8,10 +8,12 @@ from dataclasses import asdict
 
 from checked_simulation import CheckedSimulation, open_frame
 from hand_driven import HandDrivenEdge, committed, drafts_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outrider.bench.simulator.scripted import drafter_of, hashing_oracle
 from outrider.proto.policy import FixedWindow, Measurements, SurvivalWindow
-from outrider.proto.session import DraftJob, EdgeSession, Selection, SharedMeasurements, StreamReady
+from outrider.proto.session import DraftJob, EdgeSession, Selection, SentMessages, SharedMeasurements, StreamReady
 from outrider.proto.session.events import Drafted, EdgeEvent
 from outrider.proto.types import Commit, Opened, Sampling, Timing
 
@@ -135,3 +137,42 @@ def test_what_this_text_has_shown_outlives_a_snapshot() -> None:
     edge.handle(Drafted(job, drafts_of((1,), (0.99,)), 0.001), 0.4, rosy)
     assert edge._drafting.survival < 0.3
     assert math.isclose(rosy.of("").calibration.chance(0.99), 0.995)
+
+
+# === messages on their way ======================================================================================
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.just("send"), st.just("clear"), st.tuples(st.booleans(), st.integers(-1, 12)))))
+def test_a_message_is_known_until_a_later_one_is_echoed(steps) -> None:
+    sent, plain, oldest = SentMessages[str](), [], 1
+    for step in steps:
+        if step == "send":
+            plain.append(f"message {len(plain) + 1}")
+            sent.append(plain[-1])
+        elif step == "clear":
+            plain, oldest = [], 1
+            sent.clear()
+        else:
+            once, number = step
+            known = oldest <= number <= len(plain)
+            got = sent.take(number) if once else sent.echoed(number)
+            assert got == (plain[number - 1] if known else None)
+            oldest = number + once if known else oldest
+        assert len(sent) == len(plain) - oldest + 1
+
+
+def test_a_long_text_keeps_no_times_of_messages_that_commits_have_echoed() -> None:
+    oracle, frame = hashing_oracle(3, eos_odds=0), open_frame(sampling=Sampling(max_tokens=300))
+    simulation = CheckedSimulation(frame, oracle, drafter_of(oracle, 3, 0.7, confidence="telling"))
+    kept: list[int] = []
+    receive = simulation.receive
+
+    def watch(stream, received) -> None:
+        receive(stream, received)
+        kept.append(len(simulation.edge._meter._sent))
+
+    simulation.receive = watch
+    simulation.run()
+    assert simulation.edge.statistics.messages > 30
+    assert max(kept) <= 8

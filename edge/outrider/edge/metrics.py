@@ -19,7 +19,7 @@ from outrider.edge.decoding import Observer, Subject
 from outrider.proto.errors import OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS, exposition
 from outrider.proto.policy import Line
-from outrider.proto.session import Done, EdgeSession, EdgeStatistics
+from outrider.proto.session import Done, EdgeSession, EdgeStatistics, SentMessages
 from outrider.proto.speculation import GENERATED, SpeculationMetrics
 from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame, FinishReason, Goaway, Open, Opened
 
@@ -187,8 +187,7 @@ class SessionObserver(Observer):
         self._first_token_s = 0.0
         self._newest = 0.0  # when the newest commit came; 0: none yet
         self._reads_prompt = True  # the next commit's step has read a prompt
-        self._sent_at: list[float] = []  # when each draft message of this stream went
-        self._echoed = 0
+        self._sent_at = SentMessages[float]()
         self._drafting_s = 0.0  # spent since the newest draft message
         self._steps = Line()
 
@@ -204,7 +203,6 @@ class SessionObserver(Observer):
         self._newest = 0.0
         self._reads_prompt = True
         self._sent_at.clear()
-        self._echoed = 0
         self._series = self._metrics.join(self, subject)
         self.missing = bool(machine.statistics.drafter_error) and subject.drafter == "none"
         self._series.missing += self.missing
@@ -234,7 +232,6 @@ class SessionObserver(Observer):
                 self.credit = frame.credit
                 self.planned = frame.planned
                 self._sent_at.clear()
-                self._echoed = 0
             case Goaway():
                 self._series.lose("Goaway")
 
@@ -269,9 +266,9 @@ class SessionObserver(Observer):
         series.window.observe(machine.in_flight)
         series.queue.observe(timing.queue_s)
         series.verify.observe(timing.verify_s)
-        if self._echoed < timing.echo <= len(self._sent_at):
-            self._echoed = timing.echo
-            link_s = max(0.0, at - self._sent_at[timing.echo - 1] - timing.hold_s)
+        sent_at = self._sent_at.take(timing.echo)
+        if sent_at is not None:
+            link_s = max(0.0, at - sent_at - timing.hold_s)
             series.round_trip.observe(link_s)
             series.uplink.observe(link_s / 2)
             series.downlink.observe(link_s / 2)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.edge.decoding import Observer, Subject
 from outrider.proto.errors import OutriderError
-from outrider.proto.session import Done, EdgeSession
+from outrider.proto.session import Done, EdgeSession, SentMessages
 from outrider.proto.tracing import TRACEPARENT, tracer_provider
 from outrider.proto.types import CloudFrame, Commit, Draft, EdgeFrame, Open, Opened
 
@@ -95,9 +95,8 @@ class _TracedObserver(Observer):
         TraceContextTextMapPropagator().inject(carrier, self._context)
         self.metadata = (*inner.metadata, (TRACEPARENT, carrier[TRACEPARENT]))
         self._offset_ns = time.time_ns() - time.monotonic_ns()
-        self._messages: list[_Message] = []
+        self._messages = SentMessages[_Message]()
         self._drafting: tuple[float, float] | None = None  # jobs since the newest message
-        self._echoed = 0
         self._opening_at = 0.0
         self._link_s = 0.0
         self._waiting: list[_Arrived] = []
@@ -108,7 +107,6 @@ class _TracedObserver(Observer):
     def began(self, subject: Subject, machine: EdgeSession, at: float) -> None:
         self._inner.began(subject, machine, at)
         self._messages.clear()
-        self._echoed = 0
         if not self._span.is_recording():  # the turn before has ended it
             from opentelemetry.trace import set_span_in_context
 
@@ -138,7 +136,6 @@ class _TracedObserver(Observer):
         match frame:
             case Opened():
                 self._messages.clear()
-                self._echoed = 0
                 self._link_s = at - self._opening_at
                 self._span.set_attribute("outrider.verifier", frame.verifier)
             case Commit() if frame.tokens:
@@ -164,10 +161,8 @@ class _TracedObserver(Observer):
     # --- spans ---
 
     def _note(self, commit: Commit, at: float) -> None:
-        message: _Message | None = None
-        if self._echoed < commit.timing.echo <= len(self._messages):
-            self._echoed = commit.timing.echo
-            message = self._messages[commit.timing.echo - 1]
+        message = self._messages.take(commit.timing.echo)
+        if message is not None:
             self._link_s = max(0.0, at - message.sent_at - commit.timing.hold_s)
         self._commits += 1
         if self._commits <= MAX_COMMITS:

@@ -34,7 +34,7 @@ from outrider.proto.session.events import (
     TeacherForced,
     TurnBegun,
 )
-from outrider.proto.session.measuring import SharedMeasurements
+from outrider.proto.session.measuring import SentMessages, SharedMeasurements
 from outrider.proto.session.selection import PROMPT_TOKENS, Selection
 from outrider.proto.session.steering import DrafterSteering
 from outrider.proto.session.stream import RetryRules
@@ -61,6 +61,7 @@ __all__ = [
     "RetryRules",
     "Selection",
     "Send",
+    "SentMessages",
     "SharedMeasurements",
     "Started",
     "StopRequested",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Generic, TypeVar
+
 from outrider.proto.policy import Measurements
 from outrider.proto.policy.measurements import DrafterMeasurements
 from outrider.proto.policy.measures import TextCalibration
@@ -14,6 +17,47 @@ from outrider.proto.types import Commit
 DRAFT_BYTES = 30  # a Draft message beside its tokens, framing included, for the link's rate
 UNMEASURED_S = 0.0005  # assumed time to draft a token
 UNMEASURED_STEP_S = 0.03  # assumed time of a verifier's step
+
+T = TypeVar("T")
+
+
+class SentMessages(Generic[T]):
+    """Notes on the Draft messages of one stream, each until a commit echoes a later one."""
+
+    def __init__(self) -> None:
+        self._notes: deque[T] = deque()
+        self._first = 1  # number of the oldest
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def clear(self) -> None:
+        """Count from 1 once more, on another stream or in another turn."""
+        self._notes.clear()
+        self._first = 1
+
+    def append(self, note: T) -> None:
+        """Note another message."""
+        self._notes.append(note)
+
+    def echoed(self, number: int) -> T | None:
+        """Return the note on this message, and forget those before it; None where there is none, or no more."""
+        if not 0 <= number - self._first < len(self._notes):
+            return None
+        while self._first < number:
+            self._forget()
+        return self._notes[0]
+
+    def take(self, number: int) -> T | None:
+        """Return the note on this message, and forget it too."""
+        note = self.echoed(number)
+        if note is not None:
+            self._forget()
+        return note
+
+    def _forget(self) -> None:
+        self._notes.popleft()
+        self._first += 1
 
 
 class SharedMeasurements:
@@ -48,7 +92,7 @@ class Meter:
         self._drafters = drafters
         self._calibrations = [TextCalibration(measurements.of(name).calibration) for name in drafters]
         self._has_commit = False  # on this stream
-        self._sent_at: list[tuple[float, int]] = []  # when each Draft message of this stream went, and its bytes
+        self._sent = SentMessages[tuple[float, int]]()  # when each went, and its bytes
         self._round_trip: tuple[int, float] | None = None  # bytes of the newest commit; seconds, without the uplink's
         self._revision = 0  # changes whenever a calibration does
         self._chances: list[float] = []
@@ -79,14 +123,14 @@ class Meter:
     def open_stream(self, opened_at: float, now: float) -> None:
         """Time an Open that was sent at `opened_at` and is answered now."""
         self._round_trip = None
-        self._sent_at.clear()
+        self._sent.clear()
         self.commit_at = now
         self._has_commit = False
         self.measurements.time_open(now - opened_at)
 
     def begin_turn(self, now: float) -> None:
         """Start over with the times of messages, for another turn on the same stream."""
-        self._sent_at.clear()
+        self._sent.clear()
         self.commit_at = now
 
     def forget_round_trip(self) -> None:
@@ -95,7 +139,7 @@ class Meter:
 
     def send_draft(self, tokens: int, now: float) -> None:
         """Note the sending of a Draft message with `tokens` tokens."""
-        self._sent_at.append((now, DRAFT_BYTES + TOKEN_BYTES * tokens))
+        self._sent.append((now, DRAFT_BYTES + TOKEN_BYTES * tokens))
 
     def take_commit(self, commit: Commit, now: float, *, downlink: bool) -> bool:
         """Measure a commit, and its bytes with `downlink`; return whether it timed a round trip."""
@@ -106,9 +150,10 @@ class Meter:
         self.commit_at = now
         if timing.verify_s > 0:
             measurements.step.add(commit.verified + 1, timing.verify_s)
-        if not 0 < timing.echo <= len(self._sent_at):
+        sent = self._sent.echoed(timing.echo)
+        if sent is None:
             return False
-        sent_at, draft_bytes = self._sent_at[timing.echo - 1]
+        sent_at, draft_bytes = sent
         seconds = now - sent_at - timing.hold_s
         measurements.time_draft(draft_bytes, seconds)
         if downlink:
