@@ -158,11 +158,7 @@ class Preparation:
                 await asyncio.sleep(error.retry_after_s)
 
     def _fetch_tokenizer(self, lease: Lease) -> str:
-        if self._config.tokenizer is not None:
-            return _read(self._config.tokenizer, "tokenizer")
-        if lease.tokenizer is None:
-            raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
-        return _read(self._cache.ensure_file(lease.tokenizer, self._fetcher()), "tokenizer")
+        return _read(leased_tokenizer(self._config, lease, self._cache), "tokenizer")
 
     def _fetch_chat_template(self, lease: Lease) -> str:
         path = self._config.chat_template
@@ -236,6 +232,20 @@ class Preparation:
                 log.warning("passing over drafter %s %s: %s", offer.name, offer.version, error)
         embedded = (find_package(name) for name in embedded_packages())
         return next((package for package in embedded if package.tokenizer_sha256 == tokenizer_sha256), None)
+
+
+def leased_tokenizer(config: EdgeConfig, lease: Lease, cache: DrafterCache) -> Path:
+    """Return the path of the config's own tokenizer, or else of the one that the lease names, fetched into `cache`.
+
+    Raises:
+        ConfigError: neither has one.
+        OutriderError: it cannot be fetched.
+    """
+    if config.tokenizer is not None:
+        return config.tokenizer.expanduser()
+    if lease.tokenizer is None:
+        raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
+    return cache.ensure_file(lease.tokenizer, file_fetcher(config.coordinator, security=config.security))
 
 
 def _any_subject_first(offers: tuple[DrafterManifest, ...]) -> tuple[DrafterManifest, ...]:

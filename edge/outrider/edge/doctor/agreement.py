@@ -11,11 +11,12 @@ from pathlib import Path
 
 from outrider.edge.client import Client
 from outrider.edge.config import EdgeConfig
-from outrider.edge.control import CoordinatorClient, file_fetcher
+from outrider.edge.control import CoordinatorClient
 from outrider.edge.decoding import Observer
 from outrider.edge.doctor.connection import TIMEOUT_S, Endpoint
 from outrider.edge.doctor.finding import Finding, Metric, failed, failed_by, ok, skipped, warning
 from outrider.edge.drafters import DrafterCache, find_package
+from outrider.edge.preparation import leased_tokenizer
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, OutriderError, Unauthenticated
 from outrider.proto.lease import CLOCK_SKEW_S, expiry_s
@@ -126,13 +127,10 @@ async def compare_tokenizers(visit: Visit) -> Finding:
 
 def _find_tokenizer(visit: Visit) -> Path:
     config, lease = visit.config, visit.lease
+    if lease is not None:
+        return leased_tokenizer(config, lease, DrafterCache(config.cache))
     if config.tokenizer is not None:
         return config.tokenizer.expanduser()
-    if lease is not None:
-        if lease.tokenizer is None:
-            raise ConfigError("is needed: the coordinator does not serve the target's", field="tokenizer")
-        fetch = file_fetcher(config.coordinator, security=config.security)
-        return DrafterCache(config.cache).ensure_file(lease.tokenizer, fetch)
     if config.drafter in NO_PACKAGE:
         raise ConfigError(
             "is needed where there is no coordinator: give the target's tokenizer.json, or --drafter PACKAGE",
