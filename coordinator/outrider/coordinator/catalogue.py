@@ -17,11 +17,11 @@ from outrider.coordinator.package import MANIFEST, Content, MemoryContent, Packa
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument, NotFound, OutriderError
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, RemoteFile
+from outrider.proto.types.checks import SHA256
 
 logger = logging.getLogger(__name__)
 
 SCAN_DEPTH = 2  # drafters/tiny/7/manifest.json
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Catalogue:
             NotFound: no content has this hash.
             DataLoss: the file was touched since it was checked.
         """
-        if not _SHA256.fullmatch(sha256):
+        if not SHA256.fullmatch(sha256):
             raise InvalidArgument("must be 64 hexadecimal digits", field="fetch.sha256")
         content = self._scan.content_by_sha256.get(sha256) or self._kept.get(sha256)
         if content is None:

@@ -51,6 +51,11 @@ class Hits:
         """Return the sum of both."""
         return Hits(self.hits + other.hits, self.trials + other.trials)
 
+    @classmethod
+    def total(cls, many: Iterable[Hits]) -> Hits:
+        """Return the sum of many."""
+        return reduce(cls.plus, many, cls())
+
     def times(self, weight: float) -> Hits:
         """Return the hits and trials times `weight`."""
         return Hits(weight * self.hits, weight * self.trials)
@@ -83,13 +88,13 @@ class _Cells:
     def answer(self, which: _Class) -> Hits:
         """Return the hits of a class, backed by those of other links, which other prompts back."""
         prompt_class, link_class = which
-        found = _sum(self.of.values())
+        found = Hits.total(self.of.values())
         if prompt_class:
-            found = _sum(hits for (prompt, _), hits in self.of.items() if prompt == prompt_class).backed_by(found)
+            found = Hits.total(hits for (prompt, _), hits in self.of.items() if prompt == prompt_class).backed_by(found)
             if link_class:
                 found = self.of.get(which, Hits()).backed_by(found)
         elif link_class:
-            found = _sum(hits for (_, link), hits in self.of.items() if link == link_class).backed_by(found)
+            found = Hits.total(hits for (_, link), hits in self.of.items() if link == link_class).backed_by(found)
         return found
 
 
@@ -146,8 +151,7 @@ class FleetAcceptance:
         """Begin with saved rows; raises `ValueError` or `TypeError` if they are malformed."""
         drafters: OrderedDict[_Identity, _Cells] = OrderedDict()
         for model, name, version, prompt_class, link_class, hits, trials in rows:
-            right = 0 <= prompt_class < PROMPT_CLASSES and 0 <= link_class < LINK_CLASSES and 0 <= hits <= trials
-            if not right:
+            if not (0 <= prompt_class < PROMPT_CLASSES and 0 <= link_class < LINK_CLASSES and 0 <= hits <= trials):
                 raise ValueError(f"no such cell: {(prompt_class, link_class, hits, trials)}")
             cells = drafters.setdefault((str(model), str(name), str(version)), _Cells())
             cells.of[int(prompt_class), int(link_class)] = Hits(float(hits), float(trials))
@@ -169,10 +173,6 @@ def _by_drafter(reported: Iterable[DrafterHits]) -> Iterator[tuple[str, str, Hit
     for (name, version), hits in found.items():
         if hits.trials:
             yield name, version, hits
-
-
-def _sum(many: Iterable[Hits]) -> Hits:
-    return reduce(Hits.plus, many, Hits())
 
 
 def _prior_of(identity: _Identity, hits: Hits) -> DrafterPrior:

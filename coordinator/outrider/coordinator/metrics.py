@@ -18,7 +18,7 @@ FORWARD_BOUNDS_S = (
     *(25e-6, 50e-6, 75e-6, 100e-6, 150e-6, 200e-6, 300e-6, 500e-6, 750e-6),
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0),
 )
-_MODEL = ("model_name",)
+MODEL = "model_name"
 _FLEET: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[VerifierInfo], float]], ...] = (
     (GaugeMetricFamily, "up", "1 if a verifier takes sessions.", lambda v: v.state is VerifierState.READY),
     (GaugeMetricFamily, "sessions", "Sessions that a verifier reports.", lambda v: v.sessions),
@@ -44,12 +44,17 @@ class CoordinatorMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._granted = self._counter("leases_granted", "Leases granted.", _MODEL)
-        self._refused = self._counter("leases_refused", "Leases refused, by error.", ("error",))
-        self._refused_calls = self._counter("refused_calls", "Calls answered with an error.", ("error",))
-        self._sessions = self._counter("reported_sessions", "Finished sessions reported by edges.", _MODEL)
+        self._granted = _counter(self.registry, "coordinator_leases_granted", "Leases granted.", MODEL)
+        self._refused = _counter(self.registry, "coordinator_leases_refused", "Leases refused, by error.", "error")
+        self._refused_calls = _counter(
+            self.registry, "coordinator_refused_calls", "Calls answered with an error.", "error"
+        )
+        self._sessions = _counter(
+            self.registry, "coordinator_reported_sessions", "Finished sessions reported by edges.", MODEL
+        )
         self._reported = {
-            field: self._counter(f"reported_{field}", meaning, _MODEL) for field, meaning in _REPORTED.items()
+            field: _counter(self.registry, f"coordinator_reported_{field}", meaning, MODEL)
+            for field, meaning in _REPORTED.items()
         }
         self._models: set[str] = set()
 
@@ -74,9 +79,6 @@ class CoordinatorMetrics:
         self._sessions.labels(model).inc()
         for field, counter in self._reported.items():
             counter.labels(model).inc(getattr(report, field))
-
-    def _counter(self, name: str, meaning: str, labels: tuple[str, ...]) -> Counter:
-        return Counter(f"outrider:coordinator_{name}", meaning, labels, registry=self.registry)
 
 
 class FleetMetrics(Collector):
@@ -103,7 +105,7 @@ class FleetMetrics(Collector):
             states.add_metric((state.value,), sum(verifier.state is state for verifier in verifiers))
         yield states
         for kind, name, meaning, value in _FLEET:
-            family = kind(f"{prefix}_{name}", meaning, labels=("model_name", "verifier"))
+            family = kind(f"{prefix}_{name}", meaning, labels=(MODEL, "verifier"))
             for verifier in verifiers:
                 family.add_metric((verifier.model, verifier.name), value(verifier))
             yield family
@@ -123,19 +125,11 @@ class RelayMetrics:
         self.streams = 0
         streams = Gauge("outrider:relay_streams", "Decoding streams being relayed.", registry=registry)
         streams.set_function(lambda: self.streams)
-        self.opened = Counter("outrider:relay_streams_opened", "Decoding streams relayed.", registry=registry)
-        self.refused = Counter(
-            "outrider:relay_streams_refused", "Decoding streams refused: no lease, or full.", registry=registry
-        )
-        self.broken = Counter(
-            "outrider:relay_streams_broken", "Relayed streams that lost their verifier.", registry=registry
-        )
-        frames = Counter(
-            "outrider:relay_frames", "Frames relayed, by direction (up, down).", ("direction",), registry=registry
-        )
-        sizes = Counter(
-            "outrider:relay_bytes", "Bytes of frames relayed, by direction.", ("direction",), registry=registry
-        )
+        self.opened = _counter(registry, "relay_streams_opened", "Decoding streams relayed.")
+        self.refused = _counter(registry, "relay_streams_refused", "Decoding streams refused: no lease, or full.")
+        self.broken = _counter(registry, "relay_streams_broken", "Relayed streams that lost their verifier.")
+        frames = _counter(registry, "relay_frames", "Frames relayed, by direction (up, down).", "direction")
+        sizes = _counter(registry, "relay_bytes", "Bytes of frames relayed, by direction.", "direction")
         self._frames_up, self._frames_down = frames.labels("up"), frames.labels("down")
         self._bytes_up, self._bytes_down = sizes.labels("up"), sizes.labels("down")
         self._forward = Histogram(
@@ -169,6 +163,10 @@ class RelayMetrics:
             forward_p50_s=_quantile(self._forward, 0.5),
             forward_p99_s=_quantile(self._forward, 0.99),
         )
+
+
+def _counter(registry: CollectorRegistry, name: str, meaning: str, *labels: str) -> Counter:
+    return Counter(f"outrider:{name}", meaning, labels, registry=registry)
 
 
 def _total(counter: Counter) -> int:

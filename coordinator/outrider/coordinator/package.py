@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from typing import Any, BinaryIO
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
 from outrider.proto.types import DRAFTER_FORMAT, DrafterManifest, RemoteFile
+from outrider.proto.types.checks import SHA256
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 1 << 20
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Stamp = tuple[int, int, int, int]
 
@@ -106,7 +105,7 @@ def load_package(folder: Path) -> Package:
         )
     except ValueError as error:  # JSON, Unicode, and the contract's own InvalidArgument
         raise ConfigError(str(error), field=where) from error
-    if not _SHA256.fullmatch(manifest.tokenizer_sha256):
+    if not SHA256.fullmatch(manifest.tokenizer_sha256):
         raise ConfigError("tokenizer_sha256 must be 64 hexadecimal digits", field=where)
     contents = {itself.sha256: StoredContent(manifest_path, manifest_stamp)}
     for file in listed:

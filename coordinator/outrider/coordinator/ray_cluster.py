@@ -124,7 +124,7 @@ class RayCluster:
         listed = verifier_names(self._namespace)
         self._roster.observe(listed, self._reports(listed))
         for name in self._roster.leaving:
-            self._acknowledge_drain(name)
+            self._send(name, "acknowledge_drain")  # so that its end counts as intended
         if self._respawn is not None:
             for name in self._roster.to_respawn(time.monotonic()):
                 self._replace(name, self._respawn)
@@ -132,7 +132,7 @@ class RayCluster:
 
     def _reports(self, listed: tuple[str, ...]) -> dict[str, Mapping[str, Any]]:
         # An actor that is still loading answers much later, so its request is kept instead of repeated at every poll.
-        asked = {name: self._asked.get(name) or self._ask(name) for name in listed}
+        asked = {name: self._asked.get(name) or self._send(name, "info") for name in listed}
         waiting = {name: ref for name, ref in asked.items() if ref is not None}
         refs = list(waiting.values())
         done = set(ray.wait(refs, num_returns=len(refs), timeout=self._info_timeout_s)[0]) if refs else set()
@@ -140,20 +140,14 @@ class RayCluster:
         answers = {name: self._answer(name, ref) for name, ref in waiting.items() if ref in done}
         return {name: answer for name, answer in answers.items() if answer is not None}
 
-    def _ask(self, name: str) -> ray.ObjectRef[Any] | None:
+    def _send(self, name: str, method: str) -> ray.ObjectRef[Any] | None:
+        """Call a method of a verifier without waiting for its answer; None: the verifier cannot be called."""
         try:
-            asked: ray.ObjectRef[Any] = self._actor(name).info.remote()
-            return asked
+            answer: ray.ObjectRef[Any] = getattr(self._actor(name), method).remote()
+            return answer
         except (NotFound, *_RAY_FAILURES) as error:
-            logger.debug("verifier %s cannot be asked: %s", name, error)
+            logger.debug("verifier %s cannot be called for %s: %s", name, method, error)
             return None
-
-    def _acknowledge_drain(self, name: str) -> None:
-        """Let a verifier know, without waiting, that its end will count as intended."""
-        try:
-            self._actor(name).acknowledge_drain.remote()
-        except (NotFound, *_RAY_FAILURES) as error:  # gone meanwhile
-            logger.debug("the drain of verifier %s cannot be acknowledged: %s", name, error)
 
     def _answer(self, name: str, ref: ray.ObjectRef[Any]) -> Mapping[str, Any] | None:
         try:

@@ -82,7 +82,9 @@ class Roster:
 
 
 def _with_report(name: str, member: _Member | None, report: Mapping[str, Any] | None) -> _Member:
-    before = member or _Member(_unknown(name))
+    before = member or _Member(
+        VerifierInfo(name=name, address="", model="", tokenizer_sha256="", state=VerifierState.DOWN)
+    )
     if report is None:
         return _silent(before)
     try:
@@ -109,7 +111,3 @@ def _silent(before: _Member) -> _Member:
         logger.warning("verifier %s does not answer", before.info.name)
     # It is listed, hence not lost; `respawns` stays until it answers, or a crash at start would loop fast.
     return replace(before, info=before.info.down(), lost=False)
-
-
-def _unknown(name: str) -> VerifierInfo:
-    return VerifierInfo(name=name, address="", model="", tokenizer_sha256="", state=VerifierState.DOWN)

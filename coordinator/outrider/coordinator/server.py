@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -213,13 +213,13 @@ class _Entry:
     def stream(
         self,
         decode: Callable[[bytes], Request],
-        act: Callable[[Request, Caller], AsyncIterator[Reply]],
+        act: Callable[[Request, Caller], AsyncGenerator[Reply, None]],
         encode: Callable[[Reply], bytes],
     ) -> grpc.RpcMethodHandler:
         async def answers(data: bytes, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes, None]:
             try:
                 caller = self._admit(data, context)
-                async with aclosing(_generator(act(decode(data), caller))) as items:
+                async with aclosing(act(decode(data), caller)) as items:
                     async for item in items:
                         yield encode(item)
                 return
@@ -235,11 +235,6 @@ class _Entry:
         if len(data) > self._max_bytes:
             raise ResourceExhausted(f"is {len(data)} bytes long; at most {self._max_bytes} are taken", field="frame")
         return caller
-
-
-def _generator(items: AsyncIterator[Reply]) -> Any:
-    """Return `items` as a generator, which has `aclose`: a cut call must close its file at once."""
-    return items
 
 
 def _as_outrider(error: Exception) -> OutriderError:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import closing
 from dataclasses import replace
 
@@ -38,6 +37,7 @@ from outrider.proto.types import (
     LeaseRequest,
     SessionReport,
 )
+from outrider.proto.types.checks import NAME, SHA256
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ CHUNK_BYTES = 256 << 10
 # Edges that fail together must not each cause a poll of the fleet.
 REFRESH_GAP_S = 0.1
 MAX_NAME_LENGTH = 256
-_SESSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_SHA256 = re.compile(r"([0-9a-f]{64})?")
 
 
 class ControlService:
@@ -126,7 +124,7 @@ class ControlService:
         except OutriderError as error:
             self.metrics.refuse(error)
             # A refused session may have any name, of any length.
-            session = request.session if _SESSION.fullmatch(request.session) else ""
+            session = request.session if NAME.fullmatch(request.session) else ""
             logger.info("a lease is refused: %s", error, extra=about(session, error=error))
             raise
         if not request.inquiry:
@@ -178,7 +176,7 @@ class ControlService:
         _check_tokenizer(tokenizer_sha256, "list_drafters.tokenizer_sha256")
         return self.catalogue.fits(tokenizer_sha256)
 
-    async def fetch(self, sha256: str, offset: int) -> AsyncIterator[bytes]:
+    async def fetch(self, sha256: str, offset: int) -> AsyncGenerator[bytes, None]:
         """Read the content with this hash from `offset`, in chunks of 256 KiB at most; raises like `Catalogue.open`."""
         with closing(await asyncio.to_thread(self.catalogue.open, sha256, offset)) as reader:
             while chunk := await asyncio.to_thread(reader.read, CHUNK_BYTES):
@@ -227,7 +225,7 @@ class ControlService:
         finally:
             self._draining[name] -= 1
 
-    async def watch(self, tokenizer_sha256: str) -> AsyncIterator[tuple[DrafterManifest, ...]]:
+    async def watch(self, tokenizer_sha256: str) -> AsyncGenerator[tuple[DrafterManifest, ...], None]:
         """Yield the drafters with this tokenizer (empty: all), at once and after every change.
 
         Raises:
@@ -308,7 +306,7 @@ def _check_lease_request(request: LeaseRequest) -> None:
             "bring both to the same release",
             field="lease_request.protocol_version",
         )
-    if not _SESSION.fullmatch(request.session):
+    if not NAME.fullmatch(request.session):
         raise InvalidArgument("must be 1 to 64 of A-Z a-z 0-9 - _", field="lease_request.session")
     if len(request.model) > MAX_NAME_LENGTH:
         raise InvalidArgument(f"is longer than {MAX_NAME_LENGTH} characters", field="lease_request.model")
@@ -316,5 +314,5 @@ def _check_lease_request(request: LeaseRequest) -> None:
 
 
 def _check_tokenizer(tokenizer_sha256: str, field: str) -> None:
-    if not _SHA256.fullmatch(tokenizer_sha256):
+    if tokenizer_sha256 and not SHA256.fullmatch(tokenizer_sha256):
         raise InvalidArgument("must be 64 hexadecimal digits, or empty", field=field)

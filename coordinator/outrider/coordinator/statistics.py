@@ -10,7 +10,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import reduce
 from pathlib import Path
 
 from outrider.coordinator.fleet import Drafter, FleetAcceptance, Hits
@@ -105,8 +104,7 @@ class FleetStatistics:
         """
         rows = {key: row for key, row in self._rows.items() if key[0] == model}
         fitting = [row for key, row in rows.items() if key[1:] in drafters]
-        chosen = fitting or list(rows.values())
-        verified = reduce(Hits.plus, chosen, Hits())
+        verified = Hits.total(fitting or rows.values())
         return DraftingPrior(verified.rate, step_s, self.acceptance.prior(model, prompt_class, link_class))
 
     def save(self, path: Path) -> None:

@@ -51,26 +51,27 @@ class ScriptedCluster:
 
     async def drain(self, name: str) -> int:
         """Mark the verifier as draining and return its sessions."""
-        if name not in self.verifiers:
-            raise NotFound(f"there is no verifier {name!r}", field="verifier")
+        self._require(name)
         self.drained.append(name)
         self.verifiers[name] = replace(self.verifiers[name], state=VerifierState.DRAINING)
         return self.verifiers[name].sessions
 
     async def tokenizer_json(self, name: str) -> str:
         """Return the tokenizer that all verifiers share."""
-        if name not in self.verifiers:
-            raise NotFound(f"there is no verifier {name!r}", field="verifier")
+        self._require(name)
         return self._tokenizer_json
 
     async def chat_template_json(self, name: str) -> str:
         """Return the chat template that all verifiers share."""
-        if name not in self.verifiers:
-            raise NotFound(f"there is no verifier {name!r}", field="verifier")
+        self._require(name)
         return CHAT_TEMPLATE_JSON
 
     async def close(self) -> None:
         """Do nothing."""
+
+    def _require(self, name: str) -> None:
+        if name not in self.verifiers:
+            raise NotFound(f"there is no verifier {name!r}", field="verifier")
 
 
 def write_package(

@@ -18,6 +18,7 @@ from typing import Any
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer, tokenizer_hash
 from outrider.proto.types import CACHE_LAYOUT, DRAFTER_FORMAT, CacheShape, RemoteFile
+from outrider.proto.types.checks import NAME, SHA256
 
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
@@ -26,9 +27,7 @@ KINDS = ("onnx-lm",)
 
 FAMILY = Path(__file__).resolve().parent.parent / "family"
 FOR_ANY_SUBJECT = "general"
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _VERSION = re.compile(r"[0-9a-f]{12}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _AGE = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
@@ -138,10 +137,10 @@ def read_manifest(folder: Path) -> DrafterPackage:
             raise ModelRefused(f"{cache.text(key)!r} is not {known!r}", field=f"manifest.cache.{key}")
     package = DrafterPackage(
         folder=folder,
-        name=fields.matching("name", _NAME),
+        name=fields.matching("name", NAME),
         version=fields.matching("version", _VERSION),
         target=fields.text("target"),
-        tokenizer_sha256=fields.matching("tokenizer_sha256", _SHA256),
+        tokenizer_sha256=fields.matching("tokenizer_sha256", SHA256),
         files=_files(fields.inner("files")),
         precision=fields.text("precision"),
         vocab_size=fields.count("vocab_size"),
@@ -205,7 +204,7 @@ def _files(files: _Fields) -> tuple[RemoteFile, ...]:
     for name in names:
         entry = files.inner(name)
         try:
-            promised.append(RemoteFile(name, entry.matching("sha256", _SHA256), entry.count("bytes")))
+            promised.append(RemoteFile(name, entry.matching("sha256", SHA256), entry.count("bytes")))
         except InvalidArgument as error:
             raise InvalidArgument(error.message, field=f"manifest.files.{name}") from error
     for needed in (MODEL, TOKENIZER_FILE):
