@@ -49,11 +49,6 @@ class Pipe:
         self._last_due = -math.inf
         self._stalled_until = -math.inf
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._queue and not self._flight
-
     def room(self, now: float) -> int:
         """Return how many bytes may be pushed."""
         self._advance(now)
