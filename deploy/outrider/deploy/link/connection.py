@@ -44,17 +44,9 @@ class Way:
         self._timer = timer
         self._handle: asyncio.TimerHandle | None = None
         self._when = 0.0  # time for which `_handle` is set
-        self._streams: set[RelayedStream] = set()
+        self.streams: set[RelayedStream] = set()  # those open; what a closed one has under way still takes its time
         self.full = False
         self.delivered_bytes = 0
-
-    def add(self, stream: RelayedStream) -> None:
-        """Add a stream that waits for room."""
-        self._streams.add(stream)
-
-    def discard(self, stream: RelayedStream) -> None:
-        """Remove a stream; what it has under way still takes its time."""
-        self._streams.discard(stream)
 
     def read(self, stream: RelayedStream) -> None:
         """Read from the stream's source while there is room."""
@@ -124,7 +116,7 @@ class Way:
         self._set_timer(now)
 
     def _update_reading(self) -> None:
-        for stream in self._streams:
+        for stream in self.streams:
             stream.update_reading()
 
 
@@ -143,7 +135,7 @@ class RelayedStream:
         self._reading = False
         self._ends = False  # after the outbox
         self._loop = asyncio.get_running_loop()
-        way.add(self)
+        way.streams.add(self)
         self.update_reading()
 
     def update_reading(self) -> None:
@@ -171,7 +163,7 @@ class RelayedStream:
 
     def close(self) -> None:
         """Forget the sockets."""
-        self._way.discard(self)
+        self._way.streams.discard(self)
         self._loop.remove_reader(self.source)
         self._loop.remove_writer(self._sink)
 
