@@ -12,10 +12,11 @@ import pytest
 
 from outrider.bench.benchmark.record import Benchmark
 from outrider.bench.benchmark.verifier import VerifierProcess
-from outrider.bench.record import load
+from outrider.bench.record import from_json
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.step_timing import StepTiming
+from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main
 from outrider.edge import Client, EdgeConfig, Sampling
 from outrider.proto.errors import NotFound
@@ -74,7 +75,7 @@ def folder(prompt, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def benchmark(folder) -> Benchmark:
-    return load(Benchmark, folder / "record.json", "json")
+    return from_json(Benchmark, read_text(folder / "record.json", "json"), "json")
 
 
 def test_every_mode_is_measured_and_replayed_on_every_link(benchmark) -> None:
@@ -127,7 +128,7 @@ def test_the_report_has_a_page_with_plots_and_the_same_record(folder, benchmark)
     names = sorted(path.name for path in (folder / "report").iterdir())
     pictures = [f"condition-1-{kind}.png" for kind in ("bytes", "gaps", "speed", "timeline")]
     assert names == sorted(["benchmark.json", "index.html", *pictures])
-    assert load(Benchmark, folder / "report" / "benchmark.json", "report") == benchmark
+    assert from_json(Benchmark, read_text(folder / "report" / "benchmark.json", "report"), "report") == benchmark
     page = (folder / "report" / "index.html").read_text(encoding="utf-8")
     assert all(name in page for name in pictures)
 
@@ -137,7 +138,7 @@ def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path
     record = tmp_path / "mixed.json"
     mixed = ("--mixed", "--sessions", "3", "--rtt", "0,20", "--modes", "cloud,outrider", "--prompts", prompt)
     assert main(["bench", *SMALL, *mixed, "--json", str(record)]) == 0
-    runs = load(Benchmark, record, "json").runs
+    runs = from_json(Benchmark, read_text(record, "json"), "json").runs
     assert [run.mode for run in runs] == ["cloud", "outrider"]
     for run in runs:
         assert run.sessions == 3

@@ -16,21 +16,21 @@ from outrider.bench.benchmark.record import Benchmark, BenchmarkRun, Span
 from outrider.bench.comparison.record import Comparison
 from outrider.bench.environment import environment
 from outrider.bench.links import LinkRecord
-from outrider.bench.record import from_json, load, save, to_json
+from outrider.bench.record import from_json, save, to_json
 from outrider.bench.traces.pool import PoolReplayed
+from outrider.cloud.config import VerifierConfig
+from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Benchmark:
     found = environment(
-        target="reference",
-        dtype="float32",
+        VerifierConfig(threads=1),
         max_tokens=48,
         seed=7,
         drafter="general",
         drafter_version="1",
-        target_threads=1,
         drafter_threads=None,
         prompts=4,
     )
@@ -51,7 +51,7 @@ def benchmark() -> Benchmark:
 
 def test_a_saved_record_loads(benchmark, tmp_path) -> None:
     save(benchmark, tmp_path / "new" / "benchmark.json")
-    assert load(Benchmark, tmp_path / "new" / "benchmark.json", "benchmark") == benchmark
+    assert from_json(Benchmark, read_text(tmp_path / "new" / "benchmark.json", "benchmark"), "benchmark") == benchmark
 
 
 def test_the_json_has_the_agreed_shape_and_null_for_unknown_metrics(benchmark) -> None:
@@ -155,7 +155,7 @@ def test_a_text_that_is_no_record_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="benchmark: must be an object"):
         from_json(Benchmark, "[]", "benchmark")
     with pytest.raises(ConfigError, match="benchmark: cannot read"):
-        load(Benchmark, tmp_path / "none.json", "benchmark")
+        from_json(Benchmark, read_text(tmp_path / "none.json", "benchmark"), "benchmark")
 
 
 def test_a_file_that_cannot_be_written_is_named(benchmark, tmp_path) -> None:
@@ -179,7 +179,7 @@ def test_a_wrong_metric_is_refused_before_it_is_written(benchmark) -> None:
 )
 def test_the_committed_records_load_and_are_written_as_they_are(root, name, kind) -> None:
     path = root / "docs" / "figures" / f"{name}.json"
-    found = load(kind, path, "record")
+    found = from_json(kind, read_text(path, "record"), "record")
     committed, written = (json.loads(text) for text in (path.read_text(encoding="utf-8"), to_json(found)))
     assert contains(written, committed)
 

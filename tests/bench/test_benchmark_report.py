@@ -18,8 +18,9 @@ from outrider.bench.benchmark.report import write_report
 from outrider.bench.benchmark.table import LEGEND, by_condition, fastest, ratios, results, tables
 from outrider.bench.environment import Environment
 from outrider.bench.links import LinkRecord, link_name
-from outrider.bench.record import load
+from outrider.bench.record import from_json
 from outrider.bench.table import Grid
+from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
 
 STEP_MS, DRAFT_MS = 30.0, 2.0
@@ -204,7 +205,7 @@ def test_a_report_is_a_page_with_plots_tables_and_record(synthetic, tmp_path) ->
     kinds = {1: ("bytes", "gaps", "speed", "timeline"), 2: ("bytes", "speed")}
     assert pictures == [f"condition-{number}-{kind}.png" for number in kinds for kind in kinds[number]]
     assert sorted(re.findall(r'src="([^"]+)"', text)) == pictures
-    assert load(Benchmark, page.parent / "benchmark.json", "benchmark") == synthetic
+    assert from_json(Benchmark, read_text(page.parent / "benchmark.json", "benchmark"), "benchmark") == synthetic
     assert text.count("<table>") == 4
     assert "outrider bench --synthetic &lt;not a real run&gt;" in text
     assert "$" not in text

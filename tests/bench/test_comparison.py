@@ -213,7 +213,7 @@ def test_without_vectors_no_projection_is_needed(family, prompt_file, capsys) ->
         (["general", "general"], 1, "package: two drafters are called 'general'; name them by NAME=FOLDER"),
         (["=general"], 1, "package: '=general' has no name before the =; write NAME=FOLDER"),
         (["nowhere"], 1, "no drafter 'nowhere': give a folder with a manifest.json"),
-        (["general", "--temperature", "0,0"], 1, "temperature: names something twice; once is enough"),
+        (["general", "--temperature", "0,0"], 1, "temperature: names 0.0 twice; once is enough"),
         (["general", "--age", ""], 1, "age: must name something"),
         (["general", "--precision", "int4"], 2, "--precision: 'int4' is none of int8, float16, none"),
         (["general", "--plot", "plot.doc"], 1, "plot: plot.doc does not end in .png, .pdf, .svg"),

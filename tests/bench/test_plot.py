@@ -9,7 +9,8 @@ import pytest
 from pydantic.dataclasses import dataclass
 
 from outrider.bench.plot import COLOURS, DPI, canvas, save_plot, styled
-from outrider.bench.record import RECORD, load, save
+from outrider.bench.record import RECORD, from_json, save
+from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError
 
 Image = pytest.importorskip("PIL.Image")
@@ -69,4 +70,4 @@ def test_a_record_is_written_without_spaces_and_read_back(tmp_path: Path) -> Non
     save(numbers, tmp_path / "numbers.json")
     text = (tmp_path / "numbers.json").read_text(encoding="utf-8")
     assert text == json.dumps({"values": [0.5, 1.25, 3.0], "name": "a name"}, separators=(",", ":")) + "\n"
-    assert load(Numbers, tmp_path / "numbers.json", "json") == numbers
+    assert from_json(Numbers, read_text(tmp_path / "numbers.json", "json"), "json") == numbers

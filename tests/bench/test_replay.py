@@ -145,7 +145,7 @@ def test_cloud_streaming_takes_the_opening_the_prompt_and_a_step_a_token() -> No
     [outcome] = replay([trace_of([True] * n)], at(LINK), costs, CLOUD)
     opening = LINK.rtt_s / 2 + costs.cloud_event_s
     first = opening + costs.batch_s(0, p) + costs.commit_s + LINK.rtt_s / 2 + costs.edge_event_s
-    assert outcome.first_token_s == pytest.approx(first)
+    assert outcome.arrivals[0] == pytest.approx(first)
     assert outcome.seconds == pytest.approx(first + (n - 1) * (costs.batch_s(1, 0) + costs.commit_s))
     assert outcome.statistics.steps == n
     assert outcome.statistics.drafted == 0

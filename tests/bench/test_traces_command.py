@@ -289,10 +289,14 @@ def test_the_command_writes_what_replay_reads(target_folder, prompt_file, tmp_pa
     assert f"4 traces in {out_file}" in out
     assert "the target writes 4 texts" in err
     recording = load_recording(out_file)
-    assert [(t.domain, t.id) for t in recording.texts] == [("d0", "0"), ("d0", "2"), ("d1", "1"), ("d1", "3")]
+    assert [text.prompt for text in recording.texts] == [("d0", "0"), ("d0", "2"), ("d1", "1"), ("d1", "3")]
     assert set(recording.costs.drafters) == {"ngram"}
     assert recording.costs.environment["seed"] == 4
-    assert all(len(trace.agreement) == len(trace.entropy) == len(trace.tokens) for trace in recording.texts)
+    assert all(
+        len(trace.agreement) == len(trace.entropy) == len(trace.tokens)
+        for text in recording.texts
+        for trace in text.traces
+    )
     status, out, err = run_command(["replay", str(out_file), "--rtt", "10", "--window", "adaptive"], capfd)
     assert status == 0
     assert "ngram" in out
@@ -440,13 +444,13 @@ def test_costs_come_back_from_their_file(tmp_path) -> None:
         (["replay"], 2, "FILE"),
         (["replay", "nowhere.jsonl"], 1, "traces: cannot read nowhere.jsonl"),
         (["replay", "T", "--drafter", "best"], 1, "drafter: 'best' was not recorded; name some of good, bad"),
-        (["replay", "T", "--drafter", "bad,bad"], 1, "drafter: names 'bad' twice"),
+        (["replay", "T", "--drafter", "bad,bad"], 1, "drafter: names 'bad' twice; once is enough"),
         (["replay", "T", "--window", "wide"], 1, "window: 'wide' is none of adaptive, N and syncN with N from 1 on"),
         (["replay", "T", "--window", "0"], 1, "window: '0' is none of"),
-        (["replay", "T", "--window", "4,4"], 1, "window: names something twice; once is enough"),
+        (["replay", "T", "--window", "4,4"], 1, "window: names '4' twice; once is enough"),
         (["replay", "T", "--window", ""], 1, "window: names no policy; name adaptive"),
         (["replay", "T", "--rtt", ""], 1, "rtt: names no link, nor does --trace; name a round trip"),
-        (["replay", "T", "--rtt", "2,2"], 1, "rtt: names something twice"),
+        (["replay", "T", "--rtt", "2,2"], 1, "rtt: names '2 ms 20/100 Mbit/s' twice"),
         (["replay", "T", "--rtt", "far"], 2, "--rtt: 'far' is not a number"),
         (["replay", "T", "--jitter", ""], 1, "jitter: is empty; give one number"),
         (["replay", "T", "--up", "1,2,3"], 1, "up: has 3 entries where --rtt has 4"),

@@ -108,7 +108,7 @@ def run_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tupl
 
 
 def test_a_run_meets_each_prompt_of_its_row_once_in_random_order_with_seeds_in_turn() -> None:
-    variants = variants_of(texts_of(recording_of().traces))
+    variants = variants_of(recording_of().texts)
     assert row_names(recording_of().domains) == (*DOMAINS, "mix", "midway")
     runs = [run_texts("mix", variants, seed) for seed in range(4)]
     for seed, run in enumerate(runs):
@@ -122,7 +122,7 @@ def test_a_run_meets_each_prompt_of_its_row_once_in_random_order_with_seeds_in_t
 
 @pytest.mark.parametrize("seed", range(3))
 def test_midway_every_text_begins_one_text_and_ends_one_of_another_domain(seed) -> None:
-    variants = variants_of(texts_of(recording_of().traces))
+    variants = variants_of(recording_of().texts)
     alone = {p.prompt: p for p in run_texts("mix", variants, seed)}
     run = run_texts("midway", variants, seed)
     beginnings, endings = [], []
@@ -148,7 +148,7 @@ def test_one_domain_has_no_mix() -> None:
 
 
 def test_prompts_of_the_same_name_in_two_domains_are_two() -> None:
-    assert len(variants_of(texts_of(recording_of().traces))) == 9
+    assert len(variants_of(recording_of().texts)) == 9
 
 
 def test_a_domain_with_the_name_of_a_row_is_refused() -> None:
@@ -162,7 +162,7 @@ def test_a_domain_with_the_name_of_a_row_is_refused() -> None:
 
 def test_cloud_streaming_takes_the_link_once_and_a_step_a_token() -> None:
     recording = recording_of(1, 1)
-    [text, *_] = texts_of(recording.traces)
+    [text, *_] = recording.texts
     costs = Costs(step_s=0.01, row_s=0.002, commit_s=0.0005, cloud_event_s=0.001, edge_event_s=0.002)
     stage = rounds_of(costs, link_of(50))
     prompt_s = costs.batch_s(0, 20) + 0.0005
@@ -173,7 +173,7 @@ def test_cloud_streaming_takes_the_link_once_and_a_step_a_token() -> None:
 
 def test_min_step_s_holds_for_short_rounds_too() -> None:
     recording = recording_of(1, 1)
-    [text, *_] = texts_of(recording.traces)
+    [text, *_] = recording.texts
     costs = recording.costs.of("coder", min_step_s=0.5)
     [alone] = rounds_of(costs, link_of(0)).alone([text], 0)
     rounds_s = np.diff(np.unique(alone.at_s))
@@ -186,7 +186,7 @@ def test_a_cell_compares_cloud_streaming_with_its_drafter_on_the_same_texts(rows
     stage = stage_of(recording, link_of())
     for arm, drafter in enumerate(DRAFTERS):
         seconds = cloud_s = 0.0
-        for text in texts_of(recording.traces):
+        for text in recording.texts:
             if text.traces[0].domain == "code":
                 seconds += stage.alone([text], arm)[0].seconds
                 cloud_s += stage.cloud_s(text)
@@ -257,7 +257,7 @@ def test_a_selector_learns_within_a_run_and_forgets_between_runs(monkeypatch) ->
 
 def test_on_the_stream_a_drafter_alone_is_its_replay_and_active_drafters_are_noted() -> None:
     recording = recording_of(2, 1)
-    texts = texts_of(recording.traces)
+    texts = recording.texts
     costs = [recording.costs.of(name, min_step_s=0.03) for name in DRAFTERS]
     shape_at = link_of(60).shape_at
     stage = Stage(costs, shape_at, Policy)
@@ -435,7 +435,7 @@ def test_one_text_of_one_prompt_has_plots_without_intervals(tmp_path, capfd) -> 
     ("arguments", "status", "message"),
     [
         (["--selector", "best"], 1, "selector: 'best' is none of leader, static"),
-        (["--selector", "leader,leader"], 1, "selector: names something twice; once is enough"),
+        (["--selector", "leader,leader"], 1, "selector: names 'leader' twice; once is enough"),
         (["--selector", "leader", "--seeds", "0"], 2, "--seeds: 0 is below 1"),
         (["--selector", "leader", "--rounds", "0"], 2, "--rounds: 0 is below 1"),
         (["--selector", "leader", "--play", "chess"], 2, "--play"),

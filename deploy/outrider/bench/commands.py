@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.config import DTYPES, TARGET, VerifierConfig
+from outrider.cloud.config import TARGET, VerifierConfig
 from outrider.deploy.arguments import Command, part
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.edge.config import DRAFTING, EdgeConfig
@@ -25,8 +25,9 @@ SELECTORS = "selectors (the recorded drafters are one pool then, and windows are
 
 def check_once(entries: Sequence[object], field: str) -> None:
     """Refuse a list that names something twice."""
-    if len(set(entries)) != len(entries):
-        raise ConfigError("names something twice; once is enough", field=field)
+    for entry in entries:
+        if entries.count(entry) > 1:
+            raise ConfigError(f"names {entry!r} twice; once is enough", field=field)
 
 
 def listed(default: tuple[Any, ...], text: str, **more: Any) -> Any:
@@ -72,12 +73,8 @@ class BenchSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritingSettings(Settings):
-    """A target that writes texts alone, and its prompts."""
+    """Texts that a target writes alone."""
 
-    target: str = option("reference", "target: embedded name, folder or hub name", metavar="NAME")
-    dtype: str = option("float32", "type of the target's weights", choices=DTYPES)
-    device: str = option("cpu", "torch device of the target, such as cpu, cuda or cuda:1", metavar="DEVICE")
-    threads: int = option(0, "torch threads; 0: torch's choice", check=at_least(0))
     prompts: Path | None = option(None, "file of prompts, or folder of DOMAIN.jsonl; not set: built-in", metavar="PATH")
     per_domain: int = option(10, "prompts per domain", check=at_least(1))
     max_tokens: int = option(128, "tokens per text", check=at_least(1))
@@ -194,9 +191,16 @@ BENCH = Command(
         part(VerifierConfig, TARGET),
     ),
 )
-COMPARE = Command(
-    "outrider.bench.comparison.command:compare", (part(CompareSettings), part(VerifierConfig, "steering"))
+# "target" names a group of options too, so the options of a target that writes texts alone are picked.
+_WRITER = tuple(
+    argument
+    for argument in part(VerifierConfig, TARGET, flags={"threads": "threads"})
+    if argument.field.name in ("target", "dtype", "device", "threads")
 )
-RECORD = Command("outrider.bench.traces.record:record", (part(RecordSettings),))
+COMPARE = Command(
+    "outrider.bench.comparison.command:compare",
+    (part(CompareSettings), _WRITER, part(VerifierConfig, "steering")),
+)
+RECORD = Command("outrider.bench.traces.record:record", (part(RecordSettings), _WRITER))
 REPLAY = Command("outrider.bench.traces.replay:replay", (part(ReplaySettings),))
 TRAIN_POLICY = Command("outrider.bench.length_training.command:train_policy", (part(PolicySettings),))

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from outrider.bench.record import RECORD
+from outrider.cloud.config import VerifierConfig
 
 PACKAGES = ("outrider", "torch", "transformers", "onnxruntime", "grpcio", "ray")
 
@@ -44,8 +45,8 @@ class Environment:
     hf_drafter: str | None = None
 
 
-def environment(**options: Any) -> Environment:
-    """Return the environment of the running command; `options`: models and options, by the fields of `Environment`."""
+def environment(verifier: VerifierConfig, **options: Any) -> Environment:
+    """Return the environment of the running command on a target; `options`: further fields of `Environment`."""
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(),
@@ -55,6 +56,9 @@ def environment(**options: Any) -> Environment:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         packages={name: _version(name) for name in PACKAGES},
         revision=_revision(),
+        target=verifier.target,
+        dtype=verifier.dtype,
+        target_threads=verifier.threads or None,
         **options,
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from pydantic.dataclasses import dataclass
@@ -15,6 +15,9 @@ from outrider.bench.replay.traced import ReplayOutcome
 from outrider.proto.session import EdgeStatistics
 
 RESAMPLES = 2000
+
+EntryT = TypeVar("EntryT")
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 class Decoded(Protocol):
@@ -34,6 +37,14 @@ class Decoded(Protocol):
 
     @property
     def statistics(self) -> EdgeStatistics: ...  # noqa: D102
+
+
+def grouped(entries: Iterable[EntryT], key: Callable[[EntryT], KeyT]) -> dict[KeyT, list[EntryT]]:
+    """Group entries by a key, both in order of appearance."""
+    found: dict[KeyT, list[EntryT]] = {}
+    for entry in entries:
+        found.setdefault(key(entry), []).append(entry)
+    return found
 
 
 def pooled(texts: Sequence[Decoded], seconds: float | None = None) -> dict[str, Any]:

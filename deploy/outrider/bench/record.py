@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from outrider.deploy.arguments import read_text
 from outrider.proto.errors import ConfigError, OutriderError
 
 if TYPE_CHECKING:
@@ -100,15 +99,6 @@ def save(record: DataclassInstance, path: Path, field: str = "json") -> None:
     """
     text = to_json(record)
     write(path, lambda: path.write_text(text, encoding="utf-8"), field)
-
-
-def load(kind: type[RecordT], path: Path, field: str) -> RecordT:
-    """Read what `save` wrote.
-
-    Raises:
-        ConfigError: the content is wrong (see `from_json`), or the file cannot be read.
-    """
-    return from_json(kind, read_text(path, field), field)
 
 
 def write(path: Path, how: Callable[[], object], field: str) -> None:

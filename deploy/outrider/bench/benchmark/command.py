@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -30,8 +31,9 @@ from outrider.bench.benchmark.runs import (
 from outrider.bench.benchmark.table import tables
 from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.commands import BenchSettings, LinkListSettings
-from outrider.bench.environment import Environment, environment
+from outrider.bench.environment import environment
 from outrider.bench.links import BenchLink, links_of
+from outrider.bench.metrics import grouped
 from outrider.bench.outputs import check_file
 from outrider.bench.plot import check_drawing
 from outrider.bench.record import save
@@ -63,11 +65,19 @@ class Known:
     drafter: str
     drafter_version: str | None
 
+    def identical(self, texts: Sequence[Measured]) -> bool:
+        """Return whether each text is the target's own."""
+        return all(text.tokens == self.texts[text.prompt.id] for text in texts)
+
 
 @dataclass(slots=True)
-class Seen:
-    """Observations of one mode over one link: texts, steps of the verifier, and bytes on the link, if there is one."""
+class MeasuredMode:
+    """One mode over one link, with what was observed: texts, steps of the verifier, and bytes on an emulated link."""
 
+    mode: str
+    link: BenchLink
+    emulator: LinkProcess | None
+    client: Client
     texts: list[Measured] = field(default_factory=list)
     steps: list[StepTiming] = field(default_factory=list)
     carried: Bytes | None = None
@@ -75,13 +85,15 @@ class Seen:
 
 def bench(given: Given) -> int:
     """Run `outrider bench`."""
-    return asyncio.run(Bench(given).run())
+    with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
+        return asyncio.run(Bench(given, Path(folder)).run())
 
 
 class Bench:
     """One benchmark from its options to its record."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: Given, folder: Path) -> None:
+        """Check the options; `folder` is for files of the run."""
         self._given = given
         self._options = options = given(BenchSettings)
         self._console = Console(stderr=True, highlight=False)
@@ -89,7 +101,7 @@ class Bench:
         prompts = given(BuiltInPrompts)
         self._prompts = held_out(prompts.per_domain) if prompts.prompts is None else read_prompts(prompts.prompts)
         self._sampling = given(Sampling)
-        self._verifier = given(VerifierConfig, min_step_s=options.min_step / 1e3)
+        self._config = given(VerifierConfig, min_step_s=options.min_step / 1e3)
         self._check_library(given.fields(EdgeConfig)["drafter"])
         if options.json:
             check_file(options.json, "json")
@@ -100,20 +112,27 @@ class Bench:
             "temperature": self._sampling.temperature,
             "sessions": options.sessions,
         }
+        self._verifier = VerifierProcess(self._config, folder / "tokenizer.json")
 
     async def run(self) -> int:
         """Measure all runs, print them and write the results; return 1 if texts differ."""
-        runs: list[BenchmarkRun] = []
-        with tempfile.TemporaryDirectory(prefix="outrider-bench-") as folder:
-            async with VerifierProcess(self._verifier, Path(folder) / "tokenizer.json") as verifier:
-                known = await self._learn(verifier)
-                if self._options.mixed:
-                    runs += await self._mixed(verifier, known)
-                else:
-                    for link in self._links:
-                        self._say(f"link {link.label}")
-                        runs += await self._over(link, verifier, known)
-        benchmark = Benchmark(self._environment(known), tuple(runs))
+        async with self._verifier:
+            known = await self._learn()
+            if self._options.mixed:
+                runs = await self._mixed(known)
+            else:
+                runs = [run for link in self._links for run in await self._over(link, known)]
+        made_in = environment(
+            self._config,
+            max_tokens=self._sampling.max_tokens,
+            seed=self._sampling.seed,
+            drafter=known.drafter,
+            drafter_version=known.drafter_version,
+            drafter_threads=self._given.fields(EdgeConfig)["threads"],
+            prompts=len(self._prompts),
+            hf_drafter=str(self._options.hf_drafter) if self._options.hf_drafter else None,
+        )
+        benchmark = Benchmark(made_in, tuple(runs))
         Console(width=100).print(tables(benchmark))
         if self._options.json:
             save(benchmark, self._options.json)
@@ -127,35 +146,18 @@ class Bench:
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim")
 
-    def _environment(self, known: Known) -> Environment:
-        return environment(
-            target=self._verifier.target,
-            dtype=self._verifier.dtype,
-            max_tokens=self._sampling.max_tokens,
-            seed=self._sampling.seed,
-            drafter=known.drafter,
-            drafter_version=known.drafter_version,
-            target_threads=self._verifier.threads or None,
-            drafter_threads=self._given.fields(EdgeConfig)["threads"],
-            prompts=len(self._prompts),
-            hf_drafter=str(self._options.hf_drafter) if self._options.hf_drafter else None,
-        )
-
     # --- clients ---
 
-    async def _join(
-        self, stack: AsyncExitStack, link: BenchLink, verifier: VerifierProcess
-    ) -> tuple[LinkProcess | None, str]:
-        """Return the process of the link, if there is a link to emulate, and the address for edges."""
+    async def _join(self, stack: AsyncExitStack, link: BenchLink) -> tuple[LinkProcess | None, str]:
+        """Return the emulator of the link, if there is anything to emulate, and the address for edges."""
+        address = self._verifier.address
         if link.is_none:
-            return None, verifier.address
-        process = LinkProcess(verifier.address, link.shape, link.trace, seed=self._sampling.seed)
-        await stack.enter_async_context(process)
-        return process, process.address
+            return None, address
+        emulator = LinkProcess(address, link.shape, link.trace, seed=self._sampling.seed)
+        await stack.enter_async_context(emulator)
+        return emulator, emulator.address
 
-    async def _client(
-        self, stack: AsyncExitStack, verifier: VerifierProcess, address: str, mode: str, sync_length: int = 0
-    ) -> Client:
+    async def _client(self, stack: AsyncExitStack, address: str, mode: str, sync_length: int = 0) -> Client:
         """Return a client of `mode` that has decoded its first tokens."""
         chosen: dict[str, Any] = {"drafter": "none"} if mode == "cloud" else {}
         if mode == "sync":
@@ -163,8 +165,8 @@ class Bench:
         config = self._given(
             EdgeConfig,
             verifier=address,
-            model=self._verifier.target,
-            tokenizer=verifier.tokenizer,
+            model=self._config.target,
+            tokenizer=self._verifier.tokenizer,
             logprobs=not self._options.no_logprobs,
             **chosen,
         )
@@ -184,23 +186,24 @@ class Bench:
 
     # --- before the links ---
 
-    async def _learn(self, verifier: VerifierProcess) -> Known:
+    async def _learn(self) -> Known:
         """Get the target's texts straight from the verifier, and the costs from a few drafted ones."""
         self._say(f"{len(self._prompts)} prompts: the target's own texts, and the drafter's hits in them")
+        verifier = self._verifier
         async with AsyncExitStack() as stack:
-            client = await self._client(stack, verifier, verifier.address, "cloud")
+            client = await self._client(stack, verifier.address, "cloud")
             plain = await self._together(client, self._prompts, len(self._prompts))
         async with AsyncExitStack() as stack:
-            client = await self._client(stack, verifier, verifier.address, "outrider")
+            client = await self._client(stack, verifier.address, "outrider")
             await verifier.step_timings()
-            drafted = [await measure_text(client, prompt, self._sampling) for prompt in self._prompts[:4]]
+            drafted = await self._together(client, self._prompts[:4], 1)
             steps = await verifier.step_timings()
             name, drafter = client.drafter_name, client.drafter
             traces = []
             if drafter is not None:
                 traces = await asyncio.to_thread(traces_of, plain, client, drafter, self._sampling)
         round_trip_s = min(text.statistics.round_trip_s for text in drafted)
-        costs = costs_of(drafted, steps, min_step_s=self._verifier.min_step_s, round_trip_s=round_trip_s)
+        costs = costs_of(drafted, steps, min_step_s=self._config.min_step_s, round_trip_s=round_trip_s)
         self._say(
             f"step {costs.step_s * 1e3:.1f} ms + {costs.row_s * 1e3:.2f} ms a row, drafting "
             f"{costs.drafting_s * 1e3:.2f} ms a token, gRPC and event loops {round_trip_s * 1e3:.2f} ms a round trip"
@@ -210,76 +213,66 @@ class Bench:
 
     # --- one link ---
 
-    async def _over(self, link: BenchLink, verifier: VerifierProcess, known: Known) -> list[BenchmarkRun]:
-        length = self._sync_length(link, known)
+    async def _over(self, link: BenchLink, known: Known) -> list[BenchmarkRun]:
+        """Return the runs over one link: measured ones, replayed ones, and those of transformers."""
+        self._say(f"link {link.label}")
+        length, modes = self._sync_length(link, known), self._options.modes
         async with AsyncExitStack() as stack:
-            process, address = await self._join(stack, link, verifier)
-            clients = {
-                mode: await self._client(stack, verifier, address, mode, length)
+            emulator, address = await self._join(stack, link)
+            arms = [
+                MeasuredMode(mode, link, emulator, await self._client(stack, address, mode, length))
                 for mode in MEASURED
-                if mode in self._options.modes
-            }
-            modes = self._library_modes(link)
-            prompt_ids = self._prompt_ids(verifier) if modes else []
-            library = {mode: await self._library(stack, mode, known.drafter, prompt_ids[0]) for mode in modes}
-            seen: dict[str, Seen] = {mode: Seen() for mode in clients}
-            by_library: dict[str, list[LibraryText]] = {mode: [] for mode in library}
+                if mode in modes
+            ]
+            library = self._library_modes(link)
+            tokenizer = Tokenizer.from_file(str(self._verifier.tokenizer)) if library else None
+            prompt_ids = [tokenizer.encode(prompt.text).ids for prompt in self._prompts] if tokenizer else []
+            models = {mode: await self._library(stack, mode, known.drafter, prompt_ids[0]) for mode in library}
+            by_library: dict[str, list[LibraryText]] = {mode: [] for mode in models}
             share = 1 if self._options.sessions == 1 else len(self._prompts)
             # Each prompt in all modes before the next one, so that a slow moment of the machine meets them all.
             for first in range(0, len(self._prompts), share):
-                for mode, client in clients.items():
-                    await self._measure(
-                        seen[mode], client, self._prompts[first : first + share], process, link, verifier
-                    )
-                for mode, model in library.items():
+                for arm in arms:
+                    await self._measure(arm, self._prompts[first : first + share])
+                for mode, model in models.items():
                     by_library[mode] += [await model.text(ids) for ids in prompt_ids[first : first + share]]
-        runs = []
-        for mode, found in seen.items():
-            fields: dict[str, Any] = {
-                **step_fields(found.steps, self._options.sessions),
-                "identical_to_cloud": _identical(found.texts, known),
-                "goal": self._goal(mode),
-                "sync_length": length if mode == "sync" else None,
-            }
-            runs += self._runs(mode, link, found, fields)
+        runs = [run for arm in arms for run in self._runs(arm, known, length)]
         runs += self._replayed(link, known)
         return runs + [library_run(mode, texts, **self._common) for mode, texts in by_library.items()]
 
-    async def _measure(
-        self,
-        seen: Seen,
-        client: Client,
-        prompts: Sequence[Prompt],
-        process: LinkProcess | None,
-        link: BenchLink,
-        verifier: VerifierProcess,
-    ) -> None:
-        """Decode prompts in one mode, and add what was observed to `seen`."""
-        if process and link.trace:
-            await process.play(link.trace)  # each mode meets the same moments
-        before = await process.counters() if process else None
-        await verifier.step_timings()
-        seen.texts += await self._together(client, prompts, self._options.sessions)
-        seen.steps += await verifier.step_timings()
-        if process and before:
-            after = await process.counters()
-            up, down = seen.carried or (0, 0)
-            seen.carried = (up + after.up_bytes - before.up_bytes, down + after.down_bytes - before.down_bytes)
+    async def _measure(self, arm: MeasuredMode, prompts: Sequence[Prompt]) -> None:
+        """Decode prompts, and add what was observed to `arm`."""
+        if arm.emulator and arm.link.trace:
+            await arm.emulator.play(arm.link.trace)  # each mode meets the same moments
+        before = await arm.emulator.counters() if arm.emulator else None
+        await self._verifier.step_timings()
+        arm.texts += await self._together(arm.client, prompts, self._options.sessions)
+        arm.steps += await self._verifier.step_timings()
+        if arm.emulator and before:
+            after = await arm.emulator.counters()
+            up, down = arm.carried or (0, 0)
+            arm.carried = (up + after.up_bytes - before.up_bytes, down + after.down_bytes - before.down_bytes)
 
-    def _runs(self, mode: str, link: BenchLink, seen: Seen, fields: dict[str, Any]) -> list[BenchmarkRun]:
+    def _runs(self, arm: MeasuredMode, known: Known, sync_length: int) -> list[BenchmarkRun]:
         """Return a run of all prompts, and one of each domain where there are several."""
-        texts, fields = seen.texts, fields | self._common
+        texts, link = arm.texts, arm.link
+        fields: dict[str, Any] = {
+            **step_fields(arm.steps, self._options.sessions),
+            "identical_to_cloud": known.identical(texts),
+            "goal": self._goal(arm.mode),
+            "sync_length": sync_length if arm.mode == "sync" else None,
+            **self._common,
+        }
         timeline = timeline_of(texts[len(texts) // 2], link.shape.rtt_s / 2)
-        runs = [run_of(mode, link.record, texts, seen.carried, timeline=timeline, **fields)]
-        domains = list(dict.fromkeys(text.prompt.domain for text in texts))
-        if len(domains) > 1 and self._options.sessions == 1:
-            for domain in domains:
-                in_domain = [text for text in texts if text.prompt.domain == domain]
-                runs.append(run_of(mode, link.record, in_domain, None, domain=domain, **fields))
+        runs = [run_of(arm.mode, link.record, texts, arm.carried, timeline=timeline, **fields)]
+        by_domain = grouped(texts, lambda text: text.prompt.domain)
+        if len(by_domain) > 1 and self._options.sessions == 1:
+            for domain, own in by_domain.items():
+                runs.append(run_of(arm.mode, link.record, own, None, domain=domain, **fields))
         return runs
 
     def _goal(self, mode: str) -> str | None:
-        return self._verifier.goal.name.lower() if mode == "outrider" else None
+        return self._config.goal.name.lower() if mode == "outrider" else None
 
     # --- replay ---
 
@@ -297,7 +290,7 @@ class Bench:
         logprobs = not self._options.no_logprobs
         for mode, policy in (
             ("cloud", Policy(drafting=False, logprobs=logprobs)),
-            ("outrider", Policy(goal=self._verifier.goal, logprobs=logprobs)),
+            ("outrider", Policy(goal=self._config.goal, logprobs=logprobs)),
         ):
             outcomes = replay(known.traces, link.shape_at, known.costs, policy, warm_up_tokens=WARM_UP_TOKENS)
             runs.append(replayed_run(mode, link.record, outcomes, goal=self._goal(mode), **self._common))
@@ -305,24 +298,19 @@ class Bench:
 
     # --- many sessions on unlike links ---
 
-    async def _mixed(self, verifier: VerifierProcess, known: Known) -> list[BenchmarkRun]:
+    async def _mixed(self, known: Known) -> list[BenchmarkRun]:
         """Run all sessions at once, with the links dealt out among them."""
-        record = replace(self._links[0].record, rtt_ms=0.0, trace=",".join(link.label for link in self._links))
+        sessions, record = self._options.sessions, self._links[0].record
+        record = replace(record, rtt_ms=0.0, trace=",".join(link.label for link in self._links))
         runs = []
         for mode in (mode for mode in ("cloud", "outrider") if mode in self._options.modes):
-            self._say(f"{self._options.sessions} sessions on {len(self._links)} links, {mode}")
+            self._say(f"{sessions} sessions on {len(self._links)} links, {mode}")
             async with AsyncExitStack() as stack:
-                clients = []
-                for link in self._links:
-                    _, address = await self._join(stack, link, verifier)
-                    clients.append(await self._client(stack, verifier, address, mode))
-                texts = await asyncio.gather(
-                    *(
-                        measure_text(clients[i % len(clients)], self._prompts[i % len(self._prompts)], self._sampling)
-                        for i in range(self._options.sessions)
-                    )
-                )
-            identical = _identical(texts, known)
+                addresses = [(await self._join(stack, link))[1] for link in self._links]
+                clients = [await self._client(stack, address, mode) for address in addresses]
+                chosen = zip(range(sessions), itertools.cycle(clients), itertools.cycle(self._prompts), strict=False)
+                texts = await asyncio.gather(*(measure_text(c, prompt, self._sampling) for _, c, prompt in chosen))
+            identical = known.identical(texts)
             runs.append(run_of(mode, record, texts, None, identical_to_cloud=identical, **self._common))
         return runs
 
@@ -334,32 +322,24 @@ class Bench:
         if modes:
             check_sampling(self._sampling)
         if "hf-assisted" in modes and (self._options.hf_drafter or drafter != "auto"):
-            drafter_folder_of(self._options.hf_drafter or drafter_folder(drafter))
+            self._assistant(drafter)
 
     def _library_modes(self, link: BenchLink) -> list[str]:
         """Return the modes of transformers to run beside `link`: it knows neither links nor a shortest step."""
-        runs = link.is_none and not self._verifier.min_step_s
+        runs = link.is_none and not self._config.min_step_s
         return [mode for mode in LIBRARY if mode in self._options.modes and runs]
 
+    def _assistant(self, drafter: str) -> Path:
+        return drafter_folder_of(self._options.hf_drafter or drafter_folder(drafter))
+
     async def _library(self, stack: AsyncExitStack, mode: str, drafter: str, warm_up: Sequence[int]) -> LibraryProcess:
-        assistant = None
-        if mode == "hf-assisted":
-            assistant = drafter_folder_of(self._options.hf_drafter or drafter_folder(drafter))
         process = LibraryProcess(
-            Path(resolve_target(self._verifier.target)),
+            Path(resolve_target(self._config.target)),
             self._sampling,
-            assistant_folder=assistant,
-            threads=self._verifier.threads,
-            dtype=self._verifier.dtype,
+            assistant_folder=self._assistant(drafter) if mode == "hf-assisted" else None,
+            threads=self._config.threads,
+            dtype=self._config.dtype,
         )
         await stack.enter_async_context(process)
         await process.text(warm_up, WARM_UP_TOKENS)
         return process
-
-    def _prompt_ids(self, verifier: VerifierProcess) -> list[tuple[int, ...]]:
-        tokenizer = Tokenizer.from_file(str(verifier.tokenizer))
-        return [tuple(tokenizer.encode(prompt.text).ids) for prompt in self._prompts]
-
-
-def _identical(texts: Sequence[Measured], known: Known) -> bool:
-    return all(text.tokens == known.texts[text.prompt.id] for text in texts)

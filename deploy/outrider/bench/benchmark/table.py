@@ -10,6 +10,7 @@ from rich.console import Group
 from outrider.bench.benchmark.record import Benchmark, BenchmarkRun
 from outrider.bench.commands import MODES
 from outrider.bench.links import LinkRecord, link_name, link_parts
+from outrider.bench.metrics import grouped
 from outrider.bench.table import UNKNOWN, Grid, draw, number
 
 LEGEND = (
@@ -41,21 +42,15 @@ class Condition:
         return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, step, self.domain) if part)
 
 
-def by_condition(benchmark: Benchmark) -> dict[Condition, tuple[BenchmarkRun, ...]]:
+def by_condition(benchmark: Benchmark) -> dict[Condition, list[BenchmarkRun]]:
     """Group runs by condition, in order of appearance; within one, by link, mode and sync length."""
-    found: dict[Condition, list[BenchmarkRun]] = {}
-    for run in benchmark.runs:
-        condition = Condition(run.min_step_ms, run.temperature, run.sessions, run.domain)
-        found.setdefault(condition, []).append(run)
-    return {condition: tuple(sorted(runs, key=_order)) for condition, runs in found.items()}
+    found = grouped(benchmark.runs, lambda run: Condition(run.min_step_ms, run.temperature, run.sessions, run.domain))
+    return {condition: sorted(runs, key=_order) for condition, runs in found.items()}
 
 
-def by_link(runs: Sequence[BenchmarkRun]) -> dict[LinkRecord, tuple[BenchmarkRun, ...]]:
+def by_link(runs: Sequence[BenchmarkRun]) -> dict[LinkRecord, list[BenchmarkRun]]:
     """Group runs by link, in the order given."""
-    found: dict[LinkRecord, list[BenchmarkRun]] = {}
-    for run in runs:
-        found.setdefault(run.link, []).append(run)
-    return {link: tuple(runs) for link, runs in found.items()}
+    return grouped(runs, lambda run: run.link)
 
 
 def fastest(runs: Sequence[BenchmarkRun], mode: str) -> BenchmarkRun | None:

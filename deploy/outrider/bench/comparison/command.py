@@ -35,11 +35,11 @@ _PRECISIONS = {"int8": SteeringPrecision.INT8, "float16": SteeringPrecision.FLOA
 
 def compare(given: Given) -> int:
     """Run `outrider compare`."""
-    options, steering = given(CompareSettings), given.fields(VerifierConfig)["steering"]
+    options, verifier = given(CompareSettings), given(VerifierConfig)
     hand_out(
         options.json,
         options.plot,
-        lambda: _Comparing(options, steering).compare(),
+        lambda: _Comparing(options, verifier).compare(),
         tables,
         draw,
         check_plot=check_plot,
@@ -50,18 +50,19 @@ def compare(given: Given) -> int:
 class _Comparing:
     """One comparison from its options to its record."""
 
-    def __init__(self, options: CompareSettings, steering: Sequence[str]) -> None:
+    def __init__(self, options: CompareSettings, verifier: VerifierConfig) -> None:
         self._options = options
+        self._verifier = verifier
         self._prompts = choose_prompts(options.prompts, options.per_domain)
         packages = find_packages(options.package, "package")
-        if options.threads:
-            torch.set_num_threads(options.threads)
-        self._target = load_target(options.target, device=options.device, dtype=options.dtype)
+        if verifier.threads:
+            torch.set_num_threads(verifier.threads)
+        self._target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
         self._drafters = load_drafters(packages, self._target.tokenizer_sha256, "package")
         self._console = Console(stderr=True, highlight=False)
         self._records = {label: _record_of(label, package) for label, package in packages.items() if package}
         self._variants = [variant for record in self._records.values() for variant in self._variants_of(record)]
-        self._projections = self._wanted_projections(steering)
+        self._projections = self._wanted_projections()
         self._writer = TextWriter(self._target, self._projections, max_age=max(options.age))
 
     def compare(self) -> Comparison:
@@ -76,13 +77,11 @@ class _Comparing:
         others = [variant for variant in shown if variant != last]
         return Comparison(
             environment=environment(
-                target=options.target,
-                dtype=options.dtype,
+                self._verifier,
                 max_tokens=options.max_tokens,
                 seed=options.seed,
                 drafter=", ".join(self._drafters),
                 drafter_version=None,
-                target_threads=options.threads or None,
                 drafter_threads=1,
                 prompts=len(self._prompts),
             ),
@@ -106,10 +105,10 @@ class _Comparing:
             for age in (self._options.age if precision != NO_VECTORS else (None,))
         ]
 
-    def _wanted_projections(self, steering: Sequence[str]) -> dict[str, Projection]:
+    def _wanted_projections(self) -> dict[str, Projection]:
         """Return the projections whose steering vectors are wanted, by id."""
-        options = self._options
-        found = load_projections(list(steering), self._target, name=options.target, model=options.target)
+        model = self._verifier.target
+        found = load_projections(list(self._verifier.steering), self._target, name=model, model=model)
         wanted: dict[str, Projection] = {}
         for label in dict.fromkeys(variant.drafter for variant in self._variants if variant.vectors != NO_VECTORS):
             name = self._records[label].projection or ""

@@ -16,12 +16,12 @@ class PoolText:
     """One text of the target with every drafter's trace on it.
 
     Attributes:
-        traces: [K] traces of the drafters.
+        traces: [K] traces of one drafter or more, all on this text.
         changes: positions at which the domain changes, rising, within the text.
         domains: domains that begin there.
 
     Raises:
-        ConfigError: no trace, traces of different texts, or changes out of order.
+        ConfigError: changes out of order, or beyond the text.
     """
 
     traces: tuple[HitTrace, ...]
@@ -29,16 +29,7 @@ class PoolText:
     domains: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.traces:
-            raise ConfigError("must hold the trace of one drafter or more", field="text.traces")
-        first = self.traces[0]
-        for trace in self.traces[1:]:
-            if (trace.tokens, trace.prompt_tokens) != (first.tokens, first.prompt_tokens):
-                raise ConfigError(
-                    f"must be on one text; {trace.drafter} and {first.drafter} differ on {first.id!r}",
-                    field="text.traces",
-                )
-        if any(a >= b for a, b in itertools.pairwise((0, *self.changes, len(first.tokens)))):
+        if any(a >= b for a, b in itertools.pairwise((0, *self.changes, self.tokens))):
             raise ConfigError("must rise, and lie within the text", field="text.changes")
 
     @property
@@ -53,17 +44,23 @@ class PoolText:
 
 
 def texts_of(traces: Mapping[str, Sequence[HitTrace]]) -> list[PoolText]:
-    """Group traces of several drafters by prompt and seed, with drafters in the order of the mapping.
+    """Return the texts that drafters were recorded on, in their order, with drafters in the order of the mapping.
+
+    Args:
+        traces: [drafters][n] traces by drafter, all on the same texts.
 
     Raises:
-        ConfigError: a drafter has no trace of a text that another has, or their texts differ.
+        ConfigError: a drafter has other texts than the first one.
     """
-    by_key = [{(trace.domain, trace.id, trace.seed): trace for trace in own} for own in traces.values()]
-    for name, mine in zip(traces, by_key, strict=True):
-        if mine.keys() != by_key[0].keys():
-            _, missing, _ = sorted(mine.keys() ^ by_key[0].keys())[0]
-            raise ConfigError(f"record every prompt with every drafter; {name} differs on {missing!r}", field="traces")
-    return [PoolText(tuple(mine[key] for mine in by_key)) for key in (by_key[0] if by_key else ())]
+    (first, texts), *others = ((name, [_text_of(trace) for trace in own]) for name, own in traces.items())
+    for name, own in others:
+        if own != texts:
+            raise ConfigError(f"{name!r} has other texts than {first!r}; record them together", field="traces")
+    return list(map(PoolText, zip(*traces.values(), strict=True)))
+
+
+def _text_of(trace: HitTrace) -> tuple[object, ...]:
+    return trace.domain, trace.id, trace.seed, trace.temperature, trace.prompt_tokens, trace.tokens
 
 
 def joined(texts: Sequence[PoolText]) -> PoolText:

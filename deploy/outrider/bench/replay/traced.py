@@ -61,14 +61,12 @@ class ReplayOutcome:
 
     Attributes:
         seconds: time from Open to Done.
-        first_token_s: seconds until the first token reached the user.
         arrivals: [n] seconds until each token reached the user.
         uplink_bytes, downlink_bytes: bytes that the link carried.
         active: [n] index of the active drafter when the token came; 0: the first one.
     """
 
     seconds: float
-    first_token_s: float
     statistics: EdgeStatistics
     arrivals: tuple[float, ...]
     uplink_bytes: int
@@ -209,7 +207,6 @@ class Replay(Simulation):
         self._wires.end()
         return ReplayOutcome(
             self.clock.now,
-            self.arrivals[0],
             self.edge.statistics,
             tuple(self.arrivals),
             self._wires.wire_up.bytes,

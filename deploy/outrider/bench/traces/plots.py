@@ -39,23 +39,23 @@ def draw_sweep(replayed: Replayed, folder: Path) -> None:
 
 def _panels(replayed: Replayed, panel: str, line: str, value: str, label: str) -> Any:
     """Draw `value` over the links, a panel for each `panel` with a line for each `line`: fields of `WindowResult`."""
-    results = [result for result in replayed.results if result.domain is None]
-    values = {(r.link, getattr(r, panel), getattr(r, line)): getattr(r, value) for r in results}
+    links = replayed.by_link
+    values = {(k, getattr(r, panel), getattr(r, line)): getattr(r, value) for k, own in links.items() for r in own}
     names = {"drafter": replayed.drafters, "window": replayed.windows}
     across = min(ACROSS, len(names[panel]))
     down = -(-len(names[panel]) // across)
     drawn = canvas((max(6.4, PANEL_IN * across), HEIGHT_IN * down))
     grid = drawn.subplots(down, across, sharey=True, squeeze=False).flat
-    places = range(len(replayed.links))
+    places = range(len(links))
     for axes, shown in zip(grid, names[panel], strict=False):
         for index, name in enumerate(names[line]):
-            points = [values[link, shown, name] for link in replayed.links]
+            points = [values[link, shown, name] for link in links]
             style = {"color": HUES[index % len(HUES)], "marker": MARKERS[index % len(MARKERS)]}
             axes.plot(places, points, label=name, clip_on=False, zorder=3, **style)
         if value == "tokens_per_second":
-            axes.plot(places, [values[link, None, None] for link in replayed.links], **CLOUD)
+            axes.plot(places, [values[link, None, None] for link in links], **CLOUD)
         axes.set_title(f"{panel} {shown}")
-        axes.set_xticks(places, ["\n".join(link_parts(link)) for link in replayed.links])
+        axes.set_xticks(places, ["\n".join(link_parts(link)) for link in links])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("link (round-trip time)")
     for axes in list(drawn.axes)[len(names[panel]) :]:
@@ -73,8 +73,7 @@ def draw_pool(replayed: PoolReplayed, folder: Path) -> None:
         ConfigError: a file cannot be written.
     """
     with styled():
-        for link, file in zip(replayed.links, _files(replayed.links), strict=True):
-            rows = replayed.over(link)
+        for (link, rows), file in zip(replayed.by_link.items(), _files(list(replayed.by_link)), strict=True):
             plots = {"speedup": _speed_up(rows), "regret": _regret(rows)}
             if any(row.changes for row in rows):
                 plots["choices"] = _choices(rows, replayed.drafters)

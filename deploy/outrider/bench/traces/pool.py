@@ -11,9 +11,9 @@ import numpy as np
 from pydantic.dataclasses import dataclass as record_dataclass
 
 from outrider.bench.links import LinkRecord
-from outrider.bench.metrics import Bootstrap, Interval
+from outrider.bench.metrics import Bootstrap, Interval, grouped
 from outrider.bench.record import RECORD, Count, Metric
-from outrider.bench.replay.texts import PoolText, joined, texts_of
+from outrider.bench.replay.texts import PoolText, joined
 from outrider.bench.traces.recording import Recording
 from outrider.bench.traces.stages import Stage, Trajectory
 from outrider.edge.policies.selection import selector_named
@@ -31,10 +31,7 @@ Variants = Mapping[tuple[str, str], Sequence[PoolText]]  # the texts of each pro
 
 def variants_of(texts: Sequence[PoolText]) -> Variants:
     """Group texts by prompt, in their order."""
-    found: dict[tuple[str, str], list[PoolText]] = {}
-    for text in texts:
-        found.setdefault(text.prompt, []).append(text)
-    return found
+    return grouped(texts, lambda text: text.prompt)
 
 
 def row_names(domains: Sequence[str]) -> Sequence[str]:
@@ -152,13 +149,9 @@ class PoolReplayed:
     rows: tuple[PoolRow, ...]
 
     @property
-    def links(self) -> tuple[LinkRecord, ...]:
-        """Links, in the order of the command."""
-        return tuple(dict.fromkeys(row.link for row in self.rows))
-
-    def over(self, link: LinkRecord) -> tuple[PoolRow, ...]:
-        """Return the rows of one link."""
-        return tuple(row for row in self.rows if row.link == link)
+    def by_link(self) -> Mapping[LinkRecord, Sequence[PoolRow]]:
+        """Rows of each link, in the order of the command."""
+        return grouped(self.rows, lambda row: row.link)
 
 
 class CellAccumulator:
@@ -264,7 +257,7 @@ class Pool:
 
     def rows(self, done: Callable[[], object]) -> Iterator[PoolRow]:
         """Yield rows link by link; `done` is called after each run."""
-        variants = variants_of(texts_of(self.recording.traces))
+        variants = variants_of(self.recording.texts)
         for link, stage in self.stages.items():
             for name in row_names(self.recording.domains):
                 runs = [run_texts(name, variants, seed) for seed in range(self.seeds)]

@@ -13,7 +13,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from outrider.bench.commands import RecordSettings
-from outrider.bench.drafters import Packages, find_packages, load_drafters
+from outrider.bench.drafters import find_packages, load_drafters
 from outrider.bench.environment import environment
 from outrider.bench.outputs import check_file, progress
 from outrider.bench.record import save
@@ -21,6 +21,7 @@ from outrider.bench.replay.record import Chances, HitRecorder
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.simulator.clock import Costs
 from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
+from outrider.cloud.config import VerifierConfig
 from outrider.cloud.distribution import VerificationInput, processed_logits
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.target import SessionRows, Target, load_target
@@ -45,7 +46,7 @@ BLOCKS = 4
 
 def record(given: Given) -> int:
     """Run `outrider traces record`."""
-    options = given(RecordSettings)
+    options, verifier = given(RecordSettings), given(VerifierConfig)
     costs_file = costs_path(options.output, "output")
     if options.seeds > 1 and options.temperature == 0:
         raise ConfigError("has no effect at temperature 0; set --temperature, or leave it out", field="seeds")
@@ -54,32 +55,25 @@ def record(given: Given) -> int:
     packages = find_packages(options.drafter, "drafter", ngram=True)
     check_file(options.output, "output")
     check_file(costs_file, "output")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    target = load_target(options.target, device=options.device, dtype=options.dtype)
+    if verifier.threads:
+        torch.set_num_threads(verifier.threads)
+    target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
     drafters = load_drafters(packages, target.tokenizer_sha256, "drafter")
     traces, sheet = Recorder(target, drafters, sampling, range(1, options.seeds + 1)).record(prompts)
     save_traces(traces, options.output)
-    save(replace(sheet, environment=_environment(options, packages, len(prompts))), costs_file, "output")
+    versions = [package.version if package is not None else "-" for package in packages.values()]
+    made_in = environment(
+        verifier,
+        max_tokens=options.max_tokens,
+        seed=options.seed,
+        drafter=", ".join(packages),
+        drafter_version=", ".join(versions),
+        drafter_threads=1,
+        prompts=len(prompts),
+    )
+    save(replace(sheet, environment=asdict(made_in)), costs_file, "output")
     print(f"{len(traces)} traces in {options.output}, the costs of the machines in {costs_file}")
     return 0
-
-
-def _environment(options: RecordSettings, packages: Packages, prompts: int) -> dict[str, object]:
-    versions = [package.version if package is not None else "-" for package in packages.values()]
-    return asdict(
-        environment(
-            target=options.target,
-            dtype=options.dtype,
-            max_tokens=options.max_tokens,
-            seed=options.seed,
-            drafter=", ".join(packages),
-            drafter_version=", ".join(versions),
-            target_threads=options.threads or None,
-            drafter_threads=1,
-            prompts=prompts,
-        )
-    )
 
 
 class Recorder:

@@ -9,7 +9,10 @@ from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass as record_dataclass
 
+from outrider.bench.commands import check_once
+from outrider.bench.metrics import grouped
 from outrider.bench.record import RECORD, Metric, from_json, one_of
+from outrider.bench.replay.texts import PoolText, texts_of
 from outrider.bench.replay.traces import HitTrace, load_traces
 from outrider.bench.simulator.clock import Costs
 from outrider.deploy.arguments import read_text
@@ -85,6 +88,7 @@ class Recording:
     Attributes:
         traces: traces of each drafter, by name, in the order of the file; all are of the same texts in the same order.
         costs: costs of the target and of these drafters, perhaps of more.
+        texts: texts with the traces of all drafters.
 
     Raises:
         ConfigError: there is no trace, texts differ, or costs are missing.
@@ -92,27 +96,20 @@ class Recording:
 
     traces: Mapping[str, Sequence[HitTrace]]
     costs: CostSheet
+    texts: Sequence[PoolText] = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.traces:
             raise ConfigError("holds no trace; record some with `outrider traces record`", field="traces")
-        (first, texts), *others = ((name, [_text(t) for t in own]) for name, own in self.traces.items())
-        for name, own in others:
-            if own != texts:
-                raise ConfigError(f"{name!r} has other texts than {first!r}; record them together", field="traces")
+        object.__setattr__(self, "texts", texts_of(self.traces))
         for name in self.traces:
             if name not in self.costs.drafters:
                 raise ConfigError(f"says nothing of {name!r}; record the traces again", field="costs.drafters")
 
     @property
-    def texts(self) -> Sequence[HitTrace]:
-        """One trace of every text, of any drafter."""
-        return next(iter(self.traces.values()))
-
-    @property
     def domains(self) -> tuple[str, ...]:
         """Domains of the prompts, in their order."""
-        return tuple(dict.fromkeys(trace.domain for trace in self.texts))
+        return tuple(dict.fromkeys(text.prompt[0] for text in self.texts))
 
     def only(self, names: Sequence[str]) -> Recording:
         """Return the recording of these drafters alone, in that order; of all if none is named.
@@ -126,8 +123,7 @@ class Recording:
             if name not in self.traces:
                 known = ", ".join(self.traces)
                 raise ConfigError(f"{name!r} was not recorded; name some of {known}", field="drafter")
-            if names.count(name) > 1:
-                raise ConfigError(f"names {name!r} twice; once is enough", field="drafter")
+        check_once(names, "drafter")
         return Recording({name: self.traces[name] for name in names}, self.costs)
 
 
@@ -138,11 +134,5 @@ def load_recording(path: Path) -> Recording:
         ConfigError: as `load_traces`, `load_costs` and `Recording`.
     """
     path = path.expanduser()
-    traces: dict[str, list[HitTrace]] = {}
-    for trace in load_traces(path):
-        traces.setdefault(trace.drafter, []).append(trace)
+    traces = grouped(load_traces(path), lambda trace: trace.drafter)
     return Recording(traces, load_costs(costs_path(path, "traces")))
-
-
-def _text(trace: HitTrace) -> tuple[object, ...]:
-    return trace.domain, trace.id, trace.seed, trace.temperature, trace.prompt_tokens, trace.tokens

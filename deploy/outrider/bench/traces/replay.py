@@ -11,7 +11,7 @@ from rich.console import Console
 
 from outrider.bench.commands import ReplaySettings, check_once
 from outrider.bench.environment import command_line
-from outrider.bench.links import BenchLink, links_of
+from outrider.bench.links import BenchLink, link_name, links_of
 from outrider.bench.outputs import check_plot_folder, hand_out, progress
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.traced import Policy
@@ -102,7 +102,7 @@ def _links(options: ReplaySettings) -> list[BenchLink]:
     links = links_of(options)
     if not links:
         raise ConfigError("names no link, nor does --trace; name a round trip", field="rtt")
-    check_once([link.record for link in links], "rtt")
+    check_once([link_name(link.record) for link in links], "rtt")
     return links
 
 

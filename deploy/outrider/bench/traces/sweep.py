@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass as record_dataclass
 
 from outrider.bench.links import BenchLink, LinkRecord
-from outrider.bench.metrics import bytes_per_token, pooled
+from outrider.bench.metrics import bytes_per_token, grouped, pooled
 from outrider.bench.record import RECORD, Count, Metric
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
 from outrider.bench.replay.traced import Policy, ReplayOutcome, replay
@@ -77,11 +77,6 @@ class Replayed:
     results: tuple[WindowResult, ...]
 
     @property
-    def links(self) -> tuple[LinkRecord, ...]:
-        """Links, in the order of the command."""
-        return tuple(dict.fromkeys(result.link for result in self.results))
-
-    @property
     def drafters(self) -> tuple[str, ...]:
         """Drafters, in the order of the command."""
         return tuple(dict.fromkeys(r.drafter for r in self.results if r.drafter is not None))
@@ -96,9 +91,10 @@ class Replayed:
         """Domains, in the order of the prompts; none where there is one alone."""
         return tuple(dict.fromkeys(r.domain for r in self.results if r.domain is not None))
 
-    def over(self, link: LinkRecord, domain: str | None = None) -> tuple[WindowResult, ...]:
-        """Return the results of one link and domain, cloud streaming first."""
-        return tuple(result for result in self.results if (result.link, result.domain) == (link, domain))
+    @property
+    def by_link(self) -> Mapping[LinkRecord, Sequence[WindowResult]]:
+        """Results of all prompts together over each link, in the order of the command, cloud streaming first."""
+        return grouped((r for r in self.results if r.domain is None), lambda result: result.link)
 
 
 def fastest(results: Sequence[WindowResult]) -> WindowResult:
@@ -201,7 +197,7 @@ class Sweep:
         domains, texts = self.recording.domains, self.recording.texts
         results = []
         for domain in (None, *(domains if len(domains) > 1 else ())):
-            chosen = [i for i, text in enumerate(texts) if domain in (None, text.domain)]
+            chosen = [i for i, text in enumerate(texts) if domain in (None, text.prompt[0])]
             own = [outcomes[i] for i in chosen]
             result = WindowResult(
                 link.record,
@@ -210,7 +206,7 @@ class Sweep:
                 domain,
                 **pooled(own),
                 ratio=tokens_per_second(own) / tokens_per_second([cloud[i] for i in chosen]),
-                first_token_ms=1e3 * median(outcome.first_token_s for outcome in own),
+                first_token_ms=1e3 * median(outcome.arrivals[0] for outcome in own),
                 **bytes_per_token(own),
                 window_mean=window_mean if domain is None else None,
             )

@@ -30,13 +30,13 @@ POOL_LEGEND = (
 
 def sweep_tables(replayed: Replayed) -> Group:
     """Return every result of all prompts together, and speed by domain where there are several."""
-    blocks = [_block(link, replayed.over(link)) for link in replayed.links]
+    blocks = [_block(link, results) for link, results in replayed.by_link.items()]
     grids = [Grid(f"Replayed for {replayed.goal}{paced(replayed.min_step_ms)}", HEADINGS, WORDS, blocks)]
     if replayed.domains:
         window = replayed.windows[0]
         for first in range(0, len(replayed.drafters), BESIDE):
             drafters = replayed.drafters[first : first + BESIDE]
-            blocks = [_by_domain(replayed, link, window, drafters) for link in replayed.links]
+            blocks = [_by_domain(replayed, link, window, drafters) for link in replayed.by_link]
             title = f"Tokens a second over cloud streaming's by domain, window {window}"
             grids.append(Grid(title, ("link", "domain", *drafters), 2, blocks))
     return draw(grids, LEGEND)
@@ -66,7 +66,8 @@ def _by_domain(replayed: Replayed, link: LinkRecord, window: str, drafters: Sequ
     """Return a row a domain, with its best drafter marked."""
     rows = []
     for index, domain in enumerate(replayed.domains):
-        own = {result.drafter: result for result in replayed.over(link, domain) if result.window == window}
+        cell = (link, domain, window)
+        own = {r.drafter: r for r in replayed.results if (r.link, r.domain, r.window) == cell}
         best = fastest(list(own.values()))
         cells = [f"{BEST if own[name] is best else ''} {own[name].ratio:.2f}" for name in drafters]
         rows.append((link_name(link) if index == 0 else "", domain or UNKNOWN, *cells))
@@ -76,8 +77,7 @@ def _by_domain(replayed: Replayed, link: LinkRecord, window: str, drafters: Sequ
 def pool_tables(replayed: PoolReplayed) -> Group:
     """Return a table a link: a line for each drafter, selector and the oracle, a column for each row of texts."""
     grids = []
-    for link in replayed.links:
-        rows = replayed.over(link)
+    for link, rows in replayed.by_link.items():
         headings = ("", *(row.name or UNKNOWN for row in rows), "oracle", "switches", "after")
         blocks = [block for kind in (DRAFTER, SELECTOR, ORACLE) if (block := _columns(rows, kind))]
         title = f"{link_name(link)}{paced(replayed.min_step_ms)}: {replayed.seeds} runs in {replayed.play}"
