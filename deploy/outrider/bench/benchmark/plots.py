@@ -14,14 +14,15 @@ from outrider.bench.benchmark.record import LANES, BenchmarkRun
 from outrider.bench.benchmark.table import Condition, by_link, fastest
 from outrider.bench.commands import MODES
 from outrider.bench.links import LinkRecord, link_name, link_parts
+from outrider.bench.metrics import grouped
 from outrider.bench.plot import FAINT, GREY, HUES, INK, canvas, save_plot, styled
-from outrider.deploy.link.traces import LinkTrace, TracePoint, find_trace
+from outrider.deploy.link.traces import LinkTrace, find_trace
 from outrider.proto.errors import ConfigError
 
 WIDTH_IN = 9.0
 MAX_PANELS = 3  # beside each other
-LINES = {
-    mode: {"color": colour, "linestyle": line, "marker": marker}
+LINES: dict[str, dict[str, Any]] = {
+    mode: {"color": colour, "linestyle": line, "marker": marker, "zorder": 4 if mode == "outrider" else 3}
     for mode, colour, line, marker in (
         ("cloud", GREY, "--", "s"),
         ("sync", HUES[1], "-", "^"),
@@ -33,11 +34,9 @@ LINES = {
 }
 NAMES = {mode: mode for mode in MODES} | {"sync": "sync (best length)", "optimum": "optimum (replayed)"}
 LANE_NAMES = {"draft": "drafting", "up": "uplink", "verify": "verifying", "down": "downlink", "idle": "idle"}
-TIMELINE_MODES = ("outrider", "sync", "cloud")
-TRACE_MODES = ("cloud", "sync", "outrider")
+MEASURED = ("cloud", "sync", "outrider")
 SPEED_WINDOW_S = 0.5
 SPEED_STEP_S = 0.05
-UPLINK = HUES[4]
 LOG_FROM = 20.0  # a range of round-trip times wider than this gets a logarithmic axis
 MIN_GAP_MS = 1.0  # tokens of one commit come at once; a logarithmic axis has no place for that
 
@@ -85,18 +84,16 @@ def _speed(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     panels = figure.subplots(1, len(families), sharey=True, squeeze=False)[0]
     lines: dict[str, Any] = {}
     for axes, family in zip(panels, families, strict=True):
-        links = by_link(family)
         ends = []
         for mode in MODES:
-            points = [(link.rtt_ms, run) for link, over in links.items() if (run := fastest(over, mode)) is not None]
-            if not points:
-                continue
-            at, speeds = [rtt for rtt, _ in points], [run.tokens_per_second or 0.0 for _, run in points]
-            (lines[mode],) = axes.plot(at, speeds, **LINES[mode], clip_on=False, zorder=_zorder(mode))
-            ends.append((at[-1], speeds[-1], mode))
+            shown = [run for over in by_link(family).values() for run in _by_mode(over, (mode,))]
+            points = [(run.link.rtt_ms, run.tokens_per_second or 0.0) for run in shown]
+            if points:
+                (lines[mode],) = axes.plot(*zip(*points, strict=True), **LINES[mode], clip_on=False)
+                ends.append((*points[-1], mode))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("round-trip time (ms)")
-        _axis_of_rtt(axes, [link.rtt_ms for link in links], 0.035 * len(families))
+        _axis_of_rtt(axes, [run.link.rtt_ms for run in family], 0.035 * len(families))
         if len(families) > 1:
             axes.set_title(_family_name(family[0].link))
         else:
@@ -171,10 +168,7 @@ def _spread(values: Sequence[float], gap: float) -> list[float]:
 
 def _gaps(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     with_gaps = by_link([run for run in runs if run.token_gaps_ms is not None])
-    links = {
-        link: [run for mode in MODES if (run := fastest(over, mode)) is not None] for link, over in with_gaps.items()
-    }
-    links = {link: known for link, known in links.items() if known}
+    links = {link: known for link, over in with_gaps.items() if (known := _by_mode(over))}
     if not links:
         return None
     # A panel for transformers alone, which has no link, compares nothing.
@@ -197,7 +191,7 @@ def _gaps(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
         ticks = [tick for tick in ticks if tick <= axes.get_xlim()[1]]
         axes.set_xticks(ticks, [f"≤ {tick:g}" if tick == MIN_GAP_MS else f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_title(_link_title(link))
+        axes.set_title(f"round trip {link_name(link)}")
         axes.set_xlabel("time between tokens (ms)")
     panels[0].set_ylabel("share of tokens that come within (%)")
     _legend(figure, lines)
@@ -217,27 +211,26 @@ def _timeline(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | No
     links = [link for link in traced if modes[link] == max(modes.values())]
     links = [link for link in links if link == LinkRecord(link.rtt_ms)] or links
     link = links[len(links) // 2]
-    found = [(mode, fastest(traced[link], mode)) for mode in TIMELINE_MODES]
-    shown = [(mode, run) for mode, run in found if run is not None]
+    shown = _by_mode(traced[link], MEASURED[::-1])
     if not shown:
         return None
-    longest = max(span.end_s for _, run in shown for span in run.timeline or ())
+    longest = max(span.end_s for run in shown for span in run.timeline or ())
     end_s = min(longest, max(0.5, 10 * link.rtt_ms / 1e3))  # about ten round trips can be told apart
     figure.set_size_inches(WIDTH_IN, 1.2 + 1.35 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (mode, run) in zip(panels, shown, strict=True):
-        _swim(axes, mode, run, end_s)
+    for axes, run in zip(panels, shown, strict=True):
+        _swim(axes, run, end_s)
     panels[-1].set_xlabel("time since the session began (ms)")
     panels[-1].set_xlim(0, end_s * 1e3)
     caption = (
         "The first moments of one session in each mode, on the same time axis. A slanted line is a message on its "
         "way, from when it was sent to when it came."
     )
-    return f"Timeline of one session, {_link_title(link)}", caption
+    return f"Timeline of one session, round trip {link_name(link)}", caption
 
 
-def _swim(axes: Any, mode: str, run: BenchmarkRun, end_s: float) -> None:
-    colour = LINES[mode]["color"]
+def _swim(axes: Any, run: BenchmarkRun, end_s: float) -> None:
+    colour = LINES[run.mode]["color"]
     for row, lane in enumerate(LANES):
         spans = [span for span in run.timeline or () if span.lane == lane and span.start_s < end_s]
         if lane in ("up", "down"):  # many messages are on their way at once
@@ -254,7 +247,7 @@ def _swim(axes: Any, mode: str, run: BenchmarkRun, end_s: float) -> None:
     axes.grid(visible=False, axis="y")
     length = f", {run.sync_length} tokens a round" if run.sync_length is not None else ""
     speed = f": {run.tokens_per_second:.1f} tokens per second" if run.tokens_per_second else ""
-    axes.set_title(f"{mode}{length}{speed}", color=colour, fontweight="bold")
+    axes.set_title(f"{run.mode}{length}{speed}", color=colour, fontweight="bold")
 
 
 def _bytes(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
@@ -265,16 +258,18 @@ def _bytes(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
         return None
     links = by_link(known)
     chosen = _evenly(list(links), 6)
-    modes = [mode for mode in MODES if any(fastest(links[link], mode) for link in chosen)]
+    placed = {
+        mode: [(n, run) for n, link in enumerate(chosen) for run in _by_mode(links[link], (mode,))] for mode in MODES
+    }
+    modes = [mode for mode in MODES if placed[mode]]
     figure.set_size_inches(WIDTH_IN, 4.3)
     axes = figure.subplots()
     width = 0.8 / len(modes)
     bar = {"width": 0.88 * width, "edgecolor": "white", "linewidth": 0.5}
     for place, mode in enumerate(modes):
-        placed = [(n, run) for n, link in enumerate(chosen) if (run := fastest(links[link], mode)) is not None]
-        at = [n + (place - (len(modes) - 1) / 2) * width for n, _ in placed]
-        up = [run.uplink_bytes_per_token or 0.0 for _, run in placed]
-        down = [run.downlink_bytes_per_token or 0.0 for _, run in placed]
+        at = [n + (place - (len(modes) - 1) / 2) * width for n, _ in placed[mode]]
+        up = [run.uplink_bytes_per_token or 0.0 for _, run in placed[mode]]
+        down = [run.downlink_bytes_per_token or 0.0 for _, run in placed[mode]]
         colour, name = to_rgb(LINES[mode]["color"]), NAMES[mode]
         pale = tuple(1 - 0.42 * (1 - part) for part in colour)
         axes.bar(at, up, **bar, facecolor=colour, label=f"{name}, up")
@@ -291,20 +286,17 @@ def _bytes(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
 
 def _arrivals(figure: Any, runs: Sequence[BenchmarkRun], link: LinkRecord) -> tuple[str, str] | None:
     """Draw speed over time on a link that changes, and below it the link."""
-    over_link = [run for run in runs if run.link == link and run.arrivals_s]
-    shown = [(mode, run) for mode in TRACE_MODES if (run := fastest(over_link, mode)) is not None]
+    shown = _by_mode([run for run in runs if run.link == link and run.arrivals_s], MEASURED)
     if not shown:
         return None
-    end_s = max(run.arrivals_s[-1] for _, run in shown if run.arrivals_s)
+    end_s = max(run.arrivals_s[-1] for run in shown if run.arrivals_s)
     trace = _trace_of(link)
     figure.set_size_inches(WIDTH_IN, 5.2 if trace else 4.3)
     heights = (3.4, 1) if trace else (1,)
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     lines: dict[str, Any] = {}
-    for mode, run in shown:
-        at_s, speeds = speed_over_time(run.arrivals_s or ())
-        style = LINES[mode] | {"marker": "", "zorder": _zorder(mode)}
-        (lines[mode],) = panels[0].plot(at_s, speeds, **style)
+    for run in shown:
+        (lines[run.mode],) = panels[0].plot(*speed_over_time(run.arrivals_s or ()), **LINES[run.mode] | {"marker": ""})
     panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel("tokens per second")
     if trace:
@@ -353,21 +345,21 @@ def _strip(axes: Any, trace: LinkTrace, end_s: float) -> None:
     axes.plot(at_s, [point.rtt_ms for point in points], drawstyle="steps-post", color=INK, linewidth=1.2)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("round trip\n(ms)")
-    if _rate_changes(points):
-        rates = axes.twinx()
-        style = {"drawstyle": "steps-post", "color": UPLINK, "linewidth": 1.2, "linestyle": "--"}
+    known = [point.up_mbit for point in points if math.isfinite(point.up_mbit)]
+    if known and max(known) > 1.5 * min(known):  # more than the usual flutter
+        rates, colour = axes.twinx(), HUES[4]
+        style = {"drawstyle": "steps-post", "color": colour, "linewidth": 1.2, "linestyle": "--"}
         rates.plot(at_s, [point.up_mbit for point in points], **style)
         rates.set_ylim(bottom=0)
-        rates.set_ylabel("uplink\n(Mbit/s)", color=UPLINK)
-        rates.tick_params(axis="y", colors=UPLINK)
+        rates.set_ylabel("uplink\n(Mbit/s)", color=colour)
+        rates.tick_params(axis="y", colors=colour)
         rates.spines["right"].set_visible(True)
         rates.grid(visible=False)
 
 
-def _rate_changes(points: Sequence[TracePoint]) -> bool:
-    """Return whether rates vary by more than the usual flutter."""
-    rates = [point.up_mbit for point in points if math.isfinite(point.up_mbit)]
-    return bool(rates) and max(rates) > 1.5 * min(rates)
+def _by_mode(runs: Sequence[BenchmarkRun], modes: Sequence[str] = MODES) -> list[BenchmarkRun]:
+    """Return the fastest run of each of the modes that have one, in the order of `modes`."""
+    return [run for mode in modes if (run := fastest(runs, mode)) is not None]
 
 
 def _families(runs: Sequence[BenchmarkRun]) -> list[list[BenchmarkRun]]:
@@ -376,11 +368,8 @@ def _families(runs: Sequence[BenchmarkRun]) -> list[list[BenchmarkRun]]:
     Runs without any link, such as those of transformers, join the first group.
     """
     without_link = [run for run in runs if run.link == LinkRecord(0.0)]
-    found: dict[LinkRecord, list[BenchmarkRun]] = {}
-    for run in runs:
-        if run.link != LinkRecord(0.0):
-            found.setdefault(replace(run.link, rtt_ms=0.0), []).append(run)
-    families = sorted(found.values(), key=lambda family: -len(by_link(family)))
+    with_link = grouped((run for run in runs if run.link != LinkRecord(0.0)), lambda run: replace(run.link, rtt_ms=0.0))
+    families = sorted(with_link.values(), key=lambda family: -len(by_link(family)))
     if families:
         nowhere = replace(families[0][0].link, rtt_ms=0.0)
         families[0] += [replace(run, link=nowhere) for run in without_link]
@@ -393,14 +382,6 @@ def _family_name(link: LinkRecord) -> str:
     rates = ("unlimited" if rate is None else f"{rate:g} Mbit/s" for rate in (link.up_mbit, link.down_mbit))
     jitter = f"±{link.jitter_ms:g} ms" if link.jitter_ms else ""
     return ", ".join(part for part in ("{} up, {} down".format(*rates), jitter, link.trace) if part)
-
-
-def _link_title(link: LinkRecord) -> str:
-    return f"round trip {link_name(link)}"
-
-
-def _zorder(mode: str) -> int:
-    return 4 if mode == "outrider" else 3
 
 
 def _evenly(links: Sequence[LinkRecord], count: int) -> list[LinkRecord]:
