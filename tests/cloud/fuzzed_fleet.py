@@ -153,7 +153,7 @@ class FailingModel(HashingModel):
     def __init__(self, language: Language, fleet: Fleet) -> None:
         super().__init__(language, CONTEXT)
         self._fleet = fleet
-        self.fails_next = ""  # before, written
+        self.fails_next = ""  # the moment: before, written, sampled or pages
         self.most_rows = math.inf
         self.dead = False
 
@@ -167,6 +167,12 @@ class FailingModel(HashingModel):
 
     def on_written(self) -> None:
         self._fail("written")
+
+    def on_pages(self) -> None:
+        """Pages are given out by the device too."""
+        if self.dead:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self._fail("pages")
 
     def _fail(self, moment: str) -> None:
         if self.fails_next == moment:
@@ -214,6 +220,13 @@ class FuzzedVerifier:
             return sampled
 
         sampler.sample = failing_sample  # type: ignore[method-assign]
+        slots_of = target.pool._slots_of
+
+        def failing_slots_of(pages: list[int]) -> torch.Tensor:
+            self.model.on_pages()
+            return slots_of(pages)
+
+        target.pool._slots_of = failing_slots_of  # type: ignore[method-assign]
 
     # --- as a stream uses it ---
 
@@ -347,7 +360,10 @@ class Fleet:
         """Let the engine's next act fail, once in a while."""
         if not self.failing or self.rng.random() > self._often:
             return
-        model, kinds = verifier.model, ["before", "written", "sampled", "before", "written", "sampled", "rows", "plan"]
+        model, kinds = (
+            verifier.model,
+            ["before", "written", "sampled", "before", "written", "sampled", "rows", "plan", "pages"],
+        )
         kind = self.rng.choice(kinds if self.rng.random() < 0.95 else ["device", "plans", "drain"])
         self.counts[kind] += 1
         match kind:

@@ -69,6 +69,7 @@ LEAST = {
     "sampled": 1,
     "rows": 0.4,
     "plan": 0.4,
+    "pages": 0.4,
     "verifiers replaced": 0.4,
     "drain": 0.05,
     "preempted": 0.05,

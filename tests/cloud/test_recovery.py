@@ -147,6 +147,34 @@ def test_a_pool_that_cannot_give_out_pages_fails_the_verifier(bench, monkeypatch
     assert isinstance(second.items.queue[-1], Unavailable), "it came in the same batch of events"
 
 
+def test_sessions_are_told_of_a_device_on_which_not_even_pages_can_be_given_back(bench, monkeypatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for key in range(3):
+        bench.open(key)
+    bench.run(steps=2)
+    bench.fails(lambda _: True)
+    monkeypatch.setattr(bench.target.pool, "_slots_of", broken)
+    bench.run()
+    assert bench.engine.failed
+    assert bench.failures == 1
+    assert [type(bench.end(key)) for key in range(3)] == [Unavailable] * 3
+    assert bench.engine.free_pages == bench.engine.page_count
+
+
+def test_an_outbox_that_fails_keeps_no_other_session_from_being_told(bench, monkeypatch) -> None:
+    for key in range(3):
+        bench.open(key)
+    bench.run(steps=2)
+    bench.fails(lambda _: True)
+    monkeypatch.setattr(bench.boxes[1], "put", lambda _: 1 // 0)
+    bench.run()
+    assert bench.failures == 1
+    assert isinstance(bench.end(0), Unavailable)
+    assert isinstance(bench.end(2), Unavailable)
+
+
 def test_a_target_that_says_no_numbers_to_anybody_gives_no_text(bench) -> None:
     forward = bench.target.forward
     bench.target.forward = lambda batch: torch.full_like(forward(batch), math.nan)
@@ -239,7 +267,7 @@ def test_one_failure_of_the_device_amid_anothers_failures_ends_nobody_else(bench
 
     def does(batch: list[SessionRows]) -> bool:
         nonlocal alone
-        innocent = len(batch) == 1 and not has(POISON)(batch)
+        innocent = [rows.tokens for rows in batch] == [(5, 6, 10)]
         alone += innocent
         return has(POISON)(batch) or (innocent and alone == 1)
 
@@ -249,6 +277,21 @@ def test_one_failure_of_the_device_amid_anothers_failures_ends_nobody_else(bench
     bench.run()
     assert isinstance(bench.end(1), Internal)
     assert bench.text(0) == texts[0]
+
+
+def test_one_failure_of_the_verifiers_own_text_is_not_its_end(bench) -> None:
+    own = 0
+
+    def does(batch: list[SessionRows]) -> bool:
+        nonlocal own
+        own += not has(POISON)(batch)
+        return has(POISON)(batch) or own == 1
+
+    bench.fails(does)
+    bench.open(0, prompt=(5, POISON))
+    bench.run()
+    assert isinstance(bench.end(0), Internal)
+    assert not bench.engine.failed
 
 
 def test_the_rest_of_a_long_prompt_does_not_clear_one_bad_token_in_it(bench, texts) -> None:

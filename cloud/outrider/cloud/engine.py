@@ -187,7 +187,10 @@ class Engine:
         log.critical(line, failure, extra=about(verifier=self.rules.name))
         self._admission.failed = True
         for slot in self._slots:
-            self._slots.fail(slot, verifier_failed())
+            try:
+                self._slots.fail(slot, verifier_failed())
+            except Exception:  # the others must be told
+                log.exception("a session cannot be sent elsewhere")
         self._on_failure()
 
     def _take_events(self, wake_at: float) -> None:

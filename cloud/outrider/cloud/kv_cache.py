@@ -126,10 +126,11 @@ class PagedKVCache:
 
     def _take(self, cache: SessionCache, pages: list[int]) -> None:
         """Have a session hold `pages` instead of its own, without a copy."""
+        slots = self._slots_of(pages)  # first, since a device may fail
         self._free[cache.pages] = True
         self._free[pages] = False
         self.free_pages += len(cache.pages) - len(pages)
-        cache.lie_on(pages, self._slots_of(pages))
+        cache.lie_on(pages, slots)
 
     @torch.inference_mode()  # the layers are made in it, and may change in no other
     def _move(self, cache: SessionCache, pages: list[int]) -> None:
@@ -166,9 +167,11 @@ class PagedKVCache:
         return list(range(first, first + wanted))
 
     def release(self, cache: SessionCache) -> None:
-        """Give a session's pages back."""
+        """Give a session's pages back, also on a device that has failed: no tensor is made."""
+        self._free[cache.pages] = True
+        self.free_pages += len(cache.pages)
         cache.length = 0
-        self._take(cache, [])
+        cache.lie_on([], cache.slots[:0])
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put `keys` and `values` [rows, kv_heads, head_dim] at `slots` [rows]."""

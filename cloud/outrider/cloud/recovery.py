@@ -189,12 +189,15 @@ class Recovery:
         """Decode a text of the verifier's own.
 
         Raises:
-            VerifierFailed: it fails too.
+            VerifierFailed: it fails too, twice.
         """
-        try:
-            self._probe.run()
-        except Exception as error:  # torch may raise anything
-            raise VerifierFailed(f"a text of its own fails with {error!r}") from error
+        for tries_left in (1, 0):
+            try:
+                self._probe.run()
+                return
+            except Exception as error:  # torch may raise anything
+                if not tries_left:
+                    raise VerifierFailed(f"a text of its own fails with {error!r}") from error
 
     def _in_parts(self, parts: Sequence[Part], error: Exception) -> int:
         """Compute in smaller steps what failed with `error`.
