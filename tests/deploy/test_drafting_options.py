@@ -42,7 +42,7 @@ def test_a_mistake_is_one_line(arguments, says, capfd):
     assert len(said.splitlines()) == 1
 
 
-def test_a_wish_that_cannot_be_meant_is_one_line_too(capfd):
+def test_an_option_that_cannot_be_meant_is_one_line_too(capfd):
     assert main(["generate", "--coordinator", "127.0.0.1:1", "--drafter", "general,,ngram", "hello"]) != 0
     said = capfd.readouterr().err
     assert "drafter: has an empty name between commas" in said

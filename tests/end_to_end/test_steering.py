@@ -1,4 +1,4 @@
-"""Steering from the target's hidden state to the draft and back: whatever codes come, the text is the target's own."""
+"""Steering from the target's hidden state to the draft and back: whatever vectors come, the text is the target's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def projection(tmp_path_factory):
-    """(file, id) of one that suits the target; its codes are large, so that they do steer."""
+    """(file, id) of one that suits the target; its vectors are large, so that they do steer."""
     torch.manual_seed(1)
     made = Projection((0,), 16, RANK, "tiny")
     with torch.no_grad():
@@ -71,7 +71,7 @@ class Frames(Observer):
     def sent(self, frame, at):
         self.all.append(frame)
 
-    def wishes(self):
+    def steering_requests(self):
         return [frame.steering for frame in self.all if isinstance(frame, Open | Report) and frame.steering is not None]
 
 
@@ -130,35 +130,37 @@ def test_the_text_is_the_same_with_steering_on_chosen_and_off(target, projection
                 assert [tokens for tokens, _ in found] == expected
                 statistics = [each for _, each in found]
                 assert all(each.steered == (how != "off") and not each.drafter_error for each in statistics)
-                codes = sum(each.vectors for each in statistics)
+                vectors = sum(each.vectors for each in statistics)
                 if how == "off":
-                    assert (codes, frames.wishes()) == (0, [])
+                    assert (vectors, frames.steering_requests()) == (0, [])
                     continue
-                assert codes > (10 if how == "on" else 0)  # chosen, they end: no draft of this drafter is ever right
-                assert sum(each.vector_bytes for each in statistics) == RANK * codes
+                assert vectors > (10 if how == "on" else 0)  # chosen, they end: no draft of this drafter is ever right
+                assert sum(each.vector_bytes for each in statistics) == RANK * vectors
                 assert sum(each.steered_jobs for each in statistics) > 10
                 assert all(each.vector_age >= each.steered_jobs for each in statistics)
-                assert all(wish.projection == projection[1] for wish in frames.wishes())
+                assert all(request.projection == projection[1] for request in frames.steering_requests())
                 if how == "on":
-                    assert set(frames.wishes()) == {SteeringRequest(projection[1], INT8, 1)}
-                    assert codes == sum(each.steps - 1 for each in statistics), "all but the last, which ends the text"
+                    assert set(frames.steering_requests()) == {SteeringRequest(projection[1], INT8, 1)}
+                    assert vectors == sum(each.steps - 1 for each in statistics), (
+                        "all but the last, which ends the text"
+                    )
 
     asyncio.run(main())
 
 
-def test_a_code_is_of_the_last_processed_position_and_reaches_the_drafter_unchanged(
+def test_a_vector_of_the_last_processed_position_reaches_the_drafter_unchanged(
     target, projection, package, monkeypatch
 ):
-    """The tap, the projection and the wire, against torch's own forward pass; and what the drafter is told."""
+    """The tap, the projection and the wire, against torch's own forward pass; and what the drafter is given."""
     from transformers import LlamaForCausalLM
 
-    told = []
+    given = []
     frames = Frames()
     original = OnnxState.steer
 
-    def steer(self, code, since):
-        told.append((code, since))
-        original(self, code, since)
+    def steer(self, vector, since):
+        given.append((vector, since))
+        original(self, vector, since)
 
     async def main():
         async with serving(target, projection[0]) as address, edge(address, target, package, steering="on") as client:
@@ -179,14 +181,14 @@ def test_a_code_is_of_the_last_processed_position_and_reaches_the_drafter_unchan
             np.testing.assert_allclose(sent[-1], by_torch[position], atol=0.51 * largest / 127)
             assert largest > 0.5, "or it would prove little"
     assert len(sent) > 10
-    assert len(told) > 5
-    for code, since in told:
+    assert len(given) > 5
+    for vector, since in given:
         assert since == len(PROMPTS[0])
-        assert any(np.array_equal(code, each) for each in sent)
+        assert any(np.array_equal(vector, each) for each in sent)
 
 
 def spoilt(kind, rng):
-    """What becomes of a code on its way, `noise` with whatever scale."""
+    """What becomes of a vector on its way, `noise` with whatever scale."""
 
     def spoil(commit):
         match kind:
@@ -202,7 +204,7 @@ def spoilt(kind, rng):
 
 
 @pytest.mark.parametrize("kind", ["noise", "lost", "malformed"])
-def test_the_text_is_the_same_with_codes_that_are_wrong_lost_or_malformed(
+def test_the_text_is_the_same_with_vectors_that_are_wrong_lost_or_malformed(
     target, projection, package, expected, monkeypatch, kind
 ):
     spoil, decoded = spoilt(kind, random.Random(3)), codec.decode_cloud_frame
@@ -219,9 +221,9 @@ def test_the_text_is_the_same_with_codes_that_are_wrong_lost_or_malformed(
         assert [tokens for tokens, _ in found] == expected
         statistics = [each for _, each in found]
         assert not any(each.drafter_error for each in statistics)
-        codes, steps = sum(each.vectors for each in statistics), sum(each.steps for each in statistics)
-        assert (codes < 0.6 * steps) == (kind == "lost")
-        assert sum(each.bad_vectors for each in statistics) == (codes if kind == "malformed" else 0)
+        vectors, steps = sum(each.vectors for each in statistics), sum(each.steps for each in statistics)
+        assert (vectors < 0.6 * steps) == (kind == "lost")
+        assert sum(each.bad_vectors for each in statistics) == (vectors if kind == "malformed" else 0)
         assert (sum(each.steered_jobs for each in statistics) == 0) == (kind == "malformed")
 
     asyncio.run(main())
@@ -240,7 +242,7 @@ def test_without_the_projection_or_with_another_drafter_all_is_as_before(target,
             async with edge(address, target, "ngram") as client:
                 found = await texts_of(client, frames)
         assert [tokens for tokens, _ in found] == expected
-        assert frames.wishes() == []
+        assert frames.steering_requests() == []
         assert not any(statistics.steered or statistics.vectors for _, statistics in found)
 
     asyncio.run(main())
@@ -288,10 +290,10 @@ def test_a_stream_that_breaks_leaves_the_text_and_the_steering(target, projectio
     asyncio.run(main())
 
 
-def test_a_drafter_that_cannot_take_its_codes_costs_drafts_and_no_text(
+def test_a_drafter_that_cannot_take_its_vectors_costs_drafts_and_no_text(
     target, projection, package, expected, monkeypatch
 ):
-    def steer(self, code, since):
+    def steer(self, vector, since):
         raise Internal("no more of that")
 
     async def main():
@@ -301,6 +303,8 @@ def test_a_drafter_that_cannot_take_its_codes_costs_drafts_and_no_text(
             found = await texts_of(client, frames)
         assert [tokens for tokens, _ in found] == expected
         assert all("no more of that" in statistics.drafter_error for _, statistics in found)
-        assert SteeringRequest(projection[1], INT8, 0) in frames.wishes(), "and its edge asks for codes no more"
+        assert SteeringRequest(projection[1], INT8, 0) in frames.steering_requests(), (
+            "and its edge asks for vectors no more"
+        )
 
     asyncio.run(main())
