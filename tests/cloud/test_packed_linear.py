@@ -307,7 +307,7 @@ def test_a_loaded_target_says_how_its_layers_multiply(tmp_path, caplog):
     assert len(packing.packed) + len(packing.plain) == 5
     assert f"linear layers of {folder}: {packing}" in caplog.text
     plain = load_target(folder, kv_tokens=256, packed=False)
-    assert plain.packing is None
+    assert plain.packing == Packing()
     assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
 
 

@@ -34,6 +34,7 @@ TEXTS = {
     "self-text-greedy": "0.25",
     "kv-tokens": "4096",
     "queue": "8",
+    "steps": "2x3",
 }
 
 

@@ -60,7 +60,7 @@ class Target:
         packing: Packing | None = None,
     ) -> None:
         self.model = model
-        self.packing = packing
+        self.packing = packing or Packing()
         self.tokenizer_json = tokenizer_json
         self.tokenizer_sha256 = tokenizer_hash(tokenizer_json)
         self.batch_invariant = batch_invariant
@@ -221,7 +221,7 @@ def load_target(
     )
     difference = loaded.check()
     log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, dtype, device, difference)
-    if packing is not None and loaded.device.type == "cpu":
+    if packed and loaded.device.type == "cpu":
         log.info("linear layers of %s: %s", target, packing)
     return loaded
 

@@ -1,4 +1,4 @@
-"""Options of the commands that measure: bench, compare, traces, train policy.
+"""Options of the commands that measure: bench, engine-bench, compare, traces, train policy.
 
 This module loads neither numpy nor torch, since help and completion read it.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import TARGET, VerifierConfig
-from outrider.deploy.arguments import Command, part
+from outrider.deploy.arguments import Command, Part, part
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.edge.config import DRAFTING, EdgeConfig
 from outrider.proto.errors import ConfigError
@@ -69,6 +69,26 @@ class BenchSettings(Settings):
     no_logprobs: bool = option(False, "leave log probabilities out of commits")
     json: Path | None = option(None, "file to write the record to")
     report: Path | None = option(None, "folder to write plots and an HTML page to", metavar="DIR")
+
+
+def check_step(text: str) -> None:
+    """Refuse a text that is not `SESSIONSxROWS`."""
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(f"{text!r} is not SESSIONSxROWS, such as 16x5")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings(Settings):
+    """Steps of a target on a CPU, to be timed by part."""
+
+    steps: tuple[str, ...] = listed(
+        ("1x1", "1x5", "1x9", "1x17", "16x1", "16x5"), "steps to time, sessions x rows of each", check=check_step
+    )
+    context: int = option(200, "tokens before the rows of a session", check=at_least(1))
+    repetitions: int = option(20, "steps of each kind", check=at_least(1))
+    temperature: float = option(0.0, "temperature of the sampling; 0: greedy", metavar="T", check=at_least(0))
+    json: Path | None = option(None, "file to write the record to")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,11 +211,17 @@ BENCH = Command(
         part(VerifierConfig, TARGET),
     ),
 )
-# "target" names a group of options too, so the options of a target that writes texts alone are picked.
-_WRITER = tuple(
-    argument
-    for argument in part(VerifierConfig, TARGET, flags={"threads": "threads"})
-    if argument.field.name in ("target", "dtype", "device", "threads")
+
+
+def loaded(*names: str, **defaults: Any) -> Part:
+    """Choose options of a target that a command loads by itself; "target" names a group of options, too."""
+    options = part(VerifierConfig, TARGET, flags={"threads": "threads"}, defaults=defaults)
+    return tuple(argument for argument in options if argument.field.name in names)
+
+
+_WRITER = loaded("target", "dtype", "device", "threads")
+ENGINE_BENCH = Command(
+    "outrider.bench.engine.command:engine_bench", (part(EngineSettings), loaded("target", "dtype", "threads", threads=1))
 )
 COMPARE = Command(
     "outrider.bench.comparison.command:compare",

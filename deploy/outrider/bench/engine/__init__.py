@@ -1,0 +1,1 @@
+"""`outrider engine-bench`: time of a target's steps on a CPU, by part."""
