@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from outrider.bench.engine.record import EngineRecord, StepParts, StepResult
+from outrider.bench.engine.record import EngineRecord, StepComparison, StepParts
 from outrider.bench.engine.steps import Steps, generate_times
 from outrider.bench.engine.table import table
 from outrider.bench.record import load
@@ -120,7 +120,7 @@ def test_the_table_shows_plain_and_packed_in_turn(family, tmp_path) -> None:
     assert main(["engine-bench", "--target", str(family.target), "--steps", "1x1", "--context", "9", "--repetitions",
                  "1", "--json", str(path)]) == 0  # fmt: skip
     measured = load(EngineRecord, path, "json")
-    result = StepResult(16, 5, StepParts(9.0, 6.0, 2.0, 0.5), StepParts(5.0, 2.5, 2.75, 0.5), 1.75, 12.5)
+    result = StepComparison(16, 5, StepParts(9.0, 6.0, 2.0, 0.5), StepParts(5.0, 2.5, 2.75, 0.5), 1.75, 12.5)
     fields = {name: getattr(measured, name) for name in EngineRecord.__dataclass_fields__}
     console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
     console.print(table(EngineRecord(**fields | {"results": (result,)})))

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from outrider.bench.commands import EngineSettings
-from outrider.bench.engine.record import EngineRecord, StepParts, StepResult
-from outrider.bench.engine.steps import Clock, Steps, StepTimes, generate_times
+from outrider.bench.engine.record import EngineRecord, StepComparison, StepParts
+from outrider.bench.engine.steps import Clock, MeasuredStep, Steps, generate_times
 from outrider.bench.engine.table import table
 from outrider.bench.environment import environment
 from outrider.bench.outputs import check_file
@@ -85,12 +85,12 @@ class _EngineBench:
             results=tuple(self._result(sessions, rows) for sessions, rows in self._sizes),
         )
 
-    def _result(self, sessions: int, rows: int) -> StepResult:
+    def _result(self, sessions: int, rows: int) -> StepComparison:
         options, vocab = self._options, self._plain.vocab_size
         contexts = [[(37 * i + j) % vocab for i in range(options.context)] for j in range(sessions)]
         sampling = Sampling(temperature=options.temperature, seed=1)
-        plain_times: list[StepTimes] = []
-        packed_times: list[StepTimes] = []
+        plain_times: list[MeasuredStep] = []
+        packed_times: list[MeasuredStep] = []
         generate_s: list[float] = []
         with (
             Steps(self._plain, contexts, rows, sampling, self._clock) as plain,
@@ -107,7 +107,7 @@ class _EngineBench:
                 for _ in range(options.repetitions + 1):
                     pair()
         pairs = zip(plain_times[1:], packed_times[1:], strict=True)  # the first one warms up
-        return StepResult(
+        return StepComparison(
             sessions,
             rows,
             _parts(plain_times[1:]),
@@ -117,7 +117,7 @@ class _EngineBench:
         )
 
 
-def _parts(times: Sequence[StepTimes]) -> StepParts:
+def _parts(times: Sequence[MeasuredStep]) -> StepParts:
     return StepParts(
         1e3 * median(each.forward_s for each in times),
         1e3 * median(each.products_s for each in times),

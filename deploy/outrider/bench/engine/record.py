@@ -36,7 +36,7 @@ class StepParts:
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
-class StepResult:
+class StepComparison:
     """Steps of some sessions with some rows each.
 
     Attributes:
@@ -82,4 +82,4 @@ class EngineRecord:
     plain_shapes: tuple[tuple[int, int], ...]
     packed_bytes: Count
     rows_keep_bits: bool
-    results: tuple[StepResult, ...]
+    results: tuple[StepComparison, ...]

@@ -13,7 +13,7 @@ from torch import nn
 from outrider.cloud import attention
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.sampling import Sampler
-from outrider.cloud.target import Rows, Target
+from outrider.cloud.target import SessionRows, Target
 from outrider.proto.types import DraftToken, Sampling
 
 Clock = Callable[[], float]
@@ -23,7 +23,7 @@ _PREFILL_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class MeasuredStep:
     """Times of one step, seconds; `products_s` and `attention_s` come from a second pass over the same rows."""
 
     forward_s: float
@@ -49,7 +49,7 @@ class Steps:
         self._length = len(contexts[0])
         self._caches = [target.pool.allocate(self._length + rows) for _ in contexts]
         block = tuple(token % target.vocab_size for token in range(3, 3 + rows))
-        self._batch = [Rows(cache, block, rows) for cache in self._caches]
+        self._batch = [SessionRows(cache, block, rows) for cache in self._caches]
         drafts = tuple(map(DraftToken, block[1:]))
         self._inputs = [
             VerificationInput(sampling, [*context, block[0]], self._length + 1, drafts) for context in contexts
@@ -57,7 +57,7 @@ class Steps:
         self._sampler = Sampler(target.device)
         for cache, context in zip(self._caches, contexts, strict=True):
             for first in range(0, self._length, _PREFILL_ROWS):
-                target.forward([Rows(cache, tuple(context[first : first + _PREFILL_ROWS]), 0)])
+                target.forward([SessionRows(cache, tuple(context[first : first + _PREFILL_ROWS]), 0)])
 
     def __enter__(self) -> Steps:
         return self
@@ -66,7 +66,7 @@ class Steps:
         for cache in self._caches:
             self._target.pool.release(cache)
 
-    def step(self) -> StepTimes:
+    def step(self) -> MeasuredStep:
         """Make one step, and its pass again with a stopwatch in it."""
         began = self._clock()
         logits = self._target.forward(self._batch)
@@ -77,7 +77,7 @@ class Steps:
         with _stopwatch(self._target.model, self._clock) as parts:
             self._target.forward(self._batch)
         self._rewind()
-        return StepTimes(forwarded - began, parts["products"], parts["attention"], sampled - forwarded)
+        return MeasuredStep(forwarded - began, parts["products"], parts["attention"], sampled - forwarded)
 
     def _rewind(self) -> None:
         for cache in self._caches:

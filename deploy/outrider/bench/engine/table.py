@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Group
 
-from outrider.bench.engine.record import EngineRecord, StepParts, StepResult
+from outrider.bench.engine.record import EngineRecord, StepComparison, StepParts
 from outrider.bench.table import UNKNOWN, Grid, draw, number
 
 HEADINGS = ("sessions x rows", "weights", "forward", "products", "attention", "rest", "sampling", "ratio", "generate")
@@ -33,7 +33,7 @@ def _clock(clock: str) -> str:
     return "CPU time of the thread" if clock == "thread" else "wall clock"
 
 
-def _block(result: StepResult) -> Sequence[Sequence[str]]:
+def _block(result: StepComparison) -> Sequence[Sequence[str]]:
     return (
         _row(result.name, "plain", result.plain, UNKNOWN, number(result.generate_ms, 2)),
         _row("", "packed", result.packed, number(result.forward_ratio, 2), ""),
