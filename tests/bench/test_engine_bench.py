@@ -12,7 +12,7 @@ from torch import nn
 from outrider.bench.engine.record import EngineRecord, StepComparison, StepParts
 from outrider.bench.engine.steps import Steps, generate_times
 from outrider.bench.engine.table import table
-from outrider.bench.record import load
+from outrider.bench.record import from_json
 from outrider.cloud import attention
 from outrider.cloud.target import Target, load_model, load_target
 from outrider.deploy.cli import main
@@ -76,7 +76,7 @@ def test_the_record_holds_every_step_once(family, tmp_path, capsys) -> None:
     path = tmp_path / "engine.json"
     words = ["--steps", "1x1,2x3", "--context", "20", "--repetitions", "2", "--json", str(path)]
     assert main(["engine-bench", "--target", str(family.target), *words]) == 0
-    record = load(EngineRecord, path, "json")
+    record = from_json(EngineRecord, path.read_text(), "json")
     assert [(result.sessions, result.rows) for result in record.results] == [(1, 1), (2, 3)]
     assert [result.generate_ms is None for result in record.results] == [False, True]
     for result in record.results:
@@ -119,7 +119,7 @@ def test_the_table_shows_plain_and_packed_in_turn(family, tmp_path) -> None:
     path = tmp_path / "engine.json"
     assert main(["engine-bench", "--target", str(family.target), "--steps", "1x1", "--context", "9", "--repetitions",
                  "1", "--json", str(path)]) == 0  # fmt: skip
-    measured = load(EngineRecord, path, "json")
+    measured = from_json(EngineRecord, path.read_text(), "json")
     result = StepComparison(16, 5, StepParts(9.0, 6.0, 2.0, 0.5), StepParts(5.0, 2.5, 2.75, 0.5), 1.75, 12.5)
     fields = {name: getattr(measured, name) for name in EngineRecord.__dataclass_fields__}
     console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))

@@ -80,7 +80,7 @@ def check_step(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(Settings):
-    """Steps of a target on a CPU, to be timed by part."""
+    """Steps of a target on a CPU, to be timed by part: in CPU time with one thread, else by the wall clock."""
 
     steps: tuple[str, ...] = listed(
         ("1x1", "1x5", "1x9", "1x17", "16x1", "16x5"), "steps to time, sessions x rows of each", check=check_step
@@ -221,7 +221,8 @@ def loaded(*names: str, **defaults: Any) -> Part:
 
 _WRITER = loaded("target", "dtype", "device", "threads")
 ENGINE_BENCH = Command(
-    "outrider.bench.engine.command:engine_bench", (part(EngineSettings), loaded("target", "dtype", "threads", threads=1))
+    "outrider.bench.engine.command:engine_bench",
+    (part(EngineSettings), loaded("target", "dtype", "threads", threads=1)),
 )
 COMPARE = Command(
     "outrider.bench.comparison.command:compare",

@@ -16,6 +16,7 @@ from outrider.bench.engine.table import table
 from outrider.bench.environment import environment
 from outrider.bench.outputs import check_file
 from outrider.bench.record import save
+from outrider.cloud.config import VerifierConfig
 from outrider.cloud.family_index import resolve_target
 from outrider.cloud.target import load_model, load_target
 from outrider.deploy.arguments import Given
@@ -27,10 +28,10 @@ _PAGE = 16
 
 def engine_bench(given: Given) -> int:
     """Run `outrider engine-bench`."""
-    options = given(EngineSettings)
+    options, verifier = given(EngineSettings), given(VerifierConfig)
     if options.json:
         check_file(options.json, "json")
-    record = _EngineBench(options).measure()
+    record = _EngineBench(options, verifier).measure()
     Console(width=100, highlight=False).print(table(record))
     if options.json:
         save(record, options.json)
@@ -40,14 +41,15 @@ def engine_bench(given: Given) -> int:
 class _EngineBench:
     """One measurement from its options to its record."""
 
-    def __init__(self, options: EngineSettings) -> None:
-        torch.set_num_threads(options.threads)
-        self._options = options
-        self._clock: Clock = time.thread_time if options.threads == 1 else time.perf_counter
+    def __init__(self, options: EngineSettings, verifier: VerifierConfig) -> None:
+        if verifier.threads:
+            torch.set_num_threads(verifier.threads)
+        self._options, self._verifier = options, verifier
+        self._clock: Clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self._sizes = [tuple(map(int, text.split("x"))) for text in options.steps]
         tokens = max(sessions * (options.context + rows + _PAGE) for sessions, rows in self._sizes)
         self._plain, self._packed = (
-            load_target(options.target, dtype=options.dtype, kv_tokens=tokens, page_size=_PAGE, packed=packed)
+            load_target(verifier.target, dtype=verifier.dtype, kv_tokens=tokens, page_size=_PAGE, packed=packed)
             for packed in (False, True)
         )
         needed = options.context + max(rows for _, rows in self._sizes)
@@ -56,17 +58,15 @@ class _EngineBench:
                 f"takes {needed} positions with the rows, and the target has {self._plain.context_length}; take less"
             )
             raise ConfigError(message, field="context")
-        source = resolve_target(options.target)
-        self._library = load_model(source, options.target, device="cpu", dtype=options.dtype)
+        source = resolve_target(verifier.target)
+        self._library = load_model(source, verifier.target, device="cpu", dtype=verifier.dtype)
 
     def measure(self) -> EngineRecord:
         """Measure all steps."""
         options, packing = self._options, self._packed.packing
         return EngineRecord(
             environment=environment(
-                target=options.target,
-                dtype=options.dtype,
-                target_threads=options.threads,
+                self._verifier,
                 drafter="",
                 drafter_version=None,
                 drafter_threads=None,

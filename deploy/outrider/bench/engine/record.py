@@ -64,7 +64,7 @@ class EngineRecord:
     """One measurement.
 
     Attributes:
-        clock: clock of the times, `thread` (CPU time of the thread) or `wall`.
+        clock: clock of the times, `thread` (CPU time of the thread, for one thread of torch) or `wall`.
         context: tokens before the rows of each session.
         repetitions: steps of each kind.
         packed_shapes: shapes (out_features, in_features) of linear layers with packed weights.
