@@ -20,7 +20,19 @@ from outrider.cloud.testing import tiny_llama
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.testing import word_tokenizer
-from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened, Patience, Report, Sampling, token_ids
+from outrider.proto.types import (
+    Commit,
+    Draft,
+    DraftToken,
+    FinishReason,
+    Goaway,
+    Open,
+    Opened,
+    Patience,
+    Report,
+    Sampling,
+    token_ids,
+)
 
 VOCAB = 61
 POISON = 60
@@ -352,6 +364,23 @@ def test_a_defect_in_a_sessions_machine_ends_it_alone(bench, texts, monkeypatch,
     assert isinstance(bench.end(1), Internal)
     assert (bench.text(0), bench.text(2)) == (texts[0], texts[2])
     assert not bench.engine.failed
+
+
+def test_a_whole_text_that_cannot_be_kept_is_no_failed_text(bench, texts, monkeypatch) -> None:
+    bench.open(0, keep_s=60.0)
+    bench.run(steps=2)
+    right, left = bench.target.pool._slots_of, iter(range(1))
+
+    def once(pages: list[int]) -> torch.Tensor:
+        assert next(left, None) is None, "no memory"
+        return right(pages)
+
+    monkeypatch.setattr(bench.target.pool, "_slots_of", once)
+    bench.run()
+    assert bench.text(0) == texts[0]
+    *_, last, end = bench.boxes[0].items.queue
+    assert last.finish is FinishReason.LENGTH
+    assert isinstance(end, Goaway), "its edge begins the next turn with another stream"
 
 
 def test_a_defect_in_an_admission_is_answered_and_keeps_nobody_else_out(bench, texts, monkeypatch) -> None:

@@ -264,6 +264,7 @@ class Engine:
             try:
                 self._commit(slot, verified)
             except Exception as error:  # a defect, and this session's alone
+                log.exception("a commit failed")
                 self._recovery.end(slot, error)
 
     def _commit(self, slot: Slot, verified: Verified) -> None:

@@ -24,7 +24,7 @@ from outrider.cloud.runner import ModelRunner
 from outrider.cloud.slots import Outbox, Slot, Slots
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
-from outrider.proto.types import Open, Sampling
+from outrider.proto.types import CloudFrame, Goaway, Open, Sampling
 
 MAX_IN_A_ROW = 3  # texts that fail alone, or plans that fail for nobody alone, with no success between
 FEW_ROWS = 16  # of a session alone: if these fail, it is not for their number, unless memory is what lacks
@@ -167,10 +167,12 @@ class Recovery:
             VerifierFailed: it is not at fault.
         """
         self._slots.release(slot)  # the probe may need its pages
-        self.refuse(slot.outbox, slot.session.transcript[: slot.session.prompt_length], error)
+        session = slot.session
+        whole = Goaway("the session cannot be kept") if session.finish is not None else None
+        self.refuse(slot.outbox, session.transcript[: session.prompt_length], error, whole)
 
-    def refuse(self, outbox: Outbox, prompt: Sequence[int], error: Exception) -> None:
-        """Answer a session without a slot, for which something failed.
+    def refuse(self, outbox: Outbox, prompt: Sequence[int], error: Exception, ending: CloudFrame | None = None) -> None:
+        """Answer a session without a slot, for which something failed, by `ending` or else by an error.
 
         Raises:
             VerifierFailed: it is not at fault.
@@ -183,7 +185,7 @@ class Recovery:
         except VerifierFailed:
             outbox.put(verifier_failed())
             raise
-        outbox.put(_ending(error))
+        outbox.put(ending or _ending(error))
 
     def _check_verifier(self) -> None:
         """Decode a text of the verifier's own.
