@@ -43,6 +43,7 @@ class ScriptedStream:
     def __init__(self, channels: ScriptedChannels, statistics: EdgeStatistics) -> None:
         self.statistics = statistics
         self.connection: Connection | None = None
+        self.refused = False
         self._channels = channels
         self._frames: asyncio.Queue[CloudFrame] = asyncio.Queue()
         self._cancelled = False

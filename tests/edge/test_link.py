@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from outrider.edge import Client, EdgeConfig
 from outrider.edge.link import Channels, Stream
 from outrider.proto import codec
 from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.rpc_errors import to_status
-from outrider.proto.session import EdgeStatistics
-from outrider.proto.types import Cancel, Commit, CommittedToken, Opened
+from outrider.proto.session import EdgeStatistics, RetryRules
+from outrider.proto.types import Cancel, Commit, CommittedToken, FinishReason, Opened
 
 OPENED = Opened(0, 8, 16, "v", 512)
 COMMIT = Commit(start=4, tokens=tuple(map(CommittedToken, (5, 6))), accepted=1, credit=16)
@@ -54,6 +56,24 @@ class Ending(Verifier):
         yield codec.encode_cloud_frame(COMMIT)
         if self._error is not None:
             await context.abort(*to_status(self._error))
+
+
+class Refusing(Verifier):
+    """Refuses its first two streams with an error of its own, or without one as a proxy would; decodes the others."""
+
+    def __init__(self, error: OutriderError | None) -> None:
+        super().__init__()
+        self._error = error
+
+    async def _decode(self, frames: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        self.peers.append(context.peer())
+        await anext(frames)
+        if len(self.peers) <= 2:
+            status = (grpc.StatusCode.UNAVAILABLE, "no") if self._error is None else to_status(self._error)
+            await context.abort(*status)
+        yield codec.encode_cloud_frame(OPENED)
+        whole = Commit(start=1, tokens=(CommittedToken(7),), accepted=0, credit=8, finish=FinishReason.LENGTH)
+        yield codec.encode_cloud_frame(whole)
 
 
 def run(scenario: Callable[[Verifier, Channels], Awaitable[None]]) -> None:
@@ -211,3 +231,30 @@ def test_a_stream_whose_closing_is_cancelled_gives_its_connection_back() -> None
         assert stream.connection.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
     run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("error", "connections"),
+    [(ResourceExhausted("full", retry_after_s=0.01), 1), (Unavailable("drains"), 1), (None, 3)],
+)
+def test_a_refused_stream_keeps_its_connection_and_a_broken_one_does_not(
+    tokenizer_file: Path, error: OutriderError | None, connections: int
+) -> None:
+    async def main() -> None:
+        verifier = Refusing(error)
+        await verifier.server.start()
+        retry = RetryRules(first_s=0.01)
+        config = EdgeConfig(
+            verifier=verifier.address, model="tiny", tokenizer=tokenizer_file, drafter="none", retry=retry
+        )
+        try:
+            async with Client(config) as client:
+                for _ in range(2):
+                    completion = await client.complete((5,), max_tokens=1)
+                    assert completion.ids == (7,)
+        finally:
+            await verifier.server.stop(None)
+        assert len(verifier.peers) == 4
+        assert len(set(verifier.peers)) == connections
+
+    asyncio.run(asyncio.wait_for(main(), 30))

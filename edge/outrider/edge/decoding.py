@@ -332,7 +332,8 @@ class Decoding:
         finally:
             if broken and self._stream is stream:  # else it was closed here
                 self._lost.append(lease.verifier)
-                self._channels.retire(lease.address, stream.connection)
+                if not stream.refused:
+                    self._channels.retire(lease.address, stream.connection)
 
     async def _close_stream(self) -> None:
         stream, self._stream = self._stream, None

@@ -36,12 +36,14 @@ class Stream:
 
     Attributes:
         statistics: counts the bytes; a conversation's next turn has its own.
+        refused: whether the other side has ended it with an error of its own, over a connection that works.
     """
 
     def __init__(self, call: Any, statistics: EdgeStatistics, connection: Connection) -> None:
         self._call = call
         self.connection = connection
         self.statistics = statistics
+        self.refused = False
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
         self._writer = asyncio.create_task(self._write())
 
@@ -75,7 +77,8 @@ class Stream:
             return Unavailable("the verifier ended the stream before the text")
         metadata = await self._call.trailing_metadata() or grpc.aio.Metadata()
         details = await self._call.details()
-        if DETAIL_KEY not in metadata and code in BROKEN:
+        self.refused = DETAIL_KEY in metadata or code not in BROKEN
+        if not self.refused:
             return Unavailable(f"the stream broke: {explain(details or '') or details or code.name}")
         return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details))
 
