@@ -126,6 +126,19 @@ def test_no_public_class_name_stands_in_two_files(root) -> None:
     assert {name: files for name, files in files_of.items() if len(files) > 1} == {}
 
 
+def test_no_file_is_above_500_lines_and_no_class_above_300(root) -> None:
+    too_long: list[str] = []
+    paths = [path for folder in ROOMS.values() for path in (root / folder).rglob("*.py") if "_pb2" not in path.name]
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        if len(text.splitlines()) > 500:
+            too_long.append(str(path))
+        classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+        too_long += [f"{path}: {node.name}" for node in classes if (node.end_lineno or 0) - node.lineno >= 300]
+    assert len(paths) > 200
+    assert too_long == []
+
+
 def test_no_command_imports_another(root) -> None:
     graph = units(import_graph(root))
     assert set(graph) >= COMMANDS

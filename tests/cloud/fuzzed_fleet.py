@@ -322,7 +322,7 @@ class FuzzedVerifier:
     def check_is_empty(self) -> None:
         """When all streams are gone, nothing may be left of them."""
         self.engine._take_events(0.0)
-        assert self.engine.free_pages == self.engine.page_count, "a page has leaked"
+        assert self.engine.pool.free_pages == self.engine.pool.page_count, "a page has leaked"
         assert self.engine.session_count == self.engine.parked_count == 0
         assert self.model.complaints == []
         self._fleet.counts["preempted"] += int(self.engine.metrics.preemptions._value.get())

@@ -132,7 +132,7 @@ def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
     assert bench.engine.failed
     assert bench.failures == 1
     assert bench.engine.session_count == bench.engine.parked_count == 0
-    assert bench.engine.free_pages == bench.engine.page_count
+    assert bench.engine.pool.free_pages == bench.engine.pool.page_count
     assert bench.forward_calls < 10, "it is noticed soon"
     late = bench.open(9)
     bench.engine._take_events(0.0)
@@ -172,7 +172,7 @@ def test_sessions_are_told_of_a_device_on_which_not_even_pages_can_be_given_back
     assert bench.engine.failed
     assert bench.failures == 1
     assert [type(bench.end(key)) for key in range(3)] == [Unavailable] * 3
-    assert bench.engine.free_pages == bench.engine.page_count
+    assert bench.engine.pool.free_pages == bench.engine.pool.page_count
 
 
 def test_an_outbox_that_fails_keeps_no_other_session_from_being_told(bench, monkeypatch) -> None:

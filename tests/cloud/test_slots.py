@@ -92,7 +92,7 @@ def test_texts_that_are_sent_away_for_pages_go_on_unchanged(target) -> None:
         deadline = time.monotonic() + 10
         while engine.session_count and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert engine.free_pages == 16
+        assert engine.pool.free_pages == 16
     assert found == expected
 
 

@@ -54,7 +54,7 @@ class Engine:
         """
         self.rules = replace(rules, projections=frozenset(projections or ()))
         self.metrics = VerifierMetrics(rules.model, rules.name)
-        self._pool = target.pool
+        self.pool = target.pool
         self._slots = Slots(target.pool, rules.name)
         self._admission = Admission(self._slots, self.rules, config.max_sessions)
         self._batching = Batching(config.max_gap_s, config.prefill_chunk)
@@ -113,16 +113,6 @@ class Engine:
     def parked_count(self) -> int:
         """Sessions that are parked until their next turn."""
         return self._slots.num_parked
-
-    @property
-    def free_pages(self) -> int:
-        """KV pages that no session holds."""
-        return self._pool.free_pages
-
-    @property
-    def page_count(self) -> int:
-        """KV pages in all."""
-        return self._pool.page_count
 
     @property
     def credit(self) -> int:

@@ -20,7 +20,7 @@ from outrider.cloud.grammar import GrammarMatcher, Grammars
 from outrider.cloud.slots import Outbox
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
-from outrider.cloud.target import load_target
+from outrider.cloud.target import Target, load_target
 from outrider.cloud.tracing import VerifierTracing
 from outrider.proto import codec
 from outrider.proto.address import is_local_address
@@ -105,33 +105,10 @@ class VerifierServer:
             torch.set_num_threads(config.threads)
         self._config = config
         self._secret = lease_secret
-        target = load_target(
-            config.target,
-            device=config.device,
-            dtype=config.dtype,
-            kv_tokens=config.kv_tokens,
-            page_size=config.page_size,
-            context_length=config.context_length,
-            max_sessions=config.max_sessions,
-            batch_invariant=config.batch_invariant,
-        )
+        target = _load(config)
         self.tokenizer_json = target.tokenizer_json
         self.tokenizer_sha256 = target.tokenizer_sha256
-        self.rules = VerifierRules(
-            name=config.name,
-            model=config.model_id,
-            tokenizer_sha256=target.tokenizer_sha256,
-            vocab_size=target.vocab_size,
-            context_length=target.context_length,
-            eos_tokens=target.eos_tokens,
-            max_drafts=config.max_drafts,
-            max_credit=config.max_credit,
-            patience=config.patience,
-            goal=config.goal,
-            batch_invariant=config.batch_invariant,
-            keep_s=config.keep_s,
-            release=release(),
-        )
+        self.rules = _rules(config, target)
         self._max_tokens = max(target.context_length, target.vocab_size)
         projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
         self._engine = Engine(target, self.rules, config, projections, self._engine_failed)
@@ -222,10 +199,10 @@ class VerifierServer:
             state="down" if self._engine.failed else "draining" if self._engine.draining else "ready",
             sessions=self._engine.session_count,
             step_s=self._engine.step_s,
-            kv_pages_free=self._engine.free_pages,
+            kv_pages_free=self._engine.pool.free_pages,
             release=release(),
             max_sessions=self._config.max_sessions,
-            kv_pages=self._engine.page_count,
+            kv_pages=self._engine.pool.page_count,
         )
 
     async def _set_health(self, status: Any) -> None:
@@ -394,6 +371,37 @@ class VerifierServer:
         self._endings.discard(ending)
         if not ending.cancelled():
             ending.exception()  # abort always raises
+
+
+def _load(config: VerifierConfig) -> Target:
+    return load_target(
+        config.target,
+        device=config.device,
+        dtype=config.dtype,
+        kv_tokens=config.kv_tokens,
+        page_size=config.page_size,
+        context_length=config.context_length,
+        max_sessions=config.max_sessions,
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def _rules(config: VerifierConfig, target: Target) -> VerifierRules:
+    return VerifierRules(
+        name=config.name,
+        model=config.model_id,
+        tokenizer_sha256=target.tokenizer_sha256,
+        vocab_size=target.vocab_size,
+        context_length=target.context_length,
+        eos_tokens=target.eos_tokens,
+        max_drafts=config.max_drafts,
+        max_credit=config.max_credit,
+        patience=config.patience,
+        goal=config.goal,
+        batch_invariant=config.batch_invariant,
+        keep_s=config.keep_s,
+        release=release(),
+    )
 
 
 def _charge(meter: Bucket, outbox: StreamOutbox, tokens: int) -> None:
