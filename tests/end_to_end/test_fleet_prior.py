@@ -61,15 +61,15 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
             await first.complete("Hi", max_tokens=2)
             whole = await first.complete(CODE, max_tokens=24)
         newest = [codec.decode_report(request) for request in said["ReportSession"]][-1]
-        told = DrafterHits(*drafter, whole.statistics.hits, whole.statistics.compared)
-        assert newest.drafter_hits == (told,)
-        assert told.compared >= MIN_COMPARED
+        reported = DrafterHits(*drafter, whole.statistics.hits, whole.statistics.compared)
+        assert newest.drafter_hits == (reported,)
+        assert reported.compared >= MIN_COMPARED
         control = CoordinatorClient(config.coordinator)
         while len((status := await control.status()).recent) < 4:  # noqa: ASYNC110 - reports come beside the texts
             await asyncio.sleep(0.05)
         cells = status.acceptance
         kinds = {PromptClass.CODE, PromptClass.PROSE}
-        assert {cell.prompt_class for cell in cells} == kinds, "of the text of two tokens nothing was told"
+        assert {cell.prompt_class for cell in cells} == kinds, "the text of two tokens was not reported"
         assert {(cell.prior.drafter, cell.prior.drafter_version) for cell in cells} == {drafter}
         compared = sum(
             hits.compared for report in map(codec.decode_report, said["ReportSession"]) for hits in report.drafter_hits
@@ -79,11 +79,11 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
             ready = second.ready
             assert ready is not None
             any_text = ready.route.prior(TextFeatures(PromptClass.CODE, 1))
-            assert any_text.acceptance_of(*drafter) is not None, "the first inquiry told of texts of any kind"
+            assert drafter in any_text, "the first inquiry brought texts of any kind"
             assert [(await second.complete(prompt, max_tokens=24)).ids for prompt in (CODE, PROSE)] == alone
             priors = [ready.route.prior(TextFeatures(kind, 1)) for kind in (PromptClass.CODE, PromptClass.PROSE)]
             assert priors[0] != priors[1] != any_text, "each of its texts asked for texts of its kind"
-            assert all(prior.acceptance_of(*drafter) for prior in priors)
+            assert all(prior[drafter].acceptance for prior in priors)
         await control.close()
         await coordinator.stop()
         await verifier.stop(0)
