@@ -55,7 +55,7 @@ class Command:
 
     @property
     def process(self) -> subprocess.Popen[str]:
-        """Of the newest start."""
+        """Process of the newest start."""
         assert self._process is not None
         return self._process
 

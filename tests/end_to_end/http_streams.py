@@ -39,7 +39,7 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether the client was told so, clearly: an error object, or a connection that visibly broke."""
+        """Whether the client saw a clear failure: an error object, or a connection that visibly broke."""
         return not self.done and self.error is not None and bool(self.error["message"])
 
 
@@ -101,7 +101,7 @@ async def until_healthy(port: int) -> None:
         await asyncio.sleep(0.05)
 
 
-async def figure(port: int, name: str) -> float:
+async def metric_value(port: int, name: str) -> float:
     """A metric's value, summed over its labels, of whatever serves `/metrics` there."""
     page = (await get(port, "/metrics")).body.decode()
     lines = [line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]

@@ -32,8 +32,8 @@ class Trajectory:
     """One text on a link that changed.
 
     Attributes:
-        tokens: of the text.
-        resumes: streams that were opened anew.
+        tokens: ids of the text.
+        resumes: streams opened after the first.
         silence_s: from each change until tokens came again; inf: the text was over before.
         learnt_s: from each change of the round trip until the edge's measure of it had followed; inf: it did not.
     """
@@ -52,7 +52,7 @@ class Trajectory:
 
 
 def round_trip_s(client: Client) -> float:
-    """As the edge measures it now, of its smallest message."""
+    """Return what the edge measures now for its smallest message, in seconds."""
     return client.measured(Sampling()).newest.round_trip.base
 
 

@@ -158,7 +158,7 @@ def counted(at: System, run: FaultRun) -> Counter[str]:
 
 
 async def verifier_dies(at: System) -> None:
-    """As by the kernel's OOM killer; it comes back to its address while streams go on at the other."""
+    """Kill a verifier as the kernel's OOM killer would; it comes back while streams go on at the other."""
     at.verifiers["a"].kill()
     at.verifiers["a"].start()
     await asyncio.to_thread(at.verifiers["a"].line)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 from command_processes import Command, free_port
-from http_streams import Answer, ask, ask_patiently, figure, until_healthy
+from http_streams import Answer, ask, ask_patiently, metric_value, until_healthy
 from questions import Question, questions
 
 from outrider.cloud.testing import save_tiny_target
@@ -69,9 +69,9 @@ async def until_idle(at: System) -> None:
     """Until neither side holds anything for a text any more."""
     began = time.monotonic()
     while True:
-        running = await figure(at.port, "outrider:num_requests_running")
-        sessions = await figure(at.port, "outrider:edge_sessions")
-        pages = await figure(at.metrics_port, "outrider:kv_cache_usage_perc")
+        running = await metric_value(at.port, "outrider:num_requests_running")
+        sessions = await metric_value(at.port, "outrider:edge_sessions")
+        pages = await metric_value(at.metrics_port, "outrider:kv_cache_usage_perc")
         if not (running or sessions or pages):
             return
         assert time.monotonic() - began < 30, f"{running} requests, {sessions} sessions, {pages} of the pages are left"
@@ -105,7 +105,7 @@ def test_200_streams_at_once_are_all_whole_three_times_over_and_memory_stays(at:
             await until_idle(at)
             resident.append((at.daemon.resident_mib, at.verifier.resident_mib))
         print(f"\nseconds a round {seconds}, refusals {dict(refusals)}, daemon and verifier MiB {resident}")
-        assert refusals[429] > 0, "there are fewer places than streams, so some had to be told"
+        assert refusals[429] > 0, "there are fewer places than streams, so some had to be refused"
         for side in (0, 1):
             growth = resident[-1][side] - resident[0][side]
             assert growth < MAX_GROWTH_MIB, f"{resident} MiB"

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import pytest
 from command_processes import Command, free_port
-from http_streams import ERROR_FIELDS, Answer, ask_patiently, figure, get, read_answer, until_healthy
+from http_streams import ERROR_FIELDS, Answer, ask_patiently, get, metric_value, read_answer, until_healthy
 from malformed_http import COMPLETIONS, bad_framing, refused_requests, request
 from questions import Question, questions
 
@@ -110,7 +110,7 @@ async def canaries_sing(at: System) -> AsyncIterator[None]:
 
 
 async def together(work: Iterable[Callable[[], Awaitable[None]]]) -> None:
-    """All of it, so many at once."""
+    """Send all of it, this many requests at once."""
     waiting = iter(work)
 
     async def one_after_the_other() -> None:
@@ -150,7 +150,7 @@ async def check_all_is_well(at: System) -> None:
     """Everybody lives, holds nothing for anybody, and has met no defect."""
     assert (await get(at.port, "/health")).status == 200
     began = time.monotonic()
-    while await figure(at.verifier_metrics, "outrider:kv_cache_usage_perc") or await figure(
+    while await metric_value(at.verifier_metrics, "outrider:kv_cache_usage_perc") or await metric_value(
         at.port, "outrider:num_requests_running"
     ):
         assert time.monotonic() - began < 30, "something is left of the malformed requests"

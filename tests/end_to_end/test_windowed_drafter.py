@@ -57,7 +57,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> OnnxDrafter:
 
 
 def reaching(drafter: OnnxDrafter, reach: int | None) -> OnnxDrafter:
-    """The same that is told another reach."""
+    """Return the same drafter with another reach."""
     return OnnxDrafter(dataclasses.replace(drafter.package, reach=reach))
 
 
@@ -111,7 +111,7 @@ STEPS = st.one_of(
 )
 
 
-def told(drafter: OnnxDrafter, steps: list[tuple[str, int]], *, steered: bool = True) -> list[object]:
+def outputs(drafter: OnnxDrafter, steps: list[tuple[str, int]], *, steered: bool = True) -> list[object]:
     """What a session says that begins with 20 tokens, and has one code from there on or none; scores are rounded."""
     state, said, since = drafter.open(RULE), [], 20
     state.extend(some_tokens(0, since))
@@ -138,11 +138,11 @@ def told(drafter: OnnxDrafter, steps: list[tuple[str, int]], *, steered: bool = 
 def test_it_says_what_it_says_when_it_reads_everything(
     windowed: OnnxDrafter, thorough: OnnxDrafter, steps: list[tuple[str, int]], steered: bool
 ) -> None:
-    said = told(windowed, steps, steered=steered), told(thorough, steps, steered=steered)
+    said = outputs(windowed, steps, steered=steered), outputs(thorough, steps, steered=steered)
     for got, wanted in zip(*said, strict=True):
         assert got == pytest.approx(wanted, abs=2e-3)
 
 
 def test_that_shows_a_reach_that_is_too_short(windowed: OnnxDrafter, thorough: OnnxDrafter) -> None:
     steps = [("extend", 30), ("propose", 5), ("score", 3)]
-    assert told(reaching(windowed, REACH - 1), steps)[1] != pytest.approx(told(thorough, steps)[1], abs=2e-3)
+    assert outputs(reaching(windowed, REACH - 1), steps)[1] != pytest.approx(outputs(thorough, steps)[1], abs=2e-3)

@@ -481,7 +481,7 @@ def test_a_commit_without_log_probabilities_takes_few_bytes():
     assert len(codec.encode_cloud_frame(commit)) <= 40
 
 
-# As a codec that knew nothing of steering wrote them.
+# Messages written by a codec that knew nothing of steering.
 UNSTEERED = [
     (
         t.Open(

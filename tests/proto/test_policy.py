@@ -290,7 +290,7 @@ def test_a_fixed_window_is_what_it_says() -> None:
 
 
 def steps_missed(sent_at: float, commit_at: float, round_trip_s: float, step_s: float) -> int:
-    """By a verifier that runs ahead: how many steps have begun since that of the commit, when a message arrives.
+    """Count the steps that a verifier that runs ahead has begun since the commit's, when a message arrives.
 
     Brute force: the step of the commit ended when its commit left, and the next began then.
     """
@@ -464,7 +464,7 @@ def test_measurements_that_waver_by_a_little_give_one_plan() -> None:
 
 
 def share_saved_by_running_ahead(view: VerifierView, misses: int = 4000) -> float:
-    """Of the target's time, simulated: a step a token until the drafts that followed the last miss are here."""
+    """Simulate the saved share of the target's time: one step a token until the drafts after the last miss arrive."""
     rng, spent_s, alone_s = random.Random(5), 0.0, 0.0
     for _ in range(misses):
         hits = 0

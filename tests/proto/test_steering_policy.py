@@ -49,7 +49,7 @@ def view(mbit, doubt_s=0.0, **changes):
 
 
 def worth_s(rate, mbit, rank, gain=()):
-    """Of a rate a commit, all being known."""
+    """Return what a rate of vectors is worth a commit, in seconds, when everything is known."""
     by_every = Gain(gain).by_every(LEAD, COMMIT_TOKENS)
     return saved_s(rate, view(mbit), by_every) - rate.bytes_of(rank) * byte_s(mbit)
 

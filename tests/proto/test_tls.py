@@ -163,7 +163,7 @@ def test_every_explanation_leads_to_the_doctor(issued):
 
 
 def replaced(old: Path, new: Path) -> None:
-    """As a tool that renews certificates does it: beside, then in place."""
+    """Replace a file as tools that renew certificates do: written beside it, then moved."""
     beside = old.with_suffix(".new")
     beside.write_bytes(new.read_bytes())
     beside.replace(old)
