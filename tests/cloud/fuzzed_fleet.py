@@ -148,7 +148,7 @@ class StreamOutbox(Outbox):
 
 
 class FailingModel(HashingModel):
-    """Fails as it is told to, and takes time."""
+    """Model that fails on demand, and takes time."""
 
     def __init__(self, language: Language, fleet: Fleet) -> None:
         super().__init__(language, CONTEXT)

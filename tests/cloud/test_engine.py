@@ -166,7 +166,7 @@ def planned(engine: Engine, now: float) -> Batch[Slot]:
 
 
 def soon() -> float:
-    """When all that has happened so far lies behind."""
+    """Return the time after all that has happened so far."""
     return time.monotonic() + 1.0
 
 
