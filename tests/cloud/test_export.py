@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from outrider.cloud.export import package as publishing
 from outrider.cloud.export.check import open_session, run_in_chunks
 from outrider.cloud.export.quantised import BLOCK, QuantisedMatrix, quantise
 from outrider.cloud.testing import save_byte_tokenizer, tiny_llama
+from outrider.proto.drafter_format import CacheShape
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import CacheShape
 
 COMMON = {
     "vocab_size": 258,
@@ -144,7 +145,7 @@ def test_the_manifest_describes_the_package(package: Path, llama: Path) -> None:
     assert (manifest["format"], manifest["kind"]) == ("outrider-drafter/2", "onnx-lm")
     assert (manifest["name"], manifest["target"], manifest["candidates"]) == ("tiny", "big", 8)
     assert (manifest["vocab_size"], manifest["context_length"]) == (258, 256)
-    assert {key: manifest["cache"][key] for key in ("layers", "kv_heads", "head_dim")} == vars(SHAPE)
+    assert {key: manifest["cache"][key] for key in ("layers", "kv_heads", "head_dim")} == asdict(SHAPE)
     assert manifest["training"] == {"steps": 3}
     assert "reach" not in manifest  # its answers depend on all of a text
     assert manifest["check"]["agreement_beyond_ties"] == 1.0

@@ -38,8 +38,8 @@ from outrider.cloud.export.steered import biases_by, load_steering, steered_by, 
 from outrider.cloud.steering import Projection, projection_id
 from outrider.cloud.testing import tiny_llama
 from outrider.deploy.cli import main
+from outrider.proto.drafter_format import CacheShape
 from outrider.proto.errors import InvalidArgument, NotFound
-from outrider.proto.types import CacheShape
 
 LAYERS, MLP, RANK, VOCABULARY, CANDIDATES = 2, 72, 8, 96, 8
 SIZES = {

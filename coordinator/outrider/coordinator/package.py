@@ -12,9 +12,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from outrider.proto.drafter_format import DRAFTER_FORMAT
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer
-from outrider.proto.types import DRAFTER_FORMAT, DrafterManifest, RemoteFile
+from outrider.proto.types import DrafterManifest, RemoteFile
 from outrider.proto.types.checks import SHA256
 
 MANIFEST = "manifest.json"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.package import MANIFEST
+from outrider.proto.drafter_format import DRAFTER_FORMAT
 from outrider.proto.errors import NotFound, Unavailable
 from outrider.proto.tokenizer import tokenizer_hash
-from outrider.proto.types import DRAFTER_FORMAT
 
 TOKENIZER_JSON = json.dumps({"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}})
 TOKENIZER_SHA256 = tokenizer_hash(TOKENIZER_JSON)

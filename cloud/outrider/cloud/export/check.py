@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from outrider.cloud.export.contract import OUTPUTS, ExportMismatch, cache_names
 from outrider.cloud.export.model import context_length
-from outrider.proto.types import CacheShape
+from outrider.proto.drafter_format import CacheShape
 
 # Limits of the check. Errors are in units of the standard deviation of torch's logits.
 LARGEST_FLOAT32_ERROR = 1e-3

@@ -17,8 +17,8 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 
 from outrider.cloud.family_index import load_causal_lm
+from outrider.proto.drafter_format import CacheShape
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import CacheShape
 
 ATTENTION = "outrider_export"
 ROTATION = "apply_rotary_pos_emb"  # transformers' name for it, in every file of a model that rotates

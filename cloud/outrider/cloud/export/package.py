@@ -33,9 +33,9 @@ from outrider.cloud.export.graph import OPSET, write_graph, write_steering_graph
 from outrider.cloud.export.model import Anatomy, context_length, load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, SteeringWeights, check_fit, steering_of
+from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
-from outrider.proto.types import CACHE_LAYOUT, DRAFTER_FORMAT
 
 PRECISIONS = ("float32", "int8")
 

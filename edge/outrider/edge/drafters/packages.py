@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT, CacheShape
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound
 from outrider.proto.tokenizer import TOKENIZER_FILE, shipped_tokenizer, tokenizer_hash
-from outrider.proto.types import CACHE_LAYOUT, DRAFTER_FORMAT, CacheShape, RemoteFile
+from outrider.proto.types import RemoteFile
 from outrider.proto.types.checks import NAME, SHA256
 
 MANIFEST = "manifest.json"

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from outrider.proto.types.checks import MAX_TOKEN_ID
 from outrider.proto.types.control import (
-    CACHE_LAYOUT,
-    DRAFTER_FORMAT,
     LINK_CLASSES,
     MAX_REPORTED_DRAFTERS,
     PROMPT_CLASSES,
-    CacheShape,
     ClassAcceptance,
     ClusterStatus,
     DrafterHits,
@@ -56,15 +53,12 @@ from outrider.proto.types.decoding import (
 from outrider.proto.types.sampling import Grammar, GrammarKind, Sampling
 
 __all__ = [
-    "CACHE_LAYOUT",
-    "DRAFTER_FORMAT",
     "LINK_CLASSES",
     "MAX_REPORTED_DRAFTERS",
     "MAX_TOKEN_ID",
     "MAX_TOP_LOGPROBS",
     "PROMPT_CLASSES",
     "PROTOCOL_VERSION",
-    "CacheShape",
     "Cancel",
     "ClassAcceptance",
     "CloudFrame",

@@ -8,23 +8,8 @@ from dataclasses import dataclass, field
 from outrider.proto.types.checks import NAME, SHA256, require
 from outrider.proto.types.decoding import PROTOCOL_VERSION
 
-DRAFTER_FORMAT = "outrider-drafter/2"  # drafter packages as they are exported, served and loaded
-CACHE_LAYOUT = "[1, kv_head, position, head_dim]"  # keys, and values, of a layer in such packages
 PROMPT_CLASSES, LINK_CLASSES = 16, 6  # 0 included: unknown
 MAX_REPORTED_DRAFTERS = 16  # in a report or a prior
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """Shape of a drafter's KV cache: for each layer, keys and values, float32 [1, kv_heads, positions, head_dim]."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-
-    def bytes_of(self, positions: int) -> int:
-        """Return the bytes of a session's cache with room for `positions`."""
-        return 4 * 2 * self.layers * self.kv_heads * self.head_dim * positions
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,21 @@
+"""The format of drafter packages, as they are exported, served and loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DRAFTER_FORMAT = "outrider-drafter/2"
+CACHE_LAYOUT = "[1, kv_head, position, head_dim]"  # keys, and values, of a layer
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Shape of a drafter's KV cache: for each layer, keys and values, float32 [1, kv_heads, positions, head_dim]."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def bytes_of(self, positions: int) -> int:
+        """Return the bytes of a session's cache with room for `positions`."""
+        return 4 * 2 * self.layers * self.kv_heads * self.head_dim * positions
