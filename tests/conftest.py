@@ -1,4 +1,4 @@
-"""What all tests share: one loaded verifier of the embedded target, and one thread for torch."""
+"""Fixtures of all tests: one loaded verifier of the embedded target, and one thread for torch."""
 
 from __future__ import annotations
 

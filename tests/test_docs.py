@@ -1,4 +1,4 @@
-"""What README and docs promise: links lead somewhere, commands parse, files exist, and the README stays short."""
+"""Promises of README and docs: links lead somewhere, commands parse, files exist, and the README stays short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom."""
+"""Layout of the tree: which part may import which, and the sizes and names in it."""
 
 from __future__ import annotations
 

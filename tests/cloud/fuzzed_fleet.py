@@ -39,7 +39,7 @@ STEP_S, ROW_S = 0.005, 0.0002
 
 
 class EngineTime:
-    """What engines take for the module `time`: the virtual clock, and what the step that runs has taken so far."""
+    """Stand-in for the module `time`: the virtual clock, and the time that the running step has taken so far."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
@@ -277,7 +277,7 @@ class FuzzedVerifier:
             self._fleet.clock.at(time, partial(self._look, time))
 
     def _look(self, due: float) -> None:
-        """What the engine's thread does between two waits."""
+        """Do what the engine's thread does between two waits."""
         if due != self._alarm:
             return
         self._alarm = math.inf
@@ -320,7 +320,7 @@ class FuzzedVerifier:
         self._start()
 
     def check_is_empty(self) -> None:
-        """When all streams are gone, nothing may be left of them."""
+        """Check that streams which are gone have left nothing."""
         self.engine._take_events(0.0)
         assert self.engine.pool.free_pages == self.engine.pool.page_count, "a page has leaked"
         assert self.engine.session_count == self.engine.parked_count == 0
@@ -381,7 +381,7 @@ class Fleet:
                 model.fails_next = kind
 
     def untamper(self, verifier: FuzzedVerifier) -> None:
-        """What was to fail once and found no step does not fail later."""
+        """Forget a failure that was planned once and met no step."""
         verifier.model.fails_next = ""
 
     def forget(self, engine: Engine) -> None:

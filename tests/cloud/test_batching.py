@@ -203,7 +203,7 @@ def test_the_rules_load_no_torch() -> None:
 
 
 def held(limit: RowLimit) -> int:
-    """How many limited steps pass until the limit is raised."""
+    """Return the number of limited steps until the limit is raised."""
     before, steps = limit.rows, 0
     while limit.rows == before:
         limit.hold()

@@ -160,7 +160,7 @@ def asking(engine_at_rest) -> Any:
 
 
 def planned(engine: Engine, now: float) -> Batch[Slot]:
-    """What the engine's thread would do at `now`, which never makes it wait."""
+    """Return the plan of the engine's thread at `now`, which never makes it wait."""
     engine._take_events(0.0)
     return engine._schedule(now)
 

@@ -78,7 +78,7 @@ async def honest_text(channel, server, seed):
 
 
 async def send_and_look(channel, frames, max_reads):
-    """What `frames` lead to: frames of the cloud, or the error."""
+    """Return the cloud's answer to `frames`: its frames, or the error."""
     call = channel.stream_stream(codec.DECODE_METHOD)()
     seen = []
     with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):  # ended while we wrote; reading tells why

@@ -1,4 +1,4 @@
-"""What must hold on a GPU too; skipped where there is none."""
+"""Promises that must hold on a GPU too; skipped where there is none."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def tiny_matcher(kind: type[GrammarMatcher] = GrammarMatcher, committed: tuple[i
 
 @cache
 def allowed_after(text: tuple[int, ...]) -> frozenset[int]:
-    """What may follow, from the list of words alone."""
+    """Return the tokens that may follow, from the list of words alone."""
     if EOS in text:
         return frozenset()
     written = "".join(PIECES[token] for token in text)

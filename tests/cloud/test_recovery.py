@@ -1,4 +1,4 @@
-"""What an engine makes of failures: a session's, those of a step that is too large, and its own."""
+"""Failures in an engine: a session's, those of a step that is too large, and the verifier's own."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Bench:
         return box
 
     def run(self, steps: int = 10_000) -> None:
-        """What the engine's thread does, until there is nothing to do."""
+        """Do what the engine's thread does, until there is nothing to do."""
         until = time.monotonic() + TIMEOUT_S
         for _ in range(steps):
             assert time.monotonic() < until
@@ -103,7 +103,7 @@ def bench() -> Bench:
 
 @pytest.fixture(scope="module")
 def texts() -> dict[int, list[int]]:
-    """What sessions 0 to 7 say where nothing fails."""
+    """Texts of sessions 0 to 7 where nothing fails."""
     healthy = Bench()
     for key in range(8):
         healthy.open(key)

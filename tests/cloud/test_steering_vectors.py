@@ -265,7 +265,7 @@ def tokens_of(commits: list[Commit]) -> tuple[int, ...]:
 def vectors_off(
     model: Any, projection: Projection, start: tuple[int, ...], commits: list[Commit], shift: int = 0
 ) -> list[Any]:
-    """How far each commit's vector is from that of the plain model's state `shift` positions after the right one.
+    """Return the distance of each commit's vector from that of the plain model's state `shift` positions too late.
 
     The unit is a step of its rounding beyond what float32 leaves; None: the commit has no vector.
     """

@@ -1,4 +1,4 @@
-"""Where a text's choice of drafter begins: this edge's own texts, and the fleet's."""
+"""Start of a text's choice of drafter: this edge's own texts, and the fleet's."""
 
 from __future__ import annotations
 

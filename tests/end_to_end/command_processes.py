@@ -83,7 +83,7 @@ class Command:
 
     @property
     def errors(self) -> str:
-        """What it wrote to standard error, at every start."""
+        """Lines that it wrote to standard error, at every start."""
         return self._log.read_text()
 
     @property

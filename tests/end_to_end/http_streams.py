@@ -17,7 +17,7 @@ ERROR_FIELDS = {"message", "type", "param", "code"}
 
 @dataclass
 class Answer:
-    """What became of one request.
+    """Outcome of one request.
 
     Attributes:
         status: of HTTP; 0: the connection was refused, or broke before it.

@@ -45,7 +45,7 @@ class Trajectory:
 
     @property
     def late(self) -> list[str]:
-        """What took longer than it should."""
+        """Spans that took longer than they should."""
         allowed_s = {"stall": STALL_S + WITHIN_S}
         found = [f"{s:.2f} s of silence after {n}" for n, s in self.silence_s.items() if s > allowed_s.get(n, WITHIN_S)]
         return found + [f"{s:.2f} s to learn of {n}" for n, s in self.learnt_s.items() if s > WITHIN_S]

@@ -143,7 +143,7 @@ async def stream_through(at: System, fault: Callable[[], Awaitable[None]]) -> Fa
 
 
 def counted(at: System, run: FaultRun) -> Counter[str]:
-    """How many streams ended how; there are two kinds."""
+    """Return the number of streams by their end; there are two kinds."""
     kinds: Counter[str] = Counter()
     for question, answer in zip(at.questions, run.answers, strict=True):
         if answer.done:

@@ -1,4 +1,4 @@
-"""What edges see of their drafters becomes the prior of other edges' texts, and nothing else leaves an edge for it."""
+"""Hits that edges see become the prior of other edges' texts, and nothing else leaves an edge for it."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ async def together(work: Iterable[Callable[[], Awaitable[None]]]) -> None:
 
 
 async def exchange(port: int, data: bytes) -> Answer:
-    """What a server answers to these bytes."""
+    """Return a server's answer to these bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)

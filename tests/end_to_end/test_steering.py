@@ -188,7 +188,7 @@ def test_a_vector_of_the_last_processed_position_reaches_the_drafter_unchanged(
 
 
 def spoilt(kind, rng):
-    """What becomes of a vector on its way, `noise` with whatever scale."""
+    """Damage to a vector on its way; `noise` comes with any scale."""
 
     def spoil(commit):
         match kind:

@@ -112,7 +112,7 @@ STEPS = st.one_of(
 
 
 def outputs(drafter: OnnxDrafter, steps: list[tuple[str, int]], *, steered: bool = True) -> list[object]:
-    """What a session says that begins with 20 tokens, and has one code from there on or none; scores are rounded."""
+    """Return the answers of a session that begins with 20 tokens and has one vector from there on, or none, rounded."""
     state, said, since = drafter.open(RULE), [], 20
     state.extend(some_tokens(0, since))
     if steered:

@@ -49,7 +49,7 @@ class HandDrivenEdge(EdgeSession):
         return None if self._drafting.running is not None else self._drafting.draft()
 
     def on_idle(self, now: float) -> list[Send]:
-        """What goes where there is nothing to draft."""
+        """Return the frames that go where there is nothing to draft."""
         return [] if self._drafting.job_runs or self.done or self.allowance() > 0 else self._sender.flush(now)
 
     def next_catch_up(self) -> CatchUpJob | None:

@@ -1,4 +1,4 @@
-"""What travels is what travelled before: bytes that were recorded once, of every message with all its fields."""
+"""Messages travel as before: their bytes are those recorded once, of every message with all its fields."""
 
 from __future__ import annotations
 

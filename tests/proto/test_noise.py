@@ -163,7 +163,7 @@ def test_noise_for_proposals_is_the_noise_to_1e_12():
 
 
 def chi_square_z(counts, expected):
-    """How many standard deviations the statistic lies above its mean."""
+    """Return by how many standard deviations the statistic lies above its mean."""
     freedom = len(counts) - 1
     return (((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom)
 

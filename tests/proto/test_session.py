@@ -591,7 +591,7 @@ def test_where_steps_are_to_be_few_the_verifier_waits_for_a_whole_block():
 
 @pytest.mark.parametrize("late_by", [1, 2, 5])
 def test_a_late_contradiction_dates_the_miss_back_to_the_commit_that_held_it(late_by):
-    """What is planned then is what is planned where the miss was seen at once."""
+    """Plans after a late sight of a miss equal those where it was seen at once."""
 
     def session():
         session = verifier_session()
@@ -750,7 +750,7 @@ def measured_edge(*, round_trip_s=0.1, step_s=0.03, window=64, planned=False, **
 
 
 def hopeless():
-    """What is known of a drafter that is nearly always wrong."""
+    """Measurements of a drafter that is nearly always wrong."""
     measurements = Measurements()
     for _ in range(300):
         measurements.of("").calibration.add(math.nan, False)

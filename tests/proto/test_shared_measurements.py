@@ -1,4 +1,4 @@
-"""What texts of one edge measure goes from one to the other as snapshots, and none changes what another goes by."""
+"""Measurements of one edge's texts pass on as snapshots, and no text changes those that another goes by."""
 
 from __future__ import annotations
 

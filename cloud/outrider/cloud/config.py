@@ -37,7 +37,7 @@ def absolute(path: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierConfig(GrpcServerSettings):
-    """How one verifier serves its target."""
+    """Settings by which one verifier serves its target."""
 
     target: str = option(
         "reference", "target: embedded name, folder or hub name", metavar="NAME", group=TARGET, check=no_empty_text

@@ -1,4 +1,4 @@
-"""What follows a failed step or plan: it is found out whether a session, the size of the step or the verifier failed.
+"""Recovery from a failed step or plan, by finding out whether a session, the step's size or the verifier failed.
 
 A failed step is made once more as it was, then in halves. Where all halves succeed, the step was too large, and later
 ones stay smaller. A session that fails alone is at fault, unless a text of the verifier's own fails too, or the texts

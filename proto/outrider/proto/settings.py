@@ -32,7 +32,7 @@ REQUIRED: Any = dataclasses.MISSING
 Check = Callable[[Any], object]
 """Raises `ValueError` or `OutriderError` that says what is wrong with a value; its result is ignored."""
 Many = Literal["repeat", "commas", "words", "rest"]
-"""How a tuple is written: `--x A --x B`, `--x A,B`, `--x A B`, or the remainder of the line."""
+"""Forms of a tuple: `--x A --x B`, `--x A,B`, `--x A B`, or the remainder of the line."""
 
 UNITS = {"_s": "S", "_ms": "MS", "_mb": "MB"}
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE"}

@@ -1,4 +1,4 @@
-"""How often the target would accept the drafter's token, measured on given text."""
+"""Share of a drafter's tokens that the target would accept, measured on given text."""
 
 from __future__ import annotations
 

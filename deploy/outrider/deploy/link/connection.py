@@ -22,7 +22,7 @@ _ABORT = struct.pack("ii", 1, 0)  # struct linger: close() sends a reset
 
 
 class Timer:
-    """How early a timer must be set to be on time: the median lateness, in seconds."""
+    """Median lateness of timers, in seconds, by which one must be set early to be on time."""
 
     _STEP_S = 1e-6
     _MAX_S = 1.5e-4

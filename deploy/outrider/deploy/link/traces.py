@@ -1,4 +1,4 @@
-"""How a link changes over time.
+"""Changes of a link over time.
 
 The built-in traces are SYNTHETIC, not recordings (see `synthetic`). A recording of your own is a CSV file of the same
 form:

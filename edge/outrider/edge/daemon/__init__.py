@@ -24,7 +24,7 @@ from outrider.proto.settings import above, at_least, option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonConfig(ListeningSettings):
-    """How one daemon serves OpenAI's HTTP API."""
+    """Settings by which one daemon serves OpenAI's HTTP API."""
 
     listen: str = "127.0.0.1:8080"
     api_keys: Path | None = option(None, "keys that requests must show one of; not set: whoever reaches the port may")

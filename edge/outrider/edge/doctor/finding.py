@@ -41,7 +41,7 @@ _REMEDIES = {
 
 
 class Outcome(Enum):
-    """How a check ended."""
+    """Outcome of a check."""
 
     OK = "ok"
     WARNING = "warning"

@@ -1,4 +1,4 @@
-"""How every process logs: one line a record, as text or as JSON, with the session that it is about.
+"""Logs of every process: one line a record, as text or as JSON, with the session that it is about.
 
     log.warning("the stream was lost", extra=about(session, verifier, error))
 

@@ -14,7 +14,7 @@ ADDRESS = "HOST:PORT"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListeningSettings(Settings):
-    """Where a server listens.
+    """Address at which a server listens.
 
     Attributes:
         tls: certificate and key; None: plain text.
@@ -40,7 +40,7 @@ class ListeningSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcServerSettings(ListeningSettings):
-    """Where a gRPC server listens, whose metrics have a port of their own."""
+    """Addresses at which a gRPC server and, on a port of their own, its metrics listen."""
 
     metrics_listen: str = option(
         "", "address to serve /metrics for Prometheus on, without TLS; empty: none", metavar=ADDRESS, group="metrics"

@@ -1,4 +1,4 @@
-"""How many drafts a step verifies, and how long the verifier waits for them."""
+"""Number of drafts that a step verifies, and the time that the verifier waits for them."""
 
 from __future__ import annotations
 

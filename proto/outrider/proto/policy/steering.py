@@ -32,7 +32,7 @@ _TRY = 32  # commits
 
 @dataclass(frozen=True, slots=True)
 class SteeringRate:
-    """How often vectors come, and how precise.
+    """Frequency and precision of steering vectors.
 
     Attributes:
         every: commits for each vector; 0: none come.

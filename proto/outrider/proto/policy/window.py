@@ -1,4 +1,4 @@
-"""How far ahead the edge drafts, and when it sends its drafts: in one message just in time for a step."""
+"""Length of the edge's speculation, and the time at which it sends drafts: in one message just in time for a step."""
 
 from __future__ import annotations
 

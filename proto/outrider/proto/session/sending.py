@@ -1,4 +1,4 @@
-"""When an edge sends its drafts (in one message, just in time for a step) and reports its measurements."""
+"""Times at which an edge sends drafts (in one message, just in time for a step) and reports measurements."""
 
 from __future__ import annotations
 

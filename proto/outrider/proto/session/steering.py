@@ -26,7 +26,7 @@ class Steer:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSteering:
-    """How a drafter is steered: by vectors of `rank` numbers, which `policy` requests."""
+    """Steering of a drafter by vectors of `rank` numbers, which `policy` requests."""
 
     rank: int
     policy: SteeringPolicy

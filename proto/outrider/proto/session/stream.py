@@ -23,7 +23,7 @@ from outrider.proto.types import (
 
 @dataclass(frozen=True, slots=True)
 class RetryRules:
-    """How long and how often a lost stream is reopened.
+    """Rules by which a lost stream is reopened.
 
     Attributes:
         first_s: wait before the first retry, in seconds; each further one waits twice as long.

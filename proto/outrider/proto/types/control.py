@@ -74,7 +74,7 @@ def _require_classes(prompt_class: int, link_class: int, message: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DrafterPrior:
-    """How often a drafter hits over the texts of many edges.
+    """Hits of a drafter over the texts of many edges.
 
     Attributes:
         acceptance: share of hits, 0 to 1.
@@ -188,7 +188,7 @@ class SessionReport:
 
 @dataclass(frozen=True, slots=True)
 class ClassAcceptance:
-    """How often a drafter hits in texts of one kind, over links of one kind."""
+    """Hits of a drafter in texts of one kind, over links of one kind."""
 
     model: str
     prompt_class: int

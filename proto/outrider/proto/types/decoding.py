@@ -43,7 +43,7 @@ class Provenance(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long the verifier waits for drafts before a step.
+    """Time that the verifier waits for drafts before a step.
 
     Attributes:
         seconds: longest wait since the last commit, in seconds; may be infinite.
@@ -300,7 +300,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where the time of one commit went.
+    """Parts of the time that one commit took.
 
     Attributes:
         echo: Draft messages of the stream that had come before the commit was sent.

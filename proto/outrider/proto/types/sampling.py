@@ -1,4 +1,4 @@
-"""How the target's distribution is processed, and what a text may be."""
+"""Settings that process the target's distribution and limit a text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_GRAMMAR_BYTES = 1 << 16
 
 
 class GrammarKind(Enum):
-    """How a grammar is written."""
+    """Notation of a grammar."""
 
     JSON_OBJECT = 1
     JSON_SCHEMA = 2
@@ -48,7 +48,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the target's distribution is processed.
+    """Processing of the target's distribution.
 
     The order is: grammar, allowed tokens, bias, repetition, presence and frequency penalty, temperature, top-k, top-p,
     min-p. At temperature 0 the argmax before temperature is taken.
