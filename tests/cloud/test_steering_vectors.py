@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from collecting_outbox import CollectingOutbox
+from random_models import save_random_model
 
 from outrider.cloud import steering_vectors as steering_vectors_module
 from outrider.cloud.config import VerifierConfig
@@ -28,7 +29,6 @@ from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
 from outrider.proto.session import VerifierRules
 from outrider.proto.steering import decode
-from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import (
     Commit,
     CommittedToken,
@@ -82,20 +82,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made: dict[str, tuple[Path, Any]] = {}
 
     def of(architecture: str) -> tuple[Path, Any]:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         if architecture not in made:
             folder = tmp_path_factory.mktemp(architecture)
-            torch.manual_seed(7)
-            config = AutoConfig.for_model(architecture, **ARCHITECTURES[architecture])
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.dim() > 1:
-                        parameter.mul_(4)  # so that attention is not nearly uniform
-            model.save_pretrained(folder)
-            (folder / "tokenizer.json").write_text(word_tokenizer(VOCAB))
-            made[architecture] = folder, model
+            made[architecture] = folder, save_random_model(folder, architecture, **ARCHITECTURES[architecture])
         return made[architecture]
 
     return of

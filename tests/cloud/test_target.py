@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from random_models import save_random_model
 
 from outrider.cloud.family_index import embedded_targets
 from outrider.cloud.kv_cache import PagedKVCache
@@ -45,19 +46,7 @@ ARCHITECTURES = {
 
 
 def save_model(folder, architecture, **changes):
-    """A tiny random model and a tokenizer, as a hub repository would hold them; the model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(7)
-    config = AutoConfig.for_model(architecture, **(ARCHITECTURES[architecture] | changes))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4)  # so that attention is not nearly uniform
-    model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(word_tokenizer(VOCAB))
-    return model
+    return save_random_model(folder, architecture, **(ARCHITECTURES[architecture] | changes))
 
 
 @pytest.fixture(scope="module")

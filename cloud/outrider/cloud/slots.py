@@ -149,7 +149,7 @@ class Slots:
             needed = self._pool.pages_for(_next_tokens(slot))
             if not self._make_room(needed + len(self.running())):
                 return
-            self._grow(slot, needed)
+            self._grow(slot)
 
     def grow(self) -> list[Slot]:
         """Give each running session pages for its next step, longest admitted first.
@@ -169,14 +169,15 @@ class Slots:
                 sent_away.append(running.pop())
                 self.fail(sent_away[-1], Unavailable("the verifier has no KV pages left; resume elsewhere"))
             if slot in running:
-                self._grow(slot, needed)
+                self._grow(slot)
         return sent_away
 
-    def _grow(self, slot: Slot, pages: int) -> None:
-        """Give a session `pages` in all, which are free, and a few more where these are free too."""
-        wanted = self._pool.pages_for(min(_next_tokens(slot) + AHEAD, slot.max_tokens))
-        spare = self._pool.free_pages + len(slot.cache.pages) >= wanted
-        self._pool.resize(slot.cache, max(pages, wanted if spare else 0) * self._pool.page_size)
+    def _grow(self, slot: Slot) -> None:
+        """Give a session the pages for its next step, which are free, and a few more where these are free too."""
+        needed = _next_tokens(slot)
+        ahead = min(needed + AHEAD, slot.max_tokens)
+        spare = self._pool.pages_for(ahead) <= self._pool.free_pages + len(slot.cache.pages)
+        self._pool.resize(slot.cache, ahead if spare else needed)
 
     def resume(
         self, slot: Slot, session: VerifierSession, kept: int, matcher: GrammarMatcher | None, now: float
@@ -192,7 +193,7 @@ class Slots:
         needed = self._pool.pages_for(_next_tokens(slot))
         if not self._make_room(needed - len(slot.cache.pages)):
             raise ResourceExhausted("there are not enough KV pages for this turn; try again later", retry_after_s=1.0)
-        self._grow(slot, needed)
+        self._grow(slot)
         self._pool.gather(slot.cache)
 
     def park(self, slot: Slot, now: float) -> None:
