@@ -17,12 +17,13 @@ from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.traced import replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
+from outrider.cloud.backend import StepRow
 from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors, load_projections
-from outrider.cloud.target import SessionRows, Target, load_target
+from outrider.cloud.target import Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextVectors, TextWriter, WrittenText
+from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.drafters import find_package
 from outrider.edge.drafters.onnx import OnnxDrafter
@@ -53,7 +54,6 @@ from outrider.proto.types import (
     Sampling,
     SteeringPrecision,
     SteeringRequest,
-    token_ids,
 )
 
 GREEDY = Sampling(temperature=0.0, max_tokens=40)
@@ -286,21 +286,23 @@ def real_session(
         target.eos_tokens,
         projections=frozenset(projections),
     )
-    sampler, vectors = Sampler(target.device), SteeringVectors(target, projections)
-    cache = target.pool.allocate(len(prompt) + sampling.max_tokens)
+    backend = TransformersBackend(target)
+    vectors, handle = SteeringVectors(backend, projections), backend.open()
+    backend.reserve(handle, len(prompt) + sampling.max_tokens)
 
     def step(verifier: VerifierSession, block: tuple[DraftToken, ...]) -> Verified:
-        cache.truncate(min(cache.length, len(verifier.transcript) - 1))
+        backend.truncate(handle, min(handle.length, len(verifier.transcript) - 1))
         verified = VerificationInput(verifier.sampling, verifier.transcript, len(prompt), block)
-        rows = SessionRows(cache, (*verifier.transcript[cache.length :], *token_ids(block)), len(block) + 1)
-        (sampled,) = sampler.sample(target.forward([rows]), [verified])
-        (vector,) = vectors.of([verifier.wanted_vector], [verified], [sampled])
+        tokens, tapped = tuple(verifier.transcript[handle.length :]), verifier.wanted_vector is not None
+        output = backend.step([StepRow(handle, tokens, verified, tapped)])
+        (sampled,) = output.sampled
+        (vector,) = vectors.of([verifier.wanted_vector], output.taps)
         return Verified(block, sampled.tokens, steering=vector)
 
     state = drafter.open(ProposalRule(sampling, prompt_length=len(prompt)))
     steered = DrafterSteering(tiny_drafter.RANK, FixedSteering()) if projections else None
     edge = by_session_machine(frame, rules, state, step, steered)
-    target.pool.release(cache)
+    backend.release(handle)
     return edge
 
 
@@ -310,7 +312,9 @@ def test_texts_and_rounds_agree_with_real_sessions(family, target, kind, tempera
     drafter = OnnxDrafter(find_package(getattr(family, kind)))
     projections = {}
     if kind == "steered":
-        projections = load_projections([str(family.projection)], target, name="big", model="big")
+        projections = load_projections(
+            [str(family.projection)], TransformersBackend(target).facts, name="big", model="big"
+        )
     likely = ((1, 4.0), *((token, 9.0) for token in range(2, 6)))  # otherwise target and drafter hardly ever agree
     sampling = Sampling(temperature=temperature, seed=5, max_tokens=30, logit_bias=likely)
     texts = TextWriter(target, projections).write(requests(5, sampling))
@@ -330,7 +334,9 @@ def test_texts_and_rounds_agree_with_real_sessions(family, target, kind, tempera
 
 
 def test_vectors_are_projections_of_the_hidden_states(family, target) -> None:
-    ((name, projection),) = load_projections([str(family.projection)], target, name="big", model="big").items()
+    ((name, projection),) = load_projections(
+        [str(family.projection)], TransformersBackend(target).facts, name="big", model="big"
+    ).items()
     sampled = Sampling(temperature=1.0, max_tokens=12)
     texts = TextWriter(target, {name: projection}, max_age=3).write(requests(5, sampled))
     model = LlamaForCausalLM.from_pretrained(family.target)

@@ -26,6 +26,7 @@ from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import Allowed, GrammarMatcher
 from outrider.cloud.slots import MAX_UNREAD, Outbox
 from outrider.cloud.steering import Projection
+from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.types import CloudFrame, Continue, EdgeFrame, Goaway, Grammar, Open
@@ -209,9 +210,9 @@ class FuzzedVerifier:
         )
         config = VerifierConfig(max_sessions=5, prefill_chunk=fleet.rng.choice((5, 9, 64)))
         projections = {PROJECTION: fleet.projection}
-        self.engine = Engine(target, self.rules, config, projections, on_failure=self._on_failure)
+        self.engine = Engine(TransformersBackend(target), self.rules, config, projections, on_failure=self._on_failure)
         self.engine._masks._wake = self._wake
-        sampler = self.engine._runner._sampler
+        sampler = self.engine.backend._sampler
         sample = sampler.sample
 
         def failing_sample(*arguments: Any) -> Any:
@@ -322,7 +323,7 @@ class FuzzedVerifier:
     def check_is_empty(self) -> None:
         """Check that streams which are gone have left nothing."""
         self.engine._take_events(0.0)
-        assert self.engine.pool.free_pages == self.engine.pool.page_count, "a page has leaked"
+        assert self.engine.backend.capacity.used_pages == 0, "a page has leaked"
         assert self.engine.session_count == self.engine.parked_count == 0
         assert self.model.complaints == []
         self._fleet.counts["preempted"] += int(self.engine.metrics.preemptions._value.get())

@@ -68,6 +68,7 @@ class HashingModel(nn.Module):
             vocab_size=language.vocab_size,
             max_position_embeddings=context_length,
             num_hidden_layers=LAYERS,
+            hidden_size=HIDDEN,
             eos_token_id=EOS,
         )
         self.config = SimpleNamespace(get_text_config=lambda: self._text_config)

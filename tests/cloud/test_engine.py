@@ -19,6 +19,7 @@ from outrider.cloud.grammar import Allowed, GrammarMatcher
 from outrider.cloud.masks import MASKS_WITHIN_S
 from outrider.cloud.slots import Slot
 from outrider.cloud.target import SessionRows, load_target
+from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.errors import ConfigError, Internal, Unavailable
 from outrider.proto.session import VerifierRules
 from outrider.proto.types import Commit, Draft, DraftToken, Open, Opened, Patience, Sampling, token_ids
@@ -40,7 +41,7 @@ def engine_at_rest() -> Engine:
     """Its thread does not run."""
     target = load_target("reference", kv_tokens=4096)
     rules = VerifierRules("v", "reference", target.tokenizer_sha256, target.vocab_size, 512, target.eos_tokens)
-    engine = Engine(target, rules, VerifierConfig(threads=1, max_sessions=4))
+    engine = Engine(TransformersBackend(target), rules, VerifierConfig(threads=1, max_sessions=4))
     forward = target.forward
 
     def poisoned(batch: list[SessionRows]) -> Any:
@@ -114,7 +115,7 @@ def test_a_defect_in_one_event_does_not_end_the_thread(engine) -> None:
 def test_a_step_takes_at_least_as_long_as_the_pace_that_stands_for_a_larger_target() -> None:
     target = load_target("reference", kv_tokens=4096)
     rules = VerifierRules("v", "reference", target.tokenizer_sha256, target.vocab_size, 512, target.eos_tokens)
-    engine = Engine(target, rules, VerifierConfig(threads=1, min_step_s=0.03))
+    engine = Engine(TransformersBackend(target), rules, VerifierConfig(threads=1, min_step_s=0.03))
     engine.start()
     try:
         box, began = Collected(), time.monotonic()

@@ -26,7 +26,7 @@ from outrider.bench.simulator.faults import Faults, FaultyLink
 from outrider.bench.simulator.scripted import ScriptedDrafters, drafter_of
 from outrider.bench.simulator.simulation import Simulation
 from outrider.bench.simulator.verifier import SimulatedStream
-from outrider.cloud import recovery, steering_vectors
+from outrider.cloud import recovery, transformers_backend
 from outrider.cloud.grammar import Allowed
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.recovery import Probe, Recovery
@@ -391,9 +391,9 @@ def no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def vectors_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = steering_vectors.newest_rows
+    right = transformers_backend.newest_rows
     monkeypatch.setattr(
-        steering_vectors, "newest_rows", lambda *arguments: [max(0, row - 1) for row in right(*arguments)]
+        transformers_backend, "newest_rows", lambda *arguments: [max(0, row - 1) for row in right(*arguments)]
     )
 
 

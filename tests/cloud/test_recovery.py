@@ -17,6 +17,7 @@ from outrider.cloud.engine import Engine
 from outrider.cloud.recovery import MAX_IN_A_ROW
 from outrider.cloud.target import SessionRows, Target
 from outrider.cloud.testing import tiny_llama
+from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.errors import Internal, OutriderError, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.testing import word_tokenizer
@@ -50,7 +51,9 @@ class Bench:
         self.rules = VerifierRules("v", "tiny", self.target.tokenizer_sha256, VOCAB, 1024, frozenset({2}))
         self.failures = 0
         config = {"threads": 1, "max_sessions": 8, **config}
-        self.engine = Engine(self.target, self.rules, VerifierConfig(**config), on_failure=self._failed)
+        self.engine = Engine(
+            TransformersBackend(self.target), self.rules, VerifierConfig(**config), on_failure=self._failed
+        )
         self.boxes: dict[int, CollectingOutbox] = {}
         self.forward_calls = 0
         self._forward = self.target.forward
@@ -132,7 +135,7 @@ def test_a_target_that_fails_for_everybody_sends_all_elsewhere(bench) -> None:
     assert bench.engine.failed
     assert bench.failures == 1
     assert bench.engine.session_count == bench.engine.parked_count == 0
-    assert bench.engine.pool.free_pages == bench.engine.pool.page_count
+    assert bench.engine.backend.capacity.used_pages == 0
     assert bench.forward_calls < 10, "it is noticed soon"
     late = bench.open(9)
     bench.engine._take_events(0.0)
@@ -172,7 +175,7 @@ def test_sessions_are_told_of_a_device_on_which_not_even_pages_can_be_given_back
     assert bench.engine.failed
     assert bench.failures == 1
     assert [type(bench.end(key)) for key in range(3)] == [Unavailable] * 3
-    assert bench.engine.pool.free_pages == bench.engine.pool.page_count
+    assert bench.engine.backend.capacity.used_pages == 0
 
 
 def test_an_outbox_that_fails_keeps_no_other_session_from_being_told(bench, monkeypatch) -> None:

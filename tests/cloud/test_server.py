@@ -605,7 +605,7 @@ def test_a_failing_step_is_retried_then_ends_its_session_but_not_the_verifier(ti
         stream = bench.stream()
         await stream.send(waiting(bench))
         await stream.opened()
-        failing(bench.server._engine._runner._target, times)
+        failing(bench.server._backend.target, times)
         await stream.send(Report(False))
         error = await stream.error()
         assert type(error).__name__ == kind
@@ -622,7 +622,7 @@ def test_a_target_that_always_fails_makes_the_verifier_say_that_it_is_down(folde
         stream = bench.stream()
         await stream.send(waiting(bench))
         await stream.opened()
-        failing(bench.server._engine._runner._target, 1000)
+        failing(bench.server._backend.target, 1000)
         await stream.send(Report(False))
         assert isinstance(await stream.error(), Unavailable)
         await bench.until(lambda: bench.failures == [bench.server])
@@ -641,7 +641,7 @@ def test_a_step_that_failed_once_changes_no_text(folder, expected):
         stream = bench.stream()
         await stream.send(waiting(bench), Draft(0, START, tuple(map(DraftToken, expected[:4]))))
         await stream.opened()
-        failing(bench.server._engine._runner._target, 1)
+        failing(bench.server._backend.target, 1)
         await stream.send(Report(False))
         assert await stream.rest() == (expected, FinishReason.LENGTH)
 

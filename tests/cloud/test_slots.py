@@ -15,9 +15,11 @@ from outrider.cloud.engine import Engine
 from outrider.cloud.kv_cache import PagedKVCache
 from outrider.cloud.slots import AHEAD, Slot, Slots
 from outrider.cloud.target import Target, load_target
-from outrider.cloud.testing import save_tiny_target
+from outrider.cloud.testing import save_tiny_target, tiny_llama
+from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.errors import ResourceExhausted, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
+from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import Commit, Continue, FinishReason, Goaway, Open, Sampling, token_ids
 
 PAGE = 16
@@ -33,7 +35,7 @@ def target(tmp_path_factory) -> Target:
 def serving(target: Target, pages: int) -> Iterator[Engine]:
     target.pool = PagedKVCache(pages * PAGE, PAGE, torch.float32, torch.device("cpu"))
     rules = VerifierRules("v", "tiny", target.tokenizer_sha256, target.vocab_size, pages * PAGE, frozenset())
-    engine = Engine(target, rules, VerifierConfig(threads=1, max_sessions=32))
+    engine = Engine(TransformersBackend(target), rules, VerifierConfig(threads=1, max_sessions=32))
     engine.start()
     try:
         yield engine
@@ -92,12 +94,13 @@ def test_texts_that_are_sent_away_for_pages_go_on_unchanged(target) -> None:
         deadline = time.monotonic() + 10
         while engine.session_count and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert engine.pool.free_pages == 16
+        assert engine.backend.capacity.free_pages == 16
     assert found == expected
 
 
 def slots(pages: int) -> Slots:
-    return Slots(PagedKVCache(pages * PAGE, PAGE, torch.float32, torch.device("cpu")), "v")
+    target = Target(tiny_llama(), word_tokenizer(61), kv_tokens=pages * PAGE, page_size=PAGE)
+    return Slots(TransformersBackend(target), "v")
 
 
 def opened(slots: Slots, key: int, prompt: int, max_tokens: int = 1000, keep_s: float = 0.0) -> Slot:
@@ -110,13 +113,13 @@ def opened(slots: Slots, key: int, prompt: int, max_tokens: int = 1000, keep_s: 
 def written(slot: Slot, pages: int) -> None:
     """Let a slot's text and its cache fill `pages` but for one step's drafts."""
     slot.session.transcript += [2] * (pages * PAGE - RULES.max_drafts - len(slot.session.transcript))
-    slot.cache.length = min(len(slot.session.transcript) - 1, slot.cache.capacity)
+    slot.handle.length = min(len(slot.session.transcript) - 1, slot.handle.capacity)
 
 
 def test_pages_are_given_in_order_of_admission_and_one_is_left_for_each_that_runs() -> None:
     pool = slots(20)
     first, second, third = opened(pool, 1, 8), opened(pool, 2, 8), opened(pool, 3, 1)
-    assert (len(first.cache.pages), len(second.cache.pages)) == (12, 0), "a few ahead"
+    assert (len(first.handle.pages), len(second.handle.pages)) == (12, 0), "a few ahead"
     assert third.waits_for_pages, "it came later"
     assert pool.running() == [first]
     pool.release(first)
@@ -128,22 +131,22 @@ def test_pages_are_given_in_order_of_admission_and_one_is_left_for_each_that_run
 def test_a_text_grows_a_few_pages_ahead_and_no_further_than_its_end() -> None:
     pool = slots(20)
     slot = opened(pool, 1, 2, max_tokens=6 * PAGE)
-    assert slot.cache.capacity == 2 * PAGE + AHEAD
+    assert slot.handle.capacity == 2 * PAGE + AHEAD
     written(slot, 7)
     assert pool.grow() == []
-    assert slot.cache.capacity == 8 * PAGE
+    assert slot.handle.capacity == 8 * PAGE
 
 
 def test_growth_sends_away_the_youngest_and_spares_the_others() -> None:
     pool = slots(12)
     old, young = opened(pool, 1, 2), opened(pool, 2, 1)
-    assert (len(old.cache.pages), len(young.cache.pages)) == (6, 5)
+    assert (len(old.handle.pages), len(young.handle.pages)) == (6, 5)
     written(young, 5)
     written(old, 8)
     assert pool.grow() == [young]
     assert isinstance(young.outbox.items.get(), Unavailable)
     assert pool.running() == [old]
-    assert len(old.cache.pages) >= 8
+    assert len(old.handle.pages) >= 8
 
 
 def test_a_text_that_cannot_grow_and_is_the_youngest_is_sent_away_itself() -> None:
@@ -163,13 +166,13 @@ def test_parked_sessions_go_before_any_that_runs() -> None:
     written(busy, 10)
     assert pool.grow() == []
     assert isinstance(idle.outbox.items.get(), Goaway)
-    assert len(busy.cache.pages) >= 10
+    assert len(busy.handle.pages) >= 10
 
 
 def test_growth_comes_before_admission() -> None:
     pool = slots(8)
     running, waiting = opened(pool, 1, 2), opened(pool, 2, 2)
-    assert len(running.cache.pages) == 6
+    assert len(running.handle.pages) == 6
     written(running, 8)
     assert pool.grow() == []
     pool.start_waiting()

@@ -16,15 +16,16 @@ import torch
 from collecting_outbox import CollectingOutbox
 from random_models import save_random_model
 
-from outrider.cloud import steering_vectors as steering_vectors_module
+from outrider.cloud import transformers_backend as transformers_backend_module
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.engine import Engine
 from outrider.cloud.sampling import Sampled
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.steering import FoldedProjection, Projection
-from outrider.cloud.steering_vectors import load_projections, newest_rows
+from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.target import SessionRows, load_target
+from outrider.cloud.transformers_backend import TransformersBackend, newest_rows
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, ModelRefused, NotFound
 from outrider.proto.session import VerifierRules
@@ -223,7 +224,9 @@ def projections(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Projectio
 def engine(models: Any, projections: dict[str, Projection]) -> Any:
     target = load_target(str(models("llama")[0]), kv_tokens=2048, page_size=4)
     rules = VerifierRules("v", "tiny", target.tokenizer_sha256, VOCAB, 256, target.eos_tokens)
-    engine = Engine(target, rules, VerifierConfig(threads=1, max_sessions=8, prefill_chunk=3), projections)
+    engine = Engine(
+        TransformersBackend(target), rules, VerifierConfig(threads=1, max_sessions=8, prefill_chunk=3), projections
+    )
     engine.start()
     yield engine
     engine.stop()
@@ -305,9 +308,11 @@ def test_the_vector_is_of_the_newest_valid_state_however_many_drafts_are_accepte
 
 
 def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, asked, monkeypatch):
-    right = steering_vectors_module.newest_rows
+    right = transformers_backend_module.newest_rows
     monkeypatch.setattr(
-        steering_vectors_module, "newest_rows", lambda verified, sampled: [row - 1 for row in right(verified, sampled)]
+        transformers_backend_module,
+        "newest_rows",
+        lambda verified, sampled: [row - 1 for row in right(verified, sampled)],
     )
     box = Collected()
     engine.post_open(1, opening(engine, "beside", drafting=True, patience=FOREVER, steering=asked), box)
@@ -428,7 +433,7 @@ def test_a_step_without_requests_projects_nothing(engine, projections, monkeypat
         raise AssertionError("computed for nobody")
 
     monkeypatch.setattr(FoldedProjection, "__call__", must_not_run)
-    monkeypatch.setattr(steering_vectors_module, "newest_rows", must_not_run)
+    monkeypatch.setattr(transformers_backend_module, "newest_rows", must_not_run)
     _, commits = whole(engine, 1, opening(engine, "nobody", steering=SteeringRequest(next(iter(projections)), every=0)))
     assert len(tokens_of(commits)) == TEXT.max_tokens
 
@@ -477,7 +482,11 @@ def saved(folder: Path, *, layers: tuple[int, ...] = LAYERS, hidden: int = HIDDE
 
 
 def load(target: Any, *paths: Path, embedded: Path, name: str = "a/folder", model: str = "tiny") -> list[str]:
-    return list(load_projections([*map(str, paths)], target, name=name, model=model, embedded=embedded))
+    return list(
+        load_projections(
+            [*map(str, paths)], TransformersBackend(target).facts, name=name, model=model, embedded=embedded
+        )
+    )
 
 
 def test_a_file_and_a_folder_are_taken_and_named_by_what_they_hold(target, tmp_path):

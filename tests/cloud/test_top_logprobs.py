@@ -20,6 +20,7 @@ from outrider.cloud.engine import Engine
 from outrider.cloud.family_index import resolve_target
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.target import load_model, load_target
+from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto import codec
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.session import VerifierRules
@@ -142,7 +143,7 @@ class Collected(CollectingOutbox):
 def engine() -> Any:
     target = load_target("reference", kv_tokens=4096)
     rules = VerifierRules("v", "reference", target.tokenizer_sha256, target.vocab_size, 512, target.eos_tokens)
-    engine = Engine(target, rules, VerifierConfig(threads=1, max_sessions=8, prefill_chunk=5))
+    engine = Engine(TransformersBackend(target), rules, VerifierConfig(threads=1, max_sessions=8, prefill_chunk=5))
     engine.start()
     yield engine
     engine.stop()

@@ -518,7 +518,7 @@ def test_a_lease_that_expires_between_turns_is_renewed(verifiers, tokenizer_file
             route.lasts_s = 0.5
             async with Client(config, route=route) as client, client.conversation(observer=frames) as talk:
                 await talk.complete("a", max_tokens=4)
-                await until(lambda: server.status().kv_pages_free == server._engine.pool.page_count)
+                await until(lambda: server._engine.backend.capacity.used_pages == 0)
                 route.lasts_s = 60.0
                 await said_as_fresh(client, talk, "b", max_tokens=4)
                 await said_as_fresh(client, talk, "c", max_tokens=4)
@@ -647,7 +647,7 @@ def test_a_malformed_continue_ends_the_stream_with_the_field_named(verifiers) ->
                     error = await stream.next()
                     assert isinstance(error, OutriderError)
                     assert (type(error), error.field) == (kind, field)
-                    await until(lambda: server.status().kv_pages_free == server._engine.pool.page_count)
+                    await until(lambda: server._engine.backend.capacity.used_pages == 0)
 
     asyncio.run(main())
 
@@ -740,7 +740,7 @@ def test_whatever_frames_come_the_others_texts_are_right_and_all_pages_come_back
                     if batch == 0:
                         assert turn.ids == expected.ids
                 await said_as_fresh(client, talk, TURNS[1], max_tokens=5)
-            await until(lambda: server.status().kv_pages_free == server._engine.pool.page_count)
+            await until(lambda: server._engine.backend.capacity.used_pages == 0)
             assert server.status().sessions == server._engine.parked_count == 0
 
     asyncio.run(main())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from outrider.cloud.admission import Admission, verifier_failed
+from outrider.cloud.backend import Backend
 from outrider.cloud.batching import Batch, Batching
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.grammar import GrammarMatcher
@@ -20,7 +21,6 @@ from outrider.cloud.runner import ModelRunner
 from outrider.cloud.slots import Outbox, Slot, Slots
 from outrider.cloud.steering import Projection
 from outrider.cloud.step_timing import StepMeter, StepTiming
-from outrider.cloud.target import Target
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import Verified, VerifierRules
@@ -33,20 +33,20 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """The decoding of many sessions on one target; `post_*` may be called from any thread."""
+    """The decoding of many sessions on one target, `backend`; `post_*` may be called from any thread."""
 
     def __init__(
         self,
-        target: Target,
+        backend: Backend,
         rules: VerifierRules,
         config: VerifierConfig,
         projections: Mapping[str, Projection] | None = None,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """Decode on `target`.
+        """Decode on `backend`.
 
         Args:
-            target: model with the KV cache of all sessions.
+            backend: target with the KV cache of all sessions; the engine's thread is the one that calls it.
             rules: rules that sessions are told.
             config: settings of the verifier.
             projections: projections that make steering vectors, by id.
@@ -54,15 +54,15 @@ class Engine:
         """
         self.rules = replace(rules, projections=frozenset(projections or ()))
         self.metrics = VerifierMetrics(rules.model, rules.name)
-        self.pool = target.pool
-        self._slots = Slots(target.pool, rules.name)
+        self.backend = backend
+        self._slots = Slots(backend, rules.name)
         self._admission = Admission(self._slots, self.rules, config.max_sessions)
         self._batching = Batching(config.max_gap_s, config.prefill_chunk)
-        self._runner = ModelRunner(target, projections or {}, min_step_s=config.min_step_s)
+        self._runner = ModelRunner(backend, projections or {}, min_step_s=config.min_step_s)
         self._meter = StepMeter(self.metrics, time.monotonic())
         self._masks = Masks(self._slots, self._wake)
-        probe = Probe(self.rules, target.pool, self._batching, self._runner)
-        self._recovery = Recovery(self._slots, self._batching, probe, self._step, self._masks)
+        probe = Probe(self.rules, backend, self._batching, self._runner)
+        self._recovery = Recovery(self._slots, self._batching, probe, backend, self._step, self._masks)
         self._on_failure = on_failure
         self._inbox: deque[Callable[[], None]] = deque()
         self._bell = threading.Condition()
@@ -176,11 +176,7 @@ class Engine:
         line = "the verifier has failed, its sessions go elsewhere: %s"
         log.critical(line, failure, extra=about(verifier=self.rules.name))
         self._admission.failed = True
-        for slot in self._slots:
-            try:
-                self._slots.fail(slot, verifier_failed())
-            except Exception:  # the others must be told
-                log.exception("a session cannot be sent elsewhere")
+        self._slots.fail_all(verifier_failed)
         self._on_failure()
 
     def _take_events(self, wake_at: float) -> None:
@@ -263,7 +259,7 @@ class Engine:
         commit = slot.session.on_verified(verified, now)
         if slot.matcher is not None:
             slot.matcher.advance(token_ids(commit.tokens))
-        slot.forget_drafts()
+        slot.forget_drafts(self.backend)
         slot.ready_since = now
         self._send(slot, commit)
         self._recovery.note_commit()

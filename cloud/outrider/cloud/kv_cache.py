@@ -38,6 +38,11 @@ class SessionCache:
         self.contiguous = all(after == before + 1 for before, after in itertools.pairwise(pages))
 
     @property
+    def num_pages(self) -> int:
+        """Pages that it holds."""
+        return len(self.pages)
+
+    @property
     def capacity(self) -> int:
         """Positions that its pages have room for."""
         return len(self.slots)
@@ -105,6 +110,15 @@ class PagedKVCache:
         if not cache.contiguous and (run := self._run_of(len(cache.pages))):
             self._move(cache, run)
 
+    @torch.inference_mode()  # the layers are made in it, and may change in no other
+    def copy(self, source: SessionCache, cache: SessionCache, length: int) -> None:
+        """Let `cache` hold the first `length` positions of `source` in pages of its own, for which it has room."""
+        here, there = source.slots[:length], cache.slots[:length]
+        for layers in (self._keys, self._values):
+            for tensor in layers.values():
+                tensor[there] = tensor[here]
+        cache.length = length
+
     def pages_for(self, tokens: int) -> int:
         """Return how many pages `tokens` positions take."""
         return math.ceil(tokens / self.page_size)
@@ -132,7 +146,7 @@ class PagedKVCache:
         self.free_pages += len(cache.pages) - len(pages)
         cache.lie_on(pages, slots)
 
-    @torch.inference_mode()  # the layers are made in it, and may change in no other
+    @torch.inference_mode()  # as above
     def _move(self, cache: SessionCache, pages: list[int]) -> None:
         """Copy what a session holds to free `pages`, which it holds from then on."""
         before = cache.slots[: cache.length]

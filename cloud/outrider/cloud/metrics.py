@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from outrider.cloud.kv_cache import PagedKVCache
+from outrider.cloud.backend import Backend
 from outrider.proto.errors import OutriderError, ResourceExhausted
 from outrider.proto.plumbing.metrics import SECONDS, TOKENS
 from outrider.proto.speculation import GENERATED, SpeculationMetrics
@@ -26,7 +26,7 @@ class _Engine(Protocol):
     def parked_count(self) -> int: ...
 
     @property
-    def pool(self) -> PagedKVCache: ...
+    def backend(self) -> Backend: ...
 
     @property
     def credit(self) -> int: ...
@@ -99,11 +99,11 @@ class VerifierMetrics:
         self._max_sessions.set(max_sessions)
         self._sessions_running.set_function(lambda: min(self._running, engine.session_count))
         self._sessions_waiting.set_function(lambda: max(0, engine.session_count - self._running))
-        self._kv_usage.set_function(lambda: 1 - engine.pool.free_pages / engine.pool.page_count)
+        self._kv_usage.set_function(lambda: engine.backend.capacity.used_pages / engine.backend.capacity.pages)
         self._kept.set_function(lambda: engine.parked_count)
         self._credit.set_function(lambda: engine.credit)
-        self._used_pages.set_function(lambda: engine.pool.page_count - engine.pool.free_pages)
-        self._free_pages.set_function(lambda: engine.pool.free_pages)
+        self._used_pages.set_function(lambda: engine.backend.capacity.used_pages)
+        self._free_pages.set_function(lambda: engine.backend.capacity.free_pages)
         self._draining.set_function(lambda: float(engine.draining))
 
     def step(self, sessions: int, rows: int, forward_s: float, sample_s: float, overhead_s: float) -> None:

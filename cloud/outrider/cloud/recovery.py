@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.cloud.admission import verifier_failed
+from outrider.cloud.backend import Backend
 from outrider.cloud.batching import Batch, Batching, Share
-from outrider.cloud.kv_cache import PagedKVCache
 from outrider.cloud.masks import Masks
 from outrider.cloud.runner import ModelRunner
 from outrider.cloud.slots import Outbox, Slot, Slots
@@ -42,15 +42,16 @@ class VerifierFailed(Exception):
 class Probe:
     """A text of the verifier's own, planned, computed and committed like any other."""
 
-    def __init__(self, rules: VerifierRules, pool: PagedKVCache, batching: Batching, runner: ModelRunner) -> None:
+    def __init__(self, rules: VerifierRules, backend: Backend, batching: Batching, runner: ModelRunner) -> None:
         self._rules = rules
-        self._pool = pool
+        self._backend = backend
         self._batching = batching
         self._runner = runner
 
     def run(self) -> None:
         """Decode a few tokens, as far as there are KV pages for them; raise whatever goes wrong."""
-        room = min(self._pool.free_pages * self._pool.page_size, self._rules.context_length)
+        capacity = self._backend.capacity
+        room = min(capacity.free_pages * capacity.page_size, self._rules.context_length)
         if room < 2:
             return
         rules, now = self._rules, time.monotonic()
@@ -59,15 +60,16 @@ class Probe:
         sampling = Sampling(max_tokens=2, ignore_eos=True)
         frame = Open(rules.model, rules.tokenizer_sha256, prompt, sampling, "probe", drafting=False)
         session = VerifierSession(frame, rules, now)
-        cache = self._pool.allocate(min(room, len(prompt) + sampling.max_tokens))
-        slot = Slot(-1, session, cache, Outbox(), now)
+        handle = self._backend.open()
+        slot = Slot(-1, session, handle, Outbox(), now)
         try:
+            self._backend.reserve(handle, min(room, len(prompt) + sampling.max_tokens))
             while session.finish is None:
                 for _, verified in self._runner.run(self._batching.plan([slot], 1, math.inf).shares).verified:
                     session.on_verified(verified, now)
-                slot.forget_drafts()
+                slot.forget_drafts(self._backend)
         finally:
-            self._pool.release(cache)
+            self._backend.release(handle)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class Recovery:
         slots: Slots,
         batching: Batching,
         probe: Probe,
+        backend: Backend,
         step: Callable[[Batch[Slot]], None],
         masks: Masks,
     ) -> None:
@@ -112,12 +115,14 @@ class Recovery:
             slots: its sessions.
             batching: its rules of a batch.
             probe: text of its own.
+            backend: its target.
             step: makes a step.
             masks: its sessions' grammars.
         """
         self._slots = slots
         self._batching = batching
         self._probe = probe
+        self._backend = backend
         self._step = step
         self._masks = masks
         self._failed_prompts: set[tuple[int, ...]] = set()
@@ -242,7 +247,7 @@ class Recovery:
             return error.with_traceback(None)
 
     def _share(self, part: Part) -> Share[Slot]:
-        part.slot.forget_drafts()
+        part.slot.forget_drafts(self._backend)
         share = self._batching.share_of(part.slot, part.max_tokens, self._slots.num_running)
         return replace(share, block=share.block and share.block[: part.max_drafts])
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from outrider.cloud.backend import Backend, StepRow
 from outrider.cloud.batching import Share
 from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampled, Sampler
 from outrider.cloud.slots import Slot
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors
 from outrider.cloud.step_timing import StepTimes
-from outrider.cloud.target import SessionRows, Target
 from outrider.proto.session import Verified
-from outrider.proto.types import DraftToken, Steering, token_ids
+from outrider.proto.types import DraftToken, token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +33,16 @@ class StepResult:
 class ModelRunner:
     """The runner of batches on a target."""
 
-    def __init__(self, target: Target, projections: Mapping[str, Projection], *, min_step_s: float = 0.0) -> None:
-        """Run batches on `target`.
+    def __init__(self, backend: Backend, projections: Mapping[str, Projection], *, min_step_s: float = 0.0) -> None:
+        """Run batches on `backend`.
 
         Args:
-            target: model with the KV cache of all sessions.
+            backend: target with the KV cache of all sessions; tapped from now on, if there is a projection.
             projections: projections that make steering vectors, by id.
             min_step_s: least time of a step, which stands for a larger target; seconds.
         """
-        self._target = target
-        self._sampler = Sampler(target.device)
-        self._vectors = SteeringVectors(target, projections)
+        self._backend = backend
+        self._vectors = SteeringVectors(backend, projections)
         self._min_step_s = min_step_s
 
     def run(self, shares: Sequence[Share[Slot]]) -> StepResult:
@@ -57,21 +52,27 @@ class ModelRunner:
             FloatingPointError: logits are no numbers, from which there is no text to make.
             Exception: whatever the target raises.
         """
-        slots = [share.slot for share in shares if share.block is not None]
-        inputs = [_verification_input(share.slot, share.block) for share in shares if share.block is not None]
-        rows = [_rows(share) for share in shares]
+        rows = [_row(share) for share in shares]
         began = time.monotonic()
-        logits = self._target.forward(rows)
-        forwarded = time.monotonic()
-        sampled = self._sampler.sample(logits, inputs) if inputs else []
-        _check_numbers(logits, sampled)
-        vectors = self._vectors.of([slot.session.wanted_vector for slot in slots], inputs, sampled)
+        output = self._backend.step(rows)
+        done = [(share, sampled) for share, sampled in zip(shares, output.sampled, strict=True) if sampled is not None]
+        vectors = self._vectors.of([share.slot.session.wanted_vector for share, _ in done], output.taps)
         sampled_at = time.monotonic()
         self._wait_until(began + self._min_step_s)
-        times = StepTimes(began, forwarded, sampled_at, time.monotonic())
+        times = StepTimes(began, output.forwarded, sampled_at, time.monotonic())
         verified = [
-            (slot, _verified(slot, of_slot, result, vector, times))
-            for slot, of_slot, result, vector in zip(slots, inputs, sampled, vectors, strict=True)
+            (
+                share.slot,
+                Verified(
+                    (share.block or ())[: len(sampled.tokens) - 1],
+                    sampled.tokens,
+                    max(0.0, began - share.slot.ready_since),
+                    times.verify_s,
+                    sampled.reward,
+                    vector,
+                ),
+            )
+            for (share, sampled), vector in zip(done, vectors, strict=True)
         ]
         return StepResult(verified, times)
 
@@ -82,13 +83,14 @@ class ModelRunner:
             time.sleep(left_s)
 
 
-def _rows(share: Share[Slot]) -> SessionRows:
-    """Return rows of the next uncomputed tokens, then of the drafts, with logits of the last token and each draft."""
-    slot, start = share.slot, share.slot.cache.length
-    tokens = slot.session.transcript[start : start + share.num_tokens]
+def _row(share: Share[Slot]) -> StepRow:
+    """Return a row of the next uncomputed tokens, and of the drafts where these are the last."""
+    slot, start = share.slot, share.slot.handle.length
+    tokens = tuple(slot.session.transcript[start : start + share.num_tokens])
     if share.block is None:
-        return SessionRows(slot.cache, tuple(tokens), 0)
-    return SessionRows(slot.cache, (*tokens, *token_ids(share.block)), len(share.block) + 1)
+        return StepRow(slot.handle, tokens, None)
+    tapped = slot.session.wanted_vector is not None
+    return StepRow(slot.handle, tokens, _verification_input(slot, share.block), tapped)
 
 
 def _verification_input(slot: Slot, block: tuple[DraftToken, ...]) -> VerificationInput:
@@ -103,27 +105,4 @@ def _verification_input(slot: Slot, block: tuple[DraftToken, ...]) -> Verificati
         session.logprobs,
         session.top_logprobs,
         slot.count_tokens() if session.sampling.penalises else None,
-    )
-
-
-def _check_numbers(logits: torch.Tensor, sampled: Sequence[Sampled]) -> None:
-    """Refuse logits that are not numbers; whole rows are looked at only where a log probability is none, either.
-
-    Log probabilities can overflow for extreme penalties alone, which is the session's own affair.
-    """
-    doubtful = any(token.logp is not None and math.isnan(token.logp) for each in sampled for token in each.tokens)
-    if doubtful and not bool((logits < math.inf).all()):  # false for what is no number
-        raise FloatingPointError("the target's logits are not numbers")
-
-
-def _verified(
-    slot: Slot, verification: VerificationInput, result: Sampled, vector: Steering | None, times: StepTimes
-) -> Verified:
-    return Verified(
-        verification.block,
-        result.tokens,
-        max(0.0, times.began - slot.ready_since),
-        times.verify_s,
-        result.reward,
-        vector,
     )

@@ -14,14 +14,16 @@ import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from outrider.cloud.backend import Backend, TargetFacts
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import GrammarMatcher, Grammars
 from outrider.cloud.slots import Outbox
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
-from outrider.cloud.target import Target, load_target
+from outrider.cloud.target import load_target
 from outrider.cloud.tracing import VerifierTracing
+from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto import codec
 from outrider.proto.address import is_local_address
 from outrider.proto.channel import SERVER_OPTIONS
@@ -105,13 +107,14 @@ class VerifierServer:
             torch.set_num_threads(config.threads)
         self._config = config
         self._secret = lease_secret
-        target = _load(config)
+        self._backend = load_backend(config)
+        target = self._backend.facts
         self.tokenizer_json = target.tokenizer_json
         self.tokenizer_sha256 = target.tokenizer_sha256
         self.rules = _rules(config, target)
         self._max_tokens = max(target.context_length, target.vocab_size)
         projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
-        self._engine = Engine(target, self.rules, config, projections, self._engine_failed)
+        self._engine = Engine(self._backend, self.rules, config, projections, self._engine_failed)
         self._on_failure = on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grammars = Grammars(target.tokenizer_json, target.vocab_size, target.eos_tokens)
@@ -164,6 +167,7 @@ class VerifierServer:
         if self._server is not None:
             await self._server.stop(grace_s)
             await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self._backend.close)
         self._grammars.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.stop)
@@ -192,6 +196,7 @@ class VerifierServer:
 
     def status(self) -> VerifierStatus:
         """Return the verifier's state for the coordinator."""
+        capacity = self._backend.capacity
         return VerifierStatus(
             name=self.rules.name,
             address=self._address,
@@ -199,10 +204,10 @@ class VerifierServer:
             state="down" if self._engine.failed else "draining" if self._engine.draining else "ready",
             sessions=self._engine.session_count,
             step_s=self._engine.step_s,
-            kv_pages_free=self._engine.pool.free_pages,
+            kv_pages_free=capacity.free_pages,
             release=release(),
             max_sessions=self._config.max_sessions,
-            kv_pages=self._engine.pool.page_count,
+            kv_pages=capacity.pages,
         )
 
     async def _set_health(self, status: Any) -> None:
@@ -373,8 +378,9 @@ class VerifierServer:
             ending.exception()  # abort always raises
 
 
-def _load(config: VerifierConfig) -> Target:
-    return load_target(
+def load_backend(config: VerifierConfig) -> Backend:
+    """Load the target of `config` behind the port; raise NotFound or ModelRefused where it cannot be loaded."""
+    target = load_target(
         config.target,
         device=config.device,
         dtype=config.dtype,
@@ -384,9 +390,10 @@ def _load(config: VerifierConfig) -> Target:
         max_sessions=config.max_sessions,
         batch_invariant=config.batch_invariant,
     )
+    return TransformersBackend(target)
 
 
-def _rules(config: VerifierConfig, target: Target) -> VerifierRules:
+def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
     return VerifierRules(
         name=config.name,
         model=config.model_id,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from outrider.cloud.backend import Backend, Handle
 from outrider.cloud.grammar import GrammarMatcher
-from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import VerifierSession
@@ -39,7 +39,7 @@ class Slot:
     Attributes:
         key: number of its stream.
         session: session machine of the present turn.
-        cache: its share of the KV pages.
+        handle: its sequence in the backend.
         outbox: where its frames go.
         ready_since: when it could have begun its next step, seconds.
         matcher: enforces its grammar, if it has one.
@@ -49,7 +49,7 @@ class Slot:
 
     key: int
     session: VerifierSession
-    cache: SessionCache
+    handle: Handle
     outbox: Outbox
     ready_since: float
     matcher: GrammarMatcher | None = None
@@ -59,12 +59,12 @@ class Slot:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Committed tokens that the KV cache lacks; 1 while decoding: the last one."""
-        return len(self.session.transcript) - self.cache.length
+        return len(self.session.transcript) - self.handle.length
 
     @property
     def waits_for_pages(self) -> bool:
         """Whether it has no KV pages yet."""
-        return not self.cache.pages
+        return not self.handle.num_pages
 
     @property
     def max_tokens(self) -> int:
@@ -89,16 +89,16 @@ class Slot:
         self.counts.extend(transcript[self.counts.length :])
         return self.counts
 
-    def forget_drafts(self) -> None:
-        """Truncate the KV cache to the transcript, but for its last token, which the next step computes."""
-        self.cache.truncate(min(self.cache.length, len(self.session.transcript) - 1))
+    def forget_drafts(self, backend: Backend) -> None:
+        """Truncate the sequence to the transcript, but for its last token, which the next step computes."""
+        backend.truncate(self.handle, min(self.handle.length, len(self.session.transcript) - 1))
 
 
 class Slots:
     """All slots by key; parked ones wait for their next turn and are evicted, longest idle first, to make room."""
 
-    def __init__(self, pool: PagedKVCache, verifier: str) -> None:
-        self._pool = pool
+    def __init__(self, backend: Backend, verifier: str) -> None:
+        self._backend = backend
         self._verifier = verifier
         self._by_key: dict[int, Slot] = {}
         self._parked: dict[Slot, float] = {}  # until when; longest idle first
@@ -135,7 +135,7 @@ class Slots:
         self, key: int, session: VerifierSession, outbox: Outbox, matcher: GrammarMatcher | None, now: float
     ) -> Slot:
         """Give `session` a slot, with pages as soon as there are enough for those that came before it too."""
-        slot = self._by_key[key] = Slot(key, session, self._pool.empty(), outbox, now, matcher)
+        slot = self._by_key[key] = Slot(key, session, self._backend.open(), outbox, now, matcher)
         self.start_waiting()
         return slot
 
@@ -146,7 +146,7 @@ class Slots:
         """
         waiting = [slot for slot in self.unfinished() if slot.waits_for_pages]
         for slot in waiting:
-            needed = self._pool.pages_for(_next_tokens(slot))
+            needed = self._backend.capacity.pages_for(_next_tokens(slot))
             if not self._make_room(needed + len(self.running())):
                 return
             self._grow(slot)
@@ -162,10 +162,10 @@ class Slots:
         """
         running, sent_away = self.running(), []
         for slot in list(running):
-            needed = self._pool.pages_for(_next_tokens(slot))
-            if needed <= len(slot.cache.pages):
+            needed = self._backend.capacity.pages_for(_next_tokens(slot))
+            if needed <= slot.handle.num_pages:
                 continue
-            while slot in running and not self._make_room(needed - len(slot.cache.pages)):
+            while slot in running and not self._make_room(needed - slot.handle.num_pages):
                 sent_away.append(running.pop())
                 self.fail(sent_away[-1], Unavailable("the verifier has no KV pages left; resume elsewhere"))
             if slot in running:
@@ -176,8 +176,9 @@ class Slots:
         """Give a session the pages for its next step, which are free, and a few more where these are free too."""
         needed = _next_tokens(slot)
         ahead = min(needed + AHEAD, slot.max_tokens)
-        spare = self._pool.pages_for(ahead) <= self._pool.free_pages + len(slot.cache.pages)
-        self._pool.resize(slot.cache, ahead if spare else needed)
+        capacity = self._backend.capacity
+        spare = capacity.pages_for(ahead) <= capacity.free_pages + slot.handle.num_pages
+        self._backend.reserve(slot.handle, ahead if spare else needed)
 
     def resume(
         self, slot: Slot, session: VerifierSession, kept: int, matcher: GrammarMatcher | None, now: float
@@ -188,21 +189,20 @@ class Slots:
             ResourceExhausted: there are not enough pages.
         """
         self._parked.pop(slot, None)
-        slot.cache.truncate(min(slot.cache.length, kept, session.prompt_length - 1))
+        self._backend.truncate(slot.handle, min(slot.handle.length, kept, session.prompt_length - 1))
         slot.session, slot.matcher, slot.ready_since, slot.counts = session, matcher, now, None
-        needed = self._pool.pages_for(_next_tokens(slot))
-        if not self._make_room(needed - len(slot.cache.pages)):
+        needed = self._backend.capacity.pages_for(_next_tokens(slot))
+        if not self._make_room(needed - slot.handle.num_pages):
             raise ResourceExhausted("there are not enough KV pages for this turn; try again later", retry_after_s=1.0)
         self._grow(slot)
-        self._pool.gather(slot.cache)
 
     def park(self, slot: Slot, now: float) -> None:
         """Keep a session whose turn has ended, if its edge wants that, on the pages that hold something."""
         if slot.session.keep_s and not slot.waits_for_pages:
-            self._pool.resize(slot.cache, slot.cache.length)
+            self._backend.reserve(slot.handle, slot.handle.length)
             self._parked[slot] = now + slot.session.keep_s
         else:
-            self._pool.release(slot.cache)
+            self._backend.release(slot.handle)
 
     def is_parked(self, slot: Slot) -> bool:
         """Return whether a slot waits for its next turn."""
@@ -234,17 +234,25 @@ class Slots:
         self.release(slot)
         slot.outbox.put(error)
 
+    def fail_all(self, error: Callable[[], OutriderError]) -> None:
+        """End every session with an error of its own."""
+        for slot in self:
+            try:
+                self.fail(slot, error())
+            except Exception:  # the others must be told
+                log.exception("a session cannot be sent elsewhere")
+
     def release(self, slot: Slot) -> None:
         """Free a slot and its pages, once."""
         if self._by_key.pop(slot.key, None) is not None:
             self._parked.pop(slot, None)
-            self._pool.release(slot.cache)
+            self._backend.release(slot.handle)
 
     def _make_room(self, pages: int) -> bool:
         """Return whether `pages` are free, after evicting parked slots, longest idle first, as far as that helps."""
-        if self._pool.free_pages + sum(len(slot.cache.pages) for slot in self._parked) < pages:
+        if self._backend.capacity.free_pages + sum(slot.handle.num_pages for slot in self._parked) < pages:
             return False
-        while self._pool.free_pages < pages:
+        while self._backend.capacity.free_pages < pages:
             self.evict_longest_idle("its KV pages are needed")
         return True
 

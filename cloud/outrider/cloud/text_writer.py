@@ -18,7 +18,7 @@ from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.kv_cache import SessionCache
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering import Projection
-from outrider.cloud.steering_vectors import fold
+from outrider.cloud.steering_vectors import fold, tapped_layers
 from outrider.cloud.target import SessionRows, Target
 from outrider.proto.errors import ConfigError, OutriderError
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
@@ -135,7 +135,9 @@ class TextWriter:
         self._target = target
         self._at_once = at_once
         self._sampler = Sampler(target.device)
-        self._projections = fold(projections, target)
+        if projections:
+            target.tap(tapped_layers(projections))
+        self._projections = fold(projections, target.device)
         self._wanted_of_prompt = max_age + 1 if projections else 1
         self._rules = VerifierRules(
             name="writer",
@@ -213,18 +215,9 @@ class TextWriter:
             if reader is None:
                 readers[sheet.request.prompt] = sheet
             else:
-                self._copy(reader.cache, sheet.cache, sheet.session.prompt_length - 1)
+                pool.copy(reader.cache, sheet.cache, sheet.session.prompt_length - 1)
             admitted.append(sheet)
         return admitted
-
-    @torch.inference_mode()
-    def _copy(self, source: SessionCache, copy: SessionCache, length: int) -> None:
-        """Let `copy` hold the first `length` positions of `source` too."""
-        pool = self._target.pool
-        for layer in range(self._target.model.config.get_text_config().num_hidden_layers):
-            keys, values = (rows.clone() for rows in pool.read(layer, source, length))  # it reads views of itself
-            pool.write(layer, copy.slots[:length], keys, values)
-        copy.length = length
 
     def _step(self, sheets: Sequence[_Sheet]) -> torch.Tensor:
         """Give each sheet its next token; return the logits [sheets, vocab] of these."""

@@ -24,6 +24,7 @@ from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors, load_projections
 from outrider.cloud.target import load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
+from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.deploy.arguments import Given
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.edge.drafters.packages import DrafterPackage
@@ -108,7 +109,9 @@ class _Comparing:
     def _wanted_projections(self) -> dict[str, Projection]:
         """Return the projections whose steering vectors are wanted, by id."""
         model = self._verifier.target
-        found = load_projections(list(self._verifier.steering), self._target, name=model, model=model)
+        found = load_projections(
+            list(self._verifier.steering), TransformersBackend(self._target).facts, name=model, model=model
+        )
         wanted: dict[str, Projection] = {}
         for label in dict.fromkeys(variant.drafter for variant in self._variants if variant.vectors != NO_VECTORS):
             name = self._records[label].projection or ""
@@ -146,9 +149,10 @@ class _Comparing:
         return SentVectors(text.vectors[projection], _PRECISIONS[variant.vectors], variant.age)
 
     def _steps(self, text: WrittenText) -> Iterator[SteeringCost]:
-        vectors = SteeringVectors(self._target, self._projections)
+        backend = TransformersBackend(self._target)
+        vectors = SteeringVectors(backend, self._projections)
         for projection in self._projections:
-            yield from steering_costs(self._target, vectors, projection, text)
+            yield from steering_costs(backend, vectors, projection, text)
 
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim")

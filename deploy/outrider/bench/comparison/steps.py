@@ -7,10 +7,9 @@ import time
 import numpy as np
 
 from outrider.bench.comparison.record import SteeringCost
+from outrider.cloud.backend import Backend, StepRow
 from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering_vectors import SteeringVectors
-from outrider.cloud.target import SessionRows, Target
 from outrider.cloud.text_writer import WrittenText
 from outrider.proto.types import DraftToken, Sampling, SteeringRequest
 
@@ -18,26 +17,28 @@ DRAFTS = (0, 4, 8)  # verified in a step
 PAIRS = 60
 
 
-def steering_costs(target: Target, vectors: SteeringVectors, projection: str, text: WrittenText) -> list[SteeringCost]:
+def steering_costs(
+    backend: Backend, vectors: SteeringVectors, projection: str, text: WrittenText
+) -> list[SteeringCost]:
     """Measure steps after the prompt of `text`, with each number of `DRAFTS` that the text is long enough for.
 
     Args:
-        target: target, tapped by `vectors`.
+        backend: target, tapped by `vectors`.
         vectors: maker of steering vectors, the one of verifiers.
         projection: projection of the vectors.
         text: text whose tokens are verified.
     """
-    prompt, sampler, request = text.prompt_length, Sampler(target.device), SteeringRequest(projection)
+    prompt, request = text.prompt_length, SteeringRequest(projection)
     known = list(text.transcript[:prompt])
-    cache = target.pool.allocate(len(text.transcript))
+    handle = backend.open()
 
     def step_s(drafts: int, request: SteeringRequest | None) -> float:
         block = text.transcript[prompt : prompt + drafts]
-        cache.length = prompt - 1
+        backend.truncate(handle, prompt - 1)
         began = time.perf_counter()
-        logits = target.forward([SessionRows(cache, (known[-1], *block), drafts + 1)])
-        verified = [VerificationInput(Sampling(), known, prompt, tuple(map(DraftToken, block)))]
-        vectors.of([request], verified, sampler.sample(logits, verified))
+        verification = VerificationInput(Sampling(), known, prompt, tuple(map(DraftToken, block)))
+        output = backend.step([StepRow(handle, (known[-1],), verification, tapped=request is not None)])
+        vectors.of([request], output.taps)
         return time.perf_counter() - began
 
     def pair_s(drafts: int, *, vector_first: bool) -> tuple[float, float]:
@@ -54,7 +55,8 @@ def steering_costs(target: Target, vectors: SteeringVectors, projection: str, te
         return SteeringCost(projection, drafts + 1, 1e3 * float(np.median(plain)), ratio, low, high)
 
     try:
-        target.forward([SessionRows(cache, text.transcript[: prompt - 1], 1)])
+        backend.reserve(handle, len(text.transcript))
+        backend.step([StepRow(handle, text.transcript[: prompt - 1], None)])
         return [cost(drafts) for drafts in DRAFTS if drafts < len(text)]
     finally:
-        target.pool.release(cache)
+        backend.release(handle)

@@ -1,0 +1,185 @@
+"""The port in front of a target: all that engine, server, policies and steering know of a model.
+
+Behind it stand our own runs of transformers models (`transformers_backend.py`), the default and the oracle, and others
+that pass the same conformance suite (`outrider.cloud.testing.conformance`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from outrider.cloud.distribution import VerificationInput
+from outrider.cloud.sampling import Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """Facts of a loaded target.
+
+    Attributes:
+        tokenizer_json: text of its `tokenizer.json`.
+        tokenizer_sha256: hash by which edges name the tokenizer.
+        vocab_size: number of token ids.
+        context_length: most positions of a session.
+        eos_tokens: ids that end a text.
+        hidden_size: width of the residual stream.
+        num_layers: number of decoder layers.
+        device: place of the taps.
+    """
+
+    tokenizer_json: str
+    tokenizer_sha256: str
+    vocab_size: int
+    context_length: int
+    eos_tokens: frozenset[int]
+    hidden_size: int
+    num_layers: int
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The KV cache of a backend.
+
+    Attributes:
+        page_size: positions of a page.
+        pages: pages in all.
+        free_pages: pages that no sequence holds.
+    """
+
+    page_size: int
+    pages: int
+    free_pages: int
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that sequences hold."""
+        return self.pages - self.free_pages
+
+    def pages_for(self, tokens: int) -> int:
+        """Return how many pages `tokens` positions take."""
+        return math.ceil(tokens / self.page_size)
+
+
+class Handle(Protocol):
+    """A sequence in a backend.
+
+    Attributes:
+        length: positions that hold valid keys and values.
+    """
+
+    length: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """The part of a step that is one sequence's.
+
+    Attributes:
+        handle: the sequence.
+        tokens: [n] next tokens of its transcript, from position `handle.length` on.
+        verification: drafts to verify after them, with the settings and the mask of their sampling; None: more of the
+            prompt is left for later steps.
+        tapped: whether the residual stream of the newest position that is valid after the step is wanted.
+    """
+
+    handle: Handle
+    tokens: tuple[int, ...]
+    verification: VerificationInput | None
+    tapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The results of a step.
+
+    Attributes:
+        sampled: [rows] target's tokens for each row: one after each draft that was verified, and one more. A backend
+            may verify fewer drafts than it was given. None: the row only read, or was put off; `handle.length` tells.
+        taps: [tapped rows with tokens, taps * hidden] float32, in their order; None: there are none.
+        forwarded: moment at which the logits were there, on the monotonic clock, seconds.
+    """
+
+    sampled: Sequence[Sampled | None]
+    taps: torch.Tensor | None
+    forwarded: float
+
+
+class Backend(Protocol):
+    """A loaded target that computes for many sequences at once, called from one thread."""
+
+    @property
+    def facts(self) -> TargetFacts:
+        """Facts of the target."""
+        ...
+
+    @property
+    def capacity(self) -> Capacity:
+        """Present state of the KV cache."""
+        ...
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Have later steps tap what enters `layers`, ascending.
+
+        Raises:
+            ModelRefused: the target has no such layers, or they cannot be found.
+        """
+        ...
+
+    def open(self, tokens: Sequence[int] = (), isolation: str = "") -> Handle:
+        """Open a sequence that will hold `tokens`; its length tells how many of them are computed already.
+
+        Args:
+            tokens: [n] transcript so far.
+            isolation: only sequences that were opened with the same may share what was computed.
+        """
+        ...
+
+    def reserve(self, handle: Handle, tokens: int) -> None:
+        """Let a sequence hold pages for `tokens` positions instead, no fewer than are valid.
+
+        Raises:
+            ResourceExhausted: not enough pages are free; the sequence keeps what it has.
+        """
+        ...
+
+    def truncate(self, handle: Handle, length: int) -> None:
+        """Forget the positions from `length` on; ValueError: there are not so many."""
+        ...
+
+    def fork(self, handle: Handle) -> Handle:
+        """Return another sequence of the same positions, with pages for no more than them.
+
+        Raises:
+            ResourceExhausted: not enough pages are free.
+        """
+        ...
+
+    def release(self, handle: Handle) -> None:
+        """Give back what a sequence holds, on a device that has failed, too."""
+        ...
+
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        """Compute the rows in one pass, and sample after those that verify.
+
+        Each sequence grows by the tokens and the drafts that were computed, for which it must hold pages.
+
+        Raises:
+            FloatingPointError: logits are no numbers, from which there is no text to make.
+            Exception: anything that the target raises; sequences then keep their length.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what the backend has started; no other call follows."""
+        ...

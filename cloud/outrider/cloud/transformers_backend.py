@@ -1,0 +1,150 @@
+"""Our own backend: a model of transformers on the paged KV cache, default and oracle of all others."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from outrider.cloud.backend import Capacity, Handle, StepOutput, StepRow, TargetFacts
+from outrider.cloud.distribution import VerificationInput
+from outrider.cloud.kv_cache import SessionCache
+from outrider.cloud.sampling import Sampled, Sampler
+from outrider.cloud.target import SessionRows, Target
+from outrider.proto.types import CommittedToken, DraftToken, token_ids
+
+log = logging.getLogger(__name__)
+
+
+class TransformersBackend:
+    """The port (`Backend`) of a `Target` in this process."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._sampler = Sampler(target.device)
+        self._tapped_layers: tuple[int, ...] = ()
+
+    @cached_property
+    def facts(self) -> TargetFacts:
+        """Facts of the target."""
+        target, config = self.target, self.target.model.config.get_text_config()
+        return TargetFacts(
+            tokenizer_json=target.tokenizer_json,
+            tokenizer_sha256=target.tokenizer_sha256,
+            vocab_size=target.vocab_size,
+            context_length=target.context_length,
+            eos_tokens=target.eos_tokens,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            device=target.device,
+        )
+
+    @property
+    def capacity(self) -> Capacity:
+        """Present state of the KV cache."""
+        pool = self.target.pool
+        return Capacity(pool.page_size, pool.page_count, pool.free_pages)
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Have later steps tap what enters `layers`; ModelRefused: the target has no such layers."""
+        self.target.tap(layers)
+        self._tapped_layers = tuple(layers)
+
+    def open(self, tokens: Sequence[int] = (), isolation: str = "") -> SessionCache:  # noqa: ARG002 - nothing is shared
+        """Open a sequence without pages."""
+        return self.target.pool.empty()
+
+    def reserve(self, handle: Handle, tokens: int) -> None:
+        """Let a sequence hold pages for `tokens` positions, side by side where so many are free."""
+        cache = _own(handle)
+        self.target.pool.resize(cache, tokens)
+        self.target.pool.gather(cache)
+
+    def truncate(self, handle: Handle, length: int) -> None:
+        """Forget the positions from `length` on."""
+        _own(handle).truncate(length)
+
+    def fork(self, handle: Handle) -> SessionCache:
+        """Return a copy of a sequence."""
+        source, pool = _own(handle), self.target.pool
+        copy = pool.empty()
+        if source.length:
+            pool.resize(copy, source.length)
+            pool.copy(source, copy, source.length)
+        return copy
+
+    def release(self, handle: Handle) -> None:
+        """Give a sequence's pages back."""
+        self.target.pool.release(_own(handle))
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        """Compute all rows in one pass and sample by the coupled rule."""
+        logits = self.target.forward([_session_rows(row) for row in rows])
+        forwarded = time.monotonic()
+        inputs = [row.verification for row in rows if row.verification is not None]
+        sampled = self._sampler.sample(logits, inputs) if inputs else []
+        _check_numbers(logits, sampled)
+        left = iter(sampled)
+        of_rows = [None if row.verification is None else next(left) for row in rows]
+        return StepOutput(of_rows, self._taps(rows, inputs, sampled), forwarded)
+
+    def close(self) -> None:
+        """Do nothing: what it holds ends with this process."""
+
+    def _taps(
+        self, rows: Sequence[StepRow], inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]
+    ) -> torch.Tensor | None:
+        verifying = [row for row in rows if row.verification is not None]
+        if not any(row.tapped for row in verifying):
+            return None
+        newest = newest_rows(inputs, sampled)
+        wanted = [at for at, row in zip(newest, verifying, strict=True) if row.tapped]
+        try:
+            return self.target.tapped(self._tapped_layers, wanted)
+        except RuntimeError as error:  # torch raises it for want of memory too, and no text ends for a vector
+            log.warning("nothing is tapped in this step: %s", str(error).split("\n")[0])
+            return None
+
+
+def _own(handle: Handle) -> SessionCache:
+    assert isinstance(handle, SessionCache)  # noqa: S101 - a backend gets its own handles
+    return handle
+
+
+def _session_rows(row: StepRow) -> SessionRows:
+    cache, verification = _own(row.handle), row.verification
+    if verification is None:
+        return SessionRows(cache, row.tokens, 0)
+    return SessionRows(cache, (*row.tokens, *token_ids(verification.block)), verification.rows)
+
+
+def _check_numbers(logits: torch.Tensor, sampled: Sequence[Sampled]) -> None:
+    """Refuse logits that are not numbers; whole rows are looked at only where a log probability is none, either.
+
+    Log probabilities can overflow for extreme penalties alone, which is the session's own affair.
+    """
+    doubtful = any(token.logp is not None and math.isnan(token.logp) for each in sampled for token in each.tokens)
+    if doubtful and not bool((logits < math.inf).all()):  # false for what is no number
+        raise FloatingPointError("the target's logits are not numbers")
+
+
+def newest_rows(inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]) -> list[int]:
+    """Return [n] each session's row, among the step's logits, of the newest position that is valid after the step.
+
+    A session's first row is its last committed token, at position p; row j after it is its draft at p + j. Where a
+    drafts agree, a + 1 tokens are committed, the last of which has not been processed: the newest that has is p + a.
+    """
+    firsts = itertools.accumulate((each.rows for each in inputs), initial=0)
+    agreed = (_agreed(each.block, result.tokens) for each, result in zip(inputs, sampled, strict=True))
+    return [first + hits for first, hits in zip(firsts, agreed, strict=False)]
+
+
+def _agreed(block: tuple[DraftToken, ...], tokens_by_target: tuple[CommittedToken, ...]) -> int:
+    """Return how many drafts of `block` [k] the target accepts."""
+    return next((j for j, draft in enumerate(block) if draft.id != tokens_by_target[j].id), len(block))
