@@ -1,0 +1,163 @@
+"""Our own backend passes the conformance suite, and backends with a defect each fail it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.cloud.backend import Backend, Handle, StepOutput, StepRow
+from outrider.cloud.target import load_target
+from outrider.cloud.testing.conformance import CHECKS, Suite
+from outrider.cloud.testing.oracle import Oracle, save_conformance_target
+from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.proto.errors import ResourceExhausted
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_conformance_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+def suite_of(folder: Path, oracle: Oracle, made: Callable[..., Backend] = TransformersBackend, **options: Any) -> Suite:
+    target = load_target(str(folder), kv_tokens=2048, **options)
+    forward = target.forward
+
+    def fail_next_step() -> None:
+        def failing(*_: Any) -> Any:
+            target.forward = forward  # type: ignore[method-assign]
+            raise RuntimeError("it happens once")
+
+        target.forward = failing  # type: ignore[method-assign]
+
+    return Suite(made(target), oracle, fail_next_step)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_the_own_backend_conforms(check, page_size, folder, oracle) -> None:
+    CHECKS[check](suite_of(folder, oracle, page_size=page_size))
+
+
+@pytest.mark.parametrize("check", ["texts_are_those_of_the_rule", "anything_in_any_order"])
+def test_it_conforms_in_tiles(check, folder, oracle) -> None:
+    CHECKS[check](suite_of(folder, oracle, batch_invariant=True))
+
+
+class Defective(TransformersBackend):
+    """A backend whose every row goes through `change` first."""
+
+    def change(self, row: StepRow) -> StepRow:
+        return row
+
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        return super().step([self.change(row) for row in rows])
+
+
+class IgnoresMasks(Defective):
+    def change(self, row: StepRow) -> StepRow:
+        return row if row.verification is None else replace(row, verification=replace(row.verification, allowed=None))
+
+
+class IgnoresSeeds(Defective):
+    def change(self, row: StepRow) -> StepRow:
+        if row.verification is None:
+            return row
+        sampling = replace(row.verification.sampling, seed=1)
+        return replace(row, verification=replace(row.verification, sampling=sampling))
+
+
+class TakesEveryDraft(Defective):
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        output = super().step(rows)
+        sampled = []
+        for row, result in zip(rows, output.sampled, strict=True):
+            if result is not None and row.verification is not None and row.verification.block:
+                draft = row.verification.block[0].id
+                result = replace(result, tokens=(result.tokens[0]._replace(id=draft), *result.tokens[1:]))
+            sampled.append(result)
+        return replace(output, sampled=sampled)
+
+
+class ForgetsTooLittle(Defective):
+    """What is left of a wrong draft stays in the cache."""
+
+    def truncate(self, handle: Handle, length: int) -> None:
+        super().truncate(handle, min(handle.length, length + 1))
+
+
+class ForksWithoutACopy(Defective):
+    def fork(self, handle: Handle) -> Any:
+        copy = super().fork(handle)
+        copy.lie_on(list(handle.pages), handle.slots)  # type: ignore[attr-defined]
+        return copy
+
+
+class TapsAnotherRow(Defective):
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        output = super().step(rows)
+        return output if output.taps is None else replace(output, taps=output.taps.roll(1, 0))
+
+
+class LeaksAPage(Defective):
+    def release(self, handle: Handle) -> None:
+        self.reserve(self.open(), 1)
+        super().release(handle)
+
+
+class GrowsOnFailure(Defective):
+    def step(self, rows: Sequence[StepRow]) -> StepOutput:
+        try:
+            return super().step(rows)
+        except RuntimeError:
+            rows[0].handle.length += 1
+            raise
+
+
+class TellsOfOthers(Defective):
+    """A prompt that anybody has sent counts as computed."""
+
+    seen: set[tuple[int, ...]]
+
+    def open(self, tokens: Sequence[int] = (), isolation: str = "") -> Any:
+        seen = self.__dict__.setdefault("seen", set())
+        handle = super().open(tokens, isolation)
+        if tokens and tuple(tokens) in seen:
+            self.reserve(handle, len(tokens))
+            self.step([StepRow(handle, tuple(tokens[:-1]), None)])
+        seen.add(tuple(tokens))
+        return handle
+
+
+@pytest.mark.parametrize(
+    ("defective", "check"),
+    [
+        (IgnoresMasks, "masks"),
+        (IgnoresSeeds, "texts_are_those_of_the_rule"),
+        (IgnoresSeeds, "texts_follow_the_law"),
+        (TakesEveryDraft, "texts_are_those_of_the_rule"),
+        (TakesEveryDraft, "every_block_of_drafts"),
+        (ForgetsTooLittle, "ragged_company"),
+        (ForgetsTooLittle, "rollback"),
+        (ForksWithoutACopy, "forks"),
+        (TapsAnotherRow, "taps"),
+        (LeaksAPage, "pages"),
+        (LeaksAPage, "anything_in_any_order"),
+        (GrowsOnFailure, "a_failed_step"),
+        (TellsOfOthers, "what_is_shared"),
+    ],
+)
+def test_a_backend_with_a_defect_fails(defective, check, folder, oracle) -> None:
+    with pytest.raises((AssertionError, ResourceExhausted)):
+        CHECKS[check](suite_of(folder, oracle, defective))
