@@ -106,6 +106,15 @@ def test_the_import_graph_has_no_cycle(root) -> None:
         graphlib.TopologicalSorter(each).prepare()  # a CycleError names the modules
 
 
+def test_what_serves_sessions_knows_the_target_by_its_port_alone(root) -> None:
+    graph = import_graph(root)
+    serving = ("actor", "admission", "batching", "engine", "grammar", "masks", "metrics", "recovery", "runner")
+    serving += ("server", "slots", "steering", "steering_vectors", "step_timing", "tracing")
+    behind = {f"cloud.{name}" for name in ("attention", "kv_cache", "packed_linear", "target", "transformers_backend")}
+    assert behind <= set(graph)
+    assert {name for name in serving if graph[f"cloud.{name}"] & behind} == set()
+
+
 def test_a_cycle_of_imports_is_found() -> None:
     with pytest.raises(graphlib.CycleError, match=r"edge\.a"):
         graphlib.TopologicalSorter(units({"edge.a.x": {"edge.b"}, "edge.b": {"edge.a.y"}, "edge.a.y": set()})).prepare()

@@ -14,16 +14,15 @@ import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from outrider.cloud.backend import Backend, TargetFacts
+from outrider.cloud.backend import TargetFacts
+from outrider.cloud.backends import load_backend
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import GrammarMatcher, Grammars
 from outrider.cloud.slots import Outbox
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
-from outrider.cloud.target import load_target
 from outrider.cloud.tracing import VerifierTracing
-from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto import codec
 from outrider.proto.address import is_local_address
 from outrider.proto.channel import SERVER_OPTIONS
@@ -376,21 +375,6 @@ class VerifierServer:
         self._endings.discard(ending)
         if not ending.cancelled():
             ending.exception()  # abort always raises
-
-
-def load_backend(config: VerifierConfig) -> Backend:
-    """Load the target of `config` behind the port; raise NotFound or ModelRefused where it cannot be loaded."""
-    target = load_target(
-        config.target,
-        device=config.device,
-        dtype=config.dtype,
-        kv_tokens=config.kv_tokens,
-        page_size=config.page_size,
-        context_length=config.context_length,
-        max_sessions=config.max_sessions,
-        batch_invariant=config.batch_invariant,
-    )
-    return TransformersBackend(target)
 
 
 def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:

@@ -1,0 +1,27 @@
+"""The choice of a backend; the one place that knows which there are."""
+
+from __future__ import annotations
+
+from outrider.cloud.backend import Backend
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.target import load_target
+from outrider.cloud.transformers_backend import TransformersBackend
+
+
+def load_backend(config: VerifierConfig) -> Backend:
+    """Load the target of `config` behind the port, and check it.
+
+    Raises:
+        NotFound, ModelRefused: the target cannot be loaded.
+    """
+    target = load_target(
+        config.target,
+        device=config.device,
+        dtype=config.dtype,
+        kv_tokens=config.kv_tokens,
+        page_size=config.page_size,
+        context_length=config.context_length,
+        max_sessions=config.max_sessions,
+        batch_invariant=config.batch_invariant,
+    )
+    return TransformersBackend(target)
