@@ -11,7 +11,7 @@ import pytest
 DOCS = ("architecture", "exactness", "benchmarks", "steering", "selection", "python", "operations", "kubernetes")
 DOCS += ("models", "cli")
 MAX_README_LINES = 200
-MAX_FOLLOWED_FILES = 16
+MAX_FOLLOWED_FILES = 17
 OUTSIDE = ("http://", "https://")
 PLACEHOLDERS = {"N": "2", "HOST:PORT": "127.0.0.1:50050", "http://HEAD:8265": "http://127.0.0.1:8265"}
 
