@@ -23,10 +23,12 @@ import torch
 
 from outrider.cloud.distribution import VerificationInput, processed_logits
 from outrider.cloud.sampling import Sampled, Sampler
-from outrider.proto.noise import gumbel_for_proposals, row_key
+from outrider.cloud.vllm_rule import VllmRule
+from outrider.proto.noise import gumbel, row_key
 from outrider.proto.session import Verified, VerifierRules, VerifierSession
 from outrider.proto.session.acceptance import accept_drafts
-from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Open, Sampling, token_ids
+from outrider.proto.types import CommittedToken, Draft, DraftToken, FinishReason, Noise, Open, Sampling, token_ids
+from outrider.proto.vllm_noise import gumbel32
 
 torch.set_num_threads(1)
 
@@ -60,6 +62,7 @@ SAMPLINGS = {
         allowed_tokens=(0, 1, 2),
     ),
 }
+SAMPLINGS |= {f"{name}, vLLM's noise": replace(sampling, noise=Noise.VLLM) for name, sampling in SAMPLINGS.items()}
 DRAWN = {name: sampling for name, sampling in SAMPLINGS.items() if sampling.temperature > 0}
 
 
@@ -91,6 +94,8 @@ def processed_law(prefix: tuple[int, ...], sampling: Sampling) -> list[float]:
         best = max(score, key=lambda t: score[t])
         return [float(t == best) for t in range(VOCAB)]
     score = {t: s / sampling.temperature for t, s in score.items()}
+    if sampling.min_p and sampling.noise is Noise.VLLM:
+        score = {t: s for t, s in score.items() if s >= max(score.values()) + math.log(sampling.min_p)}
     if sampling.top_k:
         score = dict(sorted(score.items(), key=lambda item: -item[1])[: sampling.top_k])
     law = normalised({t: math.exp(s) for t, s in score.items()})
@@ -102,7 +107,7 @@ def processed_law(prefix: tuple[int, ...], sampling: Sampling) -> list[float]:
             kept[t] = law[t]
             total += law[t]
         law = normalised(kept)
-    if sampling.min_p:
+    if sampling.min_p and sampling.noise is not Noise.VLLM:
         law = normalised({t: p for t, p in law.items() if p >= sampling.min_p * max(law.values())})
     return [law.get(t, 0.0) for t in range(VOCAB)]
 
@@ -187,14 +192,18 @@ def fixed_drafts(*blocks):
     return adversary
 
 
-def noise_reading(seed, step, transcript):
+def noise_reading(seed, step, transcript, gumbel=gumbel):
     """Reads the very noise that decides: proposes its argmax where it is large, and its argmin elsewhere."""
     prefix = list(transcript)
     for _ in range(LENGTH - 1):
-        noise = gumbel_for_proposals(seed, len(prefix), TOKENS).tolist()
+        noise = gumbel(seed, len(prefix), TOKENS).tolist()
         scores = [a + b for a, b in zip(logits_after(tuple(prefix)), noise, strict=True)]
         prefix.append(scores.index(max(scores) if max(scores) > 1.5 else min(scores)))
     return [prefix[len(transcript) : -1], prefix[-1:]]
+
+
+def reading_vllms_noise(seed, step, transcript):
+    return noise_reading(seed, step, transcript, gumbel32)
 
 
 def without_drafts(sampling, seeds, sampler=None):
@@ -261,7 +270,8 @@ def test_the_text_is_the_same_for_every_possible_sequence_of_drafts(name):
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_texts_follow_the_processed_law_though_drafts_read_the_noise(name):
-    assert texts_follow_the_law(DRAWN[name], Sampler(torch.device("cpu")))
+    reading = reading_vllms_noise if DRAWN[name].noise is Noise.VLLM else noise_reading
+    assert texts_follow_the_law(DRAWN[name], Sampler(torch.device("cpu")), adversary=reading)
 
 
 @pytest.mark.parametrize("name", [name for name, s in SAMPLINGS.items() if s.temperature == 0])
@@ -435,6 +445,21 @@ class ForgetfulPenalty(Sampler):
         return results
 
 
+class RelativeVllmNoise(VllmRule):
+    """vLLM's noise, keyed on a row's place in the step instead of its position in the text."""
+
+    def choose(self, logits, sessions, asked):
+        return super().choose(logits, [replace(session, transcript=[0]) for session in sessions], asked)
+
+
+class RelativeVllmSampler(Sampler):
+    """The sampler with that rule."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self._vllm = RelativeVllmNoise(device)
+
+
 class FreshNoise(Sampler):
     """The noise of a row depends on the drafts before it: exact in distribution, but not the same text."""
 
@@ -459,6 +484,12 @@ def greedy_drafts(seed, step, transcript):
 @pytest.mark.parametrize("wrong", [Unprocessed, RelativeNoise, ForgetfulPenalty, FreshNoise])
 def test_a_wrong_sampler_does_not_give_the_same_text(wrong):
     assert not same_text(SAMPLINGS["penalised"], wrong(torch.device("cpu")))
+
+
+def test_vllms_noise_in_a_wrong_place_gives_neither_the_same_text_nor_the_law():
+    wrong, name = RelativeVllmSampler(torch.device("cpu")), "temperature 1, vLLM's noise"
+    assert not same_text(SAMPLINGS[name], wrong)
+    assert not texts_follow_the_law(SAMPLINGS[name], wrong, trials=1500, adversary=greedy_drafts)
 
 
 @pytest.mark.parametrize(

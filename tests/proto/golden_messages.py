@@ -96,6 +96,7 @@ EXAMPLES = {
     "open with a grammar": _edge(
         t.Open("m", HASH, (1,), t.Sampling(grammar=t.Grammar(t.GrammarKind.JSON_SCHEMA, '{"type": "object"}')), "s")
     ),
+    "open with vLLM's noise": _edge(t.Open("m", HASH, (1,), t.Sampling(noise=t.Noise.VLLM), "s")),
     "open, least": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", drafting=False, logp=False)),
     "continue": _edge(t.Continue(start=300, prompt=(4, 5, 600), sampling=SAMPLING, chain=7)),
     "continue, least": _edge(t.Continue(0, ())),
@@ -115,6 +116,7 @@ EXAMPLES = {
     "report, least": _edge(t.Report(False)),
     "cancel": _edge(t.Cancel("enough")),
     "cancel, least": _edge(t.Cancel()),
+    "opened with vLLM's noise": _cloud(t.Opened(0, 64, 128, "v0", 4096, noise=t.Noise.VLLM)),
     "opened": _cloud(
         t.Opened(
             committed=2,

@@ -9,7 +9,7 @@ from pathlib import Path
 from outrider.proto.plumbing.serving import GrpcServerSettings
 from outrider.proto.settings import above, at_least, no_empty_text, option
 from outrider.proto.tracing import trace_endpoint_option
-from outrider.proto.types import Goal, Patience
+from outrider.proto.types import Goal, Noise, Patience
 
 DTYPES = ("float32", "bfloat16", "float16")
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
@@ -87,6 +87,11 @@ class VerifierConfig(GrpcServerSettings):
         group=TARGET,
         check=no_empty_text,
         parse=absolute,
+    )
+    noise: Noise = option(
+        Noise.OUTRIDER,
+        "noise of texts that ask for none; vllm: that of vLLM's Model Runner V2, for the texts of a plain vLLM",
+        group=TARGET,
     )
     goal: Goal = option(Goal.LATENCY, "earliest tokens, or fewest target steps", group=TARGET)
     min_step_s: float = option(

@@ -7,6 +7,7 @@ is verified in the same step exactly as if it had been committed before.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,45 +95,57 @@ def adjusted_logits(logits: torch.Tensor, session: VerificationInput) -> torch.T
     presence and frequency penalty.
     """
     sampling = session.sampling
-    scores = logits.double()
-    if session.allowed is not None:
-        scores = scores.masked_fill(~torch.from_numpy(session.allowed).to(scores.device), -math.inf)
-    if sampling.allowed_tokens:
-        allowed = torch.tensor(sampling.allowed_tokens, device=scores.device)
-        kept = torch.full_like(scores, -math.inf)
-        kept[:, allowed] = scores[:, allowed]
-        scores = kept
+    scores = masked(logits.double(), session)
     if sampling.logit_bias:
         biased = torch.tensor([token for token, _ in sampling.logit_bias], device=scores.device)
         scores[:, biased] += torch.tensor([bias for _, bias in sampling.logit_bias], device=scores.device).double()
-    return _penalise(scores, session) if sampling.penalises else scores
+    return penalise(scores, session, _penalised) if sampling.penalises else scores
 
 
-def _penalise(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
-    """Penalise the tokens that came before, a few columns of `scores`, in place."""
+def masked(scores: torch.Tensor, session: VerificationInput) -> torch.Tensor:
+    """Return `scores` [k + 1, vocab] with -inf for what the grammar or the allowed tokens exclude."""
+    if session.allowed is not None:
+        scores = scores.masked_fill(~torch.from_numpy(session.allowed).to(scores.device), -math.inf)
+    if session.sampling.allowed_tokens:
+        allowed = torch.tensor(session.sampling.allowed_tokens, device=scores.device)
+        kept = torch.full_like(scores, -math.inf)
+        kept[:, allowed] = scores[:, allowed]
+        scores = kept
+    return scores
+
+
+# Makes columns [rows, n] of scores, how often their tokens are in the text and whether in prompt or text, each [n] or
+# [rows, n], and the settings, into penalised columns.
+PenaltyRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Sampling], torch.Tensor]
+
+
+def penalise(scores: torch.Tensor, session: VerificationInput, rule: PenaltyRule) -> torch.Tensor:
+    """Penalise the tokens that came before, a few columns of `scores` [k + 1, vocab], in place."""
     counts = session.counts or TokenCounts(session.prompt_length, session.transcript)
     block = np.array(token_ids(session.block), dtype=np.int64)
     drafted = np.unique(block)
     earlier = np.zeros((session.rows, len(drafted)), dtype=np.int64)  # in the same block
     earlier[np.arange(1, session.rows), np.searchsorted(drafted, block)] = 1
     used = counts.used
-    of_drafted = _penalised(scores, drafted, counts, earlier.cumsum(axis=0), session.sampling)
+
+    def penalised(tokens: np.ndarray, earlier: np.ndarray) -> torch.Tensor:
+        """Return the columns [rows, n] of `tokens` [n], which came `earlier` [rows or 1, n] times beside `counts`."""
+        in_text = torch.from_numpy(counts.in_text(tokens) + earlier).to(scores.device)
+        seen = (in_text + torch.from_numpy(counts.in_prompt(tokens)).to(scores.device)) > 0
+        columns = scores.index_select(1, torch.from_numpy(tokens).to(scores.device))
+        return rule(columns, in_text, seen, session.sampling)
+
+    of_drafted = penalised(drafted, earlier.cumsum(axis=0))
     for tokens, columns in (
-        (used, _penalised(scores, used, counts, np.zeros((1, len(used)), np.int64), session.sampling)),
+        (used, penalised(used, np.zeros((1, len(used)), np.int64))),
         (drafted, of_drafted),  # after those of the transcript alone, which it corrects
     ):
         scores.index_copy_(1, torch.from_numpy(tokens).to(scores.device), columns)
     return scores
 
 
-def _penalised(
-    scores: torch.Tensor, tokens: np.ndarray, counts: TokenCounts, earlier: np.ndarray, sampling: Sampling
-) -> torch.Tensor:
-    """Return the columns [rows, n] of `tokens` [n], which came `earlier` [rows or 1, n] times beside `counts`."""
-    in_text = torch.from_numpy(counts.in_text(tokens) + earlier).to(scores.device)
-    columns = scores.index_select(1, torch.from_numpy(tokens).to(scores.device))
+def _penalised(columns: torch.Tensor, in_text: torch.Tensor, seen: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.repetition_penalty != 1:
-        seen = (in_text + torch.from_numpy(counts.in_prompt(tokens)).to(scores.device)) > 0
         factor = sampling.repetition_penalty
         columns = torch.where(seen, torch.where(columns > 0, columns / factor, columns * factor), columns)
     in_text = in_text.double()  # a float times integers would be float32

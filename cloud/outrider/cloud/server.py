@@ -392,6 +392,7 @@ def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
         batch_invariant=config.batch_invariant,
         keep_s=config.keep_s,
         release=release(),
+        noise=config.noise,
     )
 
 

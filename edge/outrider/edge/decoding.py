@@ -38,7 +38,7 @@ from outrider.proto.session import (
     TeacherForced,
     TurnBegun,
 )
-from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Sampling
+from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Opened, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class Decoding:
         self._measured = measured
         self._emitted = asyncio.Queue()
         self._stopped_by = None
-        self._rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length)
+        self._follow_sampling()
         if self._stream is not None:
             self._stream.statistics = self.machine.statistics
         self._apply(instructions)
@@ -343,3 +343,8 @@ class Decoding:
     def _receive(self, frame: CloudFrame) -> None:
         self._observer.received(frame, time.monotonic())
         self._handle(frame)
+        if isinstance(frame, Opened) and self.machine.sampling.noise not in (None, self._rule.noise):
+            self._follow_sampling()
+
+    def _follow_sampling(self) -> None:
+        self._rule = ProposalRule(self.machine.sampling, prompt_length=self.machine.prompt_length)

@@ -90,15 +90,15 @@ def gumbel(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
     return -portable_log(-portable_log(uniform(random_bits(seed, position, tokens))))
 
 
-def gumbel_for_proposals(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
-    """Return `gumbel` to within 1e-12 in a quarter of its time, with the machine's own logarithm.
+def exponentials_for_proposals(seed: int, position: int, tokens: np.ndarray) -> np.ndarray:
+    """Return E = -log u, whose -log E is `gumbel` to within 1e-12, in a quarter of its time; float64.
 
-    Drafters alone may use it: a last bit that differs costs a proposal one hit in a million million, and no text.
+    It takes the machine's own logarithm, so drafters alone may use it: a last bit that differs costs a proposal one hit
+    in a million million, and no text.
     """
     x = uniform(random_bits(seed, position, tokens))
-    for _ in range(2):
-        np.log(x, out=x)
-        np.negative(x, out=x)
+    np.log(x, out=x)
+    np.negative(x, out=x)
     return x
 
 

@@ -126,7 +126,12 @@ class _Comparing:
 
     def _trial(self, encoded: Sequence[tuple[Prompt, tuple[int, ...]]], temperature: float) -> Trial:
         options = self._options
-        sampling = Sampling(temperature=temperature, seed=options.seed, max_tokens=options.max_tokens)
+        sampling = Sampling(
+            temperature=temperature,
+            seed=options.seed,
+            max_tokens=options.max_tokens,
+            noise=self._verifier.noise,
+        )
         began = time.monotonic()
         texts = self._writer.write([TextRequest(ids, sampling, p.id, p.domain) for p, ids in encoded])
         tokens, seconds = sum(map(len, texts)), time.monotonic() - began

@@ -14,13 +14,17 @@ import math
 
 import numpy as np
 
-from outrider.proto.noise import gumbel_for_proposals, random_bits, uniform
+from outrider.proto import noise, vllm_noise
 from outrider.proto.token_counts import TokenCounts
-from outrider.proto.types import DraftToken, Sampling
+from outrider.proto.types import DraftToken, Noise, Sampling
 
 GREEDY_CANDIDATES = 8  # the entropy of these correlates with that of all by 0.99; they cost a token 1 to 2 % more
 _LOG_LARGEST_VOCABULARY = 15.0
 NO_PROPOSAL = DraftToken(-1)
+_EXPONENTIALS = {  # E of (seed, position, tokens), with the noise G = -log E
+    Noise.OUTRIDER: noise.exponentials_for_proposals,
+    Noise.VLLM: vllm_noise.exponentials_for_proposals,
+}
 
 
 class ProposalRule:
@@ -30,10 +34,13 @@ class ProposalRule:
         """Make the rule.
 
         Args:
-            sampling: the session's parameters, the seed of the shared noise among them.
+            sampling: the session's parameters, seed and law of the shared noise among them; Outrider's where none is
+                named.
             prompt_length: tokens of prompt, which presence and frequency penalties leave out.
         """
         self.sampling = sampling
+        self.noise = sampling.noise or Noise.OUTRIDER
+        self._exponentials = _EXPONENTIALS[self.noise]
         self._prompt_length = prompt_length
         self._bias = dict(sampling.logit_bias)
         self._allowed = np.array(sorted(sampling.allowed_tokens), dtype=np.int64)
@@ -90,11 +97,11 @@ class ProposalRule:
     def _draw(self, position: int, tokens: np.ndarray, log_q: np.ndarray) -> DraftToken:
         """Choose among candidates of log_q [K] float64, where nothing is edited and so the first is not next to 0.
 
-        The argmax of log q + G is that of q e^G, and e^G = -1 / log u, which spares a logarithm and an exponential.
+        The argmax of log q + G is that of q e^G = q / E, which spares a logarithm and an exponential.
         """
         q = np.exp(log_q)
-        race = q / np.log(uniform(random_bits(self.sampling.seed, position, tokens)))  # negative: the least has won
-        index = int(race.argmin())
+        race = q / self._exponentials(self.sampling.seed, position, tokens)
+        index = int(race.argmax())
         perturbed = float(race[index]) / _sum(race)
         return DraftToken(int(tokens[index]), min(1.0, float(q[index])), _entropy(q, log_q, log_q[-1]), perturbed)
 
@@ -124,7 +131,7 @@ class ProposalRule:
             index = int(processed.argmax())
             perturbed = min(1.0, float(q[index]))
         else:
-            noisy = processed + gumbel_for_proposals(self.sampling.seed, position, tokens)
+            noisy = processed - np.log(self._exponentials(self.sampling.seed, position, tokens))
             index = int(noisy.argmax())
             perturbed = 1.0 / float(np.exp(noisy - noisy[index]).sum())
         return DraftToken(int(tokens[index]), min(1.0, float(q[index])), entropy, perturbed)

@@ -11,6 +11,7 @@ from typing import Any
 from outrider.proto import types as t
 from outrider.proto.codec.fields import (
     Field,
+    Maker,
     Table,
     enumeration,
     microseconds,
@@ -41,8 +42,23 @@ def _logit_bias(_: str) -> Field:
     return Field(encode, decode)
 
 
+def _noise(unset: t.Noise | None, field: str) -> Maker:
+    """Copy a noise, of which `unset` takes no byte; errors name `field`."""
+
+    def encode(noise: t.Noise | None) -> dict[str, Any]:
+        return {} if noise is None or noise is unset else {"noise": noise.value}
+
+    return lambda _: Field(encode, lambda wire: to_enum(t.Noise, wire.noise, field) if wire.noise else unset)
+
+
 GRAMMAR = Table(t.Grammar, pb.Grammar, kind=enumeration(t.GrammarKind, "sampling.grammar"))
-SAMPLING = Table(t.Sampling, pb.Sampling, logit_bias=_logit_bias, grammar=optional(GRAMMAR))
+SAMPLING = Table(
+    t.Sampling,
+    pb.Sampling,
+    logit_bias=_logit_bias,
+    grammar=optional(GRAMMAR),
+    noise=_noise(None, "sampling.noise"),
+)
 _PRECISION = enumeration(t.SteeringPrecision, "steering.precision")
 STEERING = Table(t.Steering, pb.Steering, precision=_PRECISION)
 STEERING_REQUEST = Table(t.SteeringRequest, pb.SteeringRequest, precision=_PRECISION)
@@ -58,7 +74,12 @@ REPORT = Table(
     t.Report, pb.Report, drafting_s=microseconds, round_trip_s=microseconds, steering=optional(STEERING_REQUEST)
 )
 CANCEL = Table(t.Cancel, pb.Cancel)
-OPENED = Table(t.Opened, pb.Opened, goal=enumeration(t.Goal, "opened.goal"))
+OPENED = Table(
+    t.Opened,
+    pb.Opened,
+    goal=enumeration(t.Goal, "opened.goal"),
+    noise=_noise(t.Noise.OUTRIDER, "opened.noise"),
+)
 GOAWAY = Table(t.Goaway, pb.Goaway)
 
 

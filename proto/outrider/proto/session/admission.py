@@ -12,7 +12,7 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Open, Patience
+from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Noise, Open, Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class VerifierRules:
         keep_s: longest time that an idle session is kept at its edge's request, in seconds.
         release: version of Outrider, for people.
         projections: projections whose steering vectors the verifier can make.
+        noise: noise of texts that ask for none.
     """
 
     name: str
@@ -44,6 +45,7 @@ class VerifierRules:
     keep_s: float = 300.0
     release: str = ""
     projections: frozenset[str] = frozenset()
+    noise: Noise = Noise.OUTRIDER
 
 
 def check_continue(

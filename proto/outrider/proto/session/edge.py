@@ -255,9 +255,9 @@ class EdgeSession:
 
     def _begin_turn(self, begun: TurnBegun, now: float) -> list[EdgeInstruction]:
         """Send the new tokens to a verifier that kept the session; else open a stream with the whole transcript."""
-        text, stream, sampling = self._text, self._stream, begun.sampling
-        same = sampling == self.sampling
-        text.begin_turn(begun.start, begun.prompt, sampling)
+        text, stream, last = self._text, self._stream, self.sampling
+        text.begin_turn(begun.start, begun.prompt, begun.sampling)
+        sampling = self.sampling
         if self._vectors is not None:
             self._vectors.forget()  # a prompt is read unsteered
         self._meter.forget_round_trip()
@@ -269,7 +269,8 @@ class EdgeSession:
         if not stream.connected:
             return [Reopen(0.0, Unavailable("no verifier keeps the session"))]
         self._meter.begin_turn(now)
-        frame = stream.begin_turn(begun.start, begun.prompt, None if same else sampling, self._chain.number)
+        changed = None if sampling == last else begun.sampling
+        frame = stream.begin_turn(begun.start, begun.prompt, changed, self._chain.number)
         return [Send(frame), *self._sender.report()]
 
     # --- commits ---

@@ -79,12 +79,18 @@ class EdgeStream:
         """Take the verifier's terms; return a Reopen where they are for a turn that has ended meanwhile.
 
         Raises:
-            InvalidArgument: it took over another text.
+            InvalidArgument: it took over another text, or draws it with another noise.
         """
         if self._opened_for != self._text.turns:
             return Reopen(0.0, Unavailable("opened for a turn that has ended"))
         if opened.committed != self._opened_with:
             raise InvalidArgument("the verifier took over another text", field="opened.committed")
+        sampling = self._text.frame.sampling
+        if sampling.noise not in (None, opened.noise):
+            raise InvalidArgument(
+                f"is {opened.noise.name}, the text has {sampling.noise.name}; update the verifier", field="opened.noise"
+            )
+        self._text.frame = replace(self._text.frame, sampling=replace(sampling, noise=opened.noise))
         self.connected = True
         self.terms = opened
         self.credit = opened.credit

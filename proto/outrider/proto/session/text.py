@@ -104,13 +104,14 @@ class EdgeText:
         return len(self.tokens) - self.prompt_length
 
     def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling) -> None:
-        """Continue with `prompt` after the first `start` tokens.
+        """Continue with `prompt` after the first `start` tokens, and with the same noise unless `sampling` names one.
 
         Raises:
             InvalidArgument: with the field named; nothing has changed then.
         """
         if not self.done:
             raise InvalidArgument("still runs; finish or leave it before the next", field="turn")
+        sampling = replace(sampling, noise=sampling.noise or self.frame.sampling.noise)
         self.frame = replace(self.frame, prompt=(*self.tokens[:start], *prompt), committed=(), sampling=sampling)
         self.tokens = list(self.frame.prompt)
         self.prompt_length = len(self.tokens)

@@ -72,9 +72,9 @@ class VerifierSession:
         """
         check_open(frame, rules)
         self.id = frame.session
-        self.sampling = replace(
-            frame.sampling, max_tokens=min(frame.sampling.max_tokens, rules.context_length - len(frame.prompt))
-        )
+        self.noise = frame.sampling.noise or rules.noise
+        room = rules.context_length - len(frame.prompt)
+        self.sampling = replace(frame.sampling, max_tokens=min(frame.sampling.max_tokens, room), noise=self.noise)
         self.prompt_length = len(frame.prompt)
         self.transcript: list[int] = [*frame.prompt, *frame.committed]
         self.finish: FinishReason | None = None
@@ -121,6 +121,7 @@ class VerifierSession:
             keep_s=self.keep_s,
             release=rules.release,
             steered=self.steered,
+            noise=self.noise,
         )
 
     def continued(self, frame: Continue, now: float) -> VerifierSession:
@@ -144,7 +145,7 @@ class VerifierSession:
                 self._frame,
                 prompt=prompt,
                 committed=(),
-                sampling=sampling,
+                sampling=replace(sampling, noise=sampling.noise or self.noise),
                 drafting=self._drafting,
                 steering=self._steering,
             ),

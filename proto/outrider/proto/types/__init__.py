@@ -50,7 +50,7 @@ from outrider.proto.types.decoding import (
     TopLogprobs,
     token_ids,
 )
-from outrider.proto.types.sampling import Grammar, GrammarKind, Sampling
+from outrider.proto.types.sampling import Grammar, GrammarKind, Noise, Sampling
 
 __all__ = [
     "LINK_CLASSES",
@@ -81,6 +81,7 @@ __all__ = [
     "GrammarKind",
     "Lease",
     "LeaseRequest",
+    "Noise",
     "Open",
     "Opened",
     "Patience",

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from outrider.proto.types.checks import MAX_TOKEN_ID, NAME, SHA256, require, require_tokens
-from outrider.proto.types.sampling import Sampling
+from outrider.proto.types.sampling import Noise, Sampling
 
 PROTOCOL_VERSION = 2
 MAX_TOP_LOGPROBS = 20
@@ -281,6 +281,7 @@ class Opened:
         planned: whether the verifier plans how long it waits for drafts; its patience is fixed otherwise.
         keep_s: time that an idle session is kept, in seconds; 0: the stream ends with the text.
         steered: whether it has the requested projection and sends its vectors.
+        noise: noise by which it draws the text.
     """
 
     committed: int
@@ -296,6 +297,7 @@ class Opened:
     keep_s: float = 0.0
     release: str = ""
     steered: bool = False
+    noise: Noise = Noise.OUTRIDER
 
 
 @dataclass(frozen=True, slots=True)

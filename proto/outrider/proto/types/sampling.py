@@ -14,6 +14,17 @@ MAX_STOP_TOKENS = 256  # all are compared with every token
 MAX_GRAMMAR_BYTES = 1 << 16
 
 
+class Noise(Enum):
+    """Law of the noise by which texts are drawn, fixed for a whole text.
+
+    `OUTRIDER` is that of `outrider.proto.noise`; `VLLM` that of `outrider.proto.vllm_noise`, with which processing too
+    is that of vLLM, in its order and in float32.
+    """
+
+    OUTRIDER = 1
+    VLLM = 2
+
+
 class GrammarKind(Enum):
     """Notation of a grammar."""
 
@@ -51,7 +62,11 @@ class Sampling:
     """Processing of the target's distribution.
 
     The order is: grammar, allowed tokens, bias, repetition, presence and frequency penalty, temperature, top-k, top-p,
-    min-p. At temperature 0 the argmax before temperature is taken.
+    min-p. At temperature 0 the argmax before temperature is taken. `Noise.VLLM` takes frequency before presence penalty
+    and min-p before top-k.
+
+    Attributes:
+        noise: noise of the text; None: that of the verifier that begins it.
     """
 
     temperature: float = option(0.0, "temperature; 0: greedy", metavar="T", group=GROUP)
@@ -70,6 +85,7 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    noise: Noise | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):

@@ -1,0 +1,180 @@
+"""The coupled rule with vLLM's noise and in vLLM's arithmetic: the tokens that a plain vLLM takes for these logits.
+
+Model Runner V2 of vLLM 0.32 works in float32: logits, adjusted and divided by the temperature, cut, plus the noise of
+`outrider.proto.vllm_noise`; the largest sum wins, the lower token among equals. Nothing is normalised before, since
+that would round differently. Everything here is in its order and operation by operation as its kernels have it
+(`vllm/v1/worker/gpu/sample`); top-k and top-p are those of its PyTorch path with a stable sort. Kernels that fuse a
+product and a sum, or take an approximate logarithm, may still differ in a last bit, as vLLM does between two devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from outrider.cloud.distribution import VerificationInput, masked, penalise
+from outrider.cloud.shortlist import RowChoices
+from outrider.proto.types import Sampling
+from outrider.proto.vllm_noise import TorchVllmNoise, VllmNoiseSieve, gumbel32_of_bits, row_state
+
+_LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to it
+_LISTED_BELOW = 6.0  # in units of the score; a token so far below the best wins by loud noise alone
+_LOUD = 4.5  # one token in 90
+# The machine's logarithm leaves sums this close undecided: an absolute part, and a part of the sum itself.
+_NEAR, _NEAR_RELATIVE = 2e-5, 1e-6
+
+
+def temperature_of(sampling: Sampling) -> float:
+    """Return the temperature that vLLM samples with."""
+    return max(sampling.temperature, _LOWEST_TEMPERATURE) if sampling.temperature > 0 else 0.0
+
+
+def vllm_scores(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
+    """Return processed logits [k + 1, vocab] float32, to which the noise is added; -inf: excluded.
+
+    The order is grammar, allowed tokens, bias, repetition, frequency and presence penalty, temperature, min-p, top-k,
+    top-p. At temperature 0 it ends before the temperature.
+
+    Args:
+        logits: [k + 1, vocab], the target's.
+        session: session of the rows.
+    """
+    sampling = session.sampling
+    scores = masked(logits.float(), session)
+    if sampling.logit_bias:
+        biased = torch.tensor([token for token, _ in sampling.logit_bias], device=scores.device)
+        bias = torch.tensor([bias for _, bias in sampling.logit_bias], dtype=torch.float32, device=scores.device)
+        scores = scores.index_add(1, biased, bias.expand(len(scores), -1))
+    if sampling.penalises:
+        scores = penalise(scores.clone(), session, _penalised)
+    temperature = temperature_of(sampling)
+    if temperature == 0:
+        return scores
+    if temperature != 1:
+        scores = scores / torch.tensor(temperature, dtype=torch.float32, device=scores.device)
+    if sampling.min_p > 0:
+        least = scores.max(dim=-1, keepdim=True).values + float(np.log(np.float32(sampling.min_p)))
+        scores = scores.masked_fill(scores < least, -math.inf)
+    return _cut(scores, sampling)
+
+
+def _penalised(columns: torch.Tensor, in_text: torch.Tensor, seen: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    penalty = torch.tensor(sampling.repetition_penalty, dtype=torch.float32, device=columns.device)
+    scale = torch.where(seen, penalty, torch.ones_like(penalty))
+    columns = columns * torch.where(columns > 0, 1 / scale, scale)
+    columns = columns - torch.tensor(sampling.frequency_penalty, dtype=torch.float32) * in_text.float()
+    return columns - torch.tensor(sampling.presence_penalty, dtype=torch.float32) * (in_text > 0).float()
+
+
+def _cut(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Apply top-k and top-p as `apply_top_k_top_p_pytorch` of vLLM does, with a stable sort."""
+    top_k = sampling.top_k if 0 < sampling.top_k < scores.shape[1] else 0
+    if sampling.top_p == 1:
+        if not top_k:
+            return scores
+        return scores.masked_fill(scores < scores.topk(top_k, dim=-1).values[:, -1:], -math.inf)
+    ordered, order = scores.sort(dim=-1, stable=True)
+    if top_k:
+        ordered = ordered.masked_fill(ordered < ordered[:, -top_k, None], -math.inf)
+    mass = ordered.softmax(dim=-1).cumsum(dim=-1)
+    cut = mass <= 1 - torch.tensor(sampling.top_p, dtype=torch.float32, device=scores.device)
+    cut[:, -1] = False
+    return torch.empty_like(scores).scatter_(1, order, ordered.masked_fill(cut, -math.inf))
+
+
+class VllmRule:
+    """The rule on one device: by the likely and the loud tokens where these settle a row (on a CPU), else by all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._noise = TorchVllmNoise(torch, device)
+        self._sieve: VllmNoiseSieve | None = None
+        self._loud_bits = 0
+
+    def choose(self, logits: torch.Tensor, sessions: Sequence[VerificationInput], asked: np.ndarray) -> RowChoices:
+        """Return the token of every row, its log p and that of the token asked for.
+
+        Args:
+            logits: [sum of rows, vocab], the target's.
+            sessions: sessions of the rows.
+            asked: [sum of rows] int64, a token of each row.
+        """
+        scores = torch.empty(logits.shape, dtype=torch.float32, device=self._device)
+        first = 0
+        for session in sessions:
+            rows = slice(first, first + session.rows)
+            scores[rows] = vllm_scores(logits[rows], session)
+            first += session.rows
+        tokens = self._tokens(scores, sessions)
+        best = scores.max(dim=-1, keepdim=True).values
+        log_sums = best[:, 0].double() + (scores - best).exp().sum(dim=-1, dtype=torch.float64).log()
+        wanted = torch.stack([tokens, torch.from_numpy(asked).to(self._device)], dim=1)
+        logp = (scores.gather(1, wanted).double() - log_sums[:, None]).T.cpu().numpy()
+        return RowChoices(tokens.cpu().numpy(), logp[0], logp[1], np.ones(len(asked), bool))
+
+    def _tokens(self, scores: torch.Tensor, sessions: Sequence[VerificationInput]) -> torch.Tensor:
+        """Return [rows] int64 the argmax of scores plus noise; of the scores alone at temperature 0."""
+        tokens = scores.argmax(dim=-1)
+        noisy, states = _states(sessions)
+        if self._device.type == "cpu":
+            noisy, states = self._settle_by_few(scores, tokens, noisy, states)
+        if noisy:
+            rows = torch.tensor(noisy, device=self._device)
+            tokens[rows] = self.argmax(scores[rows], torch.tensor(states, device=self._device))
+        return tokens
+
+    def _settle_by_few(
+        self, scores: torch.Tensor, tokens: torch.Tensor, noisy: list[int], states: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Put the tokens of rows that the likely and the loud settle into `tokens`; return the rows that are left."""
+        vocab = scores.shape[1]
+        if self._sieve is None or self._sieve.vocab != vocab:
+            self._sieve = VllmNoiseSieve(vocab)
+            self._loud_bits = self._sieve.most_bits(_LOUD)
+        left: tuple[list[int], list[int]] = ([], [])
+        of_rows, into = scores.numpy(), tokens.numpy()
+        for row, state in zip(noisy, states, strict=True):
+            of_row = of_rows[row]
+            floor = of_row.max() - np.float32(_LISTED_BELOW)
+            bits = self._sieve.bits(state)
+            listed = np.flatnonzero((of_row >= floor) | (bits <= self._loud_bits))
+            sums = of_row[listed] + gumbel32_of_bits(bits[listed])
+            best = int(sums.argmax())
+            if sums[best] > floor + np.float32(_LOUD):  # no other token has so large a sum
+                into[row] = listed[best]
+            else:
+                left[0].append(row)
+                left[1].append(state)
+        return left
+
+    def argmax(self, scores: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return [rows] the argmax of scores [rows, vocab] float32 + G, of which the portable logarithm is the judge.
+
+        The machine's logarithm, which is faster, leaves those tokens whose sums come close to the largest.
+        """
+        bits = self._noise.hashed(states, torch.arange(scores.shape[1], device=self._device))
+        total = scores + self._noise.fast_gumbel32_of_bits(bits)
+        best, tokens = torch.max(total, dim=-1)
+        close = total >= (best - _NEAR - _NEAR_RELATIVE * best.abs())[:, None]
+        for row in (close.sum(dim=-1) > 1).nonzero()[:, 0].tolist():
+            tied = close[row].nonzero()[:, 0]
+            sums = scores[row, tied] + self._noise.gumbel32_of_bits(bits[row, tied])
+            tokens[row] = tied[(sums == sums.max()).nonzero()[0, 0]]
+        return tokens
+
+
+def _states(sessions: Sequence[VerificationInput]) -> tuple[list[int], list[int]]:
+    """Return the rows that are drawn, and the state of the noise of each."""
+    noisy: list[int] = []
+    states: list[int] = []
+    first = 0
+    for session in sessions:
+        if session.sampling.temperature > 0:
+            noisy += range(first, first + session.rows)
+            position = len(session.transcript)
+            states += [row_state(session.sampling.seed, position + row) for row in range(session.rows)]
+        first += session.rows
+    return noisy, states
