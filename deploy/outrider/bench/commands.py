@@ -20,6 +20,9 @@ from outrider.proto.types import Goal, Sampling
 
 PER_LINK = "one for all links, or one for each"
 MODES = ("cloud", "sync", "outrider", "optimum", "hf-generate", "hf-assisted")
+LLAMA_8BIT = "llama-8bit"
+PEERS = ("llama", LLAMA_8BIT, "vllm", "vllm-compiled")
+OTHER_ENGINES = "other engines"
 SELECTORS = "selectors (the recorded drafters are one pool then, and windows are left out)"
 
 
@@ -80,15 +83,34 @@ def check_step(text: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings(Settings):
-    """Steps of a target on a CPU, to be timed by part: in CPU time with one thread, else by the wall clock."""
+    """Steps of a target on a CPU, in turn with other engines: in CPU time with one thread, else by the wall clock."""
 
     steps: tuple[str, ...] = listed(
         ("1x1", "1x5", "1x9", "1x17", "16x1", "16x5"), "steps to time, sessions x rows of each", check=check_step
     )
+    prefill: int = option(512, "tokens of a prompt to time, too; 0: none", check=at_least(0))
     context: int = option(200, "tokens before the rows of a session", check=at_least(1))
-    repetitions: int = option(20, "steps of each kind", check=at_least(1))
+    repetitions: int = option(20, "turns of each engine, of a few steps", check=at_least(1))
     temperature: float = option(0.0, "temperature of the sampling; 0: greedy", metavar="T", check=at_least(0))
     json: Path | None = option(None, "file to write the record to")
+    peers: tuple[str, ...] = listed(
+        PEERS, "other engines to take turns with, each in a process of its own", choices=PEERS, group=OTHER_ENGINES
+    )
+    llama_python: Path | None = option(
+        None, "Python that has llama-cpp-python and gguf; not set: this one", metavar="FILE", group=OTHER_ENGINES
+    )
+    gguf: Path | None = option(
+        None, "the target as a GGUF file for llama.cpp; not set: converted, if it is a Llama", group=OTHER_ENGINES
+    )
+    vllm_python: Path | None = option(
+        None, "Python that has vLLM's build for CPUs; not set: this one", metavar="FILE", group=OTHER_ENGINES
+    )
+
+    def check_together(self) -> None:
+        """Refuse a file that cannot have the types of two peers."""
+        check_once(self.peers, "peers")
+        if self.gguf and LLAMA_8BIT in self.peers:
+            raise ConfigError(f"has one type; leave {LLAMA_8BIT} out of --peers", field="gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

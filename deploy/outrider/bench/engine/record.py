@@ -2,61 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic.dataclasses import dataclass
 
 from outrider.bench.environment import Environment
 from outrider.bench.record import RECORD, Count, Metric
 
+OURS, PLAIN, GENERATE = "outrider", "outrider, plain products", "generate"
+
 
 @dataclass(frozen=True, slots=True, config=RECORD)
 class StepParts:
-    """Median times of a target step, ms.
+    """Times of one of our steps by part, ms.
 
     Attributes:
-        forward_ms: the model's pass.
-        products_ms: its linear layers.
-        attention_ms: its attention over the KV cache.
-        sampling_ms: from logits to tokens.
+        forward_ms: the model's pass, median.
+        products_ms: share of products by weights in it.
+        attention_ms: share of attention, with the KV cache.
+        operators_ms: share of all other operators.
+        python_ms: share of the time in no operator.
+        operator_calls: operators called in the pass.
+        sampling_ms: from logits to tokens, median.
+        planning_ms: between two steps of the engine, events, plans and commits, median; None: not measured.
     """
 
     forward_ms: Metric
     products_ms: Metric
     attention_ms: Metric
+    operators_ms: Metric
+    python_ms: Metric
+    operator_calls: Count
     sampling_ms: Metric
-
-    @property
-    def rest_ms(self) -> float:
-        """Rest of the pass: norms, activations, positions, Python."""
-        return max(0.0, self.forward_ms - self.products_ms - self.attention_ms)
+    planning_ms: Metric | None
 
     @property
     def step_ms(self) -> float:
-        """Pass and sampling."""
-        return self.forward_ms + self.sampling_ms
+        """Whole step of the engine."""
+        return self.forward_ms + self.sampling_ms + (self.planning_ms or 0.0)
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
-class StepComparison:
-    """Steps of some sessions with some rows each.
+class EngineTimes:
+    """Steps of one engine.
 
     Attributes:
-        plain: step with plain products.
-        packed: step with the products that the calibration chose.
-        forward_ratio: median over pairs of steps of the plain pass's time over the packed one's.
-        generate_ms: step of transformers' `generate` for a batch of these sessions; None: it has no such step.
+        step_ms: from tokens to tokens, median.
+        ratio: median over turns of its time over ours in the same turn.
+        same_tokens: sessions whose first greedy token equals ours; None: not compared.
     """
 
+    step_ms: Metric
+    ratio: Metric
+    same_tokens: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, config=RECORD)
+class CaseResult:
+    """The steps of all engines for some sessions with some rows each.
+
+    Attributes:
+        name: `SESSIONSxROWS`, or `prefill TOKENS`.
+        parts: parts of our step.
+        engines: times by engine, ours (pass and sampling) first.
+        absent: engines without such a step, and why.
+    """
+
+    name: str
     sessions: Count
     rows: Count
-    plain: StepParts
-    packed: StepParts
-    forward_ratio: Metric
-    generate_ms: Metric | None
-
-    @property
-    def name(self) -> str:
-        """Sessions and rows in the form of the option."""
-        return f"{self.sessions}x{self.rows}"
+    parts: StepParts
+    engines: Mapping[str, EngineTimes]
+    absent: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)
@@ -64,13 +81,15 @@ class EngineRecord:
     """One measurement.
 
     Attributes:
-        clock: clock of the times, `thread` (CPU time of the thread, for one thread of torch) or `wall`.
+        clock: clock of the times, `cpu` (CPU time of the thread, of the process for peers) or `wall`.
         context: tokens before the rows of each session.
-        repetitions: steps of each kind.
+        repetitions: turns of each engine.
         packed_shapes: shapes (out_features, in_features) of linear layers with packed weights.
         plain_shapes: shapes of the others.
         packed_bytes: size of the packed weights.
         rows_keep_bits: whether a row's product had the same bits beside 0 to 32 others.
+        peers: versions of other engines.
+        absent: other engines that did not run, and why.
     """
 
     environment: Environment
@@ -82,4 +101,6 @@ class EngineRecord:
     plain_shapes: tuple[tuple[int, int], ...]
     packed_bytes: Count
     rows_keep_bits: bool
-    results: tuple[StepComparison, ...]
+    peers: Mapping[str, str]
+    absent: Mapping[str, str]
+    results: tuple[CaseResult, ...]

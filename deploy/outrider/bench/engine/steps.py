@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from outrider.cloud import attention
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.target import SessionRows, Target
@@ -18,46 +15,76 @@ from outrider.proto.types import DraftToken, Sampling
 
 Clock = Callable[[], float]
 
-_TIMED_ATTENTION = "outrider_timed"
 _PREFILL_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """Times of one step, seconds; `products_s` and `attention_s` come from a second pass over the same rows."""
+class Case:
+    """What every engine is to compute in a step.
 
-    forward_s: float
-    products_s: float
-    attention_s: float
-    sampling_s: float
+    Attributes:
+        sessions: sessions that take part.
+        rows: rows of each.
+        logits: rows of each whose logits are wanted, the last ones.
+        context: tokens before the rows of each session.
+    """
+
+    sessions: int
+    rows: int
+    logits: int
+    context: int
+
+    @property
+    def name(self) -> str:
+        """Sessions and rows in the form of the option; `prefill` and its length where a prompt is read."""
+        return f"{self.sessions}x{self.rows}" if self.logits == self.rows else f"prefill {self.rows}"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is the step of plain decoding."""
+        return self.rows == self.logits == 1
+
+    def contexts(self, vocab_size: int) -> list[list[int]]:
+        """Return the tokens before the rows of each session."""
+        return [[(37 * i + j) % vocab_size for i in range(self.context)] for j in range(self.sessions)]
+
+    def prompt(self, vocab_size: int) -> list[int]:
+        """Return the rows of a session."""
+        return [token % vocab_size for token in range(3, 3 + self.rows)]
 
 
 class Steps:
     """Repeated steps of sessions after their contexts, as a context manager that holds their KV pages."""
 
-    def __init__(self, target: Target, contexts: Sequence[Sequence[int]], rows: int, sampling: Sampling, clock: Clock):
+    def __init__(self, target: Target, case: Case, sampling: Sampling, clock: Clock):
         """Step on `target`.
 
         Args:
             target: target with room for all contexts and rows.
-            contexts: tokens before the rows of each session.
-            rows: rows of a session in a step: its newest token and drafts.
+            case: what a step computes.
             sampling: sampling settings of all sessions.
             clock: seconds.
         """
-        self._target, self._clock = target, clock
-        self._length = len(contexts[0])
-        self._caches = [target.pool.allocate(self._length + rows) for _ in contexts]
-        block = tuple(token % target.vocab_size for token in range(3, 3 + rows))
-        self._batch = [SessionRows(cache, block, rows) for cache in self._caches]
-        drafts = tuple(map(DraftToken, block[1:]))
+        self._target, self._clock, self._length = target, clock, case.context
+        self._caches = [target.pool.allocate(case.context + case.rows) for _ in range(case.sessions)]
+        block = tuple(case.prompt(target.vocab_size))
+        self._batch = [SessionRows(cache, block, case.logits) for cache in self._caches]
+        contexts = case.contexts(target.vocab_size)
+        known = case.rows - case.logits + 1
+        drafts = tuple(map(DraftToken, block[known:]))
         self._inputs = [
-            VerificationInput(sampling, [*context, block[0]], self._length + 1, drafts) for context in contexts
+            VerificationInput(sampling, [*context, *block[:known]], case.context + known, drafts)
+            for context in contexts
         ]
         self._sampler = Sampler(target.device)
-        for cache, context in zip(self._caches, contexts, strict=True):
-            for first in range(0, self._length, _PREFILL_ROWS):
-                target.forward([SessionRows(cache, tuple(context[first : first + _PREFILL_ROWS]), 0)])
+        self.tokens_after_contexts = [
+            self._read(cache, context) for cache, context in zip(self._caches, contexts, strict=True) if context
+        ]
+
+    def _read(self, cache: Any, context: list[int]) -> int:
+        for first in range(0, len(context), _PREFILL_ROWS):
+            logits = self._target.forward([SessionRows(cache, tuple(context[first : first + _PREFILL_ROWS]), 1)])
+        return int(logits[-1].argmax())
 
     def __enter__(self) -> Steps:
         return self
@@ -66,64 +93,37 @@ class Steps:
         for cache in self._caches:
             self._target.pool.release(cache)
 
-    def step(self) -> MeasuredStep:
-        """Make one step, and its pass again with a stopwatch in it."""
-        began = self._clock()
-        logits = self._target.forward(self._batch)
-        forwarded = self._clock()
-        self._sampler.sample(logits, self._inputs)
-        sampled = self._clock()
-        self._rewind()
-        with _stopwatch(self._target.model, self._clock) as parts:
-            self._target.forward(self._batch)
-        self._rewind()
-        return MeasuredStep(forwarded - began, parts["products"], parts["attention"], sampled - forwarded)
+    @property
+    def model(self) -> Any:
+        """The model of transformers that makes the pass."""
+        return self._target.model
 
-    def _rewind(self) -> None:
+    def forward(self) -> torch.Tensor:
+        """Make the pass of a step, and forget it."""
+        logits = self._target.forward(self._batch)
         for cache in self._caches:
             cache.truncate(self._length)
+        return logits
 
+    def step(self) -> tuple[float, float]:
+        """Make one step, and return the seconds of its pass and of its sampling."""
+        began = self._clock()
+        logits = self.forward()
+        forwarded = self._clock()
+        self._sampler.sample(logits, self._inputs)
+        return forwarded - began, self._clock() - forwarded
 
-@contextmanager
-def _stopwatch(model: Any, clock: Clock) -> Iterator[dict[str, float]]:
-    """Add up the time of linear layers and of attention in the passes of `model` inside the block."""
-    from transformers import AttentionInterface
-
-    parts = {"products": 0.0, "attention": 0.0}
-    began = 0.0
-
-    def before(*_: object) -> None:
-        nonlocal began
-        began = clock()
-
-    def after(*_: object) -> None:
-        parts["products"] += clock() - began
-
-    def attend(*arguments: Any, **keywords: Any) -> Any:
-        started = clock()
-        attended = attention.paged_attention(*arguments, **keywords)
-        parts["attention"] += clock() - started
-        return attended
-
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    hooks = [layer.register_forward_pre_hook(before) for layer in layers]
-    hooks += [layer.register_forward_hook(after) for layer in layers]
-    AttentionInterface.register(_TIMED_ATTENTION, attend)
-    model.set_attn_implementation(_TIMED_ATTENTION)
-    try:
-        yield parts
-    finally:
-        model.set_attn_implementation(attention.NAME)
-        for hook in hooks:
-            hook.remove()
+    def turn(self, warm: int, timed: int) -> list[tuple[float, float]]:
+        """Make `warm` steps and then `timed` ones, and return the seconds of these."""
+        return [self.step() for _ in range(warm + timed)][warm:]
 
 
 class _Streamer:
     """A streamer that times the steps between the tokens that `generate` hands it, and has other work done between."""
 
-    def __init__(self, clock: Clock, between: Callable[[], None]) -> None:
-        self.times_s: list[float] = []
-        self._clock, self._between = clock, between
+    def __init__(self, clock: Clock, warm: int, timed: int, between: Callable[[list[float]], None]) -> None:
+        self._clock, self._warm, self._steps, self._between = clock, warm, warm + timed, between
+        self._times: list[float] = []
         self._tokens = -1  # the prompt comes first
         self._resumed = 0.0
 
@@ -131,31 +131,46 @@ class _Streamer:
         now = self._clock()
         self._tokens += 1
         if self._tokens > 1:  # the first token's step reads the prompt
-            self.times_s.append(now - self._resumed)
-        if self._tokens > 0:
-            self._between()
+            self._times.append(now - self._resumed)
+        if len(self._times) == self._steps:
+            self._between(self._times[self._warm :])
+            self._times = []
         self._resumed = self._clock()
 
     def end(self) -> None:
         """Do nothing: a streamer needs the method."""
 
 
-def generate_times(
-    model: Any, contexts: Sequence[Sequence[int]], steps: int, clock: Clock, between: Callable[[], None]
-) -> list[float]:
-    """Return seconds of `steps` steps of transformers' greedy `generate` for a batch of `contexts`.
+def generate_in_turns(
+    model: Any,
+    contexts: Sequence[Sequence[int]],
+    turns: int,
+    warm: int,
+    timed: int,
+    clock: Clock,
+    between: Callable[[list[float]], None],
+) -> None:
+    """Run turns of `warm` and then `timed` steps of transformers' greedy `generate` for a batch of `contexts`.
 
-    `between` is called `steps` + 1 times, after each token. An end token does not end the texts.
+    `between` is called after each turn, with the seconds of the timed steps. An end token does not end the texts.
     """
-    streamer = _Streamer(clock, between)
     input_ids = torch.tensor(contexts)
     model.generation_config.eos_token_id = None
     model.generate(
         input_ids,
         attention_mask=torch.ones_like(input_ids),
-        streamer=streamer,
-        max_new_tokens=steps + 1,
+        streamer=_Streamer(clock, warm, timed, between),
+        max_new_tokens=turns * (warm + timed) + 1,
         do_sample=False,
         pad_token_id=0,
     )
-    return streamer.times_s
+
+
+def generate_first_s(model: Any, prompt: Sequence[int], clock: Clock) -> float:
+    """Return the seconds in which transformers' `generate` reads a prompt and makes a token."""
+    input_ids = torch.tensor([prompt])
+    began = clock()
+    model.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids), max_new_tokens=1, do_sample=False, pad_token_id=0
+    )
+    return clock() - began

@@ -1,45 +1,78 @@
-"""The table of `outrider engine-bench`, for a terminal of 100 columns."""
+"""The tables of `outrider engine-bench`, for a terminal of 100 columns."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group
 
-from outrider.bench.engine.record import EngineRecord, StepComparison, StepParts
-from outrider.bench.table import UNKNOWN, Grid, draw, number
+from outrider.bench.engine.aims import aims
+from outrider.bench.engine.record import CaseResult, EngineRecord
+from outrider.bench.table import UNKNOWN, Block, Grid, draw, number
 
-HEADINGS = ("sessions x rows", "weights", "forward", "products", "attention", "rest", "sampling", "ratio", "generate")
+PARTS = ("sessions x rows", "products", "attention", "operators", "Python", "sampling", "planning", "= step", "calls")
 LEGEND = (
-    "ms, medians; forward: the model's pass, which consists of products (linear layers), attention and rest; ratio: "
-    "the plain pass's time over the packed one's, median of pairs; generate: step of transformers' `generate` for a "
-    "batch of these sessions, which has one row each"
+    "ms, medians; products: linear layers; operators: all others in the pass, of calls in all; Python: the pass's time "
+    "in no operator; these are shares by torch's profiler, of the pass's time without it; planning: events, plans and "
+    "commits between two steps, by the engine's own timings (wall clock); engines take turns of a few steps, from "
+    "tokens to tokens, ours without planning; / ours: median over turns"
 )
 
 
 def table(record: EngineRecord) -> Group:
-    """Return plain and packed steps in turn, for each number of sessions and rows."""
+    """Return the parts of our steps, the engines beside each other, and the aims."""
+    return draw(_grids(record), f"{LEGEND}; {_clock(record.clock)}")
+
+
+def _grids(record: EngineRecord) -> Iterator[Grid]:
     kept = "keep" if record.rows_keep_bits else "do not keep"
     caption = (
         f"{len(record.packed_shapes)} of {len(record.packed_shapes) + len(record.plain_shapes)} shapes packed, "
         f"{record.packed_bytes / 2**20:.0f} MiB; rows {kept} their bits beside others"
     )
     title = f"Steps of {record.environment.target}, {record.environment.dtype}, context {record.context}"
-    grids = [Grid(title, HEADINGS, 2, [_block(result) for result in record.results], caption)]
-    return draw(grids, f"{LEGEND}; {_clock(record.clock)}")
+    yield Grid(title, PARTS, 1, [[_parts(result) for result in record.results]], caption)
+    engines = dict.fromkeys(engine for result in record.results for engine in result.engines)
+    yield Grid(
+        "Engines in turn",
+        ("engine", "", *(result.name for result in record.results)),
+        2,
+        [_engine(engine, record.results) for engine in engines],
+        "\n".join(_notes(record)),
+    )
+    if rows := [(aim.text, number(aim.ratio, 2), f"{aim.at_most:g}", "yes" if aim.reached else "no")
+                for aim in aims(record)]:  # fmt: skip
+        yield Grid("Aims", ("ours / theirs", "measured", "at most", "reached"), 1, [rows])
 
 
 def _clock(clock: str) -> str:
-    return "CPU time of the thread" if clock == "thread" else "wall clock"
+    return "CPU time of the thread, of the process for other engines" if clock == "cpu" else "wall clock"
 
 
-def _block(result: StepComparison) -> Sequence[Sequence[str]]:
+def _parts(result: CaseResult) -> Sequence[str]:
+    parts = result.parts
+    times = (parts.products_ms, parts.attention_ms, parts.operators_ms, parts.python_ms, parts.sampling_ms,
+             parts.planning_ms, parts.step_ms)  # fmt: skip
+    return (result.name, *(number(time, 2) for time in times), str(parts.operator_calls))
+
+
+def _engine(engine: str, results: Sequence[CaseResult]) -> Block:
+    times = [result.engines.get(engine) for result in results]
     return (
-        _row(result.name, "plain", result.plain, UNKNOWN, number(result.generate_ms, 2)),
-        _row("", "packed", result.packed, number(result.forward_ratio, 2), ""),
+        (engine, "ms", *(number(each.step_ms if each else None, 2) for each in times)),
+        ("", "/ ours", *(number(each.ratio if each else None, 2) for each in times)),
     )
 
 
-def _row(name: str, weights: str, parts: StepParts, ratio: str, generate: str) -> Sequence[str]:
-    times = (parts.forward_ms, parts.products_ms, parts.attention_ms, parts.rest_ms, parts.sampling_ms)
-    return (name, weights, *(number(time, 2) for time in times), ratio, generate)
+def _notes(record: EngineRecord) -> Iterator[str]:
+    for engine, version in record.peers.items():
+        compared = [(result.engines[engine].same_tokens, result.sessions) for result in record.results
+                    if engine in result.engines and result.engines[engine].same_tokens is not None]  # fmt: skip
+        same, sessions = sum(same or 0 for same, _ in compared), sum(count for _, count in compared)
+        yield f"{engine}: {version}; first token as ours in {same} of {sessions} sessions"
+    yield from (f"{engine}: {why}" for engine, why in record.absent.items())
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for result in record.results:
+        for engine, why in result.absent.items():
+            reasons.setdefault((engine, why), []).append(result.name)
+    yield from (f"{engine}, {UNKNOWN} at {', '.join(names)}: {why}" for (engine, why), names in reasons.items())

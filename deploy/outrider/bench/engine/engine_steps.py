@@ -1,0 +1,141 @@
+"""Steps of the verifier's engine itself, with sessions whose drafts are right, so that every step has the same rows."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from outrider.bench.engine.steps import Case
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import Engine
+from outrider.cloud.slots import Outbox
+from outrider.cloud.target import Target
+from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.proto.errors import DeadlineExceeded, OutriderError
+from outrider.proto.session import VerifierRules
+from outrider.proto.types import CloudFrame, Commit, Draft, DraftToken, Open, Patience, Sampling, token_ids
+
+_DEADLINE_S = 600.0
+
+
+class _Edge(Outbox):
+    """An edge in the engine's own thread, which knows the text and answers each commit with the tokens after it."""
+
+    def __init__(
+        self, engine: Engine, key: int, prompt: Sequence[int], text: Sequence[int], drafts: int, reading: set[int]
+    ) -> None:
+        """Decode as session `key` of those that are `reading` their prompts; the last to end that starts the timing."""
+        self.tokens: list[int] = []
+        self.error: OutriderError | None = None
+        self.ended = threading.Event()
+        self._engine, self._key = engine, key
+        self._prompt, self._text, self._drafts = tuple(prompt), text, drafts
+        self._reading = reading
+
+    def open(self, rules: VerifierRules, sampling: Sampling) -> None:
+        """Open the session; its steps wait for drafts, where there are to be any."""
+        patience = Patience(math.inf, self._drafts) if self._drafts else None
+        frame = Open(
+            rules.model,
+            rules.tokenizer_sha256,
+            self._prompt,
+            sampling,
+            f"bench-{self._key}",
+            patience=patience,
+            drafting=self._drafts > 0,
+        )
+        self._engine.post_open(self._key, frame, self)
+
+    def close(self) -> None:
+        """Leave the session's place to others."""
+        self._engine.post_close(self._key)
+
+    def put(self, item: CloudFrame | OutriderError) -> None:
+        """Take a frame in, and send the drafts that follow it."""
+        if isinstance(item, OutriderError):
+            self.error = item
+        elif isinstance(item, Commit):
+            self.tokens += token_ids(item.tokens)
+            if self._reading:
+                self._reading.discard(self._key)
+                self._engine.timings.clear()
+        if isinstance(item, OutriderError) or (isinstance(item, Commit) and item.finish is not None):
+            self.ended.set()
+            return
+        first = len(self.tokens)
+        if drafts := tuple(map(DraftToken, self._text[first : first + self._drafts])):
+            self._engine.post_frame(self._key, Draft(0, len(self._prompt) + first, drafts), lambda: None)
+
+    def unread(self) -> int:
+        """Return 0: everything is read at once."""
+        return 0
+
+    def text(self) -> list[int]:
+        """Wait for the whole text.
+
+        Raises:
+            OutriderError: the session failed.
+        """
+        if not self.ended.wait(_DEADLINE_S):
+            raise DeadlineExceeded(f"the engine made {len(self.tokens)} tokens in {_DEADLINE_S:.0f} s")
+        if self.error is not None:
+            raise self.error
+        return self.tokens
+
+
+def planning_s(target: Target, case: Case, steps: int, sampling: Sampling) -> float | None:
+    """Return the median time between steps of an engine, in seconds: events, plans and commits.
+
+    The texts are decoded without drafts, and where `case` has more rows a second time with their own tokens as drafts.
+
+    Args:
+        target: target with room for the contexts and for texts of `steps` times the rows.
+        case: sessions and rows of the steps that count.
+        steps: steps that the texts are long enough for.
+        sampling: sampling settings of all sessions.
+
+    Returns:
+        None where no step had these sessions and rows.
+
+    Raises:
+        OutriderError: a session failed.
+    """
+    rules = VerifierRules(
+        "bench", "bench", target.tokenizer_sha256, target.vocab_size, target.context_length, target.eos_tokens
+    )
+    engine = Engine(TransformersBackend(target), rules, VerifierConfig(max_sessions=case.sessions))
+    sampling = replace(sampling, max_tokens=steps * case.rows + 1, ignore_eos=True)
+    prompts = case.contexts(target.vocab_size)
+    engine.start()
+    try:
+        texts: list[list[int]] = [[] for _ in prompts]
+        for drafts in dict.fromkeys((0, case.rows - 1)):
+            texts = _decode(engine, prompts, texts, drafts, sampling)
+    finally:
+        engine.stop()
+    between = [
+        timing.overhead_s
+        for timing in engine.timings
+        if (timing.sessions, timing.rows) == (case.sessions, case.sessions * case.rows)
+    ]
+    return median(between) if between else None
+
+
+def _decode(
+    engine: Engine, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], drafts: int, sampling: Sampling
+) -> list[list[int]]:
+    first = drafts * len(prompts)
+    reading = set(range(first, first + len(prompts)))
+    edges = [
+        _Edge(engine, key, prompt, text, drafts, reading)
+        for key, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start=first)
+    ]
+    for edge in edges:
+        edge.open(engine.rules, sampling)
+    decoded = [edge.text() for edge in edges]
+    for edge in edges:
+        edge.close()
+    return decoded
