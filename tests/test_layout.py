@@ -111,8 +111,15 @@ def test_what_serves_sessions_knows_the_target_by_its_port_alone(root) -> None:
     serving = ("actor", "admission", "batching", "engine", "grammar", "masks", "metrics", "recovery", "runner")
     serving += ("server", "slots", "steering", "steering_vectors", "step_timing", "tracing")
     behind = {f"cloud.{name}" for name in ("attention", "kv_cache", "packed_linear", "target", "transformers_backend")}
+    behind |= {name for name in graph if name.startswith("cloud.vllm.")}
     assert behind <= set(graph)
     assert {name for name in serving if graph[f"cloud.{name}"] & behind} == set()
+
+
+def test_two_files_know_the_names_of_vllm(root) -> None:
+    folder = root / ROOMS["cloud"]
+    users = {path for path in folder.rglob("*.py") if any(name.split(".")[0] == "vllm" for name in imports(path))}
+    assert users == {folder / "vllm" / name for name in ("adapter.py", "worker.py")}
 
 
 def test_a_cycle_of_imports_is_found() -> None:

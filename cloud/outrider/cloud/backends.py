@@ -13,7 +13,12 @@ def load_backend(config: VerifierConfig) -> Backend:
 
     Raises:
         NotFound, ModelRefused: the target cannot be loaded.
+        ConfigError: its engine is not installed.
     """
+    if config.engine == "vllm":
+        from outrider.cloud.vllm.loading import load_vllm_backend
+
+        return load_vllm_backend(config)
     target = load_target(
         config.target,
         device=config.device,

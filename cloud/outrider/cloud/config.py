@@ -6,12 +6,15 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.proto.errors import ConfigError
 from outrider.proto.plumbing.serving import GrpcServerSettings
-from outrider.proto.settings import above, at_least, no_empty_text, option
+from outrider.proto.settings import above, at_least, between, declared, no_empty_text, option
 from outrider.proto.tracing import trace_endpoint_option
 from outrider.proto.types import Goal, Noise, Patience
 
 DTYPES = ("float32", "bfloat16", "float16")
+ENGINES = ("transformers", "vllm")
+VLLM = "vLLM"  # heading
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 TARGET = "target"
 
@@ -105,6 +108,33 @@ class VerifierConfig(GrpcServerSettings):
     trace_endpoint: str = trace_endpoint_option()
     log_level: str = option("", "log level of an actor's process, which has no command line; empty: Ray's")
     log_format: str = option("text", "log format of an actor's process", choices=("text", "json"))
+
+    engine: str = option(
+        "transformers",
+        "what computes: ours on transformers' models, or stock vLLM (docs/vllm.md)",
+        choices=ENGINES,
+        group=VLLM,
+    )
+    tensor_parallel: int = option(1, "processes, and GPUs, that share every layer", group=VLLM, check=at_least(1))
+    across_nodes: bool = option(False, "let Ray place these processes, on other machines too", group=VLLM)
+    quantization: str = option(
+        "", "how the weights are quantised, as vLLM names it; empty: as the target says", metavar="NAME", group=VLLM
+    )
+    kv_dtype: str = option("auto", "type of the KV cache, such as fp8; auto: that of the weights", group=VLLM)
+    memory_share: float = option(
+        0.0, "share of a device's memory for weights and KV cache; 0: the default", group=VLLM, check=between(0, 1)
+    )
+
+    def check_together(self) -> None:
+        """Refuse what the engine cannot do."""
+        GrpcServerSettings.check_together(self)
+        if self.engine == "vllm":
+            if self.batch_invariant:
+                raise ConfigError("is a promise of --engine transformers alone", field="batch_invariant")
+            return
+        for name, declaration in declared(VerifierConfig).items():
+            if declaration.option.group == VLLM and name != "engine" and getattr(self, name) != declaration.default:
+                raise ConfigError("is for --engine vllm alone", field=name)
 
     @property
     def host(self) -> str:

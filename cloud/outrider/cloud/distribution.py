@@ -7,7 +7,7 @@ is verified in the same step exactly as if it had been committed before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +23,7 @@ class VerificationInput:
 
     Attributes:
         sampling: sampling settings of the session.
-        transcript: prompt and text before the step.
+        transcript: prompt and text before the step; where nothing is penalised, only their number matters.
         prompt_length: tokens of the prompt in it.
         block: [k] drafts to verify; row j of k + 1 follows transcript + block[:j].
         allowed: [k + 1, vocab] bool, the tokens that the grammar allows in each row; None: there is none.
@@ -33,7 +33,7 @@ class VerificationInput:
     """
 
     sampling: Sampling
-    transcript: list[int]
+    transcript: Sequence[int]
     prompt_length: int
     block: tuple[DraftToken, ...]
     allowed: np.ndarray | None = field(default=None, compare=False)

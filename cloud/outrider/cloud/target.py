@@ -206,12 +206,12 @@ def load_target(
         ModelRefused: pickled weights, code of its own, no fast tokenizer, or an architecture that fails the check.
     """
     source = resolve_target(target)
-    tokenizer_json = _tokenizer_json(source, target)
+    tokenizer = tokenizer_json(source, target)
     model = load_model(source, target, device=device, dtype=dtype)
     packing = pack_linears(model, fixed=batch_invariant) if packed else None  # before the KV cache counts memory
     loaded = Target(
         model,
-        tokenizer_json,
+        tokenizer,
         kv_tokens=kv_tokens,
         page_size=page_size,
         context_length=context_length,
@@ -250,7 +250,7 @@ def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:
         raise ModelRefused(f"cannot move {target!r} to {device}: {_first_line(error)}", field="device") from error
 
 
-def _tokenizer_json(source: str, target: str) -> str:
+def tokenizer_json(source: str, target: str) -> str:
     """Return the text of the fast tokenizer's file; where a repository has none, transformers converts another."""
     if (file := tokenizer_file(source)) is not None:
         return file.read_text(encoding="utf-8")

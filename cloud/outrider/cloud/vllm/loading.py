@@ -1,0 +1,145 @@
+"""Loading a target into vLLM: the verifier's settings as vLLM's, and the facts that the port tells."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import Any
+
+import torch
+
+from outrider.cloud.backend import TargetFacts
+from outrider.cloud.batching import MAX_PREFILL_ROWS
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.family_index import resolve_target
+from outrider.cloud.kv_size import bytes_per_token, kv_tokens_by_memory
+from outrider.cloud.target import tokenizer_json
+from outrider.cloud.vllm.adapter import VllmCore, check_release
+from outrider.cloud.vllm.backend import VllmBackend
+from outrider.proto.errors import ModelRefused, NotFound, OutriderError
+from outrider.proto.tokenizer import tokenizer_hash
+
+CPU_PAGE = 32  # positions that vLLM's attention on CPUs takes at a time
+_CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
+
+log = logging.getLogger(__name__)
+
+
+def load_vllm_backend(config: VerifierConfig) -> VllmBackend:
+    """Load the target of `config` into vLLM.
+
+    Raises:
+        ConfigError: vLLM is not installed, is another release than those that are known, or refuses the settings.
+        NotFound, ModelRefused: the target cannot be loaded.
+    """
+    _set_environment(config)
+    check_release()
+    source = resolve_target(config.target)
+    tokenizer, shape = tokenizer_json(source, config.target), _shape(source, config.target)
+    options = engine_options(config, source, shape)
+    try:
+        core = VllmCore(config.max_drafts, options)
+    except OutriderError:
+        raise
+    except Exception as error:  # vLLM raises anything, and where its workers fail, their errors' text alone
+        line = str(error).strip().split("\n")[0][:300]
+        raise ModelRefused(f"vLLM cannot load {config.target!r}: {line}", field="target") from error
+    facts = TargetFacts(
+        tokenizer_json=tokenizer,
+        tokenizer_sha256=tokenizer_hash(tokenizer),
+        vocab_size=int(shape.vocab_size),
+        context_length=min(options["max_model_len"], core.store.size * core.store.count),
+        eos_tokens=_eos_tokens(source, shape),
+        hidden_size=int(shape.hidden_size),
+        num_layers=int(shape.num_hidden_layers),
+        device=torch.device("cpu"),  # where workers put what is tapped
+    )
+    log.info("vLLM serves %s: %s, %d KV pages of %d", config.target, config.dtype, core.store.count, core.store.size)
+    return VllmBackend(core, facts, max_rows=options["max_num_batched_tokens"], max_requests=options["max_num_seqs"])
+
+
+def engine_options(config: VerifierConfig, source: str, shape: Any) -> dict[str, Any]:
+    """Return the fields of vLLM's `EngineArgs` for a model of `shape` (its transformers config) at `source`."""
+    longest = int(getattr(shape, "max_position_embeddings", 0) or config.context_length or _CONTEXT)
+    context = min(config.context_length or longest, longest)
+    on_cpu = config.device == "cpu"
+    page_size = CPU_PAGE * math.ceil(config.page_size / CPU_PAGE) if on_cpu else config.page_size
+    requests = config.max_sessions + 1  # and the verifier's own, when it tests itself
+    options = {
+        "model": source,
+        "skip_tokenizer_init": True,
+        "load_format": "safetensors",
+        "trust_remote_code": False,
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_dtype,
+        "quantization": config.quantization or None,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": _executor(config),
+        "max_model_len": context,
+        "max_num_seqs": requests,
+        "max_num_batched_tokens": MAX_PREFILL_ROWS + requests * (config.max_drafts + 1),
+        "block_size": page_size,
+        "enable_prefix_caching": True,
+        "disable_hybrid_kv_cache_manager": True,  # pages of one kind, which a rollback leaves valid
+        "enforce_eager": True,
+        "async_scheduling": False,  # a step is planned when the last one's tokens are known
+        "disable_log_stats": True,
+    }
+    if config.memory_share:
+        options["gpu_memory_utilization"] = config.memory_share
+    tokens = config.kv_tokens
+    if not tokens and on_cpu and not config.memory_share:
+        dtype = getattr(torch, config.dtype)
+        tokens = kv_tokens_by_memory(shape, dtype, torch.device("cpu"), config.max_sessions * context)
+    if tokens:
+        pages = max(1, tokens // page_size)
+        options["num_gpu_blocks_override"] = pages + 1  # vLLM's first stands for nothing
+        options["kv_cache_memory_bytes"] = (pages + 1) * page_size * bytes_per_token(shape, torch.float32)
+    return options
+
+
+def _executor(config: VerifierConfig) -> str:
+    if config.across_nodes:
+        return "ray"
+    return "mp" if config.tensor_parallel > 1 else "uni"
+
+
+def _set_environment(config: VerifierConfig) -> None:
+    """Set what vLLM takes from the environment alone, where the operator has not."""
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a single worker computes in this process
+        "VLLM_CONFIGURE_LOGGING": "0",  # our own logs show its lines
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if config.threads:
+        defaults["OMP_NUM_THREADS"] = str(config.threads)
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _shape(source: str, target: str) -> Any:
+    """Return the transformers config of the text model."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
+    except OSError as error:
+        line = str(error).strip().split("\n")[0][:300]
+        raise NotFound(f"cannot load {target!r}: {line}", field="target") from error
+    except ValueError as error:
+        raise ModelRefused(f"{target!r}: {str(error).splitlines()[0][:300]}", field="target") from error
+
+
+def _eos_tokens(source: str, shape: Any) -> frozenset[int]:
+    from transformers import GenerationConfig
+
+    try:
+        eos = GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:  # it has no file of its own
+        eos = None
+    if eos is None:
+        eos = shape.eos_token_id
+    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)

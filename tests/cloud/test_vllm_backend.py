@@ -1,0 +1,132 @@
+"""vLLM's port without vLLM: the conformance suite on emulated workers, and what the suite cannot know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from emulated_vllm import EmulatedCore, emulated_backend
+
+from outrider.cloud.backend import StepRow
+from outrider.cloud.distribution import VerificationInput
+from outrider.cloud.testing.conformance import CHECKS, Suite, Text
+from outrider.cloud.testing.oracle import Oracle, save_conformance_target
+from outrider.cloud.vllm.backend import passes
+from outrider.cloud.vllm.sequences import BlockSequence, Paging
+from outrider.proto.types import DraftToken, Sampling
+
+GREEDY = Sampling()
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    folder: Path = tmp_path_factory.mktemp("target")
+    return Oracle(save_conformance_target(folder))
+
+
+def suite_of(oracle: Oracle, core: EmulatedCore | None = None, **limits: int) -> Suite:
+    core = core or EmulatedCore(oracle)
+    return Suite(emulated_backend(core, **limits), oracle, lambda: setattr(core, "fails_next", True))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_port_conforms_on_emulated_workers(check, oracle) -> None:
+    CHECKS[check](suite_of(oracle))
+
+
+@pytest.mark.parametrize("check", ["prompts_in_any_pieces", "ragged_company", "a_failed_step", "anything_in_any_order"])
+def test_it_conforms_where_a_step_takes_many_passes(check, oracle) -> None:
+    CHECKS[check](suite_of(oracle, EmulatedCore(oracle, size=4, count=500), max_rows=9, max_requests=2))
+
+
+@pytest.mark.parametrize("dropped", ["_copy", "part", "settle"])
+def test_a_rule_that_is_left_out_is_found(dropped, oracle, monkeypatch) -> None:
+    """Each of these keeps sequences apart, or lets them be found."""
+    monkeypatch.setattr(Paging, dropped, lambda *_: None)
+    suite = suite_of(oracle)
+    with pytest.raises((AssertionError, KeyError)):
+        use_everything(suite)
+
+
+def use_everything(suite: Suite) -> None:
+    for check in ("anything_in_any_order", "a_failed_step"):
+        CHECKS[check](suite)
+    first, second = (Text(suite, (5, 6, 7, 8) * 5, GREEDY) for _ in range(2))
+    assert first.advance()
+    assert second.sequence.length == 0
+    assert Text(suite, (5, 6, 7, 8) * 5, GREEDY).sequence.length > 0
+
+
+def test_the_next_turn_finds_what_the_last_one_computed(oracle) -> None:
+    suite = suite_of(oracle)
+    first = Text(suite, tuple(range(3, 40)), Sampling(temperature=1.0, seed=4), isolation="mine")
+    first.write(30)
+    first.close()
+    turn = (*first.transcript, 5, 6, 7)
+    mine, theirs = (Text(suite, turn, GREEDY, isolation) for isolation in ("mine", "theirs"))
+    size = suite.backend.capacity.page_size
+    assert mine.sequence.length == (len(first.transcript) - 1) // size * size
+    assert theirs.sequence.length == 0
+    assert mine.write(8) == theirs.write(8)
+
+
+def test_a_text_stays_one_request_of_the_workers(oracle) -> None:
+    """Tokens are sent to the workers once; afterwards they know how it goes on."""
+    core = EmulatedCore(oracle)
+    suite = suite_of(oracle, core)
+    text = Text(suite, tuple(range(3, 60)), Sampling(temperature=1.0, seed=8))
+    while text.sequence.length + 10 < len(text.prompt):
+        suite.step([text.row(max_tokens=10)])
+    text.write(40, drafts=lambda: suite.drafts(text, 3, good=0.5))
+    assert core.num_new_requests == 1
+
+
+def test_a_shared_block_without_a_free_one_is_computed_again(oracle) -> None:
+    """Two branches share a full block; one is cut amid it while nothing is free, and its text goes on all the same."""
+    core = EmulatedCore(oracle, size=16, count=4)
+    suite = suite_of(oracle, core)
+    parent = Text(suite, tuple(range(3, 36)), Sampling(temperature=1.0, seed=2))
+    parent.advance()
+    child = parent.fork()
+    assert core.store.free == 0
+    suite.backend.truncate(child.sequence, 20)
+    assert child.sequence.length == 16
+    assert child.sequence.num_pages == 1
+    parent.close()
+    assert child.write(3)
+
+
+def row(length: int, drafts: int | None) -> StepRow:
+    block = tuple(DraftToken(9) for _ in range(drafts or 0))
+    verification = None if drafts is None else VerificationInput(GREEDY, [0] * length, length, block)
+    return StepRow(BlockSequence(""), tuple(range(length)), verification)
+
+
+def test_a_row_is_cut_only_where_a_pass_cannot_hold_it() -> None:
+    rows = [row(3, 2), row(4, 1), row(20, 3), row(1, 0)]
+    found = passes(rows, 8, 3)
+    assert [[(piece.row, piece.tokens, piece.verification is not None) for piece in each] for each in found] == [
+        [(0, (0, 1, 2), True)],
+        [(1, (0, 1, 2, 3), True), (2, (0, 1, 2), False)],
+        [(2, tuple(range(3, 11)), False)],
+        [(2, tuple(range(11, 19)), False)],
+        [(2, (19,), True), (3, (0,), True)],
+    ]
+    assert all(sum(piece.num_rows for piece in each) <= 8 for each in found)
+
+
+def test_no_pass_has_more_sequences_than_the_workers_take() -> None:
+    found = passes([row(1, 0) for _ in range(7)], 100, 3)
+    assert [len(each) for each in found] == [3, 3, 1]
+
+
+def test_workers_elsewhere_are_sent_transcripts_only_where_these_matter(oracle) -> None:
+    sent = []
+    core = EmulatedCore(oracle)
+    run = core.run
+    core.run = lambda work: (sent.extend(work.rows), run(work))[1]  # type: ignore[method-assign]
+    suite = suite_of(oracle, core)
+    for sampling in (GREEDY, replace(GREEDY, repetition_penalty=1.3)):
+        Text(suite, (5, 6, 7), sampling).write(2)
+    assert [isinstance(each.verification.transcript, range) for each in sent] == [True, True, False, False]

@@ -1,0 +1,101 @@
+"""What is refused before vLLM is loaded: settings of the other engine, and releases that are not known."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.cloud.backends import load_backend
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.vllm import adapter
+from outrider.cloud.vllm.loading import engine_options
+from outrider.proto.errors import ConfigError
+
+SHAPE = SimpleNamespace(
+    max_position_embeddings=2048, num_hidden_layers=4, num_attention_heads=4, hidden_size=64, head_dim=16
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tensor_parallel", 2),
+        ("across_nodes", True),
+        ("quantization", "fp8"),
+        ("kv_dtype", "fp8"),
+        ("memory_share", 0.5),
+    ],
+)
+def test_what_only_vllm_can_do_is_refused_for_our_own_engine(field, value) -> None:
+    with pytest.raises(ConfigError, match="is for --engine vllm alone") as refused:
+        VerifierConfig(**{field: value})
+    assert refused.value.field == field
+    VerifierConfig(engine="vllm", **{field: value})
+
+
+def test_what_only_our_own_engine_promises_is_refused_for_vllm() -> None:
+    with pytest.raises(ConfigError, match="--engine transformers") as refused:
+        VerifierConfig(engine="vllm", batch_invariant=True)
+    assert refused.value.field == "batch_invariant"
+
+
+@pytest.mark.parametrize(
+    ("release", "reason"), [(None, "not installed"), ("0.31.2", "is not among 0.32.0"), ("0.33.0", "is not among")]
+)
+def test_another_release_is_refused_with_the_remedy(release, reason, monkeypatch) -> None:
+    monkeypatch.setattr(adapter, "installed_release", lambda: release)
+    with pytest.raises(ConfigError, match=reason) as refused:
+        load_backend(VerifierConfig(engine="vllm"))
+    assert refused.value.field == "engine"
+    assert "constraints-vllm.txt" in str(refused.value)
+
+
+def test_a_build_without_what_is_used_is_refused_by_name(monkeypatch) -> None:
+    monkeypatch.setattr(adapter, "installed_release", lambda: adapter.RELEASES[0])
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=object))
+    with pytest.raises(ConfigError, match=r"lacks vllm\.engine\.arg_utils\.EngineArgs\.create_engine_config, "):
+        adapter.check_release()
+
+
+def test_a_parameter_that_is_gone_is_missing() -> None:
+    probed = (("textwrap", "wrap", ("text", "breadth")), ("textwrap", "unroll", ()), ("no_such", "name", ()))
+    assert adapter.missing_names(probed) == ["textwrap.wrap(breadth)", "textwrap.unroll", "no_such.name"]
+
+
+def test_nothing_of_vllm_is_imported_for_our_own_engine() -> None:
+    load_backend(VerifierConfig(threads=1, kv_tokens=256))
+    assert "outrider.cloud.vllm.loading" not in sys.modules or "vllm" not in sys.modules
+
+
+def test_options_become_those_of_vllm() -> None:
+    config = VerifierConfig(
+        engine="vllm", tensor_parallel=2, quantization="awq", kv_dtype="fp8", memory_share=0.7, max_sessions=8,
+        max_drafts=4, device="cuda",
+    )  # fmt: skip
+    options = engine_options(config, "folder", SHAPE)
+    expected = {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "mp",
+        "quantization": "awq",
+        "kv_cache_dtype": "fp8",
+        "gpu_memory_utilization": 0.7,
+        "max_model_len": 2048,
+        "max_num_seqs": 9,
+        "block_size": 16,
+        "load_format": "safetensors",
+        "trust_remote_code": False,
+    }
+    assert options.items() >= expected.items()
+    assert "num_gpu_blocks_override" not in options
+
+
+def test_pages_on_a_cpu_are_those_that_its_attention_takes() -> None:
+    options = engine_options(VerifierConfig(engine="vllm", kv_tokens=640, context_length=100), "folder", SHAPE)
+    assert options["block_size"] == 32
+    assert options["num_gpu_blocks_override"] == 20 + 1
+    assert options["max_model_len"] == 100
+    assert options["distributed_executor_backend"] == "uni"
+    options = engine_options(VerifierConfig(engine="vllm", across_nodes=True), "folder", SHAPE)
+    assert options["distributed_executor_backend"] == "ray"

@@ -1,0 +1,47 @@
+"""vLLM behind the port passes the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.testing.conformance import CHECKS, Suite
+from outrider.cloud.testing.oracle import Oracle, save_conformance_target
+from outrider.cloud.vllm.backend import VllmBackend
+from outrider.cloud.vllm.loading import load_vllm_backend
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_conformance_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Oracle:
+    return Oracle(folder)
+
+
+@pytest.fixture(scope="module")
+def backend(folder: Path) -> Iterator[VllmBackend]:
+    backend = load_vllm_backend(VerifierConfig(target=str(folder), engine="vllm", kv_tokens=2048, max_sessions=16))
+    yield backend
+    backend.close()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_vllm_conforms(check, backend, oracle) -> None:
+    runner: Any = backend._core._executor.driver_worker.worker.model_runner
+    forward = runner._model_forward
+
+    def fail_next_step() -> None:
+        def failing(*_: Any, **__: Any) -> Any:
+            runner._model_forward = forward
+            raise RuntimeError("it happens once")
+
+        runner._model_forward = failing
+
+    CHECKS[check](Suite(backend, oracle, fail_next_step))
