@@ -91,16 +91,22 @@ def test_every_step_has_the_same_logits_and_a_prompt_those_of_its_last_row(targe
         assert steps.tokens_after_contexts == []
 
 
-def test_a_step_leaves_the_target_as_it_was(target) -> None:
+@pytest.mark.parametrize("straight", [False, True])
+def test_a_step_leaves_the_target_as_it_was(family, straight) -> None:
+    target = load_target(str(family.target), kv_tokens=1024, straight=straight)
+    before = target.model_pass
     with Steps(target, Case(1, 2, 2, 20), GREEDY, Clock()) as steps:
         steps.step()
         pass_shares(steps)
         assert target.pool.free_pages < target.pool.page_count
     assert target.pool.free_pages == target.pool.page_count
     assert target.model.config._attn_implementation == attention.NAME
+    assert target.model_pass is before
 
 
-def test_the_parts_of_a_pass_are_found_by_the_profiler(target) -> None:
+@pytest.mark.parametrize("straight", [False, True])
+def test_the_parts_of_a_pass_are_found_by_the_profiler(family, straight) -> None:
+    target = load_target(str(family.target), kv_tokens=1024, straight=straight)
     with Steps(target, Case(2, 3, 3, 20), GREEDY, Clock()) as steps:
         shares = pass_shares(steps)
     assert min(shares.products, shares.attention, shares.operators) > 0

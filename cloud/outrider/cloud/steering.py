@@ -150,6 +150,14 @@ class Taps:
         """Return [batch, positions, taps * hidden] of the newest pass, in the model's dtype."""
         return torch.cat([self._entering[layer] for layer in self._layers], dim=-1)
 
+    def entered(self) -> dict[int, torch.Tensor]:
+        """Return what entered each layer in the newest pass, [batch, positions, hidden]."""
+        return dict(self._entering)
+
+    def enter(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note what entered the layers, in their order, in a pass without the model's own modules."""
+        self._entering.update(zip(self._layers, tensors, strict=True))
+
     def begin(self) -> None:
         """Begin a step and forget the last one."""
         self._passes.clear()

@@ -7,17 +7,20 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, RowSpan
+from outrider.cloud.call_source import Pass
 from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.kv_size import kv_tokens_by_memory
 from outrider.cloud.packed_linear import Packing, pack_linears
 from outrider.cloud.steering import Taps
+from outrider.cloud.straight_pass import PassInputs, StraightPass, own_pass, straight_pass
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
@@ -45,6 +48,8 @@ class Target:
 
     Attributes:
         packing: how the linear layers multiply, where `load_target` has chosen it.
+        straight: the model's pass in a straight line; None: the model runs as it is written.
+        model_pass: the function that runs, of what `PassInputs` has.
     """
 
     def __init__(
@@ -58,8 +63,11 @@ class Target:
         max_sessions: int = 32,
         batch_invariant: bool = False,
         packing: Packing | None = None,
+        straight: StraightPass | None = None,
     ) -> None:
         self.model = model
+        self.straight = straight
+        self.model_pass: Pass = straight.compiled() if straight else partial(own_pass, model)
         self.packing = packing or Packing()
         self.tokenizer_json = tokenizer_json
         self.tokenizer_sha256 = tokenizer_hash(tokenizer_json)
@@ -87,6 +95,8 @@ class Target:
         if self._tapped is not None:
             self._tapped.close()
         self._tapped = Taps(self.model, layers)
+        if self.straight is not None:
+            self.model_pass = self.straight.compiled(layers)
 
     def tapped(self, layers: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
         """Return [n, taps * hidden] float32: the residual stream into `layers` in `rows` [n] of the newest logits."""
@@ -119,14 +129,16 @@ class Target:
     def _run(self, tokens: list[int], spans: list[RowSpan], wanted: list[int]) -> torch.Tensor:
         slots = torch.cat([span.cache.slots[span.start : span.context] for span in spans])
         positions = [p for span in spans for p in range(span.start, span.context)]
-        logits: torch.Tensor = self.model(
-            input_ids=torch.tensor([tokens], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(wanted or [0], device=self.device),
-            outrider_batch=RaggedBatch(self.pool, spans, slots),
-        ).logits[0]
-        return logits[: len(wanted)].float()
+        given = PassInputs(
+            torch.tensor([tokens], device=self.device),
+            torch.tensor([positions], device=self.device),
+            torch.tensor(wanted or [0], device=self.device),
+            RaggedBatch(self.pool, spans, slots),
+        )
+        logits, *entered = self.model_pass(*given)
+        if self._tapped is not None and entered:
+            self._tapped.enter(entered)
+        return logits[0, : len(wanted)].float()
 
     def _keep_tapped(self, rows: list[int]) -> None:
         if self._tapped is not None:
@@ -194,6 +206,7 @@ def load_target(
     max_sessions: int = 32,
     batch_invariant: bool = False,
     packed: bool = True,
+    straight: bool = True,
 ) -> Target:
     """Load from the embedded family, a folder or the hub: safetensors only, no remote code, checked before use.
 
@@ -208,7 +221,9 @@ def load_target(
     source = resolve_target(target)
     tokenizer = tokenizer_json(source, target)
     model = load_model(source, target, device=device, dtype=dtype)
-    packing = pack_linears(model, fixed=batch_invariant) if packed else None  # before the KV cache counts memory
+    shortened = straight_pass(model) if straight and device == "cpu" else None
+    products = model if shortened is None else shortened.linears
+    packing = pack_linears(products, fixed=batch_invariant) if packed else None  # before the KV cache counts memory
     loaded = Target(
         model,
         tokenizer,
@@ -218,6 +233,7 @@ def load_target(
         max_sessions=max_sessions,
         batch_invariant=batch_invariant,
         packing=packing,
+        straight=shortened,
     )
     difference = loaded.check()
     log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, dtype, device, difference)

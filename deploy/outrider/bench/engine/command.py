@@ -86,6 +86,7 @@ class _EngineBench:
                 kv_tokens=max(map(_positions, self._cases)),
                 page_size=_PAGE,
                 packed=packed,
+                straight=packed,
             )
             for packed in (False, True)
         )

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch.autograd.profiler import record_function
 from torch.autograd.profiler_legacy import profile  # that of kineto prints lines of its own
+from transformers import AttentionInterface
 
 from outrider.bench.engine.steps import Clock, Steps
 from outrider.cloud import attention
+from outrider.cloud.target import Target
 
 _MARKED_ATTENTION = "outrider_marked"
 _PASSES = 8
@@ -57,7 +59,7 @@ def pass_shares(steps: Steps, clock: Clock = time.perf_counter) -> PassShares:
         return clock() - began
 
     plain_s, profiled_s, events = math.inf, math.inf, []
-    with _marked(steps.model):
+    with _marked(steps.target):
         for _ in range(_PASSES):
             plain_s = min(plain_s, forward_s())
             with profile() as profiled:
@@ -91,17 +93,24 @@ def _inside(event: Any) -> int:
 
 
 @contextmanager
-def _marked(model: Any) -> Iterator[None]:
-    """Have the profiler see attention as one event in the passes of `model` inside the block."""
-    from transformers import AttentionInterface
+def _marked(target: Target) -> Iterator[None]:
+    """Have the profiler see attention as one event in the passes of `target` inside the block."""
 
     def attend(*arguments: Any, **keywords: Any) -> Any:
         with record_function(_MARKED_ATTENTION):
             return attention.paged_attention(*arguments, **keywords)
 
-    AttentionInterface.register(_MARKED_ATTENTION, attend)
-    model.set_attn_implementation(_MARKED_ATTENTION)
+    def marked(recorded: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        return attend if recorded is attention.paged_attention else function
+
+    before = target.model_pass
+    if target.straight is None:
+        AttentionInterface.register(_MARKED_ATTENTION, attend)
+        target.model.set_attn_implementation(_MARKED_ATTENTION)
+    else:
+        target.model_pass = target.straight.compiled(wrap=marked)
     try:
         yield
     finally:
-        model.set_attn_implementation(attention.NAME)
+        target.model_pass = before
+        target.model.set_attn_implementation(attention.NAME)

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from outrider.bench.environment import Environment
 from outrider.bench.record import RECORD, Count, Metric
 
-OURS, PLAIN, GENERATE = "outrider", "outrider, plain products", "generate"
+OURS, PLAIN, GENERATE = "outrider", "outrider, plain pass", "generate"
 
 
 @dataclass(frozen=True, slots=True, config=RECORD)

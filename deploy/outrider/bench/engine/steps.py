@@ -94,9 +94,9 @@ class Steps:
             self._target.pool.release(cache)
 
     @property
-    def model(self) -> Any:
-        """The model of transformers that makes the pass."""
-        return self._target.model
+    def target(self) -> Target:
+        """The target that makes the pass."""
+        return self._target
 
     def forward(self) -> torch.Tensor:
         """Make the pass of a step, and forget it."""

@@ -1,0 +1,275 @@
+"""Straight passes: what the model computes, by fewer calls, for every row by itself; others run as they are written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_models import save_random_model
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from outrider.cloud import attention, call_simplification
+from outrider.cloud.attention import RaggedBatch, RowSpan
+from outrider.cloud.kv_cache import PagedKVCache
+from outrider.cloud.straight_pass import own_pass, straight_pass
+from outrider.cloud.target import SessionRows, load_model, load_target
+from outrider.cloud.testing import tiny_llama
+
+torch.set_num_threads(1)
+
+VOCAB = 97
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HEADS = SIZES | {"head_dim": 8, "query_pre_attn_scalar": 8}
+ARCHITECTURES = {
+    "llama": SIZES | {"attention_bias": True},
+    "qwen2": SIZES,
+    "qwen3": HEADS,
+    "mistral": SIZES | {"sliding_window": 8},
+    "gemma2": HEADS | {"sliding_window": 8, "attn_logit_softcapping": 5.0},
+    "gemma3_text": HEADS | {"sliding_window": 8, "sliding_window_pattern": 2},
+    "phi3": SIZES,
+    "gpt_neox": {name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "eos_token_id": 2},
+}
+CLOSE = {"float32": 1e-6, "bfloat16": 2e-2}  # relative; the bits of rounding may differ where products are joined
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def folder(request, tmp_path):
+    save_random_model(tmp_path, request.param, **ARCHITECTURES[request.param])
+    return str(tmp_path)
+
+
+def small(**config):
+    model = tiny_llama(seed=0, **({name: SIZES[name] for name in SIZES if name != "pad_token_id"} | config)).eval()
+    model.set_attn_implementation(attention.NAME)
+    return model
+
+
+def given(pool, rows, wanted=None, start=0):
+    """Inputs of a pass of one session."""
+    cache = pool.allocate(start + rows)
+    tokens = torch.randint(3, VOCAB, (1, start + rows), generator=torch.Generator().manual_seed(7))
+    batch = RaggedBatch(pool, [RowSpan(cache, 0, rows, start)], cache.slots[start : start + rows])
+    pool.release(cache)
+    kept = torch.arange(rows if wanted is None else wanted)
+    return tokens[:, start:], torch.arange(start, start + rows)[None], kept, batch
+
+
+def pool_of(model, tokens=1024):
+    parameter = next(model.parameters())
+    return PagedKVCache(tokens, 16, parameter.dtype, parameter.device)
+
+
+def close(got, expected, tolerance):
+    return float((got.float() - expected.float()).norm() / expected.float().norm()) < tolerance
+
+
+class Count(TorchFunctionMode):
+    """The number of torch calls made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+# === the same function ==============================================================================================
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@torch.inference_mode()
+def test_logits_and_what_enters_the_layers_are_the_models_own(folder, dtype):
+    written, model = (load_model(folder, folder, device="cpu", dtype=dtype) for _ in range(2))
+    straight = straight_pass(model)
+    assert straight is not None
+    written.set_attn_implementation(attention.NAME)
+    entered = {}
+    stack = next(m for m in written.modules() if isinstance(m, nn.ModuleList) and len(m) == 3)
+    for i, layer in enumerate(stack):
+        layer.register_forward_pre_hook(lambda _, args, i=i: entered.update({i: args[0]}))
+    one, other = pool_of(written), pool_of(model)
+    run = straight.compiled([0, 2])
+    for rows, start, wanted in ((20, 0, 1), (1, 20, 1), (7, 21, 7), (150, 28, 3)):
+        (own,) = own_pass(written, *given(one, rows, wanted, start))
+        logits, *taps = run(*given(other, rows, wanted, start))
+        assert logits.shape == own.shape == (1, wanted, VOCAB)
+        assert close(logits, own, CLOSE[dtype])
+        assert all(close(tap, entered[layer], CLOSE[dtype]) for tap, layer in zip(taps, (0, 2), strict=True))
+
+
+@torch.inference_mode()
+def test_a_pass_takes_fewer_calls(folder):
+    written, model = (load_model(folder, folder, device="cpu", dtype="bfloat16") for _ in range(2))
+    written.set_attn_implementation(attention.NAME)
+    run, pool = straight_pass(model).compiled(), pool_of(model)
+    with Count() as own:
+        own_pass(written, *given(pool, 5))
+    with Count() as straight:
+        run(*given(pool, 5))
+    assert straight.calls < 0.85 * own.calls
+
+
+def test_a_loaded_target_taps_its_layers_in_the_straight_pass(folder):
+    written, straight = (load_target(folder, kv_tokens=256, straight=straight) for straight in (False, True))
+    assert written.straight is None
+    assert straight.straight is not None
+    got = []
+    for target in (written, straight):
+        target.tap((1, 2))
+        first, second = target.pool.allocate(32), target.pool.allocate(32)
+        target.forward([SessionRows(first, tuple(range(5, 25)), 2), SessionRows(second, tuple(range(40, 47)), 1)])
+        got.append(target.tapped((1, 2), (2, 0)))
+    assert got[0].shape == (2, 2 * 32)
+    assert close(got[1], got[0], 1e-5)
+
+
+# === rows by themselves =============================================================================================
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_beside_any_number_of_others_but_for_attention(dtype):
+    target = load_target("reference", dtype=dtype, kv_tokens=1024)
+    assert target.packing.rows_keep_bits
+
+    def alone(recorded, function):
+        """Let each row attend to itself."""
+        if recorded is not attention.paged_attention:
+            return function
+        return lambda _, query, key, value, *__, **___: ((query * key.repeat_interleave(3, 1)).transpose(1, 2), value)
+
+    run = target.straight.compiled(wrap=alone)
+    most = given(target.pool, 512)
+    together = run(*most)[0][0]
+    for rows in (*range(1, 34), 100, 512):
+        first = run(most[0][:, :rows], most[1][:, :rows], most[2][:rows], most[3])[0][0]
+        last = run(most[0][:, -rows:], most[1][:, -rows:], most[2][:rows], most[3])[0][0]
+        assert torch.equal(first, together[:rows])
+        assert torch.equal(last, together[-rows:])
+
+
+# === joined products ================================================================================================
+
+
+def test_layers_with_the_same_input_become_one_product_that_shares_their_weights():
+    model = small(attention_bias=True)
+    pool = pool_of(model)
+    with torch.inference_mode():
+        (before,) = own_pass(model, *given(pool, 5))
+    straight = straight_pass(model)
+    layer = model.model.layers[0]
+    parts = layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
+    joined = straight.linears[0]
+    assert len(straight.linears) == 3 * 4 + 1
+    assert (joined.in_features, joined.out_features) == (32, 32 + 16 + 16)
+    for name in ("weight", "bias"):
+        assert torch.equal(getattr(joined, name), torch.cat([getattr(part, name) for part in parts]))
+        storage = getattr(joined, name).untyped_storage().data_ptr()
+        assert all(getattr(part, name).untyped_storage().data_ptr() == storage for part in parts)
+    with torch.inference_mode():
+        assert torch.equal(own_pass(model, *given(pool, 5))[0], before), "the model as it is written stays what it was"
+
+
+def test_layers_that_share_a_weight_with_others_stay_apart():
+    model = small()
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    first.up_proj.weight = second.up_proj.weight
+    linears = list(straight_pass(model).linears)
+    assert first.up_proj in linears
+    assert second.up_proj in linears
+    assert model.model.layers[2].mlp.up_proj not in linears
+
+
+# === what cannot be straight ========================================================================================
+
+
+class Looks(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
+class Writes(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        y[0, 0] = 0.0
+        return y
+
+
+class WritesByOperator(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        y += 1
+        return y
+
+
+class Counts(nn.Module):
+    def forward(self, x):
+        return x * (x.shape[1] + 1)
+
+
+class Branches(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.shape[1] > 6 else x
+
+
+class BranchesForOne(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.shape[1] == 1 else x
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return x + torch.rand(x.shape[-1])
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        (Looks, "looks at"),
+        (Writes, "writes to a tensor by __setitem__"),
+        (WritesByOperator, "writes to a tensor by add_"),
+        (Counts, "no multiples"),
+        (Branches, "other calls"),
+        (BranchesForOne, "differs"),
+        (Draws, "differs"),
+    ],
+)
+def test_a_pass_that_is_not_straight_runs_as_it_is_written(odd, reason, caplog):
+    caplog.set_level("INFO")
+    model = small()
+    model.model.norm = nn.Sequential(model.model.norm, odd())
+    assert straight_pass(model) is None
+    assert reason in caplog.text
+
+
+def test_a_simplification_that_changes_the_function_is_noticed(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    assert straight_pass(small()) is not None
+    monkeypatch.setattr(call_simplification, "first_half_negated", lambda sine, half: sine)
+    assert straight_pass(small()) is None
+    assert "differs" in caplog.text
+
+
+def test_a_model_that_is_not_straight_is_served_and_packed_as_before(tmp_path, monkeypatch):
+    save_random_model(tmp_path, "llama", **SIZES)
+    monkeypatch.setattr(call_simplification, "first_half_negated", lambda sine, half: sine)
+    target = load_target(str(tmp_path), kv_tokens=256)
+    assert target.straight is None
+    shapes = {*target.packing.packed, *target.packing.plain}
+    assert (32, 32) in shapes
+    assert target.check() < 1e-5
