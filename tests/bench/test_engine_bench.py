@@ -10,15 +10,19 @@ import torch
 from rich.console import Console
 
 from outrider.bench.engine.aims import Aim, aims
-from outrider.bench.engine.engine_steps import planning_s
+from outrider.bench.engine.engine_steps import decode, planning_s
 from outrider.bench.engine.parts import PassShares, pass_shares, shares_of
 from outrider.bench.engine.record import GENERATE, OURS, PLAIN, CaseResult, EngineRecord, EngineTimes, StepParts
 from outrider.bench.engine.steps import Case, Steps, generate_first_s, generate_in_turns
 from outrider.bench.engine.table import table
 from outrider.bench.record import from_json
 from outrider.cloud import attention
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import Engine
 from outrider.cloud.target import Target, load_model, load_target
+from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.deploy.cli import main
+from outrider.proto.session import VerifierRules
 from outrider.proto.types import Sampling
 
 torch.set_num_threads(1)
@@ -137,6 +141,19 @@ def test_planning_is_timed_in_steps_of_the_engine_with_all_rows(target, sessions
 def test_planning_is_unknown_where_the_engine_makes_no_such_step(target) -> None:
     more_than_an_engine_verifies = 20
     assert planning_s(target, Case(1, more_than_an_engine_verifies, 20, 20), 4, GREEDY) is None
+
+
+def test_an_engine_whose_drafts_are_wrong_makes_the_same_texts(target) -> None:
+    rules = VerifierRules("v", "m", target.tokenizer_sha256, target.vocab_size, 192, target.eos_tokens)
+    engine = Engine(TransformersBackend(target), rules, VerifierConfig(max_sessions=2))
+    sampling, prompts = Sampling(max_tokens=12, ignore_eos=True), [[3] * 20, [4] * 20]
+    engine.start()
+    try:
+        plain = decode(engine, prompts, [[], []], 0, sampling)
+        wrong = [[(token + (i in (2, 3, 7))) % target.vocab_size for i, token in enumerate(text)] for text in plain]
+        assert decode(engine, prompts, wrong, 3, sampling) == plain
+    finally:
+        engine.stop()
 
 
 def test_the_steps_of_generate_exclude_the_prompt_and_the_work_between_turns(family) -> None:

@@ -22,7 +22,7 @@ _DEADLINE_S = 600.0
 
 
 class _Edge(Outbox):
-    """An edge in the engine's own thread, which knows the text and answers each commit with the tokens after it."""
+    """An edge in the engine's own thread, which answers each commit with what it believes is the text after it."""
 
     def __init__(
         self, engine: Engine, key: int, prompt: Sequence[int], text: Sequence[int], drafts: int, reading: set[int]
@@ -33,6 +33,7 @@ class _Edge(Outbox):
         self.ended = threading.Event()
         self._engine, self._key = engine, key
         self._prompt, self._text, self._drafts = tuple(prompt), text, drafts
+        self._chain = 0
         self._reading = reading
 
     def open(self, rules: VerifierRules, sampling: Sampling) -> None:
@@ -58,7 +59,10 @@ class _Edge(Outbox):
         if isinstance(item, OutriderError):
             self.error = item
         elif isinstance(item, Commit):
+            first = len(self.tokens)
             self.tokens += token_ids(item.tokens)
+            missed = self.tokens[first:] != list(self._text[first : len(self.tokens)])
+            self._chain += missed  # rows beside others may have other bits, and the text may then be another
             if self._reading:
                 self._reading.discard(self._key)
                 self._engine.timings.clear()
@@ -67,7 +71,7 @@ class _Edge(Outbox):
             return
         first = len(self.tokens)
         if drafts := tuple(map(DraftToken, self._text[first : first + self._drafts])):
-            self._engine.post_frame(self._key, Draft(0, len(self._prompt) + first, drafts), lambda: None)
+            self._engine.post_frame(self._key, Draft(self._chain, len(self._prompt) + first, drafts), lambda: None)
 
     def unread(self) -> int:
         """Return 0: everything is read at once."""
@@ -113,7 +117,7 @@ def planning_s(target: Target, case: Case, steps: int, sampling: Sampling) -> fl
     try:
         texts: list[list[int]] = [[] for _ in prompts]
         for drafts in dict.fromkeys((0, case.rows - 1)):
-            texts = _decode(engine, prompts, texts, drafts, sampling)
+            texts = decode(engine, prompts, texts, drafts, sampling)
     finally:
         engine.stop()
     between = [
@@ -124,9 +128,14 @@ def planning_s(target: Target, case: Case, steps: int, sampling: Sampling) -> fl
     return median(between) if between else None
 
 
-def _decode(
+def decode(
     engine: Engine, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], drafts: int, sampling: Sampling
 ) -> list[list[int]]:
+    """Return the texts that follow `prompts`, with `drafts` tokens of `texts` to verify in each step.
+
+    Raises:
+        OutriderError: a session failed.
+    """
     first = drafts * len(prompts)
     reading = set(range(first, first + len(prompts)))
     edges = [
