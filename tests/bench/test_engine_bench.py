@@ -139,8 +139,8 @@ def test_planning_is_timed_in_steps_of_the_engine_with_all_rows(target, sessions
 
 
 def test_planning_is_unknown_where_the_engine_makes_no_such_step(target) -> None:
-    more_than_an_engine_verifies = 20
-    assert planning_s(target, Case(1, more_than_an_engine_verifies, 20, 20), 4, GREEDY) is None
+    more_than_an_engine_verifies = 40
+    assert planning_s(target, Case(1, more_than_an_engine_verifies, 40, 20), 3, GREEDY) is None
 
 
 def test_an_engine_whose_drafts_are_wrong_makes_the_same_texts(target) -> None:

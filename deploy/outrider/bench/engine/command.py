@@ -34,7 +34,7 @@ _PAGE = 16
 _ENGINE_STEPS = 40  # of each session in the engine itself
 _GROWTH = 128  # positions that a session of the engine may hold beyond its text
 # Steps of a turn that warm the caches after another engine's turn, and those that count.
-_WARM, _TIMED = 1, 3
+_WARM, _TIMED = 3, 3
 
 
 def engine_bench(given: Given) -> int:

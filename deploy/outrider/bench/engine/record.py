@@ -24,7 +24,8 @@ class StepParts:
         python_ms: share of the time in no operator.
         operator_calls: operators called in the pass.
         sampling_ms: from logits to tokens, median.
-        planning_ms: between two steps of the engine, events, plans and commits, median; None: not measured.
+        planning_ms: between two steps of the engine with all sessions and at least half of the rows, for events, plans
+            and commits, median; None: not measured.
     """
 
     forward_ms: Metric

@@ -53,7 +53,7 @@ class LlamaPeer:
         self._context: Any = None
         built = llama_cpp.llama_print_system_info().decode().partition("CPU :")[2]
         flags = " ".join(word.split()[0] for word in built.split("|") if word.strip().endswith("= 1"))
-        self.version = f"llama-cpp-python {llama_cpp.__version__} ({flags})"
+        self.version = f"llama-cpp-python {llama_cpp.__version__} ({flags}; KV cache in its default type, float16)"
 
     def prepare(self, contexts: list[list[int]], rows: int, logits: int) -> list[int]:
         """Read `contexts`, and repeat steps of `rows` more tokens each, with logits for the last `logits` of them.
