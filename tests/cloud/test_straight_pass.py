@@ -8,7 +8,7 @@ from random_models import save_random_model
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from outrider.cloud import attention, call_simplification
+from outrider.cloud import attention, call_fusion
 from outrider.cloud.attention import RaggedBatch, RowSpan
 from outrider.cloud.kv_cache import PagedKVCache
 from outrider.cloud.straight_pass import own_pass, straight_pass
@@ -195,6 +195,45 @@ def test_layers_that_share_a_weight_with_others_stay_apart():
     assert model.model.layers[2].mlp.up_proj not in linears
 
 
+# === wanted rows ====================================================================================================
+
+
+@pytest.mark.parametrize("wanted", [[3], [0, 2, 3, 6], [8, 1, 8]])
+def test_after_the_last_attention_only_the_wanted_rows_are_computed(wanted):
+    model = small()
+    straight, pool = straight_pass(model), pool_of(model)
+    rows: list[int] = []
+
+    def counted(recorded, function):
+        def call(x):
+            rows.append(x.shape[1])
+            return function(x)
+
+        return call if isinstance(recorded, nn.Linear) else function
+
+    inputs = list(given(pool, 9))
+    inputs[2] = torch.tensor(wanted)
+    with torch.inference_mode():
+        (logits,) = straight.compiled(wrap=counted)(*inputs)
+        assert close(logits, own_pass(model, *inputs)[0], 1e-6)
+    assert rows == [9] * (4 + 4 + 1) + [len(wanted)] * 4
+
+
+class Cumulates(nn.Module):
+    """Lets rows see those before them after the last attention, as no decoder does."""
+
+    def forward(self, x):
+        return x.cumsum(1)
+
+
+def test_rows_that_see_others_after_the_last_attention_are_noticed(caplog):
+    caplog.set_level("INFO")
+    model = small()
+    model.model.norm = nn.Sequential(model.model.norm, Cumulates())
+    assert straight_pass(model) is None
+    assert "differs" in caplog.text
+
+
 # === what cannot be straight ========================================================================================
 
 
@@ -260,14 +299,14 @@ def test_a_pass_that_is_not_straight_runs_as_it_is_written(odd, reason, caplog):
 def test_a_simplification_that_changes_the_function_is_noticed(monkeypatch, caplog):
     caplog.set_level("INFO")
     assert straight_pass(small()) is not None
-    monkeypatch.setattr(call_simplification, "first_half_negated", lambda sine, half: sine)
+    monkeypatch.setattr(call_fusion, "first_half_negated", lambda sine, half: sine)
     assert straight_pass(small()) is None
     assert "differs" in caplog.text
 
 
 def test_a_model_that_is_not_straight_is_served_and_packed_as_before(tmp_path, monkeypatch):
     save_random_model(tmp_path, "llama", **SIZES)
-    monkeypatch.setattr(call_simplification, "first_half_negated", lambda sine, half: sine)
+    monkeypatch.setattr(call_fusion, "first_half_negated", lambda sine, half: sine)
     target = load_target(str(tmp_path), kv_tokens=256)
     assert target.straight is None
     shapes = {*target.packing.packed, *target.packing.plain}

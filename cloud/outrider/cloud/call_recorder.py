@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,9 +49,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class RowCount:
-    """A multiple of the number of rows, where a call has it as an integer."""
+    """A multiple of the number of rows, or of wanted ones, where a call has it as an integer."""
 
     factor: int
+    wanted: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +68,11 @@ class Call:
     keywords: Mapping[str, Any]
     result: Value
     pure: bool = True
+
+    def with_replaced(self, replacements: Mapping[Any, Any]) -> Call:
+        """Return the call with `replacements` in place of values and row counts in its arguments."""
+        arguments, keywords = replaced(self.arguments, replacements), replaced(self.keywords, replacements)
+        return replace(self, arguments=arguments, keywords=keywords)
 
 
 @dataclass(slots=True)
@@ -203,9 +209,9 @@ def values_in(structure: Any) -> list[Value]:
     return [leaf for leaf in leaves(structure) if isinstance(leaf, Value)]
 
 
-def replaced(structure: Any, replacements: Mapping[Value, Any]) -> Any:
-    """Return the arguments of a call with `replacements` in place of values."""
-    if isinstance(structure, Value):
+def replaced(structure: Any, replacements: Mapping[Any, Any]) -> Any:
+    """Return the arguments of a call with `replacements` in place of values and row counts."""
+    if isinstance(structure, Value | RowCount):
         return replacements.get(structure, structure)
     return _mapped(lambda each: replaced(each, replacements), structure)
 

@@ -16,14 +16,15 @@ Wrap = Callable[[Any, Callable[..., Any]], Callable[..., Any]]
 _NAME = "straight"
 
 
-def written(recording: CallSequence, wrap: Wrap) -> Pass:
-    """Return a function of the recording's inputs, in their order, that makes its calls and returns its outputs.
+def written(sequence: CallSequence, wrap: Wrap) -> Pass:
+    """Return a function of the sequence's inputs, in their order, that makes its calls and returns its outputs.
 
-    The last dimension of the first input is the number of rows. Results are forgotten after their last use.
+    The last dimension of `tokens` is the number of rows, that of `wanted` how many of them are. Results are forgotten
+    after their last use.
     """
-    source = _Source(recording, wrap)
+    source = _Source(sequence, wrap)
     namespace: dict[str, Any] = source.constants
-    exec(compile(source.text, f"<{_NAME}>", "exec"), namespace)  # noqa: S102 - made of the recording alone
+    exec(compile(source.text, f"<{_NAME}>", "exec"), namespace)  # noqa: S102 - made of the sequence alone
     straight: Pass = namespace[_NAME]
     return straight
 
@@ -31,17 +32,18 @@ def written(recording: CallSequence, wrap: Wrap) -> Pass:
 class _Source:
     """The text of the function, and the objects that it names."""
 
-    def __init__(self, recording: CallSequence, wrap: Wrap) -> None:
+    def __init__(self, sequence: CallSequence, wrap: Wrap) -> None:
         self.constants: dict[str, Any] = {}
         self._names: dict[Value, str] = {}
         self._wrap = wrap
-        inputs = [self._name(value) for value in recording.inputs.values()]
-        lines = [f"def {_NAME}({', '.join(inputs)}):", f" rows = {inputs[0]}.shape[-1]"]
-        last = _last_uses(recording)
-        for call in recording.calls:
+        inputs = {name: self._name(value) for name, value in sequence.inputs.items()}
+        lines = [f"def {_NAME}({', '.join(inputs.values())}):"]
+        lines += [f" rows, wanted = {inputs['tokens']}.shape[-1], {inputs['wanted']}.shape[-1]"]
+        last = _last_uses(sequence)
+        for call in sequence.calls:
             lines.append(f" {self._name(call.result)} = {self._call(call)}")
             lines.extend(f" del {self._name(value)}" for value in last.get(call, ()))
-        outputs = "".join(f"{self._name(value)}, " for value in recording.outputs.values())
+        outputs = "".join(f"{self._name(value)}, " for value in sequence.outputs.values())
         self.text = "\n".join([*lines, f" return ({outputs})\n"])
 
     def _name(self, value: Value) -> str:
@@ -61,7 +63,7 @@ class _Source:
             case Value():
                 return self._name(structure)
             case RowCount():
-                return f"{structure.factor} * rows" if structure.factor != 1 else "rows"
+                return f"{structure.factor} * {'wanted' if structure.wanted else 'rows'}"
             case bool() | int() | str() | None:
                 return repr(structure)
             case tuple() | list() | slice() if not any(
@@ -86,11 +88,11 @@ class _Source:
         return name
 
 
-def _last_uses(recording: CallSequence) -> dict[Call, list[Value]]:
+def _last_uses(sequence: CallSequence) -> dict[Call, list[Value]]:
     """Return the values that each call is the last to need."""
-    seen = set(recording.outputs.values()) | set(recording.inputs.values())
+    seen = set(sequence.outputs.values()) | set(sequence.inputs.values())
     uses: dict[Call, list[Value]] = {}
-    for call in reversed(recording.calls):
+    for call in reversed(sequence.calls):
         needed = dict.fromkeys([call.result, *values_in((call.arguments, call.keywords))])
         uses[call] = [value for value in needed if value not in seen]
         seen.update(needed)

@@ -16,8 +16,9 @@ from torch import nn
 
 from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, RowSpan
+from outrider.cloud.call_fusion import fused
 from outrider.cloud.call_recorder import CallRecorder, CallSequence, NotStraight, unified
-from outrider.cloud.call_simplification import joined, simplified, trimmed
+from outrider.cloud.call_simplification import simplified, trimmed
 from outrider.cloud.call_source import Pass, Wrap, written
 from outrider.cloud.kv_cache import PagedKVCache
 from outrider.cloud.steering import Taps
@@ -26,7 +27,7 @@ from outrider.proto.errors import ModelRefused
 # Relative to the size of the logits, as in the check of paged attention; only rounding may differ.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 _RECORDED_ROWS = (5, 2), (7, 3)  # rows and wanted ones; none is a multiple of another
-_CHECKED_ROWS = (1, 1), (2, 1), (9, 9)
+_CHECKED_ROWS = (1, 1), (2, 1), (9, 4), (9, 9)
 _ATTENTION = "outrider_recorded"
 _HANDED_ON = ("scaling", "sliding_window", "softcap", "s_aux", "outrider_batch")
 # What passes raise that the recorder cannot follow; the model's own pass then says what is wrong, if anything is.
@@ -53,8 +54,9 @@ class StraightPass:
 
     def __init__(self, recording: CallSequence, model: nn.Module) -> None:
         """Simplify a recording of `model`, whose joined linear layers share one weight from then on."""
-        self._recording = joined(simplified(recording), model)
-        functions = [call.function for call in self._recording.calls]
+        sequence = fused(simplified(recording), model)
+        self._sequence = trimmed(sequence, list(sequence.outputs))
+        functions = [call.function for call in self._sequence.calls]
         self.linears = nn.ModuleList(function for function in functions if isinstance(function, nn.Linear))
 
     def compiled(self, layers: Sequence[int] = (), wrap: Wrap = lambda _, function: function) -> Pass:
@@ -64,7 +66,7 @@ class StraightPass:
             layers: layers whose input [1, rows, hidden] it returns after the logits [1, n, vocab].
             wrap: what to call in place of a function, given what was recorded and the function.
         """
-        return written(trimmed(self._recording, ["logits", *map(str, layers)]), wrap)
+        return written(trimmed(self._sequence, ["logits", *map(str, layers)]), wrap)
 
 
 @torch.inference_mode()
@@ -134,7 +136,7 @@ def _example(model: Any, pool: PagedKVCache, rows: int, wanted: int) -> PassInpu
     batch = RaggedBatch(pool, [RowSpan(cache, 0, rows, 0)], cache.slots[:rows])
     pool.release(cache)
     positions = torch.arange(rows, 2 * rows)[None]  # not those that a model would count itself
-    return PassInputs(tokens, positions, torch.arange(rows - wanted, rows), batch)
+    return PassInputs(tokens, positions, torch.arange(rows)[:: rows // wanted][:wanted], batch)
 
 
 def own_pass(
