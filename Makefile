@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
 
-.PHONY: demo test soak check lint proto docs clean
+.PHONY: demo test soak vllm check lint proto docs clean
 
 demo: $(READY)
 	$(BIN)/outrider demo
@@ -15,6 +16,17 @@ test: check
 # Tests that take minutes: hundreds of streams, every process killed in turn, jobs and replicas in a Ray cluster.
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak
+
+# Stock vLLM behind the port, against our own engine byte for byte, on a CPU: gigabytes to download, minutes to run.
+vllm: $(VLLM)/.ready
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+
+$(VLLM)/.ready: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
 
 # With more OpenMP threads than cores, threads would wait for others that do not run. In the order of the folders the
 # many quick files come last, so that the workers end together.
@@ -41,4 +53,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

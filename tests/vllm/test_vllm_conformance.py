@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from outrider.cloud.config import VerifierConfig
-from outrider.cloud.testing.conformance import CHECKS, Suite
+from outrider.cloud.testing.conformance import CHECKS, Suite, Text
 from outrider.cloud.testing.oracle import Oracle, save_conformance_target
 from outrider.cloud.vllm.backend import VllmBackend
 from outrider.cloud.vllm.loading import load_vllm_backend
+from outrider.proto.types import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -25,23 +26,43 @@ def oracle(folder: Path) -> Oracle:
     return Oracle(folder)
 
 
-@pytest.fixture(scope="module")
-def backend(folder: Path) -> Iterator[VllmBackend]:
-    backend = load_vllm_backend(VerifierConfig(target=str(folder), engine="vllm", kv_tokens=2048, max_sessions=16))
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "tensor parallel"])
+def backend(folder: Path, request: pytest.FixtureRequest) -> Iterator[VllmBackend]:
+    config = VerifierConfig(
+        target=str(folder), engine="vllm", kv_tokens=2048, max_sessions=16, tensor_parallel=request.param
+    )
+    backend = load_vllm_backend(config)
     yield backend
     backend.close()
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_vllm_conforms(check, backend, oracle) -> None:
-    runner: Any = backend._core._executor.driver_worker.worker.model_runner
-    forward = runner._model_forward
+    CHECKS[check](Suite(backend, oracle, lambda: fail_next_step(backend)))
 
-    def fail_next_step() -> None:
+
+def test_the_next_turn_finds_what_the_last_one_computed(backend, oracle) -> None:
+    suite = Suite(backend, oracle)
+    first = Text(suite, suite.prompt(70), Sampling(temperature=1.0, seed=4), isolation="mine")
+    first.write(30)
+    first.close()
+    turn = (*first.transcript, 5, 6, 7)
+    mine, theirs = (Text(suite, turn, Sampling(), isolation) for isolation in ("mine", "theirs"))
+    assert (mine.sequence.length, theirs.sequence.length) == (96, 0)
+    assert mine.write(8) == theirs.write(8)
+    mine.close()
+    theirs.close()
+
+
+def fail_next_step(backend: VllmBackend) -> None:
+    def fail_once(worker: Any) -> None:  # inside, so that it travels by value to workers in other processes
+        runner = worker.worker.model_runner
+        forward = runner._model_forward
+
         def failing(*_: Any, **__: Any) -> Any:
             runner._model_forward = forward
             raise RuntimeError("it happens once")
 
         runner._model_forward = failing
 
-    CHECKS[check](Suite(backend, oracle, fail_next_step))
+    backend._core._executor.collective_rpc(fail_once)

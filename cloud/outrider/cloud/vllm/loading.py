@@ -49,7 +49,7 @@ def load_vllm_backend(config: VerifierConfig) -> VllmBackend:
         tokenizer_json=tokenizer,
         tokenizer_sha256=tokenizer_hash(tokenizer),
         vocab_size=int(shape.vocab_size),
-        context_length=min(options["max_model_len"], core.store.size * core.store.count),
+        context_length=options["max_model_len"],
         eos_tokens=_eos_tokens(source, shape),
         hidden_size=int(shape.hidden_size),
         num_layers=int(shape.num_hidden_layers),
@@ -66,7 +66,7 @@ def engine_options(config: VerifierConfig, source: str, shape: Any) -> dict[str,
     on_cpu = config.device == "cpu"
     page_size = CPU_PAGE * math.ceil(config.page_size / CPU_PAGE) if on_cpu else config.page_size
     requests = config.max_sessions + 1  # and the verifier's own, when it tests itself
-    options = {
+    options: dict[str, Any] = {
         "model": source,
         "skip_tokenizer_init": True,
         "load_format": "safetensors",
@@ -94,6 +94,7 @@ def engine_options(config: VerifierConfig, source: str, shape: Any) -> dict[str,
         tokens = kv_tokens_by_memory(shape, dtype, torch.device("cpu"), config.max_sessions * context)
     if tokens:
         pages = max(1, tokens // page_size)
+        options["max_model_len"] = min(context, pages * page_size)
         options["num_gpu_blocks_override"] = pages + 1  # vLLM's first stands for nothing
         options["kv_cache_memory_bytes"] = (pages + 1) * page_size * bytes_per_token(shape, torch.float32)
     return options
