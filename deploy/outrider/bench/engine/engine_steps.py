@@ -16,7 +16,7 @@ from outrider.cloud.target import Target
 from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.proto.errors import DeadlineExceeded, OutriderError
 from outrider.proto.session import VerifierRules
-from outrider.proto.types import CloudFrame, Commit, Draft, DraftToken, Open, Patience, Sampling, token_ids
+from outrider.proto.types import CloudFrame, Commit, Draft, DraftToken, Open, Patience, Report, Sampling, token_ids
 
 _DEADLINE_S = 600.0
 
@@ -49,6 +49,8 @@ class _Edge(Outbox):
             drafting=self._drafts > 0,
         )
         self._engine.post_open(self._key, frame, self)
+        if self._drafts:  # believed, so that the engine does not verify fewer of them at first
+            self._engine.post_frame(self._key, Report(drafting=True, acceptance=1.0), lambda: None)
 
     def close(self) -> None:
         """Leave the session's place to others."""

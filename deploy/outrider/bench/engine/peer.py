@@ -19,6 +19,7 @@ LLAMA, LLAMA_IN_8_BITS, VLLM, VLLM_COMPILED = "llama.cpp", "llama.cpp, 8-bit", "
 
 _CHILD = Path(__file__).parent / "peers" / "child.py"
 _END_S = 10.0
+_ENVIRONMENT = {"KMP_BLOCKTIME": "1"}  # ms for which idle threads spin; by default far into the next engine's turn
 _REMEDIES = {
     "llama": "install llama-cpp-python (built here, for this processor) and gguf, or name a Python with them by "
     "--llama-python",
@@ -88,7 +89,7 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                env={**_ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(threads)},
             )
         except OSError as error:
             self._errors.close()
