@@ -20,6 +20,7 @@ soak: $(READY)
 # Stock vLLM behind the port, against our own engine byte for byte, on a CPU: gigabytes to download, minutes to run.
 vllm: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM)/bin/python -m pytest tests/vllm/v2
 
 $(VLLM)/.ready: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)

@@ -1,6 +1,6 @@
 """Record what vLLM's own kernels draw, as the golden table of tests/proto/vllm_noise.json.
 
-In vLLM's environment (see docs/vllm.md), where the kernels run in Triton's interpreter:
+In the environment of `make vllm`, where the kernels run in Triton's interpreter:
 
     TRITON_INTERPRET=1 python tests/vllm/record_noise.py > tests/proto/vllm_noise.json
 """

@@ -37,12 +37,12 @@ _Part = tuple[int, VerificationInput]  # a session and the place of its first ro
 class Sampler:
     """The coupled rule on one device: by a short list where that is enough (on a CPU), else over whole rows.
 
-    Sessions of `Noise.VLLM` are left to `VllmRule`.
+    Sessions of `Noise.VLLM` are left to `VllmRule`, or to one that does it in other ways.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rule_of_vllm: VllmRule | None = None) -> None:
         self._noise = TorchNoise(torch, device)
-        self._vllm = VllmRule(device)
+        self._vllm = rule_of_vllm or VllmRule(device)
         self._device = device
         self._shortlist: Shortlist | None = None
 

@@ -85,6 +85,15 @@ def _cut(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return torch.empty_like(scores).scatter_(1, order, ordered.masked_fill(cut, -math.inf))
 
 
+def choices(scores: torch.Tensor, tokens: torch.Tensor, asked: np.ndarray) -> RowChoices:
+    """Return `tokens` [rows] int64 with log p, to 1e-6, under softmax(scores) [rows, vocab] float32."""
+    best = scores.max(dim=-1, keepdim=True).values
+    log_sums = best[:, 0].double() + (scores - best).exp().sum(dim=-1, dtype=torch.float64).log()
+    wanted = torch.stack([tokens, torch.from_numpy(asked).to(tokens.device)], dim=1)
+    logp = (scores.gather(1, wanted).double() - log_sums[:, None]).T.cpu().numpy()
+    return RowChoices(tokens.cpu().numpy(), logp[0], logp[1], np.ones(len(asked), bool))
+
+
 class VllmRule:
     """The rule on one device: by the likely and the loud tokens where these settle a row (on a CPU), else by all."""
 
@@ -108,12 +117,7 @@ class VllmRule:
             rows = slice(first, first + session.rows)
             scores[rows] = vllm_scores(logits[rows], session)
             first += session.rows
-        tokens = self._tokens(scores, sessions)
-        best = scores.max(dim=-1, keepdim=True).values
-        log_sums = best[:, 0].double() + (scores - best).exp().sum(dim=-1, dtype=torch.float64).log()
-        wanted = torch.stack([tokens, torch.from_numpy(asked).to(self._device)], dim=1)
-        logp = (scores.gather(1, wanted).double() - log_sums[:, None]).T.cpu().numpy()
-        return RowChoices(tokens.cpu().numpy(), logp[0], logp[1], np.ones(len(asked), bool))
+        return choices(scores, self._tokens(scores, sessions), asked)
 
     def _tokens(self, scores: torch.Tensor, sessions: Sequence[VerificationInput]) -> torch.Tensor:
         """Return [rows] int64 the argmax of scores plus noise; of the scores alone at temperature 0."""

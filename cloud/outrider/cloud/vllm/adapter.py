@@ -1,7 +1,8 @@
 """The seam to vLLM's internals in this process: its engine core, its KV blocks and its messages to workers.
 
-`worker.py` is the seam in the processes that compute. No other module knows a name of vLLM's. Both are written for the
-releases in `RELEASES`, and what they use beyond vLLM's public names is looked for before anything is loaded.
+`worker.py` is the seam in the processes that compute, for V1's runner, and `runner_v2.py` with `native_rule.py` for
+Model Runner V2. No other module knows a name of vLLM's. All are written for the releases in `RELEASES`, and what they
+use beyond vLLM's public names is looked for before anything is loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from outrider.proto.errors import ConfigError, ModelRefused
 
 RELEASES = ("0.32.0",)
 _WORKER = "outrider.cloud.vllm.worker.PlannedCpuWorker"
+_WORKER_OF_V2 = "outrider.cloud.vllm.runner_v2.PlannedV2Worker"
+_ROWS_OF_V2 = "outrider.cloud.vllm.runner_v2:CoupledRows"
 _PROPOSER = "outrider.cloud.vllm.worker.NoProposer"
 _REMEDY = "install the environment of constraints-vllm.txt (docs/vllm.md), or serve with --engine transformers"
 # Modules, what is used of them, and the parameters by which it is called.
@@ -45,6 +48,18 @@ PROBED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._input_fits_in_drafter", ("common_attn_metadata",)),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", ("scheduler_output",)),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.sample_tokens", ("grammar_output",)),
+)
+_V2 = "vllm.v1.worker.gpu"
+PROBED_OF_V2: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (f"{_V2}.model_runner", "GPUModelRunner.execute_model", ("scheduler_output",)),
+    (f"{_V2}.model_runner", "GPUModelRunner.add_requests", ("scheduler_output",)),
+    (f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.apply", ("logits", "ctx")),
+    (f"{_V2}.sample.logits_processor.interface", "LogitsProcessor.apply_staged_writes", ()),
+    (f"{_V2}.sample.logits_processor.interface", "LogitsContext", ("idx_mapping_np",)),
+    (f"{_V2}.sample.sampler", "Sampler.sample", ("expanded_idx_mapping", "pos", "expanded_local_pos")),
+    (f"{_V2}.sample.sampler", "Sampler.add_request", ("req_idx", "sampling_params")),
+    (f"{_V2}.spec_decode.speculator", "BaseSpeculator.propose", ("input_batch", "aux_hidden_states")),
+    (f"{_V2}.states", "RequestState", ("max_num_reqs", "vocab_size", "device")),
 )
 
 log = logging.getLogger(__name__)
@@ -105,8 +120,7 @@ class VllmCore:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        drafts = {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": max_drafts}
-        config = EngineArgs(worker_cls=_WORKER, speculative_config=drafts, **options).create_engine_config()
+        config = EngineArgs(**options, **runner_options(max_drafts, options)).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._executor = self._core.model_executor
         self.remote = config.parallel_config.world_size > 1
@@ -144,6 +158,31 @@ class VllmCore:
     def close(self) -> None:
         """End the workers."""
         self._core.shutdown()
+
+
+def runner_options(max_drafts: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what vLLM has to be told so that its runner works for us: V2, its default on GPUs, or V1 on a CPU.
+
+    Raises:
+        ConfigError: this build lacks what is used of V2, or vLLM takes V1 on another device.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    if EngineArgs(**options).create_engine_config().use_v2_model_runner:
+        if missing := missing_names(PROBED_OF_V2):
+            raise ConfigError(f"this build of vLLM lacks {', '.join(missing)}; {_REMEDY}", field="engine")
+        # A method that V2 knows; the worker puts its own in the place of what that proposes by.
+        drafts = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 2}
+        return {
+            "worker_cls": _WORKER_OF_V2,
+            "logits_processors": [_ROWS_OF_V2],
+            "speculative_config": {**drafts, "num_speculative_tokens": max_drafts},
+        }
+    if not current_platform.is_cpu():
+        raise ConfigError("vLLM takes its V1 runner; unset VLLM_USE_V2_MODEL_RUNNER", field="engine")
+    drafts = {"method": "custom_class", "model": _PROPOSER}
+    return {"worker_cls": _WORKER, "speculative_config": {**drafts, "num_speculative_tokens": max_drafts}}
 
 
 class PoolStore:
@@ -252,5 +291,6 @@ def scheduler_output(work: ForwardPass) -> Any:
         free_encoder_mm_hashes=[],
         kv_cache_block_copies=[KVCacheBlockCopy(*each) for each in work.copies] or None,
     )
+    output.outrider_rows = work.rows
     output.outrider = {row.name: Wanted(row.verification, row.tapped) for row in work.rows}
     return output

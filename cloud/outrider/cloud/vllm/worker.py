@@ -6,7 +6,6 @@ of the runner, `adapter.PROBED` lists.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +15,9 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from outrider.cloud.distribution import VerificationInput
-from outrider.cloud.sampling import Sampled, Sampler
+from outrider.cloud.sampling import Sampler
 from outrider.cloud.vllm.messages import PassResult, Wanted
-from outrider.cloud.vllm.requests import committed_tokens
+from outrider.cloud.vllm.requests import are_numbers, committed_tokens
 
 NOTHING = -1  # what vLLM's runner takes for no token
 
@@ -118,13 +117,8 @@ class RunnerSeam:
                 newest = rows[places[name] + len(committed) - 1]
             if each.tapped and self._layers:
                 self.result.taps[name] = torch.cat([layer[newest] for layer in self._entering]).float().cpu()
-        self.result.finite = _are_numbers(of_inputs, list(self.result.sampled.values()))
+        self.result.finite = are_numbers(of_inputs, list(self.result.sampled.values()))
         return SamplerOutput(sampled_token_ids=tokens.to(logits.device), logprobs_tensors=None)
-
-
-def _are_numbers(logits: torch.Tensor, sampled: Sequence[Sampled]) -> bool:
-    doubtful = any(token.logp is not None and math.isnan(token.logp) for each in sampled for token in each.tokens)
-    return not doubtful or bool((logits < math.inf).all())
 
 
 class NoProposer:
