@@ -2,6 +2,7 @@
 
 Commands, none of which imports another
 benchmark        ways of decoding side by side, over emulated links
+engine           steps of a target by part, in turn with those of other engines
 comparison       block efficiency of drafters on the same texts
 traces           hits of drafters recorded, and replayed over any link
 length_training  length rules trained on recorded hits

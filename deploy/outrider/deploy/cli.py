@@ -72,7 +72,11 @@ COMMANDS = {
     "demo": Entry("compare with cloud streaming on a local Ray cluster", f"{DECODING}:DEMO"),
     "link": Entry("run an emulated network link in front of a server", f"{OPERATING}:LINK"),
     "bench": Entry("measure ways of decoding over emulated links", f"{MEASURING}:BENCH"),
-    "engine-bench": Entry("time a target's steps on a CPU, by part", f"{MEASURING}:ENGINE_BENCH", "engine_bench"),
+    "engine-bench": Entry(
+        "time a target's steps on a CPU by part, and those of other engines",
+        f"{MEASURING}:ENGINE_BENCH",
+        "engine_bench",
+    ),
     "compare": Entry("measure the block efficiency of drafters", f"{MEASURING}:COMPARE"),
     "traces": Entry("record which drafts would hit, and replay them over any link"),
     "traces record": Entry(
