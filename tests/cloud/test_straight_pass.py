@@ -195,6 +195,38 @@ def test_layers_that_share_a_weight_with_others_stay_apart():
     assert model.model.layers[2].mlp.up_proj not in linears
 
 
+# === shorter calls ==================================================================================================
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize(
+    ("architecture", "turns"), [("llama", 3), ("qwen2", 3), ("qwen3", 6), ("gpt_neox", 6), ("gpt2", 0)]
+)
+def test_queries_and_keys_turn_together_where_nothing_stands_between(architecture, turns, dtype, tmp_path):
+    save_random_model(tmp_path, architecture, **ARCHITECTURES[architecture])
+    functions = []
+    straight_pass(load_model(str(tmp_path), "target", device="cpu", dtype=dtype)).compiled(
+        wrap=lambda recorded, function: functions.append(recorded) or function
+    )
+    assert functions.count(call_fusion.turned) == turns
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_turned_head_has_the_models_own_bits(dtype):
+    head, cosine, sine = (torch.randn(1, *shape, 16).to(dtype) for shape in ((3, 7), (1, 7), (1, 7)))
+    halves = torch.cat((-head[..., 8:], head[..., :8]), dim=-1)
+    got = call_fusion.turned(head, cosine, call_fusion.first_half_negated(sine, 8), 8)
+    assert torch.equal(got, head * cosine + halves * sine)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e4])
+def test_rows_over_their_root_mean_square_are_as_exact_as_the_models_own(size):
+    rows, epsilon = torch.randn(5, 384) * size, 1e-6
+    exact = rows.double() / (rows.double().pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
+    got = call_fusion.over_root_mean_square(rows, 384**0.5, torch.tensor(epsilon**0.5))
+    assert close(got.double(), exact, 2e-7)
+
+
 # === wanted rows ====================================================================================================
 
 

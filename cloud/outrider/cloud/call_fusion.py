@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.cloud.call_recorder import Call, CallSequence, Value, part
+from outrider.cloud.call_recorder import Call, CallSequence, Value, leaves, part, values_in
+from outrider.cloud.call_simplification import trimmed
 
 
 def fused(sequence: CallSequence, model: nn.Module) -> CallSequence:
@@ -19,12 +20,18 @@ def fused(sequence: CallSequence, model: nn.Module) -> CallSequence:
     Plain linear layers of `model` that have the same input become one product; their weights and biases become parts of
     one, so that they take no more memory than before.
     """
-    return _joined(_turned(_scaled(sequence)), model)
+    shorter = trimmed(_turned(_scaled(sequence)), list(sequence.outputs))
+    return _turned_together(_joined(shorter, model))
 
 
 def first_half_negated(sine: torch.Tensor, half: int) -> torch.Tensor:
     """Return `sine` [..., 2 * half] with the other sign in its first half."""
     return torch.cat((-sine[..., :half], sine[..., half:]), -1)
+
+
+def turned(head: torch.Tensor, cosine: torch.Tensor, signed: torch.Tensor, half: int) -> torch.Tensor:
+    """Return `head` [..., 2 * half] turned by its position, with the sine's first half negated in `signed`."""
+    return (head * cosine).add_(head.roll(half, -1).mul_(signed))
 
 
 def over_root_mean_square(rows: torch.Tensor, root: float, floor: torch.Tensor) -> torch.Tensor:
@@ -53,7 +60,7 @@ def _by_size(call: Call, made_by: Mapping[Value, Call]) -> Call | None:
 
 
 def _turned(sequence: CallSequence) -> CallSequence:
-    """Have rotary positions roll a head by half, where models cut it, negate a half and join them again.
+    """Have rotary positions turn a head by `turned`, where models cut it, negate a half and join them again.
 
     `cat(-x2, x1) * sin` is `roll(x) * cat(-sin1, sin2)` to the bit, and the second factor is the same for all layers.
     """
@@ -61,34 +68,31 @@ def _turned(sequence: CallSequence) -> CallSequence:
     signed: dict[Value, Value] = {}
     calls: list[Call] = []
     for call in sequence.calls:
-        turned = _turned_half(call, made_by)
-        if turned is None:
-            calls.append(call)
-            continue
-        head, sine, half = turned
-        if sine not in signed:
-            signed[sine] = Value()
-            calls.append(Call(first_half_negated, (sine, half), {}, signed[sine]))
-        rolled = Value()
-        calls.append(Call(torch.Tensor.roll, (head, half, -1), {}, rolled))
-        calls.append(Call(torch.Tensor.mul, (rolled, signed[sine]), {}, call.result))
+        if (found := _turn(call, made_by)) is not None:
+            head, cosine, sine, half = found
+            if sine not in signed:
+                signed[sine] = Value()
+                calls.append(Call(first_half_negated, (sine, half), {}, signed[sine]))
+            call = Call(turned, (head, cosine, signed[sine], half), {}, call.result)
+        calls.append(call)
     return replace(sequence, calls=calls)
 
 
-def _turned_half(call: Call, made_by: Mapping[Value, Call]) -> tuple[Value, Value, int] | None:
-    """Return head, sine and half of its size, where `call` multiplies a head with its halves exchanged by the sine."""
-    exchanged, sine = _given(made_by, call.result, "mul", 2)
+def _turn(call: Call, made_by: Mapping[Value, Call]) -> tuple[Value, Value, Value, int] | None:
+    """Return head, cosine, sine and half of the head's size, where `call` is the last that turns it."""
+    first, second = _given(made_by, call.result, "add", 2)
+    head, cosine = _given(made_by, first, "mul", 2)
+    exchanged, sine = _given(made_by, second, "mul", 2)
     halves, dimension = _given(made_by, exchanged, "cat", 2)
     if not (isinstance(sine, Value) and isinstance(halves, tuple | list) and len(halves) == 2 and dimension == -1):
         return None
     (negated,) = _given(made_by, halves[0], "neg", 1)
-    head, last = _given(made_by, negated, "getitem", 2)
-    again, first = _given(made_by, halves[1], "getitem", 2)
-    if not (isinstance(head, Value) and head is again):
+    behind, before = _given(made_by, negated, "getitem", 2), _given(made_by, halves[1], "getitem", 2)
+    if not (isinstance(head, Value) and isinstance(cosine, Value) and behind[0] is before[0] is head):
         return None
     half = head.example.shape[-1] // 2
-    cut = (..., slice(None, half, None)), (..., slice(half, None, None))
-    return (head, sine, half) if (first, last) == cut and head.example.shape[-1] == 2 * half else None
+    cut = (..., slice(half, None, None)), (..., slice(None, half, None))
+    return (head, cosine, sine, half) if (behind[1], before[1]) == cut and head.example.shape[-1] == 2 * half else None
 
 
 def _given(made_by: Mapping[Value, Call], value: Any, name: str, count: int) -> tuple[Any, ...]:
@@ -131,6 +135,57 @@ def _one_product(group: Sequence[Call]) -> list[Call]:
         Call(torch.Tensor.split_with_sizes, (whole, sizes, -1), {}, parts),
         *(Call(part, (parts, i), {}, call.result) for i, call in enumerate(group)),
     ]
+
+
+def _turned_together(sequence: CallSequence) -> CallSequence:
+    """Have the first two parts of a product, queries and keys, turn in one call where they turn alike."""
+    users: defaultdict[Value, list[Call]] = defaultdict(list)
+    for call in sequence.calls:
+        for value in values_in((call.arguments, call.keywords)):
+            users[value].append(call)
+    changed: dict[Call, list[Call]] = {}
+    for call in sequence.calls:
+        if call.function is torch.Tensor.split_with_sizes:
+            parts = users[call.result]
+            queries, keys = (_way_to_turn(each.result, users) for each in parts[:2])
+            if queries and [step.arguments[1:] for step in queries] == [step.arguments[1:] for step in keys]:
+                changed |= _one_turn(call, parts, queries, keys)
+    return replace(sequence, calls=[new for call in sequence.calls for new in changed.get(call, [call])])
+
+
+def _one_turn(
+    split: Call, parts: Sequence[Call], queries: Sequence[Call], keys: Sequence[Call]
+) -> dict[Call, list[Call]]:
+    """Return what takes the place of the calls that split a product and turn its first two parts."""
+    both, heads = Value(), Value()
+    whole, (size, other, *sizes), _ = split.arguments
+    turn = replace(queries[-1], result=Value())
+    counts = [way[-1].arguments[0].example.shape[1] for way in (queries, keys)]
+    return {
+        split: [replace(split, arguments=(whole, [size + other, *sizes], -1))],
+        **{each: [replace(each, arguments=(split.result, i))] for i, each in enumerate(parts[1:])},
+        parts[0]: [Call(part, (split.result, 0), {}, both)],
+        **{step: [] for step in (parts[1], *keys)},
+        queries[0]: [queries[0].with_replaced({parts[0].result: both})],
+        queries[-1]: [
+            turn,
+            Call(torch.Tensor.split_with_sizes, (turn.result, counts, 1), {}, heads),
+            *(Call(part, (heads, i), {}, way[-1].result) for i, way in enumerate((queries, keys))),
+        ],
+    }
+
+
+def _way_to_turn(value: Value, users: Mapping[Value, Sequence[Call]]) -> list[Call]:
+    """Return the calls from a product's part to `turned`, where it only becomes heads, of any number, on the way."""
+    way: list[Call] = []
+    for function in (torch.Tensor.view, torch.Tensor.transpose, turned):
+        calls = users.get(value, ())
+        if len(calls) != 1 or calls[0].function != function:
+            return []
+        way.append(calls[0])
+        value = calls[0].result
+    as_heads = list(leaves(way[0].arguments[1:]))[2:3] == [-1] and way[1].arguments[1:] == (1, 2)
+    return way if as_heads else []
 
 
 def _join(layers: Sequence[nn.Linear]) -> nn.Linear:
