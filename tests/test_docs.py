@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 DOCS = ("architecture", "exactness", "benchmarks", "steering", "selection", "python", "operations", "kubernetes")
-DOCS += ("models", "cli")
+DOCS += ("models", "vllm", "cli")
 MAX_README_LINES = 200
 MAX_FOLLOWED_FILES = 17
 OUTSIDE = ("http://", "https://")

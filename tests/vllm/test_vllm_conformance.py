@@ -43,11 +43,11 @@ def test_vllm_conforms(check, backend, oracle) -> None:
 
 def test_the_next_turn_finds_what_the_last_one_computed(backend, oracle) -> None:
     suite = Suite(backend, oracle)
-    first = Text(suite, suite.prompt(70), Sampling(temperature=1.0, seed=4), isolation="mine")
+    first = Text(suite, suite.prompt(70), Sampling(temperature=1.0, seed=4), isolation="turns")
     first.write(30)
     first.close()
     turn = (*first.transcript, 5, 6, 7)
-    mine, theirs = (Text(suite, turn, Sampling(), isolation) for isolation in ("mine", "theirs"))
+    mine, theirs = (Text(suite, turn, Sampling(), isolation) for isolation in ("turns", "nobody"))
     assert (mine.sequence.length, theirs.sequence.length) == (96, 0)
     assert mine.write(8) == theirs.write(8)
     mine.close()

@@ -14,7 +14,7 @@ from outrider.proto.types import Goal, Noise, Patience
 
 DTYPES = ("float32", "bfloat16", "float16")
 ENGINES = ("transformers", "vllm")
-VLLM = "vLLM"  # heading
+ENGINE = "engine"
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 TARGET = "target"
 
@@ -113,16 +113,16 @@ class VerifierConfig(GrpcServerSettings):
         "transformers",
         "what computes: ours on transformers' models, or stock vLLM (docs/vllm.md)",
         choices=ENGINES,
-        group=VLLM,
+        group=ENGINE,
     )
-    tensor_parallel: int = option(1, "processes, and GPUs, that share every layer", group=VLLM, check=at_least(1))
-    across_nodes: bool = option(False, "let Ray place these processes, on other machines too", group=VLLM)
+    tensor_parallel: int = option(1, "processes, and GPUs, that share every layer", group=ENGINE, check=at_least(1))
+    across_nodes: bool = option(False, "let Ray place these processes, on other machines too", group=ENGINE)
     quantization: str = option(
-        "", "how the weights are quantised, as vLLM names it; empty: as the target says", metavar="NAME", group=VLLM
+        "", "how the weights are quantised, as vLLM names it; empty: as the target says", metavar="NAME", group=ENGINE
     )
-    kv_dtype: str = option("auto", "type of the KV cache, such as fp8; auto: that of the weights", group=VLLM)
+    kv_dtype: str = option("auto", "type of the KV cache, such as fp8; auto: that of the weights", group=ENGINE)
     memory_share: float = option(
-        0.0, "share of a device's memory for weights and KV cache; 0: the default", group=VLLM, check=between(0, 1)
+        0.0, "share of a device's memory for weights and KV cache; 0: the default", group=ENGINE, check=between(0, 1)
     )
 
     def check_together(self) -> None:
@@ -133,7 +133,7 @@ class VerifierConfig(GrpcServerSettings):
                 raise ConfigError("is a promise of --engine transformers alone", field="batch_invariant")
             return
         for name, declaration in declared(VerifierConfig).items():
-            if declaration.option.group == VLLM and name != "engine" and getattr(self, name) != declaration.default:
+            if declaration.option.group == ENGINE and name != "engine" and getattr(self, name) != declaration.default:
                 raise ConfigError("is for --engine vllm alone", field=name)
 
     @property

@@ -32,7 +32,7 @@ def images(documents: list[Document]) -> Iterator[str]:
     for pod in pods(documents):
         for container in pod.containers:
             tag = container["image"].rpartition(":")[2] if ":" in container["image"] else version()
-            if image_of(container) not in IMAGES or tag not in (version(), f"{version()}-cuda"):
+            if image_of(container) not in IMAGES or tag not in {version(), f"{version()}-cuda", f"{version()}-vllm"}:
                 yield f"{pod.where}: no Dockerfile makes {container['image']}"
 
 

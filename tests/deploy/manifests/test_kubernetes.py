@@ -29,7 +29,7 @@ from manifest_pods import environment, pods
 from manifest_schemas import KUBERNETES_VERSIONS
 from manifest_schemas import complaints as schema_complaints
 
-OVERLAYS = ("overlays/cpu", "overlays/gpu", "overlays/relay")
+OVERLAYS = ("overlays/cpu", "overlays/gpu", "overlays/relay", "overlays/vllm")
 WRITTEN = ("base", "train", "edge")
 KUSTOMIZED = (*WRITTEN, *OVERLAYS)
 
@@ -110,16 +110,19 @@ def test_everything_is_in_one_namespace_with_tagged_images(folder) -> None:
         assert all(":" in container["image"] for container in pod.containers)
 
 
-def test_the_gpu_overlay_gives_each_verifier_the_gpu_that_it_asks_for() -> None:
-    documents = kustomized("overlays/gpu")
+@pytest.mark.parametrize(("overlay", "image", "gpus"), [("gpu", "cuda", "1"), ("vllm", "vllm", "2")])
+def test_an_overlay_gives_each_verifier_the_gpus_that_it_asks_for(overlay, image, gpus) -> None:
+    documents = kustomized(f"overlays/{overlay}")
     group = named(documents, "RayCluster")["spec"]["workerGroupSpecs"][0]
     resources = group["template"]["spec"]["containers"][0]["resources"]
     (asked,) = (environment(c) for p in pods(documents) if p.where.startswith("CronJob") for c in p.containers)
     assert asked["OUTRIDER_VERIFIER_DEVICE"] == "cuda"
-    assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == "1"
-    assert group["rayStartParams"]["num-gpus"] == asked["OUTRIDER_VERIFIER_GPUS"] == "1"
+    assert asked.get("OUTRIDER_VERIFIER_TENSOR_PARALLEL", "1") == gpus
+    assert (asked.get("OUTRIDER_VERIFIER_ENGINE") == "vllm") == (overlay == "vllm")
+    assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == gpus
+    assert group["rayStartParams"]["num-gpus"] == asked["OUTRIDER_VERIFIER_GPUS"] == gpus
     assert {c["image"] for p in pods(documents) for c in p.containers if p.where.startswith("Ray")} == {
-        f"outrider-cloud:{version()}-cuda"
+        f"outrider-cloud:{version()}-{image}"
     }
 
 
@@ -195,7 +198,7 @@ def test_pods_reach_the_edges_that_are_pods_which_reach_the_rest() -> None:
     assert reaches(documents, edge, Peer(WORKER), DECODING_PORT)
 
 
-@pytest.mark.parametrize("folder", ["overlays/cpu", "overlays/gpu"])
+@pytest.mark.parametrize("folder", ["overlays/cpu", "overlays/gpu", "overlays/vllm"])
 def test_directly_edges_anywhere_reach_coordinators_and_decoding_ports(folder) -> None:
     documents = kustomized(folder)
     assert reaches(documents, OUTSIDE, Peer(COORDINATOR), COORDINATOR_PORT)
