@@ -110,7 +110,10 @@ def test_what_serves_sessions_knows_the_target_by_its_port_alone(root) -> None:
     graph = import_graph(root)
     serving = ("actor", "admission", "batching", "engine", "grammar", "masks", "metrics", "recovery", "runner")
     serving += ("server", "slots", "steering", "steering_vectors", "step_timing", "tracing")
-    behind = {f"cloud.{name}" for name in ("attention", "kv_cache", "packed_linear", "target", "transformers_backend")}
+    behind = {
+        f"cloud.{name}"
+        for name in ("attention", "kv_cache", "packed_linear", "straight_pass", "target", "transformers_backend")
+    }
     behind |= {name for name in graph if name.startswith("cloud.vllm.")}
     assert behind <= set(graph)
     assert {name for name in serving if graph[f"cloud.{name}"] & behind} == set()

@@ -344,3 +344,10 @@ def test_a_model_that_is_not_straight_is_served_and_packed_as_before(tmp_path, m
     shapes = {*target.packing.packed, *target.packing.plain}
     assert (32, 32) in shapes
     assert target.check() < 1e-5
+
+
+def test_a_model_that_picks_experts_is_served_as_it_is_written(tmp_path):
+    save_random_model(tmp_path, "mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2)
+    target = load_target(str(tmp_path), kv_tokens=256)
+    assert target.straight is None
+    assert target.check() < 1e-5
