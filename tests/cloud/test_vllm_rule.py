@@ -13,7 +13,7 @@ import torch
 
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.sampling import Sampler
-from outrider.cloud.vllm_rule import VllmRule, vllm_scores
+from outrider.cloud.vllm_rule import VllmRule, cut_by_sorting, kept_by_list, vllm_scores
 from outrider.proto.types import DraftToken, Noise, Sampling, token_ids
 from outrider.proto.vllm_noise import VllmNoiseSieve, gumbel32, row_state
 
@@ -127,6 +127,26 @@ def test_tokens_and_log_probabilities_are_those_of_a_plain_computation(kind):
         for token, (wanted, logp) in zip(got.tokens, plainly(logits[5 * n : 5 * n + 5], session), strict=True):
             assert token.id == wanted
             assert token.logp == pytest.approx(logp, abs=1e-5)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.3), (0, 0.999), (1, 0.5), (20, 0.8), (300, 0.95)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_short_list_keeps_the_tokens_that_sorting_keeps(kind, top_k, top_p):
+    settled = 0
+    for row in rows_of(kind, 5, 160).reshape(10, 16 * VOCAB):
+        by_sorting = torch.isfinite(cut_by_sorting(row[None], top_k, top_p)[0]).nonzero()[:, 0].tolist()
+        kept = kept_by_list(row.numpy(), top_k, top_p)
+        settled += kept is not None
+        assert kept is None or sorted(kept.tolist()) == by_sorting
+    if kind == "normal" and top_p < 0.9:
+        assert settled == 10
+
+
+@pytest.mark.parametrize("far", [0.0, 1e-3])
+def test_a_sum_that_ends_at_top_p_is_left_to_sorting(far):
+    row = np.full(16 * VOCAB, -40.0, np.float32)
+    row[[5, 900]] = 0.0  # each has half
+    assert (kept_by_list(row, 0, 0.5 + far) is None) is (far == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

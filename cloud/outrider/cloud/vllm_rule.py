@@ -16,13 +16,16 @@ import numpy as np
 import torch
 
 from outrider.cloud.distribution import VerificationInput, masked, penalise
-from outrider.cloud.shortlist import RowChoices
+from outrider.cloud.shortlist import SMALLEST_VOCAB, RowChoices
 from outrider.proto.types import Sampling
 from outrider.proto.vllm_noise import TorchVllmNoise, VllmNoiseSieve, gumbel32_of_bits, row_state
 
 _LOWEST_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 _LISTED_BELOW = 6.0  # in units of the score; a token so far below the best wins by loud noise alone
 _LOUD = 4.5  # one token in 90
+_BLOCK = 16  # tokens of which one maximum is kept, to find a list's last score
+_LISTED_FOR_A_CUT, _LONGER = 256, 8  # and how much longer the next list is, where one does not settle a row
+_NEAR_CUT = 2e-5  # sums of float32 that come this close to top_p are left to sorting
 # The machine's logarithm leaves sums this close undecided: an absolute part, and a part of the sum itself.
 _NEAR, _NEAR_RELATIVE = 2e-5, 1e-6
 
@@ -70,17 +73,59 @@ def _penalised(columns: torch.Tensor, in_text: torch.Tensor, seen: torch.Tensor,
 
 
 def _cut(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Apply top-k and top-p as `apply_top_k_top_p_pytorch` of vLLM does, with a stable sort."""
+    """Apply top-k and top-p: on a CPU by a short list where that decides, since sorting a row takes milliseconds."""
     top_k = sampling.top_k if 0 < sampling.top_k < scores.shape[1] else 0
     if sampling.top_p == 1:
         if not top_k:
             return scores
         return scores.masked_fill(scores < scores.topk(top_k, dim=-1).values[:, -1:], -math.inf)
+    if scores.device.type != "cpu" or scores.shape[1] < SMALLEST_VOCAB:
+        return cut_by_sorting(scores, top_k, sampling.top_p)
+    cut = torch.full_like(scores, -math.inf)
+    for of_cut, row in zip(cut, scores, strict=True):
+        kept = kept_by_list(row.numpy(), top_k, sampling.top_p)
+        if kept is None:
+            of_cut.copy_(cut_by_sorting(row[None], top_k, sampling.top_p)[0])
+        else:
+            of_cut.numpy()[kept] = row.numpy()[kept]
+    return cut
+
+
+def kept_by_list(row: np.ndarray, top_k: int, top_p: float) -> np.ndarray | None:
+    """Return the tokens [n] of a row [vocab] float32 that top-k (0: none) and top-p keep; None: lists do not tell.
+
+    A list has every token of a floor and above. Of tokens that tie at the end of top-p, the larger ids are kept.
+    """
+    blocks, best = len(row) // _BLOCK, row.max()
+    best_of_block = row[: blocks * _BLOCK].reshape(_BLOCK, blocks).max(axis=0)
+    total = 0.0 if top_k else float(torch.from_numpy(row - best).exp_().sum())
+    wanted = max(2 * top_k, _LISTED_FOR_A_CUT)
+    while wanted < blocks:
+        floor = np.partition(best_of_block, blocks - wanted)[blocks - wanted]
+        if floor == -math.inf:
+            return None
+        listed = np.flatnonzero(row >= floor)
+        if top_k:
+            listed = listed[row[listed] >= np.partition(row[listed], -top_k)[-top_k]]
+        listed = listed[np.lexsort((-listed, -row[listed]))]
+        weights = np.exp(row[listed].astype(np.float64) - best)
+        before = (np.cumsum(weights) - weights) / (weights.sum() if top_k else total)
+        if (np.abs(before - top_p) < _NEAR_CUT).any():
+            return None
+        end = int((before < top_p).sum())
+        if top_k or end < len(listed):
+            return listed[:end]
+        wanted *= _LONGER
+    return None
+
+
+def cut_by_sorting(scores: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Return scores [rows, vocab] cut as `apply_top_k_top_p_pytorch` of vLLM does it, with a stable sort."""
     ordered, order = scores.sort(dim=-1, stable=True)
     if top_k:
         ordered = ordered.masked_fill(ordered < ordered[:, -top_k, None], -math.inf)
     mass = ordered.softmax(dim=-1).cumsum(dim=-1)
-    cut = mass <= 1 - torch.tensor(sampling.top_p, dtype=torch.float32, device=scores.device)
+    cut = mass <= 1 - torch.tensor(top_p, dtype=torch.float32, device=scores.device)
     cut[:, -1] = False
     return torch.empty_like(scores).scatter_(1, order, ordered.masked_fill(cut, -math.inf))
 
@@ -88,7 +133,7 @@ def _cut(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def choices(scores: torch.Tensor, tokens: torch.Tensor, asked: np.ndarray) -> RowChoices:
     """Return `tokens` [rows] int64 with log p, to 1e-6, under softmax(scores) [rows, vocab] float32."""
     best = scores.max(dim=-1, keepdim=True).values
-    log_sums = best[:, 0].double() + (scores - best).exp().sum(dim=-1, dtype=torch.float64).log()
+    log_sums = best[:, 0].double() + (scores - best).exp().sum(dim=-1).double().log()
     wanted = torch.stack([tokens, torch.from_numpy(asked).to(tokens.device)], dim=1)
     logp = (scores.gather(1, wanted).double() - log_sums[:, None]).T.cpu().numpy()
     return RowChoices(tokens.cpu().numpy(), logp[0], logp[1], np.ones(len(asked), bool))

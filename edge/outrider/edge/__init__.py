@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outrider.edge.conversation import Conversation, Transcript
     from outrider.edge.event_stream import Completion, Event, Finished, Tokens
     from outrider.edge.sync_client import SyncClient, SyncConversation
-    from outrider.proto.types import CommittedToken, FinishReason, Grammar, GrammarKind, Provenance, Sampling
+    from outrider.proto.types import CommittedToken, FinishReason, Grammar, GrammarKind, Noise, Provenance, Sampling
 
 __all__ = [
     "Client",
@@ -38,6 +38,7 @@ __all__ = [
     "Finished",
     "Grammar",
     "GrammarKind",
+    "Noise",
     "Provenance",
     "Sampling",
     "SyncClient",
@@ -52,7 +53,15 @@ _MODULES = {
     "outrider.edge.conversation": ("Conversation", "Transcript"),
     "outrider.edge.event_stream": ("Completion", "Event", "Finished", "Tokens"),
     "outrider.edge.sync_client": ("SyncClient", "SyncConversation"),
-    "outrider.proto.types": ("CommittedToken", "FinishReason", "Grammar", "GrammarKind", "Provenance", "Sampling"),
+    "outrider.proto.types": (
+        "CommittedToken",
+        "FinishReason",
+        "Grammar",
+        "GrammarKind",
+        "Noise",
+        "Provenance",
+        "Sampling",
+    ),
 }
 
 
