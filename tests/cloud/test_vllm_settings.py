@@ -7,12 +7,14 @@ import tomllib
 from types import SimpleNamespace
 
 import pytest
+from transformers import MambaConfig
 
 from outrider.cloud.backends import load_backend
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.vllm import adapter
 from outrider.cloud.vllm.loading import engine_options
-from outrider.proto.errors import ConfigError
+from outrider.proto.errors import ConfigError, ModelRefused
 
 SHAPE = SimpleNamespace(
     max_position_embeddings=2048, num_hidden_layers=4, num_attention_heads=4, hidden_size=64, head_dim=16
@@ -68,6 +70,15 @@ def test_a_parameter_that_is_gone_is_missing() -> None:
 def test_nothing_of_vllm_is_imported_for_our_own_engine() -> None:
     load_backend(VerifierConfig(threads=1, kv_tokens=256))
     assert "outrider.cloud.vllm.loading" not in sys.modules or "vllm" not in sys.modules
+
+
+def test_a_model_without_attention_is_refused_before_vllm_loads_it(tmp_path, monkeypatch) -> None:
+    """A recurrent state cannot be rolled back."""
+    monkeypatch.setattr("outrider.cloud.vllm.loading.check_release", lambda: None)
+    save_tiny_target(tmp_path)
+    MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="no keys and values of attention to roll back"):
+        load_backend(VerifierConfig(engine="vllm", target=str(tmp_path)))
 
 
 def test_options_become_those_of_vllm() -> None:

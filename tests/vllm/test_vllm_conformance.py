@@ -54,6 +54,16 @@ def test_the_next_turn_finds_what_the_last_one_computed(backend, oracle) -> None
     theirs.close()
 
 
+def test_a_text_fills_the_context(backend, oracle) -> None:
+    """To the last position, with a block of drafts before it."""
+    suite, context = Suite(backend, oracle), backend.facts.context_length
+    text = Text(suite, suite.prompt(context - 12), Sampling(temperature=1.0, seed=3), isolation="long")
+    while len(text.transcript) < context:
+        text.advance(suite.drafts(text, min(4, context - len(text.transcript) - 1), good=0.5))
+    assert len(text.transcript) == context
+    text.close()
+
+
 def fail_next_step(backend: VllmBackend) -> None:
     def fail_once(worker: Any) -> None:  # inside, so that it travels by value to workers in other processes
         runner = worker.worker.model_runner

@@ -25,6 +25,11 @@ _WORKER_OF_V2 = "outrider.cloud.vllm.runner_v2.PlannedV2Worker"
 _ROWS_OF_V2 = "outrider.cloud.vllm.runner_v2:CoupledRows"
 _PROPOSER = "outrider.cloud.vllm.worker.NoProposer"
 _REMEDY = "install the environment of constraints-vllm.txt (docs/vllm.md), or serve with --engine transformers"
+_KEPT = (
+    "FullAttention",
+    "MLA",
+    "SlidingWindow",
+)  # a window's blocks are kept as if it were all, since nobody drops them
 # Modules, what is used of them, and the parameters by which it is called.
 PROBED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ()),
@@ -126,10 +131,10 @@ class VllmCore:
         self.remote = config.parallel_config.world_size > 1
         groups = self._core.scheduler.kv_cache_config.kv_cache_groups
         kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-        if len(kinds) != 1 or not ("FullAttention" in kinds[0] or "MLA" in kinds[0]):
+        if len(kinds) != 1 or not any(kind in kinds[0] for kind in _KEPT):
             self.close()
             raise ModelRefused(
-                f"its state in vLLM is {', '.join(kinds)}; only that of full attention can be rolled back",
+                f"its state in vLLM is {', '.join(kinds)}; only keys and values of attention can be rolled back",
                 field="target",
             )
         self.store = PoolStore(self._core)

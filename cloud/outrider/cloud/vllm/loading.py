@@ -43,8 +43,8 @@ def load_vllm_backend(config: VerifierConfig) -> VllmBackend:
     except OutriderError:
         raise
     except Exception as error:  # vLLM raises anything, and where its workers fail, their errors' text alone
-        line = str(error).strip().split("\n")[0][:300]
-        raise ModelRefused(f"vLLM cannot load {config.target!r}: {line}", field="target") from error
+        words = " ".join(str(error).split())[:600]
+        raise ModelRefused(f"vLLM cannot load {config.target!r}: {words}", field="target") from error
     facts = TargetFacts(
         tokenizer_json=tokenizer,
         tokenizer_sha256=tokenizer_hash(tokenizer),
@@ -89,14 +89,14 @@ def engine_options(config: VerifierConfig, source: str, shape: Any) -> dict[str,
     if config.memory_share:
         options["gpu_memory_utilization"] = config.memory_share
     tokens = config.kv_tokens
+    dtype = getattr(torch, config.dtype)
     if not tokens and on_cpu and not config.memory_share:
-        dtype = getattr(torch, config.dtype)
         tokens = kv_tokens_by_memory(shape, dtype, torch.device("cpu"), config.max_sessions * context)
     if tokens:
         pages = max(1, tokens // page_size)
         options["max_model_len"] = min(context, pages * page_size)
         options["num_gpu_blocks_override"] = pages + 1  # vLLM's first stands for nothing
-        options["kv_cache_memory_bytes"] = (pages + 1) * page_size * bytes_per_token(shape, torch.float32)
+        options["kv_cache_memory_bytes"] = (pages + 1) * page_size * bytes_per_token(shape, dtype)
     return options
 
 
@@ -126,12 +126,15 @@ def _shape(source: str, target: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
+        shape = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
     except OSError as error:
         line = str(error).strip().split("\n")[0][:300]
         raise NotFound(f"cannot load {target!r}: {line}", field="target") from error
     except ValueError as error:
         raise ModelRefused(f"{target!r}: {str(error).splitlines()[0][:300]}", field="target") from error
+    if not getattr(shape, "num_attention_heads", 0):
+        raise ModelRefused(f"{target!r} has no keys and values of attention to roll back", field="target")
+    return shape
 
 
 def _eos_tokens(source: str, shape: Any) -> frozenset[int]:
