@@ -24,6 +24,7 @@ from outrider.cloud.batching import Batching
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import Allowed, GrammarMatcher
+from outrider.cloud.passes import FREE, ROUNDED, TILES
 from outrider.cloud.slots import MAX_UNREAD, Outbox
 from outrider.cloud.steering import Projection
 from outrider.cloud.transformers_backend import TransformersBackend
@@ -196,7 +197,7 @@ class FuzzedVerifier:
         fleet = self._fleet
         self.model = FailingModel(fleet.language, fleet)
         options = {"kv_tokens": fleet.rng.choice((170, 170, 4000)), "page_size": fleet.rng.choice((1, 8, 16))}
-        target = hashing_target(self.model, batch_invariant=fleet.batch_invariant, **options)
+        target = hashing_target(self.model, passes=fleet.passes, **options)
         self.rules = VerifierRules(
             self._name,
             "hashing",
@@ -206,7 +207,7 @@ class FuzzedVerifier:
             frozenset({EOS}),
             max_drafts=6,
             max_credit=12,
-            batch_invariant=fleet.batch_invariant,
+            guarantee=fleet.passes.guarantee,
         )
         config = VerifierConfig(max_sessions=5, prefill_chunk=fleet.rng.choice((5, 9, 64)))
         projections = {PROJECTION: fleet.projection}
@@ -344,7 +345,7 @@ class Fleet:
         self.keys = itertools.count()
         self.counts: Counter[str] = Counter()
         self.language = Language(seed, self.rng.choice((40, 40, 40, 1100)))  # short lists need 1,024 tokens
-        self.batch_invariant = self.rng.random() < 0.3
+        self.passes = self.rng.choice((FREE, FREE, ROUNDED[0], ROUNDED[2], TILES))
         torch.manual_seed(seed)
         self.projection = Projection(range(LAYERS), HIDDEN, RANK).eval().requires_grad_(False)
         self.failing = True

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from outrider.cloud.attention import RaggedBatch
+from outrider.cloud.passes import FREE, Passes
 from outrider.cloud.target import Target
 from outrider.proto.testing import word_tokenizer
 
@@ -112,6 +113,6 @@ class HashingModel(nn.Module):
         """May raise when the cache has been written."""
 
 
-def hashing_target(model: HashingModel, *, kv_tokens: int, page_size: int, batch_invariant: bool = False) -> Target:
+def hashing_target(model: HashingModel, *, kv_tokens: int, page_size: int, passes: Passes = FREE) -> Target:
     tokenizer = word_tokenizer(model.language.vocab_size)
-    return Target(model, tokenizer, kv_tokens=kv_tokens, page_size=page_size, batch_invariant=batch_invariant)
+    return Target(model, tokenizer, kv_tokens=kv_tokens, page_size=page_size, passes=passes)

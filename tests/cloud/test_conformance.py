@@ -52,7 +52,7 @@ def test_the_own_backend_conforms(check, page_size, folder, oracle) -> None:
 
 @pytest.mark.parametrize("check", ["texts_are_those_of_the_rule", "anything_in_any_order"])
 def test_it_conforms_in_tiles(check, folder, oracle) -> None:
-    CHECKS[check](suite_of(folder, oracle, batch_invariant=True))
+    CHECKS[check](suite_of(folder, oracle, exact="tiles"))
 
 
 class Defective(TransformersBackend):

@@ -2,8 +2,8 @@
 
 The edges are real session machines on a bad link, with drafters that are right now and then; they cancel, and go on
 with further turns. The engines are real but for their thread, on a target whose logits hash what its KV cache holds,
-in plain and in batch-invariant steps. What fails: steps of one text, the device once or for good, steps that are too
-large, plans of one text, once or for good. Only texts that are at fault themselves may end with an error.
+in plain passes, filled up ones and tiles. What fails: steps of one text, the device once or for good, too large steps,
+plans of one text, once or for good. Only texts that are at fault themselves may end with an error.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from outrider.bench.simulator.verifier import SimulatedStream
 from outrider.cloud import recovery, transformers_backend
 from outrider.cloud.grammar import Allowed
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
+from outrider.cloud.passes import ROUNDED, TILES
 from outrider.cloud.recovery import Probe, Recovery
 from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.slots import Slot
@@ -73,7 +74,8 @@ LEAST = {
     "verifiers replaced": 0.4,
     "drain": 0.05,
     "preempted": 0.05,
-    "batch-invariant": 0.1,
+    "filled up": 0.1,
+    "tiles": 0.1,
 }
 
 
@@ -319,7 +321,8 @@ def run(seed: int, counts: Counter[str]) -> None:
         for verifier in fleet.verifiers:
             verifier.check_is_empty()
         counts.update(fleet.counts)
-        counts["batch-invariant"] += fleet.batch_invariant
+        counts["filled up"] += fleet.passes is ROUNDED[2]
+        counts["tiles"] += fleet.passes is TILES
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,15 @@ from torch import nn
 
 from outrider.cloud import packed_linear
 from outrider.cloud.family_index import load_tokenizer, resolve_target
-from outrider.cloud.packed_linear import PackedLinear, Packing, faster, pack_linears, packed_product, rows_keep_bits
+from outrider.cloud.packed_linear import (
+    PackedLinear,
+    Packing,
+    faster,
+    pack_linears,
+    packed_product,
+    replace_conv1d,
+    row_multiple,
+)
 from outrider.cloud.target import SessionRows, Target, load_model, load_target
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.text_writer import TextRequest, TextWriter
@@ -49,7 +57,7 @@ def linear(out=40, into=96, bias=True, dtype=torch.float32, seed=3):
 def pack_all(model):
     """Pack every layer, whatever the clock says."""
     times = itertools.count()
-    packing = pack_linears(model, fixed=True, clock=lambda: float(next(times)))
+    packing = pack_linears(model, clock=lambda: float(next(times)))
     assert packing.packed
     return packing
 
@@ -88,7 +96,7 @@ def test_the_result_is_that_of_the_plain_layer(dtype, bias, rows, shape):
 def test_packing_keeps_parameters_and_gradients():
     model = nn.Sequential(linear())
     weights = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    pack_linears(model, fixed=True, clock=itertools.count().__next__)
+    pack_all(model)
     assert type(model[0]) is PackedLinear
     assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == weights
     model(torch.ones(2, 96)).sum().backward()
@@ -128,7 +136,7 @@ def test_each_shape_keeps_the_product_that_is_faster_for_it(monkeypatch):
     clock = Clock()
     costs(monkeypatch, clock, plain={(40, 96): 3.0, (96, 40): 1.0}, packed={(40, 96): 2.0, (96, 40): 2.0})
     model = nn.Sequential(linear(), linear(96, 40), linear(seed=4))
-    packing = pack_linears(model, clock=clock)
+    packing = pack_linears(model, exact=False, clock=clock)
     assert [type(layer) for layer in model] == [PackedLinear, nn.Linear, PackedLinear]
     assert (packing.packed, packing.plain) == (((40, 96),), ((96, 40),))
     assert packing.packed_bytes == 2 * 40 * 96 * 4
@@ -141,23 +149,65 @@ def other_bits(product):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "fixed", "changed", "kind"),
+    ("dtype", "exact", "changed", "kind"),
     [
-        (torch.float32, False, other_bits, nn.Linear),
         (torch.float32, True, other_bits, PackedLinear),
-        (torch.bfloat16, False, other_bits, PackedLinear),
+        (torch.float32, False, other_bits, nn.Linear),
         (torch.bfloat16, True, other_bits, PackedLinear),
-        (torch.bfloat16, False, None, nn.Linear),
+        (torch.bfloat16, False, other_bits, nn.Linear),
         (torch.bfloat16, True, None, nn.Linear),
+        (torch.bfloat16, False, None, nn.Linear),
     ],
 )
-def test_the_clock_decides_only_where_other_bits_are_no_promise(monkeypatch, dtype, fixed, changed, kind):
+def test_the_clock_never_decides_between_bits_that_are_promised(monkeypatch, dtype, exact, changed, kind):
     clock = Clock()
     layer = linear(dtype=dtype)
     same = changed or (lambda _: lambda rows: nn.functional.linear(rows, layer.weight, layer.bias))
     costs(monkeypatch, clock, plain={(40, 96): 1.0}, packed={(40, 96): 2.0}, changed=same)
-    pack_linears(nn.Sequential(layer), fixed=fixed, clock=clock)
+    pack_linears(nn.Sequential(layer), exact=exact, clock=clock)
     assert type(layer) is kind
+
+
+def uneven_below(rows):
+    """The product with its smallest bits changed in fewer rows."""
+    return lambda product: lambda x: other_bits(product)(x) if len(x) < rows else product(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("packed_below", "plain_below", "kind", "multiple"),
+    [
+        (1, 1, PackedLinear, 1),
+        (2, 1, PackedLinear, 2),
+        (4, 9, PackedLinear, 4),
+        (9, 2, nn.Linear, 2),
+        (9, 9, nn.Linear, 0),
+    ],
+)
+def test_the_product_whose_rows_keep_their_bits_is_chosen(
+    monkeypatch, dtype, packed_below, plain_below, kind, multiple
+):
+    layer = linear(dtype=dtype)
+    right = packed_product(layer)
+    monkeypatch.setattr(packed_linear, "packed_product", lambda _: uneven_below(packed_below)(other_bits(right)))
+    layer.register_forward_hook(lambda _, given, __: uneven_below(plain_below)(right)(given[0]))
+    packing = pack_linears(nn.Sequential(layer))
+    assert type(layer) is kind
+    assert packing.row_multiple == multiple
+    assert ("not" in str(packing)) == (not multiple)
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_every_layer_of_a_shape_is_tried(monkeypatch, which):
+    layers = [linear(48, 48, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
+    uneven = layers[which]
+    monkeypatch.setattr(
+        packed_linear,
+        "packed_product",
+        lambda layer: uneven_below(9 if layer is uneven else 1)(other_bits(packed_product(layer))),
+    )
+    pack_linears(nn.Sequential(*layers))
+    assert {type(layer) for layer in layers} == {nn.Linear}, "which keep their bits in bfloat16"
 
 
 # === the fallback ===================================================================================================
@@ -188,7 +238,7 @@ def test_a_wrong_product_of_one_layer_keeps_the_shape_plain(monkeypatch, caplog,
     with caplog.at_level(logging.WARNING):
         packing = pack_linears(model)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
-    assert packing == Packing(plain=((48, 48),), rows_keep_bits=packing.rows_keep_bits)
+    assert packing == Packing(plain=((48, 48),), row_multiple=packing.row_multiple)
     assert "not used" in caplog.text
 
 
@@ -209,7 +259,7 @@ def raises(*_):
 def test_without_the_operators_layers_stay_plain(monkeypatch, operators):
     monkeypatch.setattr(torch.ops, "mkldnn", operators)
     model = nn.Sequential(linear())
-    packing = pack_linears(model, fixed=True)
+    packing = pack_linears(model, exact=True)
     assert type(model[0]) is nn.Linear
     assert packing.packed == ()
 
@@ -230,7 +280,7 @@ def test_weights_are_not_copied_where_memory_is_short(monkeypatch, caplog):
     model = nn.Sequential(linear(), linear(96, 40))
     needed = 2 * 40 * 96 * 4
     monkeypatch.setattr(packed_linear, "available_bytes", lambda: 2 * needed - 1)
-    assert pack_linears(model, fixed=True).packed == ()
+    assert pack_linears(model, exact=True).packed == ()
     assert "not packed" in caplog.text
     monkeypatch.setattr(packed_linear, "available_bytes", lambda: 2 * needed)
     assert pack_all(model).packed_bytes == needed
@@ -239,24 +289,51 @@ def test_weights_are_not_copied_where_memory_is_short(monkeypatch, caplog):
 # === bits ===========================================================================================================
 
 
+def rows_512(dtype):
+    return torch.randn(512, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_of_each_row_by_itself_keeps_its_bits(dtype):
-    layer, rows = linear(dtype=dtype), torch.randn(33, 96).to(dtype)
-    assert rows_keep_bits(lambda x: torch.stack([nn.functional.linear(row, layer.weight) for row in x]), rows)
+    weight = linear(dtype=dtype).weight
+    assert row_multiple(lambda x: torch.stack([nn.functional.linear(row, weight) for row in x]), rows_512(dtype)) == 1
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "multiple"),
     [
-        lambda x: x * (1 + 2**-7 * (len(x) == 1)),
-        lambda x: x * (1 + 2**-7 * (len(x) > 32)),
-        lambda x: x * (1 + 2**-7 * (torch.arange(len(x)) == 3))[:, None].to(x.dtype),
+        (lambda x: x * (1 + 2**-7 * (len(x) == 1)), 2),
+        (lambda x: x * (1 + 2**-7 * (len(x) < 4)), 4),
+        (lambda x: x * (1 + 2**-7 * (len(x) in (1, 2, 3, 5, 7, 13))), 4),
+        (lambda x: x * (1 + 2**-7 * (len(x) < 8)), 8),
+        (lambda x: x * (1 + 2**-7 * (len(x) < 500)), 0),
+        (lambda x: x * (1 + 2**-7 * (torch.arange(len(x)) == 3))[:, None].to(x.dtype), 0),
     ],
-    ids=["alone", "in a crowd", "in the fourth place"],
+    ids=["alone", "below four", "odd numbers", "below eight", "in a small crowd", "in the fourth place"],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_whose_bits_depend_on_its_neighbours_is_found(dtype, wrong):
-    assert not rows_keep_bits(wrong, torch.randn(33, 96).to(dtype))
+def test_a_product_whose_bits_depend_on_its_neighbours_is_found(dtype, wrong, multiple):
+    assert row_multiple(wrong, rows_512(dtype)) == multiple
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_of_gpt2_are_packed_like_others(dtype, monkeypatch):
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(3)
+    layer = Conv1D(40, 96).to(dtype)
+    model = nn.ModuleDict({"inner": nn.Sequential(layer, nn.Identity())}).eval()
+    x = torch.randn(5, 96).to(dtype)
+    with torch.inference_mode():
+        before = model["inner"](x)
+        replace_conv1d(model)
+        monkeypatch.setattr(packed_linear, "faster", lambda *_: True)
+        packing = pack_linears(model)
+        after = model["inner"](x)
+    assert type(model["inner"][0]) is PackedLinear
+    assert packing.packed == ((40, 96),)
+    assert model["inner"][0].weight.data_ptr() == layer.weight.data_ptr()
+    assert torch.allclose(after, before, atol=1e-5 if dtype == torch.float32 else 2e-2)
 
 
 # === the embedded target ============================================================================================
@@ -311,12 +388,15 @@ def test_a_loaded_target_says_how_its_layers_multiply(tmp_path, caplog):
     assert not any(isinstance(module, PackedLinear) for module in plain.model.modules())
 
 
+@pytest.mark.parametrize("exact", ["auto", "tiles"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batch_invariant_targets_multiply_in_the_same_way_each_time(tmp_path, dtype, monkeypatch):
+def test_two_loads_multiply_alike_whatever_their_clocks_say(tmp_path, dtype, exact, monkeypatch):
     folder = str(save_tiny_target(tmp_path))
-    bits = []
+    bits, passes = [], []
     for wins in (True, False):
         monkeypatch.setattr(packed_linear, "faster", lambda *_, wins=wins: wins)
-        target = load_target(folder, kv_tokens=256, dtype=dtype, batch_invariant=True)
+        target = load_target(folder, kv_tokens=256, dtype=dtype, exact=exact)
         bits.append(target.forward([SessionRows(target.pool.allocate(32), tuple(range(3, 25)), 22)]))
+        passes.append(target.passes)
     assert torch.equal(*bits)
+    assert passes[0] == passes[1]

@@ -109,11 +109,11 @@ def off(got: torch.Tensor, wanted: torch.Tensor) -> float:
 # === the target: what is tapped =================================================================================
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True], ids=["ragged", "tiles"])
+@pytest.mark.parametrize("exact", ["auto", "tiles", "off"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_taps_equal_the_plain_models_hidden_states_whatever_shares_the_step(architecture, batch_invariant, models):
+def test_taps_equal_the_plain_models_hidden_states_whatever_shares_the_step(architecture, exact, models):
     folder, model = models(architecture)
-    target = load_target(str(folder), kv_tokens=512, page_size=4, batch_invariant=batch_invariant)
+    target = load_target(str(folder), kv_tokens=512, page_size=4, exact=exact)
     target.tap(LAYERS)
     one, two, three = (text(seed) for seed in (1, 2, 3))
     a, b, c = (target.pool.allocate(44) for _ in range(3))

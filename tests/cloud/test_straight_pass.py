@@ -145,7 +145,7 @@ def test_a_loaded_target_taps_its_layers_in_the_straight_pass(folder):
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_beside_any_number_of_others_but_for_attention(dtype):
     target = load_target("reference", dtype=dtype, kv_tokens=1024)
-    assert target.packing.rows_keep_bits
+    assert target.packing.row_multiple == 1
 
     def alone(recorded, function):
         """Let each row attend to itself."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +13,12 @@ from random_models import save_random_model
 
 from outrider.cloud.family_index import embedded_targets
 from outrider.cloud.kv_cache import PagedKVCache
+from outrider.cloud.passes import FREE, ROUNDED, TILES
 from outrider.cloud.target import SessionRows, load_target
 from outrider.proto.errors import ModelRefused, NotFound, ResourceExhausted
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
+from outrider.proto.types import Guarantee
 
 torch.set_num_threads(1)
 
@@ -181,35 +186,156 @@ def test_a_session_that_is_moved_to_grow_goes_on_as_before(folders):
     assert torch.allclose(torch.cat([first, second]), plain(model, tokens), atol=1e-3)
 
 
-def rows_in_company(target, tokens):
-    """The same 12 rows: alone, in pieces, and among others' rows."""
-    alone, pieces, crowd, other, third = (target.pool.allocate(32) for _ in range(5))
-    yield target.forward([SessionRows(alone, tokens[:12], 12)])
-    yield torch.cat([target.forward([SessionRows(pieces, tokens[a:b], b - a)]) for a, b in ((0, 1), (1, 8), (8, 12))])
-    target.forward([SessionRows(other, tokens[5:20], 1)])
-    first = target.forward([SessionRows(other, tokens[3:6], 2), SessionRows(crowd, tokens[:5], 5)])[2:]
-    second = target.forward([SessionRows(crowd, tokens[5:12], 7), SessionRows(third, tokens[:23], 3)])[:7]
-    yield torch.cat([first, second])
-    for cache in (alone, pieces, crowd, other, third):
-        target.pool.release(cache)
+# === a row's bits ================================================================================================
+
+
+def of_one_session(target, tokens, seed, kept):
+    """[kept, vocab] of the last tokens: in random pieces, beside random rows of random others, on pages far apart."""
+    rng = random.Random(seed)
+    cache, others = target.pool.allocate(1), [target.pool.allocate(1) for _ in range(3)]
+    got, at = [], 0
+    while at < len(tokens):
+        piece = tokens[at : at + rng.choice((1, 1, 2, 3, 5, 8, 17, 40, 64))]
+        at += len(piece)
+        batch = []
+        for other in rng.sample(others, rng.randint(0, 3)):
+            count = rng.choice((1, 1, 3, 6, 20))
+            if other.length + count > 60:
+                other.truncate(rng.randint(0, 20))
+            target.pool.resize(other, other.length + count)
+            batch.append(SessionRows(other, tokens[:count], rng.randint(0, count)))
+        target.pool.resize(cache, at)
+        mine = rng.randint(0, len(batch))
+        batch.insert(mine, SessionRows(cache, piece, min(len(piece), max(0, at - len(tokens) + kept))))
+        logits, before = target.forward(batch), sum(each.wanted for each in batch[:mine])
+        got.append(logits[before : before + batch[mine].wanted])
+        if rng.random() < 0.3:  # drafts that were wrong
+            drafts = rng.randint(1, 4)
+            target.pool.resize(cache, at + drafts)
+            target.forward([SessionRows(cache, (7,) * drafts, drafts)])
+            cache.truncate(at)
+    for each in (cache, *others):
+        target.pool.release(each)
+    return torch.cat(got)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *embedded_targets()])
+def test_a_row_has_the_same_bits_in_any_pieces_and_company(architecture, dtype, folders):
+    embedded = architecture in embedded_targets()
+    source = architecture if embedded else folders(architecture)[0]
+    target = load(source, dtype=dtype, kv_tokens=2048, page_size=16 if embedded else 4)
+    assert target.passes.guarantee is Guarantee.BYTES
+    tokens = text(5, 600 if embedded else 120)
+    alone = torch.cat(list(in_pieces(target, tokens, [len(tokens)])))[-60:]
+    for seed in range(2 if embedded else 4):
+        assert torch.equal(of_one_session(target, tokens, seed, 60), alone)
+
+
+def in_pieces(target, tokens, sizes):
+    cache, at = target.pool.allocate(len(tokens)), 0
+    for size in sizes:
+        yield target.forward([SessionRows(cache, tokens[at : at + size], size)])
+        at += size
+    target.pool.release(cache)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", *embedded_targets()])
-def test_batch_invariant_rows_have_the_same_bits_whatever_shares_their_step(architecture, dtype, folders):
+def test_rows_in_tiles_have_the_same_bits_in_any_pieces_and_company(architecture, dtype, folders):
     source = architecture if architecture in embedded_targets() else folders(architecture)[0]
-    target = load(source, dtype=dtype, batch_invariant=True)
-    alone, pieces, crowd = rows_in_company(target, text(5))
-    assert torch.equal(alone, pieces)
-    assert torch.equal(alone, crowd)
+    target = load(source, dtype=dtype, exact="tiles")
+    assert target.passes == TILES
+    tokens = text(5)
+    alone = torch.cat(list(in_pieces(target, tokens, [len(tokens)])))
+    assert torch.equal(of_one_session(target, tokens, 1, len(tokens)), alone)
 
 
-def test_batch_invariant_mode_computes_the_same_function(folders):
+@pytest.mark.parametrize("exact", ["auto", "tiles", "off"])
+def test_all_passes_compute_the_same_function(exact, folders):
     folder, model = folders("mistral")
-    target = load(folder, batch_invariant=True)
+    target = load(folder, exact=exact)
     tokens = text(6)
-    got = target.forward([SessionRows(target.pool.allocate(44), tokens, 40)])
+    (got,) = in_pieces(target, tokens, [len(tokens)])
     assert (got - plain(model, tokens)).abs().max() < 1e-4 * plain(model, tokens).abs().max()
+
+
+def unlike_itself(rows_differ):
+    """An embedding whose rows have other bits where `rows_differ` of the number of rows."""
+    right = torch.nn.Embedding.forward
+
+    def forward(self, tokens):
+        rows = right(self, tokens)
+        return rows + (torch.arange(rows.shape[-1]) == 1).to(rows.dtype) * (2**-9 * rows_differ(rows.shape[-2]))
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("rows_differ", "passes"),
+    [
+        (lambda _: False, ROUNDED[0]),
+        (lambda rows: rows == 1, ROUNDED[1]),
+        (lambda rows: rows < 4, ROUNDED[2]),
+        (lambda rows: rows % 8 > 0, ROUNDED[3]),
+        (lambda rows: rows > 16, TILES),
+        (lambda rows: rows >= 60, TILES),
+    ],
+    ids=["never", "alone", "below four", "not in eights", "in more than a tile", "in a crowd"],
+)
+def test_the_check_finds_passes_that_keep_a_rows_bits(rows_differ, passes, folders, monkeypatch):
+    folder, _ = folders("llama")
+    monkeypatch.setattr(torch.nn.Embedding, "forward", unlike_itself(rows_differ))
+    assert load(folder, dtype="bfloat16", straight=False).passes == passes
+
+
+def test_without_passes_that_keep_bits_only_the_distribution_is_promised(folders, monkeypatch, caplog):
+    calls = itertools.count()
+    monkeypatch.setattr(torch.nn.Embedding, "forward", unlike_itself(lambda _: next(calls) % 2))
+    assert load(folders("llama")[0], dtype="bfloat16", straight=False).passes == FREE
+    assert "not even in tiles" in caplog.text
+
+
+@pytest.mark.parametrize("keys_above", [0, 400], ids=["at once", "far into a text"])
+def test_attention_that_looks_at_the_number_of_rows_is_found(keys_above, tmp_path, monkeypatch):
+    save_model(tmp_path, "llama", max_position_embeddings=512)
+    right = torch.nn.functional.scaled_dot_product_attention
+
+    def uneven(query, keys, *rest, **options):
+        return right(query, keys, *rest, **options) * (1 + 2**-16 * (query.shape[2] > 4 and keys.shape[2] > keys_above))
+
+    target = load(tmp_path, kv_tokens=2048)
+    assert target.keeps_bits()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", uneven)
+    assert not target.keeps_bits()
+    assert load(tmp_path, kv_tokens=2048).passes == TILES
+
+
+def test_attention_in_other_blocks_changes_bits():
+    """The control of the equalities above: the kernels add otherwise for other numbers of keys."""
+    target = load("reference", kv_tokens=2048, page_size=16)
+    target.passes = replace(target.passes, block=512)
+    assert not target.keeps_bits()
+
+
+def test_what_a_last_owner_left_on_a_page_reaches_no_row(folders):
+    target = load(folders("llama")[0], kv_tokens=64, page_size=16)
+    tokens = text(3, 20)
+    (expected,) = in_pieces(target, tokens, [20])
+    whole = target.pool.allocate(64)
+    for layer in target.pool.layers:
+        rest = torch.full((64, 2, 8), float("nan"))
+        with torch.inference_mode():
+            target.pool.write(layer, whole.slots, rest, rest)
+    target.pool.release(whole)
+    (got,) = in_pieces(target, tokens, [20])
+    assert torch.equal(got, expected)
+
+
+def test_a_cache_too_small_for_the_check_is_said_to_be(folders, caplog):
+    target = load(folders("llama")[0], kv_tokens=16, page_size=16)
+    assert target.passes == FREE
+    assert "too small" in caplog.text
 
 
 def test_what_a_loaded_target_says_of_itself(folders):

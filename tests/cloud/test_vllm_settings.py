@@ -40,8 +40,8 @@ def test_what_only_vllm_can_do_is_refused_for_our_own_engine(field, value) -> No
 
 def test_what_only_our_own_engine_promises_is_refused_for_vllm() -> None:
     with pytest.raises(ConfigError, match="--engine transformers") as refused:
-        VerifierConfig(engine="vllm", batch_invariant=True)
-    assert refused.value.field == "batch_invariant"
+        VerifierConfig(engine="vllm", exact="tiles")
+    assert refused.value.field == "exact"
 
 
 @pytest.mark.parametrize(

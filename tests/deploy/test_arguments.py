@@ -146,7 +146,7 @@ def test_projections_are_named_by_absolute_paths_since_an_actor_may_run_elsewher
     [
         ("[run]\nmax-tokens = 0\n", {}, "outrider.toml: max-tokens: 0 is below 1"),
         ("[run]\nmax-tokens = [1, 2]\n", {}, "outrider.toml: max-tokens: is a list where one value belongs"),
-        ("[run]\nbatch-invariant = 3\n", {}, "outrider.toml: batch-invariant: '3' is not true or false"),
+        ("[run]\nexact = 3\n", {}, "outrider.toml: exact: "),
         ("[run]\nprompt = 'x'\n", {}, "[run] has no option prompt"),
         ("run = 3\n", {}, "outrider.toml: run is not a table"),
         ("[run\n", {}, "outrider.toml is not TOML: "),

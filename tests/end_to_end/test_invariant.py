@@ -172,15 +172,18 @@ def test_other_seeds_give_other_texts(serving, edge, prompts) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("exact", ["auto", "tiles"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_bfloat16_keeps_its_bytes_too_in_batch_invariant_mode(serving, edge, prompts, sampling) -> None:
+def test_bfloat16_keeps_its_bytes_too(serving, edge, prompts, sampling, exact) -> None:
     async def main() -> None:
         chosen = prompts(1)[2:]
-        async with serving(dtype="bfloat16", batch_invariant=True) as address:
+        async with serving(dtype="bfloat16", exact=exact) as address:
             async with edge(address, drafter="none") as client:
                 expected = await texts(client, chosen, sampling)
             async with edge(address, drafter="general") as client:
+                drafted = await texts(client, chosen, sampling)
                 together = await asyncio.gather(*(client.complete(prompt.text, sampling) for prompt in chosen))
+        assert drafted == expected
         assert [completion.ids for completion in together] == expected
 
     asyncio.run(main())

@@ -131,7 +131,7 @@ cloud_frames = (
         counts,
         words,
         counts,
-        st.booleans(),
+        st.sampled_from(t.Guarantee),
         counts,
         st.sampled_from(t.Goal),
         counts,

@@ -3,10 +3,18 @@
 The rows of all sessions are one sequence to the model, [1, rows]; their positions are explicit, and the only place
 where rows meet is attention. So only one attention function, registered under a name of its own, knows about sessions:
 it stores the new keys and values and lets the rows of each session see the positions of that session alone.
+
+A row's result keeps its bits whatever shares its step, and however its text is cut into steps, if kernels of alike
+shapes add in one order. So the number of keys follows from a row's position alone: rows attend in blocks of 16
+positions, over all keys up to the end of their block, those after each row masked. Only the number of rows in a call
+varies, in multiples of four, since kernels for one to three rows often add otherwise. `Target.keeps_bits` tries at load
+whether this machine's kernels do so.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +25,8 @@ from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.proto.errors import ModelRefused
 
 NAME = "outrider_paged"
-# Up to this many rows, the query heads of a group become rows of their key head, so that keys and values are read once
-# for the group. With more rows the masks would be large, and the matrix products would hide what it saves.
-_FEW_ROWS = 32
+BLOCK = 16  # positions; small, since a row attends to all keys of its block
+_CALL_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,41 +43,90 @@ class RowSpan:
         """Positions that the last row sees."""
         return self.start + self.count
 
+    @property
+    def num_keys(self) -> int:
+        """Positions up to the end of the last row's block."""
+        return _rounded_up(self.context, BLOCK)
+
+    def blocks(self, size: int) -> Iterator[RowSpan]:
+        """Cut at the multiples of `size` positions."""
+        cuts = [self.start, *range(_rounded_up(self.start + 1, size), self.context, size), self.context]
+        for start, end in itertools.pairwise(cuts):
+            yield RowSpan(self.cache, self.first + start - self.start, end - start, start)
+
 
 @dataclass(slots=True)
 class RaggedBatch:
-    """The rows of each session; `slots` [rows] int64 says where the keys and values of each row go."""
+    """The rows of each session.
+
+    Attributes:
+        pool: pages of all sessions.
+        spans: rows of each session, in order.
+        slots: [rows] int64, places of the keys and values of each row.
+        block: positions of a session whose rows attend in one call.
+        rest: [n] int64, places after each session's last row that are read with it, which must hold numbers.
+    """
 
     pool: PagedKVCache
-    spans: list[RowSpan]
+    spans: Sequence[RowSpan]
     slots: torch.Tensor
-    masks: dict[tuple[int, int, int, int], torch.Tensor | None] = field(default_factory=dict)
+    block: int = BLOCK
+    rest: torch.Tensor = field(init=False)
+    masks: dict[tuple[int, int, int, int], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, span: RowSpan, window: int | None, copies: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return [copies * count, context] to add to scores: 0 where a row may look, else -inf; None: all zeros.
+    def __post_init__(self) -> None:
+        last = {id(span.cache): span for span in sorted(self.spans, key=lambda span: span.context)}
+        self.rest = torch.cat([span.cache.slots[span.context : self._num_held(span)] for span in last.values()])
 
-        All layers of a kind share one mask, which is made once.
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store `keys` and `values` [rows, kv_heads, head_dim], and zeros after them.
+
+        Masked keys count for nothing, but what a page's last owner has left there may be no number.
+        """
+        self.pool.write(layer, self.slots, keys, values)
+        if len(self.rest):
+            zeros = [each.new_zeros(1).expand(len(self.rest), *each.shape[1:]) for each in (keys, values)]
+            self.pool.write(layer, self.rest, zeros[0], zeros[1])
+
+    def read(self, layer: int, span: RowSpan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [num_keys, kv_heads, head_dim]; beyond the last row's page they are zeros."""
+        held = self._num_held(span)
+        keys, values = self.pool.read(layer, span.cache, held)
+        missing = (0, 0, 0, 0, 0, span.num_keys - held)
+        return (functional.pad(keys, missing), functional.pad(values, missing)) if missing[-1] else (keys, values)
+
+    def mask(self, span: RowSpan, window: int | None, copies: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return [copies * count, num_keys] to add to scores, with rows of zeros up to the next multiple of four.
+
+        It is 0 where a row may look, else -inf. All layers of a kind share one mask, which is made once.
         """
         key = (span.start, span.count, window or 0, copies)
         if key not in self.masks:
-            visible = _mask(span, window, self.slots.device)
-            self.masks[key] = visible if visible is None else _additive(visible, copies, dtype)
+            device, seen_by_all = self.slots.device, span.start - span.start % BLOCK
+            mask = torch.zeros(_rounded_up(copies * span.count, _CALL_ROWS), span.num_keys, dtype=dtype, device=device)
+            rows = mask[: copies * span.count].view(copies, span.count, span.num_keys)
+            row = torch.arange(span.start, span.context, device=device)[:, None]
+            column = torch.arange(seen_by_all, span.num_keys, device=device)
+            rows[:, :, seen_by_all:].masked_fill_(column > row, float("-inf"))
+            if window and window < span.context:
+                column = torch.arange(span.context, device=device)
+                rows[:, :, : span.context].masked_fill_(column <= row - window, float("-inf"))
+            self.masks[key] = mask
         return self.masks[key]
 
-
-def _mask(span: RowSpan, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return [count, context] bool, True where a row may look; None: everywhere."""
-    if span.count == 1 and not (window and window < span.context):
-        return None
-    row = torch.arange(span.start, span.context, device=device)[:, None]
-    column = torch.arange(span.context, device=device)[None, :]
-    visible = column <= row
-    return visible & (column > row - window) if window else visible
+    def _num_held(self, span: RowSpan) -> int:
+        """Return the positions up to the end of the last row's block, or of its page if that comes first."""
+        return min(span.num_keys, _rounded_up(span.context, self.pool.page_size))
 
 
-def _additive(visible: torch.Tensor, copies: int, dtype: torch.dtype) -> torch.Tensor:
-    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-    return mask.masked_fill_(~visible, float("-inf")).repeat(copies, 1)
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _filled(rows: torch.Tensor) -> torch.Tensor:
+    """Append rows of zeros to [..., n, d] up to a multiple of what a call takes."""
+    missing = -rows.shape[-2] % _CALL_ROWS
+    return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def paged_attention(
@@ -108,23 +164,24 @@ def paged_attention(
         raise ModelRefused("this architecture does not hand keywords to its attention", field="target")
     if kwargs.get("s_aux") is not None:
         raise ModelRefused("attention sinks are not supported", field="target")
-    batch = outrider_batch
-    batch.pool.write(module.layer_idx, batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    batch, layer = outrider_batch, module.layer_idx
+    batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    kv_heads = key.shape[1]
+    group = query.shape[1] // kv_heads  # its heads become rows of their key head
     attended = []
     for span in batch.spans:
-        keys, values = batch.pool.read(module.layer_idx, span.cache, span.context)
-        rows = query[:, :, span.first : span.first + span.count]
-        heads, kv_heads = query.shape[1], key.shape[1]
-        group = heads // kv_heads if span.count <= _FEW_ROWS else 1
-        seen = _attend(
-            rows.reshape(1, heads // group, group * span.count, -1),
-            keys.transpose(0, 1)[None],
-            values.transpose(0, 1)[None],
-            batch.mask(span, sliding_window, group, query.dtype),
-            scaling,
-            softcap,
-        )
-        attended.append(seen.reshape(1, heads, span.count, -1))
+        keys, values = (each.transpose(0, 1)[None] for each in batch.read(layer, span))
+        for block in span.blocks(batch.block):
+            rows = query[0, :, block.first : block.first + block.count].reshape(1, kv_heads, group * block.count, -1)
+            seen = _attend(
+                _filled(rows),
+                keys[:, :, : block.num_keys],
+                values[:, :, : block.num_keys],
+                batch.mask(block, sliding_window, group, query.dtype),
+                scaling,
+                softcap,
+            )
+            attended.append(seen[:, :, : group * block.count].reshape(1, kv_heads * group, block.count, -1))
     together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
     return together.transpose(1, 2), None
 
@@ -133,21 +190,13 @@ def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: torch.Tensor,
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attend for one session: query [1, heads, n, d], keys and values [1, kv_heads, context, d] to [1, heads, n, d]."""
-    grouped = query.shape[1] != keys.shape[1]
+    """Attend for one session: query [1, kv_heads, n, d], keys and values [1, kv_heads, keys, d], to query's shape."""
     if softcap is None:
-        return functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=grouped
-        )
-    if grouped:
-        keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
-        values = values.repeat_interleave(query.shape[1] // values.shape[1], dim=1)
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
     scores = query @ keys.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores + mask
+    scores = softcap * torch.tanh(scores / softcap) + mask
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ values

@@ -15,6 +15,7 @@ import torch
 
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.sampling import Sampled
+from outrider.proto.types import Guarantee
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class TargetFacts:
         hidden_size: width of the residual stream.
         num_layers: number of decoder layers.
         device: place of the taps.
+        guarantee: what a text keeps whatever shares its steps.
     """
 
     tokenizer_json: str
@@ -40,6 +42,7 @@ class TargetFacts:
     hidden_size: int
     num_layers: int
     device: torch.device
+    guarantee: Guarantee = Guarantee.DISTRIBUTION
 
 
 @dataclass(frozen=True, slots=True)

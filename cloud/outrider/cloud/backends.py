@@ -27,6 +27,6 @@ def load_backend(config: VerifierConfig) -> Backend:
         page_size=config.page_size,
         context_length=config.context_length,
         max_sessions=config.max_sessions,
-        batch_invariant=config.batch_invariant,
+        exact=config.exact,
     )
     return TransformersBackend(target)

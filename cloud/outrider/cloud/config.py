@@ -13,6 +13,7 @@ from outrider.proto.tracing import trace_endpoint_option
 from outrider.proto.types import Goal, Noise, Patience
 
 DTYPES = ("float32", "bfloat16", "float16")
+EXACT = ("auto", "tiles", "off")
 ENGINES = ("transformers", "vllm")
 ENGINE = "engine"
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
@@ -48,9 +49,7 @@ class VerifierConfig(GrpcServerSettings):
     model: str = option("", "id by which edges ask for the target; empty: its name", metavar="NAME")
     name: str = option("verifier", "name of the verifier, unique in the cluster", metavar="NAME")
     advertise: str = option("", "host at which edges reach it; empty: the one of --listen", metavar="HOST")
-    dtype: str = option(
-        "float32", "type of weights and KV cache; float32 keeps the text exact", choices=DTYPES, group=TARGET
-    )
+    dtype: str = option("float32", "type of weights and KV cache", choices=DTYPES, group=TARGET)
     device: str = option("cpu", "torch device, such as cpu, cuda or cuda:1", metavar="DEVICE", group=TARGET)
     threads: int = option(
         0, "torch threads on the CPU; 0: torch's choice", flag="target-threads", group=TARGET, check=at_least(0)
@@ -60,7 +59,13 @@ class VerifierConfig(GrpcServerSettings):
     )
     page_size: int = option(16, "positions per page of the KV cache", check=at_least(1))
     context_length: int = option(0, "positions per session; 0: the target's limit", group=TARGET, check=at_least(0))
-    batch_invariant: bool = option(False, "same text whatever shares a step, also in bfloat16; slower", group=TARGET)
+    exact: str = option(
+        "auto",
+        "whether a text keeps its bytes whatever shares its steps; auto: on a CPU, in slow tiles only where it must; "
+        "tiles: always in them; off: no",
+        choices=EXACT,
+        group=TARGET,
+    )
     max_sessions: int = option(32, "limit of sessions at once", group=TARGET, check=at_least(1))
     max_drafts: int = option(16, "limit of drafts verified in one step of a session", check=at_least(1))
     max_credit: int = option(64, "limit of unverified tokens of a session", check=at_least(1))
@@ -129,8 +134,8 @@ class VerifierConfig(GrpcServerSettings):
         """Refuse what the engine cannot do."""
         GrpcServerSettings.check_together(self)
         if self.engine == "vllm":
-            if self.batch_invariant:
-                raise ConfigError("is a promise of --engine transformers alone", field="batch_invariant")
+            if self.exact == "tiles":
+                raise ConfigError("is a promise of --engine transformers alone", field="exact")
             return
         for name, declaration in declared(VerifierConfig).items():
             if declaration.option.group == ENGINE and name != "engine" and getattr(self, name) != declaration.default:

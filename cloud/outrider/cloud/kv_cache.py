@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -186,6 +187,11 @@ class PagedKVCache:
         self.free_pages += len(cache.pages)
         cache.length = 0
         cache.lie_on([], cache.slots[:0])
+
+    @property
+    def layers(self) -> Collection[int]:
+        """Layers that have keys and values."""
+        return self._keys.keys()
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Put `keys` and `values` [rows, kv_heads, head_dim] at `slots` [rows]."""

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,9 @@ _LAYOUT_ROWS = 8  # rows for which oneDNN chooses the layout
 _CHECKED_ROWS = 3
 _TIMED_ROWS = (1, 5, 17)  # a step without drafts, one with a few, and several sessions or a long draft
 _MIN_REPETITIONS, _MAX_REPETITIONS, _ENOUGH_S = 5, 50, 0.01
-_COMPARED_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24, 32, 33)
+# Rows of the products that are compared with the product of all of them: what steps and prompts have.
+_COMPARED_ROWS = (1, 2, 3, 5, 8, 13, 4, 7, 31, 16, 33, 64, 100, 129, 96)
+_MULTIPLES = (1, 2, 4, 8)
 _TICK_S = 1e-9  # a time of zero has no ratio
 # What torch raises where the operators, which are private, are missing, changed or not made for this processor.
 _UNAVAILABLE = (AttributeError, TypeError, RuntimeError)
@@ -56,32 +58,46 @@ class Packing:
         packed: shapes (out_features, in_features) with packed weights.
         plain: shapes with plain products.
         packed_bytes: size of the packed weights, which are copies.
-        rows_keep_bits: whether a row's product had the same bits at all numbers of rows tried, 1 to 33, in all shapes.
+        row_multiple: number of rows (1, 2, 4 or 8) to whose multiples products are to be filled up so that each row has
+            the same bits at every number of rows tried, in all layers; 0: there is none. 1 where nobody has asked.
     """
 
     packed: tuple[Shape, ...] = ()
     plain: tuple[Shape, ...] = ()
     packed_bytes: int = 0
-    rows_keep_bits: bool = False
+    row_multiple: int = 1
 
     def __str__(self) -> str:
-        kept = "the same" if self.rows_keep_bits else "not the same"
+        kept = f"at multiples of {self.row_multiple} rows" if self.row_multiple > 1 else "beside any number of others"
         return (
             f"{len(self.packed)} of {len(self.packed) + len(self.plain)} shapes packed "
-            f"({self.packed_bytes / 2**20:.0f} MiB), a row's bits {kept} beside others"
+            f"({self.packed_bytes / 2**20:.0f} MiB), a row's bits {kept if self.row_multiple else 'not'} kept"
         )
 
 
-@torch.inference_mode()
-def pack_linears(model: nn.Module, *, fixed: bool = False, clock: Callable[[], float] = time.perf_counter) -> Packing:
-    """Pack the plain linear layers of `model` in place, shape by shape, where the product is right and faster.
+def replace_conv1d(model: nn.Module) -> None:
+    """Replace GPT-2's kind of linear layer in `model`, whose weight is transposed, by the common one on that weight."""
+    from transformers.pytorch_utils import Conv1D
 
-    A layer has one kind of product for every number of rows. Where the packed product has other bits than the plain
-    one, the clock chooses between them in float32 alone, where such bits are not promised.
+    for parent in list(model.modules()):
+        for name, layer in parent.named_children():
+            if type(layer) is Conv1D:
+                linear = nn.Linear(layer.nx, layer.nf, device="meta")
+                linear.weight, linear.bias = nn.Parameter(layer.weight.t(), requires_grad=False), layer.bias
+                setattr(parent, name, linear.train(layer.training))
+
+
+@torch.inference_mode()
+def pack_linears(model: nn.Module, *, exact: bool = True, clock: Callable[[], float] = time.perf_counter) -> Packing:
+    """Pack the plain linear layers of `model` in place, shape by shape, where the product is right and better.
+
+    A layer has one kind of product for every number of rows. With `exact` it is the packed one, if its rows keep their
+    bits; the clock may prefer the plain one only where it has the same bits, so that the next process has them too.
+    Without `exact` the clock chooses.
 
     Args:
         model: model on its device; layers elsewhere than on a CPU, or of other types than float32 and bfloat16, stay.
-        fixed: whether the bits must not depend on the clock, so that the next process has the same.
+        exact: whether rows should keep their bits.
         clock: seconds, for the calibration.
     """
     by_kind: defaultdict[_Kind, list[nn.Linear]] = defaultdict(list)
@@ -91,12 +107,25 @@ def pack_linears(model: nn.Module, *, fixed: bool = False, clock: Callable[[], f
     candidates = {kind: alike for kind, alike in by_kind.items() if kind[1] in _TOLERANCE}
     if not _fit_memory(itertools.chain(*candidates.values())):
         candidates = {}
-    packed = {kind for kind, alike in candidates.items() if _pack(alike, fixed=fixed, clock=clock)}
+    packed, multiples = set(), []
+    for kind, alike in by_kind.items():
+        products = _packed(alike) if kind in candidates else None
+        chosen, multiple = False, 1
+        if exact:
+            chosen, multiple = _choose_by_bits(alike, products, clock) if products else (False, _multiple(alike, alike))
+        elif products:
+            chosen = _choose_by_time(alike, products, clock)
+        multiples.append(multiple)
+        if chosen and products:
+            packed.add(kind)
+            for layer, product in zip(alike, products, strict=True):
+                layer.__class__ = PackedLinear
+                layer._product = product  # type: ignore[assignment]
     return Packing(
         tuple(shape for shape, dtype in by_kind if (shape, dtype) in packed),
         tuple(shape for shape, dtype in by_kind if (shape, dtype) not in packed),
         sum(_bytes(layer) for kind in packed for layer in by_kind[kind]),
-        all(rows_keep_bits(alike[0], _inputs(alike[0], max(_COMPARED_ROWS))) for alike in by_kind.values()),
+        0 if 0 in multiples else max(multiples, default=1),
     )
 
 
@@ -135,34 +164,58 @@ def faster(plain: Product, packed: Product, inputs: Iterable[torch.Tensor], cloc
     return log_ratio > 0
 
 
-def rows_keep_bits(product: Product, rows: torch.Tensor) -> bool:
-    """Return whether each of the `rows` [33, in_features] has the same product whatever the number of rows beside it.
+def row_multiple(product: Product, rows: torch.Tensor) -> int:
+    """Return the least of 1, 2, 4 and 8 at whose multiples each of `rows` [512, in_features] keeps its bits; 0: none.
 
-    It is tried at the beginning and at the end of the rows, for several numbers from 1 to 33.
+    The product of all rows is compared with products of 1 to 129 of them, filled up with copies of their last row.
     """
     together = product(rows)
-    return all(
-        torch.equal(product(rows[:count]), together[:count]) and torch.equal(product(rows[-count:]), together[-count:])
-        for count in _COMPARED_ROWS
-    )
+    return next((multiple for multiple in _MULTIPLES if _keeps_bits(product, rows, together, multiple)), 0)
 
 
-def _pack(alike: list[nn.Linear], *, fixed: bool, clock: Callable[[], float]) -> bool:
-    """Pack layers of one shape if that is right and better, and return whether it is."""
+def _keeps_bits(product: Product, rows: torch.Tensor, together: torch.Tensor, multiple: int) -> bool:
+    first = 0
+    for count in _COMPARED_ROWS:
+        part = rows[first : first + count]
+        filled = torch.cat([part, part[-1:].expand(-count % multiple, -1)])
+        if not torch.equal(product(filled)[:count], together[first : first + count]):
+            return False
+        first += count
+    return True
+
+
+def _packed(alike: Sequence[nn.Linear]) -> list[Product] | None:
+    """Return the packed products of layers of one shape; None: there are none, or one of them is wrong."""
     try:
-        first = packed_product(alike[0])
-        if not (_agrees(alike[0], first) and _is_better(alike[0], first, fixed=fixed, clock=clock)):
-            return False
-        products = [first, *map(packed_product, alike[1:])]
-        if not all(map(_agrees, alike, products)):
-            return False
+        products = [packed_product(layer) for layer in alike]
+        return products if all(map(_agrees, alike, products)) else None
     except _UNAVAILABLE as error:
         log.info("no packed product of %s: %s", alike[0], error)
-        return False
-    for layer, product in zip(alike, products, strict=True):
-        layer.__class__ = PackedLinear
-        layer._product = product  # type: ignore[assignment]
-    return True
+        return None
+
+
+def _choose_by_bits(
+    plain: Sequence[nn.Linear], packed: Sequence[Product], clock: Callable[[], float]
+) -> tuple[bool, int]:
+    """Return whether to take the `packed` products of the layers `plain`, and the multiple of those that are taken."""
+    of_packed = _multiple(plain, packed)
+    if of_packed and not (all(map(_same_bits, plain, packed)) and not _choose_by_time(plain, packed, clock)):
+        return True, of_packed
+    of_plain = _multiple(plain, plain)
+    if of_packed and of_packed != of_plain:
+        return True, of_packed  # their bits are not equal everywhere, so the clock has no say
+    return False, of_plain
+
+
+def _choose_by_time(plain: Sequence[nn.Linear], packed: Sequence[Product], clock: Callable[[], float]) -> bool:
+    return faster(plain[0], packed[0], [_inputs(plain[0], count) for count in _TIMED_ROWS], clock)
+
+
+def _multiple(layers: Sequence[nn.Linear], products: Sequence[Product]) -> int:
+    """Return the multiple at which the products of all layers keep a row's bits; 0: there is none."""
+    rows = _inputs(layers[0], sum(_COMPARED_ROWS))
+    found = [row_multiple(product, rows) for product in products]
+    return 0 if 0 in found else max(found)
 
 
 def _agrees(layer: nn.Linear, product: Product) -> bool:
@@ -176,15 +229,9 @@ def _agrees(layer: nn.Linear, product: Product) -> bool:
     return False
 
 
-def _is_better(layer: nn.Linear, packed: Product, *, fixed: bool, clock: Callable[[], float]) -> bool:
-    rounding_is_free = layer.weight.dtype == torch.float32 and not fixed
-    if not rounding_is_free and not _same_bits(layer, packed, _inputs(layer, max(_COMPARED_ROWS))):
-        return True
-    return faster(layer, packed, [_inputs(layer, count) for count in _TIMED_ROWS], clock)
-
-
-def _same_bits(plain: Product, packed: Product, rows: torch.Tensor) -> bool:
-    return all(torch.equal(plain(rows[:count]), packed(rows[:count])) for count in _COMPARED_ROWS)
+def _same_bits(layer: nn.Linear, packed: Product) -> bool:
+    """Return whether products have the same bits at a few numbers of rows, from the first layer alone to the last."""
+    return all(torch.equal(layer(rows), packed(rows)) for rows in (_inputs(layer, count) for count in (1, 5, 512)))
 
 
 def _fit_memory(layers: Iterable[nn.Linear]) -> bool:

@@ -207,6 +207,7 @@ class VerifierServer:
             release=release(),
             max_sessions=self._config.max_sessions,
             kv_pages=capacity.pages,
+            guarantee=self.rules.guarantee.name.lower(),
         )
 
     async def _set_health(self, status: Any) -> None:
@@ -389,7 +390,7 @@ def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
         max_credit=config.max_credit,
         patience=config.patience,
         goal=config.goal,
-        batch_invariant=config.batch_invariant,
+        guarantee=target.guarantee,
         keep_s=config.keep_s,
         release=release(),
         noise=config.noise,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,16 +18,20 @@ from outrider.cloud.call_source import Pass
 from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.kv_size import kv_tokens_by_memory
-from outrider.cloud.packed_linear import Packing, pack_linears
+from outrider.cloud.packed_linear import Packing, pack_linears, replace_conv1d
+from outrider.cloud.passes import FREE, ROUNDED, TILES, Passes
 from outrider.cloud.steering import Taps
 from outrider.cloud.straight_pass import PassInputs, StraightPass, own_pass, straight_pass
 from outrider.proto.errors import ModelRefused, NotFound
 from outrider.proto.tokenizer import tokenizer_hash
 
-TILE_ROWS = 16
 # Relative to the size of the logits; rounding gives a tenth of this, a wrong mask or cache 0.3 or more.
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 _CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
+# Positions whose bits are compared, and how they are cut the second time, beside how many rows of another session.
+_COMPARED, _DEEP = 384, 1300
+_PIECES = (1, 16, 2, 100, 3, 33, 5, 64, 9, 129, 4, 7, 1, 10)
+_BESIDE = (0, 1, 0, 5, 2, 0, 17, 3)
 # These scale by the longest session of the step, so that one session would change another's text.
 _ROPE_ACROSS_SESSIONS = ("dynamic", "longrope")
 
@@ -48,6 +52,7 @@ class Target:
 
     Attributes:
         packing: how the linear layers multiply, where `load_target` has chosen it.
+        passes: how the rows of a step are put into passes, which `load_target` chooses too.
         straight: the model's pass in a straight line; None: the model runs as it is written.
         model_pass: the function that runs, of what `PassInputs` has.
     """
@@ -61,7 +66,7 @@ class Target:
         page_size: int,
         context_length: int = 0,
         max_sessions: int = 32,
-        batch_invariant: bool = False,
+        passes: Passes = FREE,
         packing: Packing | None = None,
         straight: StraightPass | None = None,
     ) -> None:
@@ -71,7 +76,7 @@ class Target:
         self.packing = packing or Packing()
         self.tokenizer_json = tokenizer_json
         self.tokenizer_sha256 = tokenizer_hash(tokenizer_json)
-        self.batch_invariant = batch_invariant
+        self.passes = passes
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         config = model.config.get_text_config()
@@ -106,24 +111,31 @@ class Target:
 
     @torch.inference_mode()
     def forward(self, batch: list[SessionRows]) -> torch.Tensor:
-        """Return logits [sum of wanted, vocab] float32 of one pass over all sessions' rows, and extend their caches."""
+        """Return logits [sum of wanted, vocab] float32 of all sessions' rows, and extend their caches."""
         if self._tapped is not None:
             self._tapped.begin()
-        if self.batch_invariant:
-            return self._forward_tiles(batch)
-        spans, first = [], 0
-        for rows in batch:
-            spans.append(RowSpan(rows.cache, first, len(rows.tokens), rows.cache.length))
-            first += len(rows.tokens)
-        wanted = [
-            span.first + span.count - rows.wanted + i
-            for rows, span in zip(batch, spans, strict=True)
-            for i in range(rows.wanted)
-        ]
-        logits = self._run([token for rows in batch for token in rows.tokens], spans, wanted)
-        self._keep_tapped(wanted)
+        logits = [self._pass(pieces) for pieces in _cut(batch, self.passes.limit)]
         for rows in batch:
             rows.cache.length += len(rows.tokens)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _pass(self, pieces: Sequence[_Piece]) -> torch.Tensor:
+        """Return logits of the wanted rows [n, vocab] among those of one pass."""
+        tokens: list[int] = []
+        spans: list[RowSpan] = []
+        wanted: list[int] = []
+        for piece in pieces:
+            first = len(tokens)
+            tokens += piece.rows.tokens[piece.begin : piece.end]
+            spans.append(RowSpan(piece.rows.cache, first, piece.end - piece.begin, piece.start))
+            wanted += range(first + piece.first_wanted - piece.begin, len(tokens))
+        last, multiple = spans[-1], self.passes.multiple
+        for row in range(len(tokens), len(tokens) + -len(tokens) % multiple):
+            tokens.append(tokens[-1])
+            spans.append(RowSpan(last.cache, row, 1, last.context - 1))  # writes what the last row writes
+        filled = (wanted or [0]) + [wanted[-1] if wanted else 0] * (-max(1, len(wanted)) % multiple)
+        logits = self._run(tokens, spans, filled)[: len(wanted)]
+        self._keep_tapped(wanted)
         return logits
 
     def _run(self, tokens: list[int], spans: list[RowSpan], wanted: list[int]) -> torch.Tensor:
@@ -132,37 +144,17 @@ class Target:
         given = PassInputs(
             torch.tensor([tokens], device=self.device),
             torch.tensor([positions], device=self.device),
-            torch.tensor(wanted or [0], device=self.device),
-            RaggedBatch(self.pool, spans, slots),
+            torch.tensor(wanted, device=self.device),
+            RaggedBatch(self.pool, spans, slots, self.passes.block),
         )
         logits, *entered = self.model_pass(*given)
         if self._tapped is not None and entered:
             self._tapped.enter(entered)
-        return logits[0, : len(wanted)].float()
+        return logits[0].float()
 
     def _keep_tapped(self, rows: list[int]) -> None:
         if self._tapped is not None:
             self._tapped.keep(rows)
-
-    def _forward_tiles(self, batch: list[SessionRows]) -> torch.Tensor:
-        """Compute every row in a tile of TILE_ROWS rows, where it attends alone.
-
-        All matrix products then have one shape, so a row gives the same bits whatever shares its step: the kernels of
-        one shape add in one order, which a test checks.
-        """
-        flat = [(rows, i) for rows in batch for i in range(len(rows.tokens))]
-        kept: list[torch.Tensor] = []
-        for first in range(0, len(flat), TILE_ROWS):
-            tile = flat[first : first + TILE_ROWS]
-            filled = tile + [tile[-1]] * (TILE_ROWS - len(tile))  # copies of the last row write what it writes
-            spans = [RowSpan(rows.cache, j, 1, rows.cache.length + i) for j, (rows, i) in enumerate(filled)]
-            logits = self._run([rows.tokens[i] for rows, i in filled], spans, list(range(TILE_ROWS)))
-            wanted = [j for j, (rows, i) in enumerate(tile) if i >= len(rows.tokens) - rows.wanted]
-            self._keep_tapped(wanted)
-            kept.extend(logits[j] for j in wanted)
-        for rows in batch:
-            rows.cache.length += len(rows.tokens)
-        return torch.stack(kept) if kept else torch.empty(0, self.vocab_size)
 
     @torch.inference_mode()
     def check(self) -> float:
@@ -194,6 +186,102 @@ class Target:
             )
         return difference
 
+    @torch.inference_mode()
+    def keeps_bits(self) -> bool:
+        """Return whether rows keep their bits by `passes`: together, in pieces, beside others, far into a text."""
+        room = self.pool.page_count * self.pool.page_size
+        length = min(_COMPARED, self.context_length, room // 3 - self.pool.page_size)
+        depth = min(_DEEP, self.context_length, (room - length) // 2 - self.pool.page_size)
+        if length < 1:
+            log.warning("a KV cache of %d positions is too small to compare a row's bits in it", room)
+            return False
+        tokens = torch.randint(0, self.vocab_size, (depth,), generator=torch.Generator().manual_seed(1)).tolist()
+        caches: list[SessionCache] = []
+        try:
+            caches += (self.pool.allocate(size) for size in (depth, depth, length))
+            one, other, beside = caches
+            rows = min(64, length)
+            together = self._logits(one, tokens[:length], (length - rows or rows, rows), (0,), beside)
+            if not self._same(together, self._logits(other, tokens[:length], _PIECES, _BESIDE, beside), one, other):
+                return False
+            far = tokens[depth - 24 :] if depth > length + 24 else []
+            for cache in (one, other):
+                self._repeat(cache, depth - len(far) if far else length)
+            together = self._logits(one, far, (24,), (0,), beside)
+            return self._same(together, self._logits(other, far, _PIECES, _BESIDE, beside), one, other)
+        finally:
+            for cache in caches:
+                cache.truncate(0)
+                self.pool.release(cache)
+
+    def _logits(
+        self, cache: SessionCache, tokens: list[int], sizes: Sequence[int], others: Sequence[int], beside: SessionCache
+    ) -> torch.Tensor:
+        """Return logits of the last 64 `tokens`, in pieces of `sizes` beside that many `others` of another session."""
+        logits, at = [torch.empty(0, self.vocab_size, device=self.device)], 0
+        for size, count in zip(itertools.cycle(sizes), itertools.cycle(others)):
+            piece = tuple(tokens[at : at + size])
+            if not piece:
+                return torch.cat(logits)
+            at += len(piece)
+            beside.truncate(0)
+            company = [SessionRows(beside, tuple(tokens[:count]), 1)] if count else []
+            wanted = min(len(piece), max(0, at - len(tokens) + 64))
+            logits.append(self.forward([*company, SessionRows(cache, piece, wanted)])[len(company) :])
+        raise AssertionError
+
+    def _repeat(self, cache: SessionCache, length: int) -> None:
+        """Fill `cache` up to `length` with repetitions of what it holds."""
+        source = torch.arange(length) % cache.length
+        for layer in self.pool.layers:
+            keys, values = self.pool.read(layer, cache, cache.length)
+            self.pool.write(layer, cache.slots[:length], keys[source], values[source])
+        cache.length = length
+
+    def _same(self, logits: torch.Tensor, others: torch.Tensor, cache: SessionCache, other: SessionCache) -> bool:
+        held = (
+            zip(*(self.pool.read(layer, each, cache.length) for each in (cache, other)), strict=True)
+            for layer in self.pool.layers
+        )
+        return torch.equal(logits, others) and all(torch.equal(*pair) for pairs in held for pair in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Rows begin..end of a session's rows in one pass."""
+
+    rows: SessionRows
+    begin: int
+    end: int
+
+    @property
+    def start(self) -> int:
+        """Position of the first row."""
+        return self.rows.cache.length + self.begin
+
+    @property
+    def first_wanted(self) -> int:
+        """First row whose logits are wanted; `end`: none are."""
+        return min(self.end, max(self.begin, len(self.rows.tokens) - self.rows.wanted))
+
+
+def _cut(batch: Sequence[SessionRows], limit: int) -> Iterator[list[_Piece]]:
+    """Cut rows into passes of `limit` at most."""
+    pieces: list[_Piece] = []
+    room = limit
+    for rows in batch:
+        begin = 0
+        while begin < len(rows.tokens):
+            end = min(len(rows.tokens), begin + room)
+            pieces.append(_Piece(rows, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield pieces
+                pieces, room = [], limit
+    if pieces:
+        yield pieces
+
 
 def load_target(
     target: str,
@@ -204,15 +292,19 @@ def load_target(
     page_size: int = 16,
     context_length: int = 0,
     max_sessions: int = 32,
-    batch_invariant: bool = False,
+    exact: str = "auto",
     packed: bool = True,
     straight: bool = True,
 ) -> Target:
     """Load from the embedded family, a folder or the hub: safetensors only, no remote code, checked before use.
 
     With `kv_tokens` 0 the KV cache takes what memory allows, but no more than `max_sessions` of full length fill. On a
-    CPU the linear layers get a second, packed copy of their weights where that is faster and memory allows it, unless
+    CPU the linear layers get a second, packed copy of their weights where that is better and memory allows it, unless
     `packed` is false.
+
+    With `exact` "auto", a row on a CPU keeps its bits whatever shares its step: in passes of all rows if a check finds
+    that this processor's kernels allow it, else in tiles. On other devices "auto" is "off", since tiles would read all
+    weights once for 16 rows.
 
     Raises:
         NotFound: no such model, or the hub cannot be reached.
@@ -221,9 +313,11 @@ def load_target(
     source = resolve_target(target)
     tokenizer = tokenizer_json(source, target)
     model = load_model(source, target, device=device, dtype=dtype)
+    if device == "cpu":
+        replace_conv1d(model)
     shortened = straight_pass(model) if straight and device == "cpu" else None
     products = model if shortened is None else shortened.linears
-    packing = pack_linears(products, fixed=batch_invariant) if packed else None  # before the KV cache counts memory
+    packing = pack_linears(products, exact=exact != "off") if packed else None  # before the KV cache counts memory
     loaded = Target(
         model,
         tokenizer,
@@ -231,15 +325,29 @@ def load_target(
         page_size=page_size,
         context_length=context_length,
         max_sessions=max_sessions,
-        batch_invariant=batch_invariant,
         packing=packing,
         straight=shortened,
     )
     difference = loaded.check()
+    loaded.passes = _passes(loaded, exact)
     log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, dtype, device, difference)
     if packed and loaded.device.type == "cpu":
         log.info("linear layers of %s: %s", target, packing)
+    log.info("a row of %s keeps %s", target, loaded.passes.guarantee.value)
     return loaded
+
+
+def _passes(target: Target, exact: str) -> Passes:
+    """Return the first passes by which rows keep their bits, the cheapest first."""
+    if exact == "off" or (exact == "auto" and target.device.type != "cpu"):
+        return FREE
+    least = target.packing.row_multiple
+    rounded = [passes for passes in ROUNDED if passes.multiple >= least] if exact == "auto" and least else []
+    for target.passes in (*rounded, TILES):
+        if target.keeps_bits():
+            return target.passes
+    log.warning("rows do not keep their bits on %s, not even in tiles; texts keep their distribution", target.device)
+    return FREE
 
 
 def load_model(source: str, target: str, *, device: str, dtype: str) -> Any:

@@ -42,6 +42,7 @@ class TransformersBackend:
             hidden_size=config.hidden_size,
             num_layers=config.num_hidden_layers,
             device=target.device,
+            guarantee=target.passes.guarantee,
         )
 
     @property

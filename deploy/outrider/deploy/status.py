@@ -6,6 +6,7 @@ The JSON object:
         name, state (ready, draining, down), model, address ("" while down), release
         sessions, max_sessions, load (sessions / max_sessions)
         step_ms, restarts, kv_pages, kv_pages_free
+        guarantee (bytes, bytes_by_tiles, distribution; "": not known yet): what a text keeps whatever shares its steps
         links       see below, over the newest reports of its sessions; null without any
     drafters        list of name, version, target, tokenizer_sha256, bytes
     edges           list, the newest report first: edge, age_s, sessions, verifier, model, drafter, drafter_version
@@ -39,6 +40,11 @@ from outrider.proto.types import ClassAcceptance, ClusterStatus, EdgeStatus, Ses
 MAX_EDGES = 20
 SUMMED_UP = ("drafter_hits", "prompt_class", "link_class")
 TEXTS = {"verifier", "state", "address", "link", "drafter", "version", "made for"}  # columns; all others hold numbers
+GUARANTEES = {
+    "bytes": "a text keeps its bytes whatever shares its steps",
+    "bytes_by_tiles": "a text keeps its bytes whatever shares its steps, by slow tiles",
+    "distribution": "near-ties of a text may fall either way",
+}
 STATE_STYLES = {"ready": "green", "draining": "yellow", "down": "red"}
 
 
@@ -202,7 +208,16 @@ def _sums(status: ClusterStatus) -> str:
     line = f"{status.leases_granted} leases granted, {sum(v.sessions for v in status.verifiers)} sessions now"
     if status.relay is not None:
         line += f"; {status.relay.streams} of them relayed, {1e3 * status.relay.forward_p50_s:.2f} ms a frame"
-    return line
+    return "\n".join([line, *_guarantees(status.verifiers)])
+
+
+def _guarantees(verifiers: Sequence[VerifierStatus]) -> list[str]:
+    """Return a sentence on every guarantee that some verifiers give."""
+    return [
+        f"{', '.join(v.name for v in verifiers if v.guarantee == guarantee)}: {sentence}"
+        for guarantee, sentence in GUARANTEES.items()
+        if any(v.guarantee == guarantee for v in verifiers)
+    ]
 
 
 def _table(*columns: str) -> Table:

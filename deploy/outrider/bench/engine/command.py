@@ -28,7 +28,7 @@ from outrider.cloud.family_index import resolve_target
 from outrider.cloud.target import load_model, load_target
 from outrider.deploy.arguments import Given
 from outrider.proto.errors import ConfigError
-from outrider.proto.types import Sampling
+from outrider.proto.types import Guarantee, Sampling
 
 _PAGE = 16
 _ENGINE_STEPS = 40  # of each session in the engine itself
@@ -85,6 +85,7 @@ class _EngineBench:
                 dtype=verifier.dtype,
                 kv_tokens=max(map(_positions, self._cases)),
                 page_size=_PAGE,
+                exact=verifier.exact if packed else "off",
                 packed=packed,
                 straight=packed,
             )
@@ -132,7 +133,7 @@ class _EngineBench:
             packed_shapes=packing.packed,
             plain_shapes=packing.plain,
             packed_bytes=packing.packed_bytes,
-            rows_keep_bits=packing.rows_keep_bits,
+            rows_keep_bits=self._packed.passes.guarantee is not Guarantee.DISTRIBUTION,
             peers=self._versions,
             absent=self._absent,
             results=tuple(map(self._result, self._cases)),

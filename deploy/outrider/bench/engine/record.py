@@ -88,7 +88,7 @@ class EngineRecord:
         packed_shapes: shapes (out_features, in_features) of linear layers with packed weights.
         plain_shapes: shapes of the others.
         packed_bytes: size of the packed weights.
-        rows_keep_bits: whether a row's product had the same bits beside 0 to 32 others.
+        rows_keep_bits: whether a row of the served target keeps its bits whatever shares its pass.
         peers: versions of other engines.
         absent: other engines that did not run, and why.
     """

@@ -22,7 +22,7 @@ from outrider.edge.event_stream import Completion
 from outrider.proto import codec
 from outrider.proto.errors import OutriderError
 from outrider.proto.rpc_errors import from_rpc_error
-from outrider.proto.types import RemoteFile, Sampling
+from outrider.proto.types import Guarantee, RemoteFile, Sampling
 
 PROMPT = "Once upon a time there was a small house at the edge of the forest, and in it lived"
 TOKENS = 16
@@ -276,11 +276,11 @@ def _compare_texts(alone: Completion, drafted: Completion, visit: Visit) -> Find
     }
     speeds = f"{metrics['drafted_tokens_s']:.1f} tok/s with drafts, {metrics['cloud_tokens_s']:.1f} without"
     if alone.ids != drafted.ids:
-        exact = visit.opened is not None and visit.opened.batch_invariant
+        exact = visit.opened is not None and visit.opened.guarantee is not Guarantee.DISTRIBUTION
         return warning(
             f"two greedy texts of {TOKENS} tokens differ"
-            + (", though the verifier says batch-invariant" if exact else ""),
-            "in bfloat16 near-ties flip; start `outrider verifier` with --dtype float32 or --batch-invariant",
+            + (", though the verifier guarantees their bytes" if exact else ""),
+            "near-ties fall either way; start `outrider verifier` with --exact tiles, which is slower",
             **metrics,
         )
     if s.drafter_error:

@@ -79,6 +79,7 @@ OPENED = Table(
     pb.Opened,
     goal=enumeration(t.Goal, "opened.goal"),
     noise=_noise(t.Noise.OUTRIDER, "opened.noise"),
+    guarantee=enumeration(t.Guarantee, "opened.guarantee"),
 )
 GOAWAY = Table(t.Goaway, pb.Goaway)
 

@@ -12,7 +12,7 @@ from outrider.proto.errors import (
     UnknownToken,
     UnsupportedProtocol,
 )
-from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Noise, Open, Patience
+from outrider.proto.types import PROTOCOL_VERSION, Continue, Draft, Goal, Guarantee, Noise, Open, Patience
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class VerifierRules:
         max_drafts: most drafts verified in a step.
         max_credit: most unverified drafts of a session.
         patience: how long to wait for drafts; None: planned, from each session's own measurements.
-        batch_invariant: whether a text is independent of co-scheduled sessions.
+        guarantee: what a text keeps whatever shares its steps.
         keep_s: longest time that an idle session is kept at its edge's request, in seconds.
         release: version of Outrider, for people.
         projections: projections whose steering vectors the verifier can make.
@@ -41,7 +41,7 @@ class VerifierRules:
     max_credit: int = 64
     patience: Patience | None = None
     goal: Goal = Goal.LATENCY
-    batch_invariant: bool = False
+    guarantee: Guarantee = Guarantee.DISTRIBUTION
     keep_s: float = 300.0
     release: str = ""
     projections: frozenset[str] = frozenset()

@@ -113,7 +113,7 @@ class VerifierSession:
             max_tokens=self.sampling.max_tokens,
             verifier=rules.name,
             context_length=rules.context_length,
-            batch_invariant=rules.batch_invariant,
+            guarantee=rules.guarantee,
             vocab_size=rules.vocab_size,
             goal=rules.goal,
             max_drafts=self._max_drafts,

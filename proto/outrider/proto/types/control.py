@@ -198,7 +198,13 @@ class ClassAcceptance:
 
 @dataclass(frozen=True, slots=True)
 class VerifierStatus:
-    """One verifier as the coordinator sees it; state is `ready`, `draining` or `down`."""
+    """One verifier as the coordinator sees it.
+
+    Attributes:
+        state: `ready`, `draining` or `down`.
+        guarantee: what its texts keep whatever shares their steps: `bytes`, `bytes_by_tiles`, `distribution`; empty:
+            unknown.
+    """
 
     name: str
     address: str
@@ -211,6 +217,7 @@ class VerifierStatus:
     release: str = ""
     max_sessions: int = 0
     kv_pages: int = 0
+    guarantee: str = ""
 
 
 @dataclass(frozen=True, slots=True)

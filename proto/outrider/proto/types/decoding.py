@@ -34,6 +34,14 @@ class Goal(Enum):
     EFFICIENCY = 2
 
 
+class Guarantee(Enum):
+    """What holds of a text whatever shares its steps: its distribution, or also its bytes."""
+
+    DISTRIBUTION = 0
+    BYTES = 1
+    BYTES_BY_TILES = 2
+
+
 class Provenance(Enum):
     """Origin of a committed token, which is the target's token either way."""
 
@@ -277,7 +285,7 @@ class Opened:
     Attributes:
         committed: tokens of text taken over from Open.
         credit: unverified drafts allowed.
-        batch_invariant: whether the text is independent of co-scheduled sessions.
+        guarantee: what the text keeps whatever shares its steps.
         planned: whether the verifier plans how long it waits for drafts; its patience is fixed otherwise.
         keep_s: time that an idle session is kept, in seconds; 0: the stream ends with the text.
         steered: whether it has the requested projection and sends its vectors.
@@ -289,7 +297,7 @@ class Opened:
     max_tokens: int
     verifier: str
     context_length: int
-    batch_invariant: bool = False
+    guarantee: Guarantee = Guarantee.DISTRIBUTION
     vocab_size: int = MAX_TOKEN_ID + 1
     goal: Goal = Goal.LATENCY
     max_drafts: int = 16
