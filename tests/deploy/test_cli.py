@@ -16,6 +16,7 @@ from outrider.deploy.cli import main
 RECORD = {
     "id": str,
     "prompt_tokens": int,
+    "cached_tokens": int,
     "tokens": list,
     "text": str,
     "accepted": int,

@@ -159,6 +159,7 @@ EXAMPLES = {
         )
     ),
     "commit, least": _cloud(t.Commit(0, tuple(map(t.CommittedToken, (1,))), 0, 0)),
+    "commit, first of a turn": _cloud(t.Commit(9, tuple(map(t.CommittedToken, (1,))), 0, 0, cached_tokens=8)),
     "commit of the end alone": _cloud(t.Commit(5, (), 0, 0, finish=t.FinishReason.LENGTH)),
     "goaway": _cloud(t.Goaway("draining", 1.5)),
     "lease request": Example(

@@ -99,6 +99,7 @@ def _record(prompt: Prompt, completion: Completion) -> dict[str, Any]:
     return {
         "id": prompt.id,
         "prompt_tokens": completion.prompt_tokens,
+        "cached_tokens": completion.statistics.cached_tokens,
         "tokens": list(completion.ids),
         "text": completion.text,
         "accepted": statistics.accepted,

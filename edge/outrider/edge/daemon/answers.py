@@ -36,6 +36,8 @@ class Answer(ABC):
         self._model = model
         self.logprobs = request.logprobs
         self._prompt_tokens = request.prompt_tokens
+        self._texts_per_prompt = request.texts_per_prompt
+        self._cached_tokens: dict[int, int] = {}  # by prompt
         self._tokens = tokens
         self._created = int(time.time())
         self._texts = [""] * len(request.choices)
@@ -46,6 +48,9 @@ class Answer(ABC):
         self._texts[choice] += event.text
         if isinstance(event, Tokens):
             self._completion_tokens += len(event.tokens)
+        else:
+            prompt, cached = choice // self._texts_per_prompt, event.statistics.cached_tokens
+            self._cached_tokens[prompt] = min(cached, self._cached_tokens.get(prompt, cached))
 
     def first_chunk(self, choice: int) -> dict[str, Any] | None:  # noqa: ARG002 - for the format that has one
         """Return the chunk before the text of a choice, if the format has one."""
@@ -72,10 +77,18 @@ class Answer(ABC):
         return self._envelope(self._object, choices) | {"usage": self.usage}
 
     @property
-    def usage(self) -> dict[str, int]:
-        """OpenAI's counts of tokens so far; those of a prompt count once, however many texts follow it."""
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's counts of tokens so far; those of a prompt count once, however many texts follow it.
+
+        Cached are those that the verifier had computed before any of these texts began.
+        """
         prompt, completion = self._prompt_tokens, self._completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+        }
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

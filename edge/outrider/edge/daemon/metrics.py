@@ -52,14 +52,18 @@ class HttpMetrics:
             buckets=(*SECONDS, 20.0, 50.0, 100.0, 200.0, 500.0),
         )
         self._prompt_tokens = Counter("outrider:prompt_tokens", "Tokens of prompts.", registry=registry)
+        self._cached_tokens = Counter(
+            "outrider:prompt_tokens_cached", "Those that the verifier had computed already.", registry=registry
+        )
 
     def answered(self, route: str, status: int) -> None:
         """Count a request that has its status; `route` is one of the daemon's, never what a client wrote."""
         self._requests.labels(route, str(status)).inc()
 
-    def finished(self, usage: dict[str, int], first_token_s: float, seconds: float) -> None:
+    def finished(self, usage: dict[str, Any], first_token_s: float, seconds: float) -> None:
         """Count a request for texts that has been answered in full, with OpenAI's `usage`."""
         self._prompt_tokens.inc(usage["prompt_tokens"])
+        self._cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
         self._first_token.observe(first_token_s)
         self._latency.observe(seconds)
         if usage["completion_tokens"] > 1:

@@ -47,6 +47,7 @@ class ParsedRequest:
 
     Attributes:
         choices: [prompts x n] texts; each has a seed one higher than the last of its prompt.
+        texts_per_prompt: texts that follow each prompt.
         prompt_tokens: tokens of all prompts, each counted once.
         seed: seed of the first text.
         stop: strings that end a text.
@@ -55,6 +56,7 @@ class ParsedRequest:
     """
 
     choices: tuple[Choice, ...]
+    texts_per_prompt: int
     prompt_tokens: int
     seed: int
     stop: tuple[str, ...]
@@ -104,6 +106,7 @@ def _parsed(
     each = [replace(sampling, seed=(seed + i) % _SEEDS) for i in range(request.choices)]
     return ParsedRequest(
         choices=tuple(Choice(prompt, sampling) for prompt in prompts for sampling in each),
+        texts_per_prompt=request.choices,
         prompt_tokens=sum(map(len, prompts)),
         seed=seed,
         stop=tuple(request.stop or ()),

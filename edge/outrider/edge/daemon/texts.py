@@ -202,7 +202,7 @@ class Generation:
                 error = None if self._first_token_s else self._service.cloud.hopeless()
         await queue.put(error)
 
-    def account(self, usage: dict[str, int]) -> None:
+    def account(self, usage: dict[str, Any]) -> None:
         """Count a request that was answered in full."""
         self._service.http_metrics.finished(usage, self._first_token_s, self._seconds)
 

@@ -140,6 +140,7 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
         chain=commit.chain,
         verified=commit.verified,
         turn=commit.turn,
+        cached_tokens=commit.cached_tokens,
         logprobs=() if None in logprobs else logprobs,
         top_tokens=[likely for entries in top for likely, _ in entries],
         top_logp=[of_likely for entries in top for _, of_likely in entries],
@@ -164,6 +165,7 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
         chain=wire.chain,
         verified=wire.verified,
         turn=wire.turn,
+        cached_tokens=wire.cached_tokens,
     )
 
 

@@ -35,6 +35,7 @@ class EdgeStatistics:
         verified: drafts that the verifier's steps verified.
         hits: drafts that agreed with the committed token of their position.
         compared: drafts up to the first miss of their chain that met a committed token; acceptance is hits / compared.
+        cached_tokens: tokens of the prompt that the verifier had computed already.
         steps: commits.
         messages: Draft messages.
         resumes: streams opened after the first.
@@ -54,6 +55,7 @@ class EdgeStatistics:
     verified: int = 0
     hits: int = 0
     compared: int = 0
+    cached_tokens: int = 0
     steps: int = 0
     messages: int = 0
     resumes: int = 0
@@ -125,6 +127,8 @@ class EdgeText:
 
     def emit(self, commit: Commit, known: int) -> Emit:
         """Count the commit's tokens after the first `known`, and return what hands them to the user."""
+        if not self.generated:  # a resumed text's is that of its first stream
+            self.statistics.cached_tokens = min(commit.cached_tokens, self.prompt_length)
         drafted = tuple(i < commit.accepted for i in range(known, len(commit.tokens)))
         self.statistics.committed += len(drafted)
         self.statistics.accepted += sum(drafted)

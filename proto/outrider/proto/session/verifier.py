@@ -81,6 +81,7 @@ class VerifierSession:
         self.keep_s = min(frame.keep_s, rules.keep_s)
         self.turn = 0
         self.credit = rules.max_credit
+        self.cached_tokens = 0  # of the transcript, for the next commit to tell
         self._frame = frame
         self._first_chain = 0  # of this turn
         self._granted = self.credit  # with which a turn begins
@@ -312,6 +313,7 @@ class VerifierSession:
         self._plan = None
         steering = verified.steering if self.finish is None else None  # no drafts are made after the end
         self._without_vector = self._without_vector + 1 if steering is None else 0
+        cached_tokens, self.cached_tokens = self.cached_tokens, 0
         return Commit(
             start=start,
             tokens=tokens if self._wants_logp else tuple([CommittedToken(t.id, None, *t[2:]) for t in tokens]),
@@ -329,4 +331,5 @@ class VerifierSession:
             chain=max(0, self.chain),
             verified=len(verified.block),
             turn=self.turn,
+            cached_tokens=cached_tokens,
         )

@@ -356,6 +356,7 @@ class Commit:
         chain: newest chain that the verifier knew.
         verified: drafts that the step verified.
         turn: Continues of this stream that had come before it.
+        cached_tokens: tokens before `start` that the verifier had computed already, in the first commit of a turn only.
     """
 
     start: int
@@ -369,9 +370,11 @@ class Commit:
     chain: int = 0
     verified: int = 0
     turn: int = 0
+    cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         require(bool(self.tokens) or self.finish is not None, "commit.tokens", "is empty and the text goes on")
+        require(0 <= self.cached_tokens <= self.start, "commit.cached_tokens", "exceeds the tokens before the commit")
         require(0 <= self.accepted <= len(self.tokens), "commit.accepted", "exceeds the tokens")
         if self.tokens:
             _, logp, logprobs, top = zip(*self.tokens, strict=True)
