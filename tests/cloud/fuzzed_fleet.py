@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hashing_model import EOS, HIDDEN, LAYERS, HashingModel, Language, hashing_target
+from hashing_model import EOS, HIDDEN, LAYERS, PLAIN, HashingModel, Language, hashing_target
 
 from outrider.bench.simulator.clock import VirtualClock
 from outrider.bench.simulator.verifier import Link, SimulatedStream
@@ -38,6 +38,7 @@ RESTART_S = 0.3
 NOTICED_S = 0.4
 BROKEN_PLAN = "broken-plan"  # begins the names of sessions whose plans fail
 STEP_S, ROW_S = 0.005, 0.0002
+MAX_LOOKS = 1000  # at one moment
 
 
 class EngineTime:
@@ -190,6 +191,7 @@ class FuzzedVerifier:
         self._name = name
         self._busy_until = 0.0
         self._alarm = math.inf
+        self._looked_at, self._looks = -1.0, 0
         self._keys: dict[EngineStream, int] = {}
         self._start()
 
@@ -237,7 +239,8 @@ class FuzzedVerifier:
             key = self._keys[stream] = next(self._fleet.keys)
             grammar, committed = frame.sampling.grammar, frame.committed
             matcher = self._matcher(grammar, committed)
-            self.engine.post_open(key, frame, StreamOutbox(self._fleet, stream), matcher)
+            isolation = str(zlib.crc32(frame.session.encode()) % 2)
+            self.engine.post_open(key, frame, StreamOutbox(self._fleet, stream), matcher, isolation)
             stream.grammar = grammar
         elif (key := self._keys.get(stream, -1)) >= 0:
             matcher = None
@@ -283,6 +286,9 @@ class FuzzedVerifier:
         if due != self._alarm:
             return
         self._alarm = math.inf
+        self._looks = self._looks + 1 if due == self._looked_at else 0
+        self._looked_at = due
+        assert self._looks < MAX_LOOKS, "the engine does nothing, again and again"
         fleet = self._fleet
         fleet.time.spent_s = 0.0
         self.engine._take_events(0.0)
@@ -345,6 +351,8 @@ class Fleet:
         self.keys = itertools.count()
         self.counts: Counter[str] = Counter()
         self.language = Language(seed, self.rng.choice((40, 40, 40, 1100)))  # short lists need 1,024 tokens
+        plain = range(PLAIN, self.language.vocab_size)
+        self.segments = [tuple(self.rng.choices(plain, k=16)) for _ in range(3)]  # of prompts
         self.passes = self.rng.choice((FREE, FREE, ROUNDED[0], ROUNDED[2], TILES))
         torch.manual_seed(seed)
         self.projection = Projection(range(LAYERS), HIDDEN, RANK).eval().requires_grad_(False)

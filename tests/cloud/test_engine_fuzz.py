@@ -9,6 +9,7 @@ plans of one text, once or for good. Only texts that are at fault themselves may
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import random
@@ -30,6 +31,7 @@ from outrider.cloud import recovery, transformers_backend
 from outrider.cloud.grammar import Allowed
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.passes import ROUNDED, TILES
+from outrider.cloud.prefix_tree import CachedPage, PrefixTree
 from outrider.cloud.recovery import Probe, Recovery
 from outrider.cloud.sampling import Sampler, VerificationInput
 from outrider.cloud.slots import Slot
@@ -76,6 +78,7 @@ LEAST = {
     "preempted": 0.05,
     "filled up": 0.1,
     "tiles": 0.1,
+    "cached tokens": 100,
 }
 
 
@@ -141,6 +144,8 @@ class Text(Simulation):
     def _prompt(self, bad_token: int) -> tuple[int, ...]:
         rng, vocab = self._rng, self._fleet.language.vocab_size
         tokens = [rng.randrange(PLAIN, vocab) for _ in range(rng.randrange(1, rng.choice((10, 30, 100))))]
+        if len(tokens) < 30 and rng.random() < 0.7:
+            tokens = [*itertools.chain(*rng.choices(self._fleet.segments, k=rng.randrange(1, 4))), *tokens]
         if bad_token:
             tokens.insert(rng.randrange(len(tokens) + 1), bad_token)
         return tuple(tokens)
@@ -264,6 +269,7 @@ class Text(Simulation):
         super().receive(stream, frame)
         if isinstance(frame, Commit) and len(self.edge.transcript) > before:
             self._check_vector(frame)
+            self._counts["cached tokens"] += frame.cached_tokens
 
     def handle(self, event: object) -> None:
         super().handle(event)  # type: ignore[arg-type]
@@ -376,15 +382,28 @@ def lost_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         before = set(cache.pages)
         resize(pool, cache, tokens)
         lost = sorted(before - set(cache.pages))
-        pool._free[lost] = False
+        pool._holders[lost] += 1
         pool.free_pages -= len(lost)
 
     monkeypatch.setattr(PagedKVCache, "resize", resized)
 
 
 def pages_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PagedKVCache, "_next_to", lambda _, pages, more: [])
-    monkeypatch.setattr(PagedKVCache, "_run_of", lambda _, wanted: list(range(wanted)))
+    monkeypatch.setattr(PagedKVCache, "_pages_with", lambda _, cache, more: list(range(len(cache.pages) + more)))
+
+
+def pages_without_parents(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(tree: PrefixTree, isolation: str, tokens: Sequence[int], page_size: int) -> list[CachedPage]:
+        pages = {each.tokens: each for each in tree._by_page.values()}
+        starts = range(0, len(tokens) - page_size + 1, page_size)
+        found = (pages.get(tuple(tokens[start : start + page_size])) for start in starts)
+        return list(itertools.takewhile(lambda each: each is not None, found))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PrefixTree, "find", find)
+
+
+def copies_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedKVCache, "_copy", lambda *_: None)
 
 
 def no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,6 +434,8 @@ DEFECTS = (
     no_rollback,
     lost_pages,
     pages_of_others,
+    pages_without_parents,
+    copies_of_nothing,
     no_grammar,
     vectors_of_another_row,
     blame_without_a_probe,

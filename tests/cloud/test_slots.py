@@ -17,10 +17,10 @@ from outrider.cloud.slots import AHEAD, Slot, Slots
 from outrider.cloud.target import Target, load_target
 from outrider.cloud.testing import save_tiny_target, tiny_llama
 from outrider.cloud.transformers_backend import TransformersBackend
-from outrider.proto.errors import ResourceExhausted, Unavailable
+from outrider.proto.errors import Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
 from outrider.proto.testing import word_tokenizer
-from outrider.proto.types import Commit, Continue, FinishReason, Goaway, Open, Sampling, token_ids
+from outrider.proto.types import Commit, Continue, FinishReason, Open, Sampling, token_ids
 
 PAGE = 16
 RULES = VerifierRules("v", "tiny", "0" * 64, 64, 1 << 20, frozenset(), max_drafts=4)
@@ -100,26 +100,44 @@ def test_texts_that_are_sent_away_for_pages_go_on_unchanged(target) -> None:
 
 def slots(pages: int) -> Slots:
     target = Target(tiny_llama(), word_tokenizer(61), kv_tokens=pages * PAGE, page_size=PAGE)
-    return Slots(TransformersBackend(target), "v")
+    return Slots(TransformersBackend(target), "v", lambda *_: None)
 
 
 def opened(slots: Slots, key: int, prompt: int, max_tokens: int = 1000, keep_s: float = 0.0) -> Slot:
     """A slot whose prompt takes `prompt` pages less the room for one step's drafts."""
-    tokens = (1,) * (prompt * PAGE - RULES.max_drafts)
-    frame = Open("tiny", "0" * 64, tokens, Sampling(max_tokens=max_tokens), f"s{key}", drafting=True, keep_s=keep_s)
-    return slots.open(key, VerifierSession(frame, RULES, 0.0), CollectingOutbox(), None, 0.0)
+    tokens = (10 + key,) * (prompt * PAGE - RULES.max_drafts)
+    return added(slots, key, tokens, max_tokens=max_tokens, keep_s=keep_s)
+
+
+def added(slots: Slots, key: int, tokens: tuple[int, ...], isolation: str = "", **options: float) -> Slot:
+    sampling = Sampling(max_tokens=int(options.pop("max_tokens", 1000)))
+    frame = Open("tiny", "0" * 64, tokens, sampling, f"s{key}", drafting=True, **options)
+    slot = Slot(key, VerifierSession(frame, RULES, 0.0), CollectingOutbox(), 0.0, isolation)
+    slots.open(slot)
+    slots.start_waiting()
+    return slot
+
+
+def next_turn(slots: Slots, slot: Slot, *new: int) -> None:
+    turn = Continue(len(slot.session.transcript), new, None, 1)
+    slots.resume(slot, slot.session.continued(turn, 0.0), None, 0.0)
+    slots.start_waiting()
 
 
 def written(slot: Slot, pages: int) -> None:
     """Let a slot's text and its cache fill `pages` but for one step's drafts."""
     slot.session.transcript += [2] * (pages * PAGE - RULES.max_drafts - len(slot.session.transcript))
-    slot.handle.length = min(len(slot.session.transcript) - 1, slot.handle.capacity)
+    computed(slot, len(slot.session.transcript) - 1)
+
+
+def computed(slot: Slot, length: int) -> None:
+    slot.handle.extend(slot.session.transcript[slot.handle.length : min(length, slot.handle.capacity)])
 
 
 def test_pages_are_given_in_order_of_admission_and_one_is_left_for_each_that_runs() -> None:
     pool = slots(20)
     first, second, third = opened(pool, 1, 8), opened(pool, 2, 8), opened(pool, 3, 1)
-    assert (len(first.handle.pages), len(second.handle.pages)) == (12, 0), "a few ahead"
+    assert (first.handle.num_pages, second.handle.num_pages) == (12, 0), "a few ahead"
     assert third.waits_for_pages, "it came later"
     assert pool.running() == [first]
     pool.release(first)
@@ -157,16 +175,34 @@ def test_a_text_that_cannot_grow_and_is_the_youngest_is_sent_away_itself() -> No
     assert pool.running() == [old]
 
 
-def test_parked_sessions_go_before_any_that_runs() -> None:
+def test_parked_sessions_hold_no_page_from_any_that_runs() -> None:
     pool = slots(12)
     idle, busy = opened(pool, 1, 4, keep_s=60.0), opened(pool, 2, 2)
     written(idle, 4)
     idle.session.finish = FinishReason.LENGTH
     pool.park(idle, 0.0)
-    written(busy, 10)
+    written(busy, 12)
     assert pool.grow() == []
-    assert isinstance(idle.outbox.items.get(), Goaway)
-    assert len(busy.handle.pages) >= 10
+    assert idle.outbox.items.empty()
+    assert len(busy.handle.pages) == 12
+    pool.release(busy)
+    next_turn(pool, idle, 9)
+    assert idle.session.cached_tokens == 0, "its pages were needed"
+    assert pool.running() == [idle]
+
+
+def test_a_turn_reads_only_what_is_new() -> None:
+    pool = slots(12)
+    slot = opened(pool, 1, 4, keep_s=60.0)
+    written(slot, 4)
+    for _ in range(3):
+        length = slot.handle.length
+        slot.session.finish = FinishReason.LENGTH
+        pool.park(slot, 0.0)
+        next_turn(pool, slot, 9, 9)
+        assert slot.session.cached_tokens == slot.handle.length == length
+        assert slot.num_uncomputed_tokens == 3, "the last token of the text, and the new ones"
+        computed(slot, len(slot.session.transcript) - 1)
 
 
 def test_growth_comes_before_admission() -> None:
@@ -179,17 +215,36 @@ def test_growth_comes_before_admission() -> None:
     assert waiting.waits_for_pages
 
 
-def test_a_turn_without_room_for_its_prompt_is_refused_with_a_time_to_retry() -> None:
+def test_a_turn_without_room_for_its_prompt_waits_behind_those_that_came_before() -> None:
     pool = slots(16)
     idle = opened(pool, 1, 2, keep_s=60.0)
     written(idle, 2)
     idle.session.finish = FinishReason.LENGTH
     pool.park(idle, 0.0)
-    opened(pool, 2, 8)
-    turn = Continue(len(idle.session.transcript), (1,) * (6 * PAGE), None, 1)
-    with pytest.raises(ResourceExhausted) as caught:
-        pool.resume(idle, idle.session.continued(turn, 0.0), turn.start, None, 0.0)
-    assert caught.value.retry_after_s > 0
+    busy, other = opened(pool, 2, 8), opened(pool, 3, 8)
+    next_turn(pool, idle, *[9] * (6 * PAGE))
+    assert idle.waits_for_pages
+    pool.release(busy)
+    pool.start_waiting()
+    assert pool.running() == [other], "it came before"
+    pool.release(other)
+    pool.start_waiting()
+    assert pool.running() == [idle]
+
+
+def test_a_text_waits_for_what_another_is_reading_and_reads_on_from_there() -> None:
+    pool, prompt = slots(60), tuple(range(3, 3 + 2 * PAGE))
+    reader, same = added(pool, 1, prompt), added(pool, 2, prompt)
+    longer = added(pool, 3, (*prompt, *prompt))
+    theirs, other, shorter = added(pool, 4, prompt, "theirs"), added(pool, 5, prompt[1:]), added(pool, 6, prompt[:20])
+    assert pool.running() == [reader, theirs, other, shorter], "no text waits for one that has more to read"
+    assert shorter.session.cached_tokens == 0
+    for length, started in ((PAGE - 1, []), (PAGE, [same]), (2 * PAGE - 1, [same]), (2 * PAGE, [same, longer])):
+        computed(reader, length)
+        pool._backend.target.pool.register(reader.handle, length)
+        pool.start_waiting()
+        assert [slot for slot in (same, longer) if not slot.waits_for_pages] == started
+    assert (same.session.cached_tokens, longer.session.cached_tokens) == (PAGE, 2 * PAGE)
 
 
 def test_a_text_that_has_ended_holds_no_pages_unless_it_is_kept() -> None:
@@ -207,6 +262,5 @@ def test_a_cancelled_text_that_never_had_pages_can_be_followed_by_another_turn()
     waiting.session.on_cancel()
     pool.park(waiting, 0.0)
     pool.release(first)
-    turn = Continue(4, (9,), None, 1)
-    pool.resume(waiting, waiting.session.continued(turn, 0.0), turn.start, None, 0.0)
+    next_turn(pool, waiting, 9)
     assert pool.running() == [waiting]

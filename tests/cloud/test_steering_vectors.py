@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from dataclasses import replace
@@ -173,6 +174,9 @@ def test_the_newest_row_that_holds_is_that_of_the_last_draft_that_agrees(agreed)
 # === the engine: which state a commit's vector is of ==============================================================
 
 
+ISOLATIONS = map(str, itertools.count())  # each session reads its own prompt
+
+
 class Collected(CollectingOutbox):
     def opened(self) -> Opened:
         item = self.items.get(timeout=60)
@@ -244,7 +248,7 @@ def opening(engine: Engine, session: str, **changes: Any) -> Open:
 
 def whole(engine: Engine, key: int, frame: Open) -> tuple[Opened, list[Commit]]:
     box = Collected()
-    engine.post_open(key, frame, box)
+    engine.post_open(key, frame, box, isolation=next(ISOLATIONS))
     opened, commits = box.opened(), box.rest()
     engine.post_close(key)
     return opened, commits
@@ -286,7 +290,7 @@ def test_the_vector_is_of_the_newest_valid_state_however_many_drafts_are_accepte
     _, expected = whole(engine, 1, opening(engine, "plain"))
     right, box = tokens_of(expected), Collected()
     asks = {"drafting": True, "patience": FOREVER, "steering": replace(asked, precision=precision)}
-    engine.post_open(2, opening(engine, "drafted", **asks), box)
+    engine.post_open(2, opening(engine, "drafted", **asks), box, isolation=next(ISOLATIONS))
     assert box.opened().steered
     commits = [box.commit()]  # the prompt's own step waits for nobody
     for chain, agreed in enumerate((*range(K + 1), 2, 0)):
@@ -315,7 +319,9 @@ def test_a_row_beside_the_right_one_is_noticed(engine, models, projections, aske
         lambda verified, sampled: [row - 1 for row in right(verified, sampled)],
     )
     box = Collected()
-    engine.post_open(1, opening(engine, "beside", drafting=True, patience=FOREVER, steering=asked), box)
+    engine.post_open(
+        1, opening(engine, "beside", drafting=True, patience=FOREVER, steering=asked), box, isolation=next(ISOLATIONS)
+    )
     box.opened()
     commits = [box.commit()]
     expected = tokens_of(whole(engine, 2, opening(engine, "plain"))[1])
@@ -350,7 +356,9 @@ def test_among_sessions_that_share_steps_only_those_that_ask_get_vectors(engine,
     boxes = {name: Collected() for name in requests}
     for key, (name, box) in enumerate(boxes.items()):
         prompt = (key + 3, *PROMPT)
-        engine.post_open(key, opening(engine, name, prompt=prompt, steering=requests[name]), box)
+        engine.post_open(
+            key, opening(engine, name, prompt=prompt, steering=requests[name]), box, isolation=next(ISOLATIONS)
+        )
     steered = {name: box.opened().steered for name, box in boxes.items()}
     commits = {name: box.rest() for name, box in boxes.items()}
     for key in range(len(boxes)):
@@ -387,7 +395,7 @@ def test_a_request_may_change_by_report_and_stays_in_the_next_turn(engine, model
     box = Collected()
     few = replace(TEXT, max_tokens=4)
     frame = opening(engine, "turns", sampling=few, drafting=True, patience=FOREVER, keep_s=60.0)
-    engine.post_open(1, replace(frame, steering=SteeringRequest(one)), box)
+    engine.post_open(1, replace(frame, steering=SteeringRequest(one)), box, isolation=next(ISOLATIONS))
     box.opened()
     commits = [box.commit()]
     engine.post_frame(1, Report(False, steering=SteeringRequest(two, SteeringPrecision.FLOAT16)), lambda: None)
@@ -449,7 +457,7 @@ def test_sessions_that_ask_for_one_projection_share_one_batch_of_it(engine, aske
     monkeypatch.setattr(FoldedProjection, "__call__", counted)
     boxes = [Collected() for _ in range(4)]
     for key, box in enumerate(boxes):
-        engine.post_open(key, opening(engine, f"batch{key}", steering=asked), box)
+        engine.post_open(key, opening(engine, f"batch{key}", steering=asked), box, isolation=next(ISOLATIONS))
     for key, box in enumerate(boxes):
         box.opened()
         assert all(commit.steering is not None for commit in box.rest()[:-1])

@@ -124,6 +124,9 @@ def test_a_session_that_did_not_ask_costs_nothing(monkeypatch):
 # === the engine, on the reference target ========================================================================
 
 
+ISOLATIONS = map(str, itertools.count())  # each session reads its own prompt
+
+
 class Collected(CollectingOutbox):
     def next_commit(self) -> Commit:
         item = self.items.get(timeout=60)
@@ -161,7 +164,7 @@ def opening(engine: Engine, prompt: tuple[int, ...], sampling: Sampling, session
 
 def decode(engine: Engine, key: int, frame: Open) -> list[Commit]:
     box = Collected()
-    engine.post_open(key, frame, box)
+    engine.post_open(key, frame, box, isolation=next(ISOLATIONS))
     commits = box.until_end()
     engine.post_close(key)
     return commits
@@ -189,7 +192,12 @@ def test_they_equal_a_plain_forward_with_drafts_accepted_and_rejected_in_one_ste
         token.id for commit in decode(engine, 1, opening(engine, prompt, sampling, "plain")) for token in commit.tokens
     ]
     box = Collected()
-    engine.post_open(2, opening(engine, prompt, sampling, "drafted", drafting=True, patience=FOREVER), box)
+    engine.post_open(
+        2,
+        opening(engine, prompt, sampling, "drafted", drafting=True, patience=FOREVER),
+        box,
+        isolation=next(ISOLATIONS),
+    )
     commits = [box.next_commit()]  # the prompt's own step waits for nobody
     for chain, right in enumerate((3, 0, 4)):
         done = sum(len(commit.tokens) for commit in commits)

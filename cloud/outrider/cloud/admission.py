@@ -30,8 +30,10 @@ class Admission:
         """Unverified tokens that each session may have in flight."""
         return credit_of(self._rules, self._slots.num_running)
 
-    def admit(self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None, now: float) -> Slot:
-        """Give the session of a new stream a slot.
+    def admit(
+        self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None, isolation: str, now: float
+    ) -> Slot:
+        """Give the session of a new stream a slot; those of one `isolation` share KV pages.
 
         Raises:
             OutriderError: the verifier drains or is full, or the session's own errors.
@@ -50,17 +52,15 @@ class Admission:
         if len(self._slots) >= self._max_sessions:
             raise ResourceExhausted(f"all {self._max_sessions} sessions are taken; try again later", retry_after_s=1.0)
         session.credit = self.credit
-        return self._slots.open(key, session, outbox, matcher, now)
+        slot = Slot(key, session, outbox, now, isolation, matcher=matcher)
+        self._slots.open(slot)
+        return slot
 
     def resume(self, slot: Slot, frame: Continue, matcher: GrammarMatcher | None, now: float) -> None:
-        """Begin the next turn of a parked session on the part of its cache that is still valid.
-
-        Raises:
-            OutriderError: there are not enough KV pages, or the session's own errors.
-        """
+        """Begin the next turn of a parked session; raise its own errors."""
         session = slot.session.continued(frame, now)
         _check_matcher(matcher, session.sampling)
-        self._slots.resume(slot, session, frame.start, matcher, now)
+        self._slots.resume(slot, session, matcher, now)
 
     def drain(self) -> None:
         """Send all sessions elsewhere and admit no more."""

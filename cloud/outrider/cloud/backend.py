@@ -70,13 +70,12 @@ class Capacity:
 
 
 class Handle(Protocol):
-    """A sequence in a backend.
+    """A sequence in a backend."""
 
-    Attributes:
-        length: positions that hold valid keys and values.
-    """
-
-    length: int
+    @property
+    def length(self) -> int:
+        """Positions that hold valid keys and values."""
+        ...
 
     @property
     def num_pages(self) -> int:
@@ -143,7 +142,7 @@ class Backend(Protocol):
         """Open a sequence that will hold `tokens`; its length tells how many of them are computed already.
 
         Args:
-            tokens: [n] transcript so far.
+            tokens: [n] transcript so far, the last of which is never computed already.
             isolation: only sequences that were opened with the same may share what was computed.
         """
         ...
@@ -169,7 +168,7 @@ class Backend(Protocol):
         ...
 
     def release(self, handle: Handle) -> None:
-        """Give back what a sequence holds, on a device that has failed, too."""
+        """Give back what a sequence holds, on a device that has failed, too; `open` may find it until it is evicted."""
         ...
 
     def step(self, rows: Sequence[StepRow]) -> StepOutput:

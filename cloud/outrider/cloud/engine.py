@@ -55,7 +55,7 @@ class Engine:
         self.rules = replace(rules, projections=frozenset(projections or ()))
         self.metrics = VerifierMetrics(rules.model, rules.name)
         self.backend = backend
-        self._slots = Slots(backend, rules.name)
+        self._slots = Slots(backend, rules.name, self.metrics.begin_text)
         self._admission = Admission(self._slots, self.rules, config.max_sessions)
         self._batching = Batching(config.max_gap_s, config.prefill_chunk)
         self._runner = ModelRunner(backend, projections or {}, min_step_s=config.min_step_s)
@@ -81,9 +81,11 @@ class Engine:
         self._post(self._stop)
         self._thread.join()
 
-    def post_open(self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None = None) -> None:
-        """Admit a session as `key`, or put the error into its outbox; `matcher` enforces its grammar, if any."""
-        self._post(lambda: self._admit(key, frame, outbox, matcher))
+    def post_open(
+        self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None = None, isolation: str = ""
+    ) -> None:
+        """Admit a session as `key`, or put the error into its outbox; those of one `isolation` share KV pages."""
+        self._post(lambda: self._admit(key, frame, outbox, matcher, isolation))
 
     def post_frame(
         self, key: int, frame: EdgeFrame, taken: Callable[[], None], matcher: GrammarMatcher | None = None
@@ -272,13 +274,13 @@ class Engine:
 
     # --- events ---
 
-    def _admit(self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None) -> None:
+    def _admit(self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None, isolation: str) -> None:
         try:
-            slot = self._admission.admit(key, frame, outbox, matcher, time.monotonic())
+            slot = self._admission.admit(key, frame, outbox, matcher, isolation, time.monotonic())
         except OutriderError as error:
             outbox.put(error)
             return
-        except Exception as error:  # a device that has failed cannot even give out pages
+        except Exception as error:  # a defect, which must end nobody else
             log.exception("an admission failed")
             self._recovery.refuse(outbox, frame.prompt, error)
             return

@@ -58,6 +58,10 @@ class VerifierMetrics:
         self.admitted = self._own(Counter, "verifier_admitted_sessions", "Sessions taken.")
         self.preemptions = self._own(Counter, "num_preemptions", "Sessions sent elsewhere because KV pages ran out.")
         self._sheds = self._own(Counter, "verifier_sheds", "Sessions refused because the verifier was full.")
+        self._prefix_queries = self._own(
+            Counter, "prefix_cache_queries", "Tokens of transcripts when sessions or their turns begin."
+        )
+        self._prefix_hits = self._own(Counter, "prefix_cache_hits", "Those that the KV cache held already.")
         self.goaways = self._own(Counter, "verifier_goaways", "Sessions sent elsewhere.")
         self.failed_steps = self._own(Counter, "verifier_failed_steps", "Target steps that failed.")
         self.batching_delays = self._own(Counter, "verifier_batching_delays", "Steps delayed for drafts of others.")
@@ -105,6 +109,11 @@ class VerifierMetrics:
         self._used_pages.set_function(lambda: engine.backend.capacity.used_pages)
         self._free_pages.set_function(lambda: engine.backend.capacity.free_pages)
         self._draining.set_function(lambda: float(engine.draining))
+
+    def begin_text(self, tokens: int, cached_tokens: int) -> None:
+        """Count a transcript that begins to be computed, and what the KV cache holds of it."""
+        self._prefix_queries.inc(tokens)
+        self._prefix_hits.inc(cached_tokens)
 
     def step(self, sessions: int, rows: int, forward_s: float, sample_s: float, overhead_s: float) -> None:
         """Count a step for `sessions` sessions; times in seconds."""

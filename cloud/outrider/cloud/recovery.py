@@ -61,7 +61,7 @@ class Probe:
         frame = Open(rules.model, rules.tokenizer_sha256, prompt, sampling, "probe", drafting=False)
         session = VerifierSession(frame, rules, now)
         handle = self._backend.open()
-        slot = Slot(-1, session, handle, Outbox(), now)
+        slot = Slot(-1, session, Outbox(), now, handle=handle)
         try:
             self._backend.reserve(handle, min(room, len(prompt) + sampling.max_tokens))
             while session.finish is None:

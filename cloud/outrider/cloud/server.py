@@ -276,7 +276,7 @@ class VerifierServer:
             matcher = await self._grammar_matcher(grammar, opening.committed)
             if outbox.closed:
                 return  # the stream has ended; `wait_for` swallows a cancellation that comes with its result
-            self._engine.post_open(key, opening, outbox, matcher)
+            self._engine.post_open(key, opening, outbox, matcher, self._isolation(key, claim))
             if claim is not None:
                 lasts_s = max(0.0, claim.expires_at_s - time.time())
                 outbox.end_of_lease = loop.call_later(lasts_s, outbox.put, Goaway("the lease has expired"))
@@ -333,6 +333,12 @@ class VerifierServer:
             session=frame.session,
             now_s=time.time(),
         )
+
+    def _isolation(self, key: int, claim: LeaseClaim | None) -> str:
+        """Return the name under which sessions share KV pages: that of their API key, or else of the stream alone."""
+        if not self._config.prefix_cache:
+            return str(key)
+        return claim.key if claim is not None else ""
 
     def _meter(self, claim: LeaseClaim | None) -> Bucket | None:
         """Return the meter of the lease's API key; raise `ResourceExhausted` where its tokens are spent."""

@@ -1,14 +1,18 @@
-"""The slots of a verifier's sessions, and the KV pages that they hold."""
+"""The slots of a verifier's sessions, and the KV pages that they hold.
+
+Only sessions whose text goes on hold pages. Those that wait for their next turn leave theirs to the backend, which
+finds them again as long as nobody needs the room.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from outrider.cloud.backend import Backend, Handle
 from outrider.cloud.grammar import GrammarMatcher
-from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable
+from outrider.proto.errors import OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import VerifierSession
 from outrider.proto.token_counts import TokenCounts
@@ -32,6 +36,17 @@ class Outbox:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, slots=True)
+class NoHandle:
+    """The sequence of a session that holds no pages."""
+
+    length: int = 0
+    num_pages: int = 0
+
+
+NO_HANDLE = NoHandle()
+
+
 @dataclass(slots=True, eq=False)
 class Slot:
     """An admitted session and the engine's state for it.
@@ -39,8 +54,9 @@ class Slot:
     Attributes:
         key: number of its stream.
         session: session machine of the present turn.
-        handle: its sequence in the backend.
         outbox: where its frames go.
+        isolation: only sessions of the same one share KV pages.
+        handle: its sequence in the backend.
         ready_since: when it could have begun its next step, seconds.
         matcher: enforces its grammar, if it has one.
         masks_by: until when a step waits for its grammar's mask, seconds.
@@ -49,9 +65,10 @@ class Slot:
 
     key: int
     session: VerifierSession
-    handle: Handle
     outbox: Outbox
     ready_since: float
+    isolation: str = ""
+    handle: Handle = NO_HANDLE
     matcher: GrammarMatcher | None = None
     masks_by: float = 0.0
     counts: TokenCounts | None = None
@@ -95,9 +112,17 @@ class Slot:
 
 
 class Slots:
-    """All slots by key; parked ones wait for their next turn and are evicted, longest idle first, to make room."""
+    """All slots by key, those whose turn began first in front; parked ones wait for their next turn."""
 
-    def __init__(self, backend: Backend, verifier: str) -> None:
+    def __init__(self, backend: Backend, verifier: str, on_start: Callable[[int, int], None]) -> None:
+        """Give out the pages of `backend`.
+
+        Args:
+            backend: target with the KV cache of all sessions.
+            verifier: name, for the log.
+            on_start: called with the length of a transcript that begins to be computed, and how much of it is cached.
+        """
+        self._on_start = on_start
         self._backend = backend
         self._verifier = verifier
         self._by_key: dict[int, Slot] = {}
@@ -124,38 +149,58 @@ class Slots:
         return self._by_key.get(key)
 
     def unfinished(self) -> list[Slot]:
-        """Return the slots whose text goes on, longest admitted first."""
+        """Return the slots whose text goes on, in order."""
         return [slot for slot in self._by_key.values() if slot.session.finish is None]
 
     def running(self) -> list[Slot]:
-        """Return the slots whose text goes on and that have KV pages, longest admitted first."""
+        """Return the slots whose text goes on and that have KV pages, in order."""
         return [slot for slot in self.unfinished() if not slot.waits_for_pages]
 
-    def open(
-        self, key: int, session: VerifierSession, outbox: Outbox, matcher: GrammarMatcher | None, now: float
-    ) -> Slot:
-        """Give `session` a slot, with pages as soon as there are enough for those that came before it too."""
-        slot = self._by_key[key] = Slot(key, session, self._backend.open(), outbox, now, matcher)
-        self.start_waiting()
-        return slot
+    def open(self, slot: Slot) -> None:
+        """Add a slot, which waits for its pages."""
+        self._by_key[slot.key] = slot
 
     def start_waiting(self) -> None:
-        """Give pages to the sessions that wait for them, longest admitted first, where enough are free.
+        """Give pages to the sessions that wait for them, in order, where enough are free.
 
-        One page is left for each that runs: to start a text and send it away at once would help nobody.
+        One page is left for each that runs: to start a text and send it away at once would help nobody. A session waits
+        for what another is reading, and reads on from there.
         """
-        waiting = [slot for slot in self.unfinished() if slot.waits_for_pages]
-        for slot in waiting:
-            needed = self._backend.capacity.pages_for(_next_tokens(slot))
-            if not self._make_room(needed + len(self.running())):
+        for slot in [slot for slot in self.unfinished() if slot.waits_for_pages]:
+            running = self.running()
+            if self._backend.capacity.free_pages <= len(running):
                 return
-            self._grow(slot)
+            handle = self._backend.open(slot.session.transcript, slot.isolation)
+            needed = self._backend.capacity.pages_for(_next_tokens(slot)) - handle.num_pages
+            enough = needed + len(running) <= self._backend.capacity.free_pages
+            if not enough or self._is_being_read(slot, handle.length, running):
+                self._backend.release(handle)
+                if not enough:
+                    return
+                continue
+            slot.handle = handle
+            try:
+                self._grow(slot)
+            except Exception:
+                self._give_back(slot)
+                raise
+            slot.session.cached_tokens = handle.length
+            self._on_start(len(slot.session.transcript), handle.length)
+
+    def _is_being_read(self, slot: Slot, found: int, running: Sequence[Slot]) -> bool:
+        """Return whether a session with no more to read is about to compute more of a text than is `found`."""
+        size, mine = self._backend.capacity.page_size, slot.session.transcript
+        for other in running:
+            if other.isolation == slot.isolation and 1 < other.num_uncomputed_tokens <= len(mine) - found:
+                shared = (max(found, other.handle.length) // size + 1) * size
+                if shared < len(mine) and mine[:shared] == other.session.transcript[:shared]:
+                    return True
+        return False
 
     def grow(self) -> list[Slot]:
-        """Give each running session pages for its next step, longest admitted first.
+        """Give each running session pages for its next step, in order.
 
-        Where the pool runs dry the sessions that were admitted last are sent elsewhere, where their texts go on; a
-        parked one goes before any of them.
+        Where the pool runs dry the sessions whose turns began last are sent elsewhere, where their texts go on.
 
         Returns:
             Those that were sent away.
@@ -165,7 +210,7 @@ class Slots:
             needed = self._backend.capacity.pages_for(_next_tokens(slot))
             if needed <= slot.handle.num_pages:
                 continue
-            while slot in running and not self._make_room(needed - slot.handle.num_pages):
+            while slot in running and needed - slot.handle.num_pages > self._backend.capacity.free_pages:
                 sent_away.append(running.pop())
                 self.fail(sent_away[-1], Unavailable("the verifier has no KV pages left; resume elsewhere"))
             if slot in running:
@@ -180,29 +225,17 @@ class Slots:
         spare = capacity.pages_for(ahead) <= capacity.free_pages + slot.handle.num_pages
         self._backend.reserve(slot.handle, ahead if spare else needed)
 
-    def resume(
-        self, slot: Slot, session: VerifierSession, kept: int, matcher: GrammarMatcher | None, now: float
-    ) -> None:
-        """Begin the next turn of a parked slot on the first `kept` positions of its cache.
-
-        Raises:
-            ResourceExhausted: there are not enough pages.
-        """
+    def resume(self, slot: Slot, session: VerifierSession, matcher: GrammarMatcher | None, now: float) -> None:
+        """Begin the next turn of a parked slot, behind those that wait for pages."""
         self._parked.pop(slot, None)
-        self._backend.truncate(slot.handle, min(slot.handle.length, kept, session.prompt_length - 1))
         slot.session, slot.matcher, slot.ready_since, slot.counts = session, matcher, now, None
-        needed = self._backend.capacity.pages_for(_next_tokens(slot))
-        if not self._make_room(needed - slot.handle.num_pages):
-            raise ResourceExhausted("there are not enough KV pages for this turn; try again later", retry_after_s=1.0)
-        self._grow(slot)
+        self.open(self._by_key.pop(slot.key))
 
     def park(self, slot: Slot, now: float) -> None:
-        """Keep a session whose turn has ended, if its edge wants that, on the pages that hold something."""
-        if slot.session.keep_s and not slot.waits_for_pages:
-            self._backend.reserve(slot.handle, slot.handle.length)
+        """Keep a session whose turn has ended, if its edge wants that."""
+        if slot.session.keep_s:
             self._parked[slot] = now + slot.session.keep_s
-        else:
-            self._backend.release(slot.handle)
+        self._give_back(slot)
 
     def is_parked(self, slot: Slot) -> bool:
         """Return whether a slot waits for its next turn."""
@@ -246,15 +279,13 @@ class Slots:
         """Free a slot and its pages, once."""
         if self._by_key.pop(slot.key, None) is not None:
             self._parked.pop(slot, None)
-            self._backend.release(slot.handle)
+            self._give_back(slot)
 
-    def _make_room(self, pages: int) -> bool:
-        """Return whether `pages` are free, after evicting parked slots, longest idle first, as far as that helps."""
-        if self._backend.capacity.free_pages + sum(slot.handle.num_pages for slot in self._parked) < pages:
-            return False
-        while self._backend.capacity.free_pages < pages:
-            self.evict_longest_idle("its KV pages are needed")
-        return True
+    def _give_back(self, slot: Slot) -> None:
+        """Take a session's pages, once."""
+        handle, slot.handle = slot.handle, NO_HANDLE
+        if handle is not NO_HANDLE:
+            self._backend.release(handle)
 
 
 def _next_tokens(slot: Slot) -> int:

@@ -114,9 +114,11 @@ class Target:
         """Return logits [sum of wanted, vocab] float32 of all sessions' rows, and extend their caches."""
         if self._tapped is not None:
             self._tapped.begin()
+        for rows in batch:
+            self.pool.begin_write(rows.cache, len(rows.tokens))
         logits = [self._pass(pieces) for pieces in _cut(batch, self.passes.limit)]
         for rows in batch:
-            rows.cache.length += len(rows.tokens)
+            rows.cache.extend(rows.tokens)
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _pass(self, pieces: Sequence[_Piece]) -> torch.Tensor:
@@ -236,7 +238,7 @@ class Target:
         for layer in self.pool.layers:
             keys, values = self.pool.read(layer, cache, cache.length)
             self.pool.write(layer, cache.slots[:length], keys[source], values[source])
-        cache.length = length
+        cache.extend([0] * (length - cache.length))  # whatever they are: nobody looks for them
 
     def _same(self, logits: torch.Tensor, others: torch.Tensor, cache: SessionCache, other: SessionCache) -> bool:
         held = (

@@ -200,7 +200,7 @@ class TextWriter:
     def _admit(self, waiting: deque[_Sheet], writing: Sequence[_Sheet], places: int) -> list[_Sheet]:
         """Return the texts that begin with the next step: those with a place, KV pages, and room for their prompts.
 
-        The KV cache of a prompt that another text has read is copied, once it has been read.
+        The KV pages of a prompt that another text has read are shared, once it has been read.
         """
         pool, admitted, rows = self._target.pool, list[_Sheet](), 0
         readers = {sheet.request.prompt: sheet for sheet in writing} if waiting and places else {}
@@ -211,11 +211,12 @@ class TextWriter:
             if admitted and (rows > MAX_PROMPT_ROWS or reader in admitted):
                 break
             sheet = waiting.popleft()
-            sheet.cache = pool.allocate(sheet.room)
             if reader is None:
+                sheet.cache = pool.open()
                 readers[sheet.request.prompt] = sheet
             else:
-                pool.copy(reader.cache, sheet.cache, sheet.session.prompt_length - 1)
+                sheet.cache = pool.fork(reader.cache, sheet.session.prompt_length - 1)
+            pool.resize(sheet.cache, sheet.room)
             admitted.append(sheet)
         return admitted
 

@@ -56,31 +56,24 @@ class TransformersBackend:
         self.target.tap(layers)
         self._tapped_layers = tuple(layers)
 
-    def open(self, tokens: Sequence[int] = (), isolation: str = "") -> SessionCache:  # noqa: ARG002 - nothing is shared
-        """Open a sequence without pages."""
-        return self.target.pool.empty()
+    def open(self, tokens: Sequence[int] = (), isolation: str = "") -> SessionCache:
+        """Open a sequence on the pages of `isolation` that hold the beginning of `tokens`, but for the last of them."""
+        return self.target.pool.open(tokens[:-1], isolation)
 
     def reserve(self, handle: Handle, tokens: int) -> None:
         """Let a sequence hold pages for `tokens` positions, side by side where so many are free."""
-        cache = _own(handle)
-        self.target.pool.resize(cache, tokens)
-        self.target.pool.gather(cache)
+        self.target.pool.resize(_own(handle), tokens)
 
     def truncate(self, handle: Handle, length: int) -> None:
         """Forget the positions from `length` on."""
         _own(handle).truncate(length)
 
     def fork(self, handle: Handle) -> SessionCache:
-        """Return a copy of a sequence."""
-        source, pool = _own(handle), self.target.pool
-        copy = pool.empty()
-        if source.length:
-            pool.resize(copy, source.length)
-            pool.copy(source, copy, source.length)
-        return copy
+        """Return a sequence that shares the full pages of another."""
+        return self.target.pool.fork(_own(handle), handle.length)
 
     def release(self, handle: Handle) -> None:
-        """Give a sequence's pages back."""
+        """Give a sequence's pages back, whose text stays cached until their room is needed."""
         self.target.pool.release(_own(handle))
 
     @torch.inference_mode()
@@ -90,13 +83,28 @@ class TransformersBackend:
         forwarded = time.monotonic()
         inputs = [row.verification for row in rows if row.verification is not None]
         sampled = self._sampler.sample(logits, inputs) if inputs else []
-        _check_numbers(logits, sampled)
+        self._check_numbers(rows, logits, sampled)
+        for row in rows:
+            drafts = 0 if row.verification is None else len(row.verification.block)
+            self.target.pool.register(_own(row.handle), row.handle.length - drafts)
         left = iter(sampled)
         of_rows = [None if row.verification is None else next(left) for row in rows]
         return StepOutput(of_rows, self._taps(rows, inputs, sampled), forwarded)
 
     def close(self) -> None:
         """Do nothing: what it holds ends with this process."""
+
+    def _check_numbers(self, rows: Sequence[StepRow], logits: torch.Tensor, sampled: Sequence[Sampled]) -> None:
+        """Refuse logits that are not numbers; whole rows are looked at only where a log probability is none, either.
+
+        Log probabilities can overflow for extreme penalties alone, which is the session's own affair. What led to such
+        logits may be in the KV cache, where no other session must find it.
+        """
+        doubtful = any(token.logp is not None and math.isnan(token.logp) for each in sampled for token in each.tokens)
+        if doubtful and not bool((logits < math.inf).all()):  # false for what is no number
+            for row in rows:
+                self.target.pool.distrust(_own(row.handle))
+            raise FloatingPointError("the target's logits are not numbers")
 
     def _taps(
         self, rows: Sequence[StepRow], inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]
@@ -123,16 +131,6 @@ def _session_rows(row: StepRow) -> SessionRows:
     if verification is None:
         return SessionRows(cache, row.tokens, 0)
     return SessionRows(cache, (*row.tokens, *token_ids(verification.block)), verification.rows)
-
-
-def _check_numbers(logits: torch.Tensor, sampled: Sequence[Sampled]) -> None:
-    """Refuse logits that are not numbers; whole rows are looked at only where a log probability is none, either.
-
-    Log probabilities can overflow for extreme penalties alone, which is the session's own affair.
-    """
-    doubtful = any(token.logp is not None and math.isnan(token.logp) for each in sampled for token in each.tokens)
-    if doubtful and not bool((logits < math.inf).all()):  # false for what is no number
-        raise FloatingPointError("the target's logits are not numbers")
 
 
 def newest_rows(inputs: Sequence[VerificationInput], sampled: Sequence[Sampled]) -> list[int]:

@@ -1,0 +1,153 @@
+"""The texts that KV pages hold: a page is found by the page before it and by its own tokens, never by a hash alone."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(slots=True, eq=False)
+class CachedPage:
+    """A page whose text is known.
+
+    Attributes:
+        parent: page before it.
+        tokens: [1..page_size] tokens of its positions; fewer than page_size: the rest holds nothing yet.
+        page: number of the page.
+        children: pages after it, by their tokens.
+    """
+
+    parent: CachedPage | None
+    tokens: tuple[int, ...]
+    page: int
+    children: dict[tuple[int, ...], CachedPage] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Root(CachedPage):
+    """The beginning of all texts of one isolation, which is no page."""
+
+    isolation: str = ""
+
+
+class PrefixTree:
+    """The cached pages of all isolations, and the order in which those that nobody holds were used.
+
+    Whoever gives a text back does so from its end, so that the least recently used page is a leaf, or its successors
+    are held by texts that have computed the same beginning twice.
+
+    Attributes:
+        cached: [pages] bool, whether a page's text is known.
+    """
+
+    def __init__(self, page_count: int) -> None:
+        self.cached = np.zeros(page_count, dtype=bool)
+        self._roots: dict[str, Root] = {}
+        self._by_page: dict[int, CachedPage] = {}
+        self._idle: OrderedDict[CachedPage, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_idle(self) -> int:
+        """Cached pages that nobody holds."""
+        return len(self._idle)
+
+    def of_page(self, page: int) -> CachedPage | None:
+        """Return what is cached on a page, if anything is."""
+        return self._by_page.get(page)
+
+    def has(self, cached: CachedPage) -> bool:
+        """Return whether a page is cached still."""
+        return self._by_page.get(cached.page) is cached
+
+    def find(self, isolation: str, tokens: Sequence[int], page_size: int) -> list[CachedPage]:
+        """Return the full pages with which `tokens` [n] begin, in order."""
+        found: list[CachedPage] = []
+        here: CachedPage | None = self._roots.get(isolation)
+        for start in range(0, len(tokens) - page_size + 1, page_size):
+            here = here and here.children.get(tuple(tokens[start : start + page_size]))
+            if here is None:
+                break
+            found.append(here)
+        return found
+
+    def closest(self, isolation: str, last: CachedPage | None, tokens: Sequence[int]) -> tuple[CachedPage | None, int]:
+        """Return the page after `last` (None: the first) that agrees with most of the first `tokens`, and how many."""
+        parent = last or self._roots.get(isolation)
+        best, agreed = None, 0
+        if parent is not None and tokens:
+            for child in parent.children.values():
+                if child.tokens[0] == tokens[0] and (common := _common(child.tokens, tokens)) > agreed:
+                    best, agreed = child, common
+        return best, agreed
+
+    def add(self, isolation: str, last: CachedPage | None, tokens: tuple[int, ...], page: int) -> CachedPage:
+        """Know `page`, which somebody holds, by its text; return the page that is known by it already, if one is.
+
+        A text that was known of the page so far must be the beginning of this one.
+        """
+        parent = last or self._roots.setdefault(isolation, Root(None, (), -1, isolation=isolation))
+        if (there := parent.children.get(tokens)) is not None:
+            return there
+        shorter = self._by_page.get(page)
+        added = parent.children[tokens] = self._by_page[page] = CachedPage(parent, tokens, page)
+        if shorter is not None:
+            del parent.children[shorter.tokens]
+        self.cached[page] = True
+        return added
+
+    def remove(self, cached: CachedPage) -> None:
+        """Forget a page's text, and the pages after it, which cannot be found without it."""
+        if not self.has(cached):
+            return
+        parent = cached.parent
+        assert parent is not None  # noqa: S101 - no page is a root
+        del parent.children[cached.tokens]
+        stack = [cached]
+        while stack:
+            gone = stack.pop()
+            stack += gone.children.values()
+            del self._by_page[gone.page]
+            self._idle.pop(gone, None)
+            self.cached[gone.page] = False
+        if isinstance(parent, Root) and not parent.children:
+            del self._roots[parent.isolation]
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Know pages by the texts of others, all at once: `moves` maps each page of a text to its next."""
+        moved = [(to, cached) for page, to in moves.items() if (cached := self._by_page.pop(page, None)) is not None]
+        self.cached[list(moves)] = False
+        for to, cached in moved:
+            self._by_page[to], cached.page = cached, to
+            self.cached[to] = True
+
+    def hold(self, page: int) -> None:
+        """Note that somebody holds a page."""
+        if (cached := self._by_page.get(page)) is not None:
+            self._idle.pop(cached, None)
+
+    def give_back(self, page: int) -> None:
+        """Note that nobody holds a page any more, which was used just now."""
+        if (cached := self._by_page.get(page)) is not None:
+            self._idle[cached] = None
+
+    def touch(self, cached: CachedPage) -> None:
+        """Note that a page's text was used just now, also where nobody holds it."""
+        if cached in self._idle:
+            self._idle.move_to_end(cached)
+
+    def evict(self) -> None:
+        """Forget the text of the page that was used least recently, of those that nobody holds."""
+        self.remove(next(iter(self._idle)))
+
+
+def _common(some: Sequence[int], others: Sequence[int]) -> int:
+    """Return the number of first tokens that agree."""
+    agreed = 0
+    for one, other in zip(some, others, strict=False):
+        if one != other:
+            break
+        agreed += 1
+    return agreed
