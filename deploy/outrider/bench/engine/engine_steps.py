@@ -19,6 +19,7 @@ from outrider.proto.session import VerifierRules
 from outrider.proto.types import CloudFrame, Commit, Draft, DraftToken, Open, Patience, Report, Sampling, token_ids
 
 _DEADLINE_S = 600.0
+_MAX_GAP_S = 60.0  # so that all have read their prompts before the first has ended its text
 
 
 class _Edge(Outbox):
@@ -112,7 +113,7 @@ def planning_s(target: Target, case: Case, steps: int, sampling: Sampling) -> fl
     rules = VerifierRules(
         "bench", "bench", target.tokenizer_sha256, target.vocab_size, target.context_length, target.eos_tokens
     )
-    engine = Engine(TransformersBackend(target), rules, VerifierConfig(max_sessions=case.sessions))
+    engine = Engine(TransformersBackend(target), rules, VerifierConfig(max_sessions=case.sessions, max_gap_s=_MAX_GAP_S))
     sampling = replace(sampling, max_tokens=steps * case.rows + 1, ignore_eos=True)
     prompts = case.contexts(target.vocab_size)
     engine.start()

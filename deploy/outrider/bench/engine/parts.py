@@ -19,7 +19,7 @@ from outrider.cloud import attention
 from outrider.cloud.target import Target
 
 _MARKED_ATTENTION = "outrider_marked"
-_PASSES = 8
+_PASSES = 24
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "_linear_pointwise")
 
 
