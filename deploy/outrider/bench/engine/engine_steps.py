@@ -113,7 +113,9 @@ def planning_s(target: Target, case: Case, steps: int, sampling: Sampling) -> fl
     rules = VerifierRules(
         "bench", "bench", target.tokenizer_sha256, target.vocab_size, target.context_length, target.eos_tokens
     )
-    engine = Engine(TransformersBackend(target), rules, VerifierConfig(max_sessions=case.sessions, max_gap_s=_MAX_GAP_S))
+    engine = Engine(
+        TransformersBackend(target), rules, VerifierConfig(max_sessions=case.sessions, max_gap_s=_MAX_GAP_S)
+    )
     sampling = replace(sampling, max_tokens=steps * case.rows + 1, ignore_eos=True)
     prompts = case.contexts(target.vocab_size)
     engine.start()
