@@ -97,6 +97,22 @@ def test_a_shared_block_without_a_free_one_is_computed_again(oracle) -> None:
     assert child.write(3)
 
 
+def test_what_led_to_no_numbers_is_not_found_by_others(oracle) -> None:
+    """A prompt's keys and values may be none, which only the step after it shows."""
+    core = EmulatedCore(oracle)
+    suite = suite_of(oracle, core)
+    text = Text(suite, tuple(range(3, 50)), GREEDY)
+    suite.step([text.row(max_tokens=40)])
+    assert suite.backend.open(text.prompt).length == 32
+    run, core.run = core.run, lambda work: replace(run(work), finite=False)  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError):
+        suite.step([text.row()])
+    core.run = run  # type: ignore[method-assign]
+    assert suite.backend.open(text.prompt).length == 0
+    assert text.sequence.length == 40
+    assert text.write(3)
+
+
 def row(length: int, drafts: int | None) -> StepRow:
     block = tuple(DraftToken(9) for _ in range(drafts or 0))
     verification = None if drafts is None else VerificationInput(GREEDY, [0] * length, length, block)

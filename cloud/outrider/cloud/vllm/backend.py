@@ -133,10 +133,12 @@ class VllmBackend:
                     if piece.verification is not None and request is not None:
                         sampled[piece.row] = result.sampled[request.name]
                         taps[piece.row] = result.taps.get(request.name)
-        except Exception:
+        except Exception as error:
             for sequence, length in zip(sequences, lengths, strict=True):
                 self._paging.part(sequence)  # nobody knows how far the workers came
                 self._paging.truncate(sequence, length)
+                if isinstance(error, FloatingPointError):
+                    self._paging.distrust(sequence)
             self._core.forget_pass()
             raise
         of_tapped = [tap for tap in taps if tap is not None]

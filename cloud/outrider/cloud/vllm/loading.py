@@ -15,7 +15,7 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.family_index import resolve_target
 from outrider.cloud.kv_size import bytes_per_token, kv_tokens_by_memory
 from outrider.cloud.target import tokenizer_json
-from outrider.cloud.vllm.adapter import VllmCore, check_release
+from outrider.cloud.vllm.adapter import VllmCore, check_device, check_release
 from outrider.cloud.vllm.backend import VllmBackend
 from outrider.proto.errors import ModelRefused, NotFound, OutriderError
 from outrider.proto.tokenizer import tokenizer_hash
@@ -35,6 +35,7 @@ def load_vllm_backend(config: VerifierConfig) -> VllmBackend:
     """
     _set_environment(config)
     check_release()
+    check_device(config.device)
     source = resolve_target(config.target)
     tokenizer, shape = tokenizer_json(source, config.target), _shape(source, config.target)
     options = engine_options(config, source, shape)

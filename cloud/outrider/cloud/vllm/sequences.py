@@ -239,6 +239,12 @@ class Paging:
             sequence.keys.append(key)
             self._store.keep(sequence.blocks[index], key)
 
+    def distrust(self, sequence: BlockSequence) -> None:
+        """Let nobody find what a sequence holds: it may be no numbers."""
+        for block in sequence.blocks:
+            self._store.forget(block)
+        sequence.keys.clear()
+
     def copied(self) -> None:
         """Note that the copies are made."""
         self._store.give_back([source for source, _ in self._copies])
