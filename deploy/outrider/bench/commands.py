@@ -241,7 +241,7 @@ def loaded(*names: str, **defaults: Any) -> Part:
     return tuple(argument for argument in options if argument.field.name in names)
 
 
-_WRITER = loaded("target", "dtype", "device", "threads")
+_WRITER = loaded("target", "dtype", "device", "threads", "noise")
 ENGINE_BENCH = Command(
     "outrider.bench.engine.command:engine_bench",
     (part(EngineSettings), loaded("target", "dtype", "threads", threads=1)),
