@@ -71,6 +71,16 @@ def test_the_next_turn_finds_what_the_last_one_computed(oracle) -> None:
     assert mine.write(8) == theirs.write(8)
 
 
+def test_accepted_drafts_are_found_without_another_step(oracle) -> None:
+    suite = suite_of(oracle)
+    prompt = tuple(range(3, 31))
+    text = Text(suite, prompt, GREEDY)
+    text.advance()
+    text.advance(suite.drafts(text, 4, good=1.0))
+    assert len(text.transcript) == 28 + 1 + 5
+    assert suite.backend.open((*text.transcript, 5)).length == 32
+
+
 def test_a_text_stays_one_request_of_the_workers(oracle) -> None:
     """Tokens are sent to the workers once; afterwards they know how it goes on."""
     core = EmulatedCore(oracle)

@@ -105,3 +105,15 @@ def test_drafts_are_steered_and_accepted(verifier) -> None:
 
     statistics = asyncio.run(main())
     assert all(each.steered and each.vectors > 0 for each in statistics)
+
+
+def test_a_text_that_begins_like_another_reads_only_the_rest(verifier) -> None:
+    async def main() -> tuple[int, int, int]:
+        async with edge(verifier.info()["address"], "general") as client:
+            first = await client.complete(PROMPTS[4], PLAIN)
+            before = (*client.encode(PROMPTS[4]), *first.ids)
+            second = await client.complete((*before, *client.encode(" And then")), PLAIN, max_tokens=4)
+            return len(before), second.prompt_tokens, second.statistics.cached_tokens
+
+    before, prompt, cached = asyncio.run(main())
+    assert (before - 1) // 32 * 32 <= cached < prompt

@@ -164,7 +164,6 @@ class VllmBackend:
         for piece, row in zip(pieces, rows, strict=True):
             sequence, end = sequences[piece.row], row.start + len(row.tokens)
             sequence.grow((*row.tokens, *row.drafts))
-            paging.settle(sequence, end)
             request = sequence.request
             assert request is not None  # noqa: S101 - it has just stepped
             request.agreed = end
@@ -172,6 +171,7 @@ class VllmBackend:
                 committed = committed_tokens(piece.verification, result.sampled[row.name])
                 request.tokens[end:] = committed
                 request.agreed += len(committed) - 1
+            paging.settle(sequence, request.agreed)
         return result
 
     def _portable(self, verification: VerificationInput | None) -> VerificationInput | None:
