@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -238,6 +240,30 @@ def in_pieces(target, tokens, sizes):
         yield target.forward([SessionRows(cache, tokens[at : at + size], size)])
         at += size
     target.pool.release(cache)
+
+
+OTHER_PROCESS = """
+import sys, numpy, torch
+torch.set_num_threads(1)
+from outrider.cloud.target import SessionRows, load_target
+for dtype in ("float32", "bfloat16"):
+    target = load_target(sys.argv[1], dtype=dtype, kv_tokens=512)
+    cache = target.pool.allocate(40)
+    for token in range(3, 43):
+        logits = target.forward([SessionRows(cache, (token,), 1)])
+    print(logits.numpy().tobytes().hex())
+"""
+
+
+def test_another_process_computes_the_same_bits(folders):
+    folder = folders("qwen3")[0]
+    run = subprocess.run([sys.executable, "-c", OTHER_PROCESS, folder], capture_output=True, text=True, check=True)
+    here = []
+    for dtype in ("float32", "bfloat16"):
+        target = load(folder, dtype=dtype, page_size=16)
+        (logits,) = in_pieces(target, tuple(range(3, 43)), [40])
+        here.append(logits[-1].numpy().tobytes().hex())
+    assert run.stdout.split() == here
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
