@@ -114,6 +114,16 @@ class EngineSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings(Settings):
+    """A chat through two daemons in turn, one of whose verifiers shares KV pages."""
+
+    turns: int = option(10, "turns of the chat", check=at_least(1))
+    max_tokens: int = option(96, "tokens of an answer", check=at_least(1))
+    temperature: float = option(0.0, "temperature; 0: greedy", metavar="T", check=at_least(0))
+    json: Path | None = option(None, "file to write the results to")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WritingSettings(Settings):
     """Texts that a target writes alone."""
 
@@ -246,6 +256,7 @@ ENGINE_BENCH = Command(
     "outrider.bench.engine.command:engine_bench",
     (part(EngineSettings), loaded("target", "dtype", "threads", threads=1)),
 )
+CHAT_BENCH = Command("outrider.bench.chat:chat_bench", (part(ChatSettings), part(VerifierConfig, TARGET)))
 COMPARE = Command(
     "outrider.bench.comparison.command:compare",
     (part(CompareSettings), _WRITER, part(VerifierConfig, "steering")),

@@ -72,6 +72,10 @@ COMMANDS = {
     "demo": Entry("compare with cloud streaming on a local Ray cluster", f"{DECODING}:DEMO"),
     "link": Entry("run an emulated network link in front of a server", f"{OPERATING}:LINK"),
     "bench": Entry("measure ways of decoding over emulated links", f"{MEASURING}:BENCH"),
+    "chat-bench": Entry(
+        "time the turns of a chat, with shared KV pages and without",
+        f"{MEASURING}:CHAT_BENCH",
+    ),
     "engine-bench": Entry(
         "time a target's steps on a CPU by part, and those of other engines",
         f"{MEASURING}:ENGINE_BENCH",

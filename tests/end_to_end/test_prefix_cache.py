@@ -1,0 +1,72 @@
+"""Shared KV pages from outside: chats read what is new, keys are kept apart, and texts stay what they are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from outrider.bench.chat import measure, table
+from outrider.bench.commands import ChatSettings
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.server import VerifierServer
+from outrider.cloud.testing import save_tiny_target
+from outrider.edge import Client, EdgeConfig
+from outrider.edge.routes import DirectRoute
+from outrider.proto.lease import LeaseClaim, sign_lease
+from outrider.proto.types import Lease
+
+SECRET = b"a secret of the test"
+PROMPT = tuple(3 + i % 50 for i in range(45))
+
+
+class KeyRoute(DirectRoute):
+    """Leases of one API key."""
+
+    key = ""
+
+    async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
+        lease = await super().lease(session, avoid)
+        token = sign_lease(LeaseClaim("v", "tiny", session, time.time() + 60, self.key), SECRET)
+        return Lease(
+            **{name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "token"}, token=token
+        )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_turn_of_a_chat_reads_what_is_new_and_no_answer_changes(temperature) -> None:
+    options = ChatSettings(turns=4, max_tokens=9, temperature=temperature)
+    turns = asyncio.run(measure(options, VerifierConfig(threads=1, kv_tokens=4096)))
+    assert [alone.cached_tokens for alone, _ in turns] == [0] * 4
+    known = 0
+    for _, shared in turns:
+        assert shared.cached_tokens == known, "all before but the last token of the answer, which was never computed"
+        known = shared.prompt_tokens + shared.answer_tokens - 1
+    assert table(turns) is not None
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_no_key_finds_what_another_has_computed(shares, tmp_path) -> None:
+    async def main() -> None:
+        target = str(save_tiny_target(tmp_path))
+        config = VerifierConfig(name="v", target=target, model="tiny", threads=1, kv_tokens=4096, prefix_cache=shares)
+        server = VerifierServer(config, SECRET)
+        tokenizer = tmp_path / "tokenizer.json"
+        edge = EdgeConfig(verifier=await server.start(), model="tiny", tokenizer=tokenizer, drafter="none")
+        found: dict[str, list[int]] = {"one": [], "two": []}
+        texts = set()
+        try:
+            for key in ("one", "two", "one", "two"):
+                route = KeyRoute((edge.verifier,), "tiny", server.tokenizer_sha256)
+                route.key = key
+                async with Client(edge, route=route) as client:
+                    done = await client.complete(PROMPT, max_tokens=8, temperature=1.0, seed=3)
+                found[key].append(done.statistics.cached_tokens)
+                texts.add(done.ids)
+        finally:
+            await server.stop(0)
+        assert len(texts) == 1
+        assert found == {key: [0, len(PROMPT) - 1 if shares else 0] for key in found}, "to each its own"
+
+    asyncio.run(main())
