@@ -39,10 +39,12 @@ def test_each_turn_of_a_chat_reads_what_is_new_and_no_answer_changes(temperature
     options = ChatSettings(turns=4, max_tokens=9, temperature=temperature)
     turns = asyncio.run(measure(options, VerifierConfig(threads=1, kv_tokens=4096)))
     assert [alone.cached_tokens for alone, _ in turns] == [0] * 4
-    known = 0
+    before = known = 0
     for _, shared in turns:
-        assert shared.cached_tokens == known, "all before but the last token of the answer, which was never computed"
-        known = shared.prompt_tokens + shared.answer_tokens - 1
+        assert before <= shared.cached_tokens <= known
+        if not temperature:  # else the answer's text may have other tokens than those that were drawn
+            assert shared.cached_tokens == known, "all but the last token of the answer, which was never computed"
+        before, known = shared.prompt_tokens, shared.prompt_tokens + shared.answer_tokens - 1
     assert table(turns) is not None
 
 
