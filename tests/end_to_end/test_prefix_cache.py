@@ -52,7 +52,9 @@ def test_each_turn_of_a_chat_reads_what_is_new_and_no_answer_changes(temperature
 def test_no_key_finds_what_another_has_computed(shares, tmp_path) -> None:
     async def main() -> None:
         target = str(save_tiny_target(tmp_path))
-        config = VerifierConfig(name="v", target=target, model="tiny", threads=1, kv_tokens=4096, prefix_cache=shares)
+        config = VerifierConfig(
+            name="v", target=target, model="tiny", threads=1, kv_tokens=4096, no_prefix_cache=not shares
+        )
         server = VerifierServer(config, SECRET)
         tokenizer = tmp_path / "tokenizer.json"
         edge = EdgeConfig(verifier=await server.start(), model="tiny", tokenizer=tokenizer, drafter="none")

@@ -66,8 +66,8 @@ class VerifierConfig(GrpcServerSettings):
         choices=EXACT,
         group=TARGET,
     )
-    prefix_cache: bool = option(
-        True, "share computed prompts and texts between the sessions of an API key; no: kept conversations only"
+    no_prefix_cache: bool = option(
+        False, "share no computed prompts and texts between the sessions of an API key", group=TARGET
     )
     max_sessions: int = option(32, "limit of sessions at once", group=TARGET, check=at_least(1))
     max_drafts: int = option(16, "limit of drafts verified in one step of a session", check=at_least(1))

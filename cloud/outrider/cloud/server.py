@@ -336,7 +336,7 @@ class VerifierServer:
 
     def _isolation(self, key: int, claim: LeaseClaim | None) -> str:
         """Return the name under which sessions share KV pages: that of their API key, or else of the stream alone."""
-        if not self._config.prefix_cache:
+        if self._config.no_prefix_cache:
             return str(key)
         return claim.key if claim is not None else ""
 

@@ -72,7 +72,9 @@ async def measure(options: ChatSettings, verifier: VerifierConfig) -> list[tuple
     """
     async with AsyncExitStack() as stack:
         sides = [
-            await stack.enter_async_context(_daemon(replace(verifier, listen="127.0.0.1:0", prefix_cache=shares)))
+            await stack.enter_async_context(
+                _daemon(replace(verifier, listen="127.0.0.1:0", no_prefix_cache=not shares))
+            )
             for shares in (False, True)
         ]
         messages: list[dict[str, str]] = []
