@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.cloud import attention
 from outrider.cloud.target import Target, load_target
@@ -60,7 +61,8 @@ def test_linear_rope_is_accepted_and_agrees() -> None:
 def test_the_check_notices_a_wrong_mask_in_every_precision(dtype, monkeypatch) -> None:
     target = load_target("reference", dtype=dtype, kv_tokens=512)
     honest = target.check()
-    monkeypatch.setattr(attention, "_mask", lambda span, window, device: None)
+    mask = attention.RaggedBatch.mask
+    monkeypatch.setattr(attention.RaggedBatch, "mask", lambda *arguments: torch.zeros_like(mask(*arguments)))
     with pytest.raises(ModelRefused, match="differs from the model's own"):
         target.check()
     monkeypatch.undo()

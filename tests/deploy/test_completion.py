@@ -61,7 +61,7 @@ def bash(tmp_path: Path):
         ("outrider tra", ["traces", "train"]),
         ("outrider train st", ["steer"]),
         ("outrider edge --max-r", ["--max-requests"]),
-        ("outrider verifier --kv", ["--kv-tokens"]),
+        ("outrider verifier --kv", ["--kv-dtype", "--kv-tokens"]),
         ("outrider traces replay --pl", ["--play", "--plot"]),
         ("outrider verifier --goal ", ["efficiency", "latency"]),
         ("outrider run --dtype b", ["bfloat16"]),

@@ -741,7 +741,7 @@ def test_whatever_frames_come_the_others_texts_are_right_and_all_pages_come_back
                     if batch == 0:
                         assert turn.ids == expected.ids
                 await said_as_fresh(client, talk, TURNS[1], max_tokens=5)
-            await until(lambda: server._engine.backend.capacity.used_pages == 0)
-            assert server.status().sessions == server._engine.parked_count == 0
+            await until(lambda: server.status().sessions == server._engine.parked_count == 0)
+            assert server._engine.backend.capacity.used_pages == 0
 
     asyncio.run(main())
