@@ -91,7 +91,7 @@ class TakesEveryDraft(Defective):
 
 
 class ForgetsTooLittle(Defective):
-    """What is left of a wrong draft stays in the cache."""
+    """A backend in whose cache the first wrong draft stays."""
 
     def truncate(self, handle: Handle, length: int) -> None:
         super().truncate(handle, min(handle.length, length + 1))

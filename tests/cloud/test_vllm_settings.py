@@ -1,4 +1,4 @@
-"""What is refused before vLLM is loaded: settings of the other engine, and releases that are not known."""
+"""Refusals before vLLM is loaded: settings of the other engine, and releases that are not known."""
 
 from __future__ import annotations
 

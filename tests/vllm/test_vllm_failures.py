@@ -1,4 +1,4 @@
-"""What goes wrong in vLLM, or runs out there, costs no text a byte: it goes on, here or elsewhere."""
+"""Failures of vLLM, and pages that run out, cost no text a byte: it goes on, here or elsewhere."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Backend(Protocol):
         ...
 
     def truncate(self, handle: Handle, length: int) -> None:
-        """Forget the positions from `length` on; ValueError: there are not so many."""
+        """Forget the positions from `length` on; ValueError: the sequence has fewer."""
         ...
 
     def fork(self, handle: Handle) -> Handle:

@@ -33,7 +33,7 @@ SETTINGS = [
 
 
 def runner(vocab: int = VOCAB) -> SimpleNamespace:
-    """As much of a runner as the rule looks at."""
+    """The part of a runner that the rule looks at."""
     settings = SimpleNamespace(reasoning_config=None)
     model = SimpleNamespace(use_fp64_gumbel=False)
     return SimpleNamespace(device=CPU, max_num_reqs=16, vocab_size=vocab, vllm_config=settings, model_config=model)

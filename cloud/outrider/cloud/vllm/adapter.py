@@ -175,7 +175,7 @@ class VllmCore:
 
 
 def runner_options(max_drafts: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what vLLM has to be told so that its runner works for us: V2, its default on GPUs, or V1 on a CPU.
+    """Return the settings of vLLM with which its runner works for us: V2, its default on GPUs, or V1 on a CPU.
 
     Raises:
         ConfigError: this build lacks what is used of V2, or vLLM takes V1 on another device.
@@ -260,7 +260,7 @@ class PoolStore:
 
 @dataclass(frozen=True, slots=True)
 class _Hashed:
-    """What vLLM's pool asks of a request whose blocks it is to keep."""
+    """The part of a request that vLLM's pool looks at when it keeps its blocks."""
 
     block_hashes: list[bytes]
 

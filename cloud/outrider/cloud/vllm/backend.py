@@ -51,7 +51,7 @@ class Core(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one pass computes of a row.
+    """The part of a row that one pass computes.
 
     Attributes:
         row: number of the row.

@@ -1,4 +1,4 @@
-"""What travels between the backend and vLLM's workers, which may be other processes: one pass, and its results."""
+"""Messages between the backend and vLLM's workers, which may be other processes: one pass, and its results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a worker makes of one request's logits: `verification` to sample by (None: nothing), and `tapped` or not."""
+    """The use of one request's logits: `verification` to sample by (None: nothing), and whether it is `tapped`."""
 
     verification: VerificationInput | None
     tapped: bool

@@ -20,7 +20,7 @@ _PREFILL_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What every engine is to compute in a step.
+    """The work of a step, the same for every engine.
 
     Attributes:
         sessions: sessions that take part.

@@ -35,7 +35,7 @@ class Goal(Enum):
 
 
 class Guarantee(Enum):
-    """What holds of a text whatever shares its steps: its distribution, or also its bytes."""
+    """Promise for a text whatever shares its steps: its distribution, or also its bytes."""
 
     DISTRIBUTION = 0
     BYTES = 1
