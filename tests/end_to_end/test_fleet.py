@@ -73,7 +73,7 @@ def test_texts_go_on_while_the_fleet_grows_loses_a_process_and_shrinks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario() -> None:
-        async with local_cluster(VerifierConfig(threads=1), verifiers=1) as cluster:
+        async with local_cluster(VerifierConfig(threads=1, min_step_s=0.02), verifiers=1) as cluster:
             control = CoordinatorClient(cluster.coordinator)
             config = EdgeConfig(coordinator=cluster.coordinator, cache=tmp_path, drafter="none", edge="test-edge")
             async with Client(config) as client:
