@@ -9,6 +9,21 @@ import torch
 
 from outrider.proto.testing import word_tokenizer
 
+# Shape of a model of transformers that costs next to nothing.
+VOCAB = 97
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
 
 def save_random_model(folder: Path, architecture: str, **config: Any) -> Any:
     """Save a model of `config` and a tokenizer of as many words, and return the model as transformers runs it."""

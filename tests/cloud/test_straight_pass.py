@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_models import save_random_model
+from random_models import SMALL, VOCAB, save_random_model
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -17,29 +17,16 @@ from outrider.cloud.testing import tiny_llama
 
 torch.set_num_threads(1)
 
-VOCAB = 97
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-HEADS = SIZES | {"head_dim": 8, "query_pre_attn_scalar": 8}
+HEADS = SMALL | {"head_dim": 8, "query_pre_attn_scalar": 8}
 ARCHITECTURES = {
-    "llama": SIZES | {"attention_bias": True},
-    "qwen2": SIZES,
+    "llama": SMALL | {"attention_bias": True},
+    "qwen2": SMALL,
     "qwen3": HEADS,
-    "mistral": SIZES | {"sliding_window": 8},
+    "mistral": SMALL | {"sliding_window": 8},
     "gemma2": HEADS | {"sliding_window": 8, "attn_logit_softcapping": 5.0},
     "gemma3_text": HEADS | {"sliding_window": 8, "sliding_window_pattern": 2},
-    "phi3": SIZES,
-    "gpt_neox": {name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
+    "phi3": SMALL,
+    "gpt_neox": {name: size for name, size in SMALL.items() if name != "num_key_value_heads"},
     "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256, "eos_token_id": 2},
 }
 CLOSE = {"float32": 1e-6, "bfloat16": 2e-2}  # relative; the bits of rounding may differ where products are joined
@@ -52,7 +39,7 @@ def folder(request, tmp_path):
 
 
 def small(**config):
-    model = tiny_llama(seed=0, **({name: SIZES[name] for name in SIZES if name != "pad_token_id"} | config)).eval()
+    model = tiny_llama(seed=0, **({name: SMALL[name] for name in SMALL if name != "pad_token_id"} | config)).eval()
     model.set_attn_implementation(attention.NAME)
     return model
 
@@ -337,7 +324,7 @@ def test_a_simplification_that_changes_the_function_is_noticed(monkeypatch, capl
 
 
 def test_a_model_that_is_not_straight_is_served_and_packed_as_before(tmp_path, monkeypatch):
-    save_random_model(tmp_path, "llama", **SIZES)
+    save_random_model(tmp_path, "llama", **SMALL)
     monkeypatch.setattr(call_fusion, "first_half_negated", lambda sine, half: sine)
     target = load_target(str(tmp_path), kv_tokens=256)
     assert target.straight is None
@@ -347,7 +334,7 @@ def test_a_model_that_is_not_straight_is_served_and_packed_as_before(tmp_path, m
 
 
 def test_a_model_that_picks_experts_is_served_as_it_is_written(tmp_path):
-    save_random_model(tmp_path, "mixtral", **SIZES, num_local_experts=4, num_experts_per_tok=2)
+    save_random_model(tmp_path, "mixtral", **SMALL, num_local_experts=4, num_experts_per_tok=2)
     target = load_target(str(tmp_path), kv_tokens=256)
     assert target.straight is None
     assert target.check() < 1e-5

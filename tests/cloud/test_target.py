@@ -10,8 +10,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+import random_models
 import torch
-from random_models import save_random_model
+from random_models import VOCAB, save_random_model
 
 from outrider.cloud.family_index import embedded_targets
 from outrider.cloud.kv_cache import PagedKVCache
@@ -24,19 +25,7 @@ from outrider.proto.types import Guarantee
 
 torch.set_num_threads(1)
 
-VOCAB = 97
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SMALL = random_models.SMALL | {"max_position_embeddings": 128}
 HEADS = {"head_dim": 8}
 
 ARCHITECTURES = {

@@ -59,6 +59,29 @@ class VerificationInput:
         return VerificationInput(self.sampling, before, self.prompt_length, (), allowed)
 
 
+def scores_by_session(
+    logits: torch.Tensor,
+    sessions: Sequence[VerificationInput],
+    process: Callable[[torch.Tensor, VerificationInput], torch.Tensor],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return [sum of rows, vocab] of `dtype`: the rows of each session by `process`.
+
+    Args:
+        logits: [sum of rows, vocab] float32, the target's, in order of `sessions`.
+        sessions: sessions of the rows.
+        process: maps one session's rows to their scores.
+        dtype: type of the scores.
+    """
+    scores = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    first = 0
+    for session in sessions:
+        rows = slice(first, first + session.rows)
+        scores[rows] = process(logits[rows], session)
+        first += session.rows
+    return scores
+
+
 def processed_logits(logits: torch.Tensor, session: VerificationInput) -> torch.Tensor:
     """Return unnormalised log probabilities [k + 1, vocab] float64 of the processed distribution; -inf: excluded.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from outrider.cloud.distribution import VerificationInput, adjusted_logits, processed_logits
+from outrider.cloud.distribution import VerificationInput, adjusted_logits, processed_logits, scores_by_session
 from outrider.cloud.shortlist import NEAR_TIE, SMALLEST_VOCAB, Law, RowChoices, Shortlist
 from outrider.cloud.vllm_rule import VllmRule
 from outrider.proto.noise import TorchNoise, row_key
@@ -94,12 +94,7 @@ class Sampler:
         return choice
 
     def _by_whole_rows(self, logits: torch.Tensor, sessions: list[VerificationInput], asked: np.ndarray) -> RowChoices:
-        scores = torch.empty(logits.shape, dtype=torch.float64, device=self._device)
-        first = 0
-        for session in sessions:
-            rows = slice(first, first + session.rows)
-            scores[rows] = processed_logits(logits[rows], session)
-            first += session.rows
+        scores = scores_by_session(logits, sessions, processed_logits, torch.float64)
         logp = scores - torch.logsumexp(scores, dim=-1, keepdim=True)
         tokens = self._choose(scores, sessions)
         wanted = torch.stack([tokens, torch.from_numpy(asked).to(self._device)], dim=1)

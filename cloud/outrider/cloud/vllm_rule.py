@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from outrider.cloud.distribution import VerificationInput, masked, penalise
+from outrider.cloud.distribution import VerificationInput, masked, penalise, scores_by_session
 from outrider.cloud.shortlist import SMALLEST_VOCAB, RowChoices
 from outrider.proto.types import Sampling
 from outrider.proto.vllm_noise import TorchVllmNoise, VllmNoiseSieve, gumbel32_of_bits, row_state
@@ -156,12 +156,7 @@ class VllmRule:
             sessions: sessions of the rows.
             asked: [sum of rows] int64, a token of each row.
         """
-        scores = torch.empty(logits.shape, dtype=torch.float32, device=self._device)
-        first = 0
-        for session in sessions:
-            rows = slice(first, first + session.rows)
-            scores[rows] = vllm_scores(logits[rows], session)
-            first += session.rows
+        scores = scores_by_session(logits, sessions, vllm_scores, torch.float32)
         return choices(scores, self._tokens(scores, sessions), asked)
 
     def _tokens(self, scores: torch.Tensor, sessions: Sequence[VerificationInput]) -> torch.Tensor:
