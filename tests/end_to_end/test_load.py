@@ -42,7 +42,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     logs = tmp_path_factory.mktemp("logs")
     port, metrics_port, verifier_port = free_port(), free_port(), free_port()
     target = ["--target", str(folder), "--target-threads", "1", "--max-sessions", str(PLACES_IN_VERIFIER)]
-    # Kernels that are made for each shape of exact attention, and kept, come to some 100 MiB and would hide a leak.
+    # With exactness a verifier's memory grows for a thousand texts before it stays level, which would hide a leak.
     target += ["--exact", "off"]
     served = ["--listen", f"127.0.0.1:{verifier_port}", "--metrics-listen", f"127.0.0.1:{metrics_port}"]
     verifier = Command("verifier", "--name", "v", *target, *served, log=logs / "verifier")
