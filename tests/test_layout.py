@@ -14,15 +14,17 @@ import pytest
 
 PARTS = {
     "proto": {"outrider.proto"},
-    "edge": {"outrider.proto", "outrider.edge"},
-    "cloud": {"outrider.proto", "outrider.cloud"},
+    "edge/outrider/drafters": {"outrider.proto", "outrider.drafters"},
+    "edge/outrider/edge": {"outrider.proto", "outrider.drafters", "outrider.edge"},
+    "cloud": {"outrider.proto", "outrider.drafters", "outrider.cloud"},
     "coordinator": {"outrider.proto", "outrider.coordinator"},
-    "deploy": {"outrider.proto", "outrider.edge", "outrider.cloud", "outrider.coordinator", "outrider.deploy"},
 }
+PARTS["deploy"] = {f"outrider.{part}" for part in ("proto", "drafters", "edge", "cloud", "coordinator", "deploy")}
 PARTS["deploy/outrider/bench"] = PARTS["deploy"] | {"outrider.bench"}
 FORBIDDEN = {
     "proto": {"torch", "ray", "transformers", "onnxruntime"},
-    "edge": {"torch", "ray", "transformers"},
+    "edge/outrider/drafters": {"torch", "ray", "transformers", "grpc"},
+    "edge/outrider/edge": {"torch", "ray", "transformers"},
     "cloud": set(),
     "coordinator": {"torch", "transformers", "onnxruntime"},
     "deploy": set(),
@@ -46,6 +48,7 @@ def imports(path: Path) -> set[str]:
 
 ROOMS = {
     "proto": "proto/outrider/proto",
+    "drafters": "edge/outrider/drafters",
     "edge": "edge/outrider/edge",
     "cloud": "cloud/outrider/cloud",
     "coordinator": "coordinator/outrider/coordinator",
@@ -206,7 +209,7 @@ def test_the_namespace_has_no_init_file(root) -> None:
 
 
 def test_importing_the_edge_loads_neither_torch_nor_ray_nor_transformers() -> None:
-    program = "import sys, outrider.edge, outrider.edge.drafters.onnx, outrider.deploy.decode; print(*sys.modules)"
+    program = "import sys, outrider.edge, outrider.drafters.onnx, outrider.deploy.decode; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "onnxruntime" in loaded
     assert not {"torch", "ray", "transformers"} & set(loaded)
@@ -214,7 +217,7 @@ def test_importing_the_edge_loads_neither_torch_nor_ray_nor_transformers() -> No
 
 def test_embedded_drafters_and_target_share_one_tokenizer() -> None:
     from outrider.cloud.family_index import embedded_targets, target_folder, tokenizer_file
-    from outrider.edge.drafters import embedded_packages, find_package
+    from outrider.drafters import embedded_packages, find_package
     from outrider.proto.tokenizer import tokenizer_hash
 
     assert "reference" in embedded_targets()
@@ -257,7 +260,7 @@ def test_no_content_of_size_is_tracked_twice(tracked) -> None:
 def test_no_embedded_graph_holds_a_large_weight_twice(root) -> None:
     import onnx
 
-    for path in root.glob("edge/outrider/edge/family/*/*.onnx"):
+    for path in root.glob("edge/outrider/drafters/family/*/*.onnx"):
         weights = [tensor.raw_data for tensor in onnx.load(path).graph.initializer]
         large = [weight for weight in weights if len(weight) > 1 << 18]
         assert len(set(large)) == len(large), path

@@ -25,10 +25,10 @@ from outrider.cloud.target import Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextVectors, TextWriter, WrittenText
 from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.deploy.link.shape import LinkShape
-from outrider.edge.drafters import find_package
-from outrider.edge.drafters.onnx import OnnxDrafter
-from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import DraftState, TokenPrefix
+from outrider.drafters import find_package
+from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.proposals import ProposalRule
+from outrider.drafters.protocol import DraftState, TokenPrefix
 from outrider.edge.testing import ScriptedDrafter, tiny_drafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedSteering, FixedWindow

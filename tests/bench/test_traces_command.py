@@ -33,7 +33,7 @@ from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.cli import main
 from outrider.deploy.link.shape import LinkShape
 from outrider.deploy.prompts import Prompt
-from outrider.edge.drafters import NgramDrafter
+from outrider.drafters import NgramDrafter
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from outrider.deploy.cli import main, parse
+from outrider.drafters import embedded_packages
 from outrider.edge.config import EdgeConfig
-from outrider.edge.drafters import embedded_packages
 from outrider.edge.policies.selection import SELECTORS
 
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from outrider.drafters import NgramDrafter, ProposalRule
+from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.packages import find_package
 from outrider.edge import Client, Conversation, EdgeConfig, SyncConversation, Tokens, Transcript
-from outrider.edge.drafters import NgramDrafter, ProposalRule
-from outrider.edge.drafters.onnx import OnnxDrafter
-from outrider.edge.drafters.packages import find_package
 from outrider.edge.event_stream import collect, stream_events
 from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.text import TextStream

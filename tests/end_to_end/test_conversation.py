@@ -18,9 +18,9 @@ import pytest
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.testing import save_tiny_target
+from outrider.drafters import NgramDrafter
 from outrider.edge import Client, EdgeConfig, Finished, FinishReason, SyncClient, Tokens
 from outrider.edge.decoding import Observer
-from outrider.edge.drafters import NgramDrafter
 from outrider.edge.routes import DirectRoute
 from outrider.edge.testing import FailingDrafter
 from outrider.proto import codec

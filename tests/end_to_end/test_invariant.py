@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from outrider.drafters import NgramDrafter
 from outrider.edge import Sampling
-from outrider.edge.drafters import NgramDrafter
 from outrider.edge.testing import FailingDrafter, GarbageDrafter
 from outrider.proto.types import Patience
 

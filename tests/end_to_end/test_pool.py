@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from outrider.drafters import NgramDrafter, find_package
+from outrider.drafters.onnx import OnnxDrafter
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.drafters import NgramDrafter, find_package
-from outrider.edge.drafters.onnx import OnnxDrafter
 from outrider.edge.testing import FailingDrafter
 
 FAMILY = "general,swift,ngram"

@@ -15,9 +15,9 @@ from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.steering import Projection
 from outrider.cloud.testing import save_tiny_target
+from outrider.drafters.onnx import OnnxState
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.decoding import Observer
-from outrider.edge.drafters.onnx import OnnxState
 from outrider.edge.event_stream import Finished, Tokens
 from outrider.edge.testing.tiny_drafter import RANK, STEERING_MANIFEST, steering_graph, tiny_graph, write_package
 from outrider.proto import codec

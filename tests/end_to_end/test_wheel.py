@@ -90,7 +90,7 @@ def test_the_edge_of_the_wheel_decodes_in_little_memory_without_torch(edge_pytho
 def test_what_the_edge_ships_for_tests_works_in_the_wheel_without_pytest(edge_python, tmp_path) -> None:
     program = (
         "import importlib.util; from outrider.edge.testing import ScriptedDrafter, tiny_drafter;"
-        "from outrider.edge.drafters import ProposalRule; from outrider.proto.types import Sampling;"
+        "from outrider.drafters import ProposalRule; from outrider.proto.types import Sampling;"
         "state = ScriptedDrafter([5, 6]).open(ProposalRule(Sampling()));"
         "print(importlib.util.find_spec('pytest'), len(state.propose(3)), *tiny_drafter.greedy_by_hand((1,), 2))"
     )

@@ -16,8 +16,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from outrider.cloud.export import export_drafter
 from outrider.cloud.steering import Projection
-from outrider.edge.drafters import ProposalRule, load_package
-from outrider.edge.drafters.onnx import OnnxDrafter, OnnxState
+from outrider.drafters import ProposalRule, load_package
+from outrider.drafters.onnx import OnnxDrafter, OnnxState
 from outrider.proto.types import Sampling, token_ids
 
 VOCABULARY, RANK, LAYERS, WINDOW = 64, 4, 2, 4

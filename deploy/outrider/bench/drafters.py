@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from outrider.edge.drafters import DrafterPackage, NgramDrafter
-from outrider.edge.drafters.onnx import OnnxDrafter
-from outrider.edge.drafters.packages import find_package
-from outrider.edge.drafters.protocol import Drafter
+from outrider.drafters import DrafterPackage, NgramDrafter
+from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.packages import find_package
+from outrider.drafters.protocol import Drafter
 from outrider.proto.errors import ConfigError, OutriderError, TokenizerMismatch
 
 NGRAM = "ngram"

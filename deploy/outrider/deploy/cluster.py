@@ -148,6 +148,6 @@ def wait_until_loaded(name: str, actor: Any) -> dict[str, Any]:
 
 def embedded_drafters() -> Path:
     """Return the folder of the embedded drafter packages."""
-    from outrider.edge.drafters.packages import FAMILY
+    from outrider.drafters.packages import FAMILY
 
     return FAMILY

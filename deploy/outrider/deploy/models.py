@@ -12,12 +12,12 @@ from rich.table import Table
 from outrider.cloud.family_index import embedded_targets, target_folder
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.training import ModelsSettings
-from outrider.edge.drafters import DrafterPackage, embedded_packages, find_package
-from outrider.edge.drafters.pool import give_back, own_bytes
+from outrider.drafters import DrafterPackage, embedded_packages, find_package
+from outrider.drafters.pool import give_back, own_bytes
 from outrider.proto.errors import ConfigError
 
 if TYPE_CHECKING:
-    from outrider.edge.drafters.onnx import OnnxDrafter
+    from outrider.drafters.onnx import OnnxDrafter
 
 CACHED_TOKENS = 512
 
@@ -77,6 +77,6 @@ def _memory() -> Table:
 
 
 def _load(package: DrafterPackage) -> OnnxDrafter:
-    from outrider.edge.drafters.onnx import OnnxDrafter
+    from outrider.drafters.onnx import OnnxDrafter
 
     return OnnxDrafter(package)

@@ -12,13 +12,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
+from outrider.drafters import ProposalRule
+from outrider.drafters.protocol import Drafter
 from outrider.edge.battery import Battery
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.conversation import Conversation
 from outrider.edge.decoding import Decoding, Observer, Subject
-from outrider.edge.drafters import ProposalRule
-from outrider.edge.drafters.protocol import Drafter
 from outrider.edge.event_stream import Completion, Event, Finished, collect, stream_events, within
 from outrider.edge.history import TextHistory
 from outrider.edge.link import Channels

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, DraftState
+from outrider.drafters.proposals import ProposalRule
+from outrider.drafters.protocol import Drafter, DraftState
 from outrider.edge.link import Channels, Stream, relay_metadata
 from outrider.edge.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable

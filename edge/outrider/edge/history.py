@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outrider.drafters.protocol import Drafter
 from outrider.edge.config import EdgeConfig, edge_of_this_process
-from outrider.edge.drafters.protocol import Drafter
 from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, reported_hits
 from outrider.edge.policies.selection import selector_named
 from outrider.edge.policies.selection.leader import default_selector

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from outrider.drafters import DrafterCache, DrafterPackage, NgramDrafter, embedded_packages
+from outrider.drafters.packages import FOR_ANY_SUBJECT, find_package
+from outrider.drafters.pool import BROKEN, DrafterPool
+from outrider.drafters.protocol import Drafter
+from outrider.drafters.search import DrafterSearch
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient, file_fetcher
-from outrider.edge.drafters import DrafterCache, DrafterPackage, NgramDrafter, embedded_packages
-from outrider.edge.drafters.packages import FOR_ANY_SUBJECT, find_package
-from outrider.edge.drafters.pool import BROKEN, DrafterPool
-from outrider.edge.drafters.protocol import Drafter
-from outrider.edge.drafters.search import DrafterSearch
 from outrider.edge.routes import CoordinatorRoute, DirectRoute, Route
 from outrider.proto.errors import (
     ConfigError,
@@ -213,7 +213,7 @@ class Preparation:
 
     def _any_drafter(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
         """Load the first drafter that fits: an offered one, or else an embedded one, or else n-grams."""
-        from outrider.edge.drafters.onnx import OnnxDrafter
+        from outrider.drafters.onnx import OnnxDrafter
 
         package = self._any_package(offers, tokenizer_sha256)
         if package is None:

@@ -9,9 +9,9 @@ import socket
 
 import pytest
 
+from outrider.drafters.packages import FAMILY, find_package
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.doctor import Finding, Outcome, agreement, examine, speed
-from outrider.edge.drafters.packages import FAMILY, find_package
 from outrider.proto.plumbing.access import Key, new_secret, secret_sha256
 from outrider.proto.plumbing.tls import ServerTls
 from outrider.proto.release import release

@@ -1,4 +1,4 @@
-"""The inputs and outputs of an exported graph; the edge's side is in `outrider.edge.drafters.onnx`.
+"""The inputs and outputs of an exported graph; the edge's side is in `outrider.drafters.onnx`.
 
 n new tokens join a cache in which p positions are filled. The cache is one pair of arrays a layer with room for c
 positions, c >= p + n; past and present are the same memory, so the graph writes n rows and copies none.

@@ -19,8 +19,8 @@ from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.cloud.step_timing import StepTiming
 from outrider.cloud.text_writer import TextRequest
+from outrider.drafters.protocol import Drafter
 from outrider.edge import Client, Sampling
-from outrider.edge.drafters.protocol import Drafter
 from outrider.proto.policy import Line
 from outrider.proto.types import FinishReason
 

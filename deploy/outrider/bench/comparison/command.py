@@ -27,7 +27,7 @@ from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.deploy.arguments import Given
 from outrider.deploy.prompts import Prompt, choose_prompts
-from outrider.edge.drafters.packages import DrafterPackage
+from outrider.drafters.packages import DrafterPackage
 from outrider.proto.errors import ConfigError
 from outrider.proto.types import Sampling, SteeringPrecision
 

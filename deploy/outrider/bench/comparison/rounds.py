@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.cloud.text_writer import TextVectors, WrittenText
-from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter
+from outrider.drafters.proposals import ProposalRule
+from outrider.drafters.protocol import Drafter
 from outrider.proto.steering import decode, encode
 from outrider.proto.types import Sampling, SteeringPrecision, token_ids
 

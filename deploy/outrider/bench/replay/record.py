@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from outrider.bench.replay.traces import HitTrace
 from outrider.cloud.text_writer import TextRequest
-from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, DraftState
+from outrider.drafters.proposals import ProposalRule
+from outrider.drafters.protocol import Drafter, DraftState
 from outrider.proto.session import PROMPT_TOKENS
 from outrider.proto.types import DraftToken
 

@@ -28,8 +28,8 @@ from outrider.cloud.target import SessionRows, Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
 from outrider.deploy.arguments import Given
 from outrider.deploy.prompts import Prompt, choose_prompts
-from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter
+from outrider.drafters.proposals import ProposalRule
+from outrider.drafters.protocol import Drafter
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Line
 from outrider.proto.types import DraftToken, Sampling

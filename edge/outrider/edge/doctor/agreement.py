@@ -9,13 +9,13 @@ import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from outrider.drafters import DrafterCache, find_package
 from outrider.edge.client import Client
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.decoding import Observer
 from outrider.edge.doctor.connection import TIMEOUT_S, Endpoint
 from outrider.edge.doctor.finding import Finding, Metric, failed, failed_by, ok, skipped, warning
-from outrider.edge.drafters import DrafterCache, find_package
 from outrider.edge.preparation import leased_tokenizer
 from outrider.proto import codec
 from outrider.proto.errors import ConfigError, OutriderError, Unauthenticated

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from outrider.drafters import NgramDrafter, ProposalRule
+from outrider.drafters.pool import DrafterPool
+from outrider.drafters.protocol import Drafter
 from outrider.edge.client import Client
 from outrider.edge.doctor.agreement import Visit
 from outrider.edge.doctor.connection import TIMEOUT_S, Endpoint, ask_health
 from outrider.edge.doctor.finding import Finding, failed, failed_by, ok, skipped, warning
-from outrider.edge.drafters import NgramDrafter, ProposalRule
-from outrider.edge.drafters.pool import DrafterPool
-from outrider.edge.drafters.protocol import Drafter
 from outrider.edge.event_stream import Completion
 from outrider.proto import codec
 from outrider.proto.errors import OutriderError

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, DraftState, TokenPrefix, check_scorable, steering_of
+from outrider.drafters.proposals import ProposalRule
+from outrider.drafters.protocol import Drafter, DraftState, TokenPrefix, check_scorable, steering_of
 from outrider.proto.errors import Internal
 from outrider.proto.noise import random_bits
 from outrider.proto.types import DraftToken

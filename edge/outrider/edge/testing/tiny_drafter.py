@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from outrider.edge.drafters import DrafterPackage, ProposalRule, load_package
+from outrider.drafters import DrafterPackage, ProposalRule, load_package
 from outrider.proto.testing import word_tokenizer
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import Sampling

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.drafters import NgramDrafter, ProposalRule
-from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
-from outrider.edge.drafters.packages import SteeringShape
-from outrider.edge.drafters.protocol import steering_of
+from outrider.drafters import NgramDrafter, ProposalRule
+from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
+from outrider.drafters.packages import SteeringShape
+from outrider.drafters.protocol import steering_of
 from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.testing.tiny_drafter import (
     CANDIDATES,

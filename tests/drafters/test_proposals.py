@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.drafters import NgramDrafter, ProposalRule
-from outrider.edge.drafters.proposals import GREEDY_CANDIDATES, NO_PROPOSAL
+from outrider.drafters import NgramDrafter, ProposalRule
+from outrider.drafters.proposals import GREEDY_CANDIDATES, NO_PROPOSAL
 from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.proto.errors import Internal, InvalidArgument
 from outrider.proto.noise import gumbel

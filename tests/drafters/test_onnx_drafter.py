@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.drafters import ProposalRule, embedded_packages, find_package, proposals
-from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
+from outrider.drafters import ProposalRule, embedded_packages, find_package, proposals
+from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
 from outrider.edge.testing.tiny_drafter import (
     CANDIDATES,
     CONTEXT,

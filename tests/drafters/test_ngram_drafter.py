@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.drafters import NgramDrafter, ProposalRule
+from outrider.drafters import NgramDrafter, ProposalRule
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Sampling, token_ids
 

@@ -13,17 +13,17 @@ ngram       prompt lookup, no model at all
 
 from __future__ import annotations
 
-from outrider.edge.drafters.cache import DrafterCache
-from outrider.edge.drafters.ngram import NgramDrafter
-from outrider.edge.drafters.packages import (
+from outrider.drafters.cache import DrafterCache
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.packages import (
     DrafterPackage,
     embedded_packages,
     find_package,
     load_package,
 )
-from outrider.edge.drafters.pool import DrafterPool
-from outrider.edge.drafters.proposals import ProposalRule
-from outrider.edge.drafters.protocol import Drafter, DraftState
+from outrider.drafters.pool import DrafterPool
+from outrider.drafters.proposals import ProposalRule
+from outrider.drafters.protocol import Drafter, DraftState
 
 __all__ = [
     "DraftState",

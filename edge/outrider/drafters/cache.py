@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.edge.drafters.packages import MANIFEST, DrafterPackage, check_file, load_package, read_manifest
+from outrider.drafters.packages import MANIFEST, DrafterPackage, check_file, load_package, read_manifest
 from outrider.proto.errors import DataLoss, InvalidArgument
 from outrider.proto.types import DrafterManifest, RemoteFile
 

@@ -26,7 +26,7 @@ MODEL = "model.onnx"
 STEERING_GRAPH = "steering.onnx"
 KINDS = ("onnx-lm",)
 
-FAMILY = Path(__file__).resolve().parent.parent / "family"
+FAMILY = Path(__file__).resolve().parent / "family"
 FOR_ANY_SUBJECT = "general"
 _VERSION = re.compile(r"[0-9a-f]{12}")
 _AGE = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from outrider.edge.drafters import DrafterCache, embedded_packages, find_package, load_package
-from outrider.edge.drafters.packages import FOR_ANY_SUBJECT, SteeringShape, sha256_of
+from outrider.drafters import DrafterCache, embedded_packages, find_package, load_package
+from outrider.drafters.packages import FOR_ANY_SUBJECT, SteeringShape, sha256_of
 from outrider.edge.preparation import _any_subject_first
 from outrider.proto.errors import DataLoss, InvalidArgument, ModelRefused, NotFound, OutriderError, Unavailable
 from outrider.proto.tokenizer import shipped_tokenizer, tokenizer_hash

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from outrider.edge.drafters.cache import DrafterCache, Fetch
-from outrider.edge.drafters.ngram import NgramDrafter
-from outrider.edge.drafters.packages import DrafterPackage, embedded_packages, find_folder, load_package, read_manifest
-from outrider.edge.drafters.pool import BROKEN, Member
-from outrider.edge.drafters.protocol import Drafter
+from outrider.drafters.cache import DrafterCache, Fetch
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.packages import DrafterPackage, embedded_packages, find_folder, load_package, read_manifest
+from outrider.drafters.pool import BROKEN, Member
+from outrider.drafters.protocol import Drafter
 from outrider.proto.errors import OutriderError, TokenizerMismatch
 from outrider.proto.types import DrafterManifest
 
@@ -102,7 +102,7 @@ class DrafterSearch:
         return self._member(read_manifest(folder), partial(load_package, folder))
 
     def _member(self, package: DrafterPackage, check: Callable[[], DrafterPackage]) -> Member:
-        from outrider.edge.drafters.onnx import OnnxDrafter
+        from outrider.drafters.onnx import OnnxDrafter
 
         def load() -> Drafter:
             return OnnxDrafter(check(), threads=self._threads)

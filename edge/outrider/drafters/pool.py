@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.edge.drafters.packages import DrafterPackage, SteeringShape
-from outrider.edge.drafters.protocol import Drafter, steering_of
+from outrider.drafters.packages import DrafterPackage, SteeringShape
+from outrider.drafters.protocol import Drafter, steering_of
 from outrider.proto.errors import (
     ConfigError,
     DataLoss,

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from outrider.drafters import DrafterCache, NgramDrafter, embedded_packages, find_package
+from outrider.drafters import pool as pool_module
+from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.packages import DrafterPackage, SteeringShape, sha256_of
+from outrider.drafters.pool import LOOK_AGAIN_S, MIN_LOADED_S, DrafterPool, Member, give_back, own_bytes
+from outrider.drafters.search import DrafterSearch
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.doctor import Outcome, speed
 from outrider.edge.doctor.agreement import Visit
-from outrider.edge.drafters import DrafterCache, NgramDrafter, embedded_packages, find_package
-from outrider.edge.drafters import pool as pool_module
-from outrider.edge.drafters.onnx import OnnxDrafter
-from outrider.edge.drafters.packages import DrafterPackage, SteeringShape, sha256_of
-from outrider.edge.drafters.pool import LOOK_AGAIN_S, MIN_LOADED_S, DrafterPool, Member, give_back, own_bytes
-from outrider.edge.drafters.search import DrafterSearch
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.testing import GarbageDrafter, ScriptedDrafter
 from outrider.edge.testing.tiny_drafter import (

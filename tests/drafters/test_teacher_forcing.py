@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.drafters import NgramDrafter, ProposalRule, embedded_packages, find_package
-from outrider.edge.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
-from outrider.edge.drafters.protocol import TokenPrefix
+from outrider.drafters import NgramDrafter, ProposalRule, embedded_packages, find_package
+from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, SCORED_TOKENS, OnnxDrafter
+from outrider.drafters.protocol import TokenPrefix
 from outrider.edge.testing import FailingDrafter, GarbageDrafter, ScriptedDrafter
 from outrider.edge.testing.tiny_drafter import (
     CONTEXT,

@@ -37,9 +37,9 @@ import numpy as np
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as _onnxruntime_errors
 
-from outrider.edge.drafters.packages import DrafterPackage, SteeringShape
-from outrider.edge.drafters.proposals import NO_PROPOSAL, ProposalRule
-from outrider.edge.drafters.protocol import check_scorable, check_truncation
+from outrider.drafters.packages import DrafterPackage, SteeringShape
+from outrider.drafters.proposals import NO_PROPOSAL, ProposalRule
+from outrider.drafters.protocol import check_scorable, check_truncation
 from outrider.proto.errors import Internal, InvalidArgument, ModelRefused, OutriderError, UnknownToken
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken, Sampling

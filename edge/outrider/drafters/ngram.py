@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from outrider.edge.drafters.proposals import NO_PROPOSAL, ProposalRule
-from outrider.edge.drafters.protocol import TokenPrefix, check_scorable, check_truncation
+from outrider.drafters.proposals import NO_PROPOSAL, ProposalRule
+from outrider.drafters.protocol import TokenPrefix, check_scorable, check_truncation
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken
