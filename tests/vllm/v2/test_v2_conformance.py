@@ -10,21 +10,11 @@ import pytest
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.testing.conformance import CHECKS, Suite
-from outrider.cloud.testing.oracle import Oracle, save_conformance_target
+from outrider.cloud.testing.oracle import Oracle
 from outrider.cloud.vllm import adapter
 from outrider.cloud.vllm.backend import VllmBackend
 from outrider.cloud.vllm.loading import load_vllm_backend
 from outrider.proto.errors import ConfigError
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_conformance_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def oracle(folder: Path) -> Oracle:
-    return Oracle(folder)
 
 
 @pytest.fixture(scope="module")
