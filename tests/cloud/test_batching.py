@@ -249,7 +249,7 @@ def test_no_step_exceeds_the_limit_and_everybody_takes_part_in_turn(rows) -> Non
             if share.block is None:
                 share.slot.num_uncomputed_tokens -= share.num_tokens
             else:
-                share.slot.num_uncomputed_tokens, share.slot.session._ready_since = 1, now
+                share.slot.num_uncomputed_tokens, share.slot.session._next.ready_since = 1, now
         now += 1.0
     assert min(took_part.values()) > 0
     decoding = [took_part[slot] for slot in slots]

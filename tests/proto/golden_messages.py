@@ -97,6 +97,7 @@ EXAMPLES = {
         t.Open("m", HASH, (1,), t.Sampling(grammar=t.Grammar(t.GrammarKind.JSON_SCHEMA, '{"type": "object"}')), "s")
     ),
     "open with vLLM's noise": _edge(t.Open("m", HASH, (1,), t.Sampling(noise=t.Noise.VLLM), "s")),
+    "open that bids the verifier draft": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", drafts_here=8)),
     "open, least": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", drafting=False, logp=False)),
     "continue": _edge(t.Continue(start=300, prompt=(4, 5, 600), sampling=SAMPLING, chain=7)),
     "continue, least": _edge(t.Continue(0, ())),
@@ -134,6 +135,7 @@ EXAMPLES = {
             steered=True,
         )
     ),
+    "opened by a verifier that drafts": _cloud(t.Opened(0, 64, 128, "v0", 4096, drafter_here="swift@7")),
     "opened, least": _cloud(t.Opened(0, 0, 0, "", 0, vocab_size=0, max_drafts=0, planned=False)),
     "commit": _cloud(
         t.Commit(
@@ -156,6 +158,18 @@ EXAMPLES = {
             chain=3,
             verified=4,
             turn=1,
+        )
+    ),
+    "commit with drafts of the verifier's own": _cloud(
+        t.Commit(
+            9,
+            tuple(map(t.CommittedToken, (1, 2, 3))),
+            2,
+            64,
+            timing=t.Timing(drafting_s=0.004),
+            verified=4,
+            verified_here=3,
+            covered=7,
         )
     ),
     "commit, least": _cloud(t.Commit(0, tuple(map(t.CommittedToken, (1,))), 0, 0)),

@@ -17,6 +17,7 @@ from outrider.proto.codec.fields import (
     microseconds,
     one,
     optional,
+    optional_number,
     parse,
     to_enum,
     to_microseconds,
@@ -68,6 +69,7 @@ OPEN = Table(
     sampling=one(SAMPLING, missing="open.sampling"),
     patience=optional(Table(t.Patience, pb.Patience)),
     steering=optional(STEERING_REQUEST),
+    drafts_here=optional_number,
 )
 CONTINUE = Table(t.Continue, pb.Continue, sampling=optional(SAMPLING))
 REPORT = Table(
@@ -135,12 +137,15 @@ def _commit_to_wire(commit: t.Commit) -> pb.Commit:
             hold_us=to_microseconds(commit.timing.hold_s),
             queue_us=to_microseconds(commit.timing.queue_s),
             verify_us=to_microseconds(commit.timing.verify_s),
+            drafting_us=to_microseconds(commit.timing.drafting_s),
         ),
         finish=pb.FinishReason.Name(commit.finish.value) if commit.finish else None,
         chain=commit.chain,
         verified=commit.verified,
         turn=commit.turn,
         cached_tokens=commit.cached_tokens,
+        verified_here=commit.verified_here,
+        covered=commit.covered,
         logprobs=() if None in logprobs else logprobs,
         top_tokens=[likely for entries in top for likely, _ in entries],
         top_logp=[of_likely for entries in top for _, of_likely in entries],
@@ -159,13 +164,19 @@ def _commit_from_wire(wire: pb.Commit) -> t.Commit:
         steering=STEERING.from_wire(wire.steering) if wire.HasField("steering") else None,
         credit=wire.credit,
         timing=t.Timing(
-            wire.timing.echo, wire.timing.hold_us / 1e6, wire.timing.queue_us / 1e6, wire.timing.verify_us / 1e6
+            wire.timing.echo,
+            wire.timing.hold_us / 1e6,
+            wire.timing.queue_us / 1e6,
+            wire.timing.verify_us / 1e6,
+            wire.timing.drafting_us / 1e6,
         ),
         finish=to_enum(t.FinishReason, wire.finish, "commit.finish") if wire.finish else None,
         chain=wire.chain,
         verified=wire.verified,
         turn=wire.turn,
         cached_tokens=wire.cached_tokens,
+        verified_here=wire.verified_here,
+        covered=wire.covered,
     )
 
 

@@ -70,6 +70,14 @@ def plain(name: str) -> Field:
     return Field(lambda value: {name: value}, lambda wire: getattr(wire, name))
 
 
+def optional_number(name: str) -> Field:
+    """Copy a number, or None where it is not set."""
+    return Field(
+        lambda value: {} if value is None else {name: value},
+        lambda wire: getattr(wire, name) if wire.HasField(name) else None,
+    )
+
+
 def plain_list(name: str) -> Field:
     """Copy a list of numbers or strings as a tuple."""
     return Field(lambda values: {name: values}, lambda wire: tuple(getattr(wire, name)))

@@ -7,17 +7,12 @@ from dataclasses import dataclass, replace
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.measures import Acceptance
-from outrider.proto.policy.patience import (
-    Plan,
-    Prospect,
-    VerifierView,
-    best_block,
-    expected_tokens,
-    overtakes,
-    plan_for,
-)
+from outrider.proto.policy.patience import Prospect
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.admission import VerifierRules, check_continue, check_draft, check_open
+from outrider.proto.session.both_ends import BothEnds
+from outrider.proto.session.local import DraftingHere, LocalJob
+from outrider.proto.session.next_step import PROBE, PROBE_EVERY, NextStep
 from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.types import (
     Commit,
@@ -26,7 +21,6 @@ from outrider.proto.types import (
     Draft,
     DraftToken,
     FinishReason,
-    Goal,
     Open,
     Opened,
     Report,
@@ -35,8 +29,6 @@ from outrider.proto.types import (
     Timing,
     token_ids,
 )
-
-PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, PROBE of them are requested every PROBE_EVERY tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +56,14 @@ class Verified:
 class VerifierSession:
     """One text as the verifier sees it: committed tokens, and the drafts that may follow them."""
 
-    def __init__(self, frame: Open, rules: VerifierRules, now: float) -> None:
+    def __init__(self, frame: Open, rules: VerifierRules, now: float, here: DraftingHere | None = None) -> None:
         """Take the session, or refuse it before any compute.
+
+        Args:
+            frame: the edge's request.
+            rules: rules of the verifier.
+            now: time on the clock of all events, in seconds.
+            here: drafter of the verifier's own; None: it has none.
 
         Raises:
             UnsupportedProtocol, TokenizerMismatch, InvalidArgument: a field is wrong; it is named.
@@ -89,18 +87,14 @@ class VerifierSession:
         self.top_logprobs = frame.top_logprobs
         self._rules = rules
         self._resumed = len(frame.committed)
-        self._max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
-        self._window = frame.window or rules.max_credit
-        self._patience = frame.patience
         self._wants_logp = frame.logp
-        self._drafting = frame.drafting
-        self._received = ReceivedDrafts(self.transcript, rules.max_credit, now, chain=-1, acceptance=Acceptance())
-        self._report = Report(frame.drafting)
-        self._ready_since = now
+        received = ReceivedDrafts(self.transcript, rules.max_credit, now, chain=-1, acceptance=Acceptance())
+        ends = None
+        if here is not None and frame.drafts_here != 0:
+            ends = BothEnds(here, received, self.transcript, frame.drafts_here)
+        self._next = NextStep(frame, rules, received, ends, now)
         self._messages_received = 0
         self._newest_arrival = now
-        self._plan: Plan | None = None
-        self._pays = True
         self._steering = frame.steering
         self._without_vector = math.inf  # commits since the last with a vector of this projection
 
@@ -117,12 +111,13 @@ class VerifierSession:
             guarantee=rules.guarantee,
             vocab_size=rules.vocab_size,
             goal=rules.goal,
-            max_drafts=self._max_drafts,
-            planned=self._patience is None and rules.patience is None,
+            max_drafts=self._next.max_drafts,
+            planned=self._next.planned,
             keep_s=self.keep_s,
             release=rules.release,
             steered=self.steered,
             noise=self.noise,
+            drafter_here=self.ends.here.name if self.ends is not None else "",
         )
 
     def continued(self, frame: Continue, now: float) -> VerifierSession:
@@ -147,7 +142,7 @@ class VerifierSession:
                 prompt=prompt,
                 committed=(),
                 sampling=replace(sampling, noise=sampling.noise or self.noise),
-                drafting=self._drafting,
+                drafting=self._next.drafting,
                 steering=self._steering,
             ),
             self._rules,
@@ -156,15 +151,23 @@ class VerifierSession:
         session.turn = self.turn + 1
         session.credit = session._granted = self._granted
         session._first_chain = frame.chain
-        session._received = ReceivedDrafts(
+        session._next.received = ReceivedDrafts(
             session.transcript,
             self._rules.max_credit,
             now,
             chain=frame.chain - 1,
-            acceptance=self._received.acceptance,
+            acceptance=self._next.received.acceptance,
         )
-        session._report = self._report
+        session._next.report = self._next.report
+        session._next.ends = self.ends
+        if self.ends is not None:
+            self.ends.begin_turn(session._next.received, session.transcript, frame.start)
         return session
+
+    @property
+    def ends(self) -> BothEnds | None:
+        """Drafts of both ends, where the verifier has a drafter of its own for this text."""
+        return self._next.ends
 
     @property
     def generated(self) -> int:
@@ -174,12 +177,12 @@ class VerifierSession:
     @property
     def chain(self) -> int:
         """Number of the newest chain; -1 before the first."""
-        return self._received.chain
+        return self._next.received.chain
 
     @property
     def waits_for_drafts(self) -> bool:
         """Whether more drafts of the chain may come before the next commit."""
-        return self._drafting and not self._received.complete
+        return self._next.waits_for_drafts
 
     @property
     def steered(self) -> bool:
@@ -201,63 +204,50 @@ class VerifierSession:
             step_s: this session's share of a step's time beside its rows, in seconds; 0: unknown, verify all.
             row_s: time of a row, in seconds.
         """
-        view = self._view(step_s, row_s, self._ready_since)
-        worthwhile = best_block(view)
-        self._pays = worthwhile > 0 and (not self.joins_any_step or overtakes(view))
-        if not worthwhile and self.generated % PROBE_EVERY == 0:
-            worthwhile = 1  # a rise of acceptance shows only where drafts are verified
-        return tuple(self._received.tokens[: max(0, min(worthwhile, self.max_useful_drafts))])
+        probe = self.generated % PROBE_EVERY == 0  # a rise of acceptance shows only where drafts are verified
+        return self._next.block(step_s, row_s, self.max_useful_drafts, probe=probe)
 
     @property
     def max_useful_drafts(self) -> int:
         """Drafts that one step can verify at most, as the session and the room that its text has left allow."""
-        return min(self._max_drafts, self.sampling.max_tokens - self.generated - 1)
+        return min(self._next.max_drafts, self.sampling.max_tokens - self.generated - 1)
 
     def ready_at(self, step_s: float, row_s: float = 0.0) -> float:
         """Return the time by which the next step should begin, on the clock of `now`; infinite: at the next event.
 
         The arguments are those of `block`.
         """
-        patience = self._patience or self._rules.patience or self._planned(step_s, row_s).patience
-        enough = min(patience.drafts, self.max_useful_drafts, self._window, self.credit)
-        if not self.waits_for_drafts or len(self._received) >= enough:
-            return self._ready_since
-        return self._ready_since + patience.seconds
+        return self._next.ready_at(step_s, row_s, min(self.max_useful_drafts, self.credit))
 
     @property
     def joins_any_step(self) -> bool:
         """Whether the session joins any step that begins for others, with drafts or without, at the price of a row."""
-        return self._patience is None and self._rules.patience is None and self._rules.goal is Goal.LATENCY
+        return self._next.joins_any_step
 
     def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
         """Return the expected tokens of a step now, and of one after the drafts that are due."""
-        plan = self._planned(step_s, row_s)
-        acceptance = self._received.acceptance.rate
-        tokens_now = expected_tokens(acceptance, min(len(self._received), self._max_drafts))
-        if not self.waits_for_drafts:
-            return Prospect(0.0, tokens_now, tokens_now)
-        wait_s = max(0.0, self._ready_since + plan.expected_s - now)
-        return Prospect(wait_s, tokens_now, expected_tokens(acceptance, max(plan.drafts, len(self._received))))
+        return self._next.prospect(step_s, row_s, now)
 
-    def _planned(self, step_s: float, row_s: float) -> Plan:
-        """Return the plan for the drafts received when the session became ready; later ones do not change it."""
-        if self._plan is None:
-            self._plan = plan_for(self._view(step_s, row_s, self._ready_since))
-        return self._plan
+    def local_job(
+        self, step_s: float, row_s: float, now: float, block: tuple[DraftToken, ...] | None = None
+    ) -> LocalJob | None:
+        """Return the next job for the verifier's own drafter; `ends.take` answers it, also after the text's end.
 
-    def _view(self, step_s: float, row_s: float, now: float) -> VerifierView:
-        return VerifierView(
-            acceptance=self._received.acceptance.rate,
-            step_s=step_s,
-            row_s=row_s,
-            drafting_s=self._report.drafting_s,
-            round_trip_s=self._report.round_trip_s,
-            max_drafts=self._max_drafts,
-            received=len(self._received),
-            since_miss=self._received.since_miss,
-            since_miss_s=now - self._received.missed_at,
-            goal=self._rules.goal,
-        )
+        Args:
+            step_s: this session's share of a step's time beside its rows, in seconds; 0: unknown.
+            row_s: time of a row, in seconds.
+            now: present time, in seconds.
+            block: drafts that the step which begins now verifies; None: none begins.
+        """
+        full = self.sampling.max_tokens - self.generated - 1 <= len(self._next.chain()[0])
+        if self.finish is not None or full:
+            return None
+        return self._next.local_job(step_s, row_s, now, len(block) if block is not None else None)
+
+    def draft_here_no_more(self) -> None:
+        """Go on without the verifier's own drafter, which is broken."""
+        self._next.ends = None
+        self._next.change_plans()
 
     # --- events ---
 
@@ -273,19 +263,19 @@ class VerifierSession:
         check_draft(draft, self.prompt_length, self._rules)
         self._messages_received += 1
         self._newest_arrival = now
-        if self._received.receive(draft):
-            self._plan = None  # what it waits for will not come
+        if self._next.received.receive(draft):
+            self._next.change_plans()  # what it waits for will not come
 
     def on_report(self, report: Report) -> None:
         """Replace the last report, and the request for vectors where this one has another."""
-        self._report = report
+        self._next.report = report
         if report.steering is not None:
             if self._steering is None or report.steering.projection != self._steering.projection:
                 self._without_vector = math.inf  # the edge's vector is of another projection
             self._steering = report.steering
         if report.acceptance:
-            self._received.acceptance.believe(report.acceptance)
-        self._drafting = report.drafting
+            self._next.received.acceptance.believe(report.acceptance)
+        self._next.drafting = report.drafting
 
     def on_cancel(self) -> Commit:
         """End the text; the last commit says so."""
@@ -304,13 +294,15 @@ class VerifierSession:
             eos_tokens=self._rules.eos_tokens,
         )
         start, ids = len(self.transcript), token_ids(tokens)
+        ends, verified_here = self.ends, max(0, len(verified.block) - self._next.chain()[1])
         self.transcript.extend(ids)
-        if not self._pays:
+        if not self._next.pays:
             probe = min(PROBE, self._rules.max_credit)
             self.credit = probe if self.generated % PROBE_EVERY < len(tokens) else 0
-        self._received.commit(ids, now)
-        self._ready_since = now
-        self._plan = None
+        self._next.received.commit(ids, now)
+        drafting_s = ends.commit(ids) if ends is not None else 0.0
+        self._next.ready_since = now
+        self._next.change_plans()
         steering = verified.steering if self.finish is None else None  # no drafts are made after the end
         self._without_vector = self._without_vector + 1 if steering is None else 0
         cached_tokens, self.cached_tokens = self.cached_tokens, 0
@@ -326,10 +318,13 @@ class VerifierSession:
                 hold_s=now - self._newest_arrival,
                 queue_s=verified.queue_s,
                 verify_s=verified.verify_s,
+                drafting_s=drafting_s,
             ),
             finish=self.finish,
             chain=max(0, self.chain),
             verified=len(verified.block),
+            verified_here=verified_here,
+            covered=ends.covered if ends is not None else 0,
             turn=self.turn,
             cached_tokens=cached_tokens,
         )

@@ -112,6 +112,8 @@ class Open:
         top_logprobs: likeliest tokens to carry for each position; needs `logprobs`.
         keep_s: time to keep the session after its last commit, in seconds.
         steering: requested steering vectors, which do not change the text; None: none.
+        drafts_here: drafts that the verifier makes itself before every step, none during one, as a drafter beside the
+            target does; 0: none at all; None: as it prices them.
     """
 
     model: str
@@ -131,8 +133,10 @@ class Open:
     top_logprobs: int = 0
     keep_s: float = 0.0
     steering: SteeringRequest | None = None
+    drafts_here: int | None = None
 
     def __post_init__(self) -> None:
+        require(self.drafts_here is None or self.drafts_here >= 0, "open.drafts_here", "must be 0 or more")
         require(0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, "open.top_logprobs", f"must be in 0..{MAX_TOP_LOGPROBS}")
         require(self.logprobs or not self.top_logprobs, "open.top_logprobs", "needs logprobs; set both")
         require(bool(NAME.fullmatch(self.session)), "open.session", "must be 1 to 64 of A-Z a-z 0-9 - _")
@@ -290,6 +294,7 @@ class Opened:
         keep_s: time that an idle session is kept, in seconds; 0: the stream ends with the text.
         steered: whether it has the requested projection and sends its vectors.
         noise: noise by which it draws the text.
+        drafter_here: drafter of the verifier's own in this text, as name@version; empty: none.
     """
 
     committed: int
@@ -306,6 +311,7 @@ class Opened:
     release: str = ""
     steered: bool = False
     noise: Noise = Noise.OUTRIDER
+    drafter_here: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,12 +322,14 @@ class Timing:
         echo: Draft messages of the stream that had come before the commit was sent.
         hold_s: time from the arrival of the last one to the sending of the commit, in seconds.
         queue_s: time that the session was due and waited for the engine, in seconds.
+        drafting_s: time that the verifier's own drafter has worked for this text since the last commit, in seconds.
     """
 
     echo: int = 0
     hold_s: float = 0.0
     queue_s: float = 0.0
     verify_s: float = 0.0
+    drafting_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +365,8 @@ class Commit:
         verified: drafts that the step verified.
         turn: Continues of this stream that had come before it.
         cached_tokens: tokens before `start` that the verifier had computed already, in the first commit of a turn only.
+        verified_here: verified drafts that the verifier made itself, which come last.
+        covered: tokens after these that the verifier will have by its own drafts before the edge's answer can come.
     """
 
     start: int
@@ -371,8 +381,16 @@ class Commit:
     verified: int = 0
     turn: int = 0
     cached_tokens: int = 0
+    verified_here: int = 0
+    covered: int = 0
+
+    @property
+    def accepted_here(self) -> int:
+        """Accepted drafts that the verifier made itself."""
+        return max(0, self.accepted - self.verified + self.verified_here)
 
     def __post_init__(self) -> None:
+        require(self.verified_here <= self.verified, "commit.verified_here", "exceeds the verified drafts")
         require(bool(self.tokens) or self.finish is not None, "commit.tokens", "is empty and the text goes on")
         require(0 <= self.cached_tokens <= self.start, "commit.cached_tokens", "exceeds the tokens before the commit")
         require(0 <= self.accepted <= len(self.tokens), "commit.accepted", "exceeds the tokens")

@@ -1,0 +1,141 @@
+"""Decisions about a session's next step: when it begins, how many drafts it verifies, and who makes them."""
+
+from __future__ import annotations
+
+from outrider.proto.policy.patience import (
+    Plan,
+    Prospect,
+    VerifierView,
+    best_block,
+    expected_tokens,
+    overtakes,
+    plan_for,
+)
+from outrider.proto.session.admission import VerifierRules
+from outrider.proto.session.both_ends import BothEnds
+from outrider.proto.session.local import LocalJob
+from outrider.proto.session.received import ReceivedDrafts
+from outrider.proto.types import DraftToken, Goal, Open, Report
+
+PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, PROBE of them are requested every PROBE_EVERY tokens
+
+
+class NextStep:
+    """The next step of one session, by what it has measured and received.
+
+    Attributes:
+        received: drafts of the edge.
+        ends: drafts of both ends, where the verifier has a drafter of its own.
+        report: newest report of the edge.
+        drafting: whether the edge drafts.
+        ready_since: time from which the step could begin, in seconds.
+        pays: whether the edge's drafts are worth their while.
+    """
+
+    def __init__(
+        self, frame: Open, rules: VerifierRules, received: ReceivedDrafts, ends: BothEnds | None, now: float
+    ) -> None:
+        self.received = received
+        self.ends = ends
+        self.report = Report(frame.drafting)
+        self.drafting = frame.drafting
+        self.ready_since = now
+        self.pays = True
+        self.max_drafts = min(frame.max_drafts or rules.max_drafts, rules.max_drafts)
+        self._rules = rules
+        self._patience = frame.patience or rules.patience
+        self._window = frame.window or rules.max_credit
+        self._plan: Plan | None = None
+
+    def change_plans(self) -> None:
+        """Plan again: what the step waited for has come, or will not."""
+        self._plan = None
+
+    @property
+    def joins_any_step(self) -> bool:
+        """Whether the session joins any step that begins for others, with drafts or without, at the price of a row."""
+        return self._patience is None and self._rules.goal is Goal.LATENCY
+
+    @property
+    def planned(self) -> bool:
+        """Whether the wait for drafts is planned, not fixed."""
+        return self._patience is None
+
+    @property
+    def waits_for_drafts(self) -> bool:
+        """Whether more drafts of the chain may come before the next commit."""
+        drafted_here = self.ends is not None and self.ends.drafts_here
+        return drafted_here or (self.drafting and not self.received.complete)
+
+    def chain(self) -> tuple[list[DraftToken], int]:
+        """Return the drafts that follow the transcript, and how many of the first are the edge's."""
+        if self.ends is not None:
+            return self.ends.chain()
+        return self.received.tokens, len(self.received)
+
+    def block(self, step_s: float, row_s: float, room: int, *, probe: bool) -> tuple[DraftToken, ...]:
+        """Return the drafts [k] to verify in a step now.
+
+        Args:
+            step_s: this session's share of a step's time beside its rows, in seconds; 0: unknown, verify all.
+            row_s: time of a row, in seconds.
+            room: most drafts that the step can use.
+            probe: whether to verify one even where none pays.
+        """
+        view = self._view(step_s, row_s, self.ready_since)
+        worthwhile = best_block(view)
+        pays = overtakes(view) if self.ends is None else self.ends.edge_pays
+        self.pays = worthwhile > 0 and (not self.joins_any_step or pays)
+        return tuple(self.chain()[0][: max(0, min(worthwhile or int(probe), room))])
+
+    def ready_at(self, step_s: float, row_s: float, max_drafts: int) -> float:
+        """Return the time by which the step should begin; infinite: at the next event.
+
+        Args:
+            step_s: as in `block`.
+            row_s: as in `block`.
+            max_drafts: drafts that end any wait.
+        """
+        patience = self._patience or self._planned(step_s, row_s).patience
+        enough = min(patience.drafts, max_drafts, self._window)
+        if not self.waits_for_drafts or len(self.chain()[0]) >= enough:
+            return self.ready_since
+        return self.ready_since + patience.seconds
+
+    def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
+        """Return the expected tokens of a step now, and of one after the drafts that are due."""
+        plan = self._planned(step_s, row_s)
+        acceptance = self.received.acceptance.rate
+        here = len(self.chain()[0])
+        tokens_now = expected_tokens(acceptance, min(here, self.max_drafts))
+        if not self.waits_for_drafts:
+            return Prospect(0.0, tokens_now, tokens_now)
+        wait_s = max(0.0, self.ready_since + plan.expected_s - now)
+        return Prospect(wait_s, tokens_now, expected_tokens(acceptance, max(plan.drafts, here)))
+
+    def local_job(self, step_s: float, row_s: float, now: float, block: int | None) -> LocalJob | None:
+        """Return the next job for the verifier's own drafter; None: it has nothing to do."""
+        if self.ends is None:
+            return None
+        return self.ends.job(self._view(step_s, row_s, now), block, edge_drafts=self.drafting)
+
+    def _planned(self, step_s: float, row_s: float) -> Plan:
+        """Return the plan for the drafts received when the session became ready; later ones do not change it."""
+        if self._plan is None:
+            view = self._view(step_s, row_s, self.ready_since)
+            self._plan = plan_for(view) if self.ends is None else self.ends.plan(view, edge_drafts=self.drafting)
+        return self._plan
+
+    def _view(self, step_s: float, row_s: float, now: float) -> VerifierView:
+        return VerifierView(
+            acceptance=self.received.acceptance.rate,
+            step_s=step_s,
+            row_s=row_s,
+            drafting_s=self.report.drafting_s,
+            round_trip_s=self.report.round_trip_s,
+            max_drafts=self.max_drafts,
+            received=len(self.received),
+            since_miss=self.received.since_miss,
+            since_miss_s=now - self.received.missed_at,
+            goal=self._rules.goal,
+        )
