@@ -6,9 +6,11 @@ packages    drafters on disk: embedded or in a folder, checked against their man
 cache       what the coordinator serves, downloaded once
 search      which drafters a list of names stands for
 pool        several drafters, loaded on demand within a limit of memory
-memory      what this process holds
 onnx        an ONNX language model whose KV cache is one numpy buffer
 ngram       prompt lookup, no model at all
+places      where n-grams of a growing prefix ended
+retrieval   copying on from predictions, documents and the text itself, no model either
+suffix_index  documents that are searched for the end of a text
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from outrider.drafters.packages import (
 from outrider.drafters.pool import DrafterPool
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
+from outrider.drafters.retrieval import RetrievalDrafter
+from outrider.drafters.suffix_index import SuffixIndex
 
 __all__ = [
     "DraftState",
@@ -33,6 +37,8 @@ __all__ = [
     "DrafterPool",
     "NgramDrafter",
     "ProposalRule",
+    "RetrievalDrafter",
+    "SuffixIndex",
     "embedded_packages",
     "find_package",
     "load_package",

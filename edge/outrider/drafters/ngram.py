@@ -18,13 +18,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from outrider.drafters.places import NgramPlaces
 from outrider.drafters.proposals import NO_PROPOSAL, ProposalRule
 from outrider.drafters.protocol import TokenPrefix, check_scorable, check_truncation
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.token_counts import TokenCounts
 from outrider.proto.types import DraftToken
-
-PLACES_READ = 16  # newest places of an n-gram; a common word has thousands, and a bound keeps a token's price constant
 
 
 class NgramDrafter:
@@ -61,7 +60,7 @@ class NgramState(TokenPrefix):
         super().__init__()
         self._rule, self._counted = rule, rule.counts()
         self._vocab_size = vocab_size
-        self._places = [_Places(n) for n in range(1, longest + 1)]  # shortest first, as q is built
+        self._places = [NgramPlaces(n) for n in range(1, longest + 1)]  # shortest first, as q is built
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append known tokens, O(longest) each."""
@@ -128,7 +127,7 @@ class NgramState(TokenPrefix):
     def _counts(self) -> Iterator[Counter[int]]:
         """Count what followed the last 1, 2, ... `longest` tokens, as far as they occurred before."""
         for places in self._places:
-            counts = Counter(self.tokens[place + 1] for place in places.before(self.tokens))
+            counts = Counter(self.tokens[place + 1] for place in places.before(self.length))
             if not counts:
                 return
             yield counts
@@ -151,36 +150,3 @@ class NgramState(TokenPrefix):
         for counts in self._counts():
             q = (counts[token] + len(counts) * q) / (counts.total() + len(counts))
         return q
-
-
-class _Places:
-    """Places where the n-grams of one length ended: the last ones in a dict, earlier ones by links between places."""
-
-    def __init__(self, n: int) -> None:
-        self._n = n
-        self._last: dict[tuple[int, ...], int] = {}
-        self._earlier: list[int] = []  # [length]; for each end, the end of the same n-gram before it; -1: none
-
-    def append(self, tokens: list[int]) -> None:
-        """Add the n-gram that ends with the newest of `tokens`."""
-        gram = tuple(tokens[-self._n :])
-        self._earlier.append(self._last.get(gram, -1))
-        self._last[gram] = len(tokens) - 1
-
-    def pop(self, tokens: list[int]) -> None:
-        """Forget the n-gram that ends with the newest of `tokens`."""
-        gram = tuple(tokens[-self._n :])
-        earlier = self._earlier.pop()
-        if earlier < 0:
-            del self._last[gram]
-        else:
-            self._last[gram] = earlier
-
-    def before(self, tokens: list[int]) -> Iterator[int]:
-        """Yield up to `PLACES_READ` earlier ends, newest first, of the n-gram that ends with the newest of `tokens`."""
-        place = self._earlier[-1] if len(tokens) >= self._n else -1
-        for _ in range(PLACES_READ):
-            if place < 0:
-                return
-            yield place
-            place = self._earlier[place]

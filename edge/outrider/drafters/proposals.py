@@ -41,7 +41,7 @@ class ProposalRule:
         self.sampling = sampling
         self.noise = sampling.noise or Noise.OUTRIDER
         self._exponentials = _EXPONENTIALS[self.noise]
-        self._prompt_length = prompt_length
+        self.prompt_length = prompt_length
         self._bias = dict(sampling.logit_bias)
         self._allowed = np.array(sorted(sampling.allowed_tokens), dtype=np.int64)
         self._inverse_temperature = 1 / max(sampling.temperature, 1e-9) if sampling.temperature else 1.0
@@ -51,7 +51,7 @@ class ProposalRule:
 
     def counts(self) -> TokenCounts | None:
         """Return empty counts for a prefix's tokens; None: this rule has no penalties."""
-        return TokenCounts(self._prompt_length) if self.sampling.penalises else None
+        return TokenCounts(self.prompt_length) if self.sampling.penalises else None
 
     def candidates_wanted(self, useful: int) -> int:
         """Return how many candidates `choose` needs, `useful` at most: few where only the argmax can be proposed."""

@@ -1,7 +1,7 @@
 """Search for the drafters that a list names, by their manifests: nothing else is fetched, checked or loaded yet.
 
-`ngram` stands for n-grams of the text itself, a name with a slash or of a folder for a package there, and any other
-name for a drafter that the coordinator offers, or else for an embedded one.
+`ngram` stands for n-grams of the text itself, `retrieval` for copies of what the edge has, a name with a slash or of a
+folder for a package there, and any other name for a drafter that the coordinator offers, or else for an embedded one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.packages import DrafterPackage, embedded_packages, find_folder, load_package, read_manifest
 from outrider.drafters.pool import BROKEN, Member
 from outrider.drafters.protocol import Drafter
+from outrider.drafters.retrieval import RetrievalDrafter
 from outrider.proto.errors import OutriderError, TokenizerMismatch
 from outrider.proto.types import DrafterManifest
 
-NGRAM = "ngram"
+NGRAM, RETRIEVAL = "ngram", "retrieval"
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class DrafterSearch:
     def _find(self, name: str) -> Member:
         if name == NGRAM:
             return Member(NGRAM, NgramDrafter.version, 0, NgramDrafter)
+        if name == RETRIEVAL:
+            return Member(RETRIEVAL, RetrievalDrafter.version, 0, RetrievalDrafter)
         known = name in self._offers or name in embedded_packages()
         local = "/" in name or (not known and Path(name).is_dir())
         offer = None if local else self._offers.get(name)
