@@ -252,7 +252,7 @@ def test_the_relay_speaks_tls_both_ways_and_the_edge_knows_only_the_coordinator(
             stream = channels.open_stream(*opening)
             stream.send(Cancel("only a frame"))
             assert await anext(stream.frames()) == OPENED
-            await channels.close_stream(lease.address, stream)
+            await channels.close_stream(stream)
             await channels.close()
             await client.close()
 
@@ -271,7 +271,7 @@ def test_a_relay_without_certificates_for_its_verifiers_says_so_in_its_log(
         with pytest.raises(Unavailable):
             await anext(stream.frames())
         channels.retire(call.address, stream.connection)
-        await channels.close_stream(call.address, stream)
+        await channels.close_stream(stream)
 
     serve(scenario, ScriptedCluster(ready("a", tls=True)), relay=True)
     assert "--verifier-tls-ca" in caplog.text

@@ -77,10 +77,13 @@ class ScriptedChannels:
         self.sizes: Sequence[int] = ()
         self.paced = True
 
+    def connect(self, address: str, tls_name: str | None) -> None:
+        pass
+
     def open_stream(self, address: str, statistics: EdgeStatistics, *_: object) -> ScriptedStream:
         return ScriptedStream(self, statistics)
 
-    async def close_stream(self, address: str, stream: ScriptedStream) -> None:
+    async def close_stream(self, stream: ScriptedStream) -> None:
         pass
 
     def retire(self, address: str, connection: Connection) -> None:

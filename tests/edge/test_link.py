@@ -11,8 +11,9 @@ import grpc
 import pytest
 
 from outrider.edge import Client, EdgeConfig
-from outrider.edge.link import Channels, Stream
+from outrider.edge.link import Channels, Connection, Stream
 from outrider.proto import codec
+from outrider.proto.channel import CONNECTION_WINDOW_BYTES
 from outrider.proto.errors import OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.rpc_errors import to_status
 from outrider.proto.session import EdgeStatistics, RetryRules
@@ -95,17 +96,23 @@ async def answered(stream: Stream) -> None:
     assert await anext(stream.frames()) == OPENED
 
 
+async def reaches(connection: Connection, wanted: grpc.ChannelConnectivity) -> None:
+    """The connection comes into this state, and nobody uses it."""
+    while (state := connection.channel.get_state()) is not wanted:
+        await connection.channel.wait_for_state_change(state)
+
+
 def test_texts_after_one_another_and_side_by_side_share_a_connection() -> None:
     async def scenario(verifier: Verifier, channels: Channels) -> None:
         first = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(first)
         beside = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(beside)
-        await channels.close_stream(verifier.address, first)
-        await channels.close_stream(verifier.address, beside)
+        await channels.close_stream(first)
+        await channels.close_stream(beside)
         after = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(after)
-        await channels.close_stream(verifier.address, after)
+        await channels.close_stream(after)
         assert len(verifier.peers) == 3
         assert len(set(verifier.peers)) == 1
 
@@ -117,10 +124,10 @@ def test_after_a_loss_the_next_text_has_a_new_connection() -> None:
         first = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(first)
         channels.retire(verifier.address, first.connection)
-        await channels.close_stream(verifier.address, first)
+        await channels.close_stream(first)
         second = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(second)
-        await channels.close_stream(verifier.address, second)
+        await channels.close_stream(second)
         assert len(set(verifier.peers)) == 2
 
     run(scenario)
@@ -133,17 +140,17 @@ def test_losing_one_text_leaves_the_others_their_stream_and_the_next_reconnects(
         await answered(lost)
         await answered(going_on)
         channels.retire(verifier.address, lost.connection)
-        await channels.close_stream(verifier.address, lost)
+        await channels.close_stream(lost)
         await answered(going_on)
         following = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(following)
         channels.retire(verifier.address, going_on.connection)  # of the old connection: the new one stays
-        await channels.close_stream(verifier.address, going_on)
+        await channels.close_stream(going_on)
         await answered(following)
         beside = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(beside)
         for stream in (following, beside):
-            await channels.close_stream(verifier.address, stream)
+            await channels.close_stream(stream)
         assert len(verifier.peers) == 4
         assert len(set(verifier.peers[:2])) == len(set(verifier.peers[2:])) == 1
         assert len(set(verifier.peers)) == 2
@@ -161,12 +168,12 @@ def test_a_verifier_that_starts_after_refusals_is_reached_without_backoff() -> N
             with pytest.raises(Unavailable):
                 await anext(lost.frames())
             channels.retire(address, lost.connection)
-            await channels.close_stream(address, lost)
+            await channels.close_stream(lost)
         again = Verifier(address)
         await again.server.start()
         stream = channels.open_stream(address, EdgeStatistics())
         await answered(stream)
-        await channels.close_stream(address, stream)
+        await channels.close_stream(stream)
         await again.server.stop(None)
 
     run(scenario)
@@ -181,10 +188,110 @@ def test_bytes_are_counted_for_each_text_separately() -> None:
         assert busy.uplink_bytes > 0
         assert busy.downlink_bytes >= len(codec.encode_cloud_frame(OPENED))
         assert (idle.uplink_bytes, idle.downlink_bytes) == (0, 0)
-        await channels.close_stream(verifier.address, first)
-        await channels.close_stream(verifier.address, second)
+        await channels.close_stream(first)
+        await channels.close_stream(second)
 
     run(scenario)
+
+
+def test_a_connection_is_renewed_in_mid_text_and_no_text_waits_for_the_handshake() -> None:
+    async def text(channels: Channels, address: str) -> Connection:
+        stream = channels.open_stream(address, EdgeStatistics())
+        await answered(stream)
+        await channels.close_stream(stream)
+        return stream.connection
+
+    async def scenario(verifier: Verifier, channels: Channels) -> None:
+        address = verifier.address
+        first = channels.open_stream(address, EdgeStatistics())
+        await answered(first)
+        assert first.connection.successor is None
+        first.connection.receive(CONNECTION_WINDOW_BYTES // 2)
+        await answered(first)
+        successor = first.connection.successor
+        assert successor is not None, "made before the text has ended"
+        assert successor.channel.get_state() is not grpc.ChannelConnectivity.IDLE, "nobody has to use it first"
+        await reaches(successor, grpc.ChannelConnectivity.READY)
+        assert successor.stands
+        assert await text(channels, address) is successor
+        await answered(first)  # over the old connection, to its end
+        await channels.close_stream(first)
+        assert first.connection.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        assert await text(channels, address) is successor
+        assert len(set(verifier.peers)) == 2
+
+    run(scenario)
+
+
+def test_a_used_up_connection_carries_texts_until_its_successor_stands() -> None:
+    async def scenario(verifier: Verifier, channels: Channels) -> None:
+        address = verifier.address
+        first = channels.open_stream(address, EdgeStatistics())
+        await answered(first)
+        old = first.connection
+        nobody = grpc.aio.insecure_channel("127.0.0.1:1")
+        old.renew = lambda: Connection(nobody, old.renew)
+        old.receive(CONNECTION_WINDOW_BYTES)
+        second = channels.open_stream(address, EdgeStatistics())
+        await answered(second)
+        assert second.connection is old
+        channels.retire(address, old)  # lost: its successor, made over the same link, is not trusted
+        third = channels.open_stream(address, EdgeStatistics())
+        await answered(third)
+        assert third.connection not in (old, old.successor)
+        for stream in (first, second, third):
+            await channels.close_stream(stream)
+        for channel in (old.channel, nobody):
+            assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+
+    run(scenario)
+
+
+def test_a_connection_made_ahead_stands_when_the_first_text_comes() -> None:
+    async def scenario(verifier: Verifier, channels: Channels) -> None:
+        channels.connect(verifier.address)
+        channels.connect(verifier.address)
+        connection = channels._by_address[verifier.address]
+        await reaches(connection, grpc.ChannelConnectivity.READY)
+        stream = channels.open_stream(verifier.address, EdgeStatistics())
+        assert stream.connection is connection
+        await answered(stream)
+        await channels.close_stream(stream)
+
+    run(scenario)
+
+
+def test_a_connection_made_ahead_in_vain_costs_the_first_text_no_backoff() -> None:
+    async def scenario(verifier: Verifier, channels: Channels) -> None:
+        address = verifier.address
+        await verifier.server.stop(None)
+        channels.connect(address)
+        in_vain = channels._by_address[address]
+        await reaches(in_vain, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
+        again = Verifier(address)
+        await again.server.start()
+        stream = channels.open_stream(address, EdgeStatistics())
+        assert stream.connection is not in_vain
+        await answered(stream)
+        await channels.close_stream(stream)
+        assert in_vain.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        await again.server.stop(None)
+
+    run(scenario)
+
+
+def test_a_prepared_client_has_begun_the_handshake_before_its_first_text(tokenizer_file: Path) -> None:
+    async def main() -> None:
+        verifier = Refusing(None)
+        await verifier.server.start()
+        async with Client(
+            EdgeConfig(verifier=verifier.address, model="tiny", tokenizer=tokenizer_file, drafter="none")
+        ) as client:
+            await reaches(client._channels._by_address[verifier.address], grpc.ChannelConnectivity.READY)
+        assert verifier.peers == [], "no stream has been opened"
+        await verifier.server.stop(None)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 @pytest.mark.parametrize("error", [None, ResourceExhausted("no room", retry_after_s=2.0)])
@@ -208,7 +315,7 @@ def test_a_draft_that_meets_the_streams_end_hides_neither_commit_nor_error(
             await anext(frames)
         assert type(caught.value) is (Unavailable if error is None else ResourceExhausted)
         assert caught.value.retry_after_s == (0 if error is None else 2)
-        await channels.close_stream(verifier.address, stream)
+        await channels.close_stream(stream)
         await channels.close()
         await asyncio.sleep(0.1)
         waiting = [task for task in asyncio.all_tasks() if "status_once_received" in str(task.get_coro())]
@@ -223,7 +330,7 @@ def test_a_stream_whose_closing_is_cancelled_gives_its_connection_back() -> None
         stream = channels.open_stream(verifier.address, EdgeStatistics())
         await answered(stream)
         channels.retire(verifier.address, stream.connection)
-        closing = asyncio.create_task(channels.close_stream(verifier.address, stream))
+        closing = asyncio.create_task(channels.close_stream(stream))
         await asyncio.sleep(0)
         closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)

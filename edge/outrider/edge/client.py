@@ -114,6 +114,8 @@ class Client:
                     self._steering = DrafterSteering(shape.rank, policy)
                     self._steering_request = SteeringRequest(shape.projection)
                 self._ready = ready
+                if (expected := ready.route.expected()) is not None:  # the first text waits for no handshake
+                    self._channels.connect(expected.address, expected.tls_name if expected.tls else None)
             return self._ready
 
     async def inquire(self) -> str:

@@ -33,6 +33,7 @@ class CoordinatorClient:
         self.security = security or Security()
         self.security.check_coordinator(address)
         self.priors = FleetPriors()  # from leases
+        self.newest_lease: Lease | None = None
         self._timeout_s = timeout_s
         self._files = ClientCredentials(self.security.tls) if self.security.tls else None
         self._credentials: grpc.ChannelCredentials | None = None
@@ -43,6 +44,7 @@ class CoordinatorClient:
         """Ask where to decode."""
         lease = await self._call("OpenLease", codec.encode_lease_request(request), codec.decode_lease)
         self.priors.learn(request, lease)
+        self.newest_lease = lease
         return lease
 
     async def list_drafters(self, tokenizer_sha256: str = "") -> tuple[DrafterManifest, ...]:

@@ -113,7 +113,6 @@ class Decoding:
         self._thread = thread
         self._open_timeout_s = open_timeout_s
         self._stream: Stream | None = None
-        self._address = ""
         self._reopen: Reopen | None = None
         self._lost: list[str] = []
         self._jobs: asyncio.Queue[DraftJob | CatchUpJob] = asyncio.Queue()
@@ -313,7 +312,6 @@ class Decoding:
 
     async def _one_stream(self) -> None:
         lease = await self._route.lease(self.session, tuple(self._lost[-3:]))
-        self._address = lease.address
         metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *relay_metadata(lease))
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
@@ -338,7 +336,7 @@ class Decoding:
     async def _close_stream(self) -> None:
         stream, self._stream = self._stream, None
         if stream is not None:
-            await self._channels.close_stream(self._address, stream)
+            await self._channels.close_stream(stream)
 
     def _receive(self, frame: CloudFrame) -> None:
         self._observer.received(frame, time.monotonic())

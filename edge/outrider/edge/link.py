@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -64,7 +65,7 @@ class Stream:
                 if data is grpc.aio.EOF:
                     raise await self._ending()
                 self.statistics.downlink_bytes += len(data) + GRPC_PREFIX_BYTES
-                self.connection.received_bytes += len(data) + GRPC_PREFIX_BYTES
+                self.connection.receive(len(data) + GRPC_PREFIX_BYTES)
                 yield codec.decode_cloud_frame(data)
         except grpc.aio.AioRpcError as error:  # from the read alone; the stream's own status says more
             raise await self._ending() from error
@@ -102,12 +103,36 @@ class Stream:
 
 @dataclass(eq=False, slots=True)
 class Connection:
-    """Channel to a verifier, and how much has come through it."""
+    """Channel to a verifier, and how much has come through it.
+
+    Attributes:
+        renew: makes another connection to the same verifier, which begins its handshake at once.
+        successor: connection that takes this one's place as soon as it stands; None: this one is still good.
+    """
 
     channel: grpc.aio.Channel
+    renew: Callable[[], Connection]
     received_bytes: int = 0
     streams: int = 0
     retired: bool = False
+    successor: Connection | None = None
+
+    @property
+    def stands(self) -> bool:
+        """Whether a stream needs no handshake; one that has failed is tried again."""
+        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last handshake has failed, and the next waits for gRPC's backoff."""
+        return self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+    def receive(self, num_bytes: int) -> None:
+        """Count bytes that have come, and renew the connection before it has used up the window it began with."""
+        self.received_bytes += num_bytes
+        used_up = self.received_bytes > CONNECTION_WINDOW_BYTES - 2 * DECODING_WINDOW_BYTES
+        if used_up and self.successor is None and not self.retired:
+            self.successor = self.renew()
 
 
 def relay_metadata(lease: Lease) -> tuple[tuple[str, bytes], ...]:
@@ -116,12 +141,25 @@ def relay_metadata(lease: Lease) -> tuple[tuple[str, bytes], ...]:
 
 
 class Channels:
-    """One connection to each verifier, kept between texts: a new text then waits for no handshake."""
+    """One connection to each verifier, kept between texts and renewed in time: a new text waits for no handshake."""
 
     def __init__(self, security: Security | None = None) -> None:
         self._security = security or Security()
         self._files = ClientCredentials(self._security.tls) if self._security.tls else None
         self._by_address: dict[str, Connection] = {}
+        self._retired: list[Connection] = []
+
+    def connect(self, address: str, tls_name: str | None = None) -> None:
+        """Begin the handshake with a verifier before a text needs it; the arguments are those of `open_stream`.
+
+        Raises:
+            ConfigError: it speaks TLS and the edge does not, or the other way round beyond this machine.
+        """
+        connection = self._by_address.get(address)
+        if connection is not None and not connection.streams and connection.has_failed:
+            self.retire(address, connection)
+        if address not in self._by_address:
+            self._by_address[address] = self._new(address, tls_name)
 
     def open_stream(
         self,
@@ -141,36 +179,49 @@ class Channels:
         Raises:
             ConfigError: it speaks TLS and the edge does not, or the other way round beyond this machine.
         """
-        if address not in self._by_address:
-            self._security.check_verifier(address, tls_name)
-            credentials = self._files.current() if self._files is not None and tls_name is not None else None
-            connected = open_channel(address, DECODING_OPTIONS, credentials, tls_name or "")
-            self._by_address[address] = Connection(connected)
+        self.connect(address, tls_name)
         connection = self._by_address[address]
+        if connection.successor is not None and connection.successor.stands:
+            successor, connection.successor = connection.successor, None
+            self.retire(address, connection)
+            connection = self._by_address[address] = successor
         connection.streams += 1
         method = connection.channel.stream_stream(codec.DECODE_METHOD)  # bytes: the codec checks them
         return Stream(method(metadata=metadata), statistics, connection)
 
-    async def close_stream(self, address: str, stream: Stream) -> None:
-        """Close a stream, and retire its connection once that has used up the window that it began with."""
-        connection = stream.connection
+    async def close_stream(self, stream: Stream) -> None:
+        """Close a stream, and the connections that nobody uses any more."""
         try:
             await stream.close()
         finally:  # the caller may be cancelled
-            connection.streams -= 1
-            if connection.received_bytes > CONNECTION_WINDOW_BYTES - 2 * DECODING_WINDOW_BYTES:
-                self.retire(address, connection)
-            if connection.retired and not connection.streams:
+            stream.connection.streams -= 1
+            for connection in [connection for connection in self._retired if not connection.streams]:
+                self._retired.remove(connection)
                 await connection.channel.close()
 
     def retire(self, address: str, connection: Connection) -> None:
         """Use a connection no more, such as a lost stream's: the next connects at once, without gRPC's backoff."""
+        if connection.retired:
+            return
         connection.retired = True
+        self._retired.append(connection)
+        if connection.successor is not None:  # it was made over the same link, at the same time
+            self.retire(address, connection.successor)
         if self._by_address.get(address) is connection:
             del self._by_address[address]
 
     async def close(self) -> None:
         """End every connection."""
-        connections, self._by_address = self._by_address, {}
-        for connection in connections.values():
+        connections = [*self._by_address.values(), *self._retired]
+        connections += [connection.successor for connection in connections if connection.successor is not None]
+        self._by_address, self._retired = {}, []
+        for connection in connections:
             await connection.channel.close()
+
+    def _new(self, address: str, tls_name: str | None) -> Connection:
+        """Return a connection that begins its handshake now."""
+        self._security.check_verifier(address, tls_name)
+        credentials = self._files.current() if self._files is not None and tls_name is not None else None
+        channel = open_channel(address, DECODING_OPTIONS, credentials, tls_name or "")
+        channel.get_state(try_to_connect=True)
+        return Connection(channel, partial(self._new, address, tls_name))

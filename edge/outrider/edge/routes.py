@@ -20,6 +20,10 @@ class Route(ABC):
     async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
         """Return permission to decode; `avoid` names verifiers just lost."""
 
+    def expected(self) -> Lease | None:
+        """Return a lease like the next text's, without a call, so that its connection can be made; None: unknown."""
+        return None
+
     def about(self, features: TextFeatures) -> Route:  # noqa: ARG002 - no coordinator, no kinds of text
         """Return a route for one text of this kind, whose leases bring priors for such texts."""
         return self
@@ -46,7 +50,13 @@ class DirectRoute(Route):
     async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:  # noqa: ARG002 - the protocol's
         """Return the first address that is not to be avoided, or all in turn."""
         fresh = [address for address in self._addresses if address not in avoid]
-        address = fresh[0] if fresh else self._addresses[len(avoid) % len(self._addresses)]
+        return self._lease_of(fresh[0] if fresh else self._addresses[len(avoid) % len(self._addresses)])
+
+    def expected(self) -> Lease:
+        """Return the first address."""
+        return self._lease_of(self._addresses[0])
+
+    def _lease_of(self, address: str) -> Lease:
         return Lease(
             token=b"",
             verifier=address,
@@ -94,6 +104,15 @@ class CoordinatorRoute(Route):
                 link_class=self._features.link_class,
             )
         )
+        return self._joined(lease)
+
+    def expected(self) -> Lease | None:
+        """Return the newest lease of any text."""
+        newest = self._client.newest_lease
+        return None if newest is None else self._joined(newest)
+
+    def _joined(self, lease: Lease) -> Lease:
+        """Return the lease with the address to connect to."""
         if not lease.relayed:
             return lease
         security = self._client.security
