@@ -36,6 +36,9 @@ def test_leases_verifiers_and_reports_are_shown(serve) -> None:
 
     async def scenario(call) -> None:
         await call("OpenLease", LeaseRequest(model="tiny", session="s1"))
+        for prefixes in ((1, 2), (1, 3), (4,)):
+            await call("OpenLease", LeaseRequest(model="tiny", session="s1", prefixes=prefixes))
+        await call("OpenLease", LeaseRequest(model="tiny", session="s1", prefixes=(1, 2), inquiry=True))
         with pytest.raises(NotFound):
             await call("OpenLease", LeaseRequest(model="another", session="s2"))
         report = SessionReport(
@@ -45,7 +48,9 @@ def test_leases_verifiers_and_reports_are_shown(serve) -> None:
         await call("ReportSession", report)
         await call("ReportSession", report)
         found = await asyncio.to_thread(scrape, call.server.metrics_address)
-        assert found["outrider:coordinator_leases_granted_total", ("tiny",)] == 1
+        assert found["outrider:coordinator_leases_granted_total", ("tiny",)] == 4
+        assert found["outrider:coordinator_leases_by_prefix_total", ("new",)] == 2
+        assert found["outrider:coordinator_leases_by_prefix_total", ("same",)] == 1
         assert found["outrider:coordinator_leases_refused_total", ("NotFound",)] == 1
         assert found["outrider:coordinator_refused_calls_total", ("NotFound",)] == 1
         assert found["outrider:coordinator_verifiers", ("ready",)] == 1

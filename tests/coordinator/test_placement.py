@@ -1,11 +1,15 @@
-"""Placement of sessions: every rule of `place`, and its refusals."""
+"""Placement of sessions: every rule of `place`, its refusals, and the memory of texts' beginnings."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
-from outrider.coordinator.cluster import VerifierState
+from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.placement import place
+from outrider.coordinator.prefixes import PrefixMemory
 from outrider.coordinator.testing import TOKENIZER_SHA256, ready
 from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch, Unavailable
 
@@ -103,3 +107,107 @@ def test_a_verifier_that_is_short_of_pages_loses_to_any_other_with_room() -> Non
     assert place([short, busy], "tiny", "").name == "b"
     assert place([short, ready("b", sessions=3, kv_pages=160)], "tiny", "").name == "a", "both are"
     assert place([ready("a"), busy], "tiny", "").name == "a", "it does not say how many it has"
+
+
+# --- beginnings of texts ---
+
+
+def test_of_equal_loads_the_verifier_that_took_the_most_of_the_text_wins() -> None:
+    three = [ready("a", step_s=0.1), ready("b", step_s=0.2), ready("c", step_s=0.15)]
+    assert place(three, "tiny", "").name == "a"
+    assert place(three, "tiny", "", prefixes={"b": 1}).name == "b", "16 tokens decide between equals"
+    assert place(three, "tiny", "", prefixes={"b": 1, "c": 2}).name == "c"
+    assert place(three, "tiny", "", prefixes={"gone": 9}).name == "a"
+
+
+@pytest.mark.parametrize(("prefixes", "more"), [(3, 0), (4, 0), (5, 1), (9, 2), (24, 5)])
+def test_a_longer_beginning_outweighs_more_sessions_and_load_wins_in_the_end(prefixes: int, more: int) -> None:
+    for sessions in range(12):
+        pair = [ready("a", sessions=2, max_sessions=64), ready("b", sessions=2 + sessions, max_sessions=64)]
+        chosen = place(pair, "tiny", "", prefixes={"b": prefixes}).name
+        assert chosen == ("b" if sessions <= more else "a"), f"{prefixes} beginnings against {sessions} sessions"
+
+
+def test_a_beginning_outweighs_no_more_than_a_quarter_of_a_verifiers_sessions() -> None:
+    for sessions in range(8):
+        pair = [ready("a", max_sessions=8), ready("b", sessions=sessions, max_sessions=8)]
+        chosen = place(pair, "tiny", "", prefixes={"b": 24}).name
+        assert chosen == ("b" if sessions < 2 else "a")
+
+
+def test_a_beginning_is_worth_nothing_where_pending_leases_may_fill_the_verifier() -> None:
+    pair = [ready("a", sessions=3), ready("b", sessions=2)]
+    assert place(pair, "tiny", "", pending={"b": 1}, prefixes={"b": 9}).name == "b"
+    assert place(pair, "tiny", "", pending={"b": 2}, prefixes={"b": 9}).name == "a"
+
+
+def test_a_beginning_never_leads_to_a_slow_short_avoided_full_or_absent_verifier() -> None:
+    def chosen(held: VerifierInfo, avoid: tuple[str, ...] = ()) -> str:
+        return place(
+            [ready("a", step_s=0.1, kv_pages=160, kv_pages_free=99), held], "tiny", "", avoid, {}, {"b": 9}
+        ).name
+
+    fine = ready("b", step_s=0.19, kv_pages=160, kv_pages_free=99)
+    assert chosen(fine) == "b"
+    assert chosen(replace(fine, step_s=0.0)) == "b", "it has not stepped yet"
+    assert chosen(replace(fine, step_s=0.21)) == "a"
+    assert chosen(replace(fine, kv_pages_free=9)) == "a"
+    assert chosen(fine, ("b",)) == "a"
+    assert chosen(replace(fine, sessions=4)) == "a"
+    assert chosen(replace(fine, state=DRAINING)) == "a"
+    assert chosen(replace(fine, model="big")) == "a"
+
+
+def test_many_texts_of_one_beginning_at_once_are_spread_and_all_get_room() -> None:
+    memory, pending, fleet = PrefixMemory(), Counter[str](), [ready("a", max_sessions=8), ready("b", max_sessions=8)]
+    text = tuple(range(24))
+    for _ in range(16):
+        known = memory.find("", text, fleet)
+        chosen = place(fleet, "tiny", "", (), pending, known)
+        memory.note("", text, chosen)
+        pending[chosen.name] += 1
+        assert abs(pending["a"] - pending["b"]) <= 3
+    assert pending == {"a": 8, "b": 8}
+
+
+def test_the_memory_knows_for_each_verifier_how_much_of_a_text_it_took() -> None:
+    memory, a, b = PrefixMemory(), ready("a"), ready("b")
+    memory.note("", (1, 2, 3), a)
+    memory.note("", (1, 2, 30, 40), b)
+    assert memory.find("", (1, 2, 30, 41), [a, b]) == {"a": 2, "b": 3}
+    assert memory.find("", (1, 2, 3, 4, 5), [a, b]) == {"a": 3, "b": 2}
+    assert memory.find("", (2, 3), [a]) == {"a": 2}
+    assert memory.find("", (9, 1, 2, 3), [a, b]) == {}, "a text that begins otherwise has nothing in common"
+    assert memory.find("", (), [a, b]) == {}
+
+
+def test_tenants_do_not_attract_each_other_even_with_the_same_hashes() -> None:
+    memory, a = PrefixMemory(), ready("a")
+    memory.note("alice", (1, 2), a)
+    assert memory.find("alice", (1, 2), [a]) == {"a": 2}
+    assert memory.find("bob", (1, 2), [a]) == memory.find("", (1, 2), [a]) == {}
+
+
+def test_what_a_verifier_took_is_forgotten_when_it_restarts() -> None:
+    memory, a = PrefixMemory(), ready("a")
+    memory.note("", (1, 2), a)
+    assert memory.find("", (1, 2), [replace(a, restarts=1)]) == {}
+    assert memory.find("", (1, 2), [replace(a, address="127.0.0.1:2")]) == {}, "another of the same name"
+    assert memory.find("", (1, 2), [replace(a, sessions=3, step_s=0.2)]) == {"a": 2}
+
+
+def test_the_memory_is_bounded_and_the_least_recent_beginnings_go_first() -> None:
+    memory, a = PrefixMemory(max_remembered=6), ready("a")
+    memory.note("", (1, 2, 3), a)
+    memory.note("", (4, 5, 6), a)
+    memory.note("", (1, 2, 3), a)
+    memory.note("", (7,), a)
+    assert len(memory) == 6
+    assert memory.find("", (4, 5, 6), [a]) == {"a": 2}, "the longest of the least recent one is gone"
+    assert memory.find("", (1, 2, 3), [a]) == {"a": 3}
+    for i in range(100):
+        memory.note("", range(100 * i, 100 * i + 24), a)
+    assert len(memory) == 6
+    for i in range(100):
+        memory.note("", (1,), ready(f"v{i}"))
+    assert len(memory.find("", (1,), [ready(f"v{i}") for i in range(100)])) == 4, "holders of one are bounded too"

@@ -24,7 +24,7 @@ MATCHER = re.compile(r'([a-zA-Z_]\w*)\s*(?:=~|!~|!=|=)\s*"(?:[^"\\]|\\.)*"')
 WORDS = {"and", "or", "unless", "offset", "bool", "inf", "nan"}
 OVER_TIME = ("rate", "increase")
 SECRET = b"0123456789abcdef"
-PROMPT = "alpha beta alpha beta alpha"
+PROMPT = " ".join(["alpha beta"] * 10)  # long enough for placement to recognise
 VARIABLES = {"model_name", "drafter", "verifier"}
 
 

@@ -7,7 +7,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -498,8 +498,8 @@ class Signing(DirectRoute):
 
     lasts_s = 60.0
 
-    async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
-        lease = await super().lease(session, avoid)
+    async def lease(self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = ()) -> Lease:
+        lease = await super().lease(session, avoid, transcript)
         claim = LeaseClaim("v", "tiny", session, time.time() + self.lasts_s)
         return Lease(
             **{name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "token"},

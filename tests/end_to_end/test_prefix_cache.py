@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -26,8 +27,8 @@ class KeyRoute(DirectRoute):
 
     key = ""
 
-    async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
-        lease = await super().lease(session, avoid)
+    async def lease(self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = ()) -> Lease:
+        lease = await super().lease(session, avoid, transcript)
         token = sign_lease(LeaseClaim("v", "tiny", session, time.time() + 60, self.key), SECRET)
         return Lease(
             **{name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "token"}, token=token

@@ -177,7 +177,7 @@ EXAMPLES = {
     "commit of the end alone": _cloud(t.Commit(5, (), 0, 0, finish=t.FinishReason.LENGTH)),
     "goaway": _cloud(t.Goaway("draining", 1.5)),
     "lease request": Example(
-        t.LeaseRequest("reference", "s-1", HASH, ("v1", "v2"), 2, True, 3, 2),
+        t.LeaseRequest("reference", "s-1", HASH, ("v1", "v2"), 2, True, 3, 2, (7, 1 << 63)),
         codec.encode_lease_request,
         codec.decode_lease_request,
     ),

@@ -152,6 +152,7 @@ lease_requests = st.builds(
     st.booleans(),
     st.integers(0, t.PROMPT_CLASSES - 1),
     st.integers(0, t.LINK_CLASSES - 1),
+    st.lists(big_counts, max_size=t.MAX_PREFIXES).map(tuple),
 )
 drafter_priors = st.builds(t.DrafterPrior, words, words, st.floats(0, 1), st.floats(0, allow_infinity=False))
 leases = st.builds(
@@ -438,6 +439,7 @@ def test_a_list_longer_than_can_make_sense_is_refused(frame, field):
     [
         (codec.decode_lease_request, pb.LeaseRequest(prompt_class=t.PROMPT_CLASSES), "lease_request.prompt_class"),
         (codec.decode_lease_request, pb.LeaseRequest(link_class=t.LINK_CLASSES), "lease_request.link_class"),
+        (codec.decode_lease_request, pb.LeaseRequest(prefixes=[1] * (t.MAX_PREFIXES + 1)), "lease_request.prefixes"),
         (codec.decode_report, pb.SessionReport(prompt_class=t.PROMPT_CLASSES), "report.prompt_class"),
         (codec.decode_report, pb.SessionReport(link_class=t.LINK_CLASSES), "report.link_class"),
         (codec.decode_report, pb.SessionReport(drafter_hits=[pb.DrafterHits(hits=1)]), "report.drafter_hits"),

@@ -30,6 +30,11 @@ class Caller:
     key: Key | None = None
     local: bool = True
 
+    @property
+    def tenant(self) -> str:
+        """Name of the key, whose texts share KV pages; empty: none is asked for."""
+        return self.key.name if self.key is not None else ""
+
 
 @dataclass(slots=True)
 class _Running:

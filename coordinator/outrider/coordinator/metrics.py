@@ -49,6 +49,12 @@ class CoordinatorMetrics:
         self._refused_calls = _counter(
             self.registry, "coordinator_refused_calls", "Calls answered with an error.", "error"
         )
+        self._prefixes = _counter(
+            self.registry,
+            "coordinator_leases_by_prefix",
+            "Leases at a verifier that took texts which begin alike (same), elsewhere (other), or none did (new).",
+            "outcome",
+        )
         self._sessions = _counter(
             self.registry, "coordinator_reported_sessions", "Finished sessions reported by edges.", MODEL
         )
@@ -61,6 +67,10 @@ class CoordinatorMetrics:
     def grant(self, model: str) -> None:
         """Count a lease that was granted."""
         self._granted.labels(model).inc()
+
+    def place_prefix(self, known: int, most: int) -> None:
+        """Count a lease at a verifier that took `known` beginnings of the text, where some verifier took `most`."""
+        self._prefixes.labels("new" if not most else "same" if known == most else "other").inc()
 
     def refuse(self, error: OutriderError) -> None:
         """Count a lease that was refused."""

@@ -10,6 +10,9 @@ from outrider.proto.errors import NotFound, ResourceExhausted, TokenizerMismatch
 RETRY_WHEN_FULL_S = 2.0
 RETRY_WHEN_DOWN_S = 1.0
 SHORT_OF_PAGES = 1 / 16  # share of a verifier's KV pages
+PREFIXES_PER_SESSION = 4  # known beginnings that outweigh a session; a text of fourfold length has four more
+MAX_IMBALANCE = 1 / 4  # of the sessions that a verifier admits
+SLOW = 2.0  # times the fastest step
 
 
 def place(
@@ -18,6 +21,7 @@ def place(
     tokenizer_sha256: str,
     avoid: Collection[str] = (),
     pending: Mapping[str, int] | None = None,
+    prefixes: Mapping[str, int] | None = None,
 ) -> VerifierInfo:
     """Choose the least loaded verifier that can take one more session.
 
@@ -25,12 +29,18 @@ def place(
     admits; one whose KV pages are almost all held is chosen only where the others' are too. Pending leases only decide
     between verifiers with room, because most are opened before the next report.
 
+    A verifier that has taken the beginning of the text may have more sessions than others: what it need not read again
+    is weighed against a row in every step. The first 16 tokens only decide between equal loads, 64 are worth one
+    session, each fourfold length one more, and never more than a quarter of the sessions that it admits. They are worth
+    nothing where pending leases may fill the verifier, or where its step takes twice as long as the fastest.
+
     Args:
         verifiers: the fleet.
         model: target; empty: the first that is served.
         tokenizer_sha256: tokenizer of the edge; empty: it has none yet.
         avoid: names of verifiers to choose only if no other has room.
         pending: numbers of granted leases not yet reported as sessions, by verifier.
+        prefixes: numbers of beginnings of the text that verifiers took before (see `PrefixMemory.find`), by verifier.
 
     Raises:
         NotFound: no verifier serves the model.
@@ -49,9 +59,16 @@ def place(
         raise ResourceExhausted(
             f"all {len(ready)} verifiers of {serving[0].model!r} are full", retry_after_s=RETRY_WHEN_FULL_S
         )
-    return min(
-        roomy, key=lambda v: (v.name in avoid, _is_short(v), v.sessions + waiting.get(v.name, 0), v.step_s, v.name)
-    )
+    known = prefixes or {}
+    fastest_s = min((v.step_s for v in roomy if v.step_s), default=0.0)
+
+    def order(v: VerifierInfo) -> tuple[bool, bool, float, int, float, str]:
+        load = v.sessions + waiting.get(v.name, 0)
+        welcome = load < v.max_sessions and v.step_s <= SLOW * fastest_s
+        worth = min(known.get(v.name, 0) / PREFIXES_PER_SESSION, MAX_IMBALANCE * v.max_sessions) if welcome else 0.0
+        return v.name in avoid, _is_short(v), load - worth, load, v.step_s, v.name
+
+    return min(roomy, key=order)
 
 
 def _is_short(verifier: VerifierInfo) -> bool:

@@ -16,6 +16,7 @@ from outrider.coordinator.cluster import Cluster, VerifierInfo, VerifierState
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, RelayMetrics
 from outrider.coordinator.placement import place
+from outrider.coordinator.prefixes import PrefixMemory
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.proto.errors import (
     InvalidArgument,
@@ -78,6 +79,7 @@ class ControlService:
         if config.state is not None:
             self._statistics.load(config.state)
         self._unsaved = False
+        self._prefixes = PrefixMemory()
         self._granted: deque[tuple[float, str]] = deque()  # (monotonic time, verifier)
         self._refreshing = asyncio.Lock()
         self._refreshed_s = float("-inf")
@@ -118,7 +120,7 @@ class ControlService:
         """
         try:
             _check_lease_request(request)
-            verifier = await self._place(request)
+            verifier = await self._place(request, caller)
             if not request.inquiry:
                 self.admission.grant(caller, request.session, self._config.lease_seconds)
         except OutriderError as error:
@@ -128,7 +130,7 @@ class ControlService:
             logger.info("a lease is refused: %s", error, extra=about(session, error=error))
             raise
         if not request.inquiry:
-            self._count_grant(request, verifier)
+            self._count_grant(request, verifier, caller)
         drafters = self.catalogue.fits(verifier.tokenizer_sha256)
         fitting = {(drafter.name, drafter.version) for drafter in drafters}
         relayed = self.relay_metrics is not None
@@ -152,8 +154,12 @@ class ControlService:
             release=release(),
         )
 
-    def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo) -> None:
+    def _count_grant(self, request: LeaseRequest, verifier: VerifierInfo, caller: Caller) -> None:
         self.metrics.grant(verifier.model)
+        if request.prefixes:
+            known = self._known_prefixes(request, caller)
+            self.metrics.place_prefix(known.get(verifier.name, 0), max(known.values(), default=0))
+            self._prefixes.note(caller.tenant, request.prefixes, verifier)
         logger.info("a lease is granted", extra=about(request.session, verifier.name))
         self._granted.append((time.monotonic(), verifier.name))
         self._statistics.leases_granted += 1
@@ -166,7 +172,7 @@ class ControlService:
             model=verifier.model,
             session=request.session,
             expires_at_s=self._clock() + self._config.lease_seconds,
-            key=key.name if key is not None else "",
+            key=caller.tenant,
             tokens_per_minute=(key.tokens_per_minute or 0) if key is not None else 0,
         )
         return sign_lease(claim, self._config.lease_secret)
@@ -255,19 +261,23 @@ class ControlService:
             self._unsaved = True
             logger.warning("statistics cannot be saved: %s", error)
 
-    async def _place(self, request: LeaseRequest) -> VerifierInfo:
+    async def _place(self, request: LeaseRequest, caller: Caller) -> VerifierInfo:
         # The view may be one poll old: before a refusal, or an offer of what the edge has just lost, poll again.
         try:
-            chosen = self._choose(request)
+            chosen = self._choose(request, caller)
             if chosen.name not in request.avoid:
                 return chosen
         except (Unavailable, ResourceExhausted, NotFound):
             pass
         await self.refresh()
-        return self._choose(request)
+        return self._choose(request, caller)
 
-    def _choose(self, request: LeaseRequest) -> VerifierInfo:
-        return place(self.verifiers, request.model, request.tokenizer_sha256, request.avoid, self._pending())
+    def _choose(self, request: LeaseRequest, caller: Caller) -> VerifierInfo:
+        known = self._known_prefixes(request, caller)
+        return place(self.verifiers, request.model, request.tokenizer_sha256, request.avoid, self._pending(), known)
+
+    def _known_prefixes(self, request: LeaseRequest, caller: Caller) -> dict[str, int]:
+        return self._prefixes.find(caller.tenant, request.prefixes, self._known)
 
     def _pending(self) -> Counter[str]:
         # A lease becomes a session after a round trip, and is in the verifier's report one poll later.

@@ -311,7 +311,7 @@ class Decoding:
                 await asyncio.sleep(self._reopen.after_s)
 
     async def _one_stream(self) -> None:
-        lease = await self._route.lease(self.session, tuple(self._lost[-3:]))
+        lease = await self._route.lease(self.session, tuple(self._lost[-3:]), self.machine.transcript)
         metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *relay_metadata(lease))
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)

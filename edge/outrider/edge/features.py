@@ -2,7 +2,8 @@
 
 With them other edges begin with the drafter that does well in such texts. What leaves the edge:
 
-    with a lease's request      two small numbers: the prompt's class (`PromptClass`) and the link's (`link_class`)
+    with a lease's request      two small numbers: the prompt's class (`PromptClass`) and the link's (`link_class`);
+                                beside them, for placement, keyed hashes of its beginnings (`outrider.edge.prefixes`)
     when the text is done       both again, and for each drafter how many tokens were compared and how many it hit
 
 No text and no token leaves it. A class is less than three bits and made of shares of characters and lines alone: it

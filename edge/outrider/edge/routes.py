@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.features import TextFeatures
+from outrider.edge.prefixes import prefix_key, text_prefixes
 from outrider.edge.security import Security
 from outrider.edge.warm_start import FleetPrior
 from outrider.proto.errors import OutriderError
@@ -17,8 +19,8 @@ class Route(ABC):
     """A way to find a verifier, again and again if need be; without a coordinator unless a subclass has one."""
 
     @abstractmethod
-    async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
-        """Return permission to decode; `avoid` names verifiers just lost."""
+    async def lease(self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = ()) -> Lease:
+        """Return permission to decode what follows `transcript` [n]; `avoid` names verifiers just lost."""
 
     def expected(self) -> Lease | None:
         """Return a lease like the next text's, without a call, so that its connection can be made; None: unknown."""
@@ -47,7 +49,7 @@ class DirectRoute(Route):
         self._model = model
         self._tokenizer_sha256 = tokenizer_sha256
 
-    async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:  # noqa: ARG002 - the protocol's
+    async def lease(self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = ()) -> Lease:  # noqa: ARG002 - the protocol's
         """Return the first address that is not to be avoided, or all in turn."""
         fresh = [address for address in self._addresses if address not in avoid]
         return self._lease_of(fresh[0] if fresh else self._addresses[len(avoid) % len(self._addresses)])
@@ -83,6 +85,7 @@ class CoordinatorRoute(Route):
         self._model = model
         self._tokenizer_sha256 = tokenizer_sha256
         self._features = features
+        self._prefix_key = prefix_key(client.security.api_key, model, tokenizer_sha256)
 
     def about(self, features: TextFeatures) -> CoordinatorRoute:
         """Return another route over the same client."""
@@ -92,7 +95,7 @@ class CoordinatorRoute(Route):
         """Return the prior of the newest leases."""
         return self._client.priors.of(self._model, features)
 
-    async def lease(self, session: str, avoid: tuple[str, ...]) -> Lease:
+    async def lease(self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = ()) -> Lease:
         """Ask the coordinator for a lease; where it relays, the address is its own."""
         lease = await self._client.open_lease(
             LeaseRequest(
@@ -102,6 +105,7 @@ class CoordinatorRoute(Route):
                 avoid=avoid,
                 prompt_class=self._features.prompt_class,
                 link_class=self._features.link_class,
+                prefixes=text_prefixes(transcript, self._prefix_key),
             )
         )
         return self._joined(lease)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from outrider.proto.types.checks import MAX_TOKEN_ID
 from outrider.proto.types.control import (
     LINK_CLASSES,
+    MAX_PREFIXES,
     MAX_REPORTED_DRAFTERS,
     PROMPT_CLASSES,
     ClassAcceptance,
@@ -55,6 +56,7 @@ from outrider.proto.types.sampling import Grammar, GrammarKind, Noise, Sampling
 
 __all__ = [
     "LINK_CLASSES",
+    "MAX_PREFIXES",
     "MAX_REPORTED_DRAFTERS",
     "MAX_TOKEN_ID",
     "MAX_TOP_LOGPROBS",

@@ -10,6 +10,7 @@ from outrider.proto.types.decoding import PROTOCOL_VERSION
 
 PROMPT_CLASSES, LINK_CLASSES = 16, 6  # 0 included: unknown
 MAX_REPORTED_DRAFTERS = 16  # in a report or a prior
+MAX_PREFIXES = 24  # of a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class LeaseRequest:
         inquiry: whether it only asks what a lease says: no token is signed and no session counted.
         prompt_class: kind of text of the prompt; 0: unknown.
         link_class: kind of round trip; 0: unknown.
+        prefixes: [n] keyed 64-bit hashes of beginnings of the text, the shortest first, equal where texts begin alike.
     """
 
     model: str
@@ -59,9 +61,11 @@ class LeaseRequest:
     inquiry: bool = False
     prompt_class: int = 0
     link_class: int = 0
+    prefixes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require_classes(self.prompt_class, self.link_class, "lease_request")
+        require(len(self.prefixes) <= MAX_PREFIXES, "lease_request.prefixes", f"holds more than {MAX_PREFIXES}")
 
 
 def _require_classes(prompt_class: int, link_class: int, message: str) -> None:

@@ -1,0 +1,42 @@
+"""Hashes of a text's beginnings: equal where texts of one key begin alike, and nowhere else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider.edge.prefixes import PREFIX_LENGTHS, prefix_key, text_prefixes
+from outrider.proto.types import MAX_PREFIXES, MAX_TOKEN_ID, LeaseRequest
+
+KEY = prefix_key("secret", "tiny", "ab" * 32)
+TEXT = random.Random(3).choices(range(MAX_TOKEN_ID + 1), k=PREFIX_LENGTHS[-1] + 5)
+
+
+def test_lengths_grow_by_half_an_octave_from_sixteen_tokens() -> None:
+    assert PREFIX_LENGTHS[:6] == (16, 22, 32, 45, 64, 90)
+    assert PREFIX_LENGTHS[4::4] == (64, 256, 1024, 4096, 16384), "four more are a fourfold length"
+    assert len(PREFIX_LENGTHS) == MAX_PREFIXES
+
+
+@pytest.mark.parametrize("common", [0, 15, 16, 63, 64, 500, len(TEXT)])
+def test_texts_have_those_hashes_in_common_whose_lengths_they_share(common: int) -> None:
+    other = [*TEXT[:common], *((token + 1) % (MAX_TOKEN_ID + 1) for token in TEXT[common:])]
+    one, two = text_prefixes(TEXT, KEY), text_prefixes(other, KEY)
+    shared = sum(length <= common for length in PREFIX_LENGTHS)
+    assert one[:shared] == two[:shared]
+    assert not set(one[shared:]) & set(two)
+    assert text_prefixes(TEXT[:common], KEY) == one[:shared], "a longer text goes on with further ones"
+    assert LeaseRequest("m", "s", prefixes=one).prefixes == one
+
+
+def test_a_key_a_model_and_a_tokenizer_have_hashes_of_their_own() -> None:
+    keys = [
+        KEY,
+        prefix_key("another", "tiny", "ab" * 32),
+        prefix_key("", "tiny", "ab" * 32),
+        prefix_key("secret", "big", "ab" * 32),
+        prefix_key("secret", "tiny", "cd" * 32),
+    ]
+    hashes = [hash_ for key in keys for hash_ in text_prefixes(TEXT, key)]
+    assert len(set(hashes)) == len(keys) * MAX_PREFIXES
