@@ -171,6 +171,18 @@ def test_steering_vectors_their_bytes_and_their_age_are_counted() -> None:
     assert value(metrics, "outrider:edge_steered_jobs_total", **WHOSE) == 14
 
 
+def test_the_verifiers_own_drafts_are_counted_apart() -> None:
+    metrics = EdgeMetrics()
+    for accepted, seconds in ((3, 0.25), (4, 0.5)):
+        observer, machine = machine_of(metrics)
+        machine.statistics.accepted_here, machine.statistics.drafting_here_s = accepted, seconds
+        machine.statistics.drafting_s = 2 * seconds
+    observer.ended(Done(FinishReason.EOS), 1.0)
+    shown = {"accepted_verifier_tokens": 7, "verifier_drafting_seconds": 0.75, "drafting_seconds": 1.5}
+    for name, count in shown.items():
+        assert value(metrics, f"outrider:edge_{name}_total", **WHOSE) == count
+
+
 def test_the_phases_of_a_round_trip_add_up_to_its_time() -> None:
     metrics = EdgeMetrics()
     observer, _ = machine_of(metrics)

@@ -259,6 +259,7 @@ class Client:
             drafting=ready.drafter is not None,
             window=self.config.window if isinstance(self.config.window, int) else 0,
             max_drafts=self.config.max_drafts,
+            drafts_here=self.config.drafts_here,
             logp=self.config.logprobs,
             steering=self._steering_request,
         )

@@ -118,6 +118,14 @@ class EdgeConfig(Settings):
         choices=("auto", "on", "off"),
     )
     patience: Patience | None = None
+    drafts_here: int | None = option(
+        None,
+        "drafts that the verifier's own drafter makes before every step, and none during one; 0: none at all; not set: "
+        "the verifier decides",
+        metavar="N",
+        group=DRAFTING,
+        check=at_least(0),
+    )
     max_drafts: int = option(0, "limit of drafts verified in one step; 0: the verifier's", check=at_least(0))
     logprobs: bool = option(True, "ask for the log probability of every token, 4 bytes each on the downlink")
     send_q: bool = option(False, "send the drafter's probability of each token, 2 bytes, to earn rewards in commits")

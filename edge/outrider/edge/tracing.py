@@ -185,6 +185,7 @@ class _TracedObserver(Observer):
             "outrider.tokens": len(commit.tokens),
             "outrider.verified": commit.verified,
             "outrider.accepted": commit.accepted,
+            "outrider.accepted_here": commit.accepted_here,
         }
         if message is not None:
             landed_at = message.sent_at + arrived.link_s / 2

@@ -188,6 +188,7 @@ class Drafting:
         """
         job, drafts, text, selection = done.job, done.drafts, self._text, self._selection
         self.running = None
+        text.statistics.drafting_s += done.seconds
         if text.done:
             return
         if self._issued_in == text.turns:
@@ -229,6 +230,7 @@ class Drafting:
         """Learn from an idle drafter's catching up; return whether it belongs to this turn."""
         self.running = None
         text, job = self._text, done.job
+        text.statistics.reading_s += done.seconds
         if text.done or self._issued_in != text.turns:
             return False
         self._meter.drafter(job.drafter).reading_s.add(done.seconds / len(job.tokens))
@@ -282,9 +284,9 @@ class Drafting:
         text.statistics.of(self._selection.names[self.active]).committed += len(tokens)
         self._selection.learn(
             committed=len(tokens),
-            # A step verifies drafts after a miss too, but nothing is known of them.
-            verified=max(0, min(commit.verified, len(commit.tokens)) - known),
-            accepted=max(0, commit.accepted - known),
+            # A step verifies drafts after a miss too, but nothing is known of them; the verifier's own come last.
+            verified=max(0, min(commit.verified - commit.verified_here, len(commit.tokens)) - known),
+            accepted=max(0, commit.accepted - commit.accepted_here - known),
             agreement=math.nan if commit.reward is None else commit.reward,
             seconds=seconds,
         )

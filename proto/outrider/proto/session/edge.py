@@ -304,6 +304,8 @@ class EdgeSession:
     def _measure(self, commit: Commit, now: float) -> None:
         self.statistics.steps += 1
         self.statistics.verified += commit.verified
+        self.statistics.verified_here += commit.verified_here
+        self.statistics.drafting_here_s += commit.timing.drafting_s
         self._chain.said_complete = False
         if self._meter.take_commit(commit, now, downlink=self._vectors is not None):
             self.statistics.round_trip_s = self.round_trip_s

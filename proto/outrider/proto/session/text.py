@@ -30,9 +30,14 @@ class EdgeStatistics:
 
     Attributes:
         committed: tokens of text.
-        accepted: drafts among them.
+        accepted: drafts among them, the verifier's own included.
+        accepted_here: those of these that the verifier's own drafter made.
         drafted: tokens that drafters proposed.
-        verified: drafts that the verifier's steps verified.
+        verified: drafts that the verifier's steps verified, its own included.
+        verified_here: those of these that the verifier's own drafter made.
+        drafting_here_s: time that the verifier's own drafter has worked, in seconds.
+        drafting_s: time of the edge's drafting jobs, in seconds.
+        reading_s: time that idle drafters of the edge took to catch up, in seconds.
         hits: drafts that agreed with the committed token of their position.
         compared: drafts up to the first miss of their chain that met a committed token; acceptance is hits / compared.
         cached_tokens: tokens of the prompt that the verifier had computed already.
@@ -51,8 +56,13 @@ class EdgeStatistics:
 
     committed: int = 0
     accepted: int = 0
+    accepted_here: int = 0
     drafted: int = 0
     verified: int = 0
+    verified_here: int = 0
+    drafting_here_s: float = 0.0
+    drafting_s: float = 0.0
+    reading_s: float = 0.0
     hits: int = 0
     compared: int = 0
     cached_tokens: int = 0
@@ -132,6 +142,7 @@ class EdgeText:
         drafted = tuple(i < commit.accepted for i in range(known, len(commit.tokens)))
         self.statistics.committed += len(drafted)
         self.statistics.accepted += sum(drafted)
+        self.statistics.accepted_here += min(commit.accepted_here, sum(drafted))  # they come last
         return Emit(len(self.tokens), commit.tokens[known:], drafted)
 
     def end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> Done:
