@@ -11,6 +11,7 @@ from functools import partial
 
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs, VirtualClock
+from outrider.bench.simulator.local import LocalThreads
 from outrider.bench.simulator.simulation import Simulation
 from outrider.bench.simulator.verifier import SimulatedVerifier
 from outrider.bench.simulator.wire import ShapeAt, WireLink
@@ -29,6 +30,7 @@ from outrider.proto.session import (
     TeacherForced,
     VerifierRules,
 )
+from outrider.proto.session.local import DraftingHere
 from outrider.proto.types import DraftToken, Goal, Open, Patience, Sampling
 
 _HASH = "0" * 64
@@ -45,6 +47,9 @@ class Policy:
         max_drafts: most drafts that a step verifies.
         drafting: whether the edge drafts; False: cloud streaming.
         logprobs: whether the edge asks for log probabilities, 4 bytes a token.
+        here: whether the verifier has a drafter of its own, the edge's.
+        drafts_here: drafts that it makes before every step, none during one; None: as it prices them.
+        price: seconds of waiting that a second of its drafting is worth; None: derived.
     """
 
     window: WindowPolicy | None = None
@@ -53,6 +58,9 @@ class Policy:
     max_drafts: int = 16
     drafting: bool = True
     logprobs: bool = True
+    here: bool = False
+    drafts_here: int | None = None
+    price: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +182,11 @@ class Replay(Simulation):
         seed: int = 0,
         others: Sequence[DrafterArm] = (),
         selector: Selector | None = None,
+        here: DraftingHere | None = None,
     ) -> None:
         """Set both sides up. The arguments are those of `replay`, for one text.
 
-        `measurements` are the edge's of earlier texts; `batching` has the verifier's.
+        `measurements` are the edge's of earlier texts; `batching` and `here` have the verifier's.
 
         Raises:
             ConfigError: others on another text, or without a selector.
@@ -195,7 +204,13 @@ class Replay(Simulation):
             send_q=bool(others),
             selection=Selection(selector, names) if selector is not None else None,
         )
-        verifier = SimulatedVerifier(clock, _rules(trace, text, policy), text, costs, batching)
+        local = None
+        if here is not None:
+            beside = TracedText(
+                (DrafterArm(trace, replace(costs, drafting_s=costs.drafting_here_s or costs.drafting_s)),)
+            )
+            local = LocalThreads(clock, here, lambda _: beside)
+        verifier = SimulatedVerifier(clock, _rules(trace, text, policy), text, costs, batching, local)
         self._wires = WireLink(clock, shape_at, costs, edge.statistics, random.Random(seed))
         super().__init__(clock, edge, verifier, text, lambda _: self._wires)
 
@@ -229,6 +244,7 @@ def _open_frame(trace: HitTrace, text: TracedText, policy: Policy) -> Open:
         drafting=policy.drafting,
         logp=policy.logprobs,
         patience=policy.patience,
+        drafts_here=policy.drafts_here,
     )
 
 
@@ -276,6 +292,7 @@ def replay(
         measurements=Measurements(),
         batching=Batching(),
         seed=seed,
+        here=DraftingHere("here", policy.price) if policy.here else None,
     )
 
     def one(trace: HitTrace, others: Sequence[DrafterArm]) -> ReplayOutcome:

@@ -46,6 +46,7 @@ class Costs:
         min_step_s: the shortest step.
         prefill_row_s: each row of a step that reads a prompt.
         drafting_s: a drafted token.
+        drafting_here_s: a token that the verifier's own drafter drafts; 0: like the edge's.
         catch_up_s: a token that the drafter reads.
         job_s: handing the drafter a job of any size; the edge does not count it as drafting.
         edge_event_s: from a frame's arrival at the edge until the session machine has it.
@@ -58,6 +59,7 @@ class Costs:
     min_step_s: float = 0.0
     prefill_row_s: float = 0.0003
     drafting_s: float = 0.0006
+    drafting_here_s: float = 0.0
     catch_up_s: float = 0.0001
     job_s: float = 0.0002
     edge_event_s: float = 0.0003

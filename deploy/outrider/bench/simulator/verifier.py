@@ -10,8 +10,9 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from outrider.bench.simulator.clock import Costs, VirtualClock
+from outrider.bench.simulator.local import LocalThreads
 from outrider.cloud.batching import Batch, Batching, Share, credit_of
-from outrider.proto.session import Verified, VerifierRules, VerifierSession
+from outrider.proto.session import Drafted, DrafterFailed, Verified, VerifierRules, VerifierSession
 from outrider.proto.types import (
     Cancel,
     CloudFrame,
@@ -126,20 +127,25 @@ class SimulatedVerifier:
         target: SimulatedTarget,
         costs: Costs,
         batching: Batching | None = None,
+        local: LocalThreads | None = None,
     ) -> None:
         self.rules = rules
         self.batching = batching or Batching()
         self._clock = clock
         self._target = target
         self._costs = costs
+        self._local = local
         self._slots: dict[SimulatedStream, SimulatedSlot] = {}
-        self._waiting: deque[tuple[SimulatedStream, EdgeFrame, float]] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
         self._busy = False
         self._alarm = math.inf
 
     def receive(self, stream: SimulatedStream, frame: EdgeFrame) -> None:
         """Take a frame that has arrived, after the step that is running."""
-        self._waiting.append((stream, frame, self._clock.now))
+        self._post(partial(self.take, stream, frame, self._clock.now))
+
+    def _post(self, event: Callable[[], None]) -> None:
+        self._waiting.append(event)
         if not self._busy:
             self._run()
 
@@ -192,14 +198,33 @@ class SimulatedVerifier:
         """Take the frames that wait, then begin a step if one is due."""
         self._busy = False
         while self._waiting:
-            self.take(*self._waiting.popleft())
+            self._waiting.popleft()()
         running = self._running()
+        for slot in running:
+            self._draft_here(slot)
         batch = self.batching.plan(running, len(running), self._clock.now)
         if batch.shares:
             self._begin(batch)
         elif batch.wake_at < self._alarm:
             self._alarm = batch.wake_at
             self._clock.at(self._alarm, self._on_alarm)
+
+    def _draft_here(self, slot: SimulatedSlot, block: tuple[DraftToken, ...] | None = None) -> None:
+        """Let the verifier's own drafter go on with a text, where the session asks for that."""
+        if self._local is None:
+            return
+        job = slot.session.local_job(self.batching.base_s, self.batching.row_s, self._clock.now, block)
+        if job is not None:
+            self._local.submit(slot.session, job, self._drafted_here)
+
+    def _drafted_here(self, session: VerifierSession, result: Drafted | DrafterFailed, waited_s: float) -> None:
+        def take() -> None:
+            if isinstance(result, DrafterFailed):
+                session.draft_here_no_more()
+            elif session.ends is not None:
+                session.ends.take(result, waited_s)
+
+        self._post(take)
 
     def _on_alarm(self) -> None:
         self._alarm = math.inf
@@ -209,13 +234,17 @@ class SimulatedVerifier:
     def _open(self, stream: SimulatedStream, frame: Open) -> None:
         for other in [other for other, slot in self._slots.items() if slot.session.id == frame.session]:
             self.release(other)
-        session = VerifierSession(frame, self.rules, self._clock.now)
+        here = self._local.here if self._local is not None else None
+        session = VerifierSession(frame, self.rules, self._clock.now, here)
         self._slots[stream] = SimulatedSlot(stream, session, 0, self._clock.now)
         stream.send_down(session.opened())
 
     def _begin(self, batch: Batch[SimulatedSlot]) -> None:
         self._busy = True
         began, sessions = self._clock.now, [share.slot.session for share in batch.shares]
+        for share in batch.shares:
+            if share.block is not None:
+                self._draft_here(share.slot, share.block)
         decoding = sum(share.num_rows for share in batch.shares if share.only_decodes)
         ends = began + self._costs.batch_s(decoding, batch.num_rows - decoding)
         self._clock.at(ends, lambda: self._end(batch, sessions, began))
@@ -226,6 +255,8 @@ class SimulatedVerifier:
         for share, session in zip(batch.shares, sessions, strict=True):
             if share.slot.session is session and session.finish is None:  # else it was cancelled meanwhile
                 self._finish(share, began)
+        if self._local is not None:
+            self._local.recall()
         self._clock.at(now + self._costs.commit_s, self._run)
 
     def _finish(self, share: Share[SimulatedSlot], began: float) -> None:

@@ -29,7 +29,7 @@ from functools import lru_cache
 from outrider.proto.policy.patience import WORTH_THE_LINK
 from outrider.proto.types import Goal
 
-SLACK = 0.04
+SLACK = 0.02
 _PRICES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, math.inf)
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _DEAREST = 1e3  # stands for an infinite price
@@ -121,7 +121,9 @@ class Division:
         """
         if not self.edge_pays:
             return False
-        return _edge_wait_s(view, self.drafts, committed, since_miss_s) < (1 + self.price) * lacking * view.here_s
+        wait_s = _edge_wait_s(view, self.drafts, committed, since_miss_s)
+        # Overdue drafts will not come: the edge has stopped before them.
+        return 0 < wait_s < (1 + self.price) * lacking * view.here_s
 
 
 def division_of(view: EndsView) -> Division:
@@ -220,8 +222,8 @@ def _arrived(view: EndsView, now: float, committed: int) -> int:
 
 
 def _edge_wait_s(view: EndsView, drafts: int, committed: int, since_miss_s: float) -> float:
-    """Return the time until the edge's chain has `drafts` drafts beyond `committed` here, in seconds."""
-    return max(0.0, view.round_trip_s + (committed + drafts) * view.edge_s - since_miss_s)
+    """Return the time until the edge's chain has `drafts` drafts beyond `committed` here, in seconds; maybe past."""
+    return view.round_trip_s + (committed + drafts) * view.edge_s - since_miss_s
 
 
 def _is_close(one: float, other: float) -> bool:

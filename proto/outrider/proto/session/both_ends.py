@@ -13,7 +13,9 @@ from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.types import DraftToken, Patience
 
 FIRST_DRAFTS, FIRST_SURVIVAL = 4, 0.2  # while no step has been measured
+HOPELESS = 0.02  # chance of acceptance below which nothing is drafted, not even for free
 MAX_COVERED = 255
+CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
 _BETTER = 0.1  # by which an end's acceptance must exceed the other's before its chain is preferred
 
 
@@ -24,6 +26,8 @@ class BothEnds:
         here: the verifier's own drafter.
         local: its chain.
         edge_pays: whether the edge's drafts are worth their while.
+        edge_rests: whether the edge has been told to make none for now.
+        awaits_edge: whether the next step waits for the edge's drafts.
         covered: tokens after the newest commit that the verifier has by its own drafts before the edge's answer.
     """
 
@@ -39,6 +43,7 @@ class BothEnds:
         self.here = here
         self.local = LocalDrafts(transcript, TextCalibration(here.calibration))
         self.edge_pays = True
+        self.awaits_edge = self.edge_rests = False
         self.covered = 0
         self._received = received
         self._fixed = fixed
@@ -72,19 +77,21 @@ class BothEnds:
         """Whether the verifier's own drafter is at work on this text."""
         return self.local.running is not None
 
-    def take(self, done: Drafted) -> None:
-        """Take the result of a job in."""
-        if done.drafts:
-            self.here.drafting_s.add(done.seconds / len(done.drafts))
+    def take(self, done: Drafted, waited_s: float = 0.0) -> None:
+        """Take the result of a job in, which waited `waited_s` seconds for a thread."""
+        if done.drafts and len(done.job.extend_with) <= CATCH_UP:
+            self.here.drafting_s.add((waited_s + done.seconds) / len(done.drafts))
         self.local.take(done)
 
-    def commit(self, tokens: tuple[int, ...]) -> float:
+    def commit(self, tokens: tuple[int, ...], now: float) -> float:
         """Compare the verifier's own drafts with `tokens`, which now end the transcript.
 
         Returns:
             Time that its drafter has worked since the commit before, in seconds.
         """
         drafting_s = self.local.commit(tokens)
+        if self.local.missed:
+            self._received.note_miss(now)
         self.covered = self._covered()
         return drafting_s
 
@@ -92,18 +99,25 @@ class BothEnds:
 
     def plan(self, view: VerifierView, *, edge_drafts: bool) -> Plan:
         """Return how long the next step waits, and for how many drafts."""
-        have = len(self.chain()[0])
-        division = self.divide(view, edge_drafts=edge_drafts)
-        needed = min(view.max_drafts, self._needed(division))
-        if have >= needed:
+        lacking = self._needed(view, edge_drafts=edge_drafts) - len(self.chain()[0])
+        self.awaits_edge = lacking > 0 and self._waits_for_edge(lacking, view)
+        if lacking <= 0:
             return Plan(Patience(0.0))
-        wait_s = (needed - have) * self.here.drafting_s.value
-        if self._waits_for_edge(division, needed - have, view):
-            wait_s = view.round_trip_s + (view.since_miss + needed) * view.drafting_s - view.since_miss_s
-        return Plan(Patience(LATE * wait_s + MARGIN_S, needed), wait_s, needed)
+        needed = lacking + len(self.chain()[0])
+        if self.awaits_edge:
+            wait_s, whole_s = (
+                max(0.0, view.round_trip_s + (view.since_miss + drafts) * view.drafting_s - view.since_miss_s)
+                for drafts in (needed, view.max_drafts)
+            )
+            # The edge says when its chain is complete, since it knows how sure its drafter is of this one.
+            return Plan(Patience(LATE * whole_s + MARGIN_S, view.max_drafts), wait_s, needed)
+        here_s = self.here.drafting_s.value
+        return Plan(Patience(LATE * view.max_drafts * here_s + MARGIN_S, view.max_drafts), lacking * here_s, needed)
 
     def job(self, view: VerifierView, block: int | None, *, edge_drafts: bool) -> LocalJob | None:
-        """Return the next job for the verifier's own drafter; None: it has nothing to do now.
+        """Return the next job for the verifier's own drafter, by the newest plan; None: it has nothing to do now.
+
+        A draft is worth its time while its chance to be accepted, times the time of a token, exceeds its price.
 
         Args:
             view: knowledge of the verifier about the session.
@@ -113,28 +127,33 @@ class BothEnds:
         if self.local.running is not None or (self.local.stopped and block is None):
             return None
         chain, _ = self.chain()
-        division = self.divide(view, edge_drafts=edge_drafts)
-        wanted = self._needed(division)
-        worth_s, price = (division.costs.token_s, division.price) if division is not None else (0.0, 0.0)
-        price_s = price * self.here.drafting_s.value
+        lacking = self._needed(view, edge_drafts=edge_drafts) - len(chain)
+        division, here_s = self._division, self.here.drafting_s.value
         if block is None:
-            wanted -= len(chain)
-            if wanted <= 0 or self._waits_for_edge(division, wanted, view):
+            hopeless = self._received.complete and len(self._received) > 0  # so its edge says
+            if lacking <= 0 or hopeless or self.awaits_edge:
                 return None
-            price_s += self.here.drafting_s.value + view.row_s
-        else:
-            if division is None or not division.ahead or self._fixed is not None:
-                return None
-            wanted += block + 1 - len(chain)
-        if wanted <= 0:
+            if self._fixed is not None:
+                return self.local.propose(chain, lacking, 0.0)
+            if division is None:
+                return self.local.propose(chain, lacking, FIRST_SURVIVAL)
+            price_s = (1 + division.price) * here_s + view.row_s
+            return self.local.propose(chain, view.max_drafts - len(chain), price_s / division.costs.token_s)
+        if division is None or not division.ahead or lacking + block + 1 <= 0:
             return None
-        min_survival = 0.0 if self._fixed is not None else min(1.0, price_s / worth_s) if worth_s else FIRST_SURVIVAL
-        return self.local.propose(chain, min(wanted, view.max_drafts + 1), min_survival)
+        count = view.max_drafts + block + 1 - len(chain)
+        return self.local.propose(chain, count, max(HOPELESS, division.price * here_s / division.costs.token_s))
 
-    def divide(self, view: VerifierView, *, edge_drafts: bool) -> Division | None:
-        """Return the division for the present measurements; None: no step has been measured, or it is fixed."""
-        if self._fixed is not None or not view.step_s:
-            return None
+    def _needed(self, view: VerifierView, *, edge_drafts: bool) -> int:
+        """Return the drafts that the next step waits for."""
+        if self._fixed is not None:
+            return min(view.max_drafts, self._fixed)
+        if not view.step_s:
+            return min(view.max_drafts, FIRST_DRAFTS)
+        return self._divide(view, edge_drafts=edge_drafts).drafts
+
+    def _divide(self, view: VerifierView, *, edge_drafts: bool) -> Division:
+        """Return the division for the present measurements, and keep it while these stay alike."""
         edge_s = view.drafting_s if edge_drafts and view.drafting_s else math.inf
         if self._is_better_here():
             edge_s = math.inf
@@ -151,20 +170,16 @@ class BothEnds:
             price=self.here.price,
             goal=view.goal,
         )
-        if self._view is None or not now.is_like(self._view):
+        if self._division is None or self._view is None or not now.is_like(self._view):
             self._view, self._division = now, division_of(now)
             self.edge_pays = self._division.edge_pays or not view.drafting_s
         return self._division
 
-    def _needed(self, division: Division | None) -> int:
-        if self._fixed is not None:
-            return self._fixed
-        return FIRST_DRAFTS if division is None else division.drafts
-
-    def _waits_for_edge(self, division: Division | None, lacking: int, view: VerifierView) -> bool:
-        if division is None or self._view is None or self._received.complete:
+    def _waits_for_edge(self, lacking: int, view: VerifierView) -> bool:
+        nothing_comes = self.edge_rests or self._received.complete
+        if self._fixed is not None or self._division is None or self._view is None or nothing_comes:
             return False
-        return division.waits_for_edge(lacking, view.since_miss, view.since_miss_s, self._view)
+        return self._division.waits_for_edge(lacking, view.since_miss, view.since_miss_s, self._view)
 
     def _is_better_here(self) -> bool:
         own, edge = self.local.calibration.common.acceptance, self._received.acceptance

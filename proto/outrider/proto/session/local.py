@@ -59,6 +59,7 @@ class LocalDrafts:
     Attributes:
         tokens: drafts that follow the transcript, the edge's that it continues included.
         running: job that no result has answered yet.
+        missed: whether one of its drafts missed in the newest commit.
         stopped: whether the newest job ended early, so that nothing more comes before the next commit.
         seconds: drafting since the last commit, in seconds.
         calibration: hits of the drafter in this text.
@@ -67,12 +68,14 @@ class LocalDrafts:
     def __init__(self, transcript: list[int], calibration: TextCalibration) -> None:
         self.tokens: list[DraftToken] = []
         self.running: LocalJob | None = None
+        self.missed = False
         self.stopped = False
         self.seconds = 0.0
         self.calibration = calibration
         self._own: list[bool] = []  # of the tokens: whether the drafter proposed it
         self._transcript = transcript
         self._epoch = 0  # chains abandoned
+        self._recalled: LocalJob | None = None  # a job that hands over what it has
         self._agreed = 0  # tokens of the drafter's prefix that equal transcript and chain
 
     def survival(self, drafts: int) -> float:
@@ -105,12 +108,13 @@ class LocalDrafts:
 
     def take(self, done: Drafted) -> None:
         """Put the proposals that continue the text on the chain."""
-        self.running = None
+        recalled = self.running is self._recalled
+        self.running = self._recalled = None
         self.seconds += done.seconds
         if done.job.epoch != self._epoch:
             self._agreed = min(self._agreed, done.job.start)
             return
-        self.stopped = len(done.drafts) < done.job.count
+        self.stopped = len(done.drafts) < done.job.count and not recalled
         overtaken = max(0, min(len(done.drafts), len(self._transcript) - done.job.start))
         for position, draft in enumerate(done.drafts[:overtaken], done.job.start):
             if not self._compare(position, draft, self._transcript[position]):
@@ -119,9 +123,12 @@ class LocalDrafts:
         self._own += [True] * (len(done.drafts) - overtaken)
         self._agreed = max(self._agreed, done.job.start + len(done.drafts))
 
-    def lives(self, job: LocalJob) -> bool:
-        """Return whether the drafts of a job can still be of use."""
-        return job.job.epoch == self._epoch
+    def goes_on(self, job: LocalJob) -> bool:
+        """Return whether a job should propose further drafts; may be asked by any thread.
+
+        It should not where its chain is dead, and where a commit has come: then it hands over what it has.
+        """
+        return job.job.epoch == self._epoch and job is not self._recalled
 
     def fail(self) -> None:
         """Forget the chain: the drafter is broken."""
@@ -132,7 +139,8 @@ class LocalDrafts:
     def commit(self, tokens: tuple[int, ...]) -> float:
         """Compare the drafts with `tokens`, which now end the transcript; return drafting since the last commit."""
         seconds, self.seconds = self.seconds, 0.0
-        self.stopped = False
+        self.missed = self.stopped = False
+        self._recalled = self.running
         self._follow(tokens)
         return seconds
 
@@ -166,6 +174,7 @@ class LocalDrafts:
         return hit
 
     def _miss(self, position: int) -> None:
+        self.missed = True
         self._agreed = min(self._agreed, position)
         self._abandon(0)
 

@@ -64,8 +64,10 @@ class NextStep:
     @property
     def waits_for_drafts(self) -> bool:
         """Whether more drafts of the chain may come before the next commit."""
-        drafted_here = self.ends is not None and self.ends.drafts_here
-        return drafted_here or (self.drafting and not self.received.complete)
+        from_edge = self.drafting and not self.received.complete
+        if self.ends is None:
+            return from_edge
+        return self.ends.drafts_here or (self.ends.awaits_edge and from_edge)
 
     def chain(self) -> tuple[list[DraftToken], int]:
         """Return the drafts that follow the transcript, and how many of the first are the edge's."""
@@ -88,16 +90,18 @@ class NextStep:
         self.pays = worthwhile > 0 and (not self.joins_any_step or pays)
         return tuple(self.chain()[0][: max(0, min(worthwhile or int(probe), room))])
 
-    def ready_at(self, step_s: float, row_s: float, max_drafts: int) -> float:
+    def ready_at(self, step_s: float, row_s: float, room: int, credit: int) -> float:
         """Return the time by which the step should begin; infinite: at the next event.
 
         Args:
             step_s: as in `block`.
             row_s: as in `block`.
-            max_drafts: drafts that end any wait.
+            room: as in `block`.
+            credit: drafts that the edge may have in flight, which do not bound those made here.
         """
         patience = self._patience or self._planned(step_s, row_s).patience
-        enough = min(patience.drafts, max_drafts, self._window)
+        from_edge = self.ends is None or not self.ends.drafts_here
+        enough = min(patience.drafts, room, *((self._window, credit) if from_edge else ()))
         if not self.waits_for_drafts or len(self.chain()[0]) >= enough:
             return self.ready_since
         return self.ready_since + patience.seconds
@@ -117,6 +121,8 @@ class NextStep:
         """Return the next job for the verifier's own drafter; None: it has nothing to do."""
         if self.ends is None:
             return None
+        if block is None:
+            self._planned(step_s, row_s)
         return self.ends.job(self._view(step_s, row_s, now), block, edge_drafts=self.drafting)
 
     def _planned(self, step_s: float, row_s: float) -> Plan:

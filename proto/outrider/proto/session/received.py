@@ -97,6 +97,11 @@ class ReceivedDrafts:
             self.since_miss, self.missed_at = -len(self.tokens), now
         self.complete = False
 
+    def note_miss(self, now: float) -> None:
+        """Note that the edge's drafter must have missed in the commit of `now`, as another of its kind did."""
+        if not self.tokens:
+            self.since_miss, self.missed_at = 0, now
+
     def _compare(self, position: int, hit: bool) -> bool:
         """Count a draft that was compared with the token at `position`; a miss ends the chain."""
         self.acceptance.add(hit)

@@ -217,7 +217,7 @@ class VerifierSession:
 
         The arguments are those of `block`.
         """
-        return self._next.ready_at(step_s, row_s, min(self.max_useful_drafts, self.credit))
+        return self._next.ready_at(step_s, row_s, self.max_useful_drafts, self.credit)
 
     @property
     def joins_any_step(self) -> bool:
@@ -300,7 +300,9 @@ class VerifierSession:
             probe = min(PROBE, self._rules.max_credit)
             self.credit = probe if self.generated % PROBE_EVERY < len(tokens) else 0
         self._next.received.commit(ids, now)
-        drafting_s = ends.commit(ids) if ends is not None else 0.0
+        drafting_s = 0.0
+        if ends is not None:
+            drafting_s, ends.edge_rests = ends.commit(ids, now), not self.credit
         self._next.ready_since = now
         self._next.change_plans()
         steering = verified.steering if self.finish is None else None  # no drafts are made after the end
