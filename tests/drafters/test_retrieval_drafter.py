@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafters.proposals import ProposalRule
-from outrider.drafters.retrieval import RetrievalDrafter, RetrievalState
+from outrider.drafters.retrieval import PredictionCount, RetrievalDrafter, RetrievalState
 from outrider.drafters.suffix_index import SuffixIndex
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import Sampling
@@ -31,11 +31,15 @@ def rule(prompt_length: int = len(PROMPT), temperature: float = 0.0) -> Proposal
     return ProposalRule(Sampling(max_tokens=8, temperature=temperature, seed=5), prompt_length=prompt_length)
 
 
+def indexed(document: Sequence[int]) -> SuffixIndex:
+    return SuffixIndex([np.array(document, dtype=np.int64)])
+
+
 def state_of(
     documents: Sequence[list[int]] = (), prediction: Sequence[int] = (), prompt: Sequence[int] = PROMPT
 ) -> RetrievalState:
-    sources = [SuffixIndex([np.array(each, dtype=np.int64)]) for each in documents]
-    state = RetrievalDrafter(sources, prediction).open(rule(len(prompt)))
+    sources = [indexed(each) for each in documents]
+    state = RetrievalDrafter(lambda: sources, indexed(prediction) if prediction else None).open(rule(len(prompt)))
     state.extend(prompt)
     return state
 
@@ -156,20 +160,20 @@ def test_its_scores_are_those_of_its_proposals(document: list[int], text: list[i
 
 def test_it_proposes_the_document_at_any_temperature() -> None:
     document = words(4)
-    drafter = RetrievalDrafter((), document)
+    drafter = RetrievalDrafter(prediction=indexed(document))
     warm, cold = drafter.open(rule(0, temperature=1.0)), drafter.open(rule(0))
     assert warm.propose(50) == cold.propose(50)
 
 
 def test_another_turn_follows_another_prediction() -> None:
-    drafter = RetrievalDrafter((), [1, 2, 3])
+    drafter = RetrievalDrafter(prediction=indexed([1, 2, 3]))
     state = drafter.open(rule(2))
     state.extend(PROMPT)
     assert [draft.id for draft in state.propose(9)] == [1, 2, 3]
-    drafter.predict([4, 5])
+    drafter.prediction = indexed([4, 5])
     state.follow(rule(5))
     assert [draft.id for draft in state.propose(9)] == [4, 5]
-    drafter.predict(())
+    drafter.prediction = None
     state.truncate(5)
     state.follow(rule(5))
     assert state.propose(9) == ()
@@ -188,3 +192,22 @@ def test_nothing_can_be_scored_or_cut_off_beyond_the_prefix() -> None:
         state.score([1])
     with pytest.raises(InvalidArgument, match="cannot truncate"):
         state.truncate(1)
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        (list(range(100, 140)), 40),
+        ([*range(100, 120), 7, *range(121, 140)], 39),
+        (list(range(300, 340)), 0),
+        ([*range(300, 340)] * 3, 0),  # it repeats itself, which the prediction did not say
+        ([*range(100, 140)] * 3, 40),  # no more than the prediction has
+        ([], 0),
+    ],
+)
+def test_tokens_of_a_prediction_are_counted_by_text_and_prediction_alone(text: list[int], accepted: int) -> None:
+    for pieces in ([text], [[token] for token in text]):
+        count = PredictionCount(indexed(range(100, 140)))
+        for piece in pieces:
+            count.take(piece)
+        assert (count.accepted, count.rejected) == (accepted, 40 - accepted)

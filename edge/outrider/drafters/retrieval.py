@@ -16,7 +16,7 @@ departs from the source. Its q grows with the tokens that have matched; the sess
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from outrider.drafters.places import NgramPlaces
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import TokenPrefix, check_scorable, check_truncation
 from outrider.drafters.suffix_index import END, LONGEST, SuffixIndex
-from outrider.proto.types import DraftToken
+from outrider.proto.types import DraftToken, Sampling
 
 MIN_FAR = 3  # tokens of a match anywhere; two are met by chance too often
 SURE = 4  # tokens that make a place one to come back to
@@ -67,30 +67,27 @@ class RetrievalDrafter:
     steering = None
 
     def __init__(
-        self, sources: Sequence[SuffixIndex] = (), prediction: Sequence[int] = (), vocab_size: int = 1 << 16
+        self,
+        sources: Callable[[], Sequence[SuffixIndex]] = tuple,
+        prediction: SuffixIndex | None = None,
+        *,
+        vocab_size: int = 1 << 16,
     ) -> None:
         """Make the drafter.
 
         Args:
-            sources: documents, the most important first; the text itself comes before them.
-            prediction: tokens that the text is expected to have, before everything else.
+            sources: returns the documents of now, the most important first; the text itself comes before them. States
+                ask as they open and `follow`, in their threads.
+            prediction: one document that the text is expected to equal, before everything else.
             vocab_size: number of tokens that share the probability of what is not proposed; need not be exact.
         """
+        self.sources = sources
+        self.prediction = prediction
         self.vocab_size = vocab_size
-        self.shared = tuple(sources)
-        self.prediction = _indexed(prediction)
-
-    def predict(self, prediction: Sequence[int]) -> None:
-        """Expect another text; states learn of it as they `follow` its rule."""
-        self.prediction = _indexed(prediction)
 
     def open(self, rule: ProposalRule) -> RetrievalState:
         """Begin an empty prefix."""
         return RetrievalState(self, rule)
-
-
-def _indexed(prediction: Sequence[int]) -> SuffixIndex | None:
-    return SuffixIndex([np.array(prediction, dtype=np.int64)]) if len(prediction) else None
 
 
 class RetrievalState(TokenPrefix):
@@ -109,7 +106,7 @@ class RetrievalState(TokenPrefix):
     def follow(self, rule: ProposalRule) -> None:
         """Begin another text after the rule's prompt, with the sources of now."""
         self._prompt_length = rule.prompt_length
-        self._prediction, self._shared = self._drafter.prediction, self._drafter.shared
+        self._prediction, self._shared = self._drafter.prediction, tuple(self._drafter.sources())
         self._predicted = () if self._prediction is None else (self._prediction,)
         self._numbers = {id(index.walked): index.tokens for index in (*self._predicted, *self._shared)}
         self._log_others = math.log(self._drafter.vocab_size)
@@ -155,6 +152,13 @@ class RetrievalState(TokenPrefix):
             self.extend((token,))
         return log_q
 
+    def predicts(self, token: int) -> bool:
+        """Return whether the prediction, and no other source, has `token` next."""
+        cursor, proposal = self._walk(), self._proposal()
+        if cursor is None or proposal is None or self._prediction is None:
+            return False
+        return cursor.source is self._prediction.walked and proposal.id == token
+
     def close(self) -> None:
         """Give the memory back."""
         super().close()
@@ -176,14 +180,13 @@ class RetrievalState(TokenPrefix):
     def _walk(self) -> _Cursor | None:
         """Return the cursor after the whole prefix."""
         cursors, begin = self._cursors, max(0, self._prompt_length - PROMPT_WALKED)
-        if len(cursors) <= min(begin, self.length):
-            cursors += [None] * (min(begin, self.length) + 1 - len(cursors))
+        cursors += [None] * (min(begin, self.length + 1) - len(cursors))
         for length in range(len(cursors), self.length + 1):
             if length == self._prompt_length and self._prediction is not None:
                 source = self._prediction.walked
                 cursors.append(_Cursor(source, 0, 0, 1.0, source, 0, 0))
             else:
-                cursors.append(self._step(cursors[-1], length))
+                cursors.append(self._step(cursors[-1], length) if length > begin else None)
         return cursors[-1]
 
     def _step(self, before: _Cursor | None, length: int) -> _Cursor | None:
@@ -247,3 +250,32 @@ class RetrievalState(TokenPrefix):
         limit = min(LONGEST, place, length)
         text = self.tokens
         return next((i for i in range(limit) if source[place - 1 - i] != text[length - 1 - i]), limit)
+
+
+class PredictionCount:
+    """Count of a text's tokens that copying from its prediction finds; a function of both, whoever drafted the text."""
+
+    def __init__(self, prediction: SuffixIndex) -> None:
+        self._prediction = prediction
+        self._state = RetrievalDrafter(prediction=prediction).open(ProposalRule(Sampling()))
+        self._found = 0
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Count the next tokens of the text."""
+        for token in tokens:
+            self._found += self._state.predicts(token)
+            self._state.extend((token,))
+
+    @property
+    def accepted(self) -> int:
+        """Tokens of the prediction that the text has so far."""
+        return min(self._found, self._tokens)
+
+    @property
+    def rejected(self) -> int:
+        """Tokens of the prediction that the text does not have."""
+        return self._tokens - self.accepted
+
+    @property
+    def _tokens(self) -> int:
+        return len(self._prediction) - 1  # without its end

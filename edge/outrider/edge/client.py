@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from outrider.drafters import ProposalRule
 from outrider.drafters.protocol import Drafter
+from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.battery import Battery
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient
@@ -22,6 +23,7 @@ from outrider.edge.decoding import Decoding, Observer, Subject
 from outrider.edge.event_stream import Completion, Event, Finished, collect, stream_events, within
 from outrider.edge.history import TextHistory
 from outrider.edge.link import Channels
+from outrider.edge.prediction import Prediction, indexed_prediction
 from outrider.edge.preparation import Preparation, Ready
 from outrider.edge.request import RequestOptions, checked_sampling, checked_stop
 from outrider.edge.routes import Route
@@ -82,6 +84,8 @@ class Client:
             await self._coordinator.close()
         if self._ready is not None and self._ready.drafters is not None:
             self._ready.drafters.close()
+        if self._ready is not None and self._ready.local_texts is not None:
+            await asyncio.to_thread(self._ready.local_texts.close)
         self._thread.shutdown(wait=False)
 
     @property
@@ -144,6 +148,7 @@ class Client:
         logprobs: bool | None = None,
         top_logprobs: int = 0,
         request_id: str = "",
+        prediction: Prediction = None,
         **overrides: Any,
     ) -> AsyncGenerator[Event]:
         """Decode one text. Leaving the loop early (`aclose`) cancels it on both sides.
@@ -158,6 +163,8 @@ class Client:
                 at all, which saves bytes; None: whatever `top_logprobs` needs and the config says.
             top_logprobs: likeliest tokens of every position in `CommittedToken.top`, 0 to 20.
             request_id: prefix of the session's id, which logs on all sides show; letters, digits, - and _.
+            prediction: text or token ids that the text may repeat, such as the file that it edits; drafts are copied
+                from it, and the text is the same without it.
             overrides: fields of `Sampling`.
 
         Yields:
@@ -173,7 +180,7 @@ class Client:
         ready = await within(self.prepare(), deadline_s)
         frame = options.applied_to(self.open(prompt, sampling or Sampling(), overrides))
         text = TextStream(ready.tokenizer, checked_stop(stop))
-        decoding = self.begin(frame, observer)
+        decoding = self.begin(frame, observer, await self.predicted(prediction))
         reported = False
         try:
             async with aclosing(stream_events(decoding, decoding.run(), text, began, deadline_s)) as events:
@@ -195,10 +202,11 @@ class Client:
         deadline_s: float | None = None,
         logprobs: bool | None = None,
         top_logprobs: int = 0,
+        prediction: Prediction = None,
         **overrides: Any,
     ) -> Completion:
         """Decode one text, and return all of it at once; see `generate`."""
-        overrides |= {"logprobs": logprobs, "top_logprobs": top_logprobs}
+        overrides |= {"logprobs": logprobs, "top_logprobs": top_logprobs, "prediction": prediction}
         events = self.generate(prompt, sampling, stop=stop, deadline_s=deadline_s, **overrides)
         return await self.collect(prompt, events)
 
@@ -246,6 +254,15 @@ class Client:
         """Return the text of tokens without special ones; needs `prepare`."""
         return self._ready_now().decode(tokens)
 
+    async def predicted(self, prediction: Prediction) -> SuffixIndex | None:
+        """Return the index of a text's prediction; None where it is empty, or nothing is drafted.
+
+        Raises:
+            InvalidArgument: it is too long, or has a token that the tokenizer does not know.
+        """
+        index = await indexed_prediction(self._ready_now(), prediction)
+        return index if self.config.drafter != "none" else None
+
     def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open:
         """Return the frame that opens a new session; needs `prepare`."""
         ready = self._ready_now()
@@ -256,7 +273,6 @@ class Client:
             sampling=checked_sampling(sampling, overrides),
             session=uuid.uuid4().hex,
             patience=self.config.patience,
-            drafting=ready.drafter is not None,
             window=self.config.window if isinstance(self.config.window, int) else 0,
             max_drafts=self.config.max_drafts,
             drafts_here=self.config.drafts_here,
@@ -264,10 +280,13 @@ class Client:
             steering=self._steering_request,
         )
 
-    def begin(self, frame: Open, observer: Observer | None) -> Decoding:
-        """Return the decoding of a new session; needs `prepare`."""
+    def begin(self, frame: Open, observer: Observer | None, prediction: SuffixIndex | None = None) -> Decoding:
+        """Return the decoding of a new session, whose first text is expected to be `prediction`; needs `prepare`."""
         ready = self._ready_now()
-        drafters, steered = ready.loaded_drafters()
+        if ready.local_texts is not None:
+            ready.local_texts.refresh()
+        drafters, steered = ready.drafters_of_text(prediction)
+        frame = replace(frame, drafting=bool(drafters))
         observer = observer or Observer()
         measured = self.measured(frame.sampling)
         features = self._history.features(ready, frame.prompt, measured.newest.round_trip.base)
@@ -301,7 +320,10 @@ class Client:
 
     def report(self, session: str, machine: EdgeSession, seconds: float) -> None:
         """Learn from a text that has ended after `seconds`, and report it in the background."""
-        self._history.learn(self._ready_now(), session, machine, seconds)
+        ready = self._ready_now()
+        self._history.learn(ready, session, machine, seconds)
+        if ready.local_texts is not None:
+            ready.local_texts.keep(machine.transcript[machine.prompt_length :])
 
     def _ready_now(self) -> Ready:
         if self._ready is None:

@@ -109,6 +109,23 @@ class EdgeConfig(Settings):
         "remaining charge, 0 to 1, for --window flexspec; not set: this machine's, 1 on mains",
         check=between(0, 1),
     )
+    draft_from: tuple[Path, ...] = option(
+        (),
+        "file, or folder of files, that the text may repeat: drafts are copied from it; read again when it changes",
+        metavar="PATH",
+        group=DRAFTING,
+    )
+    draft_from_limit_mb: float = option(8.0, "limit of --draft-from, in 10^6 bytes", group=DRAFTING, check=above(0))
+    draft_answers: Path | None = option(
+        None,
+        "keep answers in this folder, as tokens that only this user can read, and copy drafts from them; not set: none",
+        metavar="DIR",
+        group=DRAFTING,
+    )
+    draft_answers_limit_mb: float = option(
+        1.0, "limit of --draft-answers, in 10^6 bytes; the oldest go first", group=DRAFTING, check=above(0)
+    )
+    forget_answers: bool = option(False, "delete the answers in --draft-answers at the start", group=DRAFTING)
     threads: int = option(1, "threads of ONNX Runtime", flag="drafter-threads", group=DRAFTING, check=at_least(1))
     steering: str = option(
         "auto",
@@ -156,6 +173,8 @@ class EdgeConfig(Settings):
             raise ConfigError("must be named where there is no coordinator to ask", field="model")
         if not self.drafter:
             raise ConfigError("is empty; use `none` for no drafter", field="drafter")
+        if self.forget_answers and self.draft_answers is None:
+            raise ConfigError("needs --draft-answers, the folder", field="forget_answers")
         if len(self.drafters) > 1:
             check_drafters(self.drafters)
         if self.coordinator:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from types import AsyncGeneratorType, TracebackType
 from typing import Any, Protocol, Self, cast
 
+from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.decoding import Decoding, Observer
 from outrider.edge.event_stream import Completion, Event, Finished, Tokens, collect, stream_events, within
+from outrider.edge.prediction import Prediction
 from outrider.edge.preparation import Ready
 from outrider.edge.request import RequestOptions, checked_sampling, checked_stop
 from outrider.edge.text import TextStream
@@ -24,11 +26,13 @@ class _Client(Protocol):
 
     async def prepare(self) -> Ready: ...
 
+    async def predicted(self, prediction: Prediction) -> SuffixIndex | None: ...
+
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def open(self, prompt: str | Sequence[int], sampling: Sampling, overrides: dict[str, Any]) -> Open: ...
 
-    def begin(self, frame: Open, observer: Observer | None) -> Decoding: ...
+    def begin(self, frame: Open, observer: Observer | None, prediction: SuffixIndex | None) -> Decoding: ...
 
     def measured(self, sampling: Sampling) -> SharedMeasurements: ...
 
@@ -117,6 +121,7 @@ class Conversation:
         *,
         stop: str | Sequence[str] | None = None,
         deadline_s: float | None = None,
+        prediction: Prediction = None,
         **overrides: Any,
     ) -> AsyncGenerator[Event]:
         """Decode one turn; leaving the loop early cancels it on both sides, and the next turn goes on.
@@ -127,6 +132,7 @@ class Conversation:
             sampling: replaces the conversation's; `overrides` replace single ones, such as `max_tokens=64`.
             stop: replaces the conversation's.
             deadline_s: seconds for this turn.
+            prediction: as in `Client.generate`, for this turn.
             overrides: fields of `Sampling`.
 
         Yields:
@@ -143,7 +149,7 @@ class Conversation:
         await self._leave_turn()
         wanted = checked_sampling(sampling or self._sampling, overrides)
         stops = self._stop if stop is None else checked_stop(stop)
-        turn = self._turn = self._one_turn(prompt, wanted, stops, deadline_s)
+        turn = self._turn = self._one_turn(prompt, wanted, stops, deadline_s, prediction)
         async with aclosing(turn):
             async for event in turn:
                 yield event
@@ -155,10 +161,12 @@ class Conversation:
         *,
         stop: str | Sequence[str] | None = None,
         deadline_s: float | None = None,
+        prediction: Prediction = None,
         **overrides: Any,
     ) -> Completion:
         """Decode one turn and return all of it; prompt tokens are all that came before the text."""
-        return await collect(self.say(prompt, sampling, stop=stop, deadline_s=deadline_s, **overrides))
+        turn = self.say(prompt, sampling, stop=stop, deadline_s=deadline_s, prediction=prediction, **overrides)
+        return await collect(turn)
 
     # --- one turn ---
 
@@ -173,13 +181,18 @@ class Conversation:
         await turn.aclose()
 
     async def _one_turn(
-        self, prompt: str | Sequence[int], sampling: Sampling, stop: tuple[str, ...], deadline_s: float | None
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling,
+        stop: tuple[str, ...],
+        deadline_s: float | None,
+        prediction: Prediction,
     ) -> AsyncGenerator[Event]:
         began = time.monotonic()
         ready = await within(self._client.prepare(), deadline_s)
         start = len(self._tokens)
         new = ready.encode(prompt, special=start == 0)
-        decoding = self._begin(start, new, sampling)
+        decoding = await self._begin(start, new, sampling, await self._client.predicted(prediction))
         self._tokens += new
         said = False
         text = TextStream(ready.tokenizer, stop)
@@ -196,10 +209,15 @@ class Conversation:
             if not said:
                 del self._tokens[start:]
 
-    def _begin(self, start: int, prompt: tuple[int, ...], sampling: Sampling) -> Decoding:
+    async def _begin(
+        self, start: int, prompt: tuple[int, ...], sampling: Sampling, prediction: SuffixIndex | None
+    ) -> Decoding:
+        if self._decoding is not None and not self._decoding.predict(prediction):
+            decoding, self._decoding = self._decoding, None  # another session, since drafters of one are fixed
+            await decoding.aclose()
         if self._decoding is None:
-            frame = self._options.applied_to(self._client.open(prompt, sampling, {}))
-            self._decoding = self._client.begin(replace(frame, keep_s=self._keep_s), self._observer)
+            frame = self._options.applied_to(self._client.open((*self._tokens, *prompt), sampling, {}))
+            self._decoding = self._client.begin(replace(frame, keep_s=self._keep_s), self._observer, prediction)
         else:
             self._decoding.begin_turn(start, prompt, sampling, self._client.measured(sampling))
         return self._decoding

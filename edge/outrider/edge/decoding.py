@@ -13,6 +13,8 @@ from functools import partial
 
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
+from outrider.drafters.retrieval import RetrievalDrafter
+from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.link import Channels, Stream, relay_metadata
 from outrider.edge.routes import Route
 from outrider.proto.errors import Internal, OutriderError, Unavailable
@@ -173,6 +175,13 @@ class Decoding:
             self._stream.statistics = self.machine.statistics
         self._apply(instructions)
         self._begun.set()
+
+    def predict(self, prediction: SuffixIndex | None) -> bool:
+        """Expect the next turn to be `prediction`, or anything; return whether a drafter can copy from it."""
+        copiers = [drafter for drafter in self._drafters if isinstance(drafter, RetrievalDrafter)]
+        for drafter in copiers:
+            drafter.prediction = prediction
+        return bool(copiers) or prediction is None
 
     async def aclose(self) -> None:
         """End the session here and at the verifier."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.drafters.protocol import Drafter
+from outrider.drafters.search import RETRIEVAL
 from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.features import TOKENS_LOOKED_AT, TextFeatures, reported_hits
 from outrider.edge.policies.selection import selector_named
@@ -80,6 +81,7 @@ class TextHistory:
     ) -> SessionReport:
         statistics, pool = machine.statistics, ready.drafters
         versions = dict(zip(pool.names, pool.versions, strict=True)) if pool is not None else {}
+        versions.pop(RETRIEVAL, None)  # its hits would tell of this edge's documents, and others have other ones
         return SessionReport(
             session=session,
             model=ready.model,

@@ -8,18 +8,21 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from outrider.drafters import DrafterCache, DrafterPackage, NgramDrafter, embedded_packages
+from outrider.drafters import DrafterCache, DrafterPackage, NgramDrafter, RetrievalDrafter, embedded_packages
 from outrider.drafters.packages import FOR_ANY_SUBJECT, find_package
 from outrider.drafters.pool import BROKEN, DrafterPool
 from outrider.drafters.protocol import Drafter
-from outrider.drafters.search import DrafterSearch
+from outrider.drafters.search import RETRIEVAL, DrafterSearch
+from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient, file_fetcher
+from outrider.edge.kept_answers import KeptAnswers
+from outrider.edge.local_texts import LocalFiles, LocalTexts
 from outrider.edge.routes import CoordinatorRoute, DirectRoute, Route
 from outrider.proto.errors import (
     ConfigError,
@@ -46,6 +49,7 @@ class Ready:
         drafters: pool whose first drafter is loaded; None: there are none.
         drafter_error: reason for that where drafters were requested.
         chat_template: content of a template file, as `daemon.chat_template` reads it; empty: the target has none.
+        local_texts: texts of this machine that drafts are copied from; None: none.
     """
 
     route: Route
@@ -55,6 +59,7 @@ class Ready:
     drafters: DrafterPool | None
     drafter_error: str = ""
     chat_template: str = ""
+    local_texts: LocalTexts | None = None
 
     @property
     def drafter(self) -> Drafter | None:
@@ -69,6 +74,19 @@ class Ready:
         pool.want(range(len(pool)))
         loaded = {index: drafter for index in range(len(pool)) if (drafter := pool.loaded(index)) is not None}
         return tuple(loaded.values()), list(loaded).index(pool.steered) if pool.steered in loaded else None
+
+    def drafters_of_text(self, prediction: SuffixIndex | None) -> tuple[tuple[Drafter, ...], int | None]:
+        """Return what `loaded_drafters` does, with one of the text's own to copy from what is here and `prediction`."""
+        drafters, steered = self.loaded_drafters()
+        own = RetrievalDrafter(
+            tuple if self.local_texts is None else self.local_texts.sources,
+            prediction,
+            vocab_size=self.tokenizer.get_vocab_size(),
+        )
+        drafters = tuple(own if isinstance(drafter, RetrievalDrafter) else drafter for drafter in drafters)
+        if prediction is not None and own not in drafters:
+            drafters = (*drafters, own)
+        return drafters, steered
 
     def encode(self, text: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
         """Return token ids of `text`, with the tokenizer's special tokens around it or not; token ids stay."""
@@ -120,7 +138,28 @@ class Preparation:
             Unavailable: the coordinator does not answer.
             ConfigError: a setting is missing that nothing else can replace.
         """
-        return await (self._direct() if self._coordinator is None else self._leased(self._coordinator))
+        ready = await (self._direct() if self._coordinator is None else self._leased(self._coordinator))
+        texts = self._local_texts(ready) if self._copies else None
+        if texts is not None:
+            await asyncio.to_thread(texts.load)
+        return replace(ready, local_texts=texts)
+
+    @property
+    def _copies(self) -> bool:
+        """Whether drafts are copied from texts of this machine."""
+        config = self._config
+        return config.drafter != "none" and bool(config.draft_from or config.draft_answers)
+
+    def _local_texts(self, ready: Ready) -> LocalTexts:
+        config, files, answers = self._config, None, None
+        if config.draft_from:
+            files = LocalFiles(config.draft_from, ready.tokenizer, config.draft_from_limit_mb * 1e6)
+        if config.draft_answers is not None:
+            limit_bytes, vocab_size = config.draft_answers_limit_mb * 1e6, ready.tokenizer.get_vocab_size()
+            answers = KeptAnswers(config.draft_answers, ready.tokenizer_sha256, vocab_size, limit_bytes)
+            if config.forget_answers:
+                log.info("forgot %d answers", answers.forget())
+        return LocalTexts(files, answers)
 
     async def _direct(self) -> Ready:
         own = self._config.tokenizer
@@ -179,7 +218,7 @@ class Preparation:
         or a wrong tokenizer, is a mistake.
         """
         if self._drafters:
-            return _Drafting(DrafterPool.of(*self._drafters))
+            return _Drafting(DrafterPool.of(*self._drafters, *self._copier()))
         if self._config.drafter == "none":
             return _Drafting(None)
         find = self._any_drafter if self._config.drafter == "auto" else self._named_drafters
@@ -187,14 +226,24 @@ class Preparation:
             return await asyncio.to_thread(find, offers, tokenizer_sha256)
         except BROKEN as error:
             log.warning("decoding without a drafter: %s", error)
-            return _Drafting(None, error=str(error).splitlines()[0])
+            pool = DrafterPool.of(*self._copier()) if self._copies else None
+            return _Drafting(pool, error=str(error).splitlines()[0])
+
+    def _copier(self) -> tuple[Drafter, ...]:
+        """Return the drafter that copies where there is something to copy from, else none."""
+        return (RetrievalDrafter(),) if self._copies else ()
 
     def _named_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
         """Make a pool of these drafters, load the first that can be, and begin to load the others."""
         config, names = self._config, self._config.drafters
+        if self._copies and RETRIEVAL not in names:
+            names = (*names, RETRIEVAL)
         search = DrafterSearch(offers, self._cache, self._fetcher(), config.threads)
-        found = search.all(tokenizer_sha256) if names == ("all",) else search.named(names, tokenizer_sha256)
-        several = names == ("all",) or len(names) > 1
+        if names[0] == "all":
+            found = search.all(tokenizer_sha256) + search.named(names[1:], tokenizer_sha256)
+        else:
+            found = search.named(names, tokenizer_sha256)
+        several = names[0] == "all" or len(names) > 1
         limit_bytes = config.drafter_memory_mb * 1e6 if several else math.inf
         package = next((member.package for member in found if member.package is not None), None)
         while True:
@@ -217,8 +266,9 @@ class Preparation:
 
         package = self._any_package(offers, tokenizer_sha256)
         if package is None:
-            return _Drafting(DrafterPool.of(NgramDrafter()))
-        return _Drafting(DrafterPool.of(OnnxDrafter(package, threads=self._config.threads)), package)
+            return _Drafting(DrafterPool.of(NgramDrafter(), *self._copier()))
+        drafter = OnnxDrafter(package, threads=self._config.threads)
+        return _Drafting(DrafterPool.of(drafter, *self._copier()), package)
 
     def _any_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> DrafterPackage | None:
         fetch = self._fetcher()

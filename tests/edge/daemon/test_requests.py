@@ -176,6 +176,73 @@ def test_prompts_may_be_texts_or_tokens_one_or_several(live) -> None:
         assert reply.json["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
+# --- predictions ---
+
+
+PREDICTION = {"type": "content", "content": "def main():"}
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("text", "prediction"),
+        ({}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "text", "content": "x"}, "prediction.type"),
+        ({"type": "content", "content": 3}, "prediction.content"),
+        ({"type": "content", "content": None}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "refusal", "refusal": "no"}]}, "prediction.content"),
+        ({"type": "content", "content": "x", "extra": 1}, "prediction.extra"),
+    ],
+)
+def test_a_prediction_in_another_form_is_refused_by_name(prediction, param) -> None:
+    assert refusal(ChatRequest, prediction=prediction).param == param
+
+
+@pytest.mark.parametrize(
+    ("field", "refused", "allowed"),
+    [
+        ("n", 2, 1),
+        ("logprobs", True, False),
+        ("presence_penalty", 0.5, -0.5),
+        ("frequency_penalty", 0.5, 0.0),
+        ("max_completion_tokens", 5, None),
+    ],
+)
+def test_what_openai_refuses_beside_a_prediction_is_refused_by_name(field, refused, allowed) -> None:
+    error = refusal(ChatRequest, prediction=PREDICTION, **{field: refused})
+    assert error.param == field
+    assert "does not go with prediction" in error.message
+    checked(ChatRequest, CHAT | {"prediction": PREDICTION, field: allowed})
+    checked(ChatRequest, CHAT | {field: refused, "prediction": None})
+
+
+def test_parts_of_a_prediction_follow_each_other() -> None:
+    parts = [{"type": "text", "text": "def main"}, {"type": "text", "text": "():"}]
+    request = checked(ChatRequest, CHAT | {"prediction": {"type": "content", "content": parts}})
+    assert request.prediction == checked(ChatRequest, CHAT | {"prediction": PREDICTION}).prediction
+
+
+def test_usage_counts_the_tokens_of_a_prediction_that_the_text_has(live) -> None:
+    def details(**fields):
+        return live.chat(**fields).json["usage"].get("completion_tokens_details")
+
+    for content, accepted in (("!", 1), ("! and more", 1), ("nothing of it", 0)):  # the answer's first token is `!`
+        predicted = len(live.client.ready.tokenizer.encode(content, add_special_tokens=False).ids)
+        counts = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": predicted - accepted}
+        assert details(prediction={"type": "content", "content": content}) == counts
+        assert len(live.client.asked[-1][2]["prediction"]) == predicted + 1
+    assert details() is None
+    assert details(prediction={"type": "content", "content": ""}) is None
+
+
+def test_a_prediction_that_is_too_long_is_a_400_by_name(live) -> None:
+    reply = live.chat(prediction={"type": "content", "content": "x" * (1 << 21)})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "prediction")
+    assert "characters" in reply.json["error"]["message"]
+
+
 # --- bodies that nobody should send ---
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)

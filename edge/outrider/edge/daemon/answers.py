@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from outrider.drafters.retrieval import PredictionCount
 from outrider.edge.daemon.parsed_request import ParsedRequest
 from outrider.edge.event_stream import Event, Finished, Tokens
 from outrider.edge.text import TokenText
@@ -42,12 +43,15 @@ class Answer(ABC):
         self._created = int(time.time())
         self._texts = [""] * len(request.choices)
         self._completion_tokens = 0
+        self._predicted = PredictionCount(request.prediction) if request.prediction is not None else None
 
     def take(self, choice: int, event: Event) -> None:
         """Count an event in."""
         self._texts[choice] += event.text
         if isinstance(event, Tokens):
             self._completion_tokens += len(event.tokens)
+            if self._predicted is not None:
+                self._predicted.take(event.ids)
         else:
             prompt, cached = choice // self._texts_per_prompt, event.statistics.cached_tokens
             self._cached_tokens[prompt] = min(cached, self._cached_tokens.get(prompt, cached))
@@ -80,14 +84,18 @@ class Answer(ABC):
     def usage(self) -> dict[str, Any]:
         """OpenAI's counts of tokens so far; those of a prompt count once, however many texts follow it.
 
-        Cached are those that the verifier had computed before any of these texts began.
+        Cached are those that the verifier had computed before any of these texts began. Where there was a prediction,
+        its tokens are accepted if copying it on finds them in the text, whoever drafted them, and else rejected; these
+        are no completion tokens, since nobody had to decode them.
         """
         prompt, completion = self._prompt_tokens, self._completion_tokens
+        predicted = self._predicted
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+            **({} if predicted is None else {"completion_tokens_details": _prediction_details(predicted)}),
         }
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -186,6 +194,11 @@ class CompletionAnswer(Answer):
             entries.append((token.id, token.logprob))
         named = {self._tokens.text(likely): _number(logprob) for likely, logprob in reversed(entries)}
         return dict(reversed(named.items()))
+
+
+def _prediction_details(count: PredictionCount) -> dict[str, int]:
+    """Return OpenAI's counts of a prediction's tokens."""
+    return {"accepted_prediction_tokens": count.accepted, "rejected_prediction_tokens": count.rejected}
 
 
 def _number(logprob: float) -> float:

@@ -12,9 +12,11 @@ from typing import Any, NoReturn
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
+from outrider.drafters.suffix_index import SuffixIndex
 from outrider.edge.daemon.cloud import Served
 from outrider.edge.daemon.errors import ApiError
 from outrider.edge.daemon.schema import ChatRequest, CompletionRequest, Message, Request, ResponseFormat
+from outrider.edge.prediction import indexed_prediction
 from outrider.edge.preparation import Ready
 from outrider.proto.types import Grammar, GrammarKind, Sampling
 
@@ -53,6 +55,7 @@ class ParsedRequest:
         stop: strings that end a text.
         logprobs: whether log probabilities are requested.
         top_logprobs: number of likeliest tokens to name at each position.
+        prediction: index of what the text may repeat; None: not known.
     """
 
     choices: tuple[Choice, ...]
@@ -62,6 +65,7 @@ class ParsedRequest:
     stop: tuple[str, ...]
     logprobs: bool
     top_logprobs: int
+    prediction: SuffixIndex | None = None
 
 
 async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
@@ -79,7 +83,10 @@ async def parse_chat(request: ChatRequest, served: Served) -> ParsedRequest:
     text = await asyncio.to_thread(served.template.render, turns, **variables)
     prompt = await _encode(served.ready, text, special=False)  # the template writes them itself
     max_tokens = request.max_completion_tokens or request.max_tokens or CONTEXT_TOKENS
-    return _parsed(request, [prompt], max_tokens, bool(request.logprobs), request.top_logprobs)
+    parsed = _parsed(request, [prompt], max_tokens, bool(request.logprobs), request.top_logprobs)
+    if request.prediction is None:
+        return parsed
+    return replace(parsed, prediction=await indexed_prediction(served.ready, request.prediction.content))
 
 
 async def parse_completion(request: CompletionRequest, served: Served) -> ParsedRequest:

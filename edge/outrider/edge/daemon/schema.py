@@ -100,6 +100,17 @@ def _part(part: Any) -> str:
     return text
 
 
+def _predicted(value: Any) -> Any:
+    """Return a prediction's text: a string, or text parts as they follow each other."""
+    if isinstance(value, list):
+        if any(isinstance(part, dict) and part.get("type") == "refusal" for part in value):
+            raise _refuse("holds a part of type 'refusal'; give text")
+        return "".join(_part(part) for part in value)
+    if not isinstance(value, str):
+        raise _refuse("must be a string or a list of parts")
+    return value
+
+
 Ignored = Annotated[Any, Field(default=None)]
 Stops = Annotated[list[str] | None, BeforeValidator(_stop)]
 Penalty = Annotated[float | None, Field(ge=-2, le=2)]
@@ -142,6 +153,13 @@ class ResponseFormat(Strict):
         if self.json_schema is not None and self.json_schema.schema_ is None:
             raise _refuse("json_schema.schema is missing")
         return self
+
+
+class Prediction(Strict):
+    """A text that the answer may repeat; `content` becomes a string."""
+
+    type: Literal["content"]
+    content: Annotated[str, BeforeValidator(_predicted)]
 
 
 class Message(Strict):
@@ -228,7 +246,7 @@ class ChatRequest(Request):
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     reasoning_effort: str | None = None
     parallel_tool_calls: Ignored
-    prediction: Ignored
+    prediction: Prediction | None = None
     moderation: Ignored
     verbosity: Annotated[Any, _unless("medium")] = None
     tools: Annotated[Any, _unless([])] = None
@@ -243,6 +261,24 @@ class ChatRequest(Request):
     def _top_needs_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise _refuse("top_logprobs needs logprobs = true")
+        return self
+
+    @model_validator(mode="after")
+    def _goes_with_prediction(self) -> Self:
+        """Refuse what OpenAI refuses beside a prediction, so that a request means the same on both sides."""
+        if self.prediction is None:
+            return self
+        beside = {
+            "n": self.choices > 1,
+            "logprobs": self.logprobs,
+            "presence_penalty": (self.presence_penalty or 0) > 0,
+            "frequency_penalty": (self.frequency_penalty or 0) > 0,
+            "max_completion_tokens": self.max_completion_tokens is not None,
+        }
+        refused = next((name for name, given in beside.items() if given), None)
+        if refused is not None:
+            instead = "use max_tokens" if refused == "max_completion_tokens" else "leave one of them out"
+            raise _refuse(f"{refused} does not go with prediction; {instead}")
         return self
 
 

@@ -182,6 +182,7 @@ class Generation:
             logprobs=request.logprobs,
             top_logprobs=request.top_logprobs,
             request_id=self.request_id,
+            prediction=request.prediction,
         )
         try:
             async with aclosing(events):
