@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from outrider.bench.comparison.rounds import Rounds, SentVectors, synchronous_rounds
+from outrider.bench.comparison.rounds import Rounds, synchronous_rounds
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.traced import replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
+from outrider.bench.vectors import SentVectors
 from outrider.cloud.backend import StepRow
 from outrider.cloud.distribution import VerificationInput
 from outrider.cloud.steering import Projection

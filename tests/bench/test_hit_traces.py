@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 
 from outrider.bench.replay.record import HitRecorder
 from outrider.bench.replay.traces import HitTrace, load_traces, save_traces
-from outrider.cloud.text_writer import TextRequest
+from outrider.bench.vectors import SentVectors
+from outrider.cloud.text_writer import TextRequest, TextVectors
+from outrider.drafters.protocol import TokenPrefix
 from outrider.edge.testing import ScriptedDrafter
 from outrider.proto.errors import ConfigError
-from outrider.proto.types import Sampling
+from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
 
 PROMPT = (7, 8, 9)
 TEXT = (20, 21, 22, 23, 24)
@@ -68,6 +71,46 @@ def test_a_drafter_that_proposes_nothing_is_silent_and_not_wrong() -> None:
     assert trace.hits == (False, True, False, False, False)
     assert [math.isnan(value) for value in trace.confidence] == [True, False, True, False, True]
     assert trace.ended
+
+
+class Leaning(TokenPrefix):
+    """A state that proposes the number in its newest vector, and 99 without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = 99
+
+    def steer(self, vector, since) -> None:
+        assert since == len(PROMPT)
+        self.said = 99 if vector is None else int(vector[0])
+
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
+        return (DraftToken(self.said, 0.5),) * n
+
+    def score(self, tokens):
+        self.extend(tokens)
+        return np.zeros(len(tokens))
+
+
+class LeaningDrafter:
+    name, version = "leaning", "1"
+
+    def open(self, rule) -> Leaning:
+        return Leaning()
+
+
+@pytest.mark.parametrize("age", [0, 1, 2])
+def test_a_steered_drafter_is_recorded_with_the_vector_that_is_there_by_then(age) -> None:
+    rows = np.array([[float(20 + i)] for i in range(len(PROMPT) + len(TEXT))], dtype=np.float32)
+    vectors = SentVectors(TextVectors(0, rows), SteeringPrecision.FLOAT16, age)
+    request = TextRequest(PROMPT, Sampling(temperature=0.5), "p", "code")
+    recorder = HitRecorder({"leaning": LeaningDrafter()}, [request, request])
+    [trace] = recorder.record(request, TEXT, vectors={"leaning": vectors})
+    # Before token i of the text the vector is that of position 3 + i - 2 - age; there it says 20 + 1 + i - age.
+    assert trace.hits == tuple(token == (20 + 1 + i - age if i + 1 >= age else 99) for i, token in enumerate(TEXT))
+    [plain] = recorder.record(request, TEXT)
+    assert not any(plain.hits), "the next text begins unsteered"
+    assert any(trace.hits) == (age == 1)
 
 
 def test_traces_come_back_from_a_file(tmp_path) -> None:

@@ -11,10 +11,12 @@ import pytest
 
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.texts import PoolText, joined, texts_of
+from outrider.bench.replay.traced import Policy
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.bench.traces.stages import Stage, Trajectory
 from outrider.deploy.link.shape import LinkShape
+from outrider.edge.policies.length import rule_by_name
 from outrider.edge.policies.selection.bandits import (
     DiscountedUcb,
     Exp3,
@@ -29,6 +31,7 @@ from outrider.edge.policies.selection.leader import Hedge, default_selector
 from outrider.edge.policies.selection.rewards import Alignment, BlockEfficiency
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.session.allowance import Allowance
 
 PLAIN = Costs(step_s=0.010, row_s=0.001, job_s=0.0, edge_event_s=0.0, cloud_event_s=0.0, commit_s=0.0)
 DRAFTS = 6
@@ -115,7 +118,7 @@ class Listening(Selector):
     def choose(self, view: SelectionView) -> int:
         return int(self.rng.integers(len(view.arms))) if self.arm is None else self.arm
 
-    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
+    def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
         return tuple(arm for arm in view.arms if arm != chosen)
 
     def learn(self, outcome: RoundOutcome) -> None:
@@ -341,3 +344,33 @@ def test_regret_of_ucb_grows_like_a_logarithm_and_that_of_chance_in_line() -> No
     assert late["random"] > 8 * early["random"]
     assert early["default"] < 0.7 * early["ucb"]
     assert late["default"] < 0.1 * late["random"], "it stays ready for a change, at the price of a small slope"
+
+
+# --- what the edge need not compute again ---
+
+
+@pytest.mark.parametrize("rule", ["survival", "aimd", "flexspec"])
+def test_a_length_rule_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch, rule) -> None:
+    rng = np.random.default_rng(3)
+    texts = [text_of(rng, [(domain, 90)]) for domain in range(4)]
+
+    def trajectories(rtt_ms: float) -> list[list[float]]:
+        costs = [replace(PLAIN, drafting_s=arm.drafting_s, catch_up_s=arm.catch_up_s) for arm in FAMILY]
+        stage = Stage(costs, link(rtt_ms), lambda: Policy(window=rule_by_name(rule)))
+        return [run.at_s.tolist() for run in stage.trajectories(texts, default_selector(len(FAMILY)))]
+
+    def asked() -> int:
+        return len(questions)
+
+    questions: list[None] = []
+    ask = Allowance._tokens
+    monkeypatch.setattr(Allowance, "_tokens", lambda self, drafter: questions.append(None) or ask(self, drafter))
+    kept = [trajectories(rtt_ms) for rtt_ms in (2, 10, 60)]
+    few = asked()
+    monkeypatch.setattr(Allowance, "tokens", Allowance._tokens)
+    assert [trajectories(rtt_ms) for rtt_ms in (2, 10, 60)] == kept
+    assert asked() - few > 2 * few
+    monkeypatch.undo()
+    monkeypatch.setattr(Allowance, "review", lambda self: None)
+    with pytest.raises((AssertionError, RuntimeError)):  # an answer that is kept for good is another
+        assert [trajectories(rtt_ms) for rtt_ms in (2, 10, 60)] == kept

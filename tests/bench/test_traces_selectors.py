@@ -295,7 +295,7 @@ def test_silence_and_confidence_reach_the_selectors() -> None:
     class Noting(StaticSelector):
         catches_up = True
 
-        def score(self, view, chosen):
+        def score(self, view, chosen, unread):
             return tuple(arm for arm in view.arms if arm != chosen)
 
         def learn(self, outcome: RoundOutcome) -> None:
@@ -370,6 +370,15 @@ def test_the_command_prints_and_writes_every_row_and_column(tmp_path, capfd) -> 
         selectors = [("selector", name) for name in names.split(",")[1:]]
         assert columns == [("drafter", "coder"), ("drafter", "writer"), *selectors, ("oracle", "oracle")]
         assert all(len(cell["regret_s"]) == len(row["positions"]) for cell in row["cells"])
+        by_name = {cell["name"]: cell for cell in row["cells"]}
+        best = min(("coder", "writer"), key=lambda name: by_name[name]["seconds"])
+        for cell in row["cells"]:
+            for against, drafter in (("of_first", "coder"), ("of_best", best)):
+                found = cell[against]
+                assert found["drafter"] == drafter
+                assert found["ratio"] == pytest.approx(by_name[drafter]["seconds"] / cell["seconds"], rel=1e-4)
+                assert found["interval"]["low"] <= found["ratio"] <= found["interval"]["high"]
+        assert by_name[best]["of_best"]["interval"] == {"low": 1.0, "high": 1.0}, "prompts are resampled in pairs"
         assert row["positions"][0] == 1
         assert row["positions"] == sorted(set(row["positions"]))
     assert "20 runs of every selector" in err
@@ -396,7 +405,8 @@ def test_the_session_is_played_with_the_first_window(tmp_path, capfd) -> None:
     status, out, err = run_command([str(path), *arguments, "--window", "8,4"], capfd)
     assert status == 0, err
     assert "1 runs in stream" in out
-    [oracle] = [line.split() for line in out.splitlines() if line.startswith("oracle  ") and "*" not in line][1:]
+    lines = [line.split() for line in out.splitlines() if line.startswith("oracle  ") and "*" not in line]
+    oracle = lines[1]  # over the best drafter
     assert all(float(share) > 0.99 for share in oracle[1:4]), "in a domain it is one drafter"
     assert {line.split()[0] for line in out.splitlines() if "." in line} >= {"coder", "writer", "leader", "oracle"}
     status, _, err = run_command([str(path), *arguments, "--window", "wide"], capfd)

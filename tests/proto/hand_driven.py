@@ -45,6 +45,7 @@ class HandDrivenEdge(EdgeSession):
         """The drafting job that is due, of at most `most` tokens; None where none is."""
         if measurements is not None:
             self._meter.adopt(measurements)
+            self._drafting.review()
         self._drafting._job_tokens = lambda _: most
         return None if self._drafting.running is not None else self._drafting.draft()
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from outrider.proto.policy import (
     StepCost,
     SurvivalWindow,
     batching_delay_s,
+    measures,
 )
 from outrider.proto.policy.measurements import Pace
 from outrider.proto.policy.measures import Acceptance, Calibration, TextCalibration
@@ -149,6 +151,27 @@ def test_a_text_on_another_subject_soon_goes_by_its_own_drafts_and_tells_the_oth
         other.add(0.95, False)
     assert text.chance(0.95) < before, "but it counts"
     assert text.chance(math.nan) == common.acceptance.rate
+
+
+def test_a_kept_chance_is_that_of_the_counts_though_another_text_shares_them() -> None:
+    rng = np.random.default_rng(5)
+    common = Calibration()
+    texts = [TextCalibration(common), TextCalibration(common)]
+    for _ in range(400):
+        text = texts[rng.integers(2)]
+        text.add(float(rng.random()), bool(rng.random() < 0.6))
+        for one in texts:
+            for confidence in (0.05, 0.35, 0.65, 0.985):
+                index = measures._bin(confidence)
+                hits, trials = one.bins[index]
+                common_hits, common_trials = common.bins[index]
+                before = min(0.995, max(0.02, common_hits / common_trials))
+                assert one.chance(confidence) == min(0.995, max(0.02, (hits + 5 * before) / (trials + 5)))
+    other = Calibration()
+    other.add(0.35, False)
+    before = texts[0].chance(0.35)
+    texts[0].common = other
+    assert texts[0].chance(0.35) != before, "the common counts are others now"
 
 
 def test_before_any_trial_more_confidence_promises_more() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -190,7 +191,7 @@ def test_a_drafter_that_has_read_everything_is_not_asked_to_catch_up() -> None:
     class Eager(StaticSelector):
         catches_up = True
 
-        def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
+        def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
             return tuple(arm for arm in view.arms if arm != chosen)
 
     oracle, frame = hashing_oracle(8, eos_odds=0.0), open_frame(sampling=Sampling(max_tokens=80))
@@ -348,8 +349,8 @@ def test_a_selector_that_is_kept_for_the_next_text_hears_of_the_same_token_from_
         selection.begin_text(5, 0)
         selection.choose(arms, costs, 5)
         for position in range(5, 15):
-            selection.note(0, position, True, 0.5)
-        selection.note(1, 6, False, 0.25)
+            selection.note(0, position, (True,), (0.5,))
+        selection.note(1, 6, (False,), (0.25,))
     selection.begin_text(5, 0)
     assert [sum(len(hits[arm]) for hits in learned) for arm in (0, 1)] == [20, 20]
     assert learned[0][1] == (None, False, *[None] * 8)

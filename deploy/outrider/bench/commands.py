@@ -173,11 +173,14 @@ class RecordSettings(WritingSettings):
 
     drafter: tuple[str, ...] = listed(
         ("general", "ngram"),
-        "drafters: embedded names, package folders, NAME=FOLDER, or ngram; steered ones get no vectors",
+        "drafters: embedded names, package folders, NAME=FOLDER, or ngram",
     )
     temperature: float = option(0.0, "temperature; 0: greedy", metavar="T", check=at_least(0))
     seed: int = option(0, "seed of the noise; the same seed gives the same text", check=at_least(0))
     seeds: int = option(0, "texts per prompt, with seeds 1 to N; 0: one, with --seed", check=at_least(0))
+    age: int = option(
+        4, "positions by which vectors of steered drafters are older than the freshest; -1: none", check=at_least(-1)
+    )
     output: Path = option(REQUIRED, ".jsonl with one trace per line; costs of the machines go to .costs.json beside it")
 
 
@@ -210,12 +213,28 @@ class ReplaySettings(LinkListSettings):
         choices=("rounds", "stream"),
         group=SELECTORS,
     )
+    row: tuple[str, ...] = listed((), "domains to play, or mix, or midway; not set: all", group=SELECTORS)
     rounds: int = option(6, "drafts per round", metavar="K", group=SELECTORS, check=at_least(1))
     seeds: int = option(
         20, "number of runs, with different orders and random draws", group=SELECTORS, check=at_least(1)
     )
     json: Path | None = option(None, "file to write all results to")
     plot: Path | None = option(None, "folder to write plots to", metavar="DIR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverheadSettings(LinkListSettings):
+    """A recording in whose replays the edge's own rules are timed."""
+
+    traces: Path = option(REQUIRED, "file written by `outrider traces record`", metavar="FILE", positional=True)
+    rtt: tuple[float, ...] = (10.0, 60.0, 200.0)
+    selector: tuple[str, ...] = listed(("leader",), "selectors to time beside the first drafter alone")
+    drafter: tuple[str, ...] = listed((), "recorded drafters of the pool; not set: all")
+    min_step: float = option(
+        30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
+    )
+    runs: int = option(3, "replays of each, of which the least time counts", check=at_least(1))
+    json: Path | None = option(None, "file to write all results to")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +280,9 @@ COMPARE = Command(
     "outrider.bench.comparison.command:compare",
     (part(CompareSettings), _WRITER, part(VerifierConfig, "steering")),
 )
-RECORD = Command("outrider.bench.traces.record:record", (part(RecordSettings), _WRITER))
+RECORD = Command(
+    "outrider.bench.traces.record:record", (part(RecordSettings), _WRITER, part(VerifierConfig, "steering"))
+)
 REPLAY = Command("outrider.bench.traces.replay:replay", (part(ReplaySettings),))
+OVERHEAD = Command("outrider.bench.traces.overhead:overhead", (part(OverheadSettings),))
 TRAIN_POLICY = Command("outrider.bench.length_training.command:train_policy", (part(PolicySettings),))

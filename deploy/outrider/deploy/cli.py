@@ -93,6 +93,11 @@ COMMANDS = {
         f"{MEASURING}:REPLAY",
         "traces_replay",
     ),
+    "traces overhead": Entry(
+        "time the edge's selector and length rule beside its drafting",
+        f"{MEASURING}:OVERHEAD",
+        "traces_overhead",
+    ),
     "completion": Entry("print the completion script of a shell", f"{OPERATING}:COMPLETION"),
 }
 

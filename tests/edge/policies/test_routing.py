@@ -13,8 +13,8 @@ from outrider.proto.policy.selection import RoundOutcome, SelectionView
 UNKNOWN = math.nan
 
 
-def view_of(arms: int, current: int | None = None, num_uncomputed_tokens: tuple[int, ...] = ()) -> SelectionView:
-    return SelectionView(4, (0.1,) * arms, (0.0,) * arms, num_uncomputed_tokens or (0,) * arms, current=current)
+def view_of(arms: int, current: int | None = None) -> SelectionView:
+    return SelectionView(4, (0.1,) * arms, (0.0,) * arms, (0,) * arms, current=current)
 
 
 def learn(routing: Routing, *confidence: tuple[float, ...]) -> None:
@@ -51,7 +51,7 @@ def test_equal_and_unknown_arms_cost_no_switch() -> None:
 
 
 def test_every_idle_arm_with_uncomputed_tokens_catches_up() -> None:
-    assert Routing(arms=4).score(view_of(4, num_uncomputed_tokens=(9, 2, 0, 5)), 0) == (3, 1)
+    assert Routing(arms=4).score(view_of(4), 0, (9, 2, 0, 5)) == (3, 1)
 
 
 def test_what_cannot_be_is_refused_with_its_field() -> None:

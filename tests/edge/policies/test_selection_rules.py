@@ -110,7 +110,7 @@ def test_static_stays_and_random_visits_all_equally() -> None:
     random = RandomSelector(4, np.random.default_rng(1))
     counts = np.bincount([random.choose(EVEN) for _ in range(4000)], minlength=4)
     assert counts.min() > 850
-    assert random.score(EVEN, 0) == ()
+    assert random.score(EVEN, 0, (9,) * 4) == ()
 
 
 # --- upper confidence bounds ---
@@ -316,8 +316,7 @@ def test_hedge_draws_by_weight_and_catches_up_with_every_idle_arm() -> None:
     hedge.experts.pay([math.log(3), 0.0])
     assert hedge.choose(EVEN) == 1
     assert dice.p == pytest.approx([0.25, 0.75])
-    view = view_of(*[0.1] * 4, num_uncomputed_tokens=(0, 3, 9, 5))
-    assert hedge.score(view, 2) == (3, 1)
+    assert hedge.score(view_of(*[0.1] * 4), 2, (0, 3, 9, 5)) == (3, 1)
 
 
 def test_the_leader_takes_over_when_its_lead_is_worth_the_switch() -> None:
@@ -332,16 +331,16 @@ def test_the_leader_takes_over_when_its_lead_is_worth_the_switch() -> None:
 
 def test_the_leader_lets_idle_arms_catch_up_by_the_stride() -> None:
     leader = Leader(experts=FixedShare(arms=4), stride=4)
-    assert leader.score(view_of(*[0.1] * 4, num_uncomputed_tokens=(9, 3, 4, 5)), 0) == (3, 2)
+    assert leader.score(view_of(*[0.1] * 4), 0, (9, 3, 4, 5)) == (3, 2)
 
 
 def test_the_leader_lets_arms_of_little_weight_catch_up_less_often() -> None:
     leader = Leader(experts=FixedShare(arms=4, eta=1.0, share=0.0), stride=4, doubt=2.0)
     leader.experts.pay([0.0, 2.0, 5.9, 100.0])
-    even = [0.1] * 4
-    assert leader.score(view_of(*even, num_uncomputed_tokens=(0, 7, 15, 15)), 0) == ()
-    assert leader.score(view_of(*even, num_uncomputed_tokens=(0, 8, 15, 15)), 0) == (1,)
-    assert leader.score(view_of(*even, num_uncomputed_tokens=(0, 0, 16, 16)), 0) == (2, 3), "four strides at most"
+    even = view_of(*[0.1] * 4)
+    assert leader.score(even, 0, (0, 7, 15, 15)) == ()
+    assert leader.score(even, 0, (0, 8, 15, 15)) == (1,)
+    assert leader.score(even, 0, (0, 0, 16, 16)) == (2, 3), "four strides at most"
 
 
 def test_a_prior_begins_with_the_fastest_that_it_knows_at_the_prices_of_the_day() -> None:

@@ -12,13 +12,14 @@ from tokenizers import Tokenizer
 from outrider.bench.commands import CompareSettings
 from outrider.bench.comparison.plots import check_plot, draw
 from outrider.bench.comparison.record import NO_VECTORS, Comparison, DrafterRecord, SteeringCost, Variant, in_front
-from outrider.bench.comparison.rounds import Rounds, SentVectors, synchronous_rounds
+from outrider.bench.comparison.rounds import Rounds, synchronous_rounds
 from outrider.bench.comparison.steps import steering_costs
 from outrider.bench.comparison.summary import Summary, Trial
 from outrider.bench.comparison.tables import tables
 from outrider.bench.drafters import find_packages, load_drafters
 from outrider.bench.environment import environment
 from outrider.bench.outputs import hand_out, progress
+from outrider.bench.vectors import SentVectors
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors, load_projections

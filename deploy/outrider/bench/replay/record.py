@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from outrider.bench.replay.traces import HitTrace
+from outrider.bench.vectors import SentVectors
 from outrider.cloud.text_writer import TextRequest
 from outrider.drafters.proposals import ProposalRule
 from outrider.drafters.protocol import Drafter, DraftState
@@ -27,15 +28,24 @@ class HitRecorder:
         self._states: dict[tuple[int, ...], dict[str, tuple[float, DraftState]]] = {}
 
     def record(
-        self, request: TextRequest, tokens: Sequence[int], *, chances: Chances | None = None, ended: bool = False
+        self,
+        request: TextRequest,
+        tokens: Sequence[int],
+        *,
+        chances: Chances | None = None,
+        ended: bool = False,
+        vectors: Mapping[str, SentVectors] | None = None,
     ) -> list[HitTrace]:
         """Return what each drafter would have proposed in place of each token of a text, in one batched pass.
+
+        A steered drafter reads token by token, each with the vector that is there by then.
 
         Args:
             request: one of the requests, each of which is recorded once.
             tokens: [n] the text that the target wrote for it.
             chances: the target's probabilities; None: they are not known, and the traces have no agreement.
             ended: whether the text ended by itself.
+            vectors: steering vectors of the text, by the names of the drafters that they steer.
 
         Raises:
             ConfigError: the text is empty.
@@ -47,7 +57,8 @@ class HitRecorder:
         for name, (prompt_log_q, state) in self._states[request.prompt].items():
             state.follow(rule)
             state.truncate(len(request.prompt))
-            forced = state.propose_forced(tokens)
+            sent = (vectors or {}).get(name)
+            forced = state.propose_forced(tokens) if sent is None else _propose_steered(state, tokens, sent)
             silent = tuple(draft.id < 0 for draft in forced)
             traces.append(
                 HitTrace(
@@ -86,6 +97,16 @@ def _read(state: DraftState, prompt: tuple[int, ...]) -> tuple[float, DraftState
     state.extend(prompt[:first])
     end = prompt[first:]
     return round(float(state.score(end).mean()), 4) if end else math.nan, state
+
+
+def _propose_steered(state: DraftState, tokens: Sequence[int], vectors: SentVectors) -> tuple[DraftToken, ...]:
+    """Return the proposals in place of each token after a prompt, and leave the state unsteered."""
+    prompt, proposed = state.length, list[DraftToken]()
+    for token in tokens:
+        state.steer(vectors.after(state.length), prompt)
+        proposed += state.propose_forced((token,))
+    state.steer(None, prompt)
+    return tuple(proposed)
 
 
 def _close(states: Mapping[str, tuple[float, DraftState]]) -> None:

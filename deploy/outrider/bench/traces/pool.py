@@ -56,6 +56,19 @@ def run_texts(row: str, variants: Variants, seed: int) -> list[PoolText]:
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
+class Against:
+    """Speed over that of one drafter alone, on the same texts.
+
+    Attributes:
+        interval: interval of the ratio, over the prompts, which are resampled in pairs; None: a domain has but one.
+    """
+
+    drafter: str
+    ratio: Metric
+    interval: Interval | None
+
+
+@record_dataclass(frozen=True, slots=True, config=RECORD)
 class Cell:
     """One way of choosing on the texts of one row.
 
@@ -69,6 +82,8 @@ class Cell:
         switches: changes of drafter from token to token, a thousand tokens.
         shares: [K] share of the tokens of each drafter.
         regret_s: seconds lost to the oracle at each of the row's `positions`, averaged over seeds.
+        of_first: speed over that of the first drafter alone; None: drafters were not played alone.
+        of_best: the same for the fastest drafter of the row.
     """
 
     kind: str
@@ -82,6 +97,8 @@ class Cell:
     switches: Metric
     shares: tuple[Metric, ...]
     regret_s: tuple[float, ...]
+    of_first: Against | None = None
+    of_best: Against | None = None
 
 
 @record_dataclass(frozen=True, slots=True, config=RECORD)
@@ -196,9 +213,19 @@ class CellAccumulator:
         shown = trajectory.choices[first : change + AFTER]
         counts[np.arange(len(shown)) + first - (change - BEFORE), shown] += 1
 
-    def cell(self, cloud_s: np.ndarray, resampled: Bootstrap) -> Cell:
-        """Return the result, against seconds [prompts] of cloud streaming."""
-        seconds = float(self._seconds.sum())
+    @property
+    def total_s(self) -> float:
+        """Seconds of all texts."""
+        return float(self._seconds.sum())
+
+    def against(self, other: CellAccumulator, resampled: Bootstrap) -> Against:
+        """Return the speed over that of another column."""
+        ratios = resampled.sums(other._seconds) / resampled.sums(self._seconds)
+        return Against(other.name, other.total_s / self.total_s, resampled.interval(ratios))
+
+    def cell(self, cloud_s: np.ndarray, resampled: Bootstrap, alone: Sequence[CellAccumulator]) -> Cell:
+        """Return the result, against seconds [prompts] of cloud streaming, and the drafters alone."""
+        seconds = self.total_s
         mine_s, best_s = self._settled_s.tolist()
         return Cell(
             self.kind,
@@ -212,6 +239,8 @@ class CellAccumulator:
             switches=1e3 * self._switches / self._tokens,
             shares=tuple((self._chosen / self._tokens).tolist()),
             regret_s=tuple((self._regret_s / self._runs).tolist()),
+            of_first=self.against(alone[0], resampled) if alone else None,
+            of_best=self.against(min(alone, key=lambda one: one.total_s), resampled) if alone else None,
         )
 
     def changes(self) -> list[DomainChange]:
@@ -236,30 +265,40 @@ class Pool:
     Attributes:
         selectors: names of selectors.
         seeds: runs of each row; they differ in order, in texts where several were recorded, and in what selectors draw.
+        only: names of the rows to play; empty: all.
 
     Raises:
-        ConfigError: a domain has the name of another row.
+        ConfigError: a domain has the name of another row, or there is no row of a name.
     """
 
     recording: Recording
     stages: Mapping[LinkRecord, Stage]
     selectors: Sequence[str]
     seeds: int = 20
+    only: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        known = row_names(self.recording.domains)
+        for name in self.only:
+            if name not in known:
+                raise ConfigError(f"{name!r} is none of {', '.join(known)}", field="row")
         for domain in self.recording.domains:
             if domain in (MIX, MIDWAY):
                 raise ConfigError(f"has a domain {domain!r}, which is the name of a row; rename it", field="traces")
 
     def __len__(self) -> int:
         """Return the number of runs."""
-        return len(self.stages) * len(row_names(self.recording.domains)) * self.seeds
+        return len(self.stages) * len(self._names) * self.seeds
+
+    @property
+    def _names(self) -> Sequence[str]:
+        return [name for name in row_names(self.recording.domains) if not self.only or name in self.only]
 
     def rows(self, done: Callable[[], object]) -> Iterator[PoolRow]:
         """Yield rows link by link; `done` is called after each run."""
         variants = variants_of(self.recording.texts)
         for link, stage in self.stages.items():
-            for name in row_names(self.recording.domains):
+            for name in self._names:
                 runs = [run_texts(name, variants, seed) for seed in range(self.seeds)]
                 yield self._row(link, stage, name, runs, done)
 
@@ -286,13 +325,14 @@ class Pool:
                 found = best if column.kind == ORACLE else self._trajectories(stage, column, texts, seed)
                 column.add(texts, found, best)
             done()
+        alone = [column for column in columns if column.kind == DRAFTER]
         resampled = Bootstrap([domain for domain, _ in prompts], seed=0)
         return PoolRow(
             link,
             name,
             len(prompts),
             tuple(positions.tolist()),
-            tuple(column.cell(cloud_s, resampled) for column in columns),
+            tuple(column.cell(cloud_s, resampled, alone) for column in columns),
             tuple(change for column in columns if column.kind != DRAFTER for change in column.changes()),
         )
 

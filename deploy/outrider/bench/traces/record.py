@@ -21,18 +21,22 @@ from outrider.bench.replay.record import Chances, HitRecorder
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.simulator.clock import Costs
 from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
+from outrider.bench.vectors import SentVectors
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.distribution import VerificationInput, processed_logits
 from outrider.cloud.sampling import Sampler
+from outrider.cloud.steering import Projection
+from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.target import SessionRows, Target, load_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText
+from outrider.cloud.transformers_backend import TransformersBackend
 from outrider.deploy.arguments import Given
 from outrider.deploy.prompts import Prompt, choose_prompts
 from outrider.drafters.proposals import ProposalRule
-from outrider.drafters.protocol import Drafter
+from outrider.drafters.protocol import Drafter, steering_of
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import Line
-from outrider.proto.types import DraftToken, Sampling
+from outrider.proto.types import DraftToken, Sampling, SteeringPrecision
 
 # The target is timed after a few prompts, in steps that verify these numbers of drafts.
 TARGET_TEXTS = 4
@@ -61,7 +65,9 @@ def record(given: Given) -> int:
         torch.set_num_threads(verifier.threads)
     target = load_target(verifier.target, device=verifier.device, dtype=verifier.dtype)
     drafters = load_drafters(packages, target.tokenizer_sha256, "drafter")
-    traces, sheet = Recorder(target, drafters, sampling, range(1, options.seeds + 1)).record(prompts)
+    projections = _projections(target, drafters, verifier) if options.age >= 0 else {}
+    seeds = range(1, options.seeds + 1)
+    traces, sheet = Recorder(target, drafters, sampling, seeds, projections, options.age).record(prompts)
     save_traces(traces, options.output)
     versions = [package.version if package is not None else "-" for package in packages.values()]
     made_in = environment(
@@ -78,16 +84,50 @@ def record(given: Given) -> int:
     return 0
 
 
+def _projections(target: Target, drafters: Mapping[str, Drafter], verifier: VerifierConfig) -> dict[str, Projection]:
+    """Return the projections whose vectors the drafters take, by id."""
+    shapes = {name: shape for name, drafter in drafters.items() if (shape := steering_of(drafter)) is not None}
+    if not shapes:
+        return {}
+    facts, model = TransformersBackend(target).facts, verifier.target
+    found = load_projections(list(verifier.steering), facts, name=model, model=model)
+    for name, shape in shapes.items():
+        if shape.projection not in found:
+            raise ConfigError(
+                f"none is projection {shape.projection}, whose vectors {name!r} takes; name its "
+                "projection.safetensors, or record it with --age -1",
+                field="steering",
+            )
+    return {shape.projection: found[shape.projection] for shape in shapes.values()}
+
+
 class Recorder:
     """Records the hits of `drafters`, by the names of their traces, in texts of `target`."""
 
     def __init__(
-        self, target: Target, drafters: Mapping[str, Drafter], sampling: Sampling, seeds: Sequence[int] = ()
+        self,
+        target: Target,
+        drafters: Mapping[str, Drafter],
+        sampling: Sampling,
+        seeds: Sequence[int] = (),
+        projections: Mapping[str, Projection] | None = None,
+        age: int = 0,
     ) -> None:
-        """Take what is recorded; `seeds`: one for each text of a prompt; empty: one text, by the seed of `sampling`."""
+        """Take what is recorded.
+
+        Args:
+            target: the model that writes.
+            drafters: drafters to record.
+            sampling: sampling of the texts.
+            seeds: one for each text of a prompt; empty: one text, by the seed of `sampling`.
+            projections: projections of the drafters to steer, by id; None: none is.
+            age: positions by which the vectors are older than the freshest.
+        """
         self._target = target
         self._drafters = drafters
         self._samplings = [replace(sampling, seed=seed) for seed in seeds or (sampling.seed,)]
+        self._projections = projections or {}
+        self._age = age
         self._console = Console(stderr=True, highlight=False)
 
     def record(self, prompts: Sequence[Prompt]) -> tuple[list[HitTrace], CostSheet]:
@@ -115,15 +155,27 @@ class Recorder:
             closing(HitRecorder(self._drafters, requests)) as recorder,
             progress(self._console, "writing and recording", len(requests)) as advance,
         ):
-            for text in TextWriter(self._target).stream(requests):
-                ended = text.tokens[-1] in self._target.eos_tokens
-                traces = recorder.record(text.request, text.tokens, chances=chances_of(text), ended=ended)
-                found[text.request] = replace(text, logits=None), traces
+            writer = TextWriter(self._target, self._projections, max_age=max(0, self._age))
+            for text in writer.stream(requests):
+                ended, vectors = text.tokens[-1] in self._target.eos_tokens, self._vectors(text)
+                traces = recorder.record(
+                    text.request, text.tokens, chances=chances_of(text), ended=ended, vectors=vectors
+                )
+                found[text.request] = replace(text, logits=None, vectors={}), traces
                 advance()
         texts = [found[request][0] for request in requests]
         tokens, seconds = sum(len(text) for text in texts), time.monotonic() - began
         self._say(f"{tokens} tokens, with every drafter's, in {seconds:.0f} s: {tokens / seconds:.0f} a second")
         return texts, [trace for request in requests for trace in found[request][1]]
+
+    def _vectors(self, text: WrittenText) -> dict[str, SentVectors]:
+        """Return the text's vectors by the names of the drafters that they steer."""
+        shapes = {name: steering_of(drafter) for name, drafter in self._drafters.items()}
+        return {
+            name: SentVectors(text.vectors[shape.projection], SteeringPrecision.INT8, self._age)
+            for name, shape in shapes.items()
+            if shape is not None and shape.projection in text.vectors
+        }
 
     def _drafter_costs(self, texts: Sequence[WrittenText]) -> dict[str, DrafterCosts]:
         """Measure each drafter after some of the prompts."""

@@ -67,7 +67,7 @@ def _replay_pool(options: ReplaySettings, recording: Recording, links: Sequence[
     policy = _policy(options)
     costs = [recording.costs.of(name, min_step_s=options.min_step / 1e3) for name in recording.traces]
     stages = {link.record: Stage(costs, link.shape_at, policy, options.seed) for link in links}
-    pool = Pool(recording, stages, options.selector, options.seeds)
+    pool = Pool(recording, stages, options.selector, options.seeds, options.row)
 
     def replayed() -> PoolReplayed:
         with _timed(f"{len(pool)} runs of every selector", len(pool)) as advance:

@@ -156,6 +156,10 @@ class Aligned(Selector):
     def catches_up(self) -> bool:  # type: ignore[override]  # elsewhere a fact about a class
         return self._inner.catches_up
 
+    @property
+    def stride(self) -> int:  # type: ignore[override]  # elsewhere a field
+        return self._inner.stride
+
     def begin_text(self) -> Selector:
         """End the text before, and begin the next."""
         if self._last is not None and self.catches_up:
@@ -173,8 +177,8 @@ class Aligned(Selector):
     def read_prompt(self, log_q: Sequence[float]) -> None:
         self._inner.read_prompt(log_q)
 
-    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        return self._inner.score(view, chosen)
+    def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
+        return self._inner.score(view, chosen, unread)
 
     def learn(self, outcome: RoundOutcome) -> None:
         self._last = outcome

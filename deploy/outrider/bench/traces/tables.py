@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from rich.console import Group
 
 from outrider.bench.links import LinkRecord, link_name
+from outrider.bench.metrics import Interval
 from outrider.bench.table import BEST, UNKNOWN, Block, Grid, draw, number, paced
-from outrider.bench.traces.pool import DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, Cell, PoolReplayed, PoolRow
+from outrider.bench.traces.pool import DRAFTER, ORACLE, SELECTOR, SETTLED_TOKENS, Against, Cell, PoolReplayed, PoolRow
 from outrider.bench.traces.sweep import Replayed, WindowResult, fastest
 
 BESIDE = 5  # drafters in a table
@@ -83,7 +84,7 @@ def pool_tables(replayed: PoolReplayed) -> Group:
         title = f"{link_name(link)}{paced(replayed.min_step_ms)}: {replayed.seeds} runs in {replayed.play}"
         grids.append(Grid(title, headings, 1, blocks))
         if rows[0].of_kind(DRAFTER):
-            grids.append(_against_best(rows))
+            grids += _against(rows)
     last = replayed.rows[-1].name or "all"
     return draw(grids, POOL_LEGEND.format(last=last, settled=SETTLED_TOKENS))
 
@@ -98,15 +99,25 @@ def _columns(rows: Sequence[PoolRow], kind: str) -> Block:
     return lines
 
 
-def _against_best(rows: Sequence[PoolRow]) -> Grid:
-    best = [max(map(_speed_up, row.of_kind(DRAFTER))) for row in rows]
-    lines = [
-        (cells[0].name, *(f"{cell.speed_up / most:.3f}" for cell, most in zip(cells, best, strict=True)))
-        for cells in zip(*(row.cells for row in rows), strict=True)
-        if cells[0].kind != DRAFTER
-    ]
+def _against(rows: Sequence[PoolRow]) -> list[Grid]:
+    """Return the speeds over those of the row's best drafter alone, and over those of the first drafter alone."""
+    others = [cells for cells in zip(*(row.cells for row in rows), strict=True) if cells[0].kind != DRAFTER]
     headings = ("", *(row.name or UNKNOWN for row in rows))
-    return Grid("Speed over that of the row's best drafter alone", headings, 1, [lines])
+    best = [(cells[0].name, *(_ratio(cell.of_best) for cell in cells)) for cells in others]
+    first = [(cells[0].name, *(_ratio(cell.of_first) for cell in cells)) for cells in others]
+    name = rows[0].of_kind(DRAFTER)[0].name
+    return [
+        Grid("Speed over that of the row's best drafter alone", headings, 1, [best]),
+        Grid(f"Speed over that of {name} alone", headings, 1, [first]),
+    ]
+
+
+def _ratio(against: Against | None) -> str:
+    return UNKNOWN if against is None else f"{against.ratio:.3f}{_spread(against.interval)}"
+
+
+def _spread(interval: Interval | None) -> str:
+    return f"±{(interval.high - interval.low) / 2:.3f}".replace("0.", ".") if interval else ""
 
 
 def _cell(cell: Cell, is_best: bool) -> str:

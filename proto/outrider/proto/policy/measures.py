@@ -54,6 +54,7 @@ class Acceptance:
 
 
 _BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+_BINS = len(_BIN_EDGES) + 1
 _PRIOR_WEIGHT = 3.0
 _COMMON_WEIGHT = 5.0  # other texts' trials against a text's own; replayed: 1 % faster at T = 0, the same at T = 1
 _OCTAVES = 10  # rows in a step: 1, 2 to 3, 4 to 7, … 512 and more
@@ -79,16 +80,19 @@ class Calibration:
     def add(self, confidence: float, hit: bool) -> None:
         """Count a draft of this confidence (NaN: unknown) that was compared with the target's token."""
         self.acceptance.add(hit)
-        _count(self.bins, confidence, hit)
+        if confidence == confidence:  # not NaN
+            _count(self.bins[_bin(confidence)], hit)
 
     def chance(self, confidence: float) -> float:
         """Return the chance that a draft of this confidence agrees, given that all before it in its chain do.
 
         NaN: the average chance.
         """
-        if math.isnan(confidence):
-            return self.acceptance.rate
-        hits, trials = self.bins[_bin(confidence)]
+        return self.acceptance.rate if math.isnan(confidence) else self.chance_of(_bin(confidence))
+
+    def chance_of(self, bin_: int) -> float:
+        """Return the chance of drafts whose confidence is in one bin."""
+        hits, trials = self.bins[bin_]
         return min(0.995, max(0.02, hits / trials))
 
 
@@ -104,27 +108,35 @@ class TextCalibration:
     """
 
     common: Calibration
-    bins: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0] for _ in range(len(_BIN_EDGES) + 1)])
+    bins: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0] for _ in range(_BINS)])
+    _known: list[tuple[float, float, float] | None] = field(default_factory=lambda: [None] * _BINS)
+    """The common hits and trials of each bin and the chance by them; None: this text has added to the bin since."""
 
     def add(self, confidence: float, hit: bool) -> None:
         """Count a draft here and in the common calibration."""
-        self.common.add(confidence, hit)
-        _count(self.bins, confidence, hit)
+        self.common.acceptance.add(hit)
+        if confidence == confidence:  # not NaN
+            changed = _bin(confidence)
+            _count(self.common.bins[changed], hit)
+            _count(self.bins[changed], hit)
+            self._known[changed] = None
 
     def chance(self, confidence: float) -> float:
         """Return the chance that a draft agrees; the common one weighs `_COMMON_WEIGHT` trials."""
-        chance = self.common.chance(confidence)
         if math.isnan(confidence):
-            return chance
-        hits, trials = self.bins[_bin(confidence)]
-        return min(0.995, max(0.02, (hits + _COMMON_WEIGHT * chance) / (trials + _COMMON_WEIGHT)))
+            return self.common.acceptance.rate
+        own = _bin(confidence)
+        known, common = self._known[own], self.common.bins[own]
+        if known is None or known[0] != common[0] or known[1] != common[1]:
+            hits, trials = self.bins[own]
+            chance = (hits + _COMMON_WEIGHT * self.common.chance_of(own)) / (trials + _COMMON_WEIGHT)
+            known = self._known[own] = (common[0], common[1], min(0.995, max(0.02, chance)))
+        return known[2]
 
 
-def _count(bins: list[list[float]], confidence: float, hit: bool) -> None:
-    if not math.isnan(confidence):
-        counts = bins[_bin(confidence)]
-        counts[0] = counts[0] * _FADE + hit
-        counts[1] = counts[1] * _FADE + 1
+def _count(counts: list[float], hit: bool) -> None:
+    counts[0] = counts[0] * _FADE + hit
+    counts[1] = counts[1] * _FADE + 1
 
 
 def _bin(confidence: float) -> int:
@@ -153,6 +165,11 @@ class Line:
         self.xx = self.xx * self.fade + x * x
         self.xy = self.xy * self.fade + x * y
 
+    def fit(self) -> tuple[float, float]:
+        """Return base and slope."""
+        slope = self.slope
+        return (max(0.1 * self.y, self.y - slope * self.x) / self.weight if self.weight else 0.0), slope
+
     @property
     def slope(self) -> float:
         """Increase of y for each x, 0 or more; 0 while all points had the same x."""
@@ -169,9 +186,7 @@ class Line:
     @property
     def base(self) -> float:
         """Value at x = 0, never below a tenth of the mean; 0 before the first point."""
-        if not self.weight:
-            return 0.0
-        return max(0.1 * self.y, self.y - self.slope * self.x) / self.weight
+        return self.fit()[0]
 
 
 @dataclass(slots=True)

@@ -32,9 +32,10 @@ class Arm:
     catch_up_s: float
 
     def __post_init__(self) -> None:
-        for field in ("drafting_s", "catch_up_s"):
-            if not 0 <= getattr(self, field) < math.inf:
-                raise InvalidArgument("must be a finite number of seconds, 0 or more", field=f"arm.{field}")
+        if 0 <= self.drafting_s < math.inf and 0 <= self.catch_up_s < math.inf:
+            return
+        field = "catch_up_s" if 0 <= self.drafting_s < math.inf else "drafting_s"
+        raise InvalidArgument("must be a finite number of seconds, 0 or more", field=f"arm.{field}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,10 @@ class SelectionView:
     alone_s: float = 0.0
 
     def __post_init__(self) -> None:
-        lists = (self.switch_s, self.num_uncomputed_tokens, self.lead or self.round_s)
-        if not self.round_s or any(len(entries) != len(self.round_s) for entries in lists):
+        arms = len(self.round_s)
+        if not arms or not (
+            len(self.switch_s) == len(self.num_uncomputed_tokens) == len(self.lead or self.round_s) == arms
+        ):
             raise InvalidArgument("must hold one entry for each drafter, and there must be one", field="view.round_s")
 
     @classmethod
@@ -101,7 +104,7 @@ class SelectionView:
         waiting_s = costs.round_trip_s + costs.step_s + costs.row_s * (drafts + 1)
         return cls(
             drafts=drafts,
-            round_s=tuple(drafts * arm.drafting_s + waiting_s for arm in arms),
+            round_s=tuple([drafts * arm.drafting_s + waiting_s for arm in arms]),
             switch_s=_switch_s(arms, num_uncomputed_tokens),
             num_uncomputed_tokens=tuple(num_uncomputed_tokens),
             waiting_s=waiting_s,
@@ -127,12 +130,12 @@ class SelectionView:
         step_s = costs.step_s + costs.row_s * (drafts + 1)
         return cls(
             drafts=drafts,
-            round_s=tuple(max(step_s, drafts * arm.drafting_s) for arm in arms),
+            round_s=tuple([max(step_s, drafts * arm.drafting_s) for arm in arms]),
             switch_s=_switch_s(arms, num_uncomputed_tokens),
             num_uncomputed_tokens=tuple(num_uncomputed_tokens),
             waiting_s=trip_s,
             current=current,
-            lead=tuple(math.ceil((trip_s + arm.drafting_s) / alone_s) if alone_s else 0 for arm in arms),
+            lead=tuple([math.ceil((trip_s + arm.drafting_s) / alone_s) if alone_s else 0 for arm in arms]),
             alone_s=alone_s,
         )
 
@@ -143,7 +146,7 @@ class SelectionView:
 
 
 def _switch_s(arms: Sequence[Arm], num_uncomputed_tokens: Sequence[int]) -> tuple[float, ...]:
-    return tuple(arm.catch_up_s * tokens for arm, tokens in zip(arms, num_uncomputed_tokens, strict=True))
+    return tuple([arm.catch_up_s * tokens for arm, tokens in zip(arms, num_uncomputed_tokens, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +182,11 @@ class Selector(Protocol):
 
     Attributes:
         catches_up: whether it uses hits of teacher-forced proposals, so that idle drafters catch up.
+        stride: uncomputed tokens below which it lets no idle arm catch up.
     """
 
     catches_up: ClassVar[bool] = False
+    stride: int = 1
 
     def choose(self, view: SelectionView) -> int:
         """Return the arm of the round that begins."""
@@ -191,12 +196,13 @@ class Selector(Protocol):
         """Take each arm's mean log probability of the prompt's last tokens, [K] in nats; NaN: not known yet."""
         del log_q
 
-    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
+    def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
         """Return the idle arms that should catch up during this round's wait, best first; there may be time for few.
 
-        Catching up shows an arm's counterfactual hits, and shortens its switch if it is chosen.
+        Catching up shows an arm's counterfactual hits, and shortens its switch if it is chosen. By now the arms have
+        not read `unread` [K] tokens of the text; the view's numbers are those of the choice.
         """
-        del view, chosen
+        del view, chosen, unread
         return ()
 
     def learn(self, outcome: RoundOutcome) -> None:

@@ -8,7 +8,8 @@ import operator
 from collections.abc import Callable
 
 from outrider.proto.errors import OutriderError, UnknownToken
-from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
+from outrider.proto.policy import WindowPolicy
+from outrider.proto.session.allowance import Allowance
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.events import CatchUpJob, CaughtUp, Drafted, DraftJob, TeacherForced
 from outrider.proto.session.measuring import Meter
@@ -58,10 +59,8 @@ class Drafting:
         self._stream = stream
         self._meter = meter
         self._selection = selection
-        self._window = window
-        self._learner = window if isinstance(window, LearningRule) else None
+        self._length = Allowance(text, chain, stream, meter, window, battery)
         self._vectors = vectors
-        self._battery = battery
         self._job_tokens = job_tokens
         self._choice_due = True
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
@@ -92,33 +91,13 @@ class Drafting:
     def _chances(self) -> list[float]:
         return self._meter.chances(self._chain, self.active)
 
+    def review(self) -> None:
+        """Ask the length rule once more, now that an event may have changed what it looks at."""
+        self._length.review()
+
     def allowance(self) -> int:
         """Return how many more tokens may be drafted now."""
-        text, stream, in_flight = self._text, self._stream, len(self._chain)
-        if not (stream.connected and self.enabled) or text.done or self._stalled:
-            return 0
-        room = min(stream.credit, stream.max_tokens - text.generated - 1) - in_flight
-        if room <= 0:
-            return 0
-        meter = self._meter
-        measured, mine, chances = meter.measurements, meter.drafter(self.active), self._chances()
-        view = EdgeView(
-            in_flight=in_flight,
-            survival=math.prod(chances),
-            acceptance=mine.calibration.acceptance.rate,
-            drafting_s=mine.drafting_s.value,
-            step_s=measured.step.base,
-            row_s=measured.step.slope,
-            round_trip_s=meter.round_trip_s,
-            byte_s=measured.round_trip.slope,
-            token_s=measured.pace.token_s,
-            goal=stream.terms.goal,
-            chances=tuple(chances),
-            drafts=tuple(self._chain.drafts),
-            temperature=text.frame.sampling.temperature,
-            battery=self._battery,
-        )
-        return min(room, self._window.more(view))
+        return 0 if self._stalled or not self.enabled else self._length.tokens(self.active)
 
     # --- jobs ---
 
@@ -221,7 +200,7 @@ class Drafting:
         agree = hits == len(drafts)
         for i, draft in enumerate(drafts[: hits + 1]):
             self._compare(start + i, draft.confidence, i < hits)
-        self._observe(hits, missed=not agree)
+        self._length.observe(hits, missed=not agree)
         self._selection.agreed = start + hits
         self._choice_due = self._choice_due or not agree
         return agree
@@ -280,7 +259,7 @@ class Drafting:
             else:
                 self.abandon()
                 self._selection.agreed = min(self._selection.agreed, position)
-        self._observe(hits, missed=missed)
+        self._length.observe(hits, missed=missed)
         text.statistics.of(self._selection.names[self.active]).committed += len(tokens)
         self._selection.learn(
             committed=len(tokens),
@@ -297,10 +276,6 @@ class Drafting:
 
     # --- comparing ---
 
-    def _observe(self, hits: int, *, missed: bool) -> None:
-        if self._learner is not None and (hits or missed):
-            self._learner.observe(hits, missed)
-
     def _compare(self, position: int, confidence: float, hit: bool) -> None:
         """Count the active drafter's draft of that position, which was compared with the committed token."""
         self._learn_hit(self.active, position, confidence, hit)
@@ -309,13 +284,22 @@ class Drafting:
 
     def _compare_forced(self, drafter: int, start: int, forced: TeacherForced) -> None:
         """Compare teacher-forced proposals from position `start` on with the committed tokens there."""
-        for position, draft in enumerate(forced.drafts, start):
-            if position >= self._selection.first_undecided(drafter):
-                self._learn_hit(drafter, position, draft.confidence, draft.id == self._text.tokens[position])
+        known = max(0, self._selection.first_undecided(drafter) - start)
+        drafts, start = forced.drafts[known:], start + known
+        if not drafts:
+            return
+        committed = self._text.tokens[start : start + len(drafts)]
+        hits = [draft.id == token for draft, token in zip(drafts, committed, strict=True)]
+        confidence = [draft.confidence for draft in drafts]
+        self._meter.compare(drafter, confidence, hits)
+        self._selection.note(drafter, start, hits, confidence)
+        counts = self._text.statistics.of(self._selection.names[drafter])
+        counts.compared += len(hits)
+        counts.hits += sum(hits)
 
     def _learn_hit(self, drafter: int, position: int, confidence: float, hit: bool) -> None:
-        self._meter.compare(drafter, confidence, hit)
-        self._selection.note(drafter, position, hit, confidence)
+        self._meter.compare(drafter, (confidence,), (hit,))
+        self._selection.note(drafter, position, (hit,), (confidence,))
         counts = self._text.statistics.of(self._selection.names[drafter])
         counts.compared += 1
         counts.hits += hit

@@ -179,6 +179,8 @@ class EdgeSession:
         """
         if measurements is not None:
             self._meter.adopt(measurements)
+        if measurements is not None or not isinstance(event, CaughtUp) or event.job.drafter == self.drafter:
+            self._drafting.review()  # what an idle drafter has read is nothing to the active one
         return [*self._react(event, now), *self._give_work(now)]
 
     def _react(self, event: EdgeEvent, now: float) -> list[EdgeInstruction]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from outrider.proto.policy import Measurements
@@ -94,7 +95,7 @@ class Meter:
         self._has_commit = False  # on this stream
         self._sent = SentMessages[tuple[float, int]]()  # when each went, and its bytes
         self._round_trip: tuple[int, float] | None = None  # bytes of the newest commit; seconds, without the uplink's
-        self._revision = 0  # changes whenever a calibration does
+        self._revision = [0] * len(drafters)  # changes whenever a drafter's calibration does
         self._chances: list[float] = []
         self._chances_of: tuple[int, int, int] | None = None  # revision, epoch and drafter
 
@@ -103,14 +104,14 @@ class Meter:
     def adopt(self, measurements: Measurements) -> None:
         """Go on with a snapshot that holds what other texts have measured meanwhile."""
         self.measurements = measurements
-        self._revision += 1
+        self._chances_of = None
         for name, calibration in zip(self._drafters, self._calibrations, strict=True):
             calibration.common = measurements.of(name).calibration
 
     def begin_kind(self, measurements: Measurements) -> None:
         """Go on with the measurements of another kind of text; this text's own calibration starts over."""
         self.measurements = measurements
-        self._revision += 1
+        self._chances_of = None
         self._calibrations = [TextCalibration(measurements.of(name).calibration) for name in self._drafters]
 
     # --- the link and the verifier ---
@@ -118,7 +119,8 @@ class Meter:
     @property
     def round_trip_s(self) -> float:
         """Smoothed round-trip time of a small message, in seconds, without the verifier's work."""
-        return self.measurements.round_trip.base + self.measurements.round_trip.slope * DRAFT_BYTES
+        trip_s, byte_s = self.measurements.round_trip.fit()
+        return trip_s + byte_s * DRAFT_BYTES
 
     def open_stream(self, opened_at: float, now: float) -> None:
         """Time an Open that was sent at `opened_at` and is answered now."""
@@ -172,21 +174,24 @@ class Meter:
         """Return the measurements of a drafter."""
         return self.measurements.of(self._drafters[drafter])
 
-    def compare(self, drafter: int, confidence: float, hit: bool) -> None:
-        """Count a proposal of this confidence (NaN: unknown) that was compared with the committed token."""
-        self._calibrations[drafter].add(confidence, hit)
-        self._revision += 1
+    def compare(self, drafter: int, confidence: Sequence[float], hits: Sequence[bool]) -> None:
+        """Count proposals [n] of these confidences (NaN: unknown) that were compared with the committed tokens."""
+        add = self._calibrations[drafter].add
+        for sure, hit in zip(confidence, hits, strict=True):
+            add(sure, hit)
+        self._revision[drafter] += 1
 
     def chances(self, chain: Chain, drafter: int) -> list[float]:
         """Return for each draft of the drafter's chain the chance that it agrees, given that those before it do.
 
         Chances of earlier calls are reused while calibration and chain stay the same.
         """
-        key = (self._revision, chain.epoch, drafter)
+        key = (self._revision[drafter], chain.epoch, drafter)
         if key != self._chances_of:
             self._chances_of, self._chances = key, []
-        chance = self._calibrations[drafter].chance
-        self._chances += [chance(draft.confidence) for draft in chain.drafts[len(self._chances) :]]
+        if len(self._chances) < len(chain):
+            chance = self._calibrations[drafter].chance
+            self._chances += [chance(draft.confidence) for draft in chain.drafts[len(self._chances) :]]
         return self._chances
 
     # --- views for policies ---

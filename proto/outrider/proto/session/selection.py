@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy.selection import Arm, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
@@ -88,13 +87,22 @@ class Selection:
 
     # --- hits ---
 
-    def note(self, drafter: int, position: int, hit: bool, confidence: float) -> None:
-        """Count whether a drafter's proposal at that position, with its probability, is the committed token."""
-        if self.drafters > 1 and position >= self.first_undecided(drafter):
-            self._pad(drafter, position - self._first)
-            self._new_hits[drafter].append(hit)
-            self._new_confidence[drafter].append(confidence)
-            self._num_decided[drafter] += 1
+    def note(self, drafter: int, start: int, hits: Sequence[bool], confidence: Sequence[float]) -> None:
+        """Count which of a drafter's proposals from position `start` on are the committed tokens there.
+
+        Args:
+            drafter: drafter that proposed them.
+            start: position of the first, at which nothing is known of the drafter yet, else nothing is counted.
+            hits: [n] whether each is the token.
+            confidence: [n] the drafter's probability of each; NaN: unknown.
+        """
+        if self.drafters == 1 or start < self.first_undecided(drafter):
+            return
+        if start > self.first_undecided(drafter):
+            self._pad(drafter, start - self._first)
+        self._new_hits[drafter] += hits
+        self._new_confidence[drafter] += confidence
+        self._num_decided[drafter] += len(hits)
 
     def _pad(self, drafter: int, tokens: int) -> None:
         """Count as unknown the hits of the drafter among the first `tokens` of the text that it has not shown."""
@@ -175,8 +183,8 @@ class Selection:
         self._failed.add(drafter)
         return len(self._failed) < self.drafters
 
-    def _num_uncomputed_tokens(self, committed: int) -> list[int]:
-        return [max(0, committed - length) for length in self._prefix]
+    def _num_uncomputed_tokens(self, committed: int) -> tuple[int, ...]:
+        return tuple([max(0, committed - length) for length in self._prefix])
 
     # --- catching up ---
 
@@ -185,12 +193,14 @@ class Selection:
         if self.drafters == 1 or not self._selector.catches_up:
             return None
         if self._view is None:  # before the first choice all read the prompt
-            unread = (i for i, length in enumerate(self._prefix) if length < len(transcript) and i not in self._failed)
-            drafter = next(unread, None)
+            behind = (i for i, length in enumerate(self._prefix) if length < len(transcript) and i not in self._failed)
+            drafter = next(behind, None)
             return None if drafter is None else self._catch_up_of(drafter, transcript)
-        view = replace(self._view, num_uncomputed_tokens=tuple(self._num_uncomputed_tokens(len(transcript))))
-        for drafter in self._selector.score(view, self.current):
-            if drafter not in self._failed and view.num_uncomputed_tokens[drafter]:
+        unread = self._num_uncomputed_tokens(len(transcript))
+        if max(unread) < self._selector.stride:
+            return None
+        for drafter in self._selector.score(self._view, self.current, unread):
+            if drafter not in self._failed and unread[drafter]:
                 return self._catch_up_of(drafter, transcript)
         return None
 

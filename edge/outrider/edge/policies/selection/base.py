@@ -30,10 +30,9 @@ def best_arm(values: Sequence[float], current: int | None) -> int:
     return values.index(best)
 
 
-def idle_by_uncomputed_tokens(view: SelectionView, chosen: int) -> tuple[int, ...]:
-    """Return the idle arms that can catch up, the one with the most uncomputed tokens first."""
-    idle = [arm for arm in view.arms if arm != chosen and view.num_uncomputed_tokens[arm]]
-    return tuple(sorted(idle, key=lambda arm: -view.num_uncomputed_tokens[arm]))
+def idle_by_unread(chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
+    """Return the idle arms that can catch up, the one that has most to read first."""
+    return tuple([arm for _, arm in sorted((-n, arm) for arm, n in enumerate(unread) if n and arm != chosen)])
 
 
 @dataclass(slots=True)
@@ -84,8 +83,9 @@ class Routing(Selector):
         """Choose the surest arm; where none is known yet the current one, else the first."""
         return best_arm([sum(log_q) / len(log_q) if log_q else -math.inf for log_q in self.newest], view.current)
 
-    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        return idle_by_uncomputed_tokens(view, chosen)
+    def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
+        del view
+        return idle_by_unread(chosen, unread)
 
     def learn(self, outcome: RoundOutcome) -> None:
         for log_q, confidence in zip(self.newest, outcome.confidence, strict=False):

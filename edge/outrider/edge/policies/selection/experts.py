@@ -29,20 +29,31 @@ class Walk:
     in_round: int = 0
     since_miss: int = 0
 
-    def prices(self, hits: Iterable[bool | None], view: SelectionView, arm: int) -> list[float | None]:
-        """Return seconds of each further token [n]: a whole round's at its end, none within it; None: not known."""
-        return [self._price(hit, view, arm) for hit in hits]
+    def prices(
+        self, hits: Iterable[bool | None], view: SelectionView, arm: int, unit_s: float = 1.0
+    ) -> list[float | None]:
+        """Return the time of each further token [n]: a whole round's at its end, none within it; None: not known.
 
-    def _price(self, hit: bool | None, view: SelectionView, arm: int) -> float | None:
-        alone = self.since_miss < (view.lead[arm] if view.lead else 0)
-        last = self.in_round >= view.drafts or not hit
-        if alone:
-            price = view.alone_s
-        else:
-            price = view.round_s[arm] if last else 0.0
-            self.in_round = 0 if last else self.in_round + 1
-        self.since_miss = self.since_miss + 1 if hit else 0
-        return None if hit is None else price
+        It is in units of `unit_s` seconds.
+        """
+        lead, alone = view.lead[arm] if view.lead else 0, view.alone_s / unit_s
+        whole, drafts = view.round_s[arm] / unit_s, view.drafts
+        in_round, since_miss = self.in_round, self.since_miss
+        prices: list[float | None] = []
+        for hit in hits:
+            price: float | None
+            if since_miss < lead:
+                price = alone
+            elif hit and in_round < drafts:
+                price = 0.0
+                in_round += 1
+            else:
+                price = whole
+                in_round = 0
+            since_miss = since_miss + 1 if hit else 0
+            prices.append(None if hit is None else price)
+        self.in_round, self.since_miss = in_round, since_miss
+        return prices
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,32 +93,34 @@ class FixedShare:
 
     def learn(self, outcome: RoundOutcome) -> None:
         """Learn from the round that has ended, for its own arm and for those that have caught up."""
-        longest = max(outcome.view.round_s)
+        view = outcome.view
+        longest = max(view.round_s)
         for arm, hits in enumerate(outcome.hits):
-            prices = self.walks[arm].prices(hits, outcome.view, arm)
-            self.unpaid[arm].extend(None if price is None else price / longest for price in prices)
+            if hits:
+                self.unpaid[arm] += self.walks[arm].prices(hits, view, arm, longest)
         for _ in range(min(map(len, self.unpaid))):
             self._pay_awake([losses.popleft() for losses in self.unpaid])
 
     def pay(self, losses: Sequence[float]) -> None:
         """Let experts pay losses [arms] for one token, or for several that nobody has written yet (a prior)."""
-        logs = self.log_weights
-        if len(set(losses)) > 1:  # else nobody gains on anybody
-            logs = [log - self.eta * loss for log, loss in zip(logs, losses, strict=True)]
-            top = max(logs)
+        eta, share = self.eta, self.share
+        logs = [log - eta * loss for log, loss in zip(self.log_weights, losses, strict=True)]
+        top = max(logs)
+        if share:
+            weights = [math.exp(log - top) for log in logs]
+            kept, spread = (1 - share) / sum(weights), share / self.arms
+            self.log_weights = [math.log(kept * weight + spread) for weight in weights]
+        else:
             total = top + math.log(sum(math.exp(log - top) for log in logs))
-            logs = [log - total for log in logs]
-        if self.share:
-            logs = [math.log((1 - self.share) * math.exp(log) + self.share / self.arms) for log in logs]
-        self.log_weights = logs
+            self.log_weights = [log - total for log in logs]
 
     def _pay_awake(self, losses: list[float | None]) -> None:
         """Let experts pay losses [arms] for one token; None: asleep."""
         awake = [(log, loss) for log, loss in zip(self.log_weights, losses, strict=True) if loss is not None]
-        if not awake:
-            return
         if len(awake) == self.arms:
             self.pay([loss for _, loss in awake])
+            return
+        if not awake:
             return
         # The loss of one expert with the weight of all that are awake, where these lose what they do.
         top = max(log for log, _ in awake)

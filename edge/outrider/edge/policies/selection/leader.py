@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from outrider.edge.policies.selection.base import idle_by_uncomputed_tokens
+from outrider.edge.policies.selection.base import idle_by_unread
 from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.rewards import BlockDivergence
 from outrider.proto.errors import InvalidArgument
@@ -70,17 +70,19 @@ class Leader(Selector):
         before, self.shortfall = self.shortfall or [0.0] * self.experts.arms, now
         self.experts.pay([(new - old) / self.experts.eta for new, old in zip(now, before, strict=True)])
 
-    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        """Return idle arms with `stride` uncomputed tokens or more, most first; arms of little weight need more."""
-        weights = self.experts.log_weights
+    def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
+        """Return idle arms with `stride` unread tokens or more, most first; arms of little weight need more."""
+        del view
+        weights, stride = self.experts.log_weights, self.stride
         best = max(weights)
         due = [
-            arm
-            for arm in view.arms
-            if arm != chosen
-            and view.num_uncomputed_tokens[arm] >= min(4.0, 1 + (best - weights[arm]) / self.doubt) * self.stride
+            (-tokens, arm)
+            for arm, tokens in enumerate(unread)
+            if tokens >= stride
+            and arm != chosen
+            and tokens >= min(4.0, 1 + (best - weights[arm]) / self.doubt) * stride
         ]
-        return tuple(sorted(due, key=lambda arm: -view.num_uncomputed_tokens[arm]))
+        return tuple([arm for _, arm in sorted(due)])
 
     def learn(self, outcome: RoundOutcome) -> None:
         self.experts.learn(outcome)
@@ -113,8 +115,9 @@ class Hedge(Selector):
         chances = np.exp(self.experts.log_weights)
         return int(self.rng.choice(self.experts.arms, p=chances / chances.sum()))
 
-    def score(self, view: SelectionView, chosen: int) -> tuple[int, ...]:
-        return idle_by_uncomputed_tokens(view, chosen)
+    def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
+        del view
+        return idle_by_unread(chosen, unread)
 
     def learn(self, outcome: RoundOutcome) -> None:
         self.experts.learn(outcome)

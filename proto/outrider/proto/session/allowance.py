@@ -1,0 +1,72 @@
+"""How many more tokens may be drafted: credit, length of the text, and the length rule."""
+
+from __future__ import annotations
+
+import math
+
+from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
+from outrider.proto.session.chain import Chain
+from outrider.proto.session.measuring import DRAFT_BYTES, Meter
+from outrider.proto.session.stream import EdgeStream
+from outrider.proto.session.text import EdgeText
+
+
+class Allowance:
+    """The tokens that may be drafted now, computed once for each event that can change them."""
+
+    def __init__(
+        self, text: EdgeText, chain: Chain, stream: EdgeStream, meter: Meter, window: WindowPolicy, battery: float
+    ) -> None:
+        """Ask `window` in the text's state; `battery`: share of charge that is left."""
+        self._text = text
+        self._chain = chain
+        self._stream = stream
+        self._meter = meter
+        self._window = window
+        self._learner = window if isinstance(window, LearningRule) else None
+        self._battery = battery
+        self._known: tuple[int, int] | None = None  # a drafter, and its tokens since the last review
+
+    def review(self) -> None:
+        """Compute the tokens once more, now that an event may have changed what they depend on."""
+        self._known = None
+
+    def tokens(self, drafter: int) -> int:
+        """Return how many more tokens that drafter may draft now."""
+        if self._known is None or self._known[0] != drafter:
+            self._known = drafter, self._tokens(drafter)
+        return self._known[1]
+
+    def observe(self, hits: int, *, missed: bool) -> None:
+        """Let a rule that learns know the fate of some drafts."""
+        if self._learner is not None and (hits or missed):
+            self._learner.observe(hits, missed)
+
+    def _tokens(self, drafter: int) -> int:
+        text, stream, in_flight = self._text, self._stream, len(self._chain)
+        if not stream.connected or text.done:
+            return 0
+        room = min(stream.credit, stream.max_tokens - text.generated - 1) - in_flight
+        if room <= 0:
+            return 0
+        meter = self._meter
+        measured, mine, chances = meter.measurements, meter.drafter(drafter), meter.chances(self._chain, drafter)
+        step_s, row_s = measured.step.fit()
+        trip_s, byte_s = measured.round_trip.fit()
+        view = EdgeView(
+            in_flight=in_flight,
+            survival=math.prod(chances),
+            acceptance=mine.calibration.acceptance.rate,
+            drafting_s=mine.drafting_s.value,
+            step_s=step_s,
+            row_s=row_s,
+            round_trip_s=trip_s + byte_s * DRAFT_BYTES,
+            byte_s=byte_s,
+            token_s=measured.pace.token_s,
+            goal=stream.terms.goal,
+            chances=tuple(chances),
+            drafts=tuple(self._chain.drafts),
+            temperature=text.frame.sampling.temperature,
+            battery=self._battery,
+        )
+        return min(room, self._window.more(view))
