@@ -62,6 +62,38 @@ def test_what_to_avoid_is_taken_when_nothing_else_is_left(other: object) -> None
     assert place([ready("a"), other], "tiny", "", avoid={"a"}).name == "a"  # type: ignore[list-item]
 
 
+def test_of_what_to_avoid_the_verifier_lost_longest_ago_is_taken() -> None:
+    fleet = [ready("a"), ready("b", sessions=3), ready("c")]
+    assert place(fleet, "tiny", "", avoid=("b", "a", "c")).name == "b"
+
+
+def test_a_text_goes_on_in_its_precision_alone_however_busy_its_verifier_is() -> None:
+    fleet = [ready("a", precision="bfloat16"), ready("b", sessions=3, precision="float32")]
+    assert place(fleet, "tiny", "", precision="float32").name == "b"
+    assert place(fleet, "tiny", "", avoid={"b"}, precision="float32").name == "b"
+    assert place(fleet, "tiny", "").name == "a", "a text without a token has none"
+
+
+def test_a_verifier_that_states_no_precision_may_have_any() -> None:
+    fleet = [ready("a", precision="bfloat16"), ready("b", sessions=3)]
+    assert place(fleet, "tiny", "", precision="float32").name == "b"
+
+
+def test_without_its_precision_a_text_waits_and_is_told_the_remedy() -> None:
+    with pytest.raises(
+        Unavailable, match=r"begun in float32 .* there is a \(bfloat16\); start one with .*--dtype"
+    ) as refusal:
+        place([ready("a", precision="bfloat16")], "tiny", "", precision="float32")
+    assert refusal.value.retry_after_s > 0
+
+
+def test_a_text_waits_for_the_verifier_of_its_precision_to_come_up() -> None:
+    fleet = [ready("a", precision="bfloat16"), ready("b", precision="float32", state=DOWN)]
+    with pytest.raises(Unavailable, match=r"is ready: b \(down\)") as refusal:
+        place(fleet, "tiny", "", precision="float32")
+    assert refusal.value.retry_after_s > 0
+
+
 def test_an_unknown_model_is_not_found_and_the_message_lists_those_there_are() -> None:
     with pytest.raises(NotFound, match=r"'huge'; there is big, tiny") as refusal:
         place([ready("a"), ready("b", model="big")], "huge", "")

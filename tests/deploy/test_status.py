@@ -39,7 +39,7 @@ def report(verifier: str = "llama-0", edge: str = "kitchen", **fields: object) -
 def cluster() -> ClusterStatus:
     reports = (report(), report(edge="garden", seconds=8.0, round_trip_s=0.05, verified_tokens=0, accepted_tokens=0))
     verifier = VerifierStatus(
-        "llama-0", "10.244.12.103:50061", "llama", "ready", 12, 0.0105, 1, 1024, "0.1.0", 32, 2048, "bytes"
+        "llama-0", "10.244.12.103:50061", "llama", "ready", 12, 0.0105, 1, 1024, "0.1.0", 32, 2048, "bytes", "bfloat16"
     )
     return ClusterStatus(
         verifiers=(verifier, VerifierStatus("llama-1", "", "llama", "down", release="0.1.0")),
@@ -93,6 +93,7 @@ def test_the_json_object_has_the_documented_shape() -> None:
         "kv_pages": 2048,
         "kv_pages_free": 1024,
         "guarantee": "bytes",
+        "precision": "bfloat16",
     }
     assert (second["links"], second["load"]) == (None, 0.0)
     assert shown["edges"][1] == {
@@ -119,7 +120,7 @@ def test_the_tables_fit_80_columns_and_cut_nothing() -> None:
     words = ("llama-0", "10.244.12.103:50061", "12/32", "10.5", "50%", "down", "0.1.0", "kitchen", "garden", "30.0 ms")
     for word in (*words, "75%", "2 m", "general", "7 leases granted, 12 sessions now; 1 of them relayed"):
         assert word in text.getvalue()
-    assert sum("llama-0" in line for line in lines) == 3, "as a verifier, over its links, and with its guarantee"
+    assert sum("llama-0" in line for line in lines) == 4, "as a verifier, and by links, guarantee and precision"
 
 
 def test_every_guarantee_names_its_verifiers() -> None:
@@ -133,6 +134,20 @@ def test_every_guarantee_names_its_verifiers() -> None:
         "v3: a text keeps its bytes whatever shares its steps, by slow tiles",
         "v1: near-ties of a text may fall either way",
     ]
+
+
+def test_every_precision_names_its_verifiers_and_mixed_models_are_named() -> None:
+    kinds = (("m", "float32"), ("m", "bfloat16"), ("n", "float32"), ("o", ""))
+    verifiers = tuple(VerifierStatus(f"v{i}", "", model, "ready", precision=p) for i, (model, p) in enumerate(kinds))
+
+    def said(verifiers: tuple[VerifierStatus, ...]) -> list[str]:
+        text = io.StringIO()
+        Console(file=text, width=80).print(tables(ClusterStatus(verifiers, (), 0, ())))
+        return [line for line in text.getvalue().splitlines() if ": " in line]
+
+    each = ["v1: computing in bfloat16", "v0, v2: computing in float32"]
+    assert said(verifiers) == [*each, "m: a text that has begun goes on in its own precision alone"]
+    assert said(verifiers[1:]) == ["v1: computing in bfloat16", "v2: computing in float32"]
 
 
 def test_without_sessions_there_are_no_links() -> None:

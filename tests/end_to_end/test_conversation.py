@@ -498,8 +498,10 @@ class Signing(DirectRoute):
 
     lasts_s = 60.0
 
-    async def lease(self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = ()) -> Lease:
-        lease = await super().lease(session, avoid, transcript)
+    async def lease(
+        self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = (), precision: str = ""
+    ) -> Lease:
+        lease = await super().lease(session, avoid, transcript, precision)
         claim = LeaseClaim("v", "tiny", session, time.time() + self.lasts_s)
         return Lease(
             **{name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "token"},

@@ -27,8 +27,10 @@ class KeyRoute(DirectRoute):
 
     key = ""
 
-    async def lease(self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = ()) -> Lease:
-        lease = await super().lease(session, avoid, transcript)
+    async def lease(
+        self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = (), precision: str = ""
+    ) -> Lease:
+        lease = await super().lease(session, avoid, transcript, precision)
         token = sign_lease(LeaseClaim("v", "tiny", session, time.time() + 60, self.key), SECRET)
         return Lease(
             **{name: getattr(lease, name) for name in Lease.__dataclass_fields__ if name != "token"}, token=token

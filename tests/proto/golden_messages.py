@@ -117,6 +117,7 @@ EXAMPLES = {
     "report, least": _edge(t.Report(False)),
     "cancel": _edge(t.Cancel("enough")),
     "cancel, least": _edge(t.Cancel()),
+    "opened with a precision": _cloud(t.Opened(0, 64, 128, "v0", 4096, precision="bfloat16")),
     "opened with vLLM's noise": _cloud(t.Opened(0, 64, 128, "v0", 4096, noise=t.Noise.VLLM)),
     "opened": _cloud(
         t.Opened(
@@ -181,6 +182,9 @@ EXAMPLES = {
         codec.encode_lease_request,
         codec.decode_lease_request,
     ),
+    "lease request of a text in float32": Example(
+        t.LeaseRequest("reference", "s-1", precision="float32"), codec.encode_lease_request, codec.decode_lease_request
+    ),
     "lease request, least": Example(
         t.LeaseRequest("", "", protocol_version=0), codec.encode_lease_request, codec.decode_lease_request
     ),
@@ -237,6 +241,11 @@ EXAMPLES = {
             edges=(t.EdgeStatus("pi", REPORT, 2.5, 40),),
             acceptance=(t.ClassAcceptance("reference", 3, 2, PRIORS[0]),),
         ),
+        codec.encode_status,
+        codec.decode_status,
+    ),
+    "status with a precision": Example(
+        t.ClusterStatus((t.VerifierStatus("v0", "", "reference", "down", precision="float32"),), (), 0, ()),
         codec.encode_status,
         codec.decode_status,
     ),

@@ -74,7 +74,8 @@ def test_texts_go_on_where_pages_run_out(texts) -> None:
 @asynccontextmanager
 async def fleet(broken: VerifierServer) -> AsyncIterator[str]:
     """The coordinator's address of `broken`, which is asked first, and of a sound verifier."""
-    sound = VerifierServer(config_of("sound"), SECRET)
+    # A text goes on in its own precision alone; workers in other processes let two cores of vLLM share this one.
+    sound = VerifierServer(config_of("sound", engine="vllm", tensor_parallel=2), SECRET)
     tokenizer = broken.tokenizer_json
     fixed = [StaticVerifier(name, await each.start(), "reference", tokenizer) for name, each in (("a", broken),)]
     fixed.append(StaticVerifier("sound", await sound.start(), "reference", tokenizer))

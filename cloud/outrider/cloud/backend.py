@@ -32,6 +32,8 @@ class TargetFacts:
         num_layers: number of decoder layers.
         device: place of the taps.
         guarantee: what a text keeps whatever shares its steps.
+        precision: what decides its rounding: engine and device where they are not our own on a CPU, types, and how the
+            weights are quantised.
     """
 
     tokenizer_json: str
@@ -43,6 +45,7 @@ class TargetFacts:
     num_layers: int
     device: torch.device
     guarantee: Guarantee = Guarantee.DISTRIBUTION
+    precision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

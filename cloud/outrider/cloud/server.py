@@ -208,6 +208,7 @@ class VerifierServer:
             max_sessions=self._config.max_sessions,
             kv_pages=capacity.pages,
             guarantee=self.rules.guarantee.name.lower(),
+            precision=self.rules.precision,
         )
 
     async def _set_health(self, status: Any) -> None:
@@ -400,6 +401,7 @@ def _rules(config: VerifierConfig, target: TargetFacts) -> VerifierRules:
         keep_s=config.keep_s,
         release=release(),
         noise=config.noise,
+        precision=target.precision,
     )
 
 

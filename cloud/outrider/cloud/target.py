@@ -20,6 +20,7 @@ from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.kv_size import kv_tokens_by_memory
 from outrider.cloud.packed_linear import Packing, pack_linears, replace_conv1d
 from outrider.cloud.passes import FREE, ROUNDED, TILES, Passes
+from outrider.cloud.precision import precision_of, quantization_of
 from outrider.cloud.steering import Taps
 from outrider.cloud.straight_pass import PassInputs, StraightPass, own_pass, straight_pass
 from outrider.proto.errors import ModelRefused, NotFound
@@ -90,6 +91,11 @@ class Target:
         self.context_length = min(longest, self.pool.page_count * page_size)
         model.set_attn_implementation(attention.NAME)
         self._tapped: Taps | None = None
+
+    @property
+    def precision(self) -> str:
+        """What decides how its logits round."""
+        return precision_of(self.dtype, device=self.device.type, quantization=quantization_of(self.model.config))
 
     def tap(self, layers: Sequence[int]) -> None:
         """Keep what enters `layers`, and no other, in every later step, for `tapped`.

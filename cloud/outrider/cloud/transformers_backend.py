@@ -43,6 +43,7 @@ class TransformersBackend:
             num_layers=config.num_hidden_layers,
             device=target.device,
             guarantee=target.passes.guarantee,
+            precision=target.precision,
         )
 
     @property

@@ -22,6 +22,7 @@ def place(
     avoid: Collection[str] = (),
     pending: Mapping[str, int] | None = None,
     prefixes: Mapping[str, int] | None = None,
+    precision: str = "",
 ) -> VerifierInfo:
     """Choose the least loaded verifier that can take one more session.
 
@@ -38,18 +39,20 @@ def place(
         verifiers: the fleet.
         model: target; empty: the first that is served.
         tokenizer_sha256: tokenizer of the edge; empty: it has none yet.
-        avoid: names of verifiers to choose only if no other has room.
+        avoid: names of verifiers to choose only if no other has room, and then the earlier ones first.
         pending: numbers of granted leases not yet reported as sessions, by verifier.
         prefixes: numbers of beginnings of the text that verifiers took before (see `PrefixMemory.find`), by verifier.
+        precision: precision of the text so far, which no verifier of another one may change; empty: any.
 
     Raises:
         NotFound: no verifier serves the model.
         TokenizerMismatch: its target has another tokenizer.
-        Unavailable: the verifiers that serve it are all down or draining; has `retry_after_s`.
+        Unavailable: the verifiers that serve it are all down or draining, or compute in another precision; has
+            `retry_after_s`.
         ResourceExhausted: the ready verifiers are all full; has `retry_after_s`.
     """
     waiting = pending or {}
-    serving = _with_tokenizer(_with_model(verifiers, model), tokenizer_sha256)
+    serving = _with_precision(_with_tokenizer(_with_model(verifiers, model), tokenizer_sha256), precision)
     ready = [v for v in serving if v.state is VerifierState.READY]
     if not ready:
         names = ", ".join(f"{v.name} ({v.state})" for v in serving)
@@ -60,13 +63,14 @@ def place(
             f"all {len(ready)} verifiers of {serving[0].model!r} are full", retry_after_s=RETRY_WHEN_FULL_S
         )
     known = prefixes or {}
+    lost = {name: number for number, name in enumerate(avoid, 1)}
     fastest_s = min((v.step_s for v in roomy if v.step_s), default=0.0)
 
-    def order(v: VerifierInfo) -> tuple[bool, bool, float, int, float, str]:
+    def order(v: VerifierInfo) -> tuple[int, bool, float, int, float, str]:
         load = v.sessions + waiting.get(v.name, 0)
         welcome = load < v.max_sessions and v.step_s <= SLOW * fastest_s
         worth = min(known.get(v.name, 0) / PREFIXES_PER_SESSION, MAX_IMBALANCE * v.max_sessions) if welcome else 0.0
-        return v.name in avoid, _is_short(v), load - worth, load, v.step_s, v.name
+        return lost.get(v.name, 0), _is_short(v), load - worth, load, v.step_s, v.name
 
     return min(roomy, key=order)
 
@@ -96,5 +100,18 @@ def _with_tokenizer(serving: list[VerifierInfo], tokenizer_sha256: str) -> list[
             f"{serving[0].model!r} has tokenizer {serving[0].tokenizer_sha256[:12]}, not {tokenizer_sha256[:12]}; "
             "leave it empty to get the right one with the lease",
             field="lease_request.tokenizer_sha256",
+        )
+    return matching
+
+
+def _with_precision(serving: list[VerifierInfo], precision: str) -> list[VerifierInfo]:
+    matching = [v for v in serving if not precision or v.precision in ("", precision)]
+    if not matching:
+        there_is = ", ".join(f"{v.name} ({v.precision})" for v in serving)
+        raise Unavailable(
+            f"the text was begun in {precision} and goes on in no other, and for {serving[0].model!r} there is "
+            f"{there_is}; start one with the --engine, --dtype and other settings of the first",
+            field="lease_request.precision",
+            retry_after_s=RETRY_WHEN_DOWN_S,
         )
     return matching

@@ -273,8 +273,15 @@ class ControlService:
         return self._choose(request, caller)
 
     def _choose(self, request: LeaseRequest, caller: Caller) -> VerifierInfo:
-        known = self._known_prefixes(request, caller)
-        return place(self.verifiers, request.model, request.tokenizer_sha256, request.avoid, self._pending(), known)
+        return place(
+            self.verifiers,
+            request.model,
+            request.tokenizer_sha256,
+            request.avoid,
+            self._pending(),
+            self._known_prefixes(request, caller),
+            request.precision,
+        )
 
     def _known_prefixes(self, request: LeaseRequest, caller: Caller) -> dict[str, int]:
         return self._prefixes.find(caller.tenant, request.prefixes, self._known)
@@ -318,8 +325,9 @@ def _check_lease_request(request: LeaseRequest) -> None:
         )
     if not NAME.fullmatch(request.session):
         raise InvalidArgument("must be 1 to 64 of A-Z a-z 0-9 - _", field="lease_request.session")
-    if len(request.model) > MAX_NAME_LENGTH:
-        raise InvalidArgument(f"is longer than {MAX_NAME_LENGTH} characters", field="lease_request.model")
+    for name in ("model", "precision"):
+        if len(getattr(request, name)) > MAX_NAME_LENGTH:
+            raise InvalidArgument(f"is longer than {MAX_NAME_LENGTH} characters", field=f"lease_request.{name}")
     _check_tokenizer(request.tokenizer_sha256, "lease_request.tokenizer_sha256")
 
 

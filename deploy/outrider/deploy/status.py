@@ -7,6 +7,7 @@ The JSON object:
         sessions, max_sessions, load (sessions / max_sessions)
         step_ms, restarts, kv_pages, kv_pages_free
         guarantee (bytes, bytes_by_tiles, distribution; "": not known yet): what a text keeps whatever shares its steps
+        precision (such as bfloat16; "": not known yet): a text that has begun goes on in the same alone
         links       see below, over the newest reports of its sessions; null without any
     drafters        list of name, version, target, tokenizer_sha256, bytes
     edges           list, the newest report first: edge, age_s, sessions, verifier, model, drafter, drafter_version
@@ -208,7 +209,7 @@ def _sums(status: ClusterStatus) -> str:
     line = f"{status.leases_granted} leases granted, {sum(v.sessions for v in status.verifiers)} sessions now"
     if status.relay is not None:
         line += f"; {status.relay.streams} of them relayed, {1e3 * status.relay.forward_p50_s:.2f} ms a frame"
-    return "\n".join([line, *_guarantees(status.verifiers)])
+    return "\n".join([line, *_guarantees(status.verifiers), *_precisions(status.verifiers)])
 
 
 def _guarantees(verifiers: Sequence[VerifierStatus]) -> list[str]:
@@ -218,6 +219,19 @@ def _guarantees(verifiers: Sequence[VerifierStatus]) -> list[str]:
         for guarantee, sentence in GUARANTEES.items()
         if any(v.guarantee == guarantee for v in verifiers)
     ]
+
+
+def _precisions(verifiers: Sequence[VerifierStatus]) -> list[str]:
+    """Return a sentence on every precision, and one on models that have several."""
+    by_model: defaultdict[str, set[str]] = defaultdict(set)
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for v in verifiers:
+        if v.precision:
+            by_model[v.model].add(v.precision)
+            names[v.precision].append(v.name)
+    mixed = ", ".join(sorted(model for model, found in by_model.items() if len(found) > 1))
+    lines = [f"{', '.join(names[precision])}: computing in {precision}" for precision in sorted(names)]
+    return [*lines, f"{mixed}: a text that has begun goes on in its own precision alone"] if mixed else lines
 
 
 def _table(*columns: str) -> Table:

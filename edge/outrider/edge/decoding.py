@@ -42,6 +42,8 @@ from outrider.proto.session import (
 )
 from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Opened, Sampling
 
+MAX_AVOIDED = 16  # verifiers that a lease request names
+
 log = logging.getLogger(__name__)
 
 
@@ -320,7 +322,8 @@ class Decoding:
                 await asyncio.sleep(self._reopen.after_s)
 
     async def _one_stream(self) -> None:
-        lease = await self._route.lease(self.session, tuple(self._lost[-3:]), self.machine.transcript)
+        machine, avoid = self.machine, tuple(self._lost[-MAX_AVOIDED:])
+        lease = await self._route.lease(self.session, avoid, machine.transcript, machine.precision)
         metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *relay_metadata(lease))
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
@@ -330,7 +333,8 @@ class Decoding:
         try:
             async with asyncio.timeout(self._open_timeout_s):
                 self._receive(await anext(frames))
-            self._lost.clear()
+            if self.machine.connected:  # else its terms were refused
+                self._lost.clear()
             while self.machine.connected and self._reopen is None:
                 self._receive(await anext(frames))
             broken = not self.machine.done
@@ -338,7 +342,7 @@ class Decoding:
             raise Unavailable(f"{lease.address} did not answer within {self._open_timeout_s:g} s") from error
         finally:
             if broken and self._stream is stream:  # else it was closed here
-                self._lost.append(lease.verifier)
+                self._lost = [*(name for name in self._lost if name != lease.verifier), lease.verifier]
                 if not stream.refused:
                     self._channels.retire(lease.address, stream.connection)
 

@@ -19,8 +19,17 @@ class Route(ABC):
     """A way to find a verifier, again and again if need be; without a coordinator unless a subclass has one."""
 
     @abstractmethod
-    async def lease(self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = ()) -> Lease:
-        """Return permission to decode what follows `transcript` [n]; `avoid` names verifiers just lost."""
+    async def lease(
+        self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = (), precision: str = ""
+    ) -> Lease:
+        """Return permission to decode.
+
+        Args:
+            session: id of the session.
+            avoid: verifiers just lost, the newest last.
+            transcript: [n] tokens of the text so far, prompt included.
+            precision: what the verifier should round by, which is checked when it answers; empty: anything.
+        """
 
     def expected(self) -> Lease | None:
         """Return a lease like the next text's, without a call, so that its connection can be made; None: unknown."""
@@ -49,10 +58,16 @@ class DirectRoute(Route):
         self._model = model
         self._tokenizer_sha256 = tokenizer_sha256
 
-    async def lease(self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = ()) -> Lease:  # noqa: ARG002 - the protocol's
-        """Return the first address that is not to be avoided, or all in turn."""
-        fresh = [address for address in self._addresses if address not in avoid]
-        return self._lease_of(fresh[0] if fresh else self._addresses[len(avoid) % len(self._addresses)])
+    async def lease(  # the protocol's
+        self,
+        session: str,  # noqa: ARG002
+        avoid: tuple[str, ...],
+        transcript: Sequence[int] = (),  # noqa: ARG002
+        precision: str = "",  # noqa: ARG002
+    ) -> Lease:
+        """Return the first address that is not to be avoided, or else the one lost longest ago."""
+        lost = {address: number for number, address in enumerate(avoid, 1)}
+        return self._lease_of(min(self._addresses, key=lambda address: lost.get(address, 0)))
 
     def expected(self) -> Lease:
         """Return the first address."""
@@ -95,7 +110,9 @@ class CoordinatorRoute(Route):
         """Return the prior of the newest leases."""
         return self._client.priors.of(self._model, features)
 
-    async def lease(self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = ()) -> Lease:
+    async def lease(
+        self, session: str, avoid: tuple[str, ...], transcript: Sequence[int] = (), precision: str = ""
+    ) -> Lease:
         """Ask the coordinator for a lease; where it relays, the address is its own."""
         lease = await self._client.open_lease(
             LeaseRequest(
@@ -106,6 +123,7 @@ class CoordinatorRoute(Route):
                 prompt_class=self._features.prompt_class,
                 link_class=self._features.link_class,
                 prefixes=text_prefixes(transcript, self._prefix_key),
+                precision=precision,
             )
         )
         return self._joined(lease)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.cloud.precision import precision_of
 from outrider.cloud.vllm.messages import ForwardPass, PassResult, Wanted
 from outrider.cloud.vllm.sequences import Block
 from outrider.proto.errors import ConfigError, ModelRefused
@@ -125,6 +126,8 @@ class VllmCore:
 
     Attributes:
         store: the KV blocks.
+        dtype: type in which the model computes, which vLLM may have chosen.
+        precision: what decides how its logits round.
         remote: whether workers are other processes.
     """
 
@@ -137,6 +140,14 @@ class VllmCore:
         config = EngineArgs(**options, **runner_options(max_drafts, options)).create_engine_config()
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._executor = self._core.model_executor
+        self.dtype = config.model_config.dtype
+        self.precision = precision_of(
+            self.dtype,
+            engine="vllm",
+            device=config.device_config.device_type,
+            quantization=config.model_config.quantization or "",
+            kv_dtype=config.cache_config.cache_dtype,
+        )
         self.remote = config.parallel_config.world_size > 1
         groups = self._core.scheduler.kv_cache_config.kv_cache_groups
         kinds = [type(group.kv_cache_spec).__name__ for group in groups]

@@ -55,8 +55,9 @@ def load_vllm_backend(config: VerifierConfig) -> VllmBackend:
         hidden_size=int(shape.hidden_size),
         num_layers=int(shape.num_hidden_layers),
         device=torch.device("cpu"),  # where workers put what is tapped
+        precision=core.precision,
     )
-    log.info("vLLM serves %s: %s, %d KV pages of %d", config.target, config.dtype, core.store.count, core.store.size)
+    log.info("loaded %s: %s, %d KV pages of %d", config.target, core.precision, core.store.count, core.store.size)
     return VllmBackend(core, facts, max_rows=options["max_num_batched_tokens"], max_requests=options["max_num_seqs"])
 
 

@@ -29,6 +29,7 @@ class VerifierRules:
         release: version of Outrider, for people.
         projections: projections whose steering vectors the verifier can make.
         noise: noise of texts that ask for none.
+        precision: what decides its rounding; empty: unknown.
     """
 
     name: str
@@ -46,6 +47,7 @@ class VerifierRules:
     release: str = ""
     projections: frozenset[str] = frozenset()
     noise: Noise = Noise.OUTRIDER
+    precision: str = ""
 
 
 def check_continue(

@@ -80,13 +80,9 @@ class EdgeSession:
             InvalidArgument: one of `frame.steering` and `steering` is there without the other.
         """
         if (frame.steering is None) != (steering is None):
-            raise InvalidArgument(
-                "must come with the drafter's steering settings, and they with it", field="open.steering"
-            )
+            raise InvalidArgument("must come together with the drafter's steering settings", field="open.steering")
         selection = selection or Selection.of_one()
-        self._vectors = None
-        if frame.steering is not None and steering is not None:
-            self._vectors = VectorKeeper(frame.steering, steering)
+        self._vectors = VectorKeeper(frame.steering, steering) if frame.steering and steering else None
         self._text = EdgeText(frame)
         self._chain = Chain()
         self._stream = EdgeStream(self._text, retry or RetryRules())
@@ -143,6 +139,11 @@ class EdgeSession:
     def verifier(self) -> str:
         """Name of the verifier of the newest stream; empty before the first."""
         return self._stream.terms.verifier
+
+    @property
+    def precision(self) -> str:
+        """Precision that the next verifier of the text must have; empty: any."""
+        return self._stream.precision
 
     @property
     def connected(self) -> bool:
@@ -229,7 +230,7 @@ class EdgeSession:
             return []  # a duplicate
         try:
             reopen = self._stream.accept(opened)
-        except InvalidArgument as error:
+        except OutriderError as error:
             return self._lose(error, now)
         if reopen is not None:
             return [reopen]
@@ -246,8 +247,8 @@ class EdgeSession:
         self._stream.connected = False
         if self.done:
             return []
-        reopen = self._stream.lose(error, now)
-        return [reopen if reopen is not None else self._end(error=error)]
+        outcome = self._stream.lose(error, now)
+        return [outcome if isinstance(outcome, Reopen) else self._end(error=outcome)]
 
     def _cancel(self, finish: FinishReason) -> list[EdgeInstruction]:
         if self.done:

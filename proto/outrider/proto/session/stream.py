@@ -64,6 +64,13 @@ class EdgeStream:
         self._opened_with = 0  # tokens of text in that Open
         self._retries = 0  # since a verifier has answered
         self._failing_since = math.inf
+        self._precision = ""  # of the newest verifier that states one
+        self._refusal: OutriderError | None = None  # of another precision, since a verifier has answered
+
+    @property
+    def precision(self) -> str:
+        """Precision that the text so far has, and every later verifier of it must have; empty: any."""
+        return self._precision if self._text.generated else ""
 
     def open(self, lease: bytes, now: float, *, drafting: bool, steering: SteeringRequest | None) -> Open:
         """Return the Open of a new stream, fresh or resumed."""
@@ -80,6 +87,7 @@ class EdgeStream:
 
         Raises:
             InvalidArgument: it took over another text, or draws it with another noise.
+            Unavailable: it computes in another precision than the text so far, and would change it.
         """
         if self._opened_for != self._text.turns:
             return Reopen(0.0, Unavailable("opened for a turn that has ended"))
@@ -90,6 +98,14 @@ class EdgeStream:
             raise InvalidArgument(
                 f"is {opened.noise.name}, the text has {sampling.noise.name}; update the verifier", field="opened.noise"
             )
+        if opened.precision not in ("", self.precision or opened.precision):
+            self._refusal = Unavailable(
+                f"is {opened.precision} at verifier {opened.verifier}, the text was begun in {self.precision} and goes "
+                "on in no other; start a verifier with the --engine, --dtype and other settings of the first",
+                field="opened.precision",
+            )
+            raise self._refusal
+        self._precision = opened.precision or self.precision
         self._text.frame = replace(self._text.frame, sampling=replace(sampling, noise=opened.noise))
         self.connected = True
         self.terms = opened
@@ -97,15 +113,15 @@ class EdgeStream:
         self.max_tokens = opened.max_tokens
         return None
 
-    def lose(self, error: OutriderError, now: float) -> Reopen | None:
-        """Return when to open another stream; None: another cannot help, or retries have lasted too long."""
+    def lose(self, error: OutriderError, now: float) -> Reopen | OutriderError:
+        """Return when to open another stream, or why the text fails: none can help, or retries have lasted too long."""
         if not _may_heal(error):
-            return None
+            return error
         retry = self._retry
         self._failing_since = min(self._failing_since, now)
         backoff_s = min(retry.max_s, retry.first_s * 2.0 ** min(self._retries, 64))
         if max(now - self._failing_since, error.retry_after_s) > retry.abandon_after_s:
-            return None
+            return self._refusal or error
         self._retries += 1
         self._text.statistics.resumes += 1
         return Reopen(max(error.retry_after_s, backoff_s), error)
@@ -114,6 +130,7 @@ class EdgeStream:
         """Start over counting failures, since the verifier has answered or another turn begins."""
         self._retries = 0
         self._failing_since = math.inf
+        self._refusal = None
 
     def begin_turn(self, start: int, prompt: tuple[int, ...], sampling: Sampling | None, chain: int) -> Continue:
         """Return the Continue of a kept session; `sampling` None means that of the last turn."""

@@ -118,6 +118,7 @@ class VerifierSession:
             steered=self.steered,
             noise=self.noise,
             drafter_here=self.ends.here.name if self.ends is not None else "",
+            precision=rules.precision,
         )
 
     def continued(self, frame: Continue, now: float) -> VerifierSession:

@@ -47,10 +47,12 @@ class LeaseRequest:
     """An edge's question where to decode.
 
     Attributes:
+        avoid: verifiers that it has just lost, the newest last.
         inquiry: whether it only asks what a lease says: no token is signed and no session counted.
         prompt_class: kind of text of the prompt; 0: unknown.
         link_class: kind of round trip; 0: unknown.
         prefixes: [n] keyed 64-bit hashes of beginnings of the text, the shortest first, equal where texts begin alike.
+        precision: precision of the text so far, which its verifier must have; empty: any.
     """
 
     model: str
@@ -62,6 +64,7 @@ class LeaseRequest:
     prompt_class: int = 0
     link_class: int = 0
     prefixes: tuple[int, ...] = ()
+    precision: str = ""
 
     def __post_init__(self) -> None:
         _require_classes(self.prompt_class, self.link_class, "lease_request")
@@ -208,6 +211,7 @@ class VerifierStatus:
         state: `ready`, `draining` or `down`.
         guarantee: what its texts keep whatever shares their steps: `bytes`, `bytes_by_tiles`, `distribution`; empty:
             unknown.
+        precision: what decides its rounding, such as `bfloat16`; empty: unknown.
     """
 
     name: str
@@ -222,6 +226,7 @@ class VerifierStatus:
     max_sessions: int = 0
     kv_pages: int = 0
     guarantee: str = ""
+    precision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,6 +295,7 @@ class Opened:
         steered: whether it has the requested projection and sends its vectors.
         noise: noise by which it draws the text.
         drafter_here: drafter of the verifier's own in this text, as name@version; empty: none.
+        precision: what decides its rounding, such as `bfloat16`; empty: unknown.
     """
 
     committed: int
@@ -312,6 +313,7 @@ class Opened:
     steered: bool = False
     noise: Noise = Noise.OUTRIDER
     drafter_here: str = ""
+    precision: str = ""
 
 
 @dataclass(frozen=True, slots=True)

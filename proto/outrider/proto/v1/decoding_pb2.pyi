@@ -241,7 +241,7 @@ class Cancel(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "guarantee", "vocab_size", "goal", "max_drafts", "planned", "keep_s", "release", "steered", "noise", "drafter_here")
+    __slots__ = ("committed", "credit", "max_tokens", "verifier", "context_length", "guarantee", "vocab_size", "goal", "max_drafts", "planned", "keep_s", "release", "steered", "noise", "drafter_here", "precision")
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +257,7 @@ class Opened(_message.Message):
     STEERED_FIELD_NUMBER: _ClassVar[int]
     NOISE_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_HERE_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
     committed: int
     credit: int
     max_tokens: int
@@ -272,7 +273,8 @@ class Opened(_message.Message):
     steered: bool
     noise: Noise
     drafter_here: str
-    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., guarantee: _Optional[_Union[Guarantee, str]] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ..., noise: _Optional[_Union[Noise, str]] = ..., drafter_here: _Optional[str] = ...) -> None: ...
+    precision: str
+    def __init__(self, committed: _Optional[int] = ..., credit: _Optional[int] = ..., max_tokens: _Optional[int] = ..., verifier: _Optional[str] = ..., context_length: _Optional[int] = ..., guarantee: _Optional[_Union[Guarantee, str]] = ..., vocab_size: _Optional[int] = ..., goal: _Optional[_Union[Goal, str]] = ..., max_drafts: _Optional[int] = ..., planned: _Optional[bool] = ..., keep_s: _Optional[float] = ..., release: _Optional[str] = ..., steered: _Optional[bool] = ..., noise: _Optional[_Union[Noise, str]] = ..., drafter_here: _Optional[str] = ..., precision: _Optional[str] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("start", "tokens", "accepted", "logp", "reward", "steering", "credit", "timing", "finish", "chain", "verified", "logprobs", "top_tokens", "top_logp", "turn", "cached_tokens", "verified_here", "covered")
@@ -367,7 +369,7 @@ class ErrorDetail(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class LeaseRequest(_message.Message):
-    __slots__ = ("model", "tokenizer_sha256", "session", "avoid", "protocol_version", "inquiry", "prompt_class", "link_class", "prefixes")
+    __slots__ = ("model", "tokenizer_sha256", "session", "avoid", "protocol_version", "inquiry", "prompt_class", "link_class", "prefixes", "precision")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -377,6 +379,7 @@ class LeaseRequest(_message.Message):
     PROMPT_CLASS_FIELD_NUMBER: _ClassVar[int]
     LINK_CLASS_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
     model: str
     tokenizer_sha256: str
     session: str
@@ -386,7 +389,8 @@ class LeaseRequest(_message.Message):
     prompt_class: int
     link_class: int
     prefixes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., session: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., protocol_version: _Optional[int] = ..., inquiry: _Optional[bool] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ..., prefixes: _Optional[_Iterable[int]] = ...) -> None: ...
+    precision: str
+    def __init__(self, model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., session: _Optional[str] = ..., avoid: _Optional[_Iterable[str]] = ..., protocol_version: _Optional[int] = ..., inquiry: _Optional[bool] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ..., prefixes: _Optional[_Iterable[int]] = ..., precision: _Optional[str] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("token", "verifier", "address", "expires_in_s", "model", "tokenizer_sha256", "drafters", "tokenizer", "prior", "chat_template", "tls", "tls_name", "relayed", "release")
@@ -567,7 +571,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierStatus(_message.Message):
-    __slots__ = ("name", "address", "model", "state", "sessions", "step_s", "restarts", "kv_pages_free", "release", "max_sessions", "kv_pages", "guarantee")
+    __slots__ = ("name", "address", "model", "state", "sessions", "step_s", "restarts", "kv_pages_free", "release", "max_sessions", "kv_pages", "guarantee", "precision")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -580,6 +584,7 @@ class VerifierStatus(_message.Message):
     MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_FIELD_NUMBER: _ClassVar[int]
     GUARANTEE_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     model: str
@@ -592,7 +597,8 @@ class VerifierStatus(_message.Message):
     max_sessions: int
     kv_pages: int
     guarantee: str
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., step_s: _Optional[float] = ..., restarts: _Optional[int] = ..., kv_pages_free: _Optional[int] = ..., release: _Optional[str] = ..., max_sessions: _Optional[int] = ..., kv_pages: _Optional[int] = ..., guarantee: _Optional[str] = ...) -> None: ...
+    precision: str
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., step_s: _Optional[float] = ..., restarts: _Optional[int] = ..., kv_pages_free: _Optional[int] = ..., release: _Optional[str] = ..., max_sessions: _Optional[int] = ..., kv_pages: _Optional[int] = ..., guarantee: _Optional[str] = ..., precision: _Optional[str] = ...) -> None: ...
 
 class EdgeStatus(_message.Message):
     __slots__ = ("edge", "last", "age_s", "sessions")
