@@ -82,6 +82,8 @@ class LocalThreads:
             self._free -= 1
             self._running.append(work)
             if not _goes_on(work):
+                # The drafter follows the text all the same, as later jobs expect of it.
+                self._drafter_of(work.session.id).draft(replace(work.job.job, count=0))
                 self._end(work, Drafted(work.job.job, (), 0.0))
                 continue
             work.result, work.seconds = self._propose(work)

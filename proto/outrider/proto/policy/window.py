@@ -31,6 +31,7 @@ class EdgeView:
         chances: [in_flight] calibrated chance that each unverified draft agrees, given that those before it do.
         drafts: [in_flight] the drafts with the drafter's confidence; empty: unknown.
         battery: share of charge that is left, 1 on mains.
+        covered: next tokens that the verifier has by its own drafts before any of the edge's can come.
     """
 
     in_flight: int
@@ -47,6 +48,7 @@ class EdgeView:
     drafts: tuple[DraftToken, ...] = ()
     temperature: float = 0.0
     battery: float = 1.0
+    covered: int = 0
 
 
 class WindowPolicy(Protocol):
@@ -91,6 +93,8 @@ class SurvivalWindow:
     costs its drafting, its row in a step, its bytes on the uplink, and a share `min_share` of the possible saving,
     which bounds the bytes spent on chains that will hardly be read.
 
+    Tokens that the verifier covers save nothing. They are drafted where those after them are worth all together.
+
     Attributes:
         max_tokens: most unverified tokens.
         min_share: share of the possible saving that a draft must bring beyond its price.
@@ -106,13 +110,15 @@ class SurvivalWindow:
         saved_s = _saved_s(view)
         hidden = min(1.0, view.step_s / view.round_trip_s) if view.round_trip_s else 1.0
         price_s = hidden * (view.drafting_s + self.min_share * saved_s) + view.row_s + TOKEN_BYTES * view.byte_s
-        chance, count = view.survival, 0
+        chance, count, gain_s = view.survival, 0, 0.0
         while view.in_flight + count < self.max_tokens:
             chance *= view.acceptance
-            if chance * saved_s <= price_s and view.in_flight + count > 0:
+            covered = view.in_flight + count < view.covered
+            if not covered and chance * saved_s <= price_s and view.in_flight + count > 0:
                 break
+            gain_s += (0.0 if covered else chance * saved_s) - price_s
             count += 1
-        return count
+        return count if gain_s > 0 or view.in_flight >= view.covered else 0
 
 
 def _saved_s(view: EdgeView) -> float:

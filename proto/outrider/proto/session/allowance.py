@@ -68,5 +68,6 @@ class Allowance:
             drafts=tuple(self._chain.drafts),
             temperature=text.frame.sampling.temperature,
             battery=self._battery,
+            covered=stream.covered,
         )
         return min(room, self._window.more(view))

@@ -291,7 +291,7 @@ class EdgeSession:
         since_s = now - self._meter.commit_at
         if tokens or commit.finish is not None:  # else a replay
             self._measure(commit, now)
-            stream.credit = commit.credit
+            stream.credit, stream.covered = commit.credit, commit.covered
         instructions: list[EdgeInstruction] = []
         if tokens:
             instructions.append(text.emit(commit, known))

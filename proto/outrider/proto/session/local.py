@@ -33,6 +33,8 @@ class DraftingHere:
 class LocalJob:
     """A drafting job for the verifier's own drafter, which ends early where its chain has become hopeless.
 
+    Whoever does it lets the drafter truncate and extend its prefix in any case, also where nothing is proposed.
+
     Attributes:
         job: prefix, and most tokens to propose.
         survival: chance that the drafts before its first all agree.

@@ -18,6 +18,7 @@ from outrider.proto.session.received import ReceivedDrafts
 from outrider.proto.types import DraftToken, Goal, Open, Report
 
 PROBE_EVERY, PROBE = 12, 6  # while drafts do not pay, PROBE of them are requested every PROBE_EVERY tokens
+PROBE_RARELY_EVERY = 48  # where the verifier drafts itself
 
 
 class NextStep:
@@ -46,6 +47,11 @@ class NextStep:
         self._patience = frame.patience or rules.patience
         self._window = frame.window or rules.max_credit
         self._plan: Plan | None = None
+
+    @property
+    def probe_every(self) -> int:
+        """Tokens from one request for probing drafts to the next."""
+        return PROBE_EVERY if self.ends is None else PROBE_RARELY_EVERY
 
     def change_plans(self) -> None:
         """Plan again: what the step waited for has come, or will not."""

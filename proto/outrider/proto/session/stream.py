@@ -43,6 +43,7 @@ class EdgeStream:
         connected: whether a verifier has the session, running or kept.
         terms: newest answer to an Open.
         credit: unverified drafts that the verifier allows now.
+        covered: tokens after the newest commit that the verifier has by its own drafts before the edge's can come.
         max_tokens: tokens of text that it allows in this turn.
         turn: number of Continues that have gone over this stream.
         opened_at: sending of the newest Open, in seconds.
@@ -54,6 +55,7 @@ class EdgeStream:
         self.connected = False
         self.terms = Opened(0, 0, frame.sampling.max_tokens, "", MAX_TOKEN_ID, max_drafts=frame.max_drafts)
         self.credit = 0
+        self.covered = 0
         self.max_tokens = frame.sampling.max_tokens
         self.turn = 0
         self.opened_at = 0.0
@@ -110,6 +112,7 @@ class EdgeStream:
         self.connected = True
         self.terms = opened
         self.credit = opened.credit
+        self.covered = 0
         self.max_tokens = opened.max_tokens
         return None
 

@@ -299,7 +299,7 @@ class VerifierSession:
         self.transcript.extend(ids)
         if not self._next.pays:
             probe = min(PROBE, self._rules.max_credit)
-            self.credit = probe if self.generated % PROBE_EVERY < len(tokens) else 0
+            self.credit = probe if self.generated % self._next.probe_every < len(tokens) else 0
         self._next.received.commit(ids, now)
         drafting_s = 0.0
         if ends is not None:
