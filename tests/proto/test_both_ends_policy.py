@@ -75,7 +75,7 @@ def test_without_an_edge_that_drafts_all_is_drafted_here() -> None:
     assert not division.edge_pays
 
 
-def test_a_session_waits_for_the_edge_where_that_is_cheaper_and_never_for_what_is_overdue() -> None:
+def test_a_session_waits_for_the_edge_where_that_is_cheaper() -> None:
     division = replace(division_of(VIEW), drafts=4, edge_pays=True, price=1.0)
     assert division.waits_for_edge(4, committed=0, since_miss_s=0.006, view=VIEW), "12 ms against 16"
     assert not division.waits_for_edge(1, committed=0, since_miss_s=0.006, view=VIEW), "12 ms against 4"
