@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outrider.cloud.batching import credit_of
 from outrider.cloud.grammar import GrammarMatcher
+from outrider.cloud.local_source import NoSource
 from outrider.cloud.slots import Outbox, Slot, Slots
 from outrider.proto.errors import Internal, ResourceExhausted, Unavailable
 from outrider.proto.session import VerifierRules, VerifierSession
@@ -18,12 +19,13 @@ class Admission:
         failed: whether no step succeeds here any more.
     """
 
-    def __init__(self, slots: Slots, rules: VerifierRules, max_sessions: int) -> None:
+    def __init__(self, slots: Slots, rules: VerifierRules, max_sessions: int, source: NoSource) -> None:
         self.draining = False
         self.failed = False
         self._slots = slots
         self._rules = rules
         self._max_sessions = max_sessions
+        self._source = source
 
     @property
     def credit(self) -> int:
@@ -43,7 +45,7 @@ class Admission:
             raise verifier_failed()
         if self.draining:
             raise Unavailable("the verifier is draining; ask the coordinator for another", retry_after_s=0.1)
-        session = VerifierSession(frame, self._rules, now)
+        session = VerifierSession(frame, self._rules, now, self._source.here)
         for other in [slot for slot in self._slots if slot.session.id == frame.session]:
             # Its edge lost the old stream, and this end has not noticed yet.
             self._slots.fail(other, Unavailable("the session goes on in another stream"))

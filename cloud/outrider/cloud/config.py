@@ -14,8 +14,10 @@ from outrider.proto.types import Goal, Noise, Patience
 
 DTYPES = ("float32", "bfloat16", "float16")
 EXACT = ("auto", "tiles", "off")
+DRAFT_HERE = ("auto", "on", "off")
 ENGINES = ("transformers", "vllm")
 ENGINE = "engine"
+HERE = "drafting beside the target"
 EVERYWHERE = ("0.0.0.0", "[::]")  # noqa: S104 - recognised, not bound
 TARGET = "target"
 
@@ -27,6 +29,16 @@ def parse_patience(text: str) -> Patience:
         return Patience(float(milliseconds) / 1000, int(drafts or 1))
     except ValueError as error:
         raise ValueError(f"{text!r} is not MS or MS,DRAFTS: {error}") from None
+
+
+def parse_draft_with(text: str) -> str:
+    """Read the name of a drafter, or the path of its folder, which is made absolute."""
+    return absolute(text) if "/" in text or Path(text).is_dir() else text
+
+
+def _check_price(value: float | None) -> None:
+    if value is not None and not value >= 0:
+        raise ValueError(f"{value} is below 0")
 
 
 def _check_kv_tokens(value: int) -> None:
@@ -105,6 +117,35 @@ class VerifierConfig(GrpcServerSettings):
         group=TARGET,
     )
     goal: Goal = option(Goal.LATENCY, "earliest tokens, or fewest target steps", group=TARGET)
+    draft_here: str = option(
+        "off",
+        "draft beside the target too, for sessions whose edges are far; auto: where a drafter for the target is at "
+        "hand and the target leaves a core",
+        choices=DRAFT_HERE,
+        group=HERE,
+    )
+    draft_with: str = option(
+        "",
+        "drafter beside the target: embedded name, `ngram` or folder; empty: the embedded family's first",
+        metavar="NAME",
+        group=HERE,
+        parse=parse_draft_with,
+    )
+    draft_threads: int = option(
+        0,
+        "threads that draft beside the target; 0: as many as the target leaves cores",
+        group=HERE,
+        check=at_least(0),
+    )
+    draft_price: float | None = option(
+        None,
+        "seconds of waiting that a second of drafting beside the target is worth, inf: any; not set: derived, so that "
+        "texts stay within 4 % of the fastest",
+        metavar="SECONDS",
+        group=HERE,
+        check=_check_price,
+        parse=float,
+    )
     min_step_s: float = option(
         0.0, "minimum time of a step, to imitate a larger target in benchmarks", check=at_least(0)
     )

@@ -14,6 +14,7 @@ from outrider.cloud.backend import Backend
 from outrider.cloud.batching import Batch, Batching
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.grammar import GrammarMatcher
+from outrider.cloud.local_source import NoSource
 from outrider.cloud.masks import Masks, masks_by_of
 from outrider.cloud.metrics import VerifierMetrics
 from outrider.cloud.recovery import Probe, Recovery, VerifierFailed
@@ -42,6 +43,7 @@ class Engine:
         config: VerifierConfig,
         projections: Mapping[str, Projection] | None = None,
         on_failure: Callable[[], None] = lambda: None,
+        source: NoSource | None = None,
     ) -> None:
         """Decode on `backend`.
 
@@ -51,12 +53,14 @@ class Engine:
             config: settings of the verifier.
             projections: projections that make steering vectors, by id.
             on_failure: called once, in the engine's thread, when steps fail whatever they are for.
+            source: drafts made beside the target; None: there are none.
         """
         self.rules = replace(rules, projections=frozenset(projections or ()))
         self.metrics = VerifierMetrics(rules.model, rules.name)
         self.backend = backend
         self._slots = Slots(backend, rules.name, self.metrics.begin_text)
-        self._admission = Admission(self._slots, self.rules, config.max_sessions)
+        self._source = source or NoSource()
+        self._admission = Admission(self._slots, self.rules, config.max_sessions, self._source)
         self._batching = Batching(config.max_gap_s, config.prefill_chunk)
         self._runner = ModelRunner(backend, projections or {}, min_step_s=config.min_step_s)
         self._meter = StepMeter(self.metrics, time.monotonic())
@@ -68,6 +72,7 @@ class Engine:
         self._bell = threading.Condition()
         self._stopping = False
         self._delayed_until = 0.0
+        self._source.serve(self._slots, self._batching, self._post, self.metrics)
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     # --- from any thread ---
@@ -80,6 +85,7 @@ class Engine:
         """End the thread; sessions still here get Unavailable."""
         self._post(self._stop)
         self._thread.join()
+        self._source.stop()
 
     def post_open(
         self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None = None, isolation: str = ""
@@ -212,10 +218,10 @@ class Engine:
     def _schedule(self, now: float) -> Batch[Slot]:
         """Return the step that begins now, or when to look again if nothing happens before."""
         self._slots.expire(now)
-        if sent_away := self._slots.grow():
-            self.metrics.preemptions.inc(len(sent_away))
+        self.metrics.preemptions.inc(len(self._slots.grow()))
         self._slots.start_waiting()
         running = self._slots.running()
+        self._source.drive(now)
         if (masks_by := masks_by_of(running)) > now:
             return Batch(wake_at=masks_by)
         asked = [slot for slot in running if slot.busy]  # too late for this step
@@ -228,11 +234,11 @@ class Engine:
             look_s = BACKLOG_S if len(asked) + len(ready) < len(running) else IDLE_S
             return replace(batch, wake_at=min(batch.wake_at, now + look_s))
         shares = self._masks.applied(batch.shares, now)
-        whole = len(shares) == len(batch.shares)
-        return Batch(shares) if whole else Batch(wake_at=masks_by_of(running))
+        return Batch(shares) if len(shares) == len(batch.shares) else Batch(wake_at=masks_by_of(running))
 
     def _step_or_recover(self, batch: Batch[Slot]) -> None:
         """Make a step; where it fails, make smaller ones, so that only a session at fault ends."""
+        self._source.begin(batch.shares, time.monotonic())
         try:
             self._step(batch)
             return
@@ -314,17 +320,14 @@ class Engine:
             self._recovery.end(slot, error)
 
     def _close(self, key: int) -> None:
-        slot = self._slots.get(key)
-        if slot is not None:
+        if slot := self._slots.get(key):
             self._slots.release(slot)
 
     def _half_close(self, key: int) -> None:
-        slot = self._slots.get(key)
-        if slot is None:
-            return
-        slot.session.on_report(Report(drafting=False))
-        if self._slots.is_parked(slot):
-            self._slots.evict(slot, "its edge has closed the stream")
+        if slot := self._slots.get(key):
+            slot.session.on_report(Report(drafting=False))
+            if self._slots.is_parked(slot):
+                self._slots.evict(slot, "its edge has closed the stream")
 
     def _stop(self) -> None:
         self._stopping = True

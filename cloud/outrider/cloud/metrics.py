@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -67,6 +68,11 @@ class VerifierMetrics:
         self.batching_delays = self._own(Counter, "verifier_batching_delays", "Steps delayed for drafts of others.")
         self._vectors = self._own(Counter, "verifier_steering_vectors", "Steering vectors sent with commits.")
         self._vector_bytes = self._own(Counter, "verifier_steering_bytes", "Bytes of the numbers of these vectors.")
+        self._drafting_here = self._own(
+            Counter, "verifier_drafting_seconds", "Time that the verifier's own drafter has worked."
+        )
+        self._verified_here = self._own(Counter, "verifier_own_drafts", "Drafts of its own drafter that were verified.")
+        self._accepted_here = self._own(Counter, "verifier_own_drafts_accepted", "Those that became text.")
         self._rows = self._own(
             Histogram, "verifier_step_rows", "Rows of a target step; its count is the steps.", buckets=TOKENS
         )
@@ -96,6 +102,9 @@ class VerifierMetrics:
         self._credit = self._own(Gauge, "verifier_credit_tokens", "Unverified tokens that a session may have.")
         pages = self._own(Gauge, "verifier_kv_pages", "KV pages, by state (used, free).", labels=("state",))
         self._used_pages, self._free_pages = (pages.labels(*self._whose, state) for state in ("used", "free"))
+        self._drafting_queue = self._own(
+            Gauge, "verifier_drafting_queue", "Jobs that wait for a thread of its own drafter."
+        )
         self._draining = self._own(Gauge, "verifier_draining", "1 while sessions are sent elsewhere.")
 
     def watch(self, engine: _Engine, *, max_sessions: int) -> None:
@@ -130,11 +139,21 @@ class VerifierMetrics:
             self._waits.observe(commit.timing.queue_s)
         if commit.verified:
             self._drafts.count(commit.verified, commit.accepted)
+            self._verified_here.inc(commit.verified_here)
+            self._accepted_here.inc(commit.accepted_here)
         if commit.steering is not None:
             self._vectors.inc()
             self._vector_bytes.inc(len(commit.steering.values))
         if commit.finish is not None:
             self._finished.labels(*self._whose, commit.finish.name.lower()).inc()
+
+    def watch_drafting(self, queue: Callable[[], int]) -> None:
+        """Read from `queue` how many jobs wait for a thread of the verifier's own drafter."""
+        self._drafting_queue.set_function(lambda: float(queue()))
+
+    def drafted_here(self, seconds: float) -> None:
+        """Count time that the verifier's own drafter has worked."""
+        self._drafting_here.inc(seconds)
 
     def refuse(self, error: OutriderError) -> None:
         """Count a stream that was refused before a session was admitted."""

@@ -19,6 +19,7 @@ from outrider.cloud.backends import load_backend
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import GrammarMatcher, Grammars
+from outrider.cloud.own_drafter import local_source
 from outrider.cloud.slots import Outbox
 from outrider.cloud.steering_vectors import load_projections
 from outrider.cloud.step_timing import StepTiming
@@ -107,13 +108,13 @@ class VerifierServer:
         self._config = config
         self._secret = lease_secret
         self._backend = load_backend(config)
-        target = self._backend.facts
+        target, source = self._backend.facts, local_source(config, self._backend.facts)
         self.tokenizer_json = target.tokenizer_json
         self.tokenizer_sha256 = target.tokenizer_sha256
         self.rules = _rules(config, target)
         self._max_tokens = max(target.context_length, target.vocab_size)
         projections = load_projections(config.steering, target, name=config.target, model=config.model_id)
-        self._engine = Engine(self._backend, self.rules, config, projections, self._engine_failed)
+        self._engine = Engine(self._backend, self.rules, config, projections, self._engine_failed, source)
         self._on_failure = on_failure
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grammars = Grammars(target.tokenizer_json, target.vocab_size, target.eos_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cloud.config import ENGINE, TARGET, VerifierConfig
+from outrider.cloud.config import ENGINE, HERE, TARGET, VerifierConfig
 from outrider.coordinator.config import ACCESS, CoordinatorConfig
 from outrider.deploy.arguments import Command, part
 from outrider.proto.errors import ConfigError
@@ -64,7 +64,7 @@ UP = Command(
         part(CoordinatorConfig, *LISTENING, "lease_seconds", "drafters", ACCESS),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(UpSettings),
-        part(VerifierConfig, TARGET, ENGINE),
+        part(VerifierConfig, TARGET, ENGINE, HERE),
     ),
 )
 COORDINATOR = Command(
@@ -88,7 +88,7 @@ COORDINATOR = Command(
 VERIFIER = Command(
     "outrider.deploy.servers:verifier",
     (
-        part(VerifierConfig, *LISTENING, "advertise", "name", "drain_grace_s", "trace_endpoint", TARGET, ENGINE),
+        part(VerifierConfig, *LISTENING, "advertise", "name", "drain_grace_s", "trace_endpoint", TARGET, ENGINE, HERE),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(ActorSettings),
         part(SecretSettings),

@@ -16,6 +16,7 @@ FIRST_DRAFTS, FIRST_SURVIVAL = 4, 0.2  # while no step has been measured
 HOPELESS = 0.02  # chance of acceptance below which nothing is drafted, not even for free
 MAX_COVERED = 255
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
+PROBE_EVERY, PROBE = 256, 2  # tokens without a job, after which a few drafts show what they cost now
 _BETTER = 0.1  # by which an end's acceptance must exceed the other's before its chain is preferred
 
 
@@ -45,6 +46,7 @@ class BothEnds:
         self.edge_pays = True
         self.awaits_edge = self.edge_rests = False
         self.covered = 0
+        self._idle = 0  # tokens committed since the newest job
         self._received = received
         self._fixed = fixed
         self._view: EndsView | None = None
@@ -77,11 +79,33 @@ class BothEnds:
         """Whether the verifier's own drafter is at work on this text."""
         return self.local.running is not None
 
-    def take(self, done: Drafted, waited_s: float = 0.0) -> None:
-        """Take the result of a job in, which waited `waited_s` seconds for a thread."""
-        if done.drafts and len(done.job.extend_with) <= CATCH_UP:
-            self.here.drafting_s.add((waited_s + done.seconds) / len(done.drafts))
+    def acceptance(self, *, edge_drafts: bool) -> float:
+        """Return the chance that a draft agrees, given that all before it in its chain did."""
+        own, edge = self.local.calibration.common.acceptance.rate, self._received.acceptance.rate
+        return max(own, edge) if edge_drafts and not self._is_better_here() else own
+
+    def take(self, done: Drafted, waited_s: float = 0.0, read_s: float = 0.0) -> None:
+        """Take the result of a job in.
+
+        Args:
+            done: the result, with all its time of drafting.
+            waited_s: time that it waited for a thread, in seconds.
+            read_s: part of its time in which many unread tokens were read, in seconds; 0: not told apart.
+        """
+        if read_s or len(done.job.extend_with) <= CATCH_UP:
+            self._learn_price(waited_s + done.seconds - read_s, len(done.drafts))
         self.local.take(done)
+
+    def drop(self, waited_s: float) -> None:
+        """Forget the running job, for which no thread was free in `waited_s` seconds."""
+        self._learn_price(waited_s, 0)
+        self.local.drop()
+
+    def _learn_price(self, seconds: float, drafts: int) -> None:
+        """Learn the time of a drafted token; without drafts it only shows where it is longer than believed."""
+        token_s = seconds / max(1, drafts)
+        if drafts or token_s > self.here.drafting_s.value:
+            self.here.drafting_s.add(token_s)
 
     def commit(self, tokens: tuple[int, ...], now: float) -> float:
         """Compare the verifier's own drafts with `tokens`, which now end the transcript.
@@ -90,6 +114,7 @@ class BothEnds:
             Time that its drafter has worked since the commit before, in seconds.
         """
         drafting_s = self.local.commit(tokens)
+        self._idle += len(tokens)
         if self.local.missed:
             self._received.note_miss(now)
         self.covered = self._covered()
@@ -105,10 +130,7 @@ class BothEnds:
             return Plan(Patience(0.0))
         needed = lacking + len(self.chain()[0])
         if self.awaits_edge:
-            wait_s, whole_s = (
-                max(0.0, view.round_trip_s + (view.since_miss + drafts) * view.drafting_s - view.since_miss_s)
-                for drafts in (needed, view.max_drafts)
-            )
+            wait_s, whole_s = (max(0.0, _edge_wait_s(drafts, view)) for drafts in (needed, view.max_drafts))
             # The edge says when its chain is complete, since it knows how sure its drafter is of this one.
             return Plan(Patience(LATE * whole_s + MARGIN_S, view.max_drafts), wait_s, needed)
         here_s = self.here.drafting_s.value
@@ -124,7 +146,7 @@ class BothEnds:
             block: drafts that the step which begins now verifies; None: none begins.
             edge_drafts: whether more drafts of the edge may come.
         """
-        if self.local.running is not None or (self.local.stopped and block is None):
+        if not self.may_draft(block):
             return None
         chain, _ = self.chain()
         lacking = self._needed(view, edge_drafts=edge_drafts) - len(chain)
@@ -134,15 +156,25 @@ class BothEnds:
             if lacking <= 0 or hopeless or self.awaits_edge:
                 return None
             if self._fixed is not None:
-                return self.local.propose(chain, lacking, 0.0)
+                return self._propose(chain, lacking, 0.0)
             if division is None:
-                return self.local.propose(chain, lacking, FIRST_SURVIVAL)
+                return self._propose(chain, lacking, FIRST_SURVIVAL)
             price_s = (1 + division.price) * here_s + view.row_s
-            return self.local.propose(chain, view.max_drafts - len(chain), price_s / division.costs.token_s)
-        if division is None or not division.ahead or lacking + block + 1 <= 0:
+            return self._propose(chain, view.max_drafts - len(chain), price_s / division.costs.token_s)
+        if division is None or self._fixed is not None:
             return None
+        if not division.ahead or lacking + block + 1 <= 0:
+            return self._propose(chain, PROBE, 0.0) if self._idle >= PROBE_EVERY else None
         count = view.max_drafts + block + 1 - len(chain)
-        return self.local.propose(chain, count, max(HOPELESS, division.price * here_s / division.costs.token_s))
+        return self._propose(chain, count, max(HOPELESS, division.price * here_s / division.costs.token_s))
+
+    def may_draft(self, block: int | None) -> bool:
+        """Return whether `job` could have a job now; its `block` says whether a step begins."""
+        return self.local.running is None and not (self.local.stopped and block is None)
+
+    def _propose(self, chain: list[DraftToken], count: int, min_survival: float) -> LocalJob:
+        self._idle = 0
+        return self.local.propose(chain, count, min_survival)
 
     def _needed(self, view: VerifierView, *, edge_drafts: bool) -> int:
         """Return the drafts that the next step waits for."""
@@ -157,8 +189,8 @@ class BothEnds:
         edge_s = view.drafting_s if edge_drafts and view.drafting_s else math.inf
         if self._is_better_here():
             edge_s = math.inf
-        own, edge = self.local.calibration.common.acceptance.rate, self._received.acceptance.rate
-        acceptance = own if edge_s == math.inf else max(own, edge)
+        own = self.local.calibration.common.acceptance.rate
+        acceptance = self.acceptance(edge_drafts=edge_s < math.inf)
         now = EndsView(
             acceptance=acceptance,
             step_s=view.step_s,
@@ -176,7 +208,8 @@ class BothEnds:
         return self._division
 
     def _waits_for_edge(self, lacking: int, view: VerifierView) -> bool:
-        nothing_comes = self.edge_rests or self._received.complete
+        overdue = _edge_wait_s(len(self.chain()[0]) + lacking, view) < -MARGIN_S  # it may have stopped
+        nothing_comes = self.edge_rests or self._received.complete or overdue
         if self._fixed is not None or self._division is None or self._view is None or nothing_comes:
             return False
         return self._division.waits_for_edge(lacking, view.since_miss, view.since_miss_s, self._view)
@@ -191,3 +224,8 @@ class BothEnds:
         if self._fixed is not None or view is None or division is None or not division.costs.here_s:
             return 0
         return min(MAX_COVERED, int(view.round_trip_s / division.costs.token_s))
+
+
+def _edge_wait_s(drafts: int, view: VerifierView) -> float:
+    """Return the time until the edge's chain should have `drafts` drafts; below 0: since it should have had."""
+    return view.round_trip_s + (view.since_miss + drafts) * view.drafting_s - view.since_miss_s

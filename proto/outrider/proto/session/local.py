@@ -132,11 +132,11 @@ class LocalDrafts:
         """
         return job.job.epoch == self._epoch and job is not self._recalled
 
-    def fail(self) -> None:
-        """Forget the chain: the drafter is broken."""
-        self.running = None
-        self.stopped = True
-        self._abandon(0)
+    def drop(self) -> None:
+        """Forget the running job, which the drafter has not begun and will not."""
+        if self.running is not None:
+            self._agreed = min(self._agreed, self.running.job.truncate_to)
+            self.running = self._recalled = None
 
     def commit(self, tokens: tuple[int, ...]) -> float:
         """Compare the drafts with `tokens`, which now end the transcript; return drafting since the last commit."""

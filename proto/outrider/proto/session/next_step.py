@@ -94,7 +94,10 @@ class NextStep:
         worthwhile = best_block(view)
         pays = overtakes(view) if self.ends is None else self.ends.edge_pays
         self.pays = worthwhile > 0 and (not self.joins_any_step or pays)
-        return tuple(self.chain()[0][: max(0, min(worthwhile or int(probe), room))])
+        chain, of_edge = self.chain()
+        block = chain[: max(0, min(worthwhile or int(probe), room))]
+        # The edge's drafter is rewarded for its own drafts alone.
+        return (*block[:of_edge], *[DraftToken(draft.id) for draft in block[of_edge:]])
 
     def ready_at(self, step_s: float, row_s: float, room: int, credit: int) -> float:
         """Return the time by which the step should begin; infinite: at the next event.
@@ -115,7 +118,7 @@ class NextStep:
     def prospect(self, step_s: float, row_s: float, now: float) -> Prospect:
         """Return the expected tokens of a step now, and of one after the drafts that are due."""
         plan = self._planned(step_s, row_s)
-        acceptance = self.received.acceptance.rate
+        acceptance = self._acceptance()
         here = len(self.chain()[0])
         tokens_now = expected_tokens(acceptance, min(here, self.max_drafts))
         if not self.waits_for_drafts:
@@ -125,7 +128,7 @@ class NextStep:
 
     def local_job(self, step_s: float, row_s: float, now: float, block: int | None) -> LocalJob | None:
         """Return the next job for the verifier's own drafter; None: it has nothing to do."""
-        if self.ends is None:
+        if self.ends is None or not self.ends.may_draft(block):
             return None
         if block is None:
             self._planned(step_s, row_s)
@@ -138,9 +141,15 @@ class NextStep:
             self._plan = plan_for(view) if self.ends is None else self.ends.plan(view, edge_drafts=self.drafting)
         return self._plan
 
+    def _acceptance(self) -> float:
+        """Return the chance that a draft of the next step agrees, given that all before it did."""
+        if self.ends is None:
+            return self.received.acceptance.rate
+        return self.ends.acceptance(edge_drafts=self.drafting)
+
     def _view(self, step_s: float, row_s: float, now: float) -> VerifierView:
         return VerifierView(
-            acceptance=self.received.acceptance.rate,
+            acceptance=self._acceptance(),
             step_s=step_s,
             row_s=row_s,
             drafting_s=self.report.drafting_s,

@@ -1,0 +1,71 @@
+"""Choice and loading of a verifier's own drafter, by its settings and the machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from outrider.cloud.backend import TargetFacts
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.draft_threads import DraftThreads
+from outrider.cloud.drafted_text import OwnDrafter
+from outrider.cloud.local_source import LocalSource
+from outrider.drafters import NgramDrafter, embedded_packages, find_package
+from outrider.drafters.search import NGRAM
+from outrider.proto.errors import ConfigError, OutriderError, TokenizerMismatch
+from outrider.proto.plumbing.logs import about
+
+log = logging.getLogger(__name__)
+
+
+def local_source(config: VerifierConfig, target: TargetFacts) -> LocalSource | None:
+    """Return the source of drafts beside the target that the settings ask for; None: there is none.
+
+    Raises:
+        ConfigError: `--draft-here on` finds no drafter for this target, or no core for it; the remedy is named.
+    """
+    if config.draft_here == "off":
+        return None
+    threads = config.draft_threads or spare_cores(config, target)
+    if not threads:
+        if config.draft_here == "auto":
+            return None
+        threads = 1  # it was asked for: the two then share a core
+    try:
+        own = load_own_drafter(config.draft_with, target)
+    except (OutriderError, OSError, ImportError) as error:
+        if config.draft_here == "on":
+            remedy = "name one by --draft-with, or leave --draft-here at auto"
+            raise ConfigError(f"finds no drafter for this target: {error}; {remedy}", field="draft_here") from error
+        log.info("no drafts are made beside the target: %s", error, extra=about(verifier=config.name))
+        return None
+    line = "verifier %s drafts beside its target with %s in %d threads; a position of a text takes up to %d bytes"
+    log.info(line, config.name, own.name, threads, own.position_bytes, extra=about(verifier=config.name))
+    return LocalSource(own, DraftThreads(threads), config.draft_price)
+
+
+def load_own_drafter(name: str, target: TargetFacts) -> OwnDrafter:
+    """Return the drafter `name`, `ngram`, or where that is empty the first of the embedded family, hashes checked.
+
+    Raises:
+        NotFound, DataLoss, InvalidArgument, ModelRefused: it cannot be had; ONNX Runtime may be missing (ImportError).
+        TokenizerMismatch: it was made for another tokenizer than the target's.
+    """
+    if name == NGRAM:
+        return OwnDrafter(NgramDrafter(vocab_size=target.vocab_size), target.vocab_size)
+    package = find_package(name or next(iter(embedded_packages()), "general"))
+    if package.tokenizer_sha256 != target.tokenizer_sha256:
+        raise TokenizerMismatch(f"{package.name!r} was made for another tokenizer", field="draft_with")
+    from outrider.drafters.onnx import OnnxDrafter
+
+    drafter = OnnxDrafter(package, threads=1)
+    return OwnDrafter(drafter, target.vocab_size, package.reach, package.cache.bytes_of(1))
+
+
+def spare_cores(config: VerifierConfig, target: TargetFacts) -> int:
+    """Return how many cores of this machine the target's threads leave."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    used = (config.threads or torch.get_num_threads()) if target.device.type == "cpu" else config.tensor_parallel
+    return max(0, cores - used)

@@ -1,0 +1,146 @@
+"""Drafts made beside the target change no text, whatever makes them and however it fails, and make texts faster."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from outrider.cloud import server
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.draft_threads import DraftThreads
+from outrider.cloud.drafted_text import OwnDrafter
+from outrider.cloud.local_source import LocalSource
+from outrider.cloud.own_drafter import load_own_drafter
+from outrider.cloud.server import VerifierServer
+from outrider.drafters import NgramDrafter, ProposalRule
+from outrider.drafters.protocol import TokenPrefix
+from outrider.edge import Sampling
+from outrider.edge.testing import FailingDrafter, GarbageDrafter
+from outrider.proto.types import DraftToken, Patience
+
+VOCAB = 8192
+WAYS = {"greedy": Sampling(max_tokens=24), "sampled": Sampling(max_tokens=24, temperature=1.0, seed=20260)}
+NEVER_VERIFIED = ("n-grams", "unknown ids")  # no words come twice; nothing is proposed before the first unknown one
+UNTIL_DRAFTED = Patience(math.inf, 4)
+
+
+class SlowDrafter:
+    """Another drafter, each of whose tokens takes 30 ms more."""
+
+    version, steering, name = "1", None, "slow"
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def open(self, rule: ProposalRule) -> Any:
+        state = self._inner.open(rule)
+        propose = state.propose
+
+        def slowly(n: int) -> tuple[DraftToken, ...]:
+            time.sleep(0.03 * n)
+            return propose(n)
+
+        state.propose = slowly
+        return state
+
+
+class UnknownTokens:
+    """Proposes ids that no target has, after a few that it has."""
+
+    version, steering, name = "1", None, "unknown"
+
+    def open(self, rule: ProposalRule) -> Any:
+        return _UnknownState()
+
+
+class _UnknownState(TokenPrefix):
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
+        start = len(self.tokens)
+        drafts = tuple(
+            DraftToken(VOCAB + 7 if position % 5 == 4 else position, 0.9) for position in range(start, start + n)
+        )
+        self.extend([draft.id for draft in drafts])
+        return drafts
+
+
+OWN: dict[str, Callable[[Any], OwnDrafter]] = {
+    "the edge's own": lambda target: load_own_drafter("general", target),
+    "another": lambda target: load_own_drafter("code", target),
+    "windowed": lambda target: load_own_drafter("swift", target),
+    "n-grams": lambda target: load_own_drafter("ngram", target),
+    "rubbish": lambda _: OwnDrafter(GarbageDrafter(VOCAB, seed=4), VOCAB),
+    "unknown ids": lambda _: OwnDrafter(UnknownTokens(), VOCAB),
+    "killed midway": lambda _: OwnDrafter(FailingDrafter(12, NgramDrafter()), VOCAB),
+    "slow": lambda _: OwnDrafter(SlowDrafter(NgramDrafter()), VOCAB),
+}
+
+
+@pytest.fixture
+def drafting(monkeypatch) -> Callable[..., Any]:
+    """A verifier with a drafter of its own, and its server to look into."""
+
+    @asynccontextmanager
+    async def serve(own: str, **config: Any) -> AsyncIterator[tuple[str, VerifierServer]]:
+        made = OWN[own]
+        monkeypatch.setattr(server, "local_source", lambda _, target: LocalSource(made(target), DraftThreads(1)))
+
+        served = VerifierServer(VerifierConfig(threads=1, **config))
+        try:
+            yield await served.start(), served
+        finally:
+            await served.stop(0)
+
+    return serve
+
+
+async def texts(client: Any, prompts: Sequence[Any], sampling: Sampling) -> list[tuple[int, ...]]:
+    return [(await client.complete(prompt.text, sampling)).ids for prompt in prompts]
+
+
+def verified_here(served: VerifierServer) -> float:
+    return served._engine.metrics._verified_here._value.get()
+
+
+def accepted_here(served: VerifierServer) -> float:
+    return served._engine.metrics._accepted_here._value.get()
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_no_drafter_beside_the_target_changes_a_text(edge, prompts, drafting, own) -> None:
+    """Not one of its session's, for which it always drafts, and not one of an edge that drafts itself."""
+
+    async def main() -> None:
+        chosen = prompts(1)[:1]
+        async with drafting(own) as (address, served):
+            async with edge(address, drafter="none", drafts_here=0) as client:
+                expected = [await texts(client, chosen, sampling) for sampling in WAYS.values()]
+            assert verified_here(served) == 0
+            async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
+                assert [await texts(client, chosen, sampling) for sampling in WAYS.values()] == expected
+            assert verified_here(served) > 0 or own in NEVER_VERIFIED
+            async with edge(address, drafter="general") as client:
+                assert [await texts(client, chosen, sampling) for sampling in WAYS.values()] == expected
+
+    asyncio.run(main())
+
+
+def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, prompts, drafting) -> None:
+    async def main() -> None:
+        chosen, sampling = prompts(1)[:2], Sampling(max_tokens=32)
+        async with serving() as address, edge(address, drafter="none") as client:
+            plain = [await client.complete(prompt.text, sampling) for prompt in chosen]
+        async with drafting("the edge's own") as (address, served):
+            async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
+                drafted = [await client.complete(prompt.text, sampling) for prompt in chosen]
+            assert accepted_here(served) > 0
+        assert [each.ids for each in drafted] == [each.ids for each in plain]
+        assert all(each.statistics.steps == len(each.ids) for each in plain)
+        assert sum(each.statistics.steps for each in drafted) < 0.6 * sum(len(each.ids) for each in drafted)
+
+    asyncio.run(main())
