@@ -24,7 +24,7 @@ from outrider.cloud.batching import Batching
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import Allowed, GrammarMatcher
-from outrider.cloud.passes import FREE, ROUNDED, TILES
+from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER
 from outrider.cloud.slots import MAX_UNREAD, Outbox
 from outrider.cloud.steering import Projection
 from outrider.cloud.transformers_backend import TransformersBackend
@@ -353,7 +353,7 @@ class Fleet:
         self.language = Language(seed, self.rng.choice((40, 40, 40, 1100)))  # short lists need 1,024 tokens
         plain = range(PLAIN, self.language.vocab_size)
         self.segments = [tuple(self.rng.choices(plain, k=16)) for _ in range(3)]  # of prompts
-        self.passes = self.rng.choice((FREE, FREE, ROUNDED[0], ROUNDED[2], TILES))
+        self.passes = self.rng.choice((FREE, FREE, TOGETHER[0], ROUNDED[2], TILES))
         torch.manual_seed(seed)
         self.projection = Projection(range(LAYERS), HIDDEN, RANK).eval().requires_grad_(False)
         self.failing = True

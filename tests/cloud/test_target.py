@@ -14,9 +14,10 @@ import random_models
 import torch
 from random_models import VOCAB, save_random_model
 
+from outrider.cloud import chunked_attention
 from outrider.cloud.family_index import embedded_targets
 from outrider.cloud.kv_cache import PagedKVCache
-from outrider.cloud.passes import FREE, ROUNDED, TILES
+from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER
 from outrider.cloud.target import SessionRows, load_target
 from outrider.proto.errors import ModelRefused, NotFound, ResourceExhausted
 from outrider.proto.testing import word_tokenizer
@@ -289,10 +290,10 @@ def unlike_itself(rows_differ):
 @pytest.mark.parametrize(
     ("rows_differ", "passes"),
     [
-        (lambda _: False, ROUNDED[0]),
-        (lambda rows: rows == 1, ROUNDED[1]),
-        (lambda rows: rows < 4, ROUNDED[2]),
-        (lambda rows: rows % 8 > 0, ROUNDED[3]),
+        (lambda _: False, TOGETHER[0]),
+        (lambda rows: rows == 1, TOGETHER[1]),
+        (lambda rows: rows < 4, TOGETHER[2]),
+        (lambda rows: rows % 8 > 0, TOGETHER[3]),
         (lambda rows: rows > 16, TILES),
         (lambda rows: rows >= 60, TILES),
     ],
@@ -320,16 +321,50 @@ def test_attention_that_looks_at_the_number_of_rows_is_found(keys_above, tmp_pat
         return right(query, keys, *rest, **options) * (1 + 2**-16 * (query.shape[2] > 4 and keys.shape[2] > keys_above))
 
     target = load(tmp_path, kv_tokens=2048)
+    target.passes = ROUNDED[0]
     assert target.keeps_bits()
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", uneven)
+    monkeypatch.setattr(chunked_attention, "_attend", kernel_that_differs(lambda query: query.shape[2] > 4))
     assert not target.keeps_bits()
     assert load(tmp_path, kv_tokens=2048).passes == TILES
+
+
+def kernel_that_differs(differs):
+    """Attention of many sessions whose results have other bits where `differs` of the queries."""
+    right = chunked_attention._attend
+
+    def attend(query, *rest):
+        results, sums = right(query, *rest)
+        return results * (1 + 2**-16 * differs(query)), sums
+
+    return attend
+
+
+@pytest.mark.parametrize("entries", [1, 7])
+def test_attention_that_looks_at_other_sessions_falls_back_to_calls_of_each_session(entries, folders, monkeypatch):
+    monkeypatch.setattr(chunked_attention, "_attend", kernel_that_differs(lambda query: len(query) > entries))
+    assert load(folders("llama")[0], kv_tokens=2048).passes == ROUNDED[0]
 
 
 def test_attention_in_other_blocks_changes_bits():
     """The control of the equalities above: the kernels add otherwise for other numbers of keys."""
     target = load("reference", kv_tokens=2048, page_size=16)
-    target.passes = replace(target.passes, block=512)
+    target.passes = replace(ROUNDED[0], block=512)
+    assert not target.keeps_bits()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_keys_for_the_company_alone_change_bits(dtype, monkeypatch):
+    """The control of chunks whose length follows from the position: masked keys are not without effect."""
+    target = load("reference", dtype=dtype, kv_tokens=2048, page_size=16)
+    assert target.passes == TOGETHER[0]
+    right = chunked_attention._layout
+
+    def padded(blocks, *rest):
+        size = max(block.last for block in blocks)
+        return right(tuple(block._replace(last=size) for block in blocks), *rest)
+
+    monkeypatch.setattr(chunked_attention, "_layout", padded)
     assert not target.keeps_bits()
 
 

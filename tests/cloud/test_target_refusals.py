@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.cloud import attention
+from outrider.cloud.attention import RaggedBatch
+from outrider.cloud.chunked_attention import ChunkedBatch
+from outrider.cloud.passes import FREE, TOGETHER
 from outrider.cloud.target import Target, load_target
 from outrider.cloud.testing import tiny_llama
 from outrider.proto.errors import ModelRefused
@@ -58,11 +60,15 @@ def test_linear_rope_is_accepted_and_agrees() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_check_notices_a_wrong_mask_in_every_precision(dtype, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("passes", "batch", "name"), [(FREE, RaggedBatch, "mask"), (TOGETHER[0], ChunkedBatch, "_mask")]
+)
+def test_the_check_notices_a_wrong_mask_in_every_precision(passes, batch, name, dtype, monkeypatch) -> None:
     target = load_target("reference", dtype=dtype, kv_tokens=512)
+    target.passes = passes
     honest = target.check()
-    mask = attention.RaggedBatch.mask
-    monkeypatch.setattr(attention.RaggedBatch, "mask", lambda *arguments: torch.zeros_like(mask(*arguments)))
+    mask = getattr(batch, name)
+    monkeypatch.setattr(batch, name, lambda *arguments: torch.zeros_like(mask(*arguments)))
     with pytest.raises(ModelRefused, match="differs from the model's own"):
         target.check()
     monkeypatch.undo()

@@ -8,7 +8,7 @@ A row's result keeps its bits whatever shares its step, and however its text is 
 shapes add in one order. So the number of keys follows from a row's position alone: rows attend in blocks of 16
 positions, over all keys up to the end of their block, those after each row masked. Only the number of rows in a call
 varies, in multiples of four, since kernels for one to three rows often add otherwise. `Target.keeps_bits` tries at load
-whether this machine's kernels do so.
+whether this machine's kernels do so. `chunked_attention` takes fewer calls for it, on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.proto.errors import ModelRefused
 
 NAME = "outrider_paged"
 BLOCK = 16  # positions; small, since a row attends to all keys of its block
-_CALL_ROWS = 4
+CALL_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,14 @@ class RowSpan:
     @property
     def num_keys(self) -> int:
         """Positions up to the end of the last row's block."""
-        return _rounded_up(self.context, BLOCK)
+        return rounded_up(self.context, BLOCK)
 
     def blocks(self, size: int) -> Iterator[RowSpan]:
         """Cut at the multiples of `size` positions."""
-        cuts = [self.start, *range(_rounded_up(self.start + 1, size), self.context, size), self.context]
+        if self.start // size == (self.context - 1) // size:
+            yield self
+            return
+        cuts = [self.start, *range(rounded_up(self.start + 1, size), self.context, size), self.context]
         for start, end in itertools.pairwise(cuts):
             yield RowSpan(self.cache, self.first + start - self.start, end - start, start)
 
@@ -63,7 +66,7 @@ class RaggedBatch:
         pool: pages of all sessions.
         spans: rows of each session, in order.
         slots: [rows] int64, places of the keys and values of each row.
-        block: positions of a session whose rows attend in one call.
+        block: most positions of a session whose rows attend in one call.
         rest: [n] int64, places after each session's last row that are read with it, which must hold numbers.
     """
 
@@ -85,8 +88,43 @@ class RaggedBatch:
         """
         self.pool.write(layer, self.slots, keys, values)
         if len(self.rest):
-            zeros = [each.new_zeros(1).expand(len(self.rest), *each.shape[1:]) for each in (keys, values)]
-            self.pool.write(layer, self.rest, zeros[0], zeros[1])
+            self.pool.clear(layer, self.rest)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, kv_heads: int, scaling: float | None, window: int, softcap: float | None
+    ) -> torch.Tensor:
+        """Let the rows of `query` [1, heads, rows, head_dim] attend to what is written, each session in its own calls.
+
+        Args:
+            layer: the layer whose keys and values are read.
+            query: queries of all rows.
+            kv_heads: key heads of the layer.
+            scaling: factor of the scores; None: 1 / sqrt(head_dim).
+            window: positions that a row sees, itself included; 0: all.
+            softcap: bound of the scores by tanh; None: none.
+
+        Returns:
+            [1, rows, heads, head_dim].
+        """
+        group = query.shape[1] // kv_heads  # its heads become rows of their key head
+        attended = []
+        for span in self.spans:
+            keys, values = (each.transpose(0, 1)[None] for each in self.read(layer, span))
+            for block in span.blocks(self.block):
+                rows = query[0, :, block.first : block.first + block.count].reshape(
+                    1, kv_heads, group * block.count, -1
+                )
+                seen = _attend(
+                    _filled(rows),
+                    keys[:, :, : block.num_keys],
+                    values[:, :, : block.num_keys],
+                    self.mask(block, window, group, query.dtype),
+                    scaling,
+                    softcap,
+                )
+                attended.append(seen[:, :, : group * block.count].reshape(1, kv_heads * group, block.count, -1))
+        together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+        return together.transpose(1, 2)
 
     def read(self, layer: int, span: RowSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [num_keys, kv_heads, head_dim]; beyond the last row's page they are zeros."""
@@ -95,15 +133,15 @@ class RaggedBatch:
         missing = (0, 0, 0, 0, 0, span.num_keys - held)
         return (functional.pad(keys, missing), functional.pad(values, missing)) if missing[-1] else (keys, values)
 
-    def mask(self, span: RowSpan, window: int | None, copies: int, dtype: torch.dtype) -> torch.Tensor:
+    def mask(self, span: RowSpan, window: int, copies: int, dtype: torch.dtype) -> torch.Tensor:
         """Return [copies * count, num_keys] to add to scores, with rows of zeros up to the next multiple of four.
 
         It is 0 where a row may look, else -inf. All layers of a kind share one mask, which is made once.
         """
-        key = (span.start, span.count, window or 0, copies)
+        key = (span.start, span.count, window, copies)
         if key not in self.masks:
             device, seen_by_all = self.slots.device, span.start - span.start % BLOCK
-            mask = torch.zeros(_rounded_up(copies * span.count, _CALL_ROWS), span.num_keys, dtype=dtype, device=device)
+            mask = torch.zeros(rounded_up(copies * span.count, CALL_ROWS), span.num_keys, dtype=dtype, device=device)
             rows = mask[: copies * span.count].view(copies, span.count, span.num_keys)
             row = torch.arange(span.start, span.context, device=device)[:, None]
             column = torch.arange(seen_by_all, span.num_keys, device=device)
@@ -116,16 +154,17 @@ class RaggedBatch:
 
     def _num_held(self, span: RowSpan) -> int:
         """Return the positions up to the end of the last row's block, or of its page if that comes first."""
-        return min(span.num_keys, _rounded_up(span.context, self.pool.page_size))
+        return min(span.num_keys, rounded_up(span.context, self.pool.page_size))
 
 
-def _rounded_up(number: int, multiple: int) -> int:
+def rounded_up(number: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` from `number` on."""
     return -(-number // multiple) * multiple
 
 
 def _filled(rows: torch.Tensor) -> torch.Tensor:
     """Append rows of zeros to [..., n, d] up to a multiple of what a call takes."""
-    missing = -rows.shape[-2] % _CALL_ROWS
+    missing = -rows.shape[-2] % CALL_ROWS
     return functional.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
@@ -166,24 +205,7 @@ def paged_attention(
         raise ModelRefused("attention sinks are not supported", field="target")
     batch, layer = outrider_batch, module.layer_idx
     batch.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    kv_heads = key.shape[1]
-    group = query.shape[1] // kv_heads  # its heads become rows of their key head
-    attended = []
-    for span in batch.spans:
-        keys, values = (each.transpose(0, 1)[None] for each in batch.read(layer, span))
-        for block in span.blocks(batch.block):
-            rows = query[0, :, block.first : block.first + block.count].reshape(1, kv_heads, group * block.count, -1)
-            seen = _attend(
-                _filled(rows),
-                keys[:, :, : block.num_keys],
-                values[:, :, : block.num_keys],
-                batch.mask(block, sliding_window, group, query.dtype),
-                scaling,
-                softcap,
-            )
-            attended.append(seen[:, :, : group * block.count].reshape(1, kv_heads * group, block.count, -1))
-    together = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
-    return together.transpose(1, 2), None
+    return batch.attend(layer, query, key.shape[1], scaling, sliding_window or 0, softcap), None
 
 
 def _attend(

@@ -78,8 +78,79 @@ class SessionCache:
         del self.known[length // self.page_size :]
 
 
-class PagedKVCache:
-    """Keys and values of every layer, [slots, kv_heads, head_dim] each, made at the layer's first write.
+@dataclass(slots=True)
+class _Buffer:
+    """Memory for what is gathered, kept from step to step."""
+
+    memory: torch.Tensor | None = None
+
+    def of(self, layer: torch.Tensor, count: int, size: int) -> torch.Tensor:
+        """Return room [count, width] for `count` units of `size` slots of `layer`."""
+        width = size * layer[0].numel()
+        if self.memory is None or len(self.memory) < count * width:
+            self.memory = layer.new_empty(count * width)
+        return self.memory[: count * width].view(count, width)
+
+
+class _KeysAndValues:
+    """Keys and values of every layer, [slots, kv_heads, head_dim] each, made at the layer's first write."""
+
+    def __init__(self, page_count: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.page_count = page_count
+        self.page_size = page_size
+        self.blank_page = page_count
+        self._dtype = dtype
+        self._device = device
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._buffers = _Buffer(), _Buffer()
+
+    @property
+    def layers(self) -> Collection[int]:
+        """Layers that have keys and values."""
+        return self._keys.keys()
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put `keys` and `values` [rows, kv_heads, head_dim] at `slots` [rows]."""
+        if layer not in self._keys:
+            slot_count = (self.page_count + 1) * self.page_size  # the last page is the blank one
+            self._keys[layer] = torch.zeros(slot_count, *keys.shape[1:], dtype=self._dtype, device=self._device)
+            self._values[layer] = torch.zeros(slot_count, *values.shape[1:], dtype=self._dtype, device=self._device)
+        self._keys[layer].index_copy_(0, slots, keys.to(self._dtype))
+        self._values[layer].index_copy_(0, slots, values.to(self._dtype))
+
+    def clear(self, layer: int, slots: torch.Tensor) -> None:
+        """Put zeros at `slots` [n] of a layer that has been written to."""
+        self._keys[layer].index_fill_(0, slots, 0.0)
+        self._values[layer].index_fill_(0, slots, 0.0)
+
+    def read(self, layer: int, cache: SessionCache, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [length, kv_heads, head_dim] of a session's first positions, a view if possible."""
+        if cache.contiguous:
+            here = slice(cache.first_slot, cache.first_slot + length)
+            return self._keys[layer][here], self._values[layer][here]
+        slots = cache.slots[:length]
+        return self._keys[layer].index_select(0, slots), self._values[layer].index_select(0, slots)
+
+    def buffers(self, layer: int, count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return places for the keys and values of `count` units of `size` slots of a layer, [count, width] each.
+
+        All share one memory, which is kept: new memory costs more than what it is for.
+        """
+        keys, values = self._keys[layer], self._values[layer]
+        return self._buffers[0].of(keys, count, size), self._buffers[1].of(values, count, size)
+
+    def gather(self, layer: int, units: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Copy keys and values of `units` [n] int64 to `out`, which `buffers` has returned for units of their size.
+
+        Unit u is the slots u * size and following; the size divides the page size.
+        """
+        for source, place in zip((self._keys[layer], self._values[layer]), out, strict=True):
+            torch.index_select(source.view(-1, place.shape[1]), 0, units, out=place)
+
+
+class PagedKVCache(_KeysAndValues):
+    """Keys and values of all sessions, in pages.
 
     A session's pages lie side by side where the pool allows it, so that reading them is a view instead of a gather: new
     ones begin amid the longest run of free pages, to grow there, and where a session cannot grow it is moved. Cached
@@ -87,18 +158,14 @@ class PagedKVCache:
 
     Attributes:
         free_pages: pages that no session holds, cached ones included.
+        blank_page: page of zeros that no session ever holds.
     """
 
     def __init__(self, tokens: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.page_size = page_size
-        self.page_count = tokens // page_size
+        super().__init__(tokens // page_size, page_size, dtype, device)
         self.free_pages = self.page_count
-        self._dtype = dtype
-        self._device = device
         self._holders = np.zeros(self.page_count, dtype=np.int32)
         self._tree = PrefixTree(self.page_count)
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
 
     def pages_for(self, tokens: int) -> int:
         """Return how many pages `tokens` positions take."""
@@ -212,30 +279,6 @@ class PagedKVCache:
             known = self._tree.of_page(cache.pages[i])
             if known is not None and len(known.tokens) > max(0, cache.length - i * self.page_size):
                 self._tree.remove(known)
-
-    # --- keys and values ---
-
-    @property
-    def layers(self) -> Collection[int]:
-        """Layers that have keys and values."""
-        return self._keys.keys()
-
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put `keys` and `values` [rows, kv_heads, head_dim] at `slots` [rows]."""
-        if layer not in self._keys:
-            slot_count = self.page_count * self.page_size
-            self._keys[layer] = torch.zeros(slot_count, *keys.shape[1:], dtype=self._dtype, device=self._device)
-            self._values[layer] = torch.zeros(slot_count, *values.shape[1:], dtype=self._dtype, device=self._device)
-        self._keys[layer].index_copy_(0, slots, keys.to(self._dtype))
-        self._values[layer].index_copy_(0, slots, values.to(self._dtype))
-
-    def read(self, layer: int, cache: SessionCache, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values [length, kv_heads, head_dim] of a session's first positions, a view if possible."""
-        if cache.contiguous:
-            here = slice(cache.first_slot, cache.first_slot + length)
-            return self._keys[layer][here], self._values[layer][here]
-        slots = cache.slots[:length]
-        return self._keys[layer].index_select(0, slots), self._values[layer].index_select(0, slots)
 
     # --- pages ---
 

@@ -15,11 +15,12 @@ import torch
 from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, RowSpan
 from outrider.cloud.call_source import Pass
+from outrider.cloud.chunked_attention import ChunkedBatch
 from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.kv_size import kv_tokens_by_memory
 from outrider.cloud.packed_linear import Packing, pack_linears, replace_conv1d
-from outrider.cloud.passes import FREE, ROUNDED, TILES, Passes
+from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER, Passes
 from outrider.cloud.precision import precision_of, quantization_of
 from outrider.cloud.steering import Taps
 from outrider.cloud.straight_pass import PassInputs, StraightPass, own_pass, straight_pass
@@ -29,10 +30,10 @@ from outrider.proto.tokenizer import tokenizer_hash
 # Relative to the size of the logits; rounding gives a tenth of this, a wrong mask or cache 0.3 or more.
 _CHECK_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 _CONTEXT = 32768  # positions a session, where neither the model nor the operator says how many
-# Positions whose bits are compared, and how they are cut the second time, beside how many rows of another session.
-_COMPARED, _DEEP = 384, 1300
+# Positions whose bits are compared, and how they are cut the second time, beside how many rows of each other session.
+_COMPARED, _DEEP, _FEW = 384, 1300, 4
 _PIECES = (1, 16, 2, 100, 3, 33, 5, 64, 9, 129, 4, 7, 1, 10)
-_BESIDE = (0, 1, 0, 5, 2, 0, 17, 3)
+_BESIDE = (), (1,), (3, *[1] * 7), (5,), (2, 1, 4, 1), (), (17, 3), ()
 # These scale by the longest session of the step, so that one session would change another's text.
 _ROPE_ACROSS_SESSIONS = ("dynamic", "longrope")
 
@@ -153,12 +154,17 @@ class Target:
             torch.tensor([tokens], device=self.device),
             torch.tensor([positions], device=self.device),
             torch.tensor(wanted, device=self.device),
-            RaggedBatch(self.pool, spans, slots, self.passes.block),
+            self._batch(spans, slots),
         )
         logits, *entered = self.model_pass(*given)
         if self._tapped is not None and entered:
             self._tapped.enter(entered)
         return logits[0].float()
+
+    def _batch(self, spans: Sequence[RowSpan], slots: torch.Tensor) -> RaggedBatch:
+        if self.passes.chunk:
+            return ChunkedBatch(self.pool, spans, slots, self.passes.block, chunk=self.passes.chunk)
+        return RaggedBatch(self.pool, spans, slots, self.passes.block)
 
     def _keep_tapped(self, rows: list[int]) -> None:
         if self._tapped is not None:
@@ -207,15 +213,18 @@ class Target:
         caches: list[SessionCache] = []
         try:
             caches += (self.pool.allocate(size) for size in (depth, depth, length))
-            one, other, beside = caches
+            one, other, *beside = caches
+            while len(beside) < max(map(len, _BESIDE)) and self.pool.free_pages >= self.pool.pages_for(_FEW):
+                caches.append(self.pool.allocate(_FEW))
+                beside.append(caches[-1])
             rows = min(64, length)
-            together = self._logits(one, tokens[:length], (length - rows or rows, rows), (0,), beside)
+            together = self._logits(one, tokens[:length], (length - rows or rows, rows), ((),), beside)
             if not self._same(together, self._logits(other, tokens[:length], _PIECES, _BESIDE, beside), one, other):
                 return False
             far = tokens[depth - 24 :] if depth > length + 24 else []
             for cache in (one, other):
                 self._repeat(cache, depth - len(far) if far else length)
-            together = self._logits(one, far, (24,), (0,), beside)
+            together = self._logits(one, far, (24,), ((),), beside)
             return self._same(together, self._logits(other, far, _PIECES, _BESIDE, beside), one, other)
         finally:
             for cache in caches:
@@ -223,17 +232,23 @@ class Target:
                 self.pool.release(cache)
 
     def _logits(
-        self, cache: SessionCache, tokens: list[int], sizes: Sequence[int], others: Sequence[int], beside: SessionCache
+        self,
+        cache: SessionCache,
+        tokens: list[int],
+        sizes: Sequence[int],
+        others: Sequence[Sequence[int]],
+        beside: Sequence[SessionCache],
     ) -> torch.Tensor:
-        """Return logits of the last 64 `tokens`, in pieces of `sizes` beside that many `others` of another session."""
+        """Return logits of the last 64 `tokens`, in pieces of `sizes` with `others`, rows of each session `beside`."""
         logits, at = [torch.empty(0, self.vocab_size, device=self.device)], 0
-        for size, count in zip(itertools.cycle(sizes), itertools.cycle(others)):
+        for size, counts in zip(itertools.cycle(sizes), itertools.cycle(others)):
             piece = tuple(tokens[at : at + size])
             if not piece:
                 return torch.cat(logits)
             at += len(piece)
-            beside.truncate(0)
-            company = [SessionRows(beside, tuple(tokens[:count]), 1)] if count else []
+            for each in beside:
+                each.truncate(0)
+            company = [SessionRows(each, tuple(tokens[:rows]), 1) for each, rows in zip(beside, counts, strict=False)]
             wanted = min(len(piece), max(0, at - len(tokens) + 64))
             logits.append(self.forward([*company, SessionRows(cache, piece, wanted)])[len(company) :])
         raise AssertionError
@@ -338,6 +353,7 @@ def load_target(
     )
     difference = loaded.check()
     loaded.passes = _passes(loaded, exact)
+    difference = max(difference, loaded.check())
     log.info("loaded %s: %s on %s, paged attention agrees to %.1e", target, dtype, device, difference)
     if packed and loaded.device.type == "cpu":
         log.info("linear layers of %s: %s", target, packing)
@@ -350,7 +366,8 @@ def _passes(target: Target, exact: str) -> Passes:
     if exact == "off" or (exact == "auto" and target.device.type != "cpu"):
         return FREE
     least = target.packing.row_multiple
-    rounded = [passes for passes in ROUNDED if passes.multiple >= least] if exact == "auto" and least else []
+    whole = (*TOGETHER, *ROUNDED) if exact == "auto" and least else ()
+    rounded = [passes for passes in whole if passes.multiple >= least]
     for target.passes in (*rounded, TILES):
         if target.keeps_bits():
             return target.passes
