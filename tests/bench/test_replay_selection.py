@@ -160,7 +160,7 @@ def test_outcomes_count_up_to_the_miss_and_hold_the_agreement_of_all_drafts() ->
     text = PoolText((trace_of(hits, agreement), trace_of(hits, agreement, drafter="e")))
     play([text] * 2, FAMILY[:2], listening, link(20))
     _, outcomes = listening.by_text()
-    rounds = outcomes[2:-2]
+    rounds = outcomes[3:-2]  # the first has drafts that came behind the Open
     assert len(rounds) > 8
     counts = {(outcome.committed, outcome.verified, outcome.accepted) for outcome in rounds}
     assert counts == {(5, 5, 4)}, "from one miss to the next"

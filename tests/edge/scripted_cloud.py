@@ -12,10 +12,10 @@ from outrider.edge import Client, EdgeConfig
 from outrider.edge.link import Connection
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.session.acceptance import accept_drafts
-from outrider.proto.types import Cancel, CloudFrame, Commit, CommittedToken, DraftToken, EdgeFrame, Open, Opened
+from outrider.proto.types import Cancel, CloudFrame, Commit, CommittedToken, DraftToken, EdgeFrame, Noise, Open, Opened
 
 EOS = 1
-VOCABULARY = 8192
+VOCABULARY = CONTEXT = 8192
 YIELDS = 20  # turns of the event loop that let an edge answer a commit
 
 Script = Callable[[Open], Sequence[CommittedToken]]
@@ -42,7 +42,7 @@ class ScriptedStream:
 
     def __init__(self, channels: ScriptedChannels, statistics: EdgeStatistics) -> None:
         self.statistics = statistics
-        self.connection: Connection | None = None
+        self.connection = channels.connection
         self.refused = False
         self._channels = channels
         self._frames: asyncio.Queue[CloudFrame] = asyncio.Queue()
@@ -51,7 +51,17 @@ class ScriptedStream:
     def send(self, frame: EdgeFrame) -> None:
         self._cancelled |= isinstance(frame, Cancel)
         if isinstance(frame, Open):
-            self._frames.put_nowait(Opened(0, 8, frame.sampling.max_tokens, "scripted", VOCABULARY))
+            self._frames.put_nowait(
+                Opened(
+                    0,
+                    8,
+                    frame.sampling.max_tokens,
+                    "scripted",
+                    CONTEXT,
+                    vocab_size=VOCABULARY,
+                    noise=self._channels.noise,
+                )
+            )
             for commit in commits(frame, self._channels.script(frame), self._channels.sizes):
                 self._frames.put_nowait(commit)
 
@@ -70,12 +80,15 @@ class ScriptedChannels:
         script: tokens of a text, which go on beyond its end.
         sizes: numbers of tokens in the first commits of each text; the others have one.
         paced: whether the edge can answer each commit before the next, as with steps that take time.
+        noise: noise by which the texts are drawn.
     """
 
     def __init__(self) -> None:
         self.script: Script = lambda _: ()
         self.sizes: Sequence[int] = ()
         self.paced = True
+        self.noise = Noise.OUTRIDER
+        self.connection = Connection(None, lambda: self.connection)  # type: ignore[arg-type]
 
     def connect(self, address: str, tls_name: str | None) -> None:
         pass

@@ -213,7 +213,9 @@ def test_a_connection_is_renewed_in_mid_text_and_no_text_waits_for_the_handshake
         assert successor.channel.get_state() is not grpc.ChannelConnectivity.IDLE, "nobody has to use it first"
         await reaches(successor, grpc.ChannelConnectivity.READY)
         assert successor.stands
+        first.connection.opened = OPENED
         assert await text(channels, address) is successor
+        assert successor.opened == OPENED, "the same verifier's"
         await answered(first)  # over the old connection, to its end
         await channels.close_stream(first)
         assert first.connection.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN

@@ -135,6 +135,7 @@ class CheckedSimulation(FaultySimulation):
         others: Sequence[Proposer] = (),
         selector: Selector | None = None,
         edge: EdgeSession | None = None,
+        opened: Opened | None = None,
     ) -> None:
         self.rules = verifier or rules()
         self.oracle = oracle
@@ -161,6 +162,7 @@ class CheckedSimulation(FaultySimulation):
             queues_while_busy=queues_while_busy,
         )
         super().__init__(clock, edge, checked, self.drafters, link or Faults(), rng)
+        self._opened = opened
         self.draft_frames = 0
         self._granted = 0
         if cancel_at < math.inf:
@@ -196,6 +198,10 @@ class CheckedSimulation(FaultySimulation):
         if isinstance(event, DrafterFailed):
             self.failed.append(event.drafter)
         super().handle(event)
+
+    def open_stream(self):
+        self._granted = 0 if self._opened is None else self._opened.credit
+        return super().open_stream()
 
     def follow(self, instruction) -> None:
         assert self.done is None or not isinstance(instruction, Done | Reopen), f"says {instruction} after Done"

@@ -71,9 +71,12 @@ def test_a_commit_during_a_job_brings_none_and_the_next_goes_by_the_new_text() -
     assert again == DraftJob(3, (7,), 2, 0)
 
 
-def test_idle_drafters_catch_up_with_the_prompt_before_there_is_a_stream() -> None:
+def test_drafters_read_the_prompt_once_the_open_has_left() -> None:
     machine = edge(drafters=2)
-    instructions = machine.handle(Started(), 0.0)
+    assert machine.handle(Started(), 0.0) == []
+    sent, *instructions = machine.handle(StreamReady(b""), 0.0)
+    assert isinstance(sent, Send)
+    assert isinstance(sent.frame, Open)
     for index in range(2):
         (job,) = jobs(instructions)
         assert isinstance(job, CatchUpJob)

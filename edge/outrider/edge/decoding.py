@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.drafters.proposals import ProposalRule
@@ -40,7 +40,7 @@ from outrider.proto.session import (
     TeacherForced,
     TurnBegun,
 )
-from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Opened, Sampling
+from outrider.proto.types import CloudFrame, EdgeFrame, FinishReason, Noise, Opened, Sampling
 
 MAX_AVOIDED = 16  # verifiers that a lease request names
 
@@ -327,7 +327,10 @@ class Decoding:
         metadata: tuple[tuple[str, str | bytes], ...] = (*self._observer.metadata, *relay_metadata(lease))
         tls_name = lease.tls_name if lease.tls else None
         stream = self._stream = self._channels.open_stream(lease.address, self.machine.statistics, metadata, tls_name)
-        self._handle(StreamReady(lease.token))
+        expected = stream.connection.opened
+        if expected is not None and self.machine.sampling.noise is None:
+            self._follow_noise(expected.noise)
+        self._handle(StreamReady(lease.token, expected))
         frames = stream.frames()
         broken = True
         try:
@@ -354,8 +357,16 @@ class Decoding:
     def _receive(self, frame: CloudFrame) -> None:
         self._observer.received(frame, time.monotonic())
         self._handle(frame)
-        if isinstance(frame, Opened) and self.machine.sampling.noise not in (None, self._rule.noise):
-            self._follow_sampling()
+        if isinstance(frame, Opened):
+            if self._stream is not None:
+                self._stream.connection.opened = frame
+            if self.machine.sampling.noise is not None:
+                self._follow_noise(self.machine.sampling.noise)
+
+    def _follow_noise(self, noise: Noise) -> None:
+        if noise is not self._rule.noise:
+            sampling = replace(self.machine.sampling, noise=noise)
+            self._rule = ProposalRule(sampling, prompt_length=self.machine.prompt_length)
 
     def _follow_sampling(self) -> None:
         self._rule = ProposalRule(self.machine.sampling, prompt_length=self.machine.prompt_length)

@@ -19,7 +19,7 @@ from outrider.proto.plumbing.tls import ClientCredentials, explain, open_channel
 from outrider.proto.rpc_errors import DETAIL_KEY, from_rpc_error
 from outrider.proto.session import EdgeStatistics
 from outrider.proto.streams import ENDED, GRPC_PREFIX_BYTES, send_bytes
-from outrider.proto.types import CloudFrame, EdgeFrame, Lease
+from outrider.proto.types import CloudFrame, EdgeFrame, Lease, Opened
 
 LAST_WORDS_S = 0.2
 # gRPC reports a lost connection with one of these; a verifier's own error carries a detail.
@@ -108,6 +108,7 @@ class Connection:
     Attributes:
         renew: makes another connection to the same verifier, which begins its handshake at once.
         successor: connection that takes this one's place as soon as it stands; None: this one is still good.
+        opened: newest answer to an Open that came over it; None: none yet.
     """
 
     channel: grpc.aio.Channel
@@ -116,6 +117,7 @@ class Connection:
     streams: int = 0
     retired: bool = False
     successor: Connection | None = None
+    opened: Opened | None = None
 
     @property
     def stands(self) -> bool:
@@ -183,6 +185,7 @@ class Channels:
         connection = self._by_address[address]
         if connection.successor is not None and connection.successor.stands:
             successor, connection.successor = connection.successor, None
+            successor.opened = connection.opened
             self.retire(address, connection)
             connection = self._by_address[address] = successor
         connection.streams += 1

@@ -29,6 +29,7 @@ from outrider.proto.session import (
     Selection,
     TeacherForced,
     VerifierRules,
+    VerifierSession,
 )
 from outrider.proto.session.local import DraftingHere
 from outrider.proto.types import DraftToken, Goal, Open, Patience, Sampling
@@ -183,10 +184,12 @@ class Replay(Simulation):
         others: Sequence[DrafterArm] = (),
         selector: Selector | None = None,
         here: DraftingHere | None = None,
+        first: bool = True,
     ) -> None:
         """Set both sides up. The arguments are those of `replay`, for one text.
 
-        `measurements` are the edge's of earlier texts; `batching` and `here` have the verifier's.
+        `measurements` are the edge's of earlier texts; `batching` and `here` have the verifier's. Drafts may follow the
+        Open at once unless the text is the `first` of the edge.
 
         Raises:
             ConfigError: others on another text, or without a selector.
@@ -197,8 +200,9 @@ class Replay(Simulation):
             raise ConfigError("must be given together with others", field="selector")
         text, clock = TracedText((DrafterArm(trace, costs), *others)), VirtualClock()
         names = (trace.drafter, *(arm.trace.drafter for arm in others))
+        frame, rules = _open_frame(trace, text, policy), _rules(trace, text, policy)
         edge = EdgeSession(
-            _open_frame(trace, text, policy),
+            frame,
             policy.window,
             measurements=measurements,
             send_q=bool(others),
@@ -210,9 +214,10 @@ class Replay(Simulation):
                 (DrafterArm(trace, replace(costs, drafting_s=costs.drafting_here_s or costs.drafting_s)),)
             )
             local = LocalThreads(clock, here, lambda _: beside)
-        verifier = SimulatedVerifier(clock, _rules(trace, text, policy), text, costs, batching, local)
+        verifier = SimulatedVerifier(clock, rules, text, costs, batching, local)
+        opened = None if first else VerifierSession(frame, rules, 0.0).opened()
         self._wires = WireLink(clock, shape_at, costs, edge.statistics, random.Random(seed))
-        super().__init__(clock, edge, verifier, text, lambda _: self._wires)
+        super().__init__(clock, edge, verifier, text, lambda _: self._wires, opened)
 
     def outcome(self) -> ReplayOutcome:
         """Run the whole text."""
@@ -295,11 +300,14 @@ def replay(
         here=DraftingHere("here", policy.price) if policy.here else None,
     )
 
-    def one(trace: HitTrace, others: Sequence[DrafterArm]) -> ReplayOutcome:
-        return session(trace, others=others, selector=selector() if selector else None).outcome()
+    def one(trace: HitTrace, others: Sequence[DrafterArm], *, first: bool) -> ReplayOutcome:
+        return session(trace, others=others, selector=selector() if selector else None, first=first).outcome()
 
     all_others = others or [()] * len(traces)
     if warm_up_tokens and traces:
         few = [DrafterArm(arm.trace.first(warm_up_tokens), arm.costs) for arm in all_others[0]]
-        one(traces[0].first(warm_up_tokens), few)
-    return [one(trace, others) for trace, others in zip(traces, all_others, strict=True)]
+        one(traces[0].first(warm_up_tokens), few, first=True)
+    return [
+        one(trace, others, first=not (i or warm_up_tokens))
+        for i, (trace, others) in enumerate(zip(traces, all_others, strict=True))
+    ]

@@ -25,7 +25,7 @@ from outrider.proto.session import (
     Started,
     StreamReady,
 )
-from outrider.proto.types import CloudFrame, EdgeFrame, Goaway, token_ids
+from outrider.proto.types import CloudFrame, EdgeFrame, Goaway, Opened, token_ids
 
 
 class Drafters(Protocol):
@@ -60,10 +60,11 @@ class Simulation:
         verifier: SimulatedVerifier,
         drafters: Drafters,
         new_link: Callable[[float], Link],
+        opened: Opened | None = None,
     ) -> None:
         """Join an edge that no event has reached yet and a verifier, perhaps of other edges too.
 
-        `new_link` makes the link of a stream that opens at a time.
+        `new_link` makes the link of a stream that opens at a time; `opened` is the verifier's answer to another text.
         """
         self.clock = clock
         self.edge = edge
@@ -76,6 +77,7 @@ class Simulation:
         self.stream: SimulatedStream | None = None
         self._drafters = drafters
         self._new_link = new_link
+        self._opened = opened
         self._reopening = False
 
     def run(self) -> Done:
@@ -132,7 +134,7 @@ class Simulation:
         """Open a stream and send the machine's Open over it."""
         self.num_streams += 1
         self.stream = stream = SimulatedStream(self.clock, self._new_link(self.clock.now), self.verifier, self.receive)
-        self.handle(StreamReady(b""))
+        self.handle(StreamReady(b"", self._opened))
         return stream
 
     def lose_stream(self, stream: SimulatedStream, error: OutriderError) -> None:
@@ -146,6 +148,8 @@ class Simulation:
         if stream is self.stream:
             if isinstance(frame, Goaway):
                 stream.close()
+            elif isinstance(frame, Opened):
+                self._opened = frame
             self.handle(frame)
 
     def _leave_stream(self) -> None:

@@ -44,7 +44,7 @@ class Allowance:
 
     def _tokens(self, drafter: int) -> int:
         text, stream, in_flight = self._text, self._stream, len(self._chain)
-        if not stream.connected or text.done:
+        if not stream.takes_drafts or text.done:
             return 0
         room = min(stream.credit, stream.max_tokens - text.generated - 1) - in_flight
         if room <= 0:

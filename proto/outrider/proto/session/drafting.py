@@ -104,7 +104,10 @@ class Drafting:
     def draft(self) -> DraftJob | None:
         """Issue a drafting job; None: enough is drafted, or nothing can be."""
         limit = self._job_tokens(self._meter.drafter(self.active).drafting_s.value)
-        if self._choice_due and self.enabled and self._stream.connected and not self._chain:
+        stream = self._stream
+        if not stream.connected and self._selection.reads_prompt(len(self._text.tokens)):
+            return None  # what the prompt tells of the drafters decides which of them is first
+        if self._choice_due and self.enabled and stream.takes_drafts and not self._chain:
             self._choose()
         count = min(limit, self.allowance())
         return self._draft(count) if count else None
@@ -139,8 +142,8 @@ class Drafting:
         return job
 
     def catch_up(self) -> CatchUpJob | None:
-        """Issue a job to an idle drafter; None: there is nothing worth reading."""
-        if self._text.done:
+        """Issue a job to an idle drafter; None: there is nothing worth reading, or the first Open has not left yet."""
+        if self._text.done or not self._stream.has_opened:
             return None
         job = self.running = self._selection.next_catch_up(self._text.tokens)
         self._issued_in = self._text.turns

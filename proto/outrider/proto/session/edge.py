@@ -3,7 +3,8 @@
 `EdgeSession.handle(event, now)` is the one entrance: it takes what has happened, on a clock of the caller's, and
 returns what to do, in order. A shell that runs the machine
 
-1. hands it `Started`, and a `StreamReady` for every stream that it opens (at once, and after each `Reopen`),
+1. hands it `Started`, and a `StreamReady` for every stream that it opens (at once, and after each `Reopen`), with the
+   newest answer that this verifier gave to an earlier text, so that drafts can follow the Open at once,
 2. hands it every frame that comes, as it is, and `Disconnected` where a stream breaks or cannot be opened,
 3. puts the frames of `Send` on the stream, in order, and hands the tokens of `Emit` to the user, until `Done`,
 4. gives a `DraftJob` or a `CatchUpJob` to the drafter that it names, and hands its `Drafted` or `CaughtUp`, or else
@@ -194,10 +195,8 @@ class EdgeSession:
                 return self._sender.flush(now) if self._drafting.take_reading(event) else []
             case Opened():
                 return self._opened(event, now)
-            case StreamReady(lease):
-                drafting = self._drafting.enabled
-                steering = self._vectors.request(drafting=drafting) if self._vectors is not None else None
-                return [Send(self._stream.open(lease, now, drafting=drafting, steering=steering))]
+            case StreamReady():
+                return self._open(event, now)
             case Disconnected(error):
                 return self._lose(error, now)
             case Goaway(reason, retry_after_s):
@@ -224,8 +223,17 @@ class EdgeSession:
 
     # --- streams ---
 
+    def _open(self, ready: StreamReady, now: float) -> list[EdgeInstruction]:
+        """Open a stream; drafts that its verifier has not seen are sent again as a new chain."""
+        drafting = self._drafting.enabled
+        steering = self._vectors.request(drafting=drafting) if self._vectors is not None else None
+        frame = self._stream.open(ready.lease, now, drafting=drafting, steering=steering, expected=ready.expected)
+        self._meter.open_stream(now)
+        self._chain.resend()
+        return [Send(frame), *self._sender.flush(now)]
+
     def _opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:
-        """Take up a stream; drafts that its verifier has not seen are sent again as a new chain."""
+        """Take up a stream, over which drafts may have gone before."""
         if self.done or self.connected:
             return []  # a duplicate
         try:
@@ -235,19 +243,20 @@ class EdgeSession:
         if reopen is not None:
             return [reopen]
         self.statistics.steered = opened.steered and self._vectors is not None
-        self._meter.open_stream(self._stream.opened_at, now)
+        self._meter.time_open(self._stream.opened_at, now)
         self.statistics.round_trip_s = self.round_trip_s
-        self._chain.resend()
-        if len(self._chain) > opened.credit:
+        if len(self._chain) > max(opened.credit, self._chain.sent):
             self._drafting.abandon()
         return [*self._sender.flush(now), *self._sender.report()]
 
     def _lose(self, error: OutriderError, now: float) -> list[EdgeInstruction]:
         """Abandon a stream, and the text with it where no other stream can help."""
-        self._stream.connected = False
         if self.done:
+            self._stream.connected = False
             return []
         outcome = self._stream.lose(error, now)
+        if error.field.startswith("draft."):
+            self._drafting.abandon()
         return [outcome if isinstance(outcome, Reopen) else self._end(error=outcome)]
 
     def _cancel(self, finish: FinishReason) -> list[EdgeInstruction]:
@@ -297,7 +306,7 @@ class EdgeSession:
             instructions.append(text.emit(commit, known))
             self._drafting.commit(commit, known, since_s)
             if commit.steering is not None and self._vectors is not None and self.statistics.steered:
-                self._take_vector(self._vectors, commit.steering)
+                _take_vector(self._vectors, commit.steering, text, self.verifier)
         if commit.finish is not None:
             return [*instructions, self._end(commit.finish)]
         self._drafting.resume()
@@ -314,20 +323,6 @@ class EdgeSession:
             self.statistics.round_trip_s = self.round_trip_s
         if self._vectors is not None and self.statistics.steered:
             self._vectors.policy.after_commit(self._meter.steering_view())
-
-    def _take_vector(self, vectors: VectorKeeper, vector: Steering) -> None:
-        """Take a vector of the last position but one, the newest that the verifier has processed.
-
-        A bad vector costs drafts alone.
-        """
-        self.statistics.vectors += 1
-        self.statistics.vector_bytes += len(vector.values)
-        try:
-            vectors.take(vector, len(self.transcript) - 2)
-        except InvalidArgument as error:
-            if not self.statistics.bad_vectors:
-                log.warning("a steering vector of %s was dropped: %s", self.verifier, error)
-            self.statistics.bad_vectors += 1
 
     # --- drafters ---
 
@@ -346,3 +341,18 @@ class EdgeSession:
     def _end(self, finish: FinishReason | None = None, error: OutriderError | None = None) -> EdgeInstruction:
         self._stream.end_turn(error)
         return self._text.end(finish, error)
+
+
+def _take_vector(vectors: VectorKeeper, vector: Steering, text: EdgeText, verifier: str) -> None:
+    """Take a vector of the last position but one, the newest that the verifier has processed.
+
+    A bad vector costs drafts alone.
+    """
+    text.statistics.vectors += 1
+    text.statistics.vector_bytes += len(vector.values)
+    try:
+        vectors.take(vector, len(text.tokens) - 2)
+    except InvalidArgument as error:
+        if not text.statistics.bad_vectors:
+            log.warning("a steering vector of %s was dropped: %s", verifier, error)
+        text.statistics.bad_vectors += 1

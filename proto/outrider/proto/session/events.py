@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements
 from outrider.proto.session.steering import Steer
-from outrider.proto.types import CloudFrame, CommittedToken, DraftToken, EdgeFrame, FinishReason, Sampling
+from outrider.proto.types import CloudFrame, CommittedToken, DraftToken, EdgeFrame, FinishReason, Opened, Sampling
 
 # --- instructions, the drafters' jobs included ---
 
@@ -118,14 +118,20 @@ EdgeInstruction = Send | Emit | Reopen | Done | DraftJob | CatchUpJob
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The text begins before there is a stream, and idle drafters may catch up with its prompt."""
+    """The text begins before there is a stream; drafters wait until the first Open has left."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamReady:
-    """A stream to the verifier that `lease` names is open, and waits for an Open."""
+    """A stream to the verifier that `lease` names is open, and waits for an Open.
+
+    Attributes:
+        expected: newest answer of this verifier to an earlier Open, within whose terms drafts may follow this Open
+            before it is answered; None: none is known.
+    """
 
     lease: bytes
+    expected: Opened | None = None
 
 
 @dataclass(frozen=True, slots=True)

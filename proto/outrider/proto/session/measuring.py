@@ -84,7 +84,7 @@ class Meter:
     """Times the streams of one text and calibrates its drafters, on measurements of its own.
 
     Attributes:
-        commit_at: arrival of the newest commit, or else opening of the stream, in seconds.
+        commit_at: arrival of the newest commit or of the answer to Open, or else when that is expected, in seconds.
     """
 
     def __init__(self, drafters: tuple[str, ...], measurements: Measurements) -> None:
@@ -122,12 +122,16 @@ class Meter:
         trip_s, byte_s = self.measurements.round_trip.fit()
         return trip_s + byte_s * DRAFT_BYTES
 
-    def open_stream(self, opened_at: float, now: float) -> None:
-        """Time an Open that was sent at `opened_at` and is answered now."""
+    def open_stream(self, now: float) -> None:
+        """Start over with the times of messages, for a stream whose Open is sent now."""
         self._round_trip = None
         self._sent.clear()
-        self.commit_at = now
+        self.commit_at = now + self.round_trip_s  # expected, so that drafts leave in time for the first step
         self._has_commit = False
+
+    def time_open(self, opened_at: float, now: float) -> None:
+        """Time an Open that was sent at `opened_at` and is answered now."""
+        self.commit_at = now
         self.measurements.time_open(now - opened_at)
 
     def begin_turn(self, now: float) -> None:

@@ -188,6 +188,12 @@ class Selection:
 
     # --- catching up ---
 
+    def reads_prompt(self, length: int) -> bool:
+        """Return whether the first choice waits until all drafters have read the transcript of `length` tokens."""
+        if self.drafters == 1 or not self._selector.catches_up or self._view is not None:
+            return False
+        return any(self._prefix[i] < length for i in range(self.drafters) if i not in self._failed)
+
     def next_catch_up(self, transcript: Sequence[int]) -> CatchUpJob | None:
         """Return a job for an idle drafter to catch up while none drafts; None: there is nothing worth reading."""
         if self.drafters == 1 or not self._selector.catches_up:

@@ -37,7 +37,7 @@ class Sender:
         if allowance is None:
             allowance = drafting.allowance()
         unsent = chain.unsent(stream.credit)  # it may have shrunk
-        if not stream.connected:
+        if not stream.takes_drafts:
             return []
         if not unsent:
             return self._say_complete(now, allowance)
@@ -64,7 +64,7 @@ class Sender:
     def _say_complete(self, now: float, allowance: int) -> list[EdgeInstruction]:
         """Send an empty end of the chain to a verifier that waits in vain."""
         drafting = self._drafting
-        if not drafting.enabled or drafting.job_runs or allowance:
+        if not (self._stream.connected and drafting.enabled) or drafting.job_runs or allowance:
             return []
         if self._chain.said_complete or not self._may_wait_long():
             return []

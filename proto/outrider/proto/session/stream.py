@@ -41,7 +41,9 @@ class EdgeStream:
 
     Attributes:
         connected: whether a verifier has the session, running or kept.
-        terms: newest answer to an Open.
+        opening: whether an Open is under way.
+        has_opened: whether any has left.
+        terms: newest answer to an Open, or else that which is expected.
         credit: unverified drafts that the verifier allows now.
         covered: tokens after the newest commit that the verifier has by its own drafts before the edge's can come.
         max_tokens: tokens of text that it allows in this turn.
@@ -52,7 +54,7 @@ class EdgeStream:
 
     def __init__(self, text: EdgeText, retry: RetryRules) -> None:
         frame = text.frame
-        self.connected = False
+        self.connected = self.opening = self.has_opened = False
         self.terms = Opened(0, 0, frame.sampling.max_tokens, "", MAX_TOKEN_ID, max_drafts=frame.max_drafts)
         self.credit = 0
         self.covered = 0
@@ -68,16 +70,30 @@ class EdgeStream:
         self._failing_since = math.inf
         self._precision = ""  # of the newest verifier that states one
         self._refusal: OutriderError | None = None  # of another precision, since a verifier has answered
+        self._expects = False  # whether drafts may follow the newest Open before it is answered
+        self._trusts = True  # no verifier has refused such drafts
 
     @property
     def precision(self) -> str:
         """Precision that the text so far has, and every later verifier of it must have; empty: any."""
         return self._precision if self._text.generated else ""
 
-    def open(self, lease: bytes, now: float, *, drafting: bool, steering: SteeringRequest | None) -> Open:
-        """Return the Open of a new stream, fresh or resumed."""
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether drafts may leave now."""
+        return self.connected or (self.opening and self._expects)
+
+    def open(
+        self, lease: bytes, now: float, *, drafting: bool, steering: SteeringRequest | None, expected: Opened | None
+    ) -> Open:
+        """Return the Open of a stream, fresh or resumed; drafts may follow it at once within expected terms."""
         text = self._text
         self.opened_at = now
+        self.opening = self.has_opened = True
+        self._expects = expected is not None and self._trusts
+        if expected is not None:
+            self._set_terms(replace(expected, verifier=self.terms.verifier))
+            self.max_tokens = min(text.frame.sampling.max_tokens, expected.context_length - text.prompt_length)
         self._opened_for, self._opened_with = text.turns, text.generated
         self.turn = 0
         self.reported = Report(drafting)
@@ -109,15 +125,21 @@ class EdgeStream:
             raise self._refusal
         self._precision = opened.precision or self.precision
         self._text.frame = replace(self._text.frame, sampling=replace(sampling, noise=opened.noise))
-        self.connected = True
-        self.terms = opened
-        self.credit = opened.credit
-        self.covered = 0
+        self.connected, self.opening = True, False
+        self._set_terms(opened)
         self.max_tokens = opened.max_tokens
         return None
 
+    def _set_terms(self, terms: Opened) -> None:
+        self.terms = terms
+        self.credit, self.covered = terms.credit, 0
+
     def lose(self, error: OutriderError, now: float) -> Reopen | OutriderError:
         """Return when to open another stream, or why the text fails: none can help, or retries have lasted too long."""
+        self.connected = self.opening = False
+        if self._expects and error.field.startswith("draft."):  # its terms have changed, and drafts came before them
+            self._trusts = self._expects = False
+            return Reopen(0.0, error)
         if not _may_heal(error):
             return error
         retry = self._retry
@@ -144,6 +166,7 @@ class EdgeStream:
     def end_turn(self, error: OutriderError | None) -> None:
         """Keep the session where its verifier does."""
         self.connected = self.connected and self.terms.keep_s > 0 and error is None
+        self.opening = False
 
     def follow(self, commit: Commit) -> int:
         """Return the number of the commit's tokens that the transcript has already.
