@@ -529,10 +529,10 @@ def test_an_offered_drafter_for_another_tokenizer_is_passed_over(tmp_path, caplo
         return lease
 
     edge = EdgeConfig(coordinator="127.0.0.1:1", tokenizer=tmp_path / "tokenizer.json", cache=tmp_path)
-    coordinator = SimpleNamespace(open_lease=open_lease)
+    coordinator = SimpleNamespace(open_lease=open_lease, security=edge.security)
     ready = asyncio.run(Preparation(edge, coordinator, None, ()).run())
     assert ready.drafter.name == "ngram"
-    assert "passing over drafter far" in caplog.text
+    assert "passing over the drafter far: it is for another tokenizer" in caplog.text
 
 
 @pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")
@@ -543,6 +543,25 @@ def test_all_drafters_are_the_embedded_family_and_ngrams_where_the_tokenizer_fit
     ready.drafters.close()
     (tmp_path / "tokenizer.json").write_text(WORD_TOKENIZER)
     ready = prepared("all", tokenizer=tmp_path / "tokenizer.json")
+    assert ready.drafters.names == ("ngram",)
+
+
+@pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")
+def test_by_default_all_that_fit_are_one_pool_and_none_but_the_first_is_steered(tmp_path):
+    tokenizer = find_package("general").tokenizer_path
+    ready = prepared("auto", tokenizer=tokenizer)
+    plain = [name for name in embedded_packages() if find_package(name).steering is None]
+    assert len(plain) < len(embedded_packages())
+    assert ready.drafters.names == (*plain, "ngram")
+    assert ready.drafter.name == "general"
+    until(lambda: loaded(ready.drafters) == list(range(len(plain) + 1)))
+    ready.drafters.close()
+    memory_mb = 2 * find_package("general").graph_bytes / 1e6
+    few = prepared("auto", tokenizer=tokenizer, drafter_memory_mb=memory_mb)
+    assert few.drafters.names == ("general",), "it alone would fill the memory for several"
+    few.drafters.close()
+    (tmp_path / "tokenizer.json").write_text(WORD_TOKENIZER)
+    ready = prepared("auto", tokenizer=tmp_path / "tokenizer.json")
     assert ready.drafters.names == ("ngram",)
 
 

@@ -40,6 +40,25 @@ def test_selectors_leave_the_text_as_it_is_and_give_turns(serving, edge, prompts
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("all_drafts_pay")
+def test_by_default_a_text_beside_others_has_one_drafter_and_is_what_it_is(serving, edge, prompts) -> None:
+    async def main() -> None:
+        prompt, sampling = prompts(1)[0].text, {"max_tokens": 32, "temperature": 0.0}
+        async with serving() as address:
+            async with edge(address, drafter="none") as client:
+                alone = (await client.complete(prompt, **sampling)).ids
+            async with edge(address, drafter="auto") as client:
+                await all_loaded(client)
+                texts = await asyncio.gather(*(client.complete(prompt, **sampling) for _ in range(2)))
+                texts.append(await client.complete(prompt, **sampling))
+            assert [text.ids for text in texts] == [alone] * 3
+            first, beside, after = (set(text.statistics.of_drafters) for text in texts)
+            assert beside == {"general"}
+            assert min(len(first), len(after)) > 1
+
+    asyncio.run(main())
+
+
 def test_a_broken_drafter_leaves_its_turn_to_the_others_and_the_text_as_it_is(serving, edge, tokenizer_file) -> None:
     async def main() -> None:
         prompt, sampling = "def main(argv):\n", {"max_tokens": 48}

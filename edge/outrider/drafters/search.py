@@ -81,6 +81,10 @@ class DrafterSearch:
         """Return all that fit the target's tokenizer: the coordinator's offers, the embedded family, and n-grams."""
         found = []
         for name in dict.fromkeys((*self._order, *embedded_packages())):
+            offer = self._offers.get(name)
+            if offer is not None and offer.tokenizer_sha256 != tokenizer_sha256:
+                log.warning("passing over the drafter %s: it is for another tokenizer", name)
+                continue
             try:
                 one = self._find(name)
             except (OutriderError, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -56,6 +57,7 @@ class Client:
             self._coordinator = CoordinatorClient(config.coordinator, config.open_timeout_s, config.security)
         self._preparation = Preparation(config, self._coordinator, route, drafters)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-drafter")
+        self._decodings = weakref.WeakSet[Decoding]()  # for which the one thread drafts
         self._ready: Ready | None = None
         self._preparing = asyncio.Lock()
         self._channels = Channels(config.security)
@@ -286,6 +288,8 @@ class Client:
         if ready.local_texts is not None:
             ready.local_texts.refresh()
         drafters, steered = ready.drafters_of_text(prediction)
+        if self.config.drafter == "auto" and any(not decoding.machine.done for decoding in self._decodings):
+            drafters, steered = ready.few_of(drafters), 0 if steered == 0 else None
         frame = replace(frame, drafting=bool(drafters))
         observer = observer or Observer()
         measured = self.measured(frame.sampling)
@@ -301,7 +305,7 @@ class Client:
             battery=self._battery.share,
         )
         machine.statistics.drafter_error = ready.drafter_error
-        return Decoding(
+        decoding = Decoding(
             machine,
             ready.route.about(features),
             Subject(frame.session, ready.model, self.drafter_name),
@@ -313,6 +317,8 @@ class Client:
             open_timeout_s=self.config.open_timeout_s,
             measured=measured,
         )
+        self._decodings.add(decoding)
+        return decoding
 
     def measured(self, sampling: Sampling) -> SharedMeasurements:
         """Return the measurements of texts of such sampling."""

@@ -76,8 +76,8 @@ class EdgeConfig(Settings):
     cache: Path = option(DEFAULT_CACHE, "folder for downloaded drafters and tokenizers", metavar="DIR")
     drafter: str = option(
         "auto",
-        "name, package folder, auto, ngram or none; from several with commas, or `all`, one is selected for each chain "
-        "of drafts",
+        "auto (all that fit, none but the first steered), all, none, or names, package folders and ngram, with commas; "
+        "from several one is selected for each chain of drafts",
         metavar="LIST",
         group=DRAFTING,
     )

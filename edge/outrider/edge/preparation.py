@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from outrider.drafters import DrafterCache, DrafterPackage, NgramDrafter, RetrievalDrafter, embedded_packages
-from outrider.drafters.packages import FOR_ANY_SUBJECT, find_package
-from outrider.drafters.pool import BROKEN, DrafterPool
+from outrider.drafters import DrafterCache, DrafterPackage, RetrievalDrafter
+from outrider.drafters.packages import FOR_ANY_SUBJECT
+from outrider.drafters.pool import BROKEN, DrafterPool, Member
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.search import RETRIEVAL, DrafterSearch
 from outrider.drafters.suffix_index import SuffixIndex
@@ -28,7 +28,6 @@ from outrider.proto.errors import (
     ConfigError,
     ModelRefused,
     NotFound,
-    OutriderError,
     ResourceExhausted,
     TokenizerMismatch,
     Unavailable,
@@ -37,6 +36,8 @@ from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, Lease, LeaseRequest, RemoteFile
 
 MAX_TEMPLATE_BYTES = 1 << 20
+
+_MEMORY_OF_GRAPHS = 3.0  # bytes of memory at most for each of a drafter's graphs on disk
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,10 @@ class Ready:
         pool.want(range(len(pool)))
         loaded = {index: drafter for index in range(len(pool)) if (drafter := pool.loaded(index)) is not None}
         return tuple(loaded.values()), list(loaded).index(pool.steered) if pool.steered in loaded else None
+
+    def few_of(self, drafters: tuple[Drafter, ...]) -> tuple[Drafter, ...]:
+        """Return the first of a text's drafters, and the one that copies: for many texts at once on one thread."""
+        return (*drafters[:1], *(one for one in drafters[1:] if isinstance(one, RetrievalDrafter)))
 
     def drafters_of_text(self, prediction: SuffixIndex | None) -> tuple[tuple[Drafter, ...], int | None]:
         """Return what `loaded_drafters` does, with one of the text's own to copy from what is here and `prediction`."""
@@ -221,7 +226,7 @@ class Preparation:
             return _Drafting(DrafterPool.of(*self._drafters, *self._copier()))
         if self._config.drafter == "none":
             return _Drafting(None)
-        find = self._any_drafter if self._config.drafter == "auto" else self._named_drafters
+        find = self._any_drafters if self._config.drafter == "auto" else self._named_drafters
         try:
             return await asyncio.to_thread(find, offers, tokenizer_sha256)
         except BROKEN as error:
@@ -234,17 +239,42 @@ class Preparation:
         return (RetrievalDrafter(),) if self._copies else ()
 
     def _named_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
-        """Make a pool of these drafters, load the first that can be, and begin to load the others."""
-        config, names = self._config, self._config.drafters
+        """Make a pool of the drafters that the config names."""
+        names = self._config.drafters
         if self._copies and RETRIEVAL not in names:
             names = (*names, RETRIEVAL)
-        search = DrafterSearch(offers, self._cache, self._fetcher(), config.threads)
+        search = self._search(offers)
         if names[0] == "all":
             found = search.all(tokenizer_sha256) + search.named(names[1:], tokenizer_sha256)
         else:
             found = search.named(names, tokenizer_sha256)
         several = names[0] == "all" or len(names) > 1
-        limit_bytes = config.drafter_memory_mb * 1e6 if several else math.inf
+        return self._pool(found, self._limit_bytes if several else math.inf)
+
+    def _any_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
+        """Make a pool of all drafters that fit, of which none but the first is steered.
+
+        Replayed over all links, a steered one among others gains nothing, and its vectors cost bytes of every commit.
+        The first goes alone, with what copies, where it would fill the memory for several.
+        """
+        search = self._search(offers)
+        first, *others = search.all(tokenizer_sha256)
+        copying = search.named((RETRIEVAL,), tokenizer_sha256) if self._copies else []
+        if _MEMORY_OF_GRAPHS * first.bytes > self._limit_bytes:
+            return self._pool([first, *copying], math.inf)
+        return self._pool(
+            [first, *(member for member in others if member.steering is None), *copying], self._limit_bytes
+        )
+
+    @property
+    def _limit_bytes(self) -> float:
+        return self._config.drafter_memory_mb * 1e6
+
+    def _search(self, offers: tuple[DrafterManifest, ...]) -> DrafterSearch:
+        return DrafterSearch(offers, self._cache, self._fetcher(), self._config.threads)
+
+    def _pool(self, found: list[Member], limit_bytes: float) -> _Drafting:
+        """Load the first that can be, and begin to load the others."""
         package = next((member.package for member in found if member.package is not None), None)
         while True:
             pool = DrafterPool(found, limit_bytes=limit_bytes)
@@ -259,29 +289,6 @@ class Preparation:
                 continue
             pool.want(range(len(pool)))
             return _Drafting(pool, package)
-
-    def _any_drafter(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
-        """Load the first drafter that fits: an offered one, or else an embedded one, or else n-grams."""
-        from outrider.drafters.onnx import OnnxDrafter
-
-        package = self._any_package(offers, tokenizer_sha256)
-        if package is None:
-            return _Drafting(DrafterPool.of(NgramDrafter(), *self._copier()))
-        drafter = OnnxDrafter(package, threads=self._config.threads)
-        return _Drafting(DrafterPool.of(drafter, *self._copier()), package)
-
-    def _any_package(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> DrafterPackage | None:
-        fetch = self._fetcher()
-        for offer in offers:
-            if offer.tokenizer_sha256 != tokenizer_sha256:
-                log.warning("passing over drafter %s %s: it is for another tokenizer", offer.name, offer.version)
-                continue
-            try:
-                return self._cache.ensure(offer, fetch)
-            except (OutriderError, OSError) as error:
-                log.warning("passing over drafter %s %s: %s", offer.name, offer.version, error)
-        embedded = (find_package(name) for name in embedded_packages())
-        return next((package for package in embedded if package.tokenizer_sha256 == tokenizer_sha256), None)
 
 
 def leased_tokenizer(config: EdgeConfig, lease: Lease, cache: DrafterCache) -> Path:
