@@ -15,7 +15,7 @@ from rich.console import Console
 from outrider.bench.benchmark.plots import _spread, draw, speed_over_time
 from outrider.bench.benchmark.record import Benchmark, BenchmarkRun, Span
 from outrider.bench.benchmark.report import write_report
-from outrider.bench.benchmark.table import LEGEND, by_condition, fastest, ratios, results, tables
+from outrider.bench.benchmark.table import LEGEND, by_condition, fastest, ratios, results, tables, work
 from outrider.bench.environment import Environment
 from outrider.bench.links import LinkRecord, link_name
 from outrider.bench.record import from_json
@@ -92,6 +92,8 @@ def over_link(rtt_ms: float) -> list[BenchmarkRun]:
     runs = [
         run("cloud", rtt_ms, 30, steps_per_token=1.0, token_gaps_ms=gaps(0, 30), timeline=timeline("cloud", rtt_ms)),
         run("optimum", rtt_ms, 10 + 0.07 * rtt_ms, replayed=True, identical_to_cloud=None, steps_per_token=0.4),
+        run("colocated", rtt_ms, 11, drafts_here=8, cloud_drafting_ms_per_token=4.0, edge_drafting_ms_per_token=0.0),
+        run("edge", rtt_ms, 11 + 0.1 * rtt_ms, goal="latency", cloud_drafting_ms_per_token=0.0),
     ]
     runs[0] = replace(runs[0], uplink_bytes_per_token=1.2, downlink_bytes_per_token=39.0)
     for length, factor in ((4, 1.1), (8, 1.0)):
@@ -120,6 +122,9 @@ def over_link(rtt_ms: float) -> list[BenchmarkRun]:
                 acceptance=0.797,
                 steps_per_token=0.37,
                 window_mean=6.0,
+                rows_per_token=1.25,
+                cloud_drafting_ms_per_token=0.5 + 0.01 * rtt_ms,
+                edge_drafting_ms_per_token=2.5,
                 uplink_bytes_per_token=75.1,
                 downlink_bytes_per_token=29.2,
                 token_gaps_ms=gaps(0.55, 28),
@@ -154,21 +159,33 @@ def printed(benchmark: Benchmark) -> str:
 def test_a_table_has_one_row_a_run_in_order_of_round_trip_time(synthetic) -> None:
     condition, runs = next(iter(by_condition(synthetic).items()))
     rows = rows_of(results(condition, runs))
-    assert len(rows) == len(runs) == 38
+    assert len(rows) == len(runs) == 50
     links = [row[0] for row in rows if row[0]]
     assert links == ["0 ms", "2 ms", "30 ms", "60 ms", "60±10 ms", "1/10 Mbit/s", "lte-drive", "120 ms", "200 ms"]
-    modes = [row[1] for row in rows[2:8]]
-    assert modes == ["cloud", "sync 4", "sync 8", "outrider", "outrider eff.", "optimum*"]
+    modes = [row[1] for row in rows[2:10]]
+    assert modes == ["cloud", "sync 4", "sync 8", "colocated 8", "edge", "outrider", "outrider eff.", "optimum*"]
     assert [row[3] for row in rows[:2]] == ["-", "-"]  # no cloud streaming at 0 ms to compare with
 
 
-def test_ratios_are_to_cloud_the_best_sync_and_the_optimum_of_the_same_link(synthetic) -> None:
+def test_the_work_of_a_token_is_that_of_either_end_beside_the_steps(synthetic) -> None:
+    runs = next(iter(by_condition(synthetic).values()))
+    by_mode = {row[1]: row for row in rows_of(work([entry for entry in runs if entry.link.rtt_ms == 30]))}
+    assert by_mode["colocated 8"] == ("", "colocated 8", "-", "-", "4.00", "0.00", "-", "-", "-")
+    assert by_mode["outrider"] == ("", "outrider", "0.370", "1.25", "0.80", "2.50", "75.1", "29.2", "-")
+
+
+def test_ratios_are_to_the_best_of_each_other_mode_on_the_same_link(synthetic) -> None:
     runs = next(iter(by_condition(synthetic).values()))
     grid = ratios(runs)
     assert grid is not None
-    at_30 = next(row for row in rows_of(grid) if row[0] == "30 ms")
-    ours, sync, optimum = 11 + 0.08 * 30, 11 + 0.22 * 30, 10 + 0.07 * 30
-    assert at_30 == ("30 ms", "outrider", f"{30 / ours:.2f}", f"{sync / ours:.2f}", f"{optimum / ours:.2f}", "8")
+    block = next(block for block in grid.blocks if block[0][0] == "30 ms")
+    sync, optimum = 11 + 0.22 * 30, 10 + 0.07 * 30
+    for row, mode, ours, share in (
+        (block[0], "edge", 11 + 0.1 * 30, "0 %"),
+        (block[1], "outrider", 11 + 0.08 * 30, "20 %"),
+    ):
+        others = [f"{other / ours:.2f}" for other in (30, sync, 11, optimum)]
+        assert row[1:] == (mode, *others, "8", share)
 
 
 def test_conditions_are_never_mixed(synthetic) -> None:
@@ -194,7 +211,8 @@ def test_the_tables_fit_a_hundred_columns_and_lose_nothing(synthetic) -> None:
 def test_the_table_shows_different_texts_and_unknown_metrics() -> None:
     bare = BenchmarkRun("cloud", LinkRecord(5))
     text = printed(Benchmark(ENVIRONMENT, (bare, replace(bare, mode="sync", identical_to_cloud=False))))
-    assert re.search(r"sync( +-){10} +NO", text)
+    assert re.search(r"sync( +-){6} +NO", text)
+    assert re.search(r"sync( +-){7}\s", text)
     assert "All metrics are measured" in text
 
 
@@ -202,11 +220,11 @@ def test_a_report_is_a_page_with_plots_tables_and_record(synthetic, tmp_path) ->
     page = write_report(synthetic, tmp_path / "report")
     text = page.read_text(encoding="utf-8")
     pictures = sorted(path.name for path in page.parent.glob("*.png"))
-    kinds = {1: ("bytes", "gaps", "speed", "timeline"), 2: ("bytes", "speed")}
+    kinds = {1: ("bytes", "drafting", "gaps", "speed", "timeline"), 2: ("bytes", "drafting", "speed")}
     assert pictures == [f"condition-{number}-{kind}.png" for number in kinds for kind in kinds[number]]
     assert sorted(re.findall(r'src="([^"]+)"', text)) == pictures
     assert from_json(Benchmark, read_text(page.parent / "benchmark.json", "benchmark"), "benchmark") == synthetic
-    assert text.count("<table>") == 4
+    assert text.count("<table>") == 6
     assert "outrider bench --synthetic &lt;not a real run&gt;" in text
     assert "$" not in text
     assert not re.search(r"https?://|<script|<link", text)

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.bench.replay.optimum import (
-    SYNCHRONOUS_LENGTHS,
+    LENGTHS,
     best_in_hindsight,
-    best_synchronous,
+    best_length,
     synchronous,
     tokens_per_second,
 )
@@ -408,8 +408,8 @@ def test_a_link_that_never_comes_back_is_an_error() -> None:
 
 def test_the_best_synchronous_length_is_the_best_of_all() -> None:
     traces = random_traces(3)
-    length, best = best_synchronous(traces, at(LINK), Costs())
-    rates = {n: tokens_per_second(replay(traces, at(LINK), Costs(), synchronous(n))) for n in SYNCHRONOUS_LENGTHS}
+    length, best = best_length(synchronous, traces, at(LINK), Costs())
+    rates = {n: tokens_per_second(replay(traces, at(LINK), Costs(), synchronous(n))) for n in LENGTHS}
     assert best.tokens_per_second == max(rates.values()) == rates[length]
 
 
@@ -418,7 +418,7 @@ def test_nothing_beats_the_best_in_hindsight(share, rtt_ms) -> None:
     traces, shape = random_traces(2, 40, share), LinkShape.of(rtt_ms=rtt_ms, up_mbit=2)
     best = best_in_hindsight(traces, at(shape), Costs())
     assert best.outcomes == replay(traces, at(shape), Costs(), best.policy)
-    for policy in (Policy(), CLOUD, *map(synchronous, SYNCHRONOUS_LENGTHS)):
+    for policy in (Policy(), CLOUD, *map(synchronous, LENGTHS)):
         assert best.tokens_per_second >= tokens_per_second(replay(traces, at(shape), Costs(), policy))
 
 

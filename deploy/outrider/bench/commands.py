@@ -15,11 +15,11 @@ from outrider.deploy.arguments import Command, Part, part
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.edge.config import DRAFTING, EdgeConfig
 from outrider.proto.errors import ConfigError
-from outrider.proto.settings import REQUIRED, Settings, at_least, between, option
+from outrider.proto.settings import REQUIRED, Settings, above, at_least, between, option
 from outrider.proto.types import Goal, Sampling
 
 PER_LINK = "one for all links, or one for each"
-MODES = ("cloud", "sync", "outrider", "optimum", "hf-generate", "hf-assisted")
+MODES = ("cloud", "sync", "colocated", "edge", "outrider", "optimum", "hf-generate", "hf-assisted")
 LLAMA_8BIT = "llama-8bit"
 PEERS = ("llama", LLAMA_8BIT, "vllm", "vllm-compiled")
 OTHER_ENGINES = "other engines"
@@ -64,10 +64,14 @@ class BenchSettings(Settings):
     )
     modes: tuple[str, ...] = listed(
         MODES,
-        "ways of decoding; those of transformers (hf-) need --rtt with a 0, and no --min-step",
+        "ways of decoding: no drafts, rounds of drafts, a drafter beside the target alone, edges alone, both ends, the "
+        "best in a replay; those of transformers (hf-) need --rtt with a 0, and no --min-step",
         choices=MODES,
     )
     sync_length: int = option(0, "draft tokens per round; 0: the best one in a replay", check=at_least(0))
+    colocated_length: int = option(
+        0, "drafts before every step of a drafter beside the target; 0: the best number in a replay", check=at_least(0)
+    )
     hf_drafter: Path | None = option(None, "folder of the drafter for hf-assisted", metavar="DIR")
     no_logprobs: bool = option(False, "leave log probabilities out of commits")
     json: Path | None = option(None, "file to write the record to")
@@ -238,6 +242,34 @@ class OverheadSettings(LinkListSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CapacitySettings(Settings):
+    """A recording whose texts many sessions replay at once, and what they may cost."""
+
+    traces: Path = option(REQUIRED, "file written by `outrider traces record`", metavar="FILE", positional=True)
+    rtt: tuple[float, ...] = listed(
+        (2.0, 10.0, 30.0, 60.0, 120.0, 200.0), "round-trip times of the links, ms", check=at_least(0)
+    )
+    drafting: tuple[float, ...] = listed((0.5, 2.0, 10.0), "times of a drafted token at either end, ms", check=above(0))
+    draft_threads: tuple[int, ...] = listed((1, 4), "threads of the verifier that draft", check=at_least(1))
+    steps: tuple[str, ...] = listed(
+        ("measured", "flat"),
+        "assumed times of a step: by the recorded costs, or flat: the minimum and little for a row, as on a GPU",
+        choices=("measured", "flat"),
+    )
+    min_step: float = option(
+        30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=above(0)
+    )
+    flat_row: float = option(0.1, "time of a row of flat steps", metavar="MS", check=at_least(0))
+    gap: float = option(60.0, "longest 95th percentile of the gaps between tokens", metavar="MS", check=above(0))
+    pace: float = option(25.0, "longest mean time a token of a session; 0: any", metavar="MS", check=at_least(0))
+    max_sessions: int = option(128, "most sessions to try", check=at_least(1))
+    seconds: float = option(4.0, "simulated time of a trial, after a warm-up", metavar="S", check=above(0))
+    drafter: str = option("", "recorded drafter to replay; empty: the only one", metavar="NAME")
+    json: Path | None = option(None, "file to write all results to")
+    plot: Path | None = option(None, "file to plot them in: .png, .pdf or .svg")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings(Settings):
     """Training of length rules on recorded traces."""
 
@@ -285,4 +317,5 @@ RECORD = Command(
 )
 REPLAY = Command("outrider.bench.traces.replay:replay", (part(ReplaySettings),))
 OVERHEAD = Command("outrider.bench.traces.overhead:overhead", (part(OverheadSettings),))
+CAPACITY = Command("outrider.bench.capacity.command:capacity", (part(CapacitySettings),))
 TRAIN_POLICY = Command("outrider.bench.length_training.command:train_policy", (part(PolicySettings),))

@@ -68,6 +68,17 @@ def pooled(texts: Sequence[Decoded], seconds: float | None = None) -> dict[str, 
     }
 
 
+def work_per_token(texts: Sequence[Decoded]) -> dict[str, Any]:
+    """Return rows of steps, and ms of drafting at the verifier and at the edge, each a committed token."""
+    tokens = sum(len(text.arrivals) for text in texts)
+    counts = [text.statistics for text in texts]
+    return {
+        "rows_per_token": sum(count.steps + count.verified for count in counts) / tokens,
+        "cloud_drafting_ms_per_token": 1e3 * sum(count.drafting_here_s for count in counts) / tokens,
+        "edge_drafting_ms_per_token": 1e3 * sum(count.drafting_s + count.reading_s for count in counts) / tokens,
+    }
+
+
 def bytes_per_token(outcomes: Sequence[ReplayOutcome]) -> dict[str, Any]:
     """Return the bytes a token on a replayed link, both ways."""
     tokens = sum(len(outcome.arrivals) for outcome in outcomes)

@@ -37,7 +37,7 @@ from outrider.bench.metrics import grouped
 from outrider.bench.outputs import check_file
 from outrider.bench.plot import check_drawing
 from outrider.bench.record import save
-from outrider.bench.replay.optimum import best_in_hindsight, best_synchronous, synchronous
+from outrider.bench.replay.optimum import best_in_hindsight, best_length, synchronous
 from outrider.bench.replay.traced import Policy, replay
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
@@ -279,7 +279,7 @@ class Bench:
     def _sync_length(self, link: BenchLink, known: Known) -> int:
         if self._options.sync_length or "sync" not in self._options.modes:
             return self._options.sync_length
-        length, _ = best_synchronous(known.traces, link.shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
+        length, _ = best_length(synchronous, known.traces, link.shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
         return length
 
     def _replayed(self, link: BenchLink, known: Known) -> list[BenchmarkRun]:

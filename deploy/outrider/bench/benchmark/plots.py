@@ -26,15 +26,23 @@ LINES: dict[str, dict[str, Any]] = {
     for mode, colour, line, marker in (
         ("cloud", GREY, "--", "s"),
         ("sync", HUES[1], "-", "^"),
+        ("colocated", INK, "-", "v"),
+        ("edge", HUES[5], "--", "o"),
         ("outrider", HUES[0], "-", "o"),
         ("optimum", HUES[3], ":", "D"),
         ("hf-generate", HUES[2], "-.", "P"),
         ("hf-assisted", HUES[4], "-.", "X"),
     )
 }
-NAMES = {mode: mode for mode in MODES} | {"sync": "sync (best length)", "optimum": "optimum (replayed)"}
+NAMES = {mode: mode for mode in MODES} | {
+    "sync": "sync (best length)",
+    "colocated": "drafter beside target",
+    "edge": "edge alone",
+    "optimum": "optimum (replayed)",
+}
 LANE_NAMES = {"draft": "drafting", "up": "uplink", "verify": "verifying", "down": "downlink", "idle": "idle"}
-MEASURED = ("cloud", "sync", "outrider")
+MEASURED = ("cloud", "sync", "colocated", "outrider")
+DRAFTING = ("sync", "colocated", "edge", "outrider")
 SPEED_WINDOW_S = 0.5
 SPEED_STEP_S = 0.05
 LOG_FROM = 20.0  # a range of round-trip times wider than this gets a logarithmic axis
@@ -58,7 +66,7 @@ def draw(condition: Condition, runs: Sequence[BenchmarkRun], folder: Path, stem:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     traced = by_link([run for run in runs if run.arrivals_s])
-    drawings = [("speed", _speed), ("gaps", _gaps), ("timeline", _timeline), ("bytes", _bytes)]
+    drawings = [("speed", _speed), ("drafting", _drafting), ("gaps", _gaps), ("timeline", _timeline), ("bytes", _bytes)]
     drawings += [(f"trace-{number}", partial(_arrivals, link=link)) for number, link in enumerate(traced, 1)]
     pictures = []
     with styled():
@@ -84,15 +92,7 @@ def _speed(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     panels = figure.subplots(1, len(families), sharey=True, squeeze=False)[0]
     lines: dict[str, Any] = {}
     for axes, family in zip(panels, families, strict=True):
-        ends = []
-        for mode in MODES:
-            shown = [run for over in by_link(family).values() for run in _by_mode(over, (mode,))]
-            points = [(run.link.rtt_ms, run.tokens_per_second or 0.0) for run in shown]
-            if points:
-                (lines[mode],) = axes.plot(*zip(*points, strict=True), **LINES[mode], clip_on=False)
-                ends.append((*points[-1], mode))
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("round-trip time (ms)")
+        ends = _over_rtt(axes, family, "tokens_per_second", MODES, lines)
         _axis_of_rtt(axes, [run.link.rtt_ms for run in family], 0.035 * len(families))
         if len(families) > 1:
             axes.set_title(_family_name(family[0].link))
@@ -105,6 +105,41 @@ def _speed(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     if any(run.link == LinkRecord(0.0) for run in runs):
         caption += " At 0 ms there is no link, and no limit to any rate."
     return "Tokens per second against round-trip time", caption
+
+
+def _drafting(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
+    """Draw the drafting a token at the verifier and at the edge."""
+    fields = {"cloud_drafting_ms_per_token": "at the verifier", "edge_drafting_ms_per_token": "at the edge"}
+    known = [run for run in runs if run.mode in DRAFTING and all(getattr(run, name) is not None for name in fields)]
+    families = [family for family in _families(known) if len(by_link(family)) > 1]
+    if not families or not any(run.cloud_drafting_ms_per_token for run in families[0]):
+        return None
+    figure.set_size_inches(WIDTH_IN, 3.4)
+    panels = figure.subplots(1, len(fields), sharey=True, squeeze=False)[0]
+    lines: dict[str, Any] = {}
+    for axes, (name, where) in zip(panels, fields.items(), strict=True):
+        _over_rtt(axes, families[0], name, DRAFTING, lines)
+        _axis_of_rtt(axes, [run.link.rtt_ms for run in families[0]], 0.07)
+        axes.set_title(where)
+    _legend(figure, lines)
+    panels[0].set_ylabel("drafting, ms per token")
+    return "Drafting per token, at either end", "A drafter's time in all its jobs, over the committed tokens."
+
+
+def _over_rtt(
+    axes: Any, family: Sequence[BenchmarkRun], field: str, modes: Sequence[str], lines: dict[str, Any]
+) -> list[tuple[float, float, str]]:
+    """Draw a field against the round-trip time, a line for each mode, put into `lines`; return their right ends."""
+    ends = []
+    for mode in modes:
+        shown = [run for over in by_link(family).values() for run in _by_mode(over, (mode,))]
+        points = [(run.link.rtt_ms, getattr(run, field) or 0.0) for run in shown]
+        if points:
+            (lines[mode],) = axes.plot(*zip(*points, strict=True), **LINES[mode], clip_on=False)
+            ends.append((*points[-1], mode))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("round-trip time (ms)")
+    return ends
 
 
 def _axis_of_rtt(axes: Any, rtts_ms: Sequence[float], min_share: float) -> None:

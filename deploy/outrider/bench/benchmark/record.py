@@ -51,11 +51,15 @@ class BenchmarkRun:
         domain: domain of the prompts; "": all.
         goal: goal of the policies, one of `GOALS`; None: the mode has no such choice.
         sync_length: draft tokens a round of synchronous speculation.
+        drafts_here: drafts that the verifier's own drafter made before every step, in co-located drafting.
         replayed: whether computed from recorded hits on a virtual clock instead of measured.
         tokens: tokens committed by all sessions together.
         seconds: time in which they were committed.
         tokens_per_second: rate of all sessions together.
         steps_per_token: target steps a committed token.
+        rows_per_token: rows of these steps a committed token, those of prompts left out.
+        cloud_drafting_ms_per_token: time of the verifier's own drafter a committed token.
+        edge_drafting_ms_per_token: time of the edge's drafters a committed token, catching up included.
         acceptance: chance that a draft is right, given that those before it in its chain were.
         ttft_ms_p50: median time to a session's first token.
         token_gap_ms_p50, token_gap_ms_p99: quantiles of the time between tokens that reach the user.
@@ -81,11 +85,15 @@ class BenchmarkRun:
     domain: str = ""
     goal: Annotated[str, one_of(*GOALS)] | None = None
     sync_length: Count | None = None
+    drafts_here: Count | None = None
     replayed: bool = False
     tokens: Count | None = None
     seconds: Metric | None = None
     tokens_per_second: Metric | None = None
     steps_per_token: Metric | None = None
+    rows_per_token: Metric | None = None
+    cloud_drafting_ms_per_token: Metric | None = None
+    edge_drafting_ms_per_token: Metric | None = None
     acceptance: Metric | None = None
     ttft_ms_p50: Metric | None = None
     token_gap_ms_p50: Metric | None = None

@@ -12,7 +12,7 @@ from outrider.bench.benchmark.library import LibraryText
 from outrider.bench.benchmark.measure import Measured
 from outrider.bench.benchmark.record import BenchmarkRun, Span
 from outrider.bench.links import LinkRecord
-from outrider.bench.metrics import bytes_per_token, latencies, pooled
+from outrider.bench.metrics import bytes_per_token, latencies, pooled, work_per_token
 from outrider.bench.replay.record import HitRecorder
 from outrider.bench.replay.traced import ReplayOutcome
 from outrider.bench.replay.traces import HitTrace
@@ -50,6 +50,7 @@ def run_of(
         mode,
         link,
         **together,
+        **work_per_token(texts),
         **latencies(texts),
         uplink_bytes_per_token=carried[0] / together["tokens"] if carried else None,
         downlink_bytes_per_token=carried[1] / together["tokens"] if carried else None,
@@ -74,7 +75,7 @@ def step_fields(steps: Sequence[StepTiming], sessions: int) -> dict[str, float]:
 
 def replayed_run(mode: str, link: LinkRecord, outcomes: Sequence[ReplayOutcome], **fields: Any) -> BenchmarkRun:
     """Return a run that was computed from recorded hits."""
-    metrics = pooled(outcomes) | latencies(outcomes) | bytes_per_token(outcomes)
+    metrics = pooled(outcomes) | work_per_token(outcomes) | latencies(outcomes) | bytes_per_token(outcomes)
     return BenchmarkRun(mode, link, replayed=True, **metrics, **fields)
 
 

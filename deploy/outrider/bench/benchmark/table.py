@@ -1,4 +1,4 @@
-"""Tables of a benchmark: every metric of every run and the main ratios, two tables a condition."""
+"""Tables of a benchmark: speed and work of every run and the main ratios, three tables a condition."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from outrider.bench.metrics import grouped
 from outrider.bench.table import UNKNOWN, Grid, draw, number
 
 LEGEND = (
-    "tok/s: tokens a second, all sessions together; ratio: to cloud streaming over the same link; steps: of the "
-    "target, a token; accept: chance that a draft is right, given those before it; ttft: time to the first token, gap: "
-    "time between tokens, both ms; up B, down B: bytes a token; over: ms of a step beside forward pass, sampling and "
-    "waiting; same: texts identical to cloud streaming"
+    "tok/s: tokens a second, all sessions together; ratio: to cloud streaming over the same link; accept: chance that "
+    "a draft of the edge is right, given those before it; ttft: time to the first token, gap: time between tokens, "
+    "both ms; same: texts identical to cloud streaming; steps, rows: of the target, a token; cloud ms, edge ms: "
+    "drafting at the verifier and at the edge, a token; up B, down B: bytes a token; over: ms of a step beside forward "
+    "pass, sampling and waiting. colocated: the same drafter beside the target alone; edge: outrider without drafts of "
+    "the verifier's own"
 )
-RATIO_LEGEND = "outrider's tokens a second over those of the others, on the same link; above 1, outrider is faster"
+RATIO_LEGEND = (
+    "Ratios are of tokens a second, on the same link; above 1, outrider is faster. drafting: cloud drafting a token, "
+    "as a share of colocated's"
+)
 LIBRARY_LEGEND = "hf-generate and hf-assisted are transformers' own, in one process, without any link"
-HEADINGS = (
-    "link", "mode", "tok/s", "ratio", "steps", "accept", "ttft", "gap p50", "gap p99", "up B", "down B", "over", "same"
-)  # fmt: skip
+HEADINGS = ("link", "mode", "tok/s", "ratio", "accept", "ttft", "gap p50", "gap p99", "same")
+WORK_HEADINGS = ("link", "mode", "steps", "rows", "cloud ms", "edge ms", "up B", "down B", "over")
 _EXACT_MS = 100  # from here on, tenths of a millisecond are noise
 
 
@@ -72,37 +76,47 @@ def _down_the_rows(link: LinkRecord, rows: int) -> list[str]:
 
 
 def mode_name(run: BenchmarkRun) -> str:
-    """Return the mode with its variant: `sync 4`, `outrider eff.`, and `*` where it was replayed."""
-    length = f" {run.sync_length}" if run.sync_length is not None else ""
+    """Return the mode with its variant: `sync 4`, `colocated 8`, `outrider eff.`, and `*` where it was replayed."""
+    drafts = run.sync_length if run.sync_length is not None else run.drafts_here
+    length = f" {drafts}" if drafts is not None else ""
     goal = " eff." if run.goal == "efficiency" else ""
     return run.mode + length + goal + ("*" if run.replayed else "")
 
 
 def results(condition: Condition, runs: Sequence[BenchmarkRun]) -> Grid:
-    """Return the table of all metrics: a row for each run, a block for each link."""
+    """Return the table of speeds: a row for each run, a block for each link."""
     blocks = []
     for link, over_link in by_link(runs).items():
         cloud, names = fastest(over_link, "cloud"), _down_the_rows(link, len(over_link))
         blocks.append([(name, *_row(run, cloud)) for name, run in zip(names, over_link, strict=True)])
-    return Grid("Metrics", HEADINGS, 2, blocks, ". ".join(notes(condition, runs)))
+    return Grid("Speed", HEADINGS, 2, blocks, ". ".join(notes(condition, runs)))
+
+
+def work(runs: Sequence[BenchmarkRun]) -> Grid:
+    """Return the table of what a token costs: a row for each run, a block for each link."""
+    blocks = []
+    for link, over_link in by_link(runs).items():
+        names = _down_the_rows(link, len(over_link))
+        blocks.append([(name, *_work_row(run)) for name, run in zip(names, over_link, strict=True)])
+    return Grid("Work", WORK_HEADINGS, 2, blocks)
 
 
 def ratios(runs: Sequence[BenchmarkRun]) -> Grid | None:
-    """Return the table of ratios, a row for each link and run of Outrider; None where there is no such run."""
+    """Return the table of ratios, a row for each link and run of edges that draft ahead; None: there is none."""
     blocks = []
     for link, over_link in by_link(runs).items():
-        sync = fastest(over_link, "sync")
-        against = (fastest(over_link, "cloud"), sync, fastest(over_link, "optimum"))
+        sync, colocated = fastest(over_link, "sync"), fastest(over_link, "colocated")
+        against = (fastest(over_link, "cloud"), sync, colocated, fastest(over_link, "optimum"))
         best = UNKNOWN if sync is None or sync.sync_length is None else str(sync.sync_length)
         rows = [
-            (mode_name(run), *(_ratio(run, other) for other in against), best)
+            (mode_name(run), *(_ratio(run, other) for other in against), best, _drafting_share(run, colocated))
             for run in over_link
-            if run.mode == "outrider"
+            if run.mode in ("edge", "outrider")
         ]
         if rows:
             names = (link_name(link), *[""] * (len(rows) - 1))
             blocks.append([(name, *row) for name, row in zip(names, rows, strict=True)])
-    headings = ("link", "mode", "/ cloud", "/ best sync", "/ optimum", "best sync length")
+    headings = ("link", "mode", "/ cloud", "/ best sync", "/ colocated", "/ optimum", "best sync length", "drafting")
     return Grid("Ratios", headings, 2, blocks) if blocks else None
 
 
@@ -120,7 +134,7 @@ def notes(condition: Condition, runs: Sequence[BenchmarkRun]) -> Iterator[str]:
 
 def grids(condition: Condition, runs: Sequence[BenchmarkRun]) -> list[Grid]:
     """Return the tables of one condition."""
-    return [grid for grid in (results(condition, runs), ratios(runs)) if grid is not None]
+    return [grid for grid in (results(condition, runs), work(runs), ratios(runs)) if grid is not None]
 
 
 def tables(benchmark: Benchmark) -> Group:
@@ -141,7 +155,7 @@ def _order(run: BenchmarkRun) -> tuple[object, ...]:
         MODES.index(run.mode),
         run.replayed,
         run.goal == "efficiency",
-        run.sync_length or 0,
+        run.sync_length or run.drafts_here or 0,
     )
 
 
@@ -151,15 +165,24 @@ def _row(run: BenchmarkRun, cloud: BenchmarkRun | None) -> tuple[str, ...]:
         mode_name(run),
         number(run.tokens_per_second, 1),
         _ratio(run, cloud),
-        number(run.steps_per_token, 3),
         number(run.acceptance, 3),
         _milliseconds(run.ttft_ms_p50),
         _milliseconds(run.token_gap_ms_p50),
         _milliseconds(run.token_gap_ms_p99),
+        same,
+    )
+
+
+def _work_row(run: BenchmarkRun) -> tuple[str, ...]:
+    return (
+        mode_name(run),
+        number(run.steps_per_token, 3),
+        number(run.rows_per_token, 2),
+        number(run.cloud_drafting_ms_per_token, 2),
+        number(run.edge_drafting_ms_per_token, 2),
         number(run.uplink_bytes_per_token, 1),
         number(run.downlink_bytes_per_token, 1),
         number(run.overhead_ms_p50, 2),
-        same,
     )
 
 
@@ -171,3 +194,10 @@ def _ratio(run: BenchmarkRun, other: BenchmarkRun | None) -> str:
     if other is None or run.tokens_per_second is None or not other.tokens_per_second:
         return UNKNOWN
     return f"{run.tokens_per_second / other.tokens_per_second:.2f}"
+
+
+def _drafting_share(run: BenchmarkRun, colocated: BenchmarkRun | None) -> str:
+    own = run.cloud_drafting_ms_per_token
+    if colocated is None or own is None or not colocated.cloud_drafting_ms_per_token:
+        return UNKNOWN
+    return f"{100 * own / colocated.cloud_drafting_ms_per_token:.0f} %"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.bench.replay.traced import Policy, ReplayOutcome, replay
@@ -14,10 +14,11 @@ from outrider.proto.errors import ConfigError
 from outrider.proto.policy import FixedWindow, SurvivalWindow, WindowPolicy
 from outrider.proto.types import Patience
 
-SYNCHRONOUS_LENGTHS = range(1, 17)
+LENGTHS = range(1, 17)  # of synchronous and of co-located drafting
 _MIN_SHARES = (0.005, 0.015, 0.05, 0.15, 0.3)
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _WAITS_S = (0.0, 0.003, 0.006, 0.012, 0.025, 0.05, 0.1, math.inf)
+_PRICES = (None, 0.0, 0.2, 1.0, 3.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +50,35 @@ def synchronous(length: int) -> Policy:
     return Policy(window=FixedWindow(length), patience=Patience(math.inf, length))
 
 
-def best_synchronous(
-    traces: Sequence[HitTrace], shape_at: ShapeAt, costs: Costs, *, warm_up_tokens: int = 0
+def colocated(length: int) -> Policy:
+    """Return drafting beside the target: so many drafts before every step, none during one, and none at the edge."""
+    return Policy(drafting=False, here=True, drafts_here=length)
+
+
+def best_length(
+    policy_of: Callable[[int], Policy],
+    traces: Sequence[HitTrace],
+    shape_at: ShapeAt,
+    costs: Costs,
+    *,
+    warm_up_tokens: int = 0,
 ) -> tuple[int, Best]:
-    """Return the length that gives most tokens a second, and its outcome."""
+    """Return the length that gives most tokens a second by `policy_of` it, and its outcome."""
     tried = {
         length: Best(policy, replay(traces, shape_at, costs, policy, warm_up_tokens=warm_up_tokens))
-        for length, policy in ((n, synchronous(n)) for n in SYNCHRONOUS_LENGTHS)
+        for length, policy in ((n, policy_of(n)) for n in LENGTHS)
     }
     return max(tried.items(), key=lambda entry: entry[1].tokens_per_second)
 
 
-def best_in_hindsight(traces: Sequence[HitTrace], shape_at: ShapeAt, costs: Costs, *, warm_up_tokens: int = 0) -> Best:
-    """Return the best of many policies for these texts on this link: windows, and patiences.
+def best_in_hindsight(
+    traces: Sequence[HitTrace], shape_at: ShapeAt, costs: Costs, *, warm_up_tokens: int = 0, here: bool = False
+) -> Best:
+    """Return the best of many policies for these texts on this link: windows, patiences, and who drafts.
 
     First every window is tried with the planned patience and every patience with the default window, then the best
-    three of each with each other; synchronous speculation and cloud streaming are policies too.
+    three of each with each other; synchronous speculation and cloud streaming are policies too. Where the verifier
+    has a drafter of its own (`here`), so are that drafter alone, and both ends at several prices.
     """
 
     def tried(policies: Iterable[Policy]) -> list[Best]:
@@ -83,6 +97,10 @@ def best_in_hindsight(traces: Sequence[HitTrace], shape_at: ShapeAt, costs: Cost
         for one in by_window[:3]
         for other in by_patience[:3]
     )
-    _, in_rounds = best_synchronous(traces, shape_at, costs, warm_up_tokens=warm_up_tokens)
+    _, in_rounds = best_length(synchronous, traces, shape_at, costs, warm_up_tokens=warm_up_tokens)
     alone = tried([Policy(drafting=False)])
-    return max([*by_window, *by_patience, *together, in_rounds, *alone], key=lambda best: best.tokens_per_second)
+    found = [*by_window, *by_patience, *together, in_rounds, *alone]
+    if here:
+        _, beside = best_length(colocated, traces, shape_at, costs, warm_up_tokens=warm_up_tokens)
+        found += [beside, *tried(Policy(here=True, price=price) for price in _PRICES)]
+    return max(found, key=lambda best: best.tokens_per_second)

@@ -1,0 +1,1 @@
+"""`outrider capacity`: how many sessions one verifier holds, on a virtual clock, by who drafts."""

@@ -1,0 +1,73 @@
+"""`outrider capacity`: sessions that one verifier holds, by who drafts, the round trip and the drafter's time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.bench.capacity.plots import draw_capacities
+from outrider.bench.capacity.record import Capacities, HeldSessions, StepModel
+from outrider.bench.capacity.search import Bounds, Search
+from outrider.bench.capacity.tables import capacity_tables
+from outrider.bench.commands import CapacitySettings, check_once
+from outrider.bench.environment import command_line
+from outrider.bench.outputs import check_file, hand_out, progress
+from outrider.bench.simulator.clock import Costs
+from outrider.bench.traces.recording import load_recording
+from outrider.deploy.arguments import Given
+from outrider.proto.errors import ConfigError
+
+MEASURED, FLAT = "measured", "flat"
+
+
+def capacity(given: Given) -> int:
+    """Run `outrider capacity`."""
+    options = given(CapacitySettings)
+    recording = load_recording(options.traces).only((options.drafter,) if options.drafter else ())
+    if len(recording.traces) > 1:
+        raise ConfigError(f"must name one of {', '.join(recording.traces)}", field="drafter")
+    ((drafter, traces),) = recording.traces.items()
+    for name in ("rtt", "drafting", "draft_threads", "steps"):
+        values = getattr(options, name)
+        if not values:
+            raise ConfigError("is empty; give one value or more", field=name)
+        check_once(values, name)
+    costs = recording.costs.of(drafter)
+    models = [_model(name, costs, options) for name in options.steps]
+    pace_s = options.pace / 1e3 if options.pace else math.inf
+    search = Search(traces, costs, Bounds(options.gap / 1e3, pace_s, options.max_sessions, options.seconds))
+
+    def found() -> Capacities:
+        results: list[HeldSessions] = []
+        cells = list(itertools.product(models, options.drafting))
+        with progress(Console(stderr=True, highlight=False), "replaying", len(cells)) as advance:
+            for model, drafting_ms in cells:
+                results += search.capacities(model, drafting_ms, options.draft_threads, options.rtt)
+                advance()
+        return Capacities(
+            command=command_line(),
+            environment=dict(recording.costs.environment),
+            drafter=drafter,
+            gap_ms=options.gap,
+            pace_ms=options.pace,
+            max_sessions=options.max_sessions,
+            seconds=options.seconds,
+            models=tuple(models),
+            results=tuple(results),
+        )
+
+    hand_out(options.json, options.plot, found, capacity_tables, draw_capacities, check_plot=_check_plot)
+    return 0
+
+
+def _model(name: str, costs: Costs, options: CapacitySettings) -> StepModel:
+    if name == MEASURED:
+        return StepModel(name, 1e3 * costs.step_s, 1e3 * costs.row_s, options.min_step)
+    return StepModel(name, options.min_step, options.flat_row, options.min_step)
+
+
+def _check_plot(path: Path) -> None:
+    check_file(path, "plot")

@@ -1,0 +1,131 @@
+"""`outrider capacity`: sessions of one simulated verifier, the search for the most, and its table, plot and record."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from outrider.bench.capacity.crowd import load_of
+from outrider.bench.capacity.record import Capacities
+from outrider.bench.capacity.search import Bounds, most_sessions
+from outrider.bench.record import from_json, save
+from outrider.bench.replay.optimum import colocated
+from outrider.bench.replay.traced import Policy
+from outrider.bench.replay.traces import HitTrace, save_traces
+from outrider.bench.simulator.clock import Costs
+from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts
+from outrider.deploy.arguments import read_text
+from outrider.deploy.cli import main
+
+COSTS = Costs(step_s=0.03, row_s=0.0001, drafting_s=0.002, drafting_here_s=0.002, catch_up_s=0.0)
+
+
+def trace(seed: int, tokens: int = 120, right: float = 0.8) -> HitTrace:
+    rng = random.Random(seed)
+    hits = tuple(rng.random() < right for _ in range(tokens))
+    text = tuple(rng.randrange(5, 500) for _ in range(tokens))
+    return HitTrace(str(seed), "", "general", "1", 0.0, 20, text, hits, (0.8,) * tokens)
+
+
+TRACES = [trace(seed) for seed in range(4)]
+
+
+def load(policy: Policy, sessions: int, rtt_s: float = 0.01, threads: int = 1, costs: Costs = COSTS):
+    return load_of(TRACES, costs, policy, sessions=sessions, rtt_s=rtt_s, threads=threads, seconds=1.5)
+
+
+def test_cloud_streaming_gives_each_session_a_token_a_step() -> None:
+    alone = load(Policy(drafting=False), 1)
+    step_s = COSTS.step_s + COSTS.row_s + COSTS.commit_s
+    assert alone.gap_p95_s == pytest.approx(step_s, rel=0.02)
+    assert alone.tokens_per_second == pytest.approx(1 / step_s, rel=0.05)
+    assert (alone.steps_per_token, alone.rows_per_token) == (1.0, 1.0)
+    assert alone.cloud_drafting_s == alone.edge_drafting_s == 0.0
+    many = load(Policy(drafting=False), 20)
+    assert many.gap_p95_s == pytest.approx(step_s + 19 * COSTS.row_s, rel=0.05), "they share their steps"
+
+
+def test_edges_draft_at_once_and_drafters_beside_the_target_wait_for_a_thread() -> None:
+    slow = {"drafting_s": 0.01, "drafting_here_s": 0.01}
+    costs = Costs(step_s=0.03, row_s=0.0001, catch_up_s=0.0, **slow)
+    one, eight = (load(colocated(3), n, costs=costs) for n in (1, 8))
+    assert one.cloud_drafting_s > 0
+    assert one.edge_drafting_s == 0
+    assert eight.tokens_per_second < 0.6 * one.tokens_per_second
+    more_threads = load(colocated(3), 8, threads=8, costs=costs)
+    assert more_threads.tokens_per_second > 1.3 * eight.tokens_per_second
+    at_edges = [load(Policy(), n, costs=costs) for n in (1, 8)]
+    assert at_edges[1].tokens_per_second > 0.8 * at_edges[0].tokens_per_second
+    assert at_edges[1].cloud_drafting_s == 0
+    assert at_edges[1].edge_drafting_s > 0
+
+
+def test_a_drafter_beside_the_target_makes_the_round_trip_unimportant() -> None:
+    near, far = (load(colocated(4), 1, rtt_s).tokens_per_second for rtt_s in (0.002, 0.2))
+    assert far == pytest.approx(near, rel=0.1)
+    near, far = (load(Policy(), 1, rtt_s).tokens_per_second for rtt_s in (0.002, 0.2))
+    assert far < 0.7 * near
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5, 15, 16])
+def test_the_search_finds_the_most_sessions(most: int) -> None:
+    tried: list[int] = []
+    assert most_sessions(lambda n: tried.append(n) or n <= most, 16) == most
+    assert max(tried) <= 16
+
+
+def test_a_large_capacity_is_found_to_a_sixteenth() -> None:
+    assert 94 <= most_sessions(lambda n: n <= 100, 10_000) <= 100
+
+
+def test_gap_and_pace_both_bound_what_is_held() -> None:
+    alone = load(Policy(drafting=False), 1)
+    assert Bounds(0.06, math.inf, 8, 1.0).hold(alone)
+    assert not Bounds(0.02, math.inf, 8, 1.0).hold(alone)
+    assert not Bounds(0.06, 0.02, 8, 1.0).hold(alone), "33 tokens/s are no token every 20 ms"
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory):
+    path = tmp_path_factory.mktemp("capacity") / "traces.jsonl"
+    save_traces(TRACES, path)
+    sheet = CostSheet(TargetCosts(0.012, 0.001, 0.0003), {"general": DrafterCosts(0.002, 0.0002)})
+    save(sheet, path.with_suffix(".costs.json"))
+    return path
+
+
+def test_the_command_prints_a_table_and_writes_record_and_plot(recording, tmp_path, capsys) -> None:
+    grid = ("--rtt", "2,200", "--drafting", "2", "--draft-threads", "1", "--steps", "flat", "--max-sessions", "2")
+    written = ("--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png"))
+    assert main(["capacity", str(recording), *grid, "--seconds", "0.5", *written]) == 0
+    found = from_json(Capacities, read_text(tmp_path / "c.json", "json"), "json")
+    by_mode = {}
+    for result in found.results:
+        by_mode.setdefault(result.mode, []).append(result)
+    assert {mode: [own.rtt_ms for own in results] for mode, results in by_mode.items()} == {
+        "cloud": [None],
+        "edge": [2.0, 200.0],
+        "colocated": [None],
+        "outrider": [2.0, 200.0],
+    }
+    assert by_mode["cloud"][0].sessions == 0, "33 tokens/s are below the pace"
+    assert by_mode["colocated"][0].sessions == 2
+    assert by_mode["edge"][1].sessions < by_mode["edge"][0].sessions == 2
+    shown = capsys.readouterr().out
+    assert "Sessions, flat steps: 30 ms + 0.1 ms a row" in shown
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rtt", ""], "rtt: is empty"),
+        (["--drafting", "2,2"], "drafting: names 2.0 twice"),
+        (["--drafter", "other"], "drafter: 'other' was not recorded"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(arguments, says, recording, capfd) -> None:
+    assert main(["capacity", str(recording), *arguments]) == 1
+    assert says in capfd.readouterr().err
