@@ -94,3 +94,10 @@ def test_views_are_alike_until_a_measurement_moves() -> None:
     assert VIEW.is_like(replace(VIEW, step_s=0.031, here_s=0.0021, acceptance=0.82))
     for other in (replace(VIEW, here_s=0.004), replace(VIEW, edge_s=math.inf), replace(VIEW, acceptance=0.7)):
         assert not VIEW.is_like(other)
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e-6])
+def test_times_next_to_nothing_are_divided_too(seconds) -> None:
+    """An edge may report any time, and must not end its session by it."""
+    view = EndsView(0.8, 0.03, 0.0002, 16, edge_s=seconds, round_trip_s=0.06, here_s=seconds)
+    assert division_of(view).costs.token_s > 0

@@ -38,6 +38,7 @@ _MAX_STEPS = 32  # of a run that is followed
 _SURELY_OVER = 1e-3
 _LIKE, _LIKE_ACCEPTANCE = 0.15, 0.04  # differences that change no division
 _LIKE_S = 2e-5
+_QUICKEST_S = 1e-6  # of a drafted token; an edge may report anything above 0
 _PER_OCTAVE = 6  # resolution of times: they waver, and the division must not
 
 
@@ -134,9 +135,9 @@ def division_of(view: EndsView) -> Division:
             acceptance=round(view.acceptance * 25) / 25,
             step_s=_coarse(view.step_s),
             row_s=_coarse(view.row_s),
-            edge_s=_coarse(view.edge_s),
+            edge_s=max(_QUICKEST_S, _coarse(view.edge_s)),
             round_trip_s=_coarse(view.round_trip_s),
-            here_s=_coarse(view.here_s),
+            here_s=max(_QUICKEST_S, _coarse(view.here_s)),
         )
     )
 
