@@ -128,6 +128,23 @@ class ChatSettings(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CopySettings(Settings):
+    """Documents that texts repeat, and conditions."""
+
+    edited: float = option(0.1, "share of tokens in which a document differs from its text", check=between(0, 1))
+    run: tuple[int, ...] = listed((1, 10), "tokens that an edit replaces, inserts or deletes", check=at_least(1))
+    min_step: float = option(
+        0.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
+    )
+    max_drafts: int = option(16, "limit of drafts verified in one step of a session", check=at_least(1))
+    json: Path | None = option(None, "file to write the record to")
+
+    def check_together(self) -> None:
+        """Refuse a length that is given twice."""
+        check_once(self.run, "run")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WritingSettings(Settings):
     """Texts that a target writes alone."""
 
@@ -308,6 +325,10 @@ ENGINE_BENCH = Command(
     (part(EngineSettings), loaded("target", "dtype", "threads", threads=1)),
 )
 CHAT_BENCH = Command("outrider.bench.chat:chat_bench", (part(ChatSettings), part(VerifierConfig, TARGET)))
+COPY_BENCH = Command(
+    "outrider.bench.copying:copy_bench",
+    (part(LinkListSettings), part(BuiltInPrompts), part(CopySettings), part(Sampling), part(VerifierConfig, TARGET)),
+)
 COMPARE = Command(
     "outrider.bench.comparison.command:compare",
     (part(CompareSettings), _WRITER, part(VerifierConfig, "steering")),

@@ -77,6 +77,7 @@ COMMANDS = {
         "time the turns of a chat, with shared KV pages and without",
         f"{MEASURING}:CHAT_BENCH",
     ),
+    "copy-bench": Entry("measure texts that repeat a local document", f"{MEASURING}:COPY_BENCH", "copy_bench"),
     "engine-bench": Entry(
         "time a target's steps on a CPU by part, and those of other engines",
         f"{MEASURING}:ENGINE_BENCH",
