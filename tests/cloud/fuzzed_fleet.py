@@ -19,18 +19,23 @@ from hashing_model import EOS, HIDDEN, LAYERS, PLAIN, HashingModel, Language, ha
 
 from outrider.bench.simulator.clock import VirtualClock
 from outrider.bench.simulator.verifier import Link, SimulatedStream
-from outrider.cloud import engine, recovery, runner, slots
+from outrider.cloud import draft_threads, engine, recovery, runner, slots
 from outrider.cloud.batching import Batching
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.draft_threads import DraftTask
+from outrider.cloud.drafted_text import OwnDrafter
 from outrider.cloud.engine import Engine
 from outrider.cloud.grammar import Allowed, GrammarMatcher
+from outrider.cloud.local_source import LocalSource
 from outrider.cloud.passes import FREE, ROUNDED, TILES, TOGETHER
 from outrider.cloud.slots import MAX_UNREAD, Outbox
 from outrider.cloud.steering import Projection
 from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.drafters import ProposalRule
+from outrider.drafters.protocol import TokenPrefix
 from outrider.proto.errors import OutriderError
 from outrider.proto.session import VerifierRules, VerifierSession
-from outrider.proto.types import CloudFrame, Continue, EdgeFrame, Goaway, Grammar, Open
+from outrider.proto.types import CloudFrame, Continue, DraftToken, EdgeFrame, Goaway, Grammar, Open
 
 PROJECTION, RANK = "0123456789ab", 3
 CONTEXT = 165
@@ -150,6 +155,110 @@ class StreamOutbox(Outbox):
         return MAX_UNREAD + 1 if self._fleet.rng.random() < 0.02 else 0
 
 
+class DelayedThreads:
+    """Threads of a drafter beside the target: tasks are done piece by piece some virtual time later, in any order."""
+
+    def __init__(self, clock: VirtualClock, rng: random.Random, often: float) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._often = often
+        self._waiting: list[DraftTask] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, task: DraftTask) -> None:
+        task.queued_at = draft_threads.time.monotonic()
+        self._waiting.append(task)
+        self._clock.at(self._clock.now + self._rng.choice((0.0, 0.001, 0.004, 0.05)), partial(self._work, task))
+
+    def drop(self, task: DraftTask) -> bool:
+        if task.begun or task not in self._waiting:
+            return False
+        self._waiting.remove(task)
+        return True
+
+    def stop(self) -> bool:
+        return True
+
+    def _work(self, task: DraftTask) -> None:
+        if task not in self._waiting:
+            return
+        self._waiting.remove(task)
+        try:
+            if self._rng.random() < self._often:
+                raise ValueError("the drafter is broken")
+            result = task.work()
+        except (ValueError, OutriderError) as error:
+            task.answer(task, error)
+            return
+        late_s = self._rng.choice((0.0, 0.002, 0.02))
+        then = partial(self.submit, task) if result is None else partial(task.answer, task, result)
+        self._clock.at(self._clock.now + late_s, then)
+
+
+class GuessingDrafter:
+    """Proposes the tokens that the target likes best, now and then another, and rarely one that no target has.
+
+    Attributes:
+        states: states that are not closed.
+    """
+
+    version, steering, name = "1", None, "guessing"
+
+    def __init__(self, language: Language, rng: random.Random, unknown: float) -> None:
+        self.language = language
+        self.rng = rng
+        self.unknown = unknown
+        self.states: set[GuessingState] = set()
+
+    def open(self, rule: ProposalRule) -> GuessingState:
+        state = GuessingState(self, rule)
+        self.states.add(state)
+        return state
+
+
+class GuessingState(TokenPrefix):
+    def __init__(self, drafter: GuessingDrafter, rule: ProposalRule) -> None:
+        super().__init__()
+        self._drafter, self._rule = drafter, rule
+
+    def follow(self, rule: ProposalRule) -> None:
+        self._rule = rule
+
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
+        rng, drafts = self._drafter.rng, ()
+        for _ in range(n if rng.random() < 0.95 else 0):
+            token = self._guess()
+            if rng.random() < self._drafter.unknown:
+                token = 1 << 20
+            drafts += (DraftToken(token, rng.choice((math.nan, 0.3, 0.95))),)
+            self.extend((token,))
+        return drafts
+
+    def _guess(self) -> int:
+        """The shared noise draws it, as the target draws where nothing is cut, edited or masked."""
+        language, rule = self._drafter.language, self._rule
+        if self._drafter.rng.random() < 0.15:
+            return self._drafter.rng.randrange(language.vocab_size)
+        logits = language.logits(tuple(self.tokens))
+        order = np.argsort(-logits, kind="stable").astype(np.int64)
+        order = order[np.isfinite(logits[order])]
+        if not len(order):
+            return 0
+        log_total = float(np.log(np.exp(logits[order] - logits[order[0]]).sum()) + logits[order[0]])
+        counts = rule.counts()
+        if counts is not None:
+            counts.extend(self.tokens)
+        chosen = rule.choose(self.length, order, logits[order], log_total, counts)
+        return max(0, chosen.id)
+
+    def close(self) -> None:
+        super().close()
+        self._drafter.states.discard(self)
+
+
 class FailingModel(HashingModel):
     """Model that fails on demand, and takes time."""
 
@@ -213,7 +322,19 @@ class FuzzedVerifier:
         )
         config = VerifierConfig(max_sessions=5, prefill_chunk=fleet.rng.choice((5, 9, 64)))
         projections = {PROJECTION: fleet.projection}
-        self.engine = Engine(TransformersBackend(target), self.rules, config, projections, on_failure=self._on_failure)
+        dice = fleet.drafting_rng
+        self.drafter = GuessingDrafter(fleet.language, dice, dice.choice((0.0, 0.0, 0.05)))
+        source = None
+        if dice.random() < 0.7:
+            own = OwnDrafter(self.drafter, fleet.language.vocab_size, reach=dice.choice((None, None, 4)))
+            threads = DelayedThreads(fleet.clock, dice, dice.choice((0.0, 0.0, 0.05)))
+            source = LocalSource(own, threads, dice.choice((None, 0.0)))
+        self.engine = Engine(
+            TransformersBackend(target), self.rules, config, projections, on_failure=self._on_failure, source=source
+        )
+        if isinstance(source, LocalSource):
+            engine = self.engine
+            source._post = lambda event: (engine._post(event), self._poke())
         self.engine._masks._wake = self._wake
         sampler = self.engine.backend._sampler
         sample = sampler.sample
@@ -333,6 +454,9 @@ class FuzzedVerifier:
         assert self.engine.backend.capacity.used_pages == 0, "a page has leaked"
         assert self.engine.session_count == self.engine.parked_count == 0
         assert self.model.complaints == []
+        metrics = self.engine.metrics
+        self._fleet.counts["verified here"] += int(metrics._verified_here._value.get())
+        self._fleet.counts["accepted here"] += int(metrics._accepted_here._value.get())
         self._fleet.counts["preempted"] += int(self.engine.metrics.preemptions._value.get())
 
 
@@ -345,6 +469,7 @@ class Fleet:
 
     def __init__(self, seed: int, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random(f"fleet {seed}")
+        self.drafting_rng = random.Random(f"drafts beside the target {seed}")
         self.clock = clock
         self.time = EngineTime(clock)
         self.threads = DelayedExecutor(clock, self.rng)
@@ -359,7 +484,7 @@ class Fleet:
         self.failing = True
         self._often = self.rng.choice((0.0, 0.03, 0.1))
         self._failing_plans: dict[int, int] = {}  # how many more of whose plans fail
-        for module in (engine, recovery, runner):
+        for module in (draft_threads, engine, recovery, runner):
             monkeypatch.setattr(module, "time", self.time)
         monkeypatch.setattr(slots, "AHEAD", 8)  # so that short texts, too, grow while others hold what is left
         monkeypatch.setattr(Batching, "plan", self._plan(Batching.plan))

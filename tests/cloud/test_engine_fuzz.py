@@ -2,8 +2,9 @@
 
 The edges are real session machines on a bad link, with drafters that are right now and then; they cancel, and go on
 with further turns. The engines are real but for their thread, on a target whose logits hash what its KV cache holds,
-in plain passes, filled up ones and tiles. What fails: steps of one text, the device once or for good, too large steps,
-plans of one text, once or for good. Only texts that are at fault themselves may end with an error.
+in plain passes, filled up ones and tiles; most have a drafter beside the target, which is late, wrong or broken. What
+else fails: steps of one text, the device once or for good, too large steps, plans of one text, once or for good. Only
+texts that are at fault themselves may end with an error.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ LEAST = {
     "filled up": 0.1,
     "tiles": 0.1,
     "cached tokens": 100,
+    "verified here": 1,
+    "accepted here": 0.3,
 }
 
 
