@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-DOCS = ("architecture", "exactness", "benchmarks", "steering", "selection", "python", "operations", "kubernetes")
+DOCS = (
+    "architecture",
+    "exactness",
+    "benchmarks",
+    "both-ends",
+    "steering",
+    "selection",
+    "python",
+    "operations",
+    "kubernetes",
+)
 DOCS += ("models", "vllm", "cli")
 MAX_README_LINES = 200
 MAX_FOLLOWED_FILES = 17

@@ -24,8 +24,8 @@ from outrider.proto.types import Goal, Patience
 
 TOKENS = 16
 SMALL = ("--min-step", "5", "--max-tokens", str(TOKENS), "--target-threads", "1")
-MEASURED = ["cloud", "sync", "outrider"]
-REPLAYED = ["optimum", "cloud", "outrider"]
+MEASURED = ["cloud", "sync", "colocated", "edge", "outrider"]
+REPLAYED = ["optimum", "cloud", "colocated", "edge", "outrider"]
 
 
 class NearVerifier:
@@ -67,7 +67,7 @@ def prompt(tmp_path_factory) -> str:
 def folder(prompt, tmp_path_factory) -> Path:
     """Return the folder of a benchmark's output: `record.json` and `report`."""
     path = tmp_path_factory.mktemp("bench")
-    modes = ("--modes", "cloud,sync,outrider,optimum", "--rtt", "0,20", "--prompts", prompt)
+    modes = ("--modes", "cloud,sync,colocated,edge,outrider,optimum", "--rtt", "0,20", "--prompts", prompt)
     written = ("--json", str(path / "record.json"), "--report", str(path / "report"))
     assert main(["bench", *SMALL, *modes, *written]) == 0
     return path
@@ -104,11 +104,26 @@ def test_metrics_are_known_and_positive(benchmark) -> None:
             continue
         assert len(run.session_tokens_per_second or ()) == 1
         assert (run.forward_ms_p50 or 0) > 0
-        assert (run.acceptance is None) == (run.mode == "cloud")
+        assert (run.acceptance is None) == (run.mode in ("cloud", "colocated"))
         assert (run.sync_length is not None) == (run.mode == "sync")
-        assert (run.goal == "latency") == (run.mode == "outrider")
+        assert (run.drafts_here is not None) == (run.mode == "colocated")
+        assert (run.goal == "latency") == (run.mode in ("edge", "outrider"))
         assert {span.lane for span in run.timeline or ()} >= {"verify", "down"}
         assert run.arrivals_s is None  # only links that change have them
+
+
+def test_each_mode_drafts_where_it_should(benchmark) -> None:
+    for run in benchmark.runs:
+        if run.mode in ("cloud", "sync", "edge"):
+            assert run.cloud_drafting_ms_per_token == 0
+        if run.mode in ("cloud", "colocated"):
+            assert run.edge_drafting_ms_per_token == 0
+        if run.mode == "colocated":
+            assert (run.cloud_drafting_ms_per_token or 0) > 0
+            assert (run.drafts_here or 0) >= 1
+        if run.mode in ("sync", "edge"):
+            assert (run.edge_drafting_ms_per_token or 0) > 0
+        assert (run.rows_per_token or 0) >= (run.steps_per_token or 0) > 0
 
 
 def test_bytes_are_counted_where_there_is_a_link(benchmark) -> None:
@@ -126,7 +141,7 @@ def test_the_rates_of_a_link_are_recorded_and_without_a_link_there_are_none(benc
 
 def test_the_report_has_a_page_with_plots_and_the_same_record(folder, benchmark) -> None:
     names = sorted(path.name for path in (folder / "report").iterdir())
-    pictures = [f"condition-1-{kind}.png" for kind in ("bytes", "gaps", "speed", "timeline")]
+    pictures = [f"condition-1-{kind}.png" for kind in ("bytes", "drafting", "gaps", "speed", "timeline")]
     assert names == sorted(["benchmark.json", "index.html", *pictures])
     assert from_json(Benchmark, read_text(folder / "report" / "benchmark.json", "report"), "report") == benchmark
     page = (folder / "report" / "index.html").read_text(encoding="utf-8")
@@ -136,10 +151,10 @@ def test_the_report_has_a_page_with_plots_and_the_same_record(folder, benchmark)
 @pytest.mark.usefixtures("_near_verifier")
 def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path) -> None:
     record = tmp_path / "mixed.json"
-    mixed = ("--mixed", "--sessions", "3", "--rtt", "0,20", "--modes", "cloud,outrider", "--prompts", prompt)
-    assert main(["bench", *SMALL, *mixed, "--json", str(record)]) == 0
+    mixed = ("--mixed", "--sessions", "3", "--rtt", "0,20", "--modes", "cloud,colocated,edge,outrider")
+    assert main(["bench", *SMALL, *mixed, "--prompts", prompt, "--json", str(record)]) == 0
     runs = from_json(Benchmark, read_text(record, "json"), "json").runs
-    assert [run.mode for run in runs] == ["cloud", "outrider"]
+    assert [run.mode for run in runs] == ["cloud", "colocated", "edge", "outrider"]
     for run in runs:
         assert run.sessions == 3
         assert run.tokens == 3 * TOKENS
@@ -153,6 +168,7 @@ def test_sessions_on_different_links_at_once_are_one_run_a_mode(prompt, tmp_path
     ("arguments", "status", "says"),
     [
         (["--up", "1,2", "--rtt", "5"], 1, "up: has 2 entries where --rtt has 1"),
+        (["--draft-here", "off"], 1, "draft-here: is off, but colocated needs it; leave that out of --modes"),
         (["--modes", "cloud,magic"], 2, "--modes: 'magic' is none of cloud, sync,"),
         (["--trace", "nowhere"], 1, "trace: there is no file nowhere"),
         (["--min-step", "-1"], 2, "--min-step: -1.0 is below 0"),

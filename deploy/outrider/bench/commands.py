@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.cloud.config import TARGET, VerifierConfig
+from outrider.cloud.config import HERE, TARGET, VerifierConfig
 from outrider.deploy.arguments import Command, Part, part
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.edge.config import DRAFTING, EdgeConfig
@@ -259,6 +259,16 @@ class OverheadSettings(LinkListSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CostSettings(Settings):
+    """A benchmark whose work in the cloud is summed up."""
+
+    record: Path = option(REQUIRED, "file that `outrider bench` wrote for --json", metavar="FILE", positional=True)
+    step_cores: float = option(
+        0.0, "cores that a target step occupies; 0: the threads of the record's target", metavar="N", check=at_least(0)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CapacitySettings(Settings):
     """A recording whose texts many sessions replay at once, and what they may cost."""
 
@@ -309,6 +319,7 @@ BENCH = Command(
         part(Sampling),
         part(EdgeConfig, DRAFTING),
         part(VerifierConfig, TARGET),
+        part(VerifierConfig, HERE, defaults={"draft_here": "on"}),
     ),
 )
 
@@ -338,5 +349,6 @@ RECORD = Command(
 )
 REPLAY = Command("outrider.bench.traces.replay:replay", (part(ReplaySettings),))
 OVERHEAD = Command("outrider.bench.traces.overhead:overhead", (part(OverheadSettings),))
+COSTS = Command("outrider.bench.benchmark.costs:costs", (part(CostSettings),))
 CAPACITY = Command("outrider.bench.capacity.command:capacity", (part(CapacitySettings),))
 TRAIN_POLICY = Command("outrider.bench.length_training.command:train_policy", (part(PolicySettings),))

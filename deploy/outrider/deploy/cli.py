@@ -72,6 +72,7 @@ COMMANDS = {
     "demo": Entry("compare with cloud streaming on a local Ray cluster", f"{DECODING}:DEMO"),
     "link": Entry("run an emulated network link in front of a server", f"{OPERATING}:LINK"),
     "bench": Entry("measure ways of decoding over emulated links", f"{MEASURING}:BENCH"),
+    "costs": Entry("sum up the cloud's work in a benchmark's record", f"{MEASURING}:COSTS"),
     "capacity": Entry("simulate how many sessions one verifier holds, by who drafts", f"{MEASURING}:CAPACITY"),
     "chat-bench": Entry(
         "time the turns of a chat, with shared KV pages and without",

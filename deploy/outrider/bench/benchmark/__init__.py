@@ -5,8 +5,10 @@ verifier  the verifier in a process of its own
 library   the baselines of transformers, in another
 measure   decode a prompt, and observe its session
 runs      from observations to runs
+replays   modes that are replayed, and the lengths that replays choose
 record    runs as JSON
 table     runs as tables
 plots     runs as pictures
+costs     the cloud's work, summed up
 report    tables and pictures on one HTML page
 """

@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 from outrider.bench.benchmark.library import LibraryProcess, LibraryText, check_sampling, drafter_folder_of
 from outrider.bench.benchmark.measure import Measured, measure_text
 from outrider.bench.benchmark.record import Benchmark, BenchmarkRun
+from outrider.bench.benchmark.replays import WARM_UP_TOKENS, Replays, fields_of
 from outrider.bench.benchmark.report import write_report
 from outrider.bench.benchmark.runs import (
     Bytes,
     costs_of,
     library_run,
-    replayed_run,
     run_of,
     step_fields,
     timeline_of,
@@ -37,8 +37,7 @@ from outrider.bench.metrics import grouped
 from outrider.bench.outputs import check_file
 from outrider.bench.plot import check_drawing
 from outrider.bench.record import save
-from outrider.bench.replay.optimum import best_in_hindsight, best_length, synchronous
-from outrider.bench.replay.traced import Policy, replay
+from outrider.bench.replay.optimum import colocated, synchronous
 from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.cloud.config import VerifierConfig
@@ -49,21 +48,28 @@ from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.deploy.link.process import LinkProcess
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
 from outrider.edge import Client, EdgeConfig, Sampling
+from outrider.proto.errors import ConfigError
 
-MEASURED = ("cloud", "sync", "outrider")
+MEASURED = ("cloud", "sync", "colocated", "edge", "outrider")
+WITH_DRAFTER_HERE = ("colocated", "outrider")
 LIBRARY = ("hf-generate", "hf-assisted")
-WARM_UP_TOKENS = 24
+SAMPLE_LENGTH = 4  # drafts before every step where the verifier's drafting is timed
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Data from before the links: the texts, the drafter's hits in them, and the costs of the machines."""
+    """Data from before the links: the texts, the drafter's hits in them, and the costs of the machines.
+
+    Attributes:
+        colocated_length: drafts before every step of a drafter beside the target; 0: the verifier has none.
+    """
 
     texts: Mapping[str, tuple[int, ...]]
     traces: Sequence[HitTrace]
     costs: Costs
     drafter: str
     drafter_version: str | None
+    colocated_length: int = 0
 
     def identical(self, texts: Sequence[Measured]) -> bool:
         """Return whether each text is the target's own."""
@@ -101,7 +107,7 @@ class Bench:
         prompts = given(BuiltInPrompts)
         self._prompts = held_out(prompts.per_domain) if prompts.prompts is None else read_prompts(prompts.prompts)
         self._sampling = given(Sampling)
-        self._config = given(VerifierConfig, min_step_s=options.min_step / 1e3)
+        self._config = given(VerifierConfig, **self._drafting_here(), min_step_s=options.min_step / 1e3)
         self._check_library(given.fields(EdgeConfig)["drafter"])
         if options.json:
             check_file(options.json, "json")
@@ -146,6 +152,24 @@ class Bench:
     def _say(self, text: str) -> None:
         self._console.print(text, style="dim")
 
+    # --- drafting beside the target ---
+
+    @property
+    def _drafts_here(self) -> bool:
+        """Whether the verifier has a drafter of its own."""
+        return self._config.draft_here == "on"
+
+    def _drafting_here(self) -> dict[str, Any]:
+        """Return the verifier's settings by which it drafts where a mode needs that, with the edge's drafter."""
+        given = self._given.fields(VerifierConfig)
+        if given["draft_here"] == "off" or not set(WITH_DRAFTER_HERE) & set(self._options.modes):
+            if "colocated" in self._options.modes:
+                raise ConfigError("is off, but colocated needs it; leave that out of --modes", field="draft_here")
+            return {"draft_here": "off"}
+        drafter = self._given.fields(EdgeConfig)["drafter"]
+        own = drafter if drafter not in ("auto", "all", "none") and "," not in drafter else ""
+        return {"draft_here": "on", "draft_with": given["draft_with"] or own}
+
     # --- clients ---
 
     async def _join(self, stack: AsyncExitStack, link: BenchLink) -> tuple[LinkProcess | None, str]:
@@ -157,11 +181,18 @@ class Bench:
         await stack.enter_async_context(emulator)
         return emulator, emulator.address
 
-    async def _client(self, stack: AsyncExitStack, address: str, mode: str, sync_length: int = 0) -> Client:
-        """Return a client of `mode` that has decoded its first tokens."""
-        chosen: dict[str, Any] = {"drafter": "none"} if mode == "cloud" else {}
-        if mode == "sync":
-            chosen = {"window": sync_length, "patience": synchronous(sync_length).patience}
+    async def _client(self, stack: AsyncExitStack, address: str, mode: str, length: int = 0) -> Client:
+        """Return a client of `mode`, with the `length` of its drafts, that has decoded its first tokens."""
+        chosen: dict[str, Any] = {}
+        match mode:
+            case "cloud":
+                chosen = {"drafter": "none", "drafts_here": 0}
+            case "sync":
+                chosen = {"window": length, "patience": synchronous(length).patience, "drafts_here": 0}
+            case "colocated":
+                chosen = {"drafter": "none", "drafts_here": length}
+            case "edge":
+                chosen = {"drafts_here": 0}
         config = self._given(
             EdgeConfig,
             verifier=address,
@@ -194,7 +225,7 @@ class Bench:
             client = await self._client(stack, verifier.address, "cloud")
             plain = await self._together(client, self._prompts, len(self._prompts))
         async with AsyncExitStack() as stack:
-            client = await self._client(stack, verifier.address, "outrider")
+            client = await self._client(stack, verifier.address, "edge")
             await verifier.step_timings()
             drafted = await self._together(client, self._prompts[:4], 1)
             steps = await verifier.step_timings()
@@ -204,23 +235,44 @@ class Bench:
                 traces = await asyncio.to_thread(traces_of, plain, client, drafter, self._sampling)
         round_trip_s = min(text.statistics.round_trip_s for text in drafted)
         costs = costs_of(drafted, steps, min_step_s=self._config.min_step_s, round_trip_s=round_trip_s)
+        if self._drafts_here:
+            costs = replace(costs, drafting_here_s=await self._drafting_here_s())
         self._say(
             f"step {costs.step_s * 1e3:.1f} ms + {costs.row_s * 1e3:.2f} ms a row, drafting "
-            f"{costs.drafting_s * 1e3:.2f} ms a token, gRPC and event loops {round_trip_s * 1e3:.2f} ms a round trip"
+            f"{costs.drafting_s * 1e3:.2f} ms a token, beside the target {costs.drafting_here_s * 1e3:.2f} ms, "
+            f"gRPC and event loops {round_trip_s * 1e3:.2f} ms a round trip"
         )
         texts = {text.prompt.id: text.tokens for text in plain}
-        return Known(texts, traces, costs, name, drafter.version if drafter else None)
+        known = Known(texts, traces, costs, name, drafter.version if drafter else None)
+        return replace(known, colocated_length=self._colocated_length(known))
+
+    async def _drafting_here_s(self) -> float:
+        """Return the time of a token that the verifier's own drafter drafts, seconds.
+
+        Raises:
+            ConfigError: it has no drafter of its own.
+        """
+        async with AsyncExitStack() as stack:
+            client = await self._client(stack, self._verifier.address, "colocated", SAMPLE_LENGTH)
+            texts = await self._together(client, self._prompts[:4], 1)
+        # The first commits hold the reading of the prompt.
+        commits = [commit for text in texts for commit, _ in text.commits[2:]]
+        drafts = sum(commit.verified_here for commit in commits)
+        if not drafts:
+            raise ConfigError("has given no drafts; leave colocated out of --modes, or see the log", field="draft_here")
+        return sum(commit.timing.drafting_s for commit in commits) / drafts
 
     # --- one link ---
 
     async def _over(self, link: BenchLink, known: Known) -> list[BenchmarkRun]:
         """Return the runs over one link: measured ones, replayed ones, and those of transformers."""
         self._say(f"link {link.label}")
-        length, modes = self._sync_length(link, known), self._options.modes
+        modes = self._options.modes
+        lengths = {"sync": self._sync_length(link, known), "colocated": known.colocated_length}
         async with AsyncExitStack() as stack:
             emulator, address = await self._join(stack, link)
             arms = [
-                MeasuredMode(mode, link, emulator, await self._client(stack, address, mode, length))
+                MeasuredMode(mode, link, emulator, await self._client(stack, address, mode, lengths.get(mode, 0)))
                 for mode in MEASURED
                 if mode in modes
             ]
@@ -236,7 +288,7 @@ class Bench:
                     await self._measure(arm, self._prompts[first : first + share])
                 for mode, model in models.items():
                     by_library[mode] += [await model.text(ids) for ids in prompt_ids[first : first + share]]
-        runs = [run for arm in arms for run in self._runs(arm, known, length)]
+        runs = [run for arm in arms for run in self._runs(arm, known, lengths)]
         runs += self._replayed(link, known)
         return runs + [library_run(mode, texts, **self._common) for mode, texts in by_library.items()]
 
@@ -253,14 +305,13 @@ class Bench:
             up, down = arm.carried or (0, 0)
             arm.carried = (up + after.up_bytes - before.up_bytes, down + after.down_bytes - before.down_bytes)
 
-    def _runs(self, arm: MeasuredMode, known: Known, sync_length: int) -> list[BenchmarkRun]:
+    def _runs(self, arm: MeasuredMode, known: Known, lengths: Mapping[str, int]) -> list[BenchmarkRun]:
         """Return a run of all prompts, and one of each domain where there are several."""
         texts, link = arm.texts, arm.link
         fields: dict[str, Any] = {
             **step_fields(arm.steps, self._options.sessions),
             "identical_to_cloud": known.identical(texts),
-            "goal": self._goal(arm.mode),
-            "sync_length": sync_length if arm.mode == "sync" else None,
+            **fields_of(arm.mode, lengths, self._config.goal),
             **self._common,
         }
         timeline = timeline_of(texts[len(texts) // 2], link.shape.rtt_s / 2)
@@ -271,30 +322,27 @@ class Bench:
                 runs.append(run_of(arm.mode, link.record, own, None, domain=domain, **fields))
         return runs
 
-    def _goal(self, mode: str) -> str | None:
-        return self._config.goal.name.lower() if mode == "outrider" else None
-
     # --- replay ---
+
+    def _replays(self, known: Known) -> Replays:
+        config, logprobs = self._config, not self._options.no_logprobs
+        return Replays(known.traces, known.costs, config.goal, self._drafts_here, config.draft_price, logprobs)
 
     def _sync_length(self, link: BenchLink, known: Known) -> int:
         if self._options.sync_length or "sync" not in self._options.modes:
             return self._options.sync_length
-        length, _ = best_length(synchronous, known.traces, link.shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
-        return length
+        return self._replays(known).best_length(synchronous, link)
+
+    def _colocated_length(self, known: Known) -> int:
+        """Return the best number of drafts before every step, which no link changes."""
+        if self._options.colocated_length or "colocated" not in self._options.modes:
+            return self._options.colocated_length
+        return self._replays(known).best_length(colocated, self._links[0])
 
     def _replayed(self, link: BenchLink, known: Known) -> list[BenchmarkRun]:
         if "optimum" not in self._options.modes or self._options.sessions > 1 or not known.traces:
             return []
-        best = best_in_hindsight(known.traces, link.shape_at, known.costs, warm_up_tokens=WARM_UP_TOKENS)
-        runs = [replayed_run("optimum", link.record, best.outcomes, **self._common)]
-        logprobs = not self._options.no_logprobs
-        for mode, policy in (
-            ("cloud", Policy(drafting=False, logprobs=logprobs)),
-            ("outrider", Policy(goal=self._config.goal, logprobs=logprobs)),
-        ):
-            outcomes = replay(known.traces, link.shape_at, known.costs, policy, warm_up_tokens=WARM_UP_TOKENS)
-            runs.append(replayed_run(mode, link.record, outcomes, goal=self._goal(mode), **self._common))
-        return runs
+        return self._replays(known).runs(link, known.colocated_length, self._common)
 
     # --- many sessions on unlike links ---
 
@@ -303,15 +351,17 @@ class Bench:
         sessions, record = self._options.sessions, self._links[0].record
         record = replace(record, rtt_ms=0.0, trace=",".join(link.label for link in self._links))
         runs = []
-        for mode in (mode for mode in ("cloud", "outrider") if mode in self._options.modes):
+        lengths = {"colocated": known.colocated_length}
+        for mode in (mode for mode in MEASURED if mode in self._options.modes and mode != "sync"):
             self._say(f"{sessions} sessions on {len(self._links)} links, {mode}")
             async with AsyncExitStack() as stack:
                 addresses = [(await self._join(stack, link))[1] for link in self._links]
-                clients = [await self._client(stack, address, mode) for address in addresses]
+                clients = [await self._client(stack, address, mode, lengths.get(mode, 0)) for address in addresses]
                 chosen = zip(range(sessions), itertools.cycle(clients), itertools.cycle(self._prompts), strict=False)
                 texts = await asyncio.gather(*(measure_text(c, prompt, self._sampling) for _, c, prompt in chosen))
             identical = known.identical(texts)
-            runs.append(run_of(mode, record, texts, None, identical_to_cloud=identical, **self._common))
+            fields = fields_of(mode, lengths, self._config.goal) | self._common
+            runs.append(run_of(mode, record, texts, None, identical_to_cloud=identical, **fields))
         return runs
 
     # --- the library ---

@@ -91,8 +91,12 @@ def _speed(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     figure.set_size_inches(WIDTH_IN if len(families) > 1 else 7.5, 4.6)
     panels = figure.subplots(1, len(families), sharey=True, squeeze=False)[0]
     lines: dict[str, Any] = {}
-    for axes, family in zip(panels, families, strict=True):
-        ends = _over_rtt(axes, family, "tokens_per_second", MODES, lines)
+    drawn = [
+        _over_rtt(axes, family, "tokens_per_second", MODES, lines)
+        for axes, family in zip(panels, families, strict=True)
+    ]
+    panels[0].set_ylim(bottom=0)  # of all panels, now that all lines are there
+    for axes, family, ends in zip(panels, families, drawn, strict=True):
         _axis_of_rtt(axes, [run.link.rtt_ms for run in family], 0.035 * len(families))
         if len(families) > 1:
             axes.set_title(_family_name(family[0].link))
@@ -114,13 +118,14 @@ def _drafting(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | No
     families = [family for family in _families(known) if len(by_link(family)) > 1]
     if not families or not any(run.cloud_drafting_ms_per_token for run in families[0]):
         return None
-    figure.set_size_inches(WIDTH_IN, 3.4)
+    figure.set_size_inches(WIDTH_IN, 3.6)
     panels = figure.subplots(1, len(fields), sharey=True, squeeze=False)[0]
     lines: dict[str, Any] = {}
     for axes, (name, where) in zip(panels, fields.items(), strict=True):
         _over_rtt(axes, families[0], name, DRAFTING, lines)
         _axis_of_rtt(axes, [run.link.rtt_ms for run in families[0]], 0.07)
         axes.set_title(where)
+    panels[0].set_ylim(bottom=0)
     _legend(figure, lines)
     panels[0].set_ylabel("drafting, ms per token")
     return "Drafting per token, at either end", "A drafter's time in all its jobs, over the committed tokens."
@@ -137,7 +142,6 @@ def _over_rtt(
         if points:
             (lines[mode],) = axes.plot(*zip(*points, strict=True), **LINES[mode], clip_on=False)
             ends.append((*points[-1], mode))
-    axes.set_ylim(bottom=0)
     axes.set_xlabel("round-trip time (ms)")
     return ends
 
@@ -169,7 +173,7 @@ def _axis_of_rtt(axes: Any, rtts_ms: Sequence[float], min_share: float) -> None:
 def _legend(figure: Any, lines: Mapping[str, Any]) -> None:
     modes = [mode for mode in MODES if mode in lines]
     handles, names = [lines[mode] for mode in modes], [NAMES[mode] for mode in modes]
-    figure.legend(handles, names, loc="outside lower left", ncols=len(modes), handlelength=2.6)
+    figure.legend(handles, names, loc="outside lower left", ncols=min(4, len(modes)), handlelength=2.6)
 
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, float, str]]) -> None:
@@ -315,7 +319,7 @@ def _bytes(figure: Any, runs: Sequence[BenchmarkRun]) -> tuple[str, str] | None:
     axes.grid(visible=False, axis="x")
     axes.set_xlabel("link (round-trip time)")
     axes.set_ylabel("bytes per token")
-    figure.legend(loc="outside lower left", ncols=len(modes), handlelength=1.2)
+    figure.legend(loc="outside lower left", ncols=min(3, len(modes)), handlelength=1.2)
     return "Bytes per token, up and down", "Sent (full colour) and received (pale) by the edge, a committed token."
 
 

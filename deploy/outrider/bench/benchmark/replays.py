@@ -1,0 +1,74 @@
+"""Modes of a benchmark that are replayed on its recorded hits, and the lengths that replays choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from outrider.bench.benchmark.record import BenchmarkRun
+from outrider.bench.benchmark.runs import replayed_run
+from outrider.bench.links import BenchLink
+from outrider.bench.replay.optimum import best_in_hindsight, best_length, colocated
+from outrider.bench.replay.traced import Policy, replay
+from outrider.bench.replay.traces import HitTrace
+from outrider.bench.simulator.clock import Costs
+from outrider.proto.types import Goal
+
+WARM_UP_TOKENS = 24
+LENGTH_FIELDS = {"sync": "sync_length", "colocated": "drafts_here"}
+
+
+def fields_of(mode: str, lengths: Mapping[str, int], goal: Goal) -> dict[str, Any]:
+    """Return the fields of a run by its mode: the length of its drafts, by mode in `lengths`, and its goal."""
+    fields: dict[str, Any] = {"goal": goal.name.lower() if mode in ("edge", "outrider") else None}
+    return fields | ({LENGTH_FIELDS[mode]: lengths[mode]} if mode in LENGTH_FIELDS else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Replays:
+    """Replays of one benchmark.
+
+    Attributes:
+        traces: the drafter's hits in the texts.
+        costs: costs of the machines.
+        goal: goal of the policies.
+        here: whether the verifier has a drafter of its own.
+        price: seconds of waiting that a second of its drafting is worth; None: derived.
+        logprobs: whether commits carry log probabilities.
+    """
+
+    traces: Sequence[HitTrace]
+    costs: Costs
+    goal: Goal
+    here: bool
+    price: float | None = None
+    logprobs: bool = True
+
+    def best_length(self, policy_of: Callable[[int], Policy], link: BenchLink) -> int:
+        """Return the length that makes the texts fastest over a link, by `policy_of` it."""
+        length, _ = best_length(policy_of, self.traces, link.shape_at, self.costs, warm_up_tokens=WARM_UP_TOKENS)
+        return length
+
+    def runs(self, link: BenchLink, colocated_length: int, common: Mapping[str, Any]) -> list[BenchmarkRun]:
+        """Return the optimum over a link, and the modes that need no search but that of a length.
+
+        Args:
+            link: link between edge and verifier.
+            colocated_length: drafts before every step of a drafter beside the target; 0: leave it out.
+            common: fields that all runs have.
+        """
+        best = best_in_hindsight(self.traces, link.shape_at, self.costs, warm_up_tokens=WARM_UP_TOKENS, here=self.here)
+        runs = [replayed_run("optimum", link.record, best.outcomes, **common)]
+        policies = {"cloud": Policy(drafting=False)}
+        if colocated_length:
+            policies["colocated"] = colocated(colocated_length)
+        if self.here:
+            policies["edge"] = Policy(goal=self.goal)
+        policies["outrider"] = Policy(goal=self.goal, here=self.here, price=self.price)
+        for mode, policy in policies.items():
+            policy = replace(policy, logprobs=self.logprobs)
+            outcomes = replay(self.traces, link.shape_at, self.costs, policy, warm_up_tokens=WARM_UP_TOKENS)
+            fields = fields_of(mode, {"colocated": colocated_length}, self.goal) | {**common}
+            runs.append(replayed_run(mode, link.record, outcomes, **fields))
+        return runs
