@@ -35,6 +35,8 @@ TEXTS = {
     "kv-tokens": "4096",
     "queue": "8",
     "steps": "2x3",
+    "draft-with": "ngram",
+    "draft-price": "2",
 }
 
 
