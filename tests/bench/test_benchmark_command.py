@@ -13,7 +13,7 @@ import pytest
 from outrider.bench.benchmark.record import Benchmark
 from outrider.bench.benchmark.verifier import VerifierProcess
 from outrider.bench.record import from_json
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.config import DTYPES, VerifierConfig
 from outrider.cloud.server import VerifierServer
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.arguments import read_text
@@ -35,6 +35,7 @@ class NearVerifier:
         self.address = ""
         self.tokenizer = tokenizer
         self._server = VerifierServer(config)
+        self.precision = self._server.rules.precision
 
     async def __aenter__(self) -> Self:
         self.tokenizer.write_text(self._server.tokenizer_json, encoding="utf-8")
@@ -87,6 +88,10 @@ def test_every_mode_is_measured_and_replayed_on_every_link(benchmark) -> None:
     assert {(run.min_step_ms, run.sessions, run.temperature, run.domain) for run in benchmark.runs} == {
         (5.0, 1, 0.0, "")
     }
+
+
+def test_the_record_says_which_type_was_chosen(benchmark) -> None:
+    assert benchmark.environment.dtype in DTYPES
 
 
 def test_the_texts_are_those_of_cloud_streaming(benchmark) -> None:
@@ -214,10 +219,11 @@ def check_mistake(arguments: list[str], status: int, says: str, capfd: pytest.Ca
 
 def test_a_verifier_process_gets_the_settings_and_reports_its_refusal(tmp_path) -> None:
     file = tmp_path / "tokenizer.json"
-    config = VerifierConfig(threads=1, patience=Patience(0.001, 4), goal=Goal.EFFICIENCY, min_step_s=0.05)
+    config = VerifierConfig(threads=1, exact="off", patience=Patience(0.001, 4), goal=Goal.EFFICIENCY, min_step_s=0.05)
 
     async def steps() -> list[StepTiming]:
         async with VerifierProcess(config, file) as verifier:
+            assert verifier.precision == "float32"  # which --dtype auto takes with --exact off
             edge = EdgeConfig(verifier=verifier.address, model="reference", tokenizer=file, drafter="none")
             async with Client(edge) as client:
                 await client.complete("def f(", Sampling(max_tokens=4))

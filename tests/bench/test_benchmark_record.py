@@ -27,6 +27,7 @@ from outrider.proto.errors import ConfigError
 def benchmark() -> Benchmark:
     found = environment(
         VerifierConfig(threads=1),
+        "bfloat16",
         max_tokens=48,
         seed=7,
         drafter="general",

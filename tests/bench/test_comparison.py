@@ -171,6 +171,7 @@ def test_the_command_compares_every_variant_and_writes_the_results(family, promp
     assert len(record["mean_ratios"]) == 2 * 3
     assert [d["rank"] for d in record["drafters"]] == [None, tiny_drafter.RANK]
     assert record["environment"]["target"] == str(family.target)
+    assert record["environment"]["dtype"] == "float32", "a record that does not follow the processor"
     assert record["drafts"] == 4
     assert [step["rows"] for step in record["steps"]] == [1, 5, 9]
     for step in record["steps"]:

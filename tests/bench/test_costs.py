@@ -30,7 +30,7 @@ BOTH = replace(
 
 def record_of(*runs: BenchmarkRun, threads: int = 2) -> Benchmark:
     named = {"max_tokens": 8, "seed": 0, "drafter": "d", "drafter_version": "1", "drafter_threads": 1, "prompts": 1}
-    return Benchmark(environment(VerifierConfig(threads=threads), **named), runs)
+    return Benchmark(environment(VerifierConfig(threads=threads), "float32", **named), runs)
 
 
 def test_core_seconds_are_those_of_steps_on_their_cores_and_of_drafting_on_one() -> None:

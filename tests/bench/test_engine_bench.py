@@ -196,6 +196,7 @@ def test_the_record_holds_every_step_of_every_engine_once(family, tmp_path, caps
     assert (record.clock, record.context, record.repetitions) == ("cpu", 20, 2)
     assert len(record.packed_shapes) + len(record.plain_shapes) == 5
     assert record.environment.target == str(family.target)
+    assert record.environment.dtype == "float32"
     assert set(record.absent) == {"llama.cpp", "llama.cpp, 8-bit", "vLLM", "vLLM, compiled"}
     assert not record.peers
     printed = " ".join(capsys.readouterr().out.split())

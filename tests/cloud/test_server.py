@@ -164,7 +164,7 @@ def run(folder, scenario, *, secret=b"", options=(), **changes):
     """The result of `scenario(bench)` against a verifier of its own."""
 
     async def main():
-        defaults = {"target": str(folder), "model": "tiny", "kv_tokens": 8192, "threads": 1}
+        defaults = {"target": str(folder), "model": "tiny", "dtype": "float32", "kv_tokens": 8192, "threads": 1}
         failures = []
         server = VerifierServer(VerifierConfig(**(defaults | changes)), secret, lambda: failures.append(server))
         address = await server.start()

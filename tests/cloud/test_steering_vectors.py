@@ -563,7 +563,9 @@ def test_a_config_that_names_no_paths_is_refused(paths):
 def test_a_verifier_with_a_projection_in_its_settings_steers_over_grpc(models, tmp_path):
     folder, model = models("qwen3")
     identity = saved(tmp_path)
-    config = VerifierConfig(target=str(folder), model="tiny", threads=1, kv_tokens=512, steering=(str(tmp_path),))
+    config = VerifierConfig(
+        target=str(folder), model="tiny", dtype="float32", threads=1, kv_tokens=512, steering=(str(tmp_path),)
+    )
 
     async def scenario() -> tuple[Opened, list[Commit]]:
         server = VerifierServer(config)

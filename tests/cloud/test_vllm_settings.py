@@ -84,8 +84,8 @@ def test_a_model_without_attention_is_refused_before_vllm_loads_it(tmp_path, mon
 
 def test_options_become_those_of_vllm() -> None:
     config = VerifierConfig(
-        engine="vllm", tensor_parallel=2, quantization="awq", kv_dtype="fp8", memory_share=0.7, max_sessions=8,
-        max_drafts=4, device="cuda",
+        engine="vllm", dtype="float32", tensor_parallel=2, quantization="awq", kv_dtype="fp8", memory_share=0.7,
+        max_sessions=8, max_drafts=4, device="cuda",
     )  # fmt: skip
     options = engine_options(config, "folder", SHAPE)
     expected = {
@@ -105,12 +105,14 @@ def test_options_become_those_of_vllm() -> None:
 
 
 def test_pages_on_a_cpu_are_those_that_its_attention_takes() -> None:
-    options = engine_options(VerifierConfig(engine="vllm", kv_tokens=640, context_length=100), "folder", SHAPE)
+    options = engine_options(
+        VerifierConfig(engine="vllm", dtype="float32", kv_tokens=640, context_length=100), "folder", SHAPE
+    )
     assert options["block_size"] == 32
     assert options["num_gpu_blocks_override"] == 20 + 1
     assert options["max_model_len"] == 100
     assert options["distributed_executor_backend"] == "uni"
-    options = engine_options(VerifierConfig(engine="vllm", across_nodes=True), "folder", SHAPE)
+    options = engine_options(VerifierConfig(engine="vllm", dtype="float32", across_nodes=True), "folder", SHAPE)
     assert options["distributed_executor_backend"] == "ray"
 
 

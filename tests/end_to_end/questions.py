@@ -35,7 +35,7 @@ class Question:
 
 
 def questions(folder: Path, count: int, tokens: int) -> list[Question]:
-    """`count` prompts with texts of `tokens` tokens, each decoded without any part of Outrider but its noise."""
+    """`count` prompts with texts of `tokens` tokens in float32, decoded without any part of Outrider but its noise."""
     candidates = count + count // 4 + 8
     prompts = [_prompt(i) for i in range(candidates)]
     seeds = [1000 + i for i in range(candidates)]

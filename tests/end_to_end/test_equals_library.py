@@ -35,7 +35,7 @@ def test_greedy_text_equals_generate_of_transformers(serving, edge, prompts, lib
 
     async def main() -> None:
         chosen = [prompt for prompt in prompts(3) if prompt.domain == domain]
-        async with serving() as address, edge(address, drafter="general") as client:
+        async with serving(dtype="float32") as address, edge(address, drafter="general") as client:
             for prompt in chosen:
                 completion = await client.complete(prompt.text, max_tokens=TOKENS)
                 assert completion.ids == by_library(prompt.text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,8 @@ def break_target(server: VerifierServer, after_steps: int) -> None:
 @asynccontextmanager
 async def fleet(folder: Path) -> AsyncIterator[tuple[dict[str, VerifierServer], str]]:
     """Two verifiers and the address of their coordinator."""
-    servers = {
-        name: VerifierServer(VerifierConfig(target=str(folder), model="tiny", name=name, threads=1), SECRET)
-        for name in ("a", "b")
-    }
+    config = VerifierConfig(target=str(folder), model="tiny", dtype="float32", threads=1)
+    servers = {name: VerifierServer(replace(config, name=name), SECRET) for name in ("a", "b")}
     tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
     fixed = tuple([StaticVerifier(name, await each.start(), "tiny", tokenizer) for name, each in servers.items()])
     coordinator = CoordinatorServer(CoordinatorConfig(lease_secret=SECRET, listen="127.0.0.1:0", verifiers=fixed))

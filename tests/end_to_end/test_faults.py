@@ -90,7 +90,7 @@ async def system(folder: Path) -> AsyncIterator[System]:
         verifiers, link_places = {}, {}
         for name in ("a", "b"):
             address, link_address = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-            target = ["--target", str(folder), "--target-threads", "1", "--max-sessions", "64"]
+            target = ["--target", str(folder), "--dtype", "float32", "--target-threads", "1", "--max-sessions", "64"]
             place = ["--listen", address, "--lease-secret-file", str(secret)]
             verifiers[name] = Command("verifier", "--name", name, *target, *place, log=folder / f"verifier-{name}.log")
             link_places[name] = link_address, address

@@ -58,7 +58,7 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     secret.write_text("a secret of the fleet")
     port, metrics_port = free_port(), free_port()
     verifier, coordinator = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    target = ["--name", "v", "--target", str(folder), "--target-threads", "1"]
+    target = ["--name", "v", "--target", str(folder), "--dtype", "float32", "--target-threads", "1"]
     metrics = ["--metrics-listen", f"127.0.0.1:{metrics_port}"]
     fixed = ["--verifier", f"v={verifier}", "--model", str(folder), "--tokenizer", str(folder / "tokenizer.json")]
     place = ["--listen", coordinator, "--lease-secret-file", str(secret)]

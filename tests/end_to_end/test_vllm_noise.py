@@ -37,7 +37,7 @@ def follows_vllms_rule(prompt: tuple[int, ...], text: tuple[int, ...], sampling:
 def test_texts_follow_vllms_rule_with_any_drafter_and_over_resumes(serving, edge, relay, prompts) -> None:
     async def main() -> None:
         chosen = prompts(1)[:2]
-        async with serving(noise=Noise.VLLM) as address, serving() as ours:
+        async with serving(dtype="float32", noise=Noise.VLLM) as address, serving(dtype="float32") as ours:
             async with edge(address, drafter="none") as client:
                 expected = await texts(client, chosen, HOT)
                 encoded = [client.encode(prompt.text) for prompt in chosen]

@@ -12,7 +12,7 @@ from outrider.cloud.family_index import target_folder, tokenizer_file
 from outrider.edge import Client, EdgeConfig
 
 TOKENIZER = tokenizer_file(target_folder("reference"))
-SIZES = ("--context-length", "256", "--target-threads", "1")
+SIZES = ("--context-length", "256", "--target-threads", "1", "--dtype", "float32")
 
 
 async def text_at(address: str) -> tuple[int, ...]:

@@ -18,7 +18,12 @@ from outrider.proto.types import Sampling
 @pytest.fixture(scope="module", params=[1, 2], ids=["one process", "tensor parallel"])
 def backend(folder: Path, request: pytest.FixtureRequest) -> Iterator[VllmBackend]:
     config = VerifierConfig(
-        target=str(folder), engine="vllm", kv_tokens=2048, max_sessions=16, tensor_parallel=request.param
+        target=str(folder),
+        dtype="float32",
+        engine="vllm",
+        kv_tokens=2048,
+        max_sessions=16,
+        tensor_parallel=request.param,
     )
     backend = load_vllm_backend(config)
     yield backend

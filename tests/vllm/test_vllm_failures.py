@@ -34,7 +34,9 @@ Texts = list[tuple[int, ...]]
 
 def config_of(name: str, **fields: Any) -> VerifierConfig:
     return VerifierConfig(
-        **{"name": name, "model": "reference", "threads": 1, "kv_tokens": 8192, "context_length": 512} | fields
+        **{"name": name, "model": "reference", "dtype": "float32", "threads": 1}
+        | {"kv_tokens": 8192, "context_length": 512}
+        | fields
     )
 
 

@@ -44,7 +44,7 @@ async def text_at(address: str) -> tuple[tuple[int, ...], int]:
 
 
 def test_an_actor_serves_and_ray_starts_it_again_when_a_worker_is_killed() -> None:
-    settings = {"threads": 1, "kv_tokens": 2048, "context_length": 512}
+    settings = {"dtype": "float32", "threads": 1, "kv_tokens": 2048, "context_length": 512}
     own = start_verifier_actor("own", VerifierConfig(**settings), ray_options={"num_cpus": 0})
     expected = asyncio.run(text_at(ray.get(own.info.remote())["address"]))
     config = VerifierConfig(listen=f"127.0.0.1:{free_port()}", engine="vllm", tensor_parallel=2, **settings)

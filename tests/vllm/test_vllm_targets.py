@@ -36,7 +36,7 @@ def saved(folder: Path, model: Any) -> Path:
 
 
 def config_of(target: str | Path, **fields: Any) -> VerifierConfig:
-    return VerifierConfig(target=str(target), threads=1, **{"kv_tokens": 1024} | fields)
+    return VerifierConfig(target=str(target), threads=1, **{"dtype": "float32", "kv_tokens": 1024} | fields)
 
 
 def text_of(backend: Backend, prompt: list[int], tokens: int) -> list[int]:
@@ -96,6 +96,17 @@ def test_a_state_that_cannot_be_rolled_back_is_refused(tmp_path) -> None:
     folder = saved(tmp_path, MambaForCausalLM(MambaConfig(**shape, state_size=16)))
     with pytest.raises(ModelRefused, match="to roll back"):
         load_backend(config_of(folder, engine="vllm", context_length=256))
+
+
+@pytest.mark.parametrize(
+    ("stored", "chosen"),
+    [(torch.float32, "bfloat16"), (torch.bfloat16, "bfloat16"), (torch.float16, "float16")],
+)
+def test_vllm_chooses_the_type_where_none_is_named(stored, chosen, tmp_path) -> None:
+    backend = load_backend(config_of(saved(tmp_path, mistral().to(stored)), engine="vllm", dtype="auto"))
+    assert backend.facts.precision == f"vllm {chosen}"
+    assert len(text_of(backend, list(range(3, 43)), 20)) == 20
+    backend.close()
 
 
 @pytest.mark.parametrize(("field", "value"), [("quantization", "no-such-way"), ("kv_dtype", "float3")])

@@ -52,7 +52,9 @@ def edge(address: str, drafter: str, **fields: Any) -> Client:
 
 
 def config_of(**fields: Any) -> VerifierConfig:
-    return VerifierConfig(threads=1, kv_tokens=8192, context_length=1024, max_sessions=16, keep_s=60.0, **fields)
+    return VerifierConfig(
+        dtype="float32", threads=1, kv_tokens=8192, context_length=1024, max_sessions=16, keep_s=60.0, **fields
+    )
 
 
 async def found_at(address: str, drafter: str, settings: dict[str, Sampling]) -> Found:

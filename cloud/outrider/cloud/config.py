@@ -12,6 +12,7 @@ from outrider.proto.settings import above, at_least, between, declared, no_empty
 from outrider.proto.tracing import trace_endpoint_option
 from outrider.proto.types import Goal, Noise, Patience
 
+AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 EXACT = ("auto", "tiles", "off")
 DRAFT_HERE = ("auto", "on", "off")
@@ -61,7 +62,13 @@ class VerifierConfig(GrpcServerSettings):
     model: str = option("", "id by which edges ask for the target; empty: its name", metavar="NAME")
     name: str = option("verifier", "name of the verifier, unique in the cluster", metavar="NAME")
     advertise: str = option("", "host at which edges reach it; empty: the one of --listen", metavar="HOST")
-    dtype: str = option("float32", "type of weights and KV cache", choices=DTYPES, group=TARGET)
+    dtype: str = option(
+        AUTO,
+        "type of weights and KV cache; auto: on a CPU bfloat16 where it is fast and keeps bytes, else float32; "
+        "elsewhere the model's own",
+        choices=(AUTO, *DTYPES),
+        group=TARGET,
+    )
     device: str = option("cpu", "torch device, such as cpu, cuda or cuda:1", metavar="DEVICE", group=TARGET)
     threads: int = option(
         0, "torch threads on the CPU; 0: torch's choice", flag="target-threads", group=TARGET, check=at_least(0)

@@ -14,8 +14,10 @@ import torch
 
 from outrider.cloud import attention
 from outrider.cloud.attention import RaggedBatch, RowSpan
+from outrider.cloud.automatic_dtype import load_automatically
 from outrider.cloud.call_source import Pass
 from outrider.cloud.chunked_attention import ChunkedBatch
+from outrider.cloud.config import AUTO
 from outrider.cloud.family_index import embedded_targets, load_tokenizer, resolve_target, tokenizer_file
 from outrider.cloud.kv_cache import PagedKVCache, SessionCache
 from outrider.cloud.kv_size import kv_tokens_by_memory
@@ -329,11 +331,31 @@ def load_target(
     that this processor's kernels allow it, else in tiles. On other devices "auto" is "off", since tiles would read all
     weights once for 16 rows.
 
+    With `dtype` "auto" it is the type that `load_automatically` finds.
+
     Raises:
         NotFound: no such model, or the hub cannot be reached.
         ModelRefused: pickled weights, code of its own, no fast tokenizer, or an architecture that fails the check.
     """
     source = resolve_target(target)
+    if dtype == AUTO:
+        return load_automatically(
+            lambda chosen: load_target(
+                target,
+                device=device,
+                dtype=chosen,
+                kv_tokens=kv_tokens,
+                page_size=page_size,
+                context_length=context_length,
+                max_sessions=max_sessions,
+                exact=exact,
+                packed=packed,
+                straight=straight,
+            ),
+            source,
+            device=device,
+            exact=exact,
+        )
     tokenizer = tokenizer_json(source, target)
     model = load_model(source, target, device=device, dtype=dtype)
     if device == "cpu":

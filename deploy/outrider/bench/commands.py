@@ -330,10 +330,11 @@ def loaded(*names: str, **defaults: Any) -> Part:
     return tuple(argument for argument in options if argument.field.name in names)
 
 
-_WRITER = loaded("target", "dtype", "device", "threads", "noise")
+# Records are compared between machines, so that their type must not follow the processor.
+_WRITER = loaded("target", "dtype", "device", "threads", "noise", dtype="float32")
 ENGINE_BENCH = Command(
     "outrider.bench.engine.command:engine_bench",
-    (part(EngineSettings), loaded("target", "dtype", "threads", threads=1)),
+    (part(EngineSettings), loaded("target", "dtype", "threads", dtype="float32", threads=1)),
 )
 CHAT_BENCH = Command("outrider.bench.chat:chat_bench", (part(ChatSettings), part(VerifierConfig, TARGET)))
 COPY_BENCH = Command(

@@ -92,6 +92,7 @@ class _Bench:
             runs = [run for link in links for run in await self._over(link, plain)]
         made_in = environment(
             self._config,
+            self._verifier.precision,
             max_tokens=self._sampling.max_tokens,
             seed=self._sampling.seed,
             drafter="auto",

@@ -23,7 +23,10 @@ PACKAGES = ("outrider", "torch", "transformers", "onnxruntime", "grpcio", "ray")
 
 @dataclass(frozen=True, slots=True, config=RECORD)
 class Environment:
-    """Machine, versions, models and options of a measurement. `date` is ISO 8601, in UTC."""
+    """Machine, versions, models and options of a measurement.
+
+    `date` is ISO 8601, in UTC; `dtype` the type in which the target computed, with what else decides its rounding.
+    """
 
     date: str
     command: str
@@ -45,8 +48,11 @@ class Environment:
     hf_drafter: str | None = None
 
 
-def environment(verifier: VerifierConfig, **options: Any) -> Environment:
-    """Return the environment of the running command on a target; `options`: further fields of `Environment`."""
+def environment(verifier: VerifierConfig, dtype: str, **options: Any) -> Environment:
+    """Return the environment of the running command on a target that was loaded in `dtype`, which "auto" has chosen.
+
+    `options` are further fields of `Environment`.
+    """
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         command=command_line(),
@@ -57,7 +63,7 @@ def environment(verifier: VerifierConfig, **options: Any) -> Environment:
         packages={name: _version(name) for name in PACKAGES},
         revision=_revision(),
         target=verifier.target,
-        dtype=verifier.dtype,
+        dtype=dtype,
         target_threads=verifier.threads or None,
         **options,
     )

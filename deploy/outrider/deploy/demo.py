@@ -17,6 +17,7 @@ from outrider.deploy.commands.edge import StopSettings
 from outrider.deploy.prompts import Prompt, held_out, read_prompts
 from outrider.deploy.show import LiveText
 from outrider.edge import Client, Completion, EdgeConfig, Sampling
+from outrider.edge.control import CoordinatorClient
 
 
 @dataclass(slots=True)
@@ -63,7 +64,8 @@ async def _demo(given: Given) -> int:
     async with local_cluster(given(VerifierConfig), verifiers=given(DemoSettings).verifiers) as cluster:
         console.print(f"coordinator on {cluster.coordinator}; verifiers: {', '.join(cluster.actors)}\n")
         accumulators = await _compare(cluster, given, console)
-    console.print(_table(accumulators, given))
+        precision = await _precision(cluster)
+    console.print(_table(accumulators, given, precision))
     if any(accumulator.identical < len(accumulator.outrider) for accumulator in accumulators.values()):
         console.print("the texts differ from cloud streaming", style="bold red")
         return 1
@@ -97,12 +99,22 @@ def _prompts(settings: BuiltInPrompts) -> list[Prompt]:
     return held_out(settings.per_domain) if settings.prompts is None else read_prompts(settings.prompts)
 
 
-def _table(accumulators: dict[str, ComparedTexts], given: Given) -> Table:
+async def _precision(cluster: LocalCluster) -> str:
+    """Return what the verifiers compute in, which `--dtype auto` has chosen."""
+    coordinator = CoordinatorClient(cluster.coordinator)
+    try:
+        status = await coordinator.status()
+    finally:
+        await coordinator.close()
+    return ", ".join(sorted({verifier.precision for verifier in status.verifiers}))
+
+
+def _table(accumulators: dict[str, ComparedTexts], given: Given, precision: str) -> Table:
     sampling = given(Sampling)
     table = Table(
         box=box.SIMPLE,
         padding=0,
-        title=f"T = {sampling.temperature:g}, {sampling.max_tokens} tokens per prompt, {given(VerifierConfig).dtype}",
+        title=f"T = {sampling.temperature:g}, {sampling.max_tokens} tokens per prompt, {precision}",
         caption="cloud: the same verifier without drafts; accept: chance that a draft is right, given those before it; "
         "up, down, cloud B: bytes per token; same: texts identical to cloud streaming",
     )

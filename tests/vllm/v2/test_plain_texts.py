@@ -69,7 +69,7 @@ def plain(prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=["vllm", "transformers"])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    backend = load_backend(VerifierConfig(engine=request.param, kv_tokens=8192, max_sessions=8))
+    backend = load_backend(VerifierConfig(engine=request.param, dtype="float32", kv_tokens=8192, max_sessions=8))
     yield backend
     backend.close()
 

@@ -19,7 +19,9 @@ from outrider.proto.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def backend(folder: Path) -> Iterator[VllmBackend]:
-    backend = load_vllm_backend(VerifierConfig(target=str(folder), engine="vllm", kv_tokens=2048, max_sessions=16))
+    backend = load_vllm_backend(
+        VerifierConfig(target=str(folder), engine="vllm", dtype="float32", kv_tokens=2048, max_sessions=16)
+    )
     yield backend
     backend.close()
 
@@ -37,7 +39,7 @@ def test_a_build_without_what_is_used_of_v2_is_refused(monkeypatch: pytest.Monke
     lacking = (("vllm.v1.worker.gpu.sample.sampler", "Sampler.nothing", ()),)
     monkeypatch.setattr(adapter, "PROBED_OF_V2", adapter.PROBED_OF_V2 + lacking)
     with pytest.raises(ConfigError, match=r"lacks vllm\.v1\.worker\.gpu\.sample\.sampler\.Sampler\.nothing"):
-        load_vllm_backend(VerifierConfig(engine="vllm", kv_tokens=2048, max_sessions=4))
+        load_vllm_backend(VerifierConfig(engine="vllm", dtype="float32", kv_tokens=2048, max_sessions=4))
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -24,7 +24,9 @@ SETTINGS = {
 
 
 def config_of(**fields: Any) -> VerifierConfig:
-    return VerifierConfig(threads=1, kv_tokens=4096, context_length=512, max_sessions=8, noise=Noise.VLLM, **fields)
+    return VerifierConfig(
+        dtype="float32", threads=1, kv_tokens=4096, context_length=512, max_sessions=8, noise=Noise.VLLM, **fields
+    )
 
 
 async def texts(address: str, drafter: str) -> tuple[dict[str, Any], int]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.cloud.precision import precision_of
+from outrider.cloud.precision import dtype_name, precision_of
 from outrider.cloud.vllm.messages import ForwardPass, PassResult, Wanted
 from outrider.cloud.vllm.sequences import Block
 from outrider.proto.errors import ConfigError, ModelRefused
@@ -34,6 +34,7 @@ _KEPT = (
 # Modules, what is used of them, and the parameters by which it is called.
 PROBED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ()),
+    ("vllm.engine.arg_utils", "EngineArgs.create_model_config", ()),
     ("vllm.v1.engine.core", "EngineCore", ("vllm_config", "executor_class", "log_stats")),
     ("vllm.v1.executor", "Executor.get_class", ("vllm_config",)),
     ("vllm.v1.executor", "Executor.collective_rpc", ("method", "args")),
@@ -119,6 +120,20 @@ def missing_names(probed: Iterable[tuple[str, str, tuple[str, ...]]] = PROBED) -
             continue
         missing += [f"{module}.{path}({name})" for name in parameters if name not in known]
     return missing
+
+
+def chosen_dtype(source: str, quantization: str) -> str:
+    """Return the type that vLLM takes for the model at `source` where it is left to it; raise what vLLM raises."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    asked = EngineArgs(
+        model=source,
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        dtype="auto",
+        quantization=quantization or None,
+    )
+    return dtype_name(asked.create_model_config().dtype)
 
 
 class VllmCore:

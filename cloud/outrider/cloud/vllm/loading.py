@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from outrider.cloud.backend import TargetFacts
 from outrider.cloud.batching import MAX_PREFILL_ROWS
-from outrider.cloud.config import VerifierConfig
+from outrider.cloud.config import AUTO, VerifierConfig
 from outrider.cloud.family_index import resolve_target
 from outrider.cloud.kv_size import bytes_per_token, kv_tokens_by_memory
 from outrider.cloud.target import tokenizer_json
-from outrider.cloud.vllm.adapter import VllmCore, check_device, check_release
+from outrider.cloud.vllm.adapter import VllmCore, check_device, check_release, chosen_dtype
 from outrider.cloud.vllm.backend import VllmBackend
 from outrider.proto.errors import ModelRefused, NotFound, OutriderError
 from outrider.proto.tokenizer import tokenizer_hash
@@ -38,8 +39,8 @@ def load_vllm_backend(config: VerifierConfig) -> VllmBackend:
     check_device(config.device)
     source = resolve_target(config.target)
     tokenizer, shape = tokenizer_json(source, config.target), _shape(source, config.target)
-    options = engine_options(config, source, shape)
     try:
+        options = engine_options(_with_dtype(config, source), source, shape)
         core = VllmCore(config.max_drafts, options)
     except OutriderError:
         raise
@@ -62,7 +63,10 @@ def load_vllm_backend(config: VerifierConfig) -> VllmBackend:
 
 
 def engine_options(config: VerifierConfig, source: str, shape: Any) -> dict[str, Any]:
-    """Return the fields of vLLM's `EngineArgs` for a model of `shape` (its transformers config) at `source`."""
+    """Return the fields of vLLM's `EngineArgs` for a model of `shape` (its transformers config) at `source`.
+
+    The config names a type, since the size of the KV cache follows from it.
+    """
     longest = int(getattr(shape, "max_position_embeddings", 0) or config.context_length or _CONTEXT)
     context = min(config.context_length or longest, longest)
     on_cpu = config.device == "cpu"
@@ -100,6 +104,13 @@ def engine_options(config: VerifierConfig, source: str, shape: Any) -> dict[str,
         options["num_gpu_blocks_override"] = pages + 1  # vLLM's first stands for nothing
         options["kv_cache_memory_bytes"] = (pages + 1) * page_size * bytes_per_token(shape, dtype)
     return options
+
+
+def _with_dtype(config: VerifierConfig, source: str) -> VerifierConfig:
+    """Return `config` with the type that vLLM takes for the model at `source` where it names none."""
+    if config.dtype != AUTO:
+        return config
+    return replace(config, dtype=chosen_dtype(source, config.quantization))
 
 
 def _executor(config: VerifierConfig) -> str:

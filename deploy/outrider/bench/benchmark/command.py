@@ -42,6 +42,7 @@ from outrider.bench.replay.traces import HitTrace
 from outrider.bench.simulator.clock import Costs
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.family_index import drafter_folder, resolve_target
+from outrider.cloud.precision import dtype_of
 from outrider.cloud.step_timing import StepTiming
 from outrider.deploy.arguments import Given
 from outrider.deploy.commands.decoding import BuiltInPrompts
@@ -130,6 +131,7 @@ class Bench:
                 runs = [run for link in self._links for run in await self._over(link, known)]
         made_in = environment(
             self._config,
+            self._verifier.precision,
             max_tokens=self._sampling.max_tokens,
             seed=self._sampling.seed,
             drafter=known.drafter,
@@ -388,7 +390,7 @@ class Bench:
             self._sampling,
             assistant_folder=self._assistant(drafter) if mode == "hf-assisted" else None,
             threads=self._config.threads,
-            dtype=self._config.dtype,
+            dtype=dtype_of(self._verifier.precision),
         )
         await stack.enter_async_context(process)
         await process.text(warm_up, WARM_UP_TOKENS)

@@ -23,19 +23,21 @@ class VerifierProcess(Child):
 
     Attributes:
         address: where the verifier serves.
+        precision: what decides the rounding of its target, known once it serves.
         tokenizer: file of the target's tokenizer.
     """
 
     def __init__(self, config: VerifierConfig, tokenizer: Path) -> None:
         super().__init__(__name__, "the verifier")
-        self.address = ""
+        self.address = self.precision = ""
         self.tokenizer = tokenizer
         self._config = config
 
     async def prepare(self) -> None:
         """Start the server, and write the file of the tokenizer."""
         config = base64.b64encode(pickle.dumps(self._config)).decode()
-        self.address = await self.ask({"config": config, "tokenizer": str(self.tokenizer)})
+        served = await self.ask({"config": config, "tokenizer": str(self.tokenizer)})
+        self.address, self.precision = served["address"], served["precision"]
 
     async def step_timings(self) -> list[StepTiming]:
         """Return the times of the steps since the last call."""
@@ -53,7 +55,7 @@ async def _serve() -> None:
         await asyncio.to_thread(Path(request["tokenizer"]).write_text, new.tokenizer_json, "utf-8")
         address = await new.start()
         server = new
-        return address
+        return {"address": address, "precision": new.rules.precision}
 
     await answer_requests(answer)
     if server is not None:

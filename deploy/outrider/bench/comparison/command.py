@@ -21,6 +21,7 @@ from outrider.bench.environment import environment
 from outrider.bench.outputs import hand_out, progress
 from outrider.bench.vectors import SentVectors
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.precision import dtype_name
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import SteeringVectors, load_projections
 from outrider.cloud.target import load_target
@@ -80,6 +81,7 @@ class _Comparing:
         return Comparison(
             environment=environment(
                 self._verifier,
+                dtype_name(self._target.dtype),
                 max_tokens=options.max_tokens,
                 seed=options.seed,
                 drafter=", ".join(self._drafters),

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +26,7 @@ from outrider.bench.outputs import check_file
 from outrider.bench.record import save
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.family_index import resolve_target
+from outrider.cloud.precision import dtype_name
 from outrider.cloud.target import load_model, load_target
 from outrider.deploy.arguments import Given
 from outrider.proto.errors import ConfigError
@@ -79,28 +81,20 @@ class _EngineBench:
         self._clock_name = "cpu" if one_thread else "wall"
         self._sampling = Sampling(temperature=options.temperature, seed=1)
         self._cases = list(_cases(options))
-        self._plain, self._packed = (
-            load_target(
-                verifier.target,
-                dtype=verifier.dtype,
-                kv_tokens=max(map(_positions, self._cases)),
-                page_size=_PAGE,
-                exact=verifier.exact if packed else "off",
-                packed=packed,
-                straight=packed,
-            )
-            for packed in (False, True)
-        )
+        load = partial(load_target, verifier.target, kv_tokens=max(map(_positions, self._cases)), page_size=_PAGE)
+        self._packed = load(dtype=verifier.dtype, exact=verifier.exact)
+        dtype = dtype_name(self._packed.dtype)
+        self._plain = load(dtype=dtype, exact="off", packed=False, straight=False)
         for case in sorted(self._cases, key=lambda case: (-case.context, -case.rows)):
             needed, room = case.context + case.rows, self._plain.context_length
             if needed > room:
                 message = f"takes {needed} positions with the rows, and the target has {room}; take less"
                 raise ConfigError(message, field="context" if case.context else "prefill")
         source = resolve_target(verifier.target)
-        self._library = load_model(source, verifier.target, device="cpu", dtype=verifier.dtype)
+        self._library = load_model(source, verifier.target, device="cpu", dtype=dtype)
         self._versions: dict[str, str] = {}
         self._absent: dict[str, str] = {}
-        specs = peer_specs(options, _folder(source), verifier.dtype)
+        specs = peer_specs(options, _folder(source), dtype)
         self._peers = [peer for spec in specs if (peer := self._start(spec, stack)) is not None]
 
     def _start(self, spec: PeerSpec, stack: ExitStack) -> PeerProcess | None:
@@ -119,6 +113,7 @@ class _EngineBench:
         return EngineRecord(
             environment=environment(
                 self._verifier,
+                dtype_name(self._packed.dtype),
                 drafter="",
                 drafter_version=None,
                 drafter_threads=None,

@@ -24,6 +24,7 @@ from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts
 from outrider.bench.vectors import SentVectors
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.distribution import VerificationInput, processed_logits
+from outrider.cloud.precision import dtype_name
 from outrider.cloud.sampling import Sampler
 from outrider.cloud.steering import Projection
 from outrider.cloud.steering_vectors import load_projections
@@ -72,6 +73,7 @@ def record(given: Given) -> int:
     versions = [package.version if package is not None else "-" for package in packages.values()]
     made_in = environment(
         verifier,
+        dtype_name(target.dtype),
         max_tokens=options.max_tokens,
         seed=options.seed,
         drafter=", ".join(packages),
