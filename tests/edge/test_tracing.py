@@ -202,8 +202,13 @@ def test_the_verifiers_spans_join_the_edges_trace(tokenizer_file) -> None:
         assert span.parent.span_id == root.context.span_id
     traced = sorted(span.attributes["outrider.position"] for span in there["verify"])
     assert traced == sorted(span.attributes["outrider.position"] for span in here["verify"])
-    inside = [seconds(mine) - seconds(its) for mine, its in zip(here["verify"], there["verify"], strict=True)]
-    assert all(abs(difference) < 1e-3 for difference in inside)
+    whole = 0
+    for mine, its, waiting in zip(here["verify"], there["verify"], here["queue"], strict=True):
+        assert seconds(mine) - seconds(its) < 1e-3
+        if seconds(waiting) > 0:  # else drafts came while the step ran, and the edge counts from then on
+            assert seconds(mine) - seconds(its) > -1e-3
+            whole += 1
+    assert whole
 
 
 def test_spans_arrive_at_a_collector_that_speaks_otlp() -> None:
