@@ -417,7 +417,11 @@ def package(folder, name, tokenizer=WORD_TOKENIZER, steered=False, **changes) ->
 
 def prepared(drafter: str, **config) -> Ready:
     edge = EdgeConfig(**WHERE, drafter=drafter, **config)
-    return asyncio.run(Preparation(edge, None, None, ()).run())
+
+    async def run() -> Ready:
+        return await (await Preparation(edge, None, None, ()).run()).with_drafters()
+
+    return asyncio.run(run())
 
 
 def test_a_list_of_drafters_is_a_pool_whose_first_is_loaded_and_whose_others_follow(tmp_path):

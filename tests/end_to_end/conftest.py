@@ -48,7 +48,7 @@ async def _edge(*addresses: str, drafter: Any = None, **config: Any) -> AsyncIte
     client = Client(edge, drafters=() if drafter is None else (drafter,))
     await client.prepare()
     if len(addresses) > 1:
-        ready = client._ready
+        ready = client.ready
         assert ready is not None
         object.__setattr__(ready, "route", DirectRoute(addresses, edge.model, ready.tokenizer_sha256))
     try:

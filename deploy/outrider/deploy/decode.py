@@ -52,8 +52,12 @@ async def _local_client(given: Given) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def _remote_client(given: Given) -> AsyncIterator[Client]:
-    async with Client(given(EdgeConfig, api_key=api_key(given))) as client:
+    client = Client(given(EdgeConfig, api_key=api_key(given)))
+    try:
+        await client.find()  # and no more: the first text does not wait for a drafter
         yield client
+    finally:
+        await client.close()
 
 
 async def _decode(given: Given, opening: Callable[[Given], AbstractAsyncContextManager[Client]]) -> int:

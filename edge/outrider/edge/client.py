@@ -26,13 +26,14 @@ from outrider.edge.history import TextHistory
 from outrider.edge.link import Channels
 from outrider.edge.prediction import Prediction, indexed_prediction
 from outrider.edge.preparation import Preparation, Ready
+from outrider.edge.prepared import Prepared
 from outrider.edge.request import RequestOptions, checked_sampling, checked_stop
 from outrider.edge.routes import Route
 from outrider.edge.text import TextStream
 from outrider.edge.tracing import Tracing
 from outrider.proto.errors import ConfigError
-from outrider.proto.session import DrafterSteering, EdgeSession, SharedMeasurements
-from outrider.proto.types import LeaseRequest, Open, Sampling, SteeringRequest
+from outrider.proto.session import EdgeSession, SharedMeasurements
+from outrider.proto.types import LeaseRequest, Open, Sampling
 
 
 class Client:
@@ -58,14 +59,11 @@ class Client:
         self._preparation = Preparation(config, self._coordinator, route, drafters)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-drafter")
         self._decodings = weakref.WeakSet[Decoding]()  # for which the one thread drafts
-        self._ready: Ready | None = None
-        self._preparing = asyncio.Lock()
+        self._prepared = Prepared(config, self._preparation)
         self._channels = Channels(config.security)
         self._tracing = Tracing.to(config.trace_endpoint, config.trace_ratio) if config.trace_endpoint else None
         self._history = TextHistory(config)
         self._battery = Battery(config.battery)
-        self._steering: DrafterSteering | None = None
-        self._steering_request: SteeringRequest | None = None
 
     async def __aenter__(self) -> Self:
         await self.prepare()
@@ -77,52 +75,44 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close channels, drafters and the drafting thread."""
+        """Close channels, drafters and the drafting thread; one that loads is dropped when it is there."""
         await self._history.close()
         await self._channels.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
         if self._coordinator is not None:
             await self._coordinator.close()
-        if self._ready is not None and self._ready.drafters is not None:
-            self._ready.drafters.close()
-        if self._ready is not None and self._ready.local_texts is not None:
-            await asyncio.to_thread(self._ready.local_texts.close)
+        await self._prepared.close()
         self._thread.shutdown(wait=False)
 
     @property
     def ready(self) -> Ready | None:
         """Route, model, tokenizer, drafters and chat template that `prepare` found; None before it."""
-        return self._ready
+        return self._prepared.ready
 
     @property
     def drafter(self) -> Drafter | None:
         """First drafter in use; None without one, or before `prepare`."""
-        return self._ready.drafter if self._ready else None
+        return self.ready.drafter if self.ready else None
 
     @property
     def drafter_name(self) -> str:
         """Names of the drafters in use, with commas between; `none` without one."""
-        return ",".join(self._ready.drafters.names) if self._ready and self._ready.drafters else "none"
+        return self.ready.drafter_names if self.ready else "none"
 
     async def prepare(self) -> Ready:
-        """Find the target and fetch its tokenizer and a drafter, once; the first generation does so otherwise.
+        """Find the target, fetch its tokenizer and load a drafter, once.
+
+        The first generation finds the target otherwise, and has drafts once the drafter is loaded.
 
         Raises:
             OutriderError: nobody answers, there is no such model or drafter, or content has the wrong hash.
         """
-        async with self._preparing:
-            if self._ready is None:
-                ready = await self._preparation.run()
-                shape = ready.drafters.steering if ready.drafters is not None else None
-                policy = self.config.steering_policy(shape.rank, shape.gain) if shape is not None else None
-                if shape is not None and policy is not None:
-                    self._steering = DrafterSteering(shape.rank, policy)
-                    self._steering_request = SteeringRequest(shape.projection)
-                self._ready = ready
-                if (expected := ready.route.expected()) is not None:  # the first text waits for no handshake
-                    self._channels.connect(expected.address, expected.tls_name if expected.tls else None)
-            return self._ready
+        return await self._prepared.load(self._channels)
+
+    async def find(self) -> Ready:
+        """Prepare like `prepare`, but leave a large drafter to load while texts begin."""
+        return await self._prepared.find(self._channels)
 
     async def inquire(self) -> str:
         """Return the host:port where a text would be decoded now, without taking a slot; needs `prepare`.
@@ -179,7 +169,7 @@ class Client:
         """
         began = time.monotonic()
         options = RequestOptions(logprobs, top_logprobs, request_id)
-        ready = await within(self.prepare(), deadline_s)
+        ready = await within(self.find(), deadline_s)
         frame = options.applied_to(self.open(prompt, sampling or Sampling(), overrides))
         text = TextStream(ready.tokenizer, checked_stop(stop))
         decoding = self.begin(frame, observer, await self.predicted(prediction))
@@ -279,7 +269,7 @@ class Client:
             max_drafts=self.config.max_drafts,
             drafts_here=self.config.drafts_here,
             logp=self.config.logprobs,
-            steering=self._steering_request,
+            steering=self._prepared.steering_request,
         )
 
     def begin(self, frame: Open, observer: Observer | None, prediction: SuffixIndex | None = None) -> Decoding:
@@ -300,7 +290,7 @@ class Client:
             self.config.retry,
             measured.snapshot(),
             send_q=self.config.send_q,
-            steering=self._steering,
+            steering=self._prepared.steering,
             selection=self._history.selection(ready, frame.sampling, features, drafters, steered) if drafters else None,
             battery=self._battery.share,
         )
@@ -332,6 +322,6 @@ class Client:
             ready.local_texts.keep(machine.transcript[machine.prompt_length :])
 
     def _ready_now(self) -> Ready:
-        if self._ready is None:
+        if self.ready is None:
             raise ConfigError("the client is not prepared; await prepare() or use `async with`", field="client")
-        return self._ready
+        return self.ready

@@ -26,6 +26,8 @@ class _Client(Protocol):
 
     async def prepare(self) -> Ready: ...
 
+    async def find(self) -> Ready: ...
+
     async def predicted(self, prediction: Prediction) -> SuffixIndex | None: ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -189,7 +191,7 @@ class Conversation:
         prediction: Prediction,
     ) -> AsyncGenerator[Event]:
         began = time.monotonic()
-        ready = await within(self._client.prepare(), deadline_s)
+        ready = await within(self._client.find(), deadline_s)
         start = len(self._tokens)
         new = ready.encode(prompt, special=start == 0)
         decoding = await self._begin(start, new, sampling, await self._client.predicted(prediction))

@@ -23,6 +23,7 @@ from outrider.edge.config import EdgeConfig
 from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.kept_answers import KeptAnswers
 from outrider.edge.local_texts import LocalFiles, LocalTexts
+from outrider.edge.pending import FoundDrafters, PendingDrafter
 from outrider.edge.routes import CoordinatorRoute, DirectRoute, Route
 from outrider.proto.errors import (
     ConfigError,
@@ -49,6 +50,7 @@ class Ready:
     Attributes:
         drafters: pool whose first drafter is loaded; None: there are none.
         drafter_error: reason for that where drafters were requested.
+        pending: first drafter while it loads, until `with_drafters`; None: nothing loads.
         chat_template: content of a template file, as `daemon.chat_template` reads it; empty: the target has none.
         local_texts: texts of this machine that drafts are copied from; None: none.
     """
@@ -60,6 +62,7 @@ class Ready:
     drafters: DrafterPool | None
     drafter_error: str = ""
     chat_template: str = ""
+    pending: PendingDrafter | None = None
     local_texts: LocalTexts | None = None
 
     @property
@@ -67,11 +70,18 @@ class Ready:
         """First of the drafters that are loaded."""
         return self.drafters.first if self.drafters is not None else None
 
+    @property
+    def drafter_names(self) -> str:
+        """Names of the drafters in use, with commas between; `none` without one."""
+        if self.pending is not None:
+            return self.pending.name
+        return ",".join(self.drafters.names) if self.drafters is not None else "none"
+
     def loaded_drafters(self) -> tuple[tuple[Drafter, ...], int | None]:
         """Return the drafters that are loaded and which of them is steered; the others load for later texts."""
         pool = self.drafters
         if pool is None:
-            return (), None
+            return (self.pending,) if self.pending is not None else (), None
         pool.want(range(len(pool)))
         loaded = {index: drafter for index in range(len(pool)) if (drafter := pool.loaded(index)) is not None}
         return tuple(loaded.values()), list(loaded).index(pool.steered) if pool.steered in loaded else None
@@ -83,6 +93,8 @@ class Ready:
     def drafters_of_text(self, prediction: SuffixIndex | None) -> tuple[tuple[Drafter, ...], int | None]:
         """Return what `loaded_drafters` does, with one of the text's own to copy from what is here and `prediction`."""
         drafters, steered = self.loaded_drafters()
+        if self.pending is not None and prediction is not None:
+            drafters = ()  # nothing can be chosen among while one of them loads
         own = RetrievalDrafter(
             tuple if self.local_texts is None else self.local_texts.sources,
             prediction,
@@ -93,6 +105,24 @@ class Ready:
             drafters = (*drafters, own)
         return drafters, steered
 
+    async def with_drafters(self) -> Ready:
+        """Return this once the first drafter is loaded, or is known not to be loadable.
+
+        Raises:
+            OutriderError: what `Preparation.run` raises for a mistake in the request for drafters.
+        """
+        if self.pending is None:
+            return self
+        drafting = await asyncio.wrap_future(self.pending.loading)
+        return replace(self, drafters=drafting.drafters, drafter_error=drafting.error, pending=None)
+
+    def close_drafters(self) -> None:
+        """Evict the drafters, and the one that loads when it is there."""
+        if self.drafters is not None:
+            self.drafters.close()
+        if self.pending is not None:
+            self.pending.close()
+
     def encode(self, text: str | Sequence[int], *, special: bool) -> tuple[int, ...]:
         """Return token ids of `text`, with the tokenizer's special tokens around it or not; token ids stay."""
         if isinstance(text, str):
@@ -102,13 +132,6 @@ class Ready:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-@dataclass(frozen=True, slots=True)
-class _Drafting:
-    drafters: DrafterPool | None
-    package: DrafterPackage | None = None
-    error: str = ""
 
 
 class Preparation:
@@ -135,7 +158,7 @@ class Preparation:
         self._cache = DrafterCache(config.cache)
 
     async def run(self) -> Ready:
-        """Find everything.
+        """Find everything; a drafter that is large goes on loading afterwards.
 
         Raises:
             NotFound: no such model, drafter or file.
@@ -176,7 +199,7 @@ class Preparation:
         sha256 = tokenizer_hash(text)
         route = self._route or DirectRoute((config.verifier,), config.model, sha256, config.security)
         template = _read(config.chat_template, "chat_template") if config.chat_template else ""
-        return Ready(route, config.model, Tokenizer.from_str(text), sha256, drafting.drafters, drafting.error, template)
+        return _ready(route, config.model, text, sha256, drafting, template)
 
     async def _leased(self, coordinator: CoordinatorClient) -> Ready:
         lease = await self._first_lease(coordinator)
@@ -187,7 +210,7 @@ class Preparation:
             raise TokenizerMismatch("is not the one of the target; leave it to the coordinator", field="tokenizer")
         route = self._route or CoordinatorRoute(coordinator, lease.model, sha256)
         template = await asyncio.to_thread(self._fetch_chat_template, lease)
-        return Ready(route, lease.model, Tokenizer.from_str(text), sha256, drafting.drafters, drafting.error, template)
+        return _ready(route, lease.model, text, sha256, drafting, template)
 
     async def _first_lease(self, coordinator: CoordinatorClient) -> Lease:
         """Return a lease, after waiting for as long as the coordinator promises one."""
@@ -215,7 +238,7 @@ class Preparation:
     def _fetcher(self) -> Callable[[RemoteFile, int], Iterator[bytes]]:
         return file_fetcher(self._config.coordinator, security=self._config.security)
 
-    async def _load_drafter(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
+    async def _load_drafter(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> FoundDrafters:
         """Return the requested drafters.
 
         One that cannot be had at present, or is broken, is no reason not to decode: others go on without it, and where
@@ -223,22 +246,25 @@ class Preparation:
         or a wrong tokenizer, is a mistake.
         """
         if self._drafters:
-            return _Drafting(DrafterPool.of(*self._drafters, *self._copier()))
+            return FoundDrafters(DrafterPool.of(*self._drafters, *self._copier()))
         if self._config.drafter == "none":
-            return _Drafting(None)
+            return FoundDrafters(None)
         find = self._any_drafters if self._config.drafter == "auto" else self._named_drafters
         try:
             return await asyncio.to_thread(find, offers, tokenizer_sha256)
         except BROKEN as error:
-            log.warning("decoding without a drafter: %s", error)
-            pool = DrafterPool.of(*self._copier()) if self._copies else None
-            return _Drafting(pool, error=str(error).splitlines()[0])
+            return self._without_drafter(error)
+
+    def _without_drafter(self, error: Exception) -> FoundDrafters:
+        log.warning("decoding without a drafter: %s", error)
+        pool = DrafterPool.of(*self._copier()) if self._copies else None
+        return FoundDrafters(pool, error=str(error).splitlines()[0])
 
     def _copier(self) -> tuple[Drafter, ...]:
         """Return the drafter that copies where there is something to copy from, else none."""
         return (RetrievalDrafter(),) if self._copies else ()
 
-    def _named_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
+    def _named_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> FoundDrafters:
         """Make a pool of the drafters that the config names."""
         names = self._config.drafters
         if self._copies and RETRIEVAL not in names:
@@ -249,9 +275,9 @@ class Preparation:
         else:
             found = search.named(names, tokenizer_sha256)
         several = names[0] == "all" or len(names) > 1
-        return self._pool(found, self._limit_bytes if several else math.inf)
+        return self._pool(found, self._limit_bytes if several else math.inf, tokenizer_sha256)
 
-    def _any_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> _Drafting:
+    def _any_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> FoundDrafters:
         """Make a pool of all drafters that fit, of which none but the first is steered.
 
         Replayed over all links, a steered one among others gains nothing, and its vectors cost bytes of every commit.
@@ -261,10 +287,9 @@ class Preparation:
         first, *others = search.all(tokenizer_sha256)
         copying = search.named((RETRIEVAL,), tokenizer_sha256) if self._copies else []
         if _MEMORY_OF_GRAPHS * first.bytes > self._limit_bytes:
-            return self._pool([first, *copying], math.inf)
-        return self._pool(
-            [first, *(member for member in others if member.steering is None), *copying], self._limit_bytes
-        )
+            return self._pool([first, *copying], math.inf, tokenizer_sha256)
+        plain = (member for member in others if member.steering is None)
+        return self._pool([first, *plain, *copying], self._limit_bytes, tokenizer_sha256)
 
     @property
     def _limit_bytes(self) -> float:
@@ -273,9 +298,22 @@ class Preparation:
     def _search(self, offers: tuple[DrafterManifest, ...]) -> DrafterSearch:
         return DrafterSearch(offers, self._cache, self._fetcher(), self._config.threads)
 
-    def _pool(self, found: list[Member], limit_bytes: float) -> _Drafting:
-        """Load the first that can be, and begin to load the others."""
+    def _pool(self, found: list[Member], limit_bytes: float, tokenizer_sha256: str) -> FoundDrafters:
+        """Begin to load: a large drafter while texts begin, unless they need the tokenizer that is checked with it."""
         package = next((member.package for member in found if member.package is not None), None)
+        if not (found[0].bytes and tokenizer_sha256):
+            return self._loaded(found, limit_bytes, package)
+
+        def load() -> FoundDrafters:
+            try:
+                return self._loaded(found, limit_bytes, package)
+            except BROKEN as error:
+                return self._without_drafter(error)
+
+        return FoundDrafters(None, package, pending=PendingDrafter(found[0], load))
+
+    def _loaded(self, found: list[Member], limit_bytes: float, package: DrafterPackage | None) -> FoundDrafters:
+        """Load the first that can be, and begin to load the others."""
         while True:
             pool = DrafterPool(found, limit_bytes=limit_bytes)
             try:
@@ -288,7 +326,20 @@ class Preparation:
                 del found[0]
                 continue
             pool.want(range(len(pool)))
-            return _Drafting(pool, package)
+            return FoundDrafters(pool, package)
+
+
+def _ready(route: Route, model: str, tokenizer: str, sha256: str, drafting: FoundDrafters, template: str) -> Ready:
+    return Ready(
+        route,
+        model,
+        Tokenizer.from_str(tokenizer),
+        sha256,
+        drafting.drafters,
+        drafting.error,
+        template,
+        drafting.pending,
+    )
 
 
 def leased_tokenizer(config: EdgeConfig, lease: Lease, cache: DrafterCache) -> Path:

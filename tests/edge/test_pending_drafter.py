@@ -1,0 +1,206 @@
+"""A drafter that is slow to load: texts begin without it, and it takes part in them once it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import pytest
+from scripted_cloud import ScriptedChannels, ScriptedStream, scripted_client
+
+from outrider.drafters import NgramDrafter
+from outrider.drafters.pool import DrafterPool, Member
+from outrider.drafters.proposals import ProposalRule
+from outrider.drafters.protocol import Drafter
+from outrider.drafters.search import DrafterSearch
+from outrider.edge import Client
+from outrider.edge.pending import FoundDrafters, PendingDrafter
+from outrider.proto.errors import DataLoss, NotFound, TokenizerMismatch
+from outrider.proto.session import EdgeStatistics
+from outrider.proto.types import CloudFrame, CommittedToken, Open, Sampling
+
+PROMPT = (5, 6, 7, 8) * 8
+TEXT = tuple(map(CommittedToken, (5, 6, 7, 8) * 16))
+COMMITS_BEFORE = 8  # the drafter is there
+
+
+class SlowLoad:
+    """Load that ends when the test says so, with a drafter or an error; all names find such a drafter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        monkeypatch.setattr(DrafterSearch, "named", lambda *_: [Member("slow", "1", 1000, self.load)])
+
+    def load(self) -> Drafter:
+        self.begun.set()
+        assert self.go_on.wait(30)
+        if self.error is not None:
+            raise self.error
+        return NgramDrafter(name="slow")
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowLoad:
+    return SlowLoad(monkeypatch)
+
+
+def run(tokenizer: Path, scenario: Callable[[Client, ScriptedChannels], Awaitable[None]]) -> None:
+    async def main() -> None:
+        client, channels = scripted_client(tokenizer, drafter="slow")
+        channels.script = lambda _: TEXT
+        try:
+            await scenario(client, channels)
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_slow_load_delays_no_token(tokenizer_file: Path, slow: SlowLoad) -> None:
+    async def scenario(client: Client, channels: ScriptedChannels) -> None:
+        for _ in range(2):
+            completion = await client.complete(PROMPT, max_tokens=len(TEXT))
+            assert completion.tokens == TEXT
+            assert (completion.statistics.drafted, completion.statistics.drafter_error) == (0, "")
+        assert slow.begun.is_set()
+        assert not slow.go_on.is_set()
+        assert client.drafter_name == "slow"
+        assert client.drafter is None
+        slow.go_on.set()
+        await client.prepare()
+        assert client.drafter is not None
+
+    run(tokenizer_file, scenario)
+
+
+class GatedStream(ScriptedStream):
+    """Lets the load end after a few commits, and the drafting thread answer each commit from then on."""
+
+    def __init__(self, channels: GatedChannels, statistics: EdgeStatistics) -> None:
+        super().__init__(channels, statistics)
+        self._gates = channels
+
+    async def frames(self) -> AsyncIterator[CloudFrame]:
+        received = 0
+        async for frame in super().frames():
+            if received == COMMITS_BEFORE:
+                self._gates.slow.go_on.set()
+                await self._gates.client.prepare()
+            elif received > COMMITS_BEFORE:
+                await asyncio.get_running_loop().run_in_executor(self._gates.client._thread, lambda: None)
+            received += 1
+            yield frame
+
+
+class GatedChannels(ScriptedChannels):
+    def __init__(self, client: Client, slow: SlowLoad) -> None:
+        super().__init__()
+        self.client, self.slow = client, slow
+        self.opens: list[Open] = []
+        self.script = self._note
+
+    def _note(self, frame: Open) -> Sequence[CommittedToken]:
+        self.opens.append(frame)
+        return TEXT
+
+    def open_stream(self, address: str, statistics: EdgeStatistics, *_: object) -> GatedStream:
+        return GatedStream(self, statistics)
+
+
+def test_a_drafter_takes_part_in_a_text_that_began_while_it_loaded(tokenizer_file: Path, slow: SlowLoad) -> None:
+    async def scenario(client: Client, _: ScriptedChannels) -> None:
+        channels = client._channels = GatedChannels(client, slow)  # type: ignore[assignment]
+        completion = await client.complete(PROMPT, max_tokens=len(TEXT))
+        assert completion.tokens == TEXT
+        assert completion.statistics.drafted > 0
+        assert completion.statistics.drafter_error == ""
+        assert [frame.drafting for frame in channels.opens] == [True]
+
+    run(tokenizer_file, scenario)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_a_drafter_that_cannot_be_loaded_is_reported(tokenizer_file: Path, slow: SlowLoad, cold: bool) -> None:
+    slow.error = DataLoss("model.onnx has the wrong hash")
+
+    async def scenario(client: Client, channels: ScriptedChannels) -> None:
+        if cold:
+            await client.find()
+        slow.go_on.set()
+        if not cold:
+            await client.prepare()
+            assert client.drafter_name == "none"
+        for _ in range(2):
+            completion = await client.complete(PROMPT, max_tokens=8)
+            assert completion.tokens == TEXT[:8]
+        await client.prepare()
+        completion = await client.complete(PROMPT, max_tokens=8)
+        assert "wrong hash" in completion.statistics.drafter_error
+
+    run(tokenizer_file, scenario)
+
+
+@pytest.mark.parametrize("error", [NotFound("is unknown", field="drafter"), TokenizerMismatch("another")])
+def test_a_mistake_in_the_name_is_an_error_at_once(
+    tokenizer_file: Path, slow: SlowLoad, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def named(*_: object) -> list[Member]:
+        raise error
+
+    monkeypatch.setattr(DrafterSearch, "named", named)
+
+    async def scenario(client: Client, channels: ScriptedChannels) -> None:
+        with pytest.raises(type(error)):
+            await client.complete(PROMPT, max_tokens=8)
+
+    run(tokenizer_file, scenario)
+
+
+def test_a_client_can_be_closed_while_its_drafter_loads(tokenizer_file: Path, slow: SlowLoad) -> None:
+    async def scenario(client: Client, channels: ScriptedChannels) -> None:
+        await client.complete(PROMPT, max_tokens=8)
+        assert client.ready is not None
+        pending = client.ready.pending
+        assert pending is not None
+        assert slow.begun.wait(30)
+        await client.close()
+        assert not slow.go_on.is_set()
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+        pending.loading.add_done_callback(lambda _: loop.call_soon_threadsafe(closed.set))  # after the client's own
+        slow.go_on.set()
+        await closed.wait()
+        pool = pending.loading.result().drafters
+        assert pool is not None
+        assert pool.first is None
+
+    run(tokenizer_file, scenario)
+
+
+def test_a_prefix_follows_the_text_while_the_drafter_loads() -> None:
+    go_on, rule = threading.Event(), ProposalRule(Sampling(temperature=0.0), prompt_length=4)
+
+    def load() -> FoundDrafters:
+        assert go_on.wait(30)
+        return FoundDrafters(DrafterPool.of(NgramDrafter(name="slow")))
+
+    drafter = PendingDrafter(Member("slow", "1", 1000, NgramDrafter), load)
+    early, other, whole = drafter.open(rule), drafter.open(rule), NgramDrafter(name="slow").open(rule)
+    early.extend((*PROMPT, 1, 2))
+    assert early.propose(4) == ()
+    early.truncate(len(PROMPT))
+    early.extend((5, 6))
+    other.extend(PROMPT)
+    go_on.set()
+    drafter.loading.result(30)
+    whole.extend((*PROMPT, 5, 6))
+    assert early.propose(4) == (), "this one reads the prefix"
+    assert early.length == whole.length
+    assert early.propose(4) == whole.propose(4) != ()
+    assert early.length == whole.length
+    plain = NgramDrafter().open(rule)
+    plain.extend(PROMPT)
+    assert other.propose_forced((5, 9)) == plain.propose_forced((5, 9))
+    drafter.close()
