@@ -157,8 +157,7 @@ class LocalSource(NoSource):
                 # No thread has begun it, and it is of no use any more: another takes its place.
                 ends.drop(now - task.queued_at)
                 followed.task, due_since = None, task.due_since
-            step_s = self._batching.base_s / max(1, self._slots.num_running)
-            job = session.local_job(step_s, self._batching.row_s, now, block)
+            job = session.local_job(self._batching.base_s, self._batching.row_s, now, block)
             if job is None:
                 return
             followed = self._followed(slot)

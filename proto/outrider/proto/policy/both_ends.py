@@ -6,8 +6,8 @@ that others may need. A second of its drafting has a price in seconds of waiting
 
     seconds a token + price * seconds of drafting here a token.
 
-Unless it is set, the price is the highest of `_PRICES` at which texts are at most `SLACK` slower than with a drafter
-beside the target alone, which waits for its drafts before every step and rests during it.
+Unless it is set, the price is the highest of `_PRICES` at which texts are as fast as with a drafter beside the target
+alone, which waits for its drafts before every step and rests during it.
 With goal efficiency waiting is free, and cloud work a token is minimised: seconds of target steps and of drafting here.
 
 Between two misses only the end of the run is random: a step with d drafts is survived with probability a^(d+1). So the
@@ -29,7 +29,6 @@ from functools import lru_cache
 from outrider.proto.policy.patience import WORTH_THE_LINK
 from outrider.proto.types import Goal
 
-SLACK = 0.02
 _PRICES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, math.inf)
 _LENGTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 _DEAREST = 1e3  # stands for an infinite price
@@ -53,7 +52,8 @@ class EndsView:
         max_drafts: most drafts of a step.
         edge_s: time of a drafted token at the edge; infinite: it drafts nothing.
         round_trip_s: time from a commit to its answer, without drafting.
-        here_s: time of a drafted token beside the target, waiting for a free thread included.
+        here_s: time of a drafted token beside the target.
+        here_wait_s: time that such drafting waits for a free thread.
         price: seconds of waiting that a second of drafting here is worth; None: as the module says.
     """
 
@@ -64,13 +64,15 @@ class EndsView:
     edge_s: float
     round_trip_s: float
     here_s: float
+    here_wait_s: float = 0.0
     price: float | None = None
     goal: Goal = Goal.LATENCY
 
     def is_like(self, other: EndsView) -> bool:
         """Return whether no measurement differs so much that another division could be better."""
         mine, theirs = (
-            (view.step_s, view.row_s, view.edge_s, view.round_trip_s, view.here_s) for view in (self, other)
+            (view.step_s, view.row_s, view.edge_s, view.round_trip_s, view.here_s, view.here_wait_s)
+            for view in (self, other)
         )
         close = all(map(_is_close, mine, theirs)) and abs(self.acceptance - other.acceptance) < _LIKE_ACCEPTANCE
         return close and (self.max_drafts, self.price, self.goal) == (other.max_drafts, other.price, other.goal)
@@ -124,7 +126,7 @@ class Division:
             return False
         wait_s = _edge_wait_s(view, self.drafts, committed, since_miss_s)
         # Overdue drafts will not come: the edge has stopped before them.
-        return 0 < wait_s < (1 + self.price) * lacking * view.here_s
+        return 0 < wait_s < view.here_wait_s + (1 + self.price) * lacking * view.here_s
 
 
 def division_of(view: EndsView) -> Division:
@@ -138,6 +140,7 @@ def division_of(view: EndsView) -> Division:
             edge_s=max(_QUICKEST_S, _coarse(view.edge_s)),
             round_trip_s=_coarse(view.round_trip_s),
             here_s=max(_QUICKEST_S, _coarse(view.here_s)),
+            here_wait_s=_coarse(view.here_wait_s),
         )
     )
 
@@ -157,7 +160,7 @@ def _division_of(view: EndsView) -> Division:
     beside_s = min(division.costs.token_s for division in alone if not division.ahead)
 
     def too_slow(price: float) -> bool:
-        return cheapest(price).costs.token_s > (1 + SLACK) * beside_s
+        return cheapest(price).costs.token_s > beside_s
 
     return cheapest(_PRICES[max(0, bisect.bisect_left(_PRICES, True, key=too_slow) - 1)])
 
@@ -193,7 +196,8 @@ def _with_costs(view: EndsView, division: Division) -> Division:
             if division.waits_for_edge(lacking, committed, now, view):
                 wait_s = _edge_wait_s(view, drafts, committed, now)
             else:
-                wait_s = made_s = lacking * view.here_s
+                made_s = lacking * view.here_s
+                wait_s = view.here_wait_s + made_s
             here = drafts
         block = min(here, view.max_drafts)
         step_s = view.step_s + (block + 1) * view.row_s

@@ -16,7 +16,7 @@ FIRST_DRAFTS, FIRST_SURVIVAL = 4, 0.2  # while no step has been measured
 HOPELESS = 0.02  # chance of acceptance below which nothing is drafted, not even for free
 MAX_COVERED = 255
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
-PROBE_EVERY, PROBE = 256, 2  # tokens without a job, after which a few drafts show what they cost now
+PROBE_EVERY, PROBE = 32, 2  # tokens without a job, after which a few drafts show what they cost now
 _BETTER = 0.1  # by which an end's acceptance must exceed the other's before its chain is preferred
 
 
@@ -93,19 +93,15 @@ class BothEnds:
             read_s: part of its time in which many unread tokens were read, in seconds; 0: not told apart.
         """
         if read_s or len(done.job.extend_with) <= CATCH_UP:
-            self._learn_price(waited_s + done.seconds - read_s, len(done.drafts))
+            self.here.waiting_s.add(waited_s)
+            if done.drafts:
+                self.here.drafting_s.add((done.seconds - read_s) / len(done.drafts))
         self.local.take(done)
 
     def drop(self, waited_s: float) -> None:
         """Forget the running job, for which no thread was free in `waited_s` seconds."""
-        self._learn_price(waited_s, 0)
+        self.here.waiting_s.add(max(waited_s, self.here.waiting_s.value))
         self.local.drop()
-
-    def _learn_price(self, seconds: float, drafts: int) -> None:
-        """Learn the time of a drafted token; without drafts it only shows where it is longer than believed."""
-        token_s = seconds / max(1, drafts)
-        if drafts or token_s > self.here.drafting_s.value:
-            self.here.drafting_s.add(token_s)
 
     def commit(self, tokens: tuple[int, ...], now: float) -> float:
         """Compare the verifier's own drafts with `tokens`, which now end the transcript.
@@ -134,7 +130,8 @@ class BothEnds:
             # The edge says when its chain is complete, since it knows how sure its drafter is of this one.
             return Plan(Patience(LATE * whole_s + MARGIN_S, view.max_drafts), wait_s, needed)
         here_s = self.here.drafting_s.value
-        return Plan(Patience(LATE * view.max_drafts * here_s + MARGIN_S, view.max_drafts), lacking * here_s, needed)
+        wait_s, whole_s = (self.here.waiting_s.value + drafts * here_s for drafts in (lacking, view.max_drafts))
+        return Plan(Patience(LATE * whole_s + MARGIN_S, view.max_drafts), wait_s, needed)
 
     def job(self, view: VerifierView, block: int | None, *, edge_drafts: bool) -> LocalJob | None:
         """Return the next job for the verifier's own drafter, by the newest plan; None: it has nothing to do now.
@@ -199,6 +196,7 @@ class BothEnds:
             edge_s=edge_s,
             round_trip_s=view.round_trip_s,
             here_s=max(1e-6, self.here.drafting_s.value * acceptance / own),
+            here_wait_s=self.here.waiting_s.value,
             price=self.here.price,
             goal=view.goal,
         )

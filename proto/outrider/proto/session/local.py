@@ -20,13 +20,15 @@ class DraftingHere:
         name: name@version.
         price: seconds of waiting that a second of its drafting is worth; None: derived (`policy.both_ends`).
         calibration: its hits by confidence, over all texts.
-        drafting_s: time of a drafted token, waiting for a free thread included, in seconds.
+        drafting_s: time of a drafted token, in seconds.
+        waiting_s: time that a job waits for a free thread, in seconds.
     """
 
     name: str
     price: float | None = None
     calibration: Calibration = field(default_factory=Calibration)
     drafting_s: Smoothed = field(default_factory=lambda: Smoothed(FIRST_DRAFTING_S))
+    waiting_s: Smoothed = field(default_factory=Smoothed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,9 @@ class NextStep:
         pays = overtakes(view) if self.ends is None else self.ends.edge_pays
         self.pays = worthwhile > 0 and (not self.joins_any_step or pays)
         chain, of_edge = self.chain()
-        block = chain[: max(0, min(worthwhile or int(probe), room))]
+        # Drafts made here were weighed one by one when they were made.
+        limit = room if len(chain) > of_edge else min(worthwhile or int(probe), room)
+        block = chain[: max(0, limit)]
         # The edge's drafter is rewarded for its own drafts alone.
         return (*block[:of_edge], *[DraftToken(draft.id) for draft in block[of_edge:]])
 

@@ -235,7 +235,7 @@ class VerifierSession:
         """Return the next job for the verifier's own drafter; `ends.take` answers it, also after the text's end.
 
         Args:
-            step_s: this session's share of a step's time beside its rows, in seconds; 0: unknown.
+            step_s: time of a step beside its rows, in seconds; 0: unknown.
             row_s: time of a row, in seconds.
             now: present time, in seconds.
             block: drafts that the step which begins now verifies; None: none begins.
