@@ -58,6 +58,12 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _no_core_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifiers in this process leave the drafting to edges, whose drafts most tests are about, unless they are told."""
+    monkeypatch.setattr("outrider.cloud.own_drafter.spare_cores", lambda config, target: 0)
+
+
 @pytest.fixture
 def all_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every received draft is verified and credit stays: else both follow what steps were measured to cost.
