@@ -60,7 +60,7 @@ def _one_torch_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_core_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verifiers in this process leave the drafting to edges, whose drafts most tests are about, unless they are told."""
+    """Let verifiers of this process leave the drafting to edges, which most tests are about, unless they say more."""
     monkeypatch.setattr("outrider.cloud.own_drafter.spare_cores", lambda config, target: 0)
 
 
