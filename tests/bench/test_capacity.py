@@ -97,7 +97,7 @@ def recording(tmp_path_factory):
 
 
 def test_the_command_prints_a_table_and_writes_record_and_plot(recording, tmp_path, capsys) -> None:
-    grid = ("--rtt", "2,200", "--drafting", "2", "--draft-threads", "1", "--steps", "flat", "--max-sessions", "2")
+    grid = ("--rtt", "2,200", "--drafting", "2", "--draft-threads", "1", "--step-costs", "flat", "--max-sessions", "2")
     written = ("--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png"))
     assert main(["capacity", str(recording), *grid, "--seconds", "0.5", *written]) == 0
     found = from_json(Capacities, read_text(tmp_path / "c.json", "json"), "json")

@@ -305,6 +305,18 @@ def test_the_check_finds_passes_that_keep_a_rows_bits(rows_differ, passes, folde
     assert load(folder, dtype="bfloat16", straight=False).passes == passes
 
 
+@pytest.mark.parametrize(
+    ("dtype", "threads", "expected"),
+    [("float32", 2, TOGETHER), ("bfloat16", 1, TOGETHER), ("bfloat16", 2, ROUNDED)],
+)
+def test_sessions_share_no_calls_where_attention_looks_at_the_work_of_a_thread(
+    dtype, threads, expected, folders, monkeypatch
+):
+    """In bfloat16 and two threads a text of 1,800 tokens had other bits beside seven others."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert load(folders("llama")[0], dtype=dtype, straight=False).passes in expected
+
+
 def test_without_passes_that_keep_bits_only_the_distribution_is_promised(folders, monkeypatch, caplog):
     calls = itertools.count()
     monkeypatch.setattr(torch.nn.Embedding, "forward", unlike_itself(lambda _: next(calls) % 2))

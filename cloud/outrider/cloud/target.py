@@ -388,7 +388,9 @@ def _passes(target: Target, exact: str) -> Passes:
     if exact == "off" or (exact == "auto" and target.device.type != "cpu"):
         return FREE
     least = target.packing.row_multiple
-    whole = (*TOGETHER, *ROUNDED) if exact == "auto" and least else ()
+    # In 16-bit types torch's attention packs keys by the work of each thread, so by what else is in the call.
+    together = TOGETHER if target.dtype == torch.float32 or torch.get_num_threads() == 1 else ()
+    whole = (*together, *ROUNDED) if exact == "auto" and least else ()
     rounded = [passes for passes in whole if passes.multiple >= least]
     for target.passes in (*rounded, TILES):
         if target.keeps_bits():

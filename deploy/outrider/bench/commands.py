@@ -278,7 +278,7 @@ class CapacitySettings(Settings):
     )
     drafting: tuple[float, ...] = listed((0.5, 2.0, 10.0), "times of a drafted token at either end, ms", check=above(0))
     draft_threads: tuple[int, ...] = listed((1, 4), "threads of the verifier that draft", check=at_least(1))
-    steps: tuple[str, ...] = listed(
+    step_costs: tuple[str, ...] = listed(
         ("measured", "flat"),
         "assumed times of a step: by the recorded costs, or flat: the minimum and little for a row, as on a GPU",
         choices=("measured", "flat"),

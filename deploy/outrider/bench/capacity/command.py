@@ -30,13 +30,13 @@ def capacity(given: Given) -> int:
     if len(recording.traces) > 1:
         raise ConfigError(f"must name one of {', '.join(recording.traces)}", field="drafter")
     ((drafter, traces),) = recording.traces.items()
-    for name in ("rtt", "drafting", "draft_threads", "steps"):
+    for name in ("rtt", "drafting", "draft_threads", "step_costs"):
         values = getattr(options, name)
         if not values:
             raise ConfigError("is empty; give one value or more", field=name)
         check_once(values, name)
     costs = recording.costs.of(drafter)
-    models = [_model(name, costs, options) for name in options.steps]
+    models = [_model(name, costs, options) for name in options.step_costs]
     pace_s = options.pace / 1e3 if options.pace else math.inf
     search = Search(traces, costs, Bounds(options.gap / 1e3, pace_s, options.max_sessions, options.seconds))
 
