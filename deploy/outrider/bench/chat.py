@@ -109,6 +109,7 @@ async def _daemon(config: VerifierConfig) -> AsyncIterator[str]:
             tokenizer=files[0],
             chat_template=files[1],
             drafter="none",
+            drafts_here=0,
         )
         daemon = Daemon(DaemonConfig(listen="127.0.0.1:0", grace_s=0.1), Client(edge))
         try:

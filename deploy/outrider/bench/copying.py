@@ -82,7 +82,9 @@ class _Bench:
         self._given, self._options, self._folder = given, options, folder
         self._prompts = held_out(prompts.per_domain) if prompts.prompts is None else read_prompts(prompts.prompts)
         self._sampling = given(Sampling)
-        self._config = given(VerifierConfig, min_step_s=options.min_step / 1e3, max_drafts=options.max_drafts)
+        self._config = given(
+            VerifierConfig, min_step_s=options.min_step / 1e3, max_drafts=options.max_drafts, draft_here="off"
+        )
         self._verifier = VerifierProcess(self._config, folder / "tokenizer.json")
 
     async def run(self, links: Sequence[BenchLink]) -> CopyRecord:

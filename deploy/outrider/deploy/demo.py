@@ -78,7 +78,7 @@ async def _compare(cluster: LocalCluster, given: Given, console: Console) -> dic
     accumulators: dict[str, ComparedTexts] = {}
     sampling, stop, quiet = given(Sampling), given(StopSettings).stop, given(DemoSettings).quiet
     speculating = given(EdgeConfig, coordinator=cluster.coordinator)
-    streaming = EdgeConfig(coordinator=cluster.coordinator, drafter="none", cache=speculating.cache)
+    streaming = EdgeConfig(coordinator=cluster.coordinator, drafter="none", drafts_here=0, cache=speculating.cache)
     async with Client(speculating) as ours, Client(streaming) as cloud:
         await ours.complete("warming up", Sampling(max_tokens=16))
         await cloud.complete("warming up", Sampling(max_tokens=16))

@@ -153,7 +153,7 @@ class _OpenedRecorder(Observer):
 async def open_session(visit: Visit) -> Finding:
     """Decode one token without drafts: this tries the lease, the model's name, the tokenizer and the room."""
     recorder = _OpenedRecorder()
-    client = Client(replace(visit.config, drafter="none", tokenizer=visit.tokenizer))
+    client = Client(replace(visit.config, drafter="none", drafts_here=0, tokenizer=visit.tokenizer))
     began = time.monotonic()
     try:
         await client.prepare()

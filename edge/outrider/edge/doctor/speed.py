@@ -250,7 +250,7 @@ async def decode_text(visit: Visit) -> Finding:
     """Decode the same greedy text with the config's drafter and without any."""
     drafting = visit.client
     assert drafting is not None  # noqa: S101 - needed by this check
-    plain = Client(replace(visit.config, drafter="none", tokenizer=visit.tokenizer))
+    plain = Client(replace(visit.config, drafter="none", drafts_here=0, tokenizer=visit.tokenizer))
     try:
         await plain.prepare()
         await drafting.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)  # the first one teaches its policies
