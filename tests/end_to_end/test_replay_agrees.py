@@ -78,7 +78,7 @@ def test_replayed_speed_and_steps_are_those_of_a_real_run(tmp_path) -> None:
     async def main() -> dict[str, Agreement]:
         tokenizer = tmp_path / "tokenizer.json"
         async with AsyncExitStack() as stack:
-            verifier = VerifierProcess(VerifierConfig(threads=1, min_step_s=MIN_STEP_S), tokenizer)
+            verifier = VerifierProcess(VerifierConfig(threads=1, min_step_s=MIN_STEP_S, draft_here="off"), tokenizer)
             await stack.enter_async_context(verifier)
             link = await stack.enter_async_context(LinkProcess(verifier.address, LINK))
             clients = {}
