@@ -153,7 +153,7 @@ class ReportingFleet:
 
 
 def test_the_coordinator_sends_a_text_to_its_precision_at_once(verifier, texts, tmp_path) -> None:
-    """By its name, the verifier of the other precision would be chosen."""
+    """The verifier of the other precision would be chosen by its name."""
 
     async def main() -> None:
         kinds = (("a", "float32"), ("b", "bfloat16"), ("c", "float32"))

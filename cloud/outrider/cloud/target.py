@@ -97,7 +97,7 @@ class Target:
 
     @property
     def precision(self) -> str:
-        """What decides how its logits round."""
+        """Types and device that decide how its logits round."""
         return precision_of(self.dtype, device=self.device.type, quantization=quantization_of(self.model.config))
 
     def tap(self, layers: Sequence[int]) -> None:

@@ -93,7 +93,7 @@ _NO_COSTS = ExpectedCosts(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Who drafts, and how much.
+    """A division of drafting between the two ends.
 
     Attributes:
         drafts: drafts that a step waits for.

@@ -7,6 +7,7 @@ import math
 from outrider.proto.policy.both_ends import Division, EndsView, division_of
 from outrider.proto.policy.measures import TextCalibration
 from outrider.proto.policy.patience import LATE, MARGIN_S, Plan, VerifierView
+from outrider.proto.session.drafting import CATCH_UP
 from outrider.proto.session.events import Drafted
 from outrider.proto.session.local import DraftingHere, LocalDrafts, LocalJob, common_length
 from outrider.proto.session.received import ReceivedDrafts
@@ -15,7 +16,6 @@ from outrider.proto.types import DraftToken, Patience
 FIRST_DRAFTS, FIRST_SURVIVAL = 4, 0.2  # while no step has been measured
 HOPELESS = 0.02  # chance of acceptance below which nothing is drafted, not even for free
 MAX_COVERED = 255
-CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
 PROBE_EVERY, PROBE = 32, 2  # tokens without a job, after which a few drafts show what they cost now
 _BETTER = 0.1  # by which an end's acceptance must exceed the other's before its chain is preferred
 
