@@ -162,6 +162,7 @@ class DelayedThreads:
         self._clock = clock
         self._rng = rng
         self._often = often
+        self.num_threads = 1
         self._waiting: list[DraftTask] = []
 
     @property

@@ -20,6 +20,7 @@ from outrider.proto.types import DraftToken
 
 CHUNK = 128  # tokens of a text that are read at a stretch; some 20 ms for the embedded family
 MAX_WAIT_S = 0.5
+STUCK_S = 5.0  # for one piece of work, after which the drafter counts as failed in a text
 STOP_WITHIN_S = 5.0
 
 
@@ -57,7 +58,7 @@ class DraftTask:
     job: LocalJob
     rule: ProposalRule
     goes_on: Callable[[LocalJob], bool]
-    answer: Callable[[DraftTask, DraftResult | Exception], None]
+    answer: Callable[[DraftTask, DraftResult | BaseException], None]
     due_since: float = 0.0
     queued_at: float = 0.0
     began_at: float = 0.0
@@ -72,6 +73,10 @@ class DraftTask:
     def begun(self) -> bool:
         """Whether a thread has worked for it."""
         return self._pieces is not None
+
+    def is_stuck(self, now: float) -> bool:
+        """Return whether a thread has been at one piece of it for more than `STUCK_S` seconds."""
+        return 0 < self.began_at < now - STUCK_S
 
     def work(self) -> DraftResult | None:
         """Do the next piece; return the result with the last."""
@@ -104,9 +109,14 @@ class DraftTask:
 
 
 class DraftThreads:
-    """The threads, and the tasks that wait for one."""
+    """The threads, and the tasks that wait for one.
+
+    Attributes:
+        num_threads: number of the threads.
+    """
 
     def __init__(self, threads: int) -> None:
+        self.num_threads = threads
         self._waiting: list[DraftTask] = []
         self._bell = threading.Condition()
         self._stopping = False
@@ -154,7 +164,7 @@ class DraftThreads:
         while (task := self._next()) is not None:
             try:
                 result = task.work()
-            except Exception as error:  # a drafter may be anybody's code, and no text may fail for it
+            except BaseException as error:  # it may be anybody's code, and its SystemExit would end the thread
                 task.answer(task, error)
                 continue
             if result is not None:

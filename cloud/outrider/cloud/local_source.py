@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.cloud.batching import Batching, Share
-from outrider.cloud.draft_threads import DraftResult, DraftTask
+from outrider.cloud.draft_threads import STUCK_S, DraftResult, DraftTask
 from outrider.cloud.drafted_text import DraftedText, OwnDrafter
 from outrider.cloud.metrics import VerifierMetrics
 from outrider.cloud.slots import Slot, Slots
@@ -24,7 +24,6 @@ from outrider.proto.session.local import DraftingHere
 from outrider.proto.types import DraftToken
 
 MAX_FAILURES = 3  # texts in a row in which the drafter fails before it is given up
-STUCK_S = 5.0  # for one piece of work, after which the drafter counts as failed in a text
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -33,6 +32,11 @@ log = logging.getLogger(__name__)
 
 class Threads(Protocol):
     """Whatever does tasks in other threads than the engine's."""
+
+    @property
+    def num_threads(self) -> int:
+        """Number of the threads."""
+        ...
 
     @property
     def num_waiting(self) -> int:
@@ -124,6 +128,9 @@ class LocalSource(NoSource):
         """Issue the jobs that are due, and close the texts whose sessions have left."""
         for followed in [each for slot, each in self._texts.items() if self._slots.get(slot.key) is not slot]:
             self._leave(followed)
+        stuck = sum(each.task is not None and each.task.is_stuck(now) for each in self._texts.values())
+        if stuck >= self._threads.num_threads and self.here is not None:
+            self._give_up(f"is stuck in all of its {stuck} threads")
         for slot in self._slots.running():
             self._ask(slot, now, None)
 
@@ -151,7 +158,7 @@ class LocalSource(NoSource):
             followed, due_since = self._texts.get(slot), 0.0
             if followed is not None and (task := followed.task) is not None:
                 if ends.local.goes_on(task.job) or not self._threads.drop(task):
-                    if 0 < task.began_at < now - STUCK_S:
+                    if task.is_stuck(now):
                         raise TimeoutError(f"has been at it for more than {STUCK_S:g} s")
                     return
                 # No thread has begun it, and it is of no use any more: another takes its place.
@@ -178,25 +185,25 @@ class LocalSource(NoSource):
             followed.session, followed.rule = session, rule
         return followed
 
-    def _answered(self, task: DraftTask, result: DraftResult | Exception) -> None:
+    def _answered(self, task: DraftTask, result: DraftResult | BaseException) -> None:
         """Have the engine's thread take a result; called from another."""
         self._post(lambda: self._take(task, result))
 
-    def _take(self, task: DraftTask, result: DraftResult | Exception) -> None:
+    def _take(self, task: DraftTask, result: DraftResult | BaseException) -> None:
         followed = next((each for each in self._texts.values() if each.task is task), None)
         if followed is None:
             return  # all has stopped
         followed.task = None
-        if isinstance(result, Exception):
-            self._fail(followed.slot, result)
-            return
-        self._failures = 0
-        self._metrics.drafted_here(result.done.seconds)
+        if not isinstance(result, BaseException):
+            self._metrics.drafted_here(result.done.seconds)
         ends = followed.slot.session.ends
-        if ends is not None:
-            ends.take(result.done, waited_s=result.waited_s, read_s=result.read_s)
         if followed.gone or ends is None:
             self._leave(followed)
+        elif isinstance(result, BaseException):
+            self._fail(followed.slot, result)
+        else:
+            self._failures = 0
+            ends.take(result.done, waited_s=result.waited_s, read_s=result.read_s)
 
     # --- ends ---
 
@@ -209,7 +216,7 @@ class LocalSource(NoSource):
         self._texts.pop(followed.slot, None)
         followed.text.close()
 
-    def _fail(self, slot: Slot, error: Exception) -> None:
+    def _fail(self, slot: Slot, error: BaseException) -> None:
         """Go on without the drafter in one text; the message of its error is not logged: it may hold the text."""
         slot.session.draft_here_no_more()
         self._failures += 1
@@ -217,13 +224,16 @@ class LocalSource(NoSource):
             self._leave(followed)
         if self.here is None:
             return
-        extra = about(slot.session.id, error=error)
-        if self._failures < MAX_FAILURES:
-            log.warning("the drafter %s failed here; a text goes on without", self._own.name, extra=extra)
-            return
+        line = "the drafter %s failed here; a text goes on without"
+        log.warning(line, self._own.name, extra=about(slot.session.id, error=error))
+        if self._failures >= MAX_FAILURES:
+            self._give_up(f"failed in {self._failures} texts in a row")
+
+    def _give_up(self, reason: str) -> None:
+        """Draft no more, in any text."""
         self.here = None
-        line = "the drafter %s failed in %d texts in a row; none is drafted here any more"
-        log.warning(line, self._own.name, self._failures, extra=extra)
-        for each in list(self._texts.values()):
-            each.slot.session.draft_here_no_more()
-            self._leave(each)
+        log.warning("the drafter %s %s; none is drafted here any more", self._own.name, reason)
+        for slot in self._slots:
+            slot.session.draft_here_no_more()
+        for followed in list(self._texts.values()):
+            self._leave(followed)
