@@ -6,11 +6,13 @@ import math
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.drafters import ProposalRule, embedded_packages, find_package, proposals
+from outrider.drafters.graph_file import read_graph_file
 from outrider.drafters.onnx import FIRST_CAPACITY, PREFILL_TOKENS, OnnxDrafter
 from outrider.edge.testing.tiny_drafter import (
     CANDIDATES,
@@ -241,14 +243,51 @@ def test_a_graph_that_breaks_the_contract_is_refused_at_load(tmp_path):
             OnnxDrafter(write_package(tmp_path, tiny_graph(), **wrong))
 
 
-def test_weights_outside_the_checked_file_do_not_load(tmp_path):
+def test_weights_outside_the_checked_file_do_not_load_though_they_are_there(tmp_path):
     model = tiny_graph()
-    onnx.save_model(model, tmp_path / "m", save_as_external_data=True, location="weights.bin", size_threshold=0)
-    content = (tmp_path / "m").read_bytes()
-    package = write_package(tmp_path, content)
-    (tmp_path / "weights.bin").unlink()
-    with pytest.raises(ModelRefused):
+    onnx.save_model(model, tmp_path / "m", save_as_external_data=True, location="weights.bin", size_threshold=1000)
+    onnxruntime.InferenceSession(str(tmp_path / "m"))  # which would take them
+    package = write_package(tmp_path, (tmp_path / "m").read_bytes())
+    assert (tmp_path / "weights.bin").is_file()
+    with pytest.raises(
+        ModelRefused, match=r"drafter tiny: model\.onnx keeps 'table' in weights\.bin, which no hash covers"
+    ):
         OnnxDrafter(package)
+
+
+def constant(model, tensor):
+    node = onnx.helper.make_node("Constant", [], ["unused"], value=tensor)
+    model.graph.node.insert(0, node)
+
+
+def branch(model, tensor):
+    inner = onnx.helper.make_graph([], "inner", [], [], [tensor])
+    model.graph.node[0].attribute.append(onnx.helper.make_attribute("body", inner))
+
+
+def function(model, tensor):
+    node = onnx.helper.make_node("Constant", [], ["out"], value=tensor)
+    model.functions.append(onnx.helper.make_function("custom", "F", [], ["out"], [node], []))
+
+
+def sparse(model, tensor):
+    indices = onnx.helper.make_tensor("i", onnx.TensorProto.INT64, [1], [0])
+    model.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(tensor, indices, [4]))
+
+
+@pytest.mark.parametrize("hide", [constant, branch, function, sparse])
+def test_no_corner_of_a_graph_may_point_to_another_file(tmp_path, hide):
+    tensor = onnx.numpy_helper.from_array(np.zeros(1, dtype=np.float32), "hidden")
+    inside, outside = tiny_graph(), tiny_graph()
+    hide(inside, tensor)
+    (tmp_path / "inside.onnx").write_bytes(inside.SerializeToString())
+    assert read_graph_file(tmp_path / "inside.onnx", "d").graph.initializer[0].name == "table"
+    onnx.external_data_helper.set_external_data(tensor, location="../elsewhere.bin")
+    tensor.ClearField("raw_data")
+    hide(outside, tensor)
+    (tmp_path / "outside.onnx").write_bytes(outside.SerializeToString())
+    with pytest.raises(ModelRefused, match=r"'hidden' in \.\./elsewhere\.bin"):
+        read_graph_file(tmp_path / "outside.onnx", "d")
 
 
 @pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")

@@ -37,6 +37,7 @@ import numpy as np
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as _onnxruntime_errors
 
+from outrider.drafters.graph_file import read_graph_file
 from outrider.drafters.packages import DrafterPackage, SteeringShape
 from outrider.drafters.proposals import NO_PROPOSAL, ProposalRule
 from outrider.drafters.protocol import check_scorable, check_truncation
@@ -96,8 +97,8 @@ class OnnxDrafter:
         self.version = package.version
         self.steering = package.steering
         with _translated(ModelRefused, f"drafter {package.name}"):
-            self.session = _load(package.model_path, threads)
-            self._steering_session = _load(package.steering_path, 1) if package.steering else None
+            self.session = _load(package.model_path, self.name, threads)
+            self._steering_session = _load(package.steering_path, self.name, 1) if package.steering else None
         self._check_graphs()
         self._try()
 
@@ -151,7 +152,8 @@ class OnnxDrafter:
             state.close()
 
 
-def _load(graph: Path, threads: int) -> onnxruntime.InferenceSession:
+def _load(graph: Path, drafter: str, threads: int) -> onnxruntime.InferenceSession:
+    read_graph_file(graph, drafter)  # ONNX Runtime would follow it to weights in other files
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
