@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -259,6 +262,64 @@ def test_a_drafter_is_fetched_once(tmp_path):
     assert cache.ensure(remote(server.folder), server) == package
     assert len(server.asked) == 3
     assert not list(package.folder.glob("*.part"))
+
+
+def served_version(server, version, **changes):
+    """The manifest of another version of the same graph and tokenizer."""
+    write_package(server.folder, version=version, **changes)
+    return remote(server.folder, version=version)
+
+
+def test_what_another_version_has_is_linked_and_not_fetched(tmp_path):
+    server, cache = Server(write_package(tmp_path / "served")), DrafterCache(tmp_path / "cache")
+    first = cache.ensure(remote(server.folder), server)
+    second = cache.ensure(served_version(server, "ba9876543210"), server)
+    assert [name for name, _ in server.asked].count("manifest.json") == 2
+    assert [name for name, _ in server.asked].count("model.onnx") == 1
+    assert [name for name, _ in server.asked].count("tokenizer.json") == 1
+    assert second.folder != first.folder
+    assert second.model_path.samefile(first.model_path)
+    assert cache.ensure_file(second.files[1], server).samefile(first.folder / second.files[1].name)
+    assert not list((tmp_path / "cache").rglob("*.link"))
+
+
+def test_a_spoilt_file_is_no_source_of_another_version(tmp_path):
+    server, cache = Server(write_package(tmp_path / "served")), DrafterCache(tmp_path / "cache")
+    first = cache.ensure(remote(server.folder), server)
+    first.model_path.write_bytes(b"?" * first.graph_bytes)
+    second = cache.ensure(served_version(server, "ba9876543210"), server)
+    assert server.asked.count(("model.onnx", 0)) == 2
+    load_package(second.folder)
+    first_again = cache.ensure(served_version(server, first.version), server)
+    assert server.asked.count(("model.onnx", 0)) == 2
+    assert first_again.model_path.samefile(second.model_path)
+
+
+def test_where_nothing_can_be_linked_it_is_copied(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    cache = DrafterCache(tmp_path / "cache")
+    server = Server(write_package(tmp_path / "served"))
+    first = cache.ensure(remote(server.folder), server)
+    second = cache.ensure(served_version(server, "ba9876543210"), server)
+    assert server.asked.count(("model.onnx", 0)) == 1
+    assert not second.model_path.samefile(first.model_path)
+
+
+@pytest.mark.skipif("general" not in embedded_packages(), reason="the family has not been exported into this checkout")
+def test_what_is_in_the_wheel_is_not_fetched(tmp_path):
+    embedded = find_package("general")
+    manifest = RemoteFile("manifest.json", sha256_of(embedded.folder / "manifest.json"), 1)
+    manifest = replace(manifest, bytes=(embedded.folder / "manifest.json").stat().st_size)
+    offer = DrafterManifest(
+        "general", embedded.version, embedded.tokenizer_sha256, embedded.target, (manifest, *embedded.files)
+    )
+    server = Server(embedded.folder)
+    package = DrafterCache(tmp_path / "cache").ensure(offer, server)
+    assert package.folder.is_relative_to(tmp_path)
+    assert [name for name, _ in server.asked] == ["manifest.json"]
 
 
 def test_a_broken_download_goes_on_where_it_stopped(tmp_path):

@@ -2,6 +2,9 @@
 
     <root>/drafters/<name>/<version>/   a drafter package, as `load_package` reads it
     <root>/files/<sha256>/<name>        a single file, such as a target's tokenizer
+    <root>/content/<sha256>             a second name of every file above
+
+Content that is here already, under another version or in the wheel, is linked and not fetched again.
 
 A file arrives as `<name>.<hash>.part`, which an interrupted download leaves behind for the next to go on with, and
 takes its name only once its hash is right. What lies here is checked again at every use.
@@ -10,11 +13,14 @@ takes its name only once its hash is right. What lies here is checked again at e
 from __future__ import annotations
 
 import fcntl
+import os
+import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from outrider.drafters.packages import MANIFEST, DrafterPackage, check_file, load_package, read_manifest
+from outrider.drafters.packages import MANIFEST, DrafterPackage, check_file, embedded_file, load_package, read_manifest
 from outrider.proto.errors import DataLoss, InvalidArgument
 from outrider.proto.types import DrafterManifest, RemoteFile
 
@@ -51,14 +57,26 @@ class DrafterCache:
         folder = self.root / "drafters" / manifest.name / manifest.version
         with _locked(folder):
             for file in files:
-                _ensure_file(folder, file, fetch)
+                self._ensure_file(folder, file, fetch)
         return folder
 
     def ensure_file(self, file: RemoteFile, fetch: Fetch) -> Path:
         """Return the path of that file, fetched unless it is here already."""
         folder = self.root / "files" / file.sha256
         with _locked(folder):
-            return _ensure_file(folder, file, fetch)
+            return self._ensure_file(folder, file, fetch)
+
+    def _ensure_file(self, folder: Path, file: RemoteFile, fetch: Fetch) -> Path:
+        path, content = folder / file.name, self.root / "content" / file.sha256
+        if _is_whole(path, file):
+            return path
+        for known in (content, embedded_file(file.sha256)):
+            if known is not None and _is_whole(known, file) and _is_whole(_link(known, path), file):
+                return path
+        _fetch_whole(path, file, fetch)
+        content.parent.mkdir(exist_ok=True)
+        _link(path, content)
+        return path
 
 
 def _as_promised(package: DrafterPackage, manifest: DrafterManifest) -> DrafterPackage:
@@ -78,11 +96,8 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _ensure_file(folder: Path, file: RemoteFile, fetch: Fetch) -> Path:
-    path = folder / file.name
-    if _is_whole(path, file):
-        return path
-    partial = folder / f"{file.name}.{file.sha256[:16]}.part"
+def _fetch_whole(path: Path, file: RemoteFile, fetch: Fetch) -> None:
+    partial = path.with_name(f"{file.name}.{file.sha256[:16]}.part")
     resumed = partial.exists()
     _download(partial, file, fetch)
     if resumed and not _is_whole(partial, file):  # the old beginning may be at fault: once more from nothing
@@ -94,7 +109,16 @@ def _ensure_file(folder: Path, file: RemoteFile, fetch: Fetch) -> Path:
         partial.unlink()
         raise
     partial.replace(path)
-    return path
+
+
+def _link(known: Path, path: Path) -> Path:
+    """Give a file one more name, in the place of what has it now; a copy where the system links none."""
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.link")
+    try:
+        os.link(known, unfinished)
+    except OSError:
+        shutil.copyfile(known, unfinished)
+    return unfinished.replace(path)
 
 
 def _download(partial: Path, file: RemoteFile, fetch: Fetch) -> None:

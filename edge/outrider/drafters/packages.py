@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,17 @@ def embedded_packages() -> tuple[str, ...]:
     """Return the names of the drafters that ship with the wheel, the one for any subject first."""
     names = (manifest.parent.name for manifest in FAMILY.glob(f"*/{MANIFEST}"))
     return tuple(sorted(names, key=lambda name: (name != FOR_ANY_SUBJECT, name)))
+
+
+@cache
+def embedded_file(sha256: str) -> Path | None:
+    """Return the path of the file with this hash in the drafters that ship with the wheel; None: there is none."""
+    for name in embedded_packages():
+        package = read_manifest(FAMILY / name)
+        for file in package.files:
+            if file.sha256 == sha256:
+                return package.tokenizer_path if file.name == TOKENIZER_FILE else package.folder / file.name
+    return None
 
 
 def find_package(name_or_path: str | Path) -> DrafterPackage:
