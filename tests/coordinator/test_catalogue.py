@@ -131,6 +131,9 @@ def test_a_file_that_is_changed_after_the_check_is_not_served(tmp_path: Path) ->
         ({"name": 3}, "name"),
         ({"version": ""}, "drafter.version"),
         ({"tokenizer_sha256": "abc"}, "tokenizer_sha256"),
+        ({"sequence": -1}, "sequence"),
+        ({"sequence": "2"}, "sequence"),
+        ({"parent": 7}, "parent"),
         ({"files": {}}, "files"),
         ({"files": {"../../etc/passwd": {"sha256": "0" * 64, "bytes": 1}}}, "plain file name"),
         ({"files": {"/etc/passwd": {"sha256": "0" * 64, "bytes": 1}}}, "plain file name"),
@@ -188,6 +191,27 @@ def test_versions_are_ordered_newest_first_by_number_not_by_letter(tmp_path: Pat
     for version in ("9", "10", "2"):
         write_package(tmp_path / version, version=version)
     assert [m.version for m in scanned(tmp_path).manifests] == ["10", "9", "2"]
+
+
+def test_versions_that_are_hashes_are_ordered_by_their_sequence(tmp_path: Path) -> None:
+    lineage = ["f00000000001", "c4269b3e7481", "0a1b2c3d4e5f", "9f0000000000", "12ab34cd56ef"]
+    for sequence, version in enumerate(lineage):
+        parent = {"parent": lineage[sequence - 1]} if sequence else {}
+        write_package(tmp_path / version, version=version, sequence=sequence, **parent)
+    write_package(tmp_path / "other", name="other", version="1", sequence=9)
+    catalogue = scanned(tmp_path)
+    assert [m.version for m in catalogue.manifests] == ["1", *reversed(lineage)]
+    assert load_package(tmp_path / lineage[2]).parent == lineage[1]
+
+
+def test_the_order_of_versions_with_one_sequence_does_not_depend_on_folders(tmp_path: Path) -> None:
+    for folder, version in zip("abc", ("0a1b2c3d4e5f", "f00000000001", "9f0000000000"), strict=True):
+        write_package(tmp_path / "one" / folder, version=version, sequence=3)
+    for folder, version in zip("abc", ("9f0000000000", "0a1b2c3d4e5f", "f00000000001"), strict=True):
+        write_package(tmp_path / "two" / folder, version=version, sequence=3)
+    assert [m.version for m in scanned(tmp_path / "one").manifests] == [
+        m.version for m in scanned(tmp_path / "two").manifests
+    ]
 
 
 def test_a_removed_version_is_no_longer_served(tmp_path: Path) -> None:

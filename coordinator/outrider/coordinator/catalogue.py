@@ -179,7 +179,7 @@ def _collect(outcomes: Mapping[Path, Package | OutriderError]) -> _Scan:
         if packages.setdefault(identity, outcome).manifest != outcome.manifest:
             refused[folder] = ConfigError(f"another package is already {identity}", field=folder.name)
             logger.warning("drafter package %s is refused: %s", folder, refused[folder])
-    newest_first = sorted(packages.values(), key=lambda p: _version_key(p.manifest.version), reverse=True)
+    newest_first = sorted(packages.values(), key=_age_key, reverse=True)
     ordered = sorted(newest_first, key=lambda p: p.manifest.name)
     contents: dict[str, Content] = {}
     for package in ordered:
@@ -187,9 +187,13 @@ def _collect(outcomes: Mapping[Path, Package | OutriderError]) -> _Scan:
     return _Scan(tuple(package.manifest for package in ordered), contents, refused)
 
 
-def _version_key(version: str) -> list[tuple[int, int, str]]:
-    parts = re.findall(r"\d+|\D+", version)
-    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]
+def _age_key(package: Package) -> tuple[int, list[tuple[int, int, str]]]:
+    """Return the key that puts newer versions of a name last: their sequence, and what is in the version for ties.
+
+    An exported version is a hash, which says nothing of its age: its order among equals is fixed, and no more.
+    """
+    parts = re.findall(r"\d+|\D+", package.manifest.version)
+    return package.sequence, [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]
 
 
 def _walk(folder: Path, depth: int) -> Iterator[Path]:

@@ -77,10 +77,19 @@ Content = StoredContent | MemoryContent
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A checked drafter package."""
+    """A checked drafter package.
+
+    Attributes:
+        manifest: its identity and files.
+        content_by_sha256: its files by their hashes.
+        sequence: place among the versions of its name, the newest highest; 0 where its manifest has none.
+        parent: version that it was trained on from; empty: none.
+    """
 
     manifest: DrafterManifest
     content_by_sha256: Mapping[str, StoredContent]
+    sequence: int = 0
+    parent: str = ""
 
 
 def load_package(folder: Path) -> Package:
@@ -104,6 +113,7 @@ def load_package(folder: Path) -> Package:
             target=_text(parsed, "target"),
             files=(itself, *listed),
         )
+        sequence, parent = _sequence(parsed), _text(parsed, "parent") if "parent" in parsed else ""
     except ValueError as error:  # JSON, Unicode, and the contract's own InvalidArgument
         raise ConfigError(str(error), field=where) from error
     if not SHA256.fullmatch(manifest.tokenizer_sha256):
@@ -111,7 +121,7 @@ def load_package(folder: Path) -> Package:
     contents = {itself.sha256: StoredContent(manifest_path, manifest_stamp)}
     for file in listed:
         contents[file.sha256] = _checked(_path_of(file, folder, manifest), file, folder)
-    return Package(manifest, contents)
+    return Package(manifest, contents, sequence, parent)
 
 
 def _read_manifest(path: Path) -> tuple[bytes, Stamp]:
@@ -130,6 +140,13 @@ def _text(parsed: Mapping[str, Any], key: str) -> str:
     value = parsed.get(key)
     if not isinstance(value, str):
         raise InvalidArgument("must be a string", field=key)
+    return value
+
+
+def _sequence(parsed: Mapping[str, Any]) -> int:
+    value = parsed.get("sequence", 0)
+    if type(value) is not int or value < 0:
+        raise InvalidArgument("must be a whole number, 0 or more", field="sequence")
     return value
 
 

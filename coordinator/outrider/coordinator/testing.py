@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
 from outrider.coordinator.package import MANIFEST
@@ -82,8 +83,9 @@ def write_package(
     target: str = "tiny",
     tokenizer_sha256: str = TOKENIZER_SHA256,
     files: Mapping[str, bytes] | None = None,
+    **more: Any,
 ) -> Path:
-    """Write a drafter package into `folder`, the manifest last, and return `folder`."""
+    """Write a drafter package into `folder`, the manifest with `more` fields last, and return `folder`."""
     contents = {"model.onnx": b"onnx " + version.encode()} if files is None else files
     folder.mkdir(parents=True, exist_ok=True)
     for file_name, data in contents.items():
@@ -99,6 +101,7 @@ def write_package(
             file_name: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
             for file_name, data in contents.items()
         },
+        **more,
     }
     (folder / MANIFEST).write_text(json.dumps(manifest))
     return folder
