@@ -15,7 +15,7 @@ from outrider.edge.policies.selection import selector_named
 from outrider.edge.policies.selection.leader import default_selector
 from outrider.edge.preparation import Ready
 from outrider.edge.warm_start import OwnTexts, TextKind
-from outrider.proto.policy.selection import StaticSelector
+from outrider.proto.policy.selection import Selector, StaticSelector
 from outrider.proto.session import EdgeSession, Selection, SharedMeasurements
 from outrider.proto.types import Sampling, SessionReport
 
@@ -57,16 +57,24 @@ class TextHistory:
         steered: int | None,
     ) -> Selection:
         """Return the selection among the drafters of a text that begins."""
-        names = tuple(drafter.name for drafter in drafters)
+        return Selection(
+            self._selector(ready, sampling, features, drafters),
+            tuple(drafter.name for drafter in drafters),
+            versions=tuple(drafter.version for drafter in drafters),
+            steered=steered,
+        )
+
+    def _selector(
+        self, ready: Ready, sampling: Sampling, features: TextFeatures, drafters: Sequence[Drafter]
+    ) -> Selector:
         if len(drafters) == 1:
-            return Selection(StaticSelector(), names, steered=steered)
+            return StaticSelector()
         if self._config.selector == "leader":
             versions = [(drafter.name, drafter.version) for drafter in drafters]
             fleet = ready.route.prior(features)
             prior = self._own_texts.acceptances(_kind(features, sampling), versions, fleet)
-            return Selection(default_selector(len(drafters), prior), names, steered=steered)
-        make = selector_named(self._config.selector)
-        return Selection(make(len(drafters), np.random.default_rng()), names, steered=steered)
+            return default_selector(len(drafters), prior)
+        return selector_named(self._config.selector)(len(drafters), np.random.default_rng())
 
     def learn(self, ready: Ready, session: str, machine: EdgeSession, seconds: float) -> None:
         """Learn from a text that has ended after `seconds`, and report it in the background."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from outrider.proto.types import Draft, DraftToken, token_ids
 
+DrafterName = tuple[str, str]  # name and version
+NO_DRAFTER: DrafterName = ("", "")
+
 
 class Chain:
     """Drafts that no commit has met yet; they live while the target's tokens agree with them.
@@ -22,6 +25,7 @@ class Chain:
         self.number = 0  # in messages
         self.said_complete = False
         self._number_used = False
+        self._named = NO_DRAFTER  # drafter that the stream's verifier knows of
 
     def __len__(self) -> int:
         return len(self.drafts)
@@ -50,13 +54,20 @@ class Chain:
             self.number += 1
             self._number_used = False
 
+    def begin_stream(self) -> None:
+        """Send the drafts again to a verifier that has seen nothing."""
+        self._named = NO_DRAFTER
+        self.resend()
+
     def unsent(self, credit: int) -> list[DraftToken]:
         """Return the drafts that may be sent where `credit` of those in flight are allowed."""
         return self.drafts[self.sent : max(self.sent, credit)]
 
-    def send(self, start: int, tokens: tuple[DraftToken, ...], *, complete: bool) -> Draft:
-        """Return the message that sends the next `tokens`; the first has position `start`."""
+    def send(self, start: int, tokens: tuple[DraftToken, ...], drafter: DrafterName, *, complete: bool) -> Draft:
+        """Return the message that sends the next `tokens` of `drafter`; the first has position `start`."""
+        name, version = NO_DRAFTER if drafter == self._named else drafter
+        self._named = drafter
         self.sent += len(tokens)
         self.said_complete = complete
         self._number_used = True
-        return Draft(self.number, start, tokens, complete=complete)
+        return Draft(self.number, start, tokens, drafter=name, drafter_version=version, complete=complete)

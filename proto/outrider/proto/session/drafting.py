@@ -10,7 +10,7 @@ from collections.abc import Callable
 from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import WindowPolicy
 from outrider.proto.session.allowance import Allowance
-from outrider.proto.session.chain import Chain
+from outrider.proto.session.chain import Chain, DrafterName
 from outrider.proto.session.events import CatchUpJob, CaughtUp, Drafted, DraftJob, TeacherForced
 from outrider.proto.session.measuring import Meter
 from outrider.proto.session.selection import Selection
@@ -71,6 +71,11 @@ class Drafting:
     def active(self) -> int:
         """Index of the active drafter."""
         return self._selection.current
+
+    @property
+    def drafter(self) -> DrafterName:
+        """Name and version of the active drafter."""
+        return self._selection.names[self.active], self._selection.versions[self.active]
 
     @property
     def job_runs(self) -> bool:

@@ -229,7 +229,7 @@ class EdgeSession:
         steering = self._vectors.request(drafting=drafting) if self._vectors is not None else None
         frame = self._stream.open(ready.lease, now, drafting=drafting, steering=steering, expected=ready.expected)
         self._meter.open_stream(now)
-        self._chain.resend()
+        self._chain.begin_stream()
         return [Send(frame), *self._sender.flush(now)]
 
     def _opened(self, opened: Opened, now: float) -> list[EdgeInstruction]:

@@ -6,6 +6,7 @@ from collections import deque
 
 from outrider.proto.errors import InvalidArgument, ResourceExhausted
 from outrider.proto.policy.measures import Acceptance
+from outrider.proto.session.chain import NO_DRAFTER, DrafterName
 from outrider.proto.types import Draft, DraftToken
 
 MAX_COMMITS = 64  # commits whose times are kept
@@ -18,17 +19,26 @@ class ReceivedDrafts:
         chain: number of the chain; before the first, one less than the lowest that may come.
         tokens: drafts that follow the transcript.
         complete: whether the edge sends no more of them before the next commit.
+        drafter: name and version of the drafter of what is received now, as the edge says; empty: it says none.
         acceptance: chance that a draft agrees.
         since_miss: number of tokens committed since a draft last missed.
         missed_at: time from which the edge could know of that miss, in seconds.
     """
 
     def __init__(
-        self, transcript: list[int], max_credit: int, now: float, *, chain: int, acceptance: Acceptance
+        self,
+        transcript: list[int],
+        max_credit: int,
+        now: float,
+        *,
+        chain: int,
+        acceptance: Acceptance,
+        drafter: DrafterName = NO_DRAFTER,
     ) -> None:
         self.chain = chain
         self.tokens: list[DraftToken] = []
         self.complete = False
+        self.drafter = drafter
         self.acceptance = acceptance
         self.since_miss = 0
         self.missed_at = now
@@ -47,6 +57,8 @@ class ReceivedDrafts:
             InvalidArgument: a draft contradicts an earlier one of the same chain.
             ResourceExhausted: there are more unverified drafts than any credit allows.
         """
+        if draft.drafter:
+            self.drafter = draft.drafter, draft.drafter_version
         if draft.chain < self.chain or (draft.chain == self.chain and not self._alive):
             return False
         if draft.chain > self.chain:

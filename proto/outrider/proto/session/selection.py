@@ -20,21 +20,34 @@ class Selection:
     A drafter is an index into their names. Another one becomes active only at the beginning of a chain.
 
     Attributes:
+        names: names of the drafters.
+        versions: version of each; empty: unknown.
         steered: drafter that steering vectors are meant for; None: none of them.
     """
 
-    def __init__(self, selector: Selector, names: tuple[str, ...], *, steered: int | None = 0) -> None:
+    def __init__(
+        self,
+        selector: Selector,
+        names: tuple[str, ...],
+        *,
+        versions: tuple[str, ...] = (),
+        steered: int | None = 0,
+    ) -> None:
         """Begin with drafters that still have to read the prompt.
 
         Raises:
-            InvalidArgument: there is no drafter, two share a name, or none of them is the steered one.
+            InvalidArgument: there is no drafter, two share a name, one has no version though others do, or none of them
+                is the steered one.
         """
         drafters = len(names)
         if not drafters or len(set(names)) < drafters:
             raise InvalidArgument("must be one or more drafters of different names", field="selection.names")
+        if versions and len(versions) != drafters:
+            raise InvalidArgument(f"must be {drafters}, one for each drafter, or none", field="selection.versions")
         if steered is not None and not 0 <= steered < drafters:
             raise InvalidArgument(f"must be below {drafters}, the number of drafters", field="selection.steered")
         self.names = names
+        self.versions = versions or ("",) * drafters
         self.current = 0
         self.steered = steered
         self._selector = selector

@@ -102,4 +102,4 @@ class Sender:
         start = len(self._text.tokens) + self._chain.sent
         self._meter.send_draft(len(drafts), now)
         self._text.statistics.messages += 1
-        return Send(self._chain.send(start, tokens, complete=complete))
+        return Send(self._chain.send(start, tokens, self._drafting.drafter, complete=complete))

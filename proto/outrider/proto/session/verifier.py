@@ -11,6 +11,7 @@ from outrider.proto.policy.patience import Prospect
 from outrider.proto.session.acceptance import accept_drafts
 from outrider.proto.session.admission import VerifierRules, check_continue, check_draft, check_open
 from outrider.proto.session.both_ends import BothEnds
+from outrider.proto.session.chain import DrafterName
 from outrider.proto.session.local import DraftingHere, LocalJob
 from outrider.proto.session.next_step import PROBE, PROBE_EVERY, NextStep
 from outrider.proto.session.received import ReceivedDrafts
@@ -158,6 +159,7 @@ class VerifierSession:
             now,
             chain=frame.chain - 1,
             acceptance=self._next.received.acceptance,
+            drafter=self.drafter,
         )
         session._next.report = self._next.report
         session._next.ends = self.ends
@@ -179,6 +181,11 @@ class VerifierSession:
     def chain(self) -> int:
         """Number of the newest chain; -1 before the first."""
         return self._next.received.chain
+
+    @property
+    def drafter(self) -> DrafterName:
+        """Name and version of the drafter of the edge's newest drafts, as the edge says; empty: it says none."""
+        return self._next.received.drafter
 
     @property
     def waits_for_drafts(self) -> bool:
