@@ -1,0 +1,197 @@
+"""Tests of a drafter's version against its parent that may be looked at after every text.
+
+Both versions are scored on the same texts, so a text gives one number: the difference of their hit rates. A test bets
+on its sign. With differences d_1, d_2, ... in [-1, 1] and stakes s_i in [0, .75] that depend on earlier texts alone,
+
+    K_n = (1 + s_1 d_1) ... (1 + s_n d_n)
+
+is a non-negative supermartingale if no text is expected to have d > 0, given those before it. So the chance that K ever
+reaches 1 / alpha is alpha at most (Ville 1939), whenever one looks and whatever makes one stop. The stakes are those
+that let K grow fastest if the texts to come are like those so far: mean over mean square (Waudby-Smith and Ramdas,
+"Estimating means of bounded random variables by betting", 2024, section B.3).
+
+A trainer makes candidate after candidate, each with its own chance of passing by luck. Candidate j is tested with
+alpha_j = alpha 6 / (pi^2 j^2), which add up to alpha: the chance that any worthless candidate ever passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Self
+
+from outrider.proto.errors import InvalidArgument
+
+ERROR = 0.01  # chance that any candidate ever passes without being better, or that a good version is ever retired
+CLASS_ERROR = 0.05  # chance that a kind of text passes for kept though it loses the margin
+MARGIN = 0.01  # limit of the loss of hit rate in any kind of text
+CLIP = 0.25  # limit of the difference of hit rates of one text, so that none weighs too much
+MAX_STAKE = 0.75
+MIN_CLASS_SHARE = 0.05  # share of texts from which on a kind of text must be known to keep its hit rate
+_DOUBT = 0.25  # mean square before the first text
+
+
+def candidate_error(number: int, error: float = ERROR) -> float:
+    """Return alpha_j of the j-th candidate, j = `number` >= 1; they add up to `error`."""
+    return error * 6 / (math.pi * number) ** 2
+
+
+@dataclass(slots=True)
+class SignTest:
+    """Sequential test of whether numbers in [-1, 1] have a mean above 0.
+
+    Attributes:
+        count: how many numbers were added.
+        total: their sum.
+        squares: sum of their squares.
+        log_wealth: log K after the newest one.
+        max_log_wealth: largest log K so far, which decides: what was shown once stays shown.
+    """
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    log_wealth: float = 0.0
+    max_log_wealth: float = 0.0
+
+    @property
+    def stake(self) -> float:
+        """Share of the wealth that goes on the next number."""
+        return min(MAX_STAKE, max(0.0, self.total / (_DOUBT + self.squares)))
+
+    def add(self, number: float) -> None:
+        """Bet on the next number; raises `InvalidArgument` unless it is in [-1, 1]."""
+        if not -1 <= number <= 1:
+            raise InvalidArgument(f"must be in [-1, 1], not {number}", field="number")
+        self.log_wealth += math.log1p(self.stake * number)
+        self.max_log_wealth = max(self.max_log_wealth, self.log_wealth)
+        self.count += 1
+        self.total += number
+        self.squares += number * number
+
+    def shows(self, error: float) -> bool:
+        """Return whether the mean is shown to be above 0; wrong with a chance of `error` at most, ever."""
+        return self.max_log_wealth >= -math.log(error)
+
+    def row(self) -> list[float]:
+        """Return its state as numbers to save."""
+        return [self.count, self.total, self.squares, self.log_wealth, self.max_log_wealth]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> Self:
+        """Restore what `row` returned; raises `ValueError` or `TypeError` if it is malformed."""
+        count, total, squares, log_wealth, max_log_wealth = (float(number) for number in row)
+        if not (count >= 0 and squares >= 0 and abs(total) <= count and max_log_wealth >= max(0.0, log_wealth)):
+            raise ValueError(f"no such test: {row}")
+        return cls(int(count), total, squares, log_wealth, max_log_wealth)
+
+
+class Verdict(StrEnum):
+    """Outcome of a comparison so far."""
+
+    OPEN = "open"
+    BETTER = "better"
+    WORSE = "worse"
+
+
+@dataclass(slots=True)
+class _Evidence:
+    """Differences of one kind of text, or of all: whether they are above and below a margin."""
+
+    above: SignTest = field(default_factory=SignTest)
+    below: SignTest = field(default_factory=SignTest)
+
+    def add(self, difference: float, margin: float) -> None:
+        number = (difference + margin) / (1 + margin)
+        self.above.add(number)
+        self.below.add(-number)
+
+
+class PairedTest:
+    """Comparison of a version with its parent on texts that neither was trained on.
+
+    It ends as better if the version hits more over all texts and provably loses less than `MARGIN` in each kind of text
+    that is common or `kept`. It ends as worse by the mirrored test, over all texts or by more than the margin in one
+    kind.
+
+    Args:
+        number: which candidate of its name it is, from 1.
+        kept: kinds of text that must be known to keep their hit rate, however rare they are.
+    """
+
+    def __init__(self, number: int = 1, kept: Collection[int] = ()) -> None:
+        if number < 1:
+            raise InvalidArgument("must be 1 or more", field="number")
+        self.number = number
+        self._kept = frozenset(kept)
+        self._all = _Evidence()
+        self._of_class: dict[int, _Evidence] = {}
+        self._difference = 0.0  # sum, not clipped
+
+    @property
+    def texts(self) -> int:
+        """Number of texts so far."""
+        return self._all.above.count
+
+    @property
+    def difference(self) -> float:
+        """Mean difference of hit rates, not clipped; 0 without texts."""
+        return self._difference / self.texts if self.texts else 0.0
+
+    def add(self, difference: float, prompt_class: int = 0) -> None:
+        """Count a text of this kind: hit rate of the version less that of its parent, in [-1, 1]."""
+        if not -1 <= difference <= 1:
+            raise InvalidArgument(f"must be in [-1, 1], not {difference}", field="difference")
+        clipped = min(1.0, max(-1.0, difference / CLIP))
+        self._all.add(clipped, 0.0)
+        self._of_class.setdefault(prompt_class, _Evidence()).add(clipped, MARGIN / CLIP)
+        self._difference += difference
+
+    @property
+    def verdict(self) -> Verdict:
+        """Outcome so far; a version that is shown to be worse somewhere is never better."""
+        if self.lost_class is not None or self._all.below.shows(candidate_error(self.number)):
+            return Verdict.WORSE
+        if self._all.above.shows(candidate_error(self.number)) and not self.doubtful_classes:
+            return Verdict.BETTER
+        return Verdict.OPEN
+
+    @property
+    def lost_class(self) -> int | None:
+        """Kind of text that is shown to lose more than the margin; None: there is none."""
+        error = candidate_error(self.number) / max(1, len(self._of_class))
+        lost = (which for which, evidence in self._of_class.items() if evidence.below.shows(error))
+        return next(lost, None)
+
+    @property
+    def doubtful_classes(self) -> frozenset[int]:
+        """Kinds of text that may lose the margin for all that is known, and must not."""
+        common = {
+            which for which, evidence in self._of_class.items() if evidence.above.count >= MIN_CLASS_SHARE * self.texts
+        }
+        return frozenset(
+            which
+            for which in common | self._kept
+            if which not in self._of_class or not self._of_class[which].above.shows(CLASS_ERROR)
+        )
+
+    def rows(self) -> list[list[float]]:
+        """Return its state as rows of numbers to save: over all texts, then by kind."""
+        every = [(-1, self._all), *self._of_class.items()]
+        state = [[self.number, self._difference, *sorted(self._kept)]]
+        return state + [[which, *each.above.row(), *each.below.row()] for which, each in every]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[float]]) -> Self:
+        """Restore what `rows` returned; raises `ValueError` or `TypeError` if it is malformed."""
+        (number, difference, *kept), *evidence = rows
+        restored = cls(int(number), [int(which) for which in kept])
+        found = {int(row[0]): _Evidence(SignTest.from_row(row[1:6]), SignTest.from_row(row[6:])) for row in evidence}
+        if -1 not in found:
+            raise ValueError("the row over all texts is missing")
+        restored._all = found.pop(-1)
+        restored._of_class = found
+        restored._difference = float(difference)
+        return restored

@@ -1,0 +1,251 @@
+"""Sequential tests of versions: how often they err, however often one looks, and how soon they decide."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.policy.sequential import (
+    CLASS_ERROR,
+    CLIP,
+    ERROR,
+    MARGIN,
+    MAX_STAKE,
+    PairedTest,
+    SignTest,
+    Verdict,
+    candidate_error,
+)
+
+CODE, PROSE = 3, 1
+Texts = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def normal(mean: float, deviation: float) -> Texts:
+    return lambda rng, n: np.clip(rng.normal(mean, deviation, n), -1, 1)
+
+
+def rare_gains(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Mean 0 in another shape: mostly small losses, now and then a gain nine times as large."""
+    return np.where(rng.random(n) < 0.1, 0.225, -0.025)
+
+
+def texts_until(verdict: Verdict, differences: np.ndarray, number: int = 1) -> int | None:
+    test = PairedTest(number)
+    for count, difference in enumerate(differences, 1):
+        test.add(float(difference), CODE)
+        if test.verdict is verdict:
+            return count
+        if test.verdict is not Verdict.OPEN:
+            return None
+    return None
+
+
+def shown(differences: np.ndarray, error: float) -> bool:
+    """Whether a sign test shows a gain at any time in a sequence that is looked at after each text."""
+    test = SignTest()
+    for difference in np.clip(differences / CLIP, -1, 1):
+        test.add(float(difference))
+        if test.shows(error):
+            return True
+    return False
+
+
+# --- how often it errs ---
+
+
+@pytest.mark.parametrize("texts", [normal(0, 0.127), normal(0, 0.045), rare_gains], ids=["wide", "narrow", "skewed"])
+def test_a_worthless_version_hardly_ever_passes_though_one_looks_after_each_text(texts: Texts) -> None:
+    rng = np.random.default_rng(1)
+    runs, allowed = 1200, 0.05
+    passed = sum(shown(texts(rng, 300), allowed) for _ in range(runs))
+    # Ville's bound, and three standard deviations of the count.
+    assert passed <= runs * allowed + 3 * math.sqrt(runs * allowed)
+
+
+def test_of_many_worthless_candidates_of_one_name_hardly_ever_any_passes() -> None:
+    rng = np.random.default_rng(2)
+    fleets, candidates = 150, 12
+    passed = sum(
+        any(shown(rng.normal(0, 0.1, 120), candidate_error(number)) for number in range(1, candidates + 1))
+        for _ in range(fleets)
+    )
+    assert passed <= fleets * ERROR + 3 * math.sqrt(fleets * ERROR)
+    assert sum(candidate_error(number) for number in range(1, 100_000)) == pytest.approx(ERROR, rel=1e-4)
+
+
+def test_the_same_look_after_each_text_at_a_naive_test_passes_worthless_versions() -> None:
+    """Negative control: a t-test at 1 % that is read after each text errs far more often than 1 %."""
+    rng = np.random.default_rng(3)
+    runs, passed = 400, 0
+    for _ in range(runs):
+        differences = rng.normal(0, 0.127, 300)
+        count = np.arange(1, 301)
+        mean = np.cumsum(differences) / count
+        deviation = np.sqrt(np.maximum(np.cumsum(differences**2) / count - mean**2, 1e-12) / count)
+        passed += bool((mean / deviation)[10:].max() > 2.326)
+    assert passed > 5 * ERROR * runs
+
+
+def test_a_stake_never_depends_on_the_number_that_it_is_bet_on() -> None:
+    rng = np.random.default_rng(4)
+    one, other = SignTest(), SignTest()
+    for number in rng.uniform(-1, 1, 50):
+        assert one.stake == other.stake, "whatever comes next"
+        one.add(float(number))
+        other.add(float(number))
+    one.add(1.0)
+    before = other.stake
+    other.add(-1.0)
+    assert other.log_wealth - one.log_wealth == pytest.approx(math.log1p(-before) - math.log1p(before))
+
+
+@given(st.lists(st.floats(-1, 1, allow_nan=False), max_size=60))
+def test_wealth_stays_positive_and_stakes_bounded(numbers: list[float]) -> None:
+    test = SignTest()
+    for number in numbers:
+        assert 0 <= test.stake <= MAX_STAKE
+        test.add(number)
+        assert math.isfinite(test.log_wealth)
+        assert test.max_log_wealth >= max(0.0, test.log_wealth)
+
+
+# --- how soon it decides ---
+
+
+@pytest.mark.parametrize(("mean", "deviation", "expected"), [(0.103, 0.127, 25), (0.02, 0.045, 101)])
+def test_gains_like_the_measured_ones_show_within_as_many_texts_as_simulated(mean, deviation, expected) -> None:
+    rng = np.random.default_rng(5)
+    counts = []
+    for _ in range(200):
+        test = SignTest()
+        while not test.shows(candidate_error(1)):
+            test.add(float(np.clip(rng.normal(mean, deviation) / CLIP, -1, 1)))
+        counts.append(test.count)
+    assert np.median(counts) <= 1.1 * expected
+    assert np.quantile(counts, 0.9) <= 1.7 * expected
+
+
+def test_a_version_that_loses_much_is_shown_to_be_worse_within_sixty_texts() -> None:
+    rng = np.random.default_rng(6)
+    counts = [texts_until(Verdict.WORSE, normal(-0.1, 0.127)(rng, 60)) for _ in range(200)]
+    assert sum(count is not None for count in counts) >= 190
+
+
+def test_a_good_version_is_hardly_ever_retired() -> None:
+    rng = np.random.default_rng(7)
+    runs = 400
+    retired = sum(texts_until(Verdict.WORSE, normal(0.0, 0.1)(rng, 200)) is not None for _ in range(runs))
+    # Over all texts, and in the one kind of text.
+    assert retired <= 2 * ERROR * runs + 3 * math.sqrt(2 * ERROR * runs)
+
+
+def test_later_candidates_need_more_evidence() -> None:
+    differences = np.full(200, 0.05)
+    first, tenth = (texts_until(Verdict.BETTER, differences, number) for number in (1, 10))
+    assert first is not None
+    assert tenth is not None
+    assert tenth > first
+
+
+# --- kinds of text ---
+
+
+def test_a_kind_of_text_that_loses_two_hundredths_is_no_price_for_gains_elsewhere() -> None:
+    rng = np.random.default_rng(8)
+    better, runs = 0, 150
+    for _ in range(runs):
+        test = PairedTest()
+        for _ in range(400):
+            test.add(float(rng.normal(0.1, 0.1)), PROSE)
+            test.add(float(rng.normal(-0.02, 0.045)), CODE)
+            if test.verdict is Verdict.BETTER:
+                better += 1
+                break
+            if test.verdict is Verdict.WORSE:
+                assert test.lost_class == CODE
+                break
+    assert better <= runs * CLASS_ERROR + 3 * math.sqrt(runs * CLASS_ERROR)
+
+
+def test_without_the_kinds_the_same_version_would_pass() -> None:
+    """Negative control of the test before: over all texts together it gains."""
+    rng = np.random.default_rng(8)
+    both = np.stack([rng.normal(0.1, 0.1, 400), rng.normal(-0.02, 0.045, 400)], axis=1).ravel()
+    assert shown(both, candidate_error(1))
+
+
+def test_a_kind_of_text_that_stays_as_it_was_lets_gains_elsewhere_pass() -> None:
+    rng = np.random.default_rng(9)
+    test = PairedTest()
+    for _ in range(1000):
+        test.add(float(rng.normal(0.1, 0.1)), PROSE)
+        test.add(float(rng.normal(0.0, 0.03)), CODE)
+    assert test.verdict is Verdict.BETTER
+
+
+def test_a_kind_of_text_that_must_be_kept_is_waited_for_and_a_rare_one_is_not() -> None:
+    waiting, going = PairedTest(kept=(CODE,)), PairedTest()
+    for test in (waiting, going):
+        test.add(0.1, 2)  # one text of another kind
+        for _ in range(200):
+            test.add(0.1, PROSE)
+    assert going.verdict is Verdict.BETTER
+    assert waiting.verdict is Verdict.OPEN
+    assert waiting.doubtful_classes == {CODE}
+    for _ in range(200):
+        waiting.add(0.0, CODE)
+    assert waiting.verdict is Verdict.BETTER
+
+
+def test_a_loss_within_the_margin_is_none() -> None:
+    test = PairedTest()
+    for _ in range(500):
+        test.add(0.2, PROSE)
+        test.add(-MARGIN / 2, CODE)
+    assert test.verdict is Verdict.BETTER
+
+
+# --- saving, and refusals ---
+
+
+def test_a_saved_test_goes_on_as_if_nothing_had_happened() -> None:
+    rng = np.random.default_rng(10)
+    test = PairedTest(3, kept=(2,))
+    for _ in range(30):
+        test.add(float(rng.normal(0.05, 0.1)), int(rng.integers(1, 4)))
+    restored = PairedTest.from_rows(json.loads(json.dumps(test.rows())))
+    assert restored.rows() == test.rows()
+    assert (restored.number, restored.texts, restored.difference) == (3, 30, test.difference)
+    for _ in range(300):
+        difference = float(rng.normal(0.05, 0.05))
+        test.add(difference, CODE)
+        restored.add(difference, CODE)
+        assert (restored.verdict, restored.doubtful_classes) == (test.verdict, test.doubtful_classes)
+
+
+@pytest.mark.parametrize(
+    "rows", [[[1, 0.0]], [[1, 0.0], [-1, 1, 2.0]], [[1, 0.0], [-1, *[1, 5.0, 1.0, 0.0, 0.0] * 2]], [["x", 0.0]], []]
+)
+def test_a_malformed_saved_test_is_refused(rows: list[list[float]]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        PairedTest.from_rows(rows)
+
+
+@pytest.mark.parametrize("difference", [math.nan, 1.5, -math.inf])
+def test_a_difference_that_can_be_none_is_refused(difference: float) -> None:
+    test = PairedTest()
+    with pytest.raises(InvalidArgument, match="must be in"):
+        test.add(difference)
+    with pytest.raises(InvalidArgument, match="must be in"):
+        SignTest().add(difference)
+    assert test.texts == 0
+    with pytest.raises(InvalidArgument, match="1 or more"):
+        PairedTest(0)
