@@ -1,8 +1,9 @@
-"""The end of `outrider verifier`: a signal drains it, and steps that all fail end it by themselves."""
+"""`outrider verifier`: the drafter that its options ask for, and its end by a signal or because all steps fail."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from outrider.cloud import server
+from outrider.cloud import own_drafter, server
+from outrider.cloud.draft_threads import DraftThreads
+from outrider.cloud.local_source import LocalSource, NoSource
 from outrider.cloud.slots import Outbox
 from outrider.cloud.testing import save_tiny_target
 from outrider.deploy.cli import main
@@ -53,6 +56,16 @@ class SignalledServer(server.VerifierServer):
         await super().stop(grace_s)
 
 
+class ShownServer(SignalledServer):
+    """A server that ends soon, and whose drafts beside the target are looked at before."""
+
+    source: ClassVar[NoSource]
+
+    async def start(self) -> str:
+        ShownServer.source = self._engine._source
+        return await super().start()
+
+
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
     """Return the command of a verifier of a tiny target."""
@@ -75,3 +88,56 @@ def test_a_verifier_whose_steps_all_fail_ends_by_itself_with_1_and_says_why(comm
     shown = capsys.readouterr()
     assert shown.out.startswith("verifier verifier of ")
     assert "outrider verifier: the verifier has failed: no step succeeds" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "cores", "drafts"),
+    [
+        ("--draft-here off --draft-with ngram --draft-threads 2", 3, None),
+        ("--draft-here auto", 3, None),  # nothing embedded was made for this target's tokenizer
+        ("--draft-here auto --draft-with ngram", 0, None),
+        ("--draft-with ngram", 3, (3, None)),
+        ("--draft-here auto --draft-with ngram --draft-threads 2 --draft-price 0.5", 0, (2, 0.5)),
+        ("--draft-here on --draft-with ngram", 0, (1, None)),
+        ("--draft-here on --draft-with ngram --draft-price inf", 3, (3, math.inf)),
+    ],
+)
+def test_its_options_say_whether_with_what_and_at_what_price_it_drafts(
+    command, monkeypatch, capsys, options, cores, drafts
+) -> None:
+    monkeypatch.setattr(server, "VerifierServer", ShownServer)
+    monkeypatch.setattr(own_drafter, "spare_cores", lambda config, target: cores)
+    assert main([*command, *options.split()]) == 0
+    assert capsys.readouterr().err == ""
+    source = ShownServer.source
+    if drafts is None:
+        assert type(source) is NoSource
+        return
+    assert isinstance(source, LocalSource)
+    assert isinstance(source._threads, DraftThreads)
+    assert source._own.name.startswith("ngram@")
+    assert source.here is not None
+    assert (source._threads.num_threads, source.here.price) == drafts
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--draft-here on", "draft-here: finds no drafter for this target: 'general' was made for another tokenizer"),
+        ("--draft-here on --draft-with nobody", "draft-here: finds no drafter for this target"),
+        ("--draft-here perhaps", "perhaps"),
+        ("--draft-threads -1", "-1"),
+        ("--draft-price -0.5", "-0.5 is below 0"),
+        ("--draft-price nan", "nan"),
+    ],
+)
+def test_a_mistake_in_them_is_one_line_with_its_remedy(command, capsys, options, says) -> None:
+    try:
+        assert main([*command, *options.split()]) != 0
+    except SystemExit as refusal:
+        assert refusal.code  # noqa: PT017 - the parser ends so
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
+    if "--draft-here on" in options:
+        assert "--draft-with" in said

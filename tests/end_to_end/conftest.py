@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from outrider.cloud import server
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.draft_threads import DraftThreads
+from outrider.cloud.drafted_text import OwnDrafter
 from outrider.cloud.family_index import target_folder, tokenizer_file
+from outrider.cloud.local_source import LocalSource
 from outrider.cloud.server import VerifierServer
 from outrider.deploy.prompts import DOMAINS, HELD_OUT, Prompt, read_prompts
 from outrider.edge import Client, EdgeConfig
@@ -32,11 +36,29 @@ def prompts() -> Callable[[int], list[Prompt]]:
 
 @asynccontextmanager
 async def _serving(**config: Any) -> AsyncIterator[str]:
-    server = VerifierServer(VerifierConfig(**{"threads": 1, **config}))
+    served = VerifierServer(VerifierConfig(**{"threads": 1, **config}))
     try:
-        yield await server.start()
+        yield await served.start()
     finally:
-        await server.stop(0)
+        await served.stop(0)
+
+
+@pytest.fixture
+def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A verifier with a drafter of its own, made from the target's facts, and its server to look into."""
+
+    @asynccontextmanager
+    async def serve(own: Callable[[Any], OwnDrafter], **config: Any) -> AsyncIterator[tuple[str, VerifierServer]]:
+        with monkeypatch.context() as patch:
+            threads = config.pop("draft_threads", 1)
+            patch.setattr(server, "local_source", lambda _, target: LocalSource(own(target), DraftThreads(threads)))
+            served = VerifierServer(VerifierConfig(**{"threads": 1, **config}))
+        try:
+            yield await served.start(), served
+        finally:
+            await served.stop(0)
+
+    return serve
 
 
 @asynccontextmanager

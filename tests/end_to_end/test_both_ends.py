@@ -5,17 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from outrider.cloud import server
-from outrider.cloud.config import VerifierConfig
-from outrider.cloud.draft_threads import DraftThreads
 from outrider.cloud.drafted_text import OwnDrafter
-from outrider.cloud.local_source import LocalSource
 from outrider.cloud.own_drafter import load_own_drafter
 from outrider.cloud.server import VerifierServer
 from outrider.drafters import NgramDrafter, ProposalRule
@@ -81,24 +76,6 @@ OWN: dict[str, Callable[[Any], OwnDrafter]] = {
 }
 
 
-@pytest.fixture
-def drafting(monkeypatch) -> Callable[..., Any]:
-    """A verifier with a drafter of its own, and its server to look into."""
-
-    @asynccontextmanager
-    async def serve(own: str, **config: Any) -> AsyncIterator[tuple[str, VerifierServer]]:
-        made = OWN[own]
-        monkeypatch.setattr(server, "local_source", lambda _, target: LocalSource(made(target), DraftThreads(1)))
-
-        served = VerifierServer(VerifierConfig(threads=1, **config))
-        try:
-            yield await served.start(), served
-        finally:
-            await served.stop(0)
-
-    return serve
-
-
 async def texts(client: Any, prompts: Sequence[Any], sampling: Sampling) -> list[tuple[int, ...]]:
     return [(await client.complete(prompt.text, sampling)).ids for prompt in prompts]
 
@@ -117,7 +94,7 @@ def test_no_drafter_beside_the_target_changes_a_text(edge, prompts, drafting, ow
 
     async def main() -> None:
         chosen = prompts(1)[:1]
-        async with drafting(own) as (address, served):
+        async with drafting(OWN[own]) as (address, served):
             async with edge(address, drafter="none", drafts_here=0) as client:
                 expected = [await texts(client, chosen, sampling) for sampling in WAYS.values()]
             assert verified_here(served) == 0
@@ -135,7 +112,7 @@ def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, prompts,
         chosen, sampling = prompts(1)[:2], Sampling(max_tokens=32)
         async with serving() as address, edge(address, drafter="none") as client:
             plain = [await client.complete(prompt.text, sampling) for prompt in chosen]
-        async with drafting("the edge's own") as (address, served):
+        async with drafting(OWN["the edge's own"]) as (address, served):
             async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
                 drafted = [await client.complete(prompt.text, sampling) for prompt in chosen]
             assert accepted_here(served) > 0

@@ -288,6 +288,21 @@ def test_the_survival_window_has_an_end(most: int, step_s: float) -> None:
     assert counts[most:] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("acceptance", [0.5, 0.8, 0.95, 0.99])
+def test_no_chain_ends_within_what_the_verifier_covers(acceptance: float) -> None:
+    """Where all drafts up to the first uncovered one pay together, all are made; else none."""
+    counts = []
+    for covered in range(1, 64):
+        view = replace(USUAL, round_trip_s=0.2, acceptance=acceptance, covered=covered)
+        counts.append(SurvivalWindow().more(view))
+        assert counts[-1] == 0 or counts[-1] > covered
+        begun = replace(view, in_flight=covered, survival=acceptance**covered)
+        assert SurvivalWindow().more(begun) > 0 or acceptance**covered < 0.1, "it goes on with a chain that is beyond"
+    assert counts == [*itertools.takewhile(bool, counts), *[0] * counts.count(0)], "the more is covered the less pays"
+    assert counts[-1] == 0 or acceptance == 0.99
+    assert counts[0] > 0
+
+
 def test_before_anything_is_measured_a_few_drafts_are_made() -> None:
     unknown = EdgeView(0, 1.0, 0.7, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, Goal.LATENCY)
     first = SurvivalWindow().more(unknown)

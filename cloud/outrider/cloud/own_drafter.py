@@ -36,10 +36,11 @@ def local_source(config: VerifierConfig, target: TargetFacts) -> LocalSource | N
     try:
         own = load_own_drafter(config.draft_with, target)
     except (OutriderError, OSError, ImportError) as error:
+        reason = error.message if isinstance(error, OutriderError) else error
         if config.draft_here == "on":
             remedy = "name one by --draft-with, or leave --draft-here at auto"
-            raise ConfigError(f"finds no drafter for this target: {error}; {remedy}", field="draft_here") from error
-        log.info("no drafts are made beside the target: %s", error, extra=about(verifier=config.name))
+            raise ConfigError(f"finds no drafter for this target: {reason}; {remedy}", field="draft_here") from error
+        log.info("no drafts are made beside the target: %s", reason, extra=about(verifier=config.name))
         return None
     line = "verifier %s drafts beside its target with %s in %d threads; a position of a text takes up to %d bytes"
     log.info(line, config.name, own.name, threads, own.position_bytes, extra=about(verifier=config.name))
