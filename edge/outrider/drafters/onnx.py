@@ -37,6 +37,7 @@ import numpy as np
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as _onnxruntime_errors
 
+from outrider.drafters.adapters import merged_graph
 from outrider.drafters.graph_file import read_graph_file
 from outrider.drafters.packages import DrafterPackage, SteeringShape
 from outrider.drafters.proposals import NO_PROPOSAL, ProposalRule
@@ -97,8 +98,9 @@ class OnnxDrafter:
         self.version = package.version
         self.steering = package.steering
         with _translated(ModelRefused, f"drafter {package.name}"):
-            self.session = _load(package.model_path, self.name, threads)
-            self._steering_session = _load(package.steering_path, self.name, 1) if package.steering else None
+            self.session = _load(_graph(package), threads)
+            steered = package.steering is not None
+            self._steering_session = _load(_checked(package.steering_path, self.name), 1) if steered else None
         self._check_graphs()
         self._try()
 
@@ -152,15 +154,24 @@ class OnnxDrafter:
             state.close()
 
 
-def _load(graph: Path, drafter: str, threads: int) -> onnxruntime.InferenceSession:
+def _graph(package: DrafterPackage) -> str | bytes:
+    """Return the path of a package's graph, or the content of one with an adapter."""
+    return _checked(package.model_path, package.name) if package.adapter is None else merged_graph(package)
+
+
+def _checked(graph: Path, drafter: str) -> str:
     read_graph_file(graph, drafter)  # ONNX Runtime would follow it to weights in other files
+    return str(graph)
+
+
+def _load(graph: str | bytes, threads: int) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # an edge has a battery
     options.enable_mem_pattern = False  # it would keep one pattern for every cache length ever seen
     options.log_severity_level = 3  # errors come as exceptions
-    return onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 class _Biases:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,8 @@ from outrider.proto.types.checks import NAME, SHA256
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 STEERING_GRAPH = "steering.onnx"
+ADAPTER = "adapter.safetensors"
+GRAPHS = (MODEL, STEERING_GRAPH, ADAPTER)  # what a drafter computes, and the order in which its version hashes them
 KINDS = ("onnx-lm",)
 
 FAMILY = Path(__file__).resolve().parent / "family"
@@ -52,11 +54,43 @@ class SteeringShape:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """Shape of a low-rank update of the graph that is merged into it when it is loaded (`adapters`).
+
+    Attributes:
+        rank: columns of B, and rows of A.
+        targets: names of the matrices that change.
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedFrom:
+    """Texts that a version learned from.
+
+    Attributes:
+        positions: number of judged positions.
+        keys: number of API keys that they came from; 0: a corpus.
+        classes: number of positions by class of text.
+    """
+
+    positions: int
+    keys: int
+    classes: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterPackage:
     """Drafter whose files are what its manifest says.
 
     Attributes:
         reach: number of last tokens that an answer depends on; None: all. The other fields are the manifest's.
+        parent: version that it was trained on from; empty: none.
+        sequence: place among the versions of its name, the newest highest.
+        learned_from: what an update learned from; None: it is none.
+        adapter: update of the graph; None: the graph is all.
     """
 
     folder: Path
@@ -73,16 +107,35 @@ class DrafterPackage:
     cache: CacheShape
     steering: SteeringShape | None = None
     reach: int | None = None
+    parent: str = ""
+    sequence: int = 0
+    learned_from: LearnedFrom | None = None
+    adapter: AdapterShape | None = None
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of a file: in the folder, or where an equal one ships with the wheel."""
+        own = self.folder / name
+        if own.exists():
+            return own
+        if name == TOKENIZER_FILE:
+            return shipped_tokenizer(self.tokenizer_sha256) or own
+        promised = next((file.sha256 for file in self.files if file.name == name), "")
+        return embedded_file(promised) or own
 
     @property
     def model_path(self) -> Path:
         """Path of the ONNX graph with its weights."""
-        return self.folder / MODEL
+        return self.path_of(MODEL)
 
     @property
     def steering_path(self) -> Path:
         """Path of the small ONNX graph from a steering vector to every layer's bias, where the drafter is steered."""
-        return self.folder / STEERING_GRAPH
+        return self.path_of(STEERING_GRAPH)
+
+    @property
+    def adapter_path(self) -> Path:
+        """Path of the update's matrices, where it has an adapter."""
+        return self.path_of(ADAPTER)
 
     @property
     def graph_bytes(self) -> int:
@@ -92,8 +145,7 @@ class DrafterPackage:
     @property
     def tokenizer_path(self) -> Path:
         """Path of the tokenizer that drafter and target share: the package's own, or the shipped one with its hash."""
-        own = self.folder / TOKENIZER_FILE
-        return own if own.exists() else shipped_tokenizer(self.tokenizer_sha256) or own
+        return self.path_of(TOKENIZER_FILE)
 
 
 def load_package(folder: Path) -> DrafterPackage:
@@ -107,7 +159,7 @@ def load_package(folder: Path) -> DrafterPackage:
     """
     package = read_manifest(folder)
     for file in package.files:
-        check_file(package.tokenizer_path if file.name == TOKENIZER_FILE else folder / file.name, file)
+        check_file(package.path_of(file.name), file)
     found = tokenizer_hash(package.tokenizer_path.read_text(encoding="utf-8"))
     if found != package.tokenizer_sha256:
         raise DataLoss(
@@ -152,11 +204,17 @@ def read_manifest(folder: Path) -> DrafterPackage:
         cache=CacheShape(cache.count("layers"), cache.count("kv_heads"), cache.count("head_dim")),
         steering=_steering(fields.inner("steering")) if fields.has("steering") else None,
         reach=fields.count("reach") if fields.has("reach") else None,
+        parent=fields.matching("parent", _VERSION) if fields.has("parent") else "",
+        sequence=fields.whole("sequence") if fields.has("sequence") else 0,
+        learned_from=_learned_from(fields.inner("learned_from")) if fields.has("learned_from") else None,
+        adapter=_adapter(fields.inner("adapter")) if fields.has("adapter") else None,
     )
     if package.candidates > package.vocab_size:
         raise InvalidArgument("exceeds the vocabulary", field="manifest.candidates")
     if package.steering is not None and all(file.name != STEERING_GRAPH for file in package.files):
         raise InvalidArgument(f"does not list {STEERING_GRAPH}, which a steered drafter has", field="manifest.files")
+    if package.adapter is not None and all(file.name != ADAPTER for file in package.files):
+        raise InvalidArgument(f"does not list {ADAPTER}, which its adapter is in", field="manifest.files")
     return package
 
 
@@ -178,6 +236,15 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
+def version_of(graphs: Iterable[Path]) -> str:
+    """Return the version of a drafter of these `GRAPHS`, those that exist: 12 digits of the hash of their contents."""
+    content = hashlib.sha256()
+    for graph in graphs:
+        if graph.is_file():
+            content.update(graph.read_bytes())
+    return content.hexdigest()[:12]
+
+
 def embedded_packages() -> tuple[str, ...]:
     """Return the names of the drafters that ship with the wheel, the one for any subject first."""
     names = (manifest.parent.name for manifest in FAMILY.glob(f"*/{MANIFEST}"))
@@ -190,8 +257,9 @@ def embedded_file(sha256: str) -> Path | None:
     for name in embedded_packages():
         package = read_manifest(FAMILY / name)
         for file in package.files:
-            if file.sha256 == sha256:
-                return package.tokenizer_path if file.name == TOKENIZER_FILE else package.folder / file.name
+            own = package.tokenizer_path if file.name == TOKENIZER_FILE else package.folder / file.name
+            if file.sha256 == sha256 and own.exists():
+                return own
     return None
 
 
@@ -235,6 +303,20 @@ def _steering(steering: _Fields) -> SteeringShape:
     )
 
 
+def _adapter(adapter: _Fields) -> AdapterShape:
+    targets = adapter.texts("targets")
+    if not targets or len(set(targets)) < len(targets):
+        raise InvalidArgument("must name one matrix or more, and none twice", field="manifest.adapter.targets")
+    return AdapterShape(adapter.count("rank"), targets)
+
+
+def _learned_from(learned: _Fields) -> LearnedFrom:
+    classes = learned.inner("classes")
+    class_names = classes.keys()
+    by_class = {name: classes.whole(name) for name in class_names}
+    return LearnedFrom(learned.whole("positions"), learned.whole("keys"), by_class)
+
+
 def _gain(gain: _Fields) -> tuple[tuple[int, float], ...]:
     ages = gain.keys()
     for age in ages:
@@ -273,10 +355,19 @@ class _Fields:
             raise InvalidArgument(f"{value!r} does not match {pattern.pattern}", field=f"{self._where}.{key}")
         return value
 
-    def count(self, key: str) -> int:
+    def texts(self, key: str) -> tuple[str, ...]:
         value = self._get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InvalidArgument("must be a whole number, 1 or more", field=f"{self._where}.{key}")
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise InvalidArgument("must be a list of strings", field=f"{self._where}.{key}")
+        return tuple(value)
+
+    def count(self, key: str) -> int:
+        return self.whole(key, least=1)
+
+    def whole(self, key: str, least: int = 0) -> int:
+        value = self._get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise InvalidArgument(f"must be a whole number, {least} or more", field=f"{self._where}.{key}")
         return value
 
     def finite(self, key: str) -> float:

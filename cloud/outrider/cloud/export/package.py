@@ -33,6 +33,7 @@ from outrider.cloud.export.graph import OPSET, write_graph, write_steering_graph
 from outrider.cloud.export.model import Anatomy, context_length, load, load_for_export, look_at
 from outrider.cloud.export.quantised import quantise
 from outrider.cloud.export.steered import GAIN, TRAINING_FILE, SteeringWeights, check_fit, steering_of
+from outrider.drafters.packages import GRAPHS, version_of
 from outrider.proto.drafter_format import CACHE_LAYOUT, DRAFTER_FORMAT
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.tokenizer import TOKENIZER_FILE, tokenizer_hash
@@ -128,7 +129,7 @@ def _manifest(check: GraphCheck, folder: Path, source_folder: Path, *, name: str
     manifest: Manifest = {
         "format": DRAFTER_FORMAT,
         "name": name,
-        "version": _version(folder),
+        "version": version_of(folder / graph for graph in GRAPHS),
         "kind": "onnx-lm",
         "target": target,
         "tokenizer_sha256": tokenizer_hash((folder / TOKENIZER_FILE).read_text(encoding="utf-8")),
@@ -166,15 +167,6 @@ def _describe_steering(manifest: Manifest, steering: SteeringWeights) -> None:
         "projection": steering.projection_id,
         "gain": steering.gain,
     }
-
-
-def _version(folder: Path) -> str:
-    """Return twelve hexadecimal digits that change with whatever the drafter computes."""
-    graphs = hashlib.sha256()
-    for name in (MODEL_FILE, STEERING_GRAPH_FILE):
-        if (folder / name).is_file():
-            graphs.update((folder / name).read_bytes())
-    return graphs.hexdigest()[:12]
 
 
 def _swap(finished: Path, folder: Path) -> None:
