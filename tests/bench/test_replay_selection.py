@@ -17,6 +17,7 @@ from outrider.bench.simulator.clock import Costs
 from outrider.bench.traces.stages import Stage, Trajectory
 from outrider.deploy.link.shape import LinkShape
 from outrider.edge.policies.length import rule_by_name
+from outrider.edge.policies.selection import selector_named
 from outrider.edge.policies.selection.bandits import (
     DiscountedUcb,
     Exp3,
@@ -30,7 +31,9 @@ from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.leader import Hedge, default_selector
 from outrider.edge.policies.selection.rewards import Alignment, BlockEfficiency
 from outrider.proto.errors import ConfigError
+from outrider.proto.policy import EdgeView, SurvivalWindow, WindowPolicy
 from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.session import CatchUpJob, Selection
 from outrider.proto.session.allowance import Allowance
 
 PLAIN = Costs(step_s=0.010, row_s=0.001, job_s=0.0, edge_event_s=0.0, cloud_event_s=0.0, commit_s=0.0)
@@ -134,7 +137,7 @@ class Listening(Selector):
 def test_arms_learn_of_every_token_once_and_in_order_even_of_an_unknown_end(catch_up_s) -> None:
     texts = [text_of(np.random.default_rng(seed), [(0, 150)]) for seed in (1, 2, 3)]
     listening = Listening(np.random.default_rng(2))
-    play(texts, [replace(arm, catch_up_s=catch_up_s) for arm in FAMILY], listening, link(20))
+    play(texts, [arm._replace(catch_up_s=catch_up_s) for arm in FAMILY], listening, link(20))
     _, *played = listening.by_text()  # after the warm-up
     for text, outcomes in zip(texts, played, strict=False):
         learned = [[hit for outcome in outcomes for hit in outcome.hits[arm]] for arm in range(5)]
@@ -148,7 +151,7 @@ def test_arms_learn_of_every_token_once_and_in_order_even_of_an_unknown_end(catc
 
 def test_catching_up_while_the_edge_waits_costs_no_time() -> None:
     text = text_of(np.random.default_rng(1), [(0, 150)])
-    arms = [replace(arm, catch_up_s=0.00001) for arm in FAMILY]
+    arms = [arm._replace(catch_up_s=0.00001) for arm in FAMILY]
     [along] = play([text], arms, Listening(np.random.default_rng(0), arm=0), link(20))
     [alone] = play([text], arms, StaticSelector(0), link(20))
     assert along.seconds == pytest.approx(alone.seconds, rel=0.01)
@@ -349,15 +352,20 @@ def test_regret_of_ucb_grows_like_a_logarithm_and_that_of_chance_in_line() -> No
 # --- what the edge need not compute again ---
 
 
-@pytest.mark.parametrize("rule", ["survival", "aimd", "flexspec"])
-def test_a_length_rule_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch, rule) -> None:
+def played(window: Callable[[], WindowPolicy], selector: Callable[[], Selector]) -> list[tuple[list[float], list[int]]]:
+    """Texts with four domains over three links: arrivals of tokens, and the active drafters."""
     rng = np.random.default_rng(3)
     texts = [text_of(rng, [(domain, 90)]) for domain in range(4)]
+    costs = [replace(PLAIN, drafting_s=arm.drafting_s, catch_up_s=arm.catch_up_s) for arm in FAMILY]
+    stages = [Stage(costs, link(rtt_ms), lambda: Policy(window=window())) for rtt_ms in (2, 10, 60)]
+    runs = [run for stage in stages for run in stage.trajectories(texts, selector())]
+    return [(run.at_s.tolist(), run.choices.tolist()) for run in runs]
 
-    def trajectories(rtt_ms: float) -> list[list[float]]:
-        costs = [replace(PLAIN, drafting_s=arm.drafting_s, catch_up_s=arm.catch_up_s) for arm in FAMILY]
-        stage = Stage(costs, link(rtt_ms), lambda: Policy(window=rule_by_name(rule)))
-        return [run.at_s.tolist() for run in stage.trajectories(texts, default_selector(len(FAMILY)))]
+
+@pytest.mark.parametrize("rule", ["survival", "aimd", "flexspec"])
+def test_a_length_rule_asked_once_an_event_decides_as_if_asked_each_time(monkeypatch, rule) -> None:
+    def trajectories() -> list[tuple[list[float], list[int]]]:
+        return played(lambda: rule_by_name(rule), lambda: default_selector(len(FAMILY)))
 
     def asked() -> int:
         return len(questions)
@@ -365,12 +373,54 @@ def test_a_length_rule_asked_once_an_event_decides_as_if_asked_each_time(monkeyp
     questions: list[None] = []
     ask = Allowance._tokens
     monkeypatch.setattr(Allowance, "_tokens", lambda self, drafter: questions.append(None) or ask(self, drafter))
-    kept = [trajectories(rtt_ms) for rtt_ms in (2, 10, 60)]
+    kept = trajectories()
     few = asked()
     monkeypatch.setattr(Allowance, "tokens", Allowance._tokens)
-    assert [trajectories(rtt_ms) for rtt_ms in (2, 10, 60)] == kept
-    assert asked() - few > 2 * few
+    assert trajectories() == kept
+    assert asked() - few > few
     monkeypatch.undo()
     monkeypatch.setattr(Allowance, "review", lambda self: None)
     with pytest.raises((AssertionError, RuntimeError)):  # an answer that is kept for good is another
-        assert [trajectories(rtt_ms) for rtt_ms in (2, 10, 60)] == kept
+        assert trajectories() == kept
+
+
+@dataclass
+class Viewed:
+    """The default rule, asked with a whole view each time."""
+
+    rule: SurvivalWindow = field(default_factory=SurvivalWindow)
+
+    def more(self, view: EdgeView) -> int:
+        return self.rule.more(view)
+
+
+def test_a_rule_asked_at_a_kept_price_decides_as_if_it_saw_everything(monkeypatch) -> None:
+    def trajectories(window: Callable[[], WindowPolicy]) -> list[tuple[list[float], list[int]]]:
+        return played(window, lambda: default_selector(len(FAMILY)))
+
+    price_of = Allowance._price_of
+    kept = trajectories(SurvivalWindow)
+    assert trajectories(Viewed) == kept
+    monkeypatch.setattr(Allowance, "_price_of", lambda self, rule: self._price or price_of(self, rule))
+    assert trajectories(SurvivalWindow) != kept, "a price that is kept for good is another"
+
+
+@pytest.mark.parametrize("selector", ["leader", "hedge"])
+def test_idle_drafters_asked_for_once_a_commit_catch_up_as_if_asked_each_time(monkeypatch, selector) -> None:
+    def trajectories() -> list[tuple[list[float], list[int]]]:
+        return played(SurvivalWindow, lambda: selector_named(selector)(len(FAMILY), np.random.default_rng(1)))
+
+    def forget(self: Selection, transcript: Sequence[int]) -> CatchUpJob | None:
+        self._due = None
+        return next_catch_up(self, transcript)
+
+    def stale(self: Selection, transcript: Sequence[int]) -> CatchUpJob | None:
+        self._due = [] if self._view is not None else None
+        return next_catch_up(self, transcript)
+
+    next_catch_up = Selection.next_catch_up
+    kept = trajectories()
+    monkeypatch.setattr(Selection, "next_catch_up", forget)
+    assert trajectories() == kept
+    monkeypatch.setattr(Selection, "next_catch_up", stale)
+    assert trajectories() != kept, "drafters that are not asked for again never catch up"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -63,6 +64,18 @@ def test_a_line_finds_base_and_slope_and_follows_when_they_change() -> None:
         line.add(x, 0.05 + 0.002 * x)
     assert line.base == pytest.approx(0.05, rel=0.01)
     assert line.slope == pytest.approx(0.002, rel=0.01)
+
+
+def test_a_line_is_fitted_once_more_after_each_point() -> None:
+    rng = random.Random(4)
+    line = Line()
+    for _ in range(50):
+        line.add(rng.randrange(1, 9), rng.uniform(0.01, 0.05))
+        fresh = Line(line.weight, line.x, line.y, line.xx, line.xy)
+        assert (line.base, line.slope, line.fit()) == (fresh.base, fresh.slope, fresh.fit())
+        copied = replace(line)
+        copied.add(3, 1.0)
+        assert copied.fit() != line.fit() == fresh.fit()
 
 
 def test_a_line_that_fades_faster_forgets_faster() -> None:
@@ -231,6 +244,53 @@ def test_the_window_widens_with_what_a_draft_is_worth_and_narrows_with_its_price
     counts = [SurvivalWindow().more(replace(view, **{name: value})) for value in values]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
+
+
+def defined(rule: SurvivalWindow, view: EdgeView) -> int:
+    """Count one draft after the other, each by its own worth, as the docstring of the rule says."""
+    if not view.step_s:
+        return max(0, min(8, rule.max_tokens) - view.in_flight)
+    saved_s = view.step_s
+    if view.goal is Goal.EFFICIENCY:
+        saved_s = view.step_s + view.round_trip_s
+    elif view.token_s and view.round_trip_s < view.step_s:
+        saved_s = min(view.step_s, view.token_s)
+    hidden = min(1.0, view.step_s / view.round_trip_s) if view.round_trip_s else 1.0
+    price_s = hidden * (view.drafting_s + rule.min_share * saved_s) + view.row_s + 2 * view.byte_s
+    chance, count, gain_s = view.survival, 0, 0.0
+    while view.in_flight + count < rule.max_tokens:
+        chance *= view.acceptance
+        covered = view.in_flight + count < view.covered
+        if not covered and chance * saved_s <= price_s and view.in_flight + count > 0:
+            break
+        gain_s += (0.0 if covered else chance * saved_s) - price_s
+        count += 1
+    return count if gain_s > 0 or view.in_flight >= view.covered else 0
+
+
+def test_the_window_decides_as_it_is_defined() -> None:
+    rng, seen = random.Random(8), Counter[tuple[str, str]]()
+    for _ in range(20_000):
+        in_flight = rng.choice([0, 0, 1, 3, 12, 70])
+        rule = SurvivalWindow(rng.choice([0, 1, 5, 64]), rng.choice([0.0, 0.015]))
+        view = EdgeView(
+            in_flight=in_flight,
+            survival=rng.uniform(0.0, 1.0) if in_flight else 1.0,
+            acceptance=rng.uniform(0.02, 0.98),
+            drafting_s=rng.choice([0.0, 2e-4, 5e-3]) * rng.uniform(0.5, 2),
+            step_s=rng.choice([0.0, 0.005, 0.03]),
+            row_s=rng.choice([0.0, 5e-4]),
+            round_trip_s=rng.choice([0.0, 0.01, 0.2]),
+            byte_s=rng.choice([0.0, 1e-4]),
+            token_s=rng.choice([0.0, 0.004, 0.05]),
+            goal=rng.choice(list(Goal)),
+            covered=rng.choice([0, 0, 4, 30, 255]),
+        )
+        count = rule.more(view)
+        assert count == defined(rule, view), view
+        seen["some" if count else "none", "covered" if view.covered > in_flight else ""] += 1
+    assert len(seen) == 4
+    assert min(seen.values()) > 500
 
 
 @pytest.mark.parametrize("round_trip_s", [0.0, 0.03, 0.2])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -247,7 +246,7 @@ def test_a_selector_learns_the_outcome_of_commits(monkeypatch) -> None:
     assert {outcome.verified - outcome.accepted for outcome in outcomes} == {0, 1}, "a miss ends what is compared"
     assert sum(outcome.verified for outcome in outcomes) < statistics.verified
     assert all(outcome.seconds > 0 for outcome in outcomes)
-    assert replace(outcomes[-1].view, current=None).arms == range(2)
+    assert outcomes[-1].view._replace(current=None).arms == range(2)
 
 
 @pytest.mark.parametrize(
@@ -338,7 +337,7 @@ def test_a_selector_that_is_kept_for_the_next_text_hears_of_the_same_token_from_
     class Listening(Leader):
         def learn(self, outcome: RoundOutcome) -> None:
             assert [len(hits) for hits in outcome.hits] == [len(q) for q in outcome.confidence]
-            learned.append(outcome.hits)
+            learned.append(tuple(map(tuple, outcome.hits)))
             Leader.learn(self, outcome)
 
     leader = Listening(experts=FixedShare(arms=2))

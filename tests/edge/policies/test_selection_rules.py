@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,8 +67,9 @@ def test_a_round_takes_drafting_round_trip_and_step_and_a_switch_has_to_catch_up
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: Arm("a", -1.0, 0.0), "arm.drafting_s"),
-        (lambda: Arm("a", 0.0, math.inf), "arm.catch_up_s"),
+        (lambda: SelectionView(4, (-1.0,), (0.0,), (0,)), "view.round_s"),
+        (lambda: SelectionView(4, (math.nan,), (0.0,), (0,)), "view.round_s"),
+        (lambda: SelectionView(4, (0.1,), (math.inf,), (0,)), "view.switch_s"),
         (lambda: SelectionView(4, (), (), ()), "view.round_s"),
         (lambda: SelectionView(4, (0.1,), (0.0,), (0, 0)), "view.round_s"),
         (lambda: MetaSdUcb(arms=0), "selector.arms"),
@@ -250,7 +250,7 @@ def test_a_walk_ends_rounds_at_a_miss_and_one_token_after_the_last_draft() -> No
 
 
 def test_a_target_that_does_not_wait_writes_the_first_tokens_after_a_miss_alone() -> None:
-    view = replace(view_of(0.3, 0.1, drafts=2), lead=(3, 1), alone_s=0.2)
+    view = view_of(0.3, 0.1, drafts=2)._replace(lead=(3, 1), alone_s=0.2)
     bits = (True, True, True, True, True, True, True, False, True, False, True)
     slow = [0.2, 0.2, 0.2, 0.0, 0.0, 0.3, 0.0, 0.3, 0.2, 0.2, 0.2]
     assert Walk().prices(bits, view, 0) == slow
@@ -266,7 +266,7 @@ def test_the_lead_of_a_stream_is_what_the_link_takes_in_steps() -> None:
     assert view.alone_s == pytest.approx(0.032)
     assert view.round_s == pytest.approx((0.04, 0.04)), "a step with four drafts and the target's own row"
     assert view.switch_s == pytest.approx((0.0, 0.01))
-    quick = SelectionView.of_stream(arms, (0, 5), replace(costs, step_s=0.01), drafts=4, current=1)
+    quick = SelectionView.of_stream(arms, (0, 5), costs._replace(step_s=0.01), drafts=4, current=1)
     assert quick.round_s == pytest.approx((0.02, 0.04))
 
 
@@ -274,6 +274,19 @@ def test_fixed_share_pays_and_deals_out_a_share() -> None:
     experts = FixedShare(arms=2, eta=2.0, share=0.1)
     experts.pay([1.0, 0.0])
     assert np.exp(experts.log_weights) == pytest.approx([0.1572826, 0.8427174])
+
+
+def test_experts_without_logarithms_pay_as_their_definition_says() -> None:
+    rng = np.random.default_rng(5)
+    experts, logs = FixedShare(arms=5, eta=1.5, share=0.002), np.full(5, -math.log(5))
+    for n in range(3000):
+        losses = rng.choice([0.0, 0.0, 0.7, 1.0, 40.0 if n % 500 == 7 else 0.3], 5)
+        experts.pay(losses.tolist())
+        weights = np.exp(logs - 1.5 * losses - np.max(logs - 1.5 * losses))
+        logs = np.log((1 - 0.002) * weights / weights.sum() + 0.002 / 5)
+        assert experts.log_weights == pytest.approx(logs.tolist(), abs=1e-9)
+    experts.pay([3000.0] * 4 + [2000.0])
+    assert experts.log_weights == pytest.approx([math.log(0.002 / 5)] * 4 + [math.log(1 - 0.002 * 4 / 5)])
 
 
 def test_no_expert_falls_further_behind_than_the_share_allows() -> None:

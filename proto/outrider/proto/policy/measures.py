@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 ACCEPTANCE_PRIOR = 0.7
@@ -123,15 +124,26 @@ class TextCalibration:
 
     def chance(self, confidence: float) -> float:
         """Return the chance that a draft agrees; the common one weighs `_COMMON_WEIGHT` trials."""
-        if math.isnan(confidence):
-            return self.common.acceptance.rate
-        own = _bin(confidence)
-        known, common = self._known[own], self.common.bins[own]
-        if known is None or known[0] != common[0] or known[1] != common[1]:
-            hits, trials = self.bins[own]
-            chance = (hits + _COMMON_WEIGHT * self.common.chance_of(own)) / (trials + _COMMON_WEIGHT)
-            known = self._known[own] = (common[0], common[1], min(0.995, max(0.02, chance)))
-        return known[2]
+        return self.chances((confidence,))[0]
+
+    def chances(self, confidence: Iterable[float]) -> list[float]:
+        """Return the chance of each draft of these confidences [n]."""
+        chances, of_bin, common = [], self._known, self.common.bins
+        for sure in confidence:
+            if sure != sure:  # NaN
+                chances.append(self.common.acceptance.rate)
+                continue
+            bin_ = bisect.bisect_right(_BIN_EDGES, sure)
+            known, (hits, trials) = of_bin[bin_], common[bin_]
+            if known is None or known[0] != hits or known[1] != trials:
+                known = of_bin[bin_] = (hits, trials, self._chance_of(bin_))
+            chances.append(known[2])
+        return chances
+
+    def _chance_of(self, bin_: int) -> float:
+        hits, trials = self.bins[bin_]
+        chance = (hits + _COMMON_WEIGHT * self.common.chance_of(bin_)) / (trials + _COMMON_WEIGHT)
+        return min(0.995, max(0.02, chance))
 
 
 def _count(counts: list[float], hit: bool) -> None:
@@ -156,9 +168,11 @@ class Line:
     xx: float = 0.0
     xy: float = 0.0
     fade: float = 1 - 1 / 64
+    _fit: tuple[float, float] | None = field(default=None, repr=False, compare=False)
 
     def add(self, x: float, y: float) -> None:
         """Count a point."""
+        self._fit = None
         self.weight = self.weight * self.fade + 1
         self.x = self.x * self.fade + x
         self.y = self.y * self.fade + y
@@ -167,12 +181,17 @@ class Line:
 
     def fit(self) -> tuple[float, float]:
         """Return base and slope."""
-        slope = self.slope
-        return (max(0.1 * self.y, self.y - slope * self.x) / self.weight if self.weight else 0.0), slope
+        if self._fit is None:
+            slope = self._slope()
+            self._fit = (max(0.1 * self.y, self.y - slope * self.x) / self.weight if self.weight else 0.0), slope
+        return self._fit
 
     @property
     def slope(self) -> float:
         """Increase of y for each x, 0 or more; 0 while all points had the same x."""
+        return self.fit()[1]
+
+    def _slope(self) -> float:
         spread = self.weight * self.xx - self.x**2
         if spread <= 1e-6 * self.weight**2:
             return 0.0

@@ -10,36 +10,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 from outrider.proto.errors import InvalidArgument
 
 
-@dataclass(frozen=True, slots=True)
-class Arm:
+class Arm(NamedTuple):
     """A drafter, with the costs that are known before it is chosen.
 
     Attributes:
         drafting_s: time to draft one token, in seconds.
         catch_up_s: time to read one token that others have committed, in a batched pass, in seconds.
-
-    Raises:
-        InvalidArgument: a cost is no time; the field is named.
     """
 
     name: str
     drafting_s: float
     catch_up_s: float
 
-    def __post_init__(self) -> None:
-        if 0 <= self.drafting_s < math.inf and 0 <= self.catch_up_s < math.inf:
-            return
-        field = "catch_up_s" if 0 <= self.drafting_s < math.inf else "drafting_s"
-        raise InvalidArgument("must be a finite number of seconds, 0 or more", field=f"arm.{field}")
 
-
-@dataclass(frozen=True, slots=True)
-class RoundCosts:
+class RoundCosts(NamedTuple):
     """Costs of a round beside its drafter, in seconds.
 
     Attributes:
@@ -53,8 +42,18 @@ class RoundCosts:
     row_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SelectionView:
+class _View(NamedTuple):
+    drafts: int
+    round_s: tuple[float, ...]
+    switch_s: tuple[float, ...]
+    num_uncomputed_tokens: tuple[int, ...]
+    waiting_s: float
+    current: int | None
+    lead: tuple[int, ...]
+    alone_s: float
+
+
+class SelectionView(_View):
     """Basis of a choice among K arms.
 
     Attributes:
@@ -68,24 +67,30 @@ class SelectionView:
         alone_s: time of a token that the target writes alone, in seconds.
 
     Raises:
-        InvalidArgument: no arm, or lists of unequal length.
+        InvalidArgument: no arm, lists of unequal length, or a time that is none; the field is named.
     """
 
-    drafts: int
-    round_s: tuple[float, ...]
-    switch_s: tuple[float, ...]
-    num_uncomputed_tokens: tuple[int, ...]
-    waiting_s: float = 0.0
-    current: int | None = None
-    lead: tuple[int, ...] = ()
-    alone_s: float = 0.0
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        arms = len(self.round_s)
-        if not arms or not (
-            len(self.switch_s) == len(self.num_uncomputed_tokens) == len(self.lead or self.round_s) == arms
-        ):
+    def __new__(
+        cls,
+        drafts: int,
+        round_s: tuple[float, ...],
+        switch_s: tuple[float, ...],
+        num_uncomputed_tokens: tuple[int, ...],
+        waiting_s: float = 0.0,
+        current: int | None = None,
+        lead: tuple[int, ...] = (),
+        alone_s: float = 0.0,
+    ) -> Self:
+        """Return a view after checking it."""
+        arms = len(round_s)
+        if not arms or not len(switch_s) == len(num_uncomputed_tokens) == len(lead or round_s) == arms:
             raise InvalidArgument("must hold one entry for each drafter, and there must be one", field="view.round_s")
+        for times, field in ((round_s, "view.round_s"), (switch_s, "view.switch_s")):
+            if not all(0 <= seconds < math.inf for seconds in times):
+                raise InvalidArgument("must be finite numbers of seconds, 0 or more", field=field)
+        return super().__new__(cls, drafts, round_s, switch_s, num_uncomputed_tokens, waiting_s, current, lead, alone_s)
 
     @classmethod
     def of_rounds(
@@ -102,14 +107,9 @@ class SelectionView:
         The other arguments are as the attributes of the view; `arms` [K] are the drafters.
         """
         waiting_s = costs.round_trip_s + costs.step_s + costs.row_s * (drafts + 1)
-        return cls(
-            drafts=drafts,
-            round_s=tuple([drafts * arm.drafting_s + waiting_s for arm in arms]),
-            switch_s=_switch_s(arms, num_uncomputed_tokens),
-            num_uncomputed_tokens=tuple(num_uncomputed_tokens),
-            waiting_s=waiting_s,
-            current=current,
-        )
+        round_s = tuple([drafts * arm.drafting_s + waiting_s for arm in arms])
+        switch_s = _switch_s(arms, num_uncomputed_tokens)
+        return cls._make((drafts, round_s, switch_s, tuple(num_uncomputed_tokens), waiting_s, current, (), 0.0))
 
     @classmethod
     def of_stream(
@@ -128,16 +128,11 @@ class SelectionView:
         """
         trip_s, alone_s = costs.round_trip_s, costs.step_s + costs.row_s
         step_s = costs.step_s + costs.row_s * (drafts + 1)
-        return cls(
-            drafts=drafts,
-            round_s=tuple([max(step_s, drafts * arm.drafting_s) for arm in arms]),
-            switch_s=_switch_s(arms, num_uncomputed_tokens),
-            num_uncomputed_tokens=tuple(num_uncomputed_tokens),
-            waiting_s=trip_s,
-            current=current,
-            lead=tuple([math.ceil((trip_s + arm.drafting_s) / alone_s) if alone_s else 0 for arm in arms]),
-            alone_s=alone_s,
-        )
+        drafting_s = [drafts * arm.drafting_s for arm in arms]
+        round_s = tuple([step_s if step_s > round_s else round_s for round_s in drafting_s])
+        switch_s = _switch_s(arms, num_uncomputed_tokens)
+        lead = tuple([math.ceil((trip_s + arm.drafting_s) / alone_s) if alone_s else 0 for arm in arms])
+        return cls._make((drafts, round_s, switch_s, tuple(num_uncomputed_tokens), trip_s, current, lead, alone_s))
 
     @property
     def arms(self) -> range:
@@ -149,8 +144,7 @@ def _switch_s(arms: Sequence[Arm], num_uncomputed_tokens: Sequence[int]) -> tupl
     return tuple([arm.catch_up_s * tokens for arm, tokens in zip(arms, num_uncomputed_tokens, strict=True)])
 
 
-@dataclass(frozen=True, slots=True)
-class RoundOutcome:
+class RoundOutcome(NamedTuple):
     """Evidence of a commit about the drafters.
 
     Attributes:
@@ -173,8 +167,8 @@ class RoundOutcome:
     accepted: int
     agreement: float
     seconds: float
-    hits: tuple[tuple[bool | None, ...], ...] = ()
-    confidence: tuple[tuple[float, ...], ...] = ()
+    hits: Sequence[Sequence[bool | None]] = ()
+    confidence: Sequence[Sequence[float]] = ()
 
 
 class Selector(Protocol):

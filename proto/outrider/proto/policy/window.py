@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.types import DraftToken, Goal
@@ -59,6 +59,37 @@ class WindowPolicy(Protocol):
         ...
 
 
+class DraftPrice(NamedTuple):
+    """Price of one more draft and what it saves, which change with measurements of link and verifier alone.
+
+    Attributes:
+        saved_s: time that it saves where it survives, in seconds; 0: not measured yet.
+        unhidden: share of its drafting time that the round trip does not hide.
+        fixed_s: price beside its drafting, in seconds.
+    """
+
+    saved_s: float
+    unhidden: float
+    fixed_s: float
+
+
+@runtime_checkable
+class PricedRule(WindowPolicy, Protocol):
+    """A rule that compares survival with a price, so that a session asks for prices when these may have changed."""
+
+    def price(
+        self, *, step_s: float, row_s: float, round_trip_s: float, byte_s: float, token_s: float, goal: Goal
+    ) -> DraftPrice:
+        """Return the price by the measurements of the same names in `EdgeView`."""
+        ...
+
+    def more_at(
+        self, price: DraftPrice, *, in_flight: int, survival: float, acceptance: float, drafting_s: float, covered: int
+    ) -> int:
+        """Return the tokens to draft now at this price; the others are as in `EdgeView`."""
+        ...
+
+
 @runtime_checkable
 class LearningRule(WindowPolicy, Protocol):
     """A rule that learns from the fate of its drafts, and so is no pure function of the view."""
@@ -105,29 +136,57 @@ class SurvivalWindow:
 
     def more(self, view: EdgeView) -> int:
         """Return the tokens to draft now."""
-        if not view.step_s:
-            return max(0, min(FIRST_WINDOW, self.max_tokens) - view.in_flight)
-        saved_s = _saved_s(view)
-        hidden = min(1.0, view.step_s / view.round_trip_s) if view.round_trip_s else 1.0
-        price_s = hidden * (view.drafting_s + self.min_share * saved_s) + view.row_s + TOKEN_BYTES * view.byte_s
-        chance, count, gain_s = view.survival, 0, 0.0
-        while view.in_flight + count < self.max_tokens:
-            chance *= view.acceptance
-            covered = view.in_flight + count < view.covered
-            if not covered and chance * saved_s <= price_s and view.in_flight + count > 0:
+        price = self.price(
+            step_s=view.step_s,
+            row_s=view.row_s,
+            round_trip_s=view.round_trip_s,
+            byte_s=view.byte_s,
+            token_s=view.token_s,
+            goal=view.goal,
+        )
+        return self.more_at(
+            price,
+            in_flight=view.in_flight,
+            survival=view.survival,
+            acceptance=view.acceptance,
+            drafting_s=view.drafting_s,
+            covered=view.covered,
+        )
+
+    def price(
+        self, *, step_s: float, row_s: float, round_trip_s: float, byte_s: float, token_s: float, goal: Goal
+    ) -> DraftPrice:
+        """Return the price by the measurements of the same names in `EdgeView`."""
+        saved_s = step_s
+        if step_s and goal is Goal.EFFICIENCY:
+            saved_s = step_s + round_trip_s
+        elif token_s and round_trip_s < step_s:
+            saved_s = min(step_s, token_s)
+        unhidden = min(1.0, step_s / round_trip_s) if round_trip_s else 1.0
+        return DraftPrice(saved_s, unhidden, unhidden * self.min_share * saved_s + row_s + TOKEN_BYTES * byte_s)
+
+    def more_at(
+        self, price: DraftPrice, *, in_flight: int, survival: float, acceptance: float, drafting_s: float, covered: int
+    ) -> int:
+        """Return the tokens to draft now at this price; the others are as in `EdgeView`."""
+        saved_s, unhidden, fixed_s = price
+        if not saved_s:
+            return max(0, min(FIRST_WINDOW, self.max_tokens) - in_flight)
+        if in_flight >= self.max_tokens:
+            return 0
+        price_s = unhidden * drafting_s + fixed_s
+        tokens = min(max(covered, in_flight), self.max_tokens)
+        ahead = tokens - in_flight
+        gain_s, chance, min_chance = -ahead * price_s, survival * acceptance**ahead, price_s / saved_s
+        if not tokens:  # one is made always, else better drafts could never be noticed
+            tokens, chance = 1, chance * acceptance
+        while tokens < self.max_tokens:
+            chance *= acceptance
+            if chance <= min_chance:
                 break
-            gain_s += (0.0 if covered else chance * saved_s) - price_s
-            count += 1
-        return count if gain_s > 0 or view.in_flight >= view.covered else 0
-
-
-def _saved_s(view: EdgeView) -> float:
-    """Return the time that a surviving token saves, in seconds."""
-    if view.goal is Goal.EFFICIENCY:
-        return view.step_s + view.round_trip_s
-    if view.token_s and view.round_trip_s < view.step_s:
-        return min(view.step_s, view.token_s)
-    return view.step_s
+            gain_s += chance * saved_s - price_s
+            tokens += 1
+        return tokens - in_flight if gain_s > 0 or not ahead else 0
 
 
 def due_to_flush(now: float, *, commit_at: float, round_trip_s: float, step_s: float, next_s: float) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
+from outrider.proto.policy.window import DraftPrice, PricedRule
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.measuring import DRAFT_BYTES, Meter
 from outrider.proto.session.stream import EdgeStream
@@ -24,6 +23,9 @@ class Allowance:
         self._meter = meter
         self._window = window
         self._learner = window if isinstance(window, LearningRule) else None
+        self._priced = window if isinstance(window, PricedRule) else None
+        self._price: DraftPrice | None = None
+        self._price_at = 0  # revision of the measurements
         self._battery = battery
         self._known: tuple[int, int] | None = None  # a drafter, and its tokens since the last review
 
@@ -49,13 +51,46 @@ class Allowance:
         room = min(stream.credit, stream.max_tokens - text.generated - 1) - in_flight
         if room <= 0:
             return 0
+        if self._priced is None:
+            return min(room, self._window.more(self._view(drafter)))
+        mine = self._meter.drafter(drafter)
+        more = self._priced.more_at(
+            self._price_of(self._priced),
+            in_flight=in_flight,
+            survival=self._meter.survival(self._chain, drafter),
+            acceptance=mine.calibration.acceptance.rate,
+            drafting_s=mine.drafting_s.value,
+            covered=stream.covered,
+        )
+        return min(room, more)
+
+    def _price_of(self, rule: PricedRule) -> DraftPrice:
+        """Return the rule's price of a draft, computed once for each change of the measurements."""
         meter = self._meter
+        if self._price is None or self._price_at != meter.revision:
+            measured = meter.measurements
+            step_s, row_s = measured.step.fit()
+            self._price_at, self._price = (
+                meter.revision,
+                rule.price(
+                    step_s=step_s,
+                    row_s=row_s,
+                    round_trip_s=meter.round_trip_s,
+                    byte_s=measured.round_trip.slope,
+                    token_s=measured.pace.token_s,
+                    goal=self._stream.terms.goal,
+                ),
+            )
+        return self._price
+
+    def _view(self, drafter: int) -> EdgeView:
+        meter, stream = self._meter, self._stream
         measured, mine, chances = meter.measurements, meter.drafter(drafter), meter.chances(self._chain, drafter)
         step_s, row_s = measured.step.fit()
         trip_s, byte_s = measured.round_trip.fit()
-        view = EdgeView(
-            in_flight=in_flight,
-            survival=math.prod(chances),
+        return EdgeView(
+            in_flight=len(self._chain),
+            survival=meter.survival(self._chain, drafter),
             acceptance=mine.calibration.acceptance.rate,
             drafting_s=mine.drafting_s.value,
             step_s=step_s,
@@ -66,8 +101,7 @@ class Allowance:
             goal=stream.terms.goal,
             chances=tuple(chances),
             drafts=tuple(self._chain.drafts),
-            temperature=text.frame.sampling.temperature,
+            temperature=self._text.frame.sampling.temperature,
             battery=self._battery,
             covered=stream.covered,
         )
-        return min(room, self._window.more(view))

@@ -35,10 +35,10 @@ class Chain:
         """Ids of the drafts."""
         return token_ids(self.drafts)
 
-    def advance(self) -> None:
-        """Drop the first draft, which the target has agreed with."""
-        del self.drafts[0]
-        self.sent = max(0, self.sent - 1)
+    def advance(self, drafts: int) -> None:
+        """Drop the first `drafts` drafts, which the target has agreed with."""
+        del self.drafts[:drafts]
+        self.sent = max(0, self.sent - drafts)
 
     def abandon(self) -> None:
         """Forget all drafts and begin another chain."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import WindowPolicy
@@ -17,7 +17,7 @@ from outrider.proto.session.selection import Selection
 from outrider.proto.session.steering import Steer, VectorKeeper
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
-from outrider.proto.types import Commit, DraftToken
+from outrider.proto.types import Commit, DraftToken, token_ids
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
 JOB_S = 0.004  # drafting time between looks at the verifier's frames
@@ -85,7 +85,7 @@ class Drafting:
     @property
     def survival(self) -> float:
         """Chance that all drafts in flight agree with the target."""
-        return math.prod(self._chances())
+        return self._meter.survival(self._chain, self.active)
 
     def expected_unsent(self) -> float:
         """Return the expected number of unsent drafts that the verifier will accept."""
@@ -204,10 +204,8 @@ class Drafting:
         if not drafts:
             return True
         committed = self._text.tokens[start : start + len(drafts)]
-        hits = next((i for i, draft in enumerate(drafts) if draft.id != committed[i]), len(drafts))
+        hits = self._compare(start, drafts, committed)
         agree = hits == len(drafts)
-        for i, draft in enumerate(drafts[: hits + 1]):
-            self._compare(start + i, draft.confidence, i < hits)
         self._length.observe(hits, missed=not agree)
         self._selection.agreed = start + hits
         self._choice_due = self._choice_due or not agree
@@ -250,23 +248,18 @@ class Drafting:
 
     def commit(self, commit: Commit, known: int, seconds: float) -> None:
         """Append the commit's tokens after the first `known`, which came after `seconds`, to text and chain."""
-        text, chain = self._text, self._chain
-        tokens = commit.tokens[known:]
-        hits, missed = 0, False
-        for token in tokens:
-            position = len(text.tokens)
-            text.tokens.append(token.id)
-            if not chain:
-                continue  # a running job may be proposing this position, and is compared when it is done
-            draft = chain.drafts[0]
-            hit = draft.id == token.id
-            self._compare(position, draft.confidence, hit)
-            hits, missed = hits + hit, not hit
-            if hit:
-                chain.advance()
-            else:
-                self.abandon()
-                self._selection.agreed = min(self._selection.agreed, position)
+        text, chain, position = self._text, self._chain, len(self._text.tokens)
+        tokens = token_ids(commit.tokens[known:])
+        text.tokens += tokens
+        # Where the chain is shorter, a running job may be proposing the rest, and is compared when it is done.
+        drafts = chain.drafts[: len(tokens)]
+        hits = self._compare(position, drafts, tokens)
+        missed = hits < len(drafts)
+        if missed:
+            self.abandon()
+            self._selection.agreed = min(self._selection.agreed, position + hits)
+        else:
+            chain.advance(hits)
         self._length.observe(hits, missed=missed)
         text.statistics.of(self._selection.names[self.active]).committed += len(tokens)
         self._selection.learn(
@@ -284,11 +277,18 @@ class Drafting:
 
     # --- comparing ---
 
-    def _compare(self, position: int, confidence: float, hit: bool) -> None:
-        """Count the active drafter's draft of that position, which was compared with the committed token."""
-        self._learn_hit(self.active, position, confidence, hit)
-        self._text.statistics.compared += 1
-        self._text.statistics.hits += hit
+    def _compare(self, start: int, drafts: Sequence[DraftToken], tokens: Sequence[int]) -> int:
+        """Count the active drafter's drafts from `start` on, up to the first that misses; return the hits before it."""
+        hits = next((i for i, draft in enumerate(drafts) if draft.id != tokens[i]), len(drafts))
+        compared = drafts[: hits + 1]
+        if not compared:
+            return 0
+        self._learn_hits(
+            self.active, start, [i < hits for i in range(len(compared))], [draft.confidence for draft in compared]
+        )
+        self._text.statistics.compared += len(compared)
+        self._text.statistics.hits += hits
+        return hits
 
     def _compare_forced(self, drafter: int, start: int, forced: TeacherForced) -> None:
         """Compare teacher-forced proposals from position `start` on with the committed tokens there."""
@@ -298,16 +298,12 @@ class Drafting:
             return
         committed = self._text.tokens[start : start + len(drafts)]
         hits = [draft.id == token for draft, token in zip(drafts, committed, strict=True)]
-        confidence = [draft.confidence for draft in drafts]
+        self._learn_hits(drafter, start, hits, [draft.confidence for draft in drafts])
+
+    def _learn_hits(self, drafter: int, start: int, hits: list[bool], confidence: list[float]) -> None:
+        """Count which of a drafter's proposals from `start` on, of these confidences, are the tokens there."""
         self._meter.compare(drafter, confidence, hits)
         self._selection.note(drafter, start, hits, confidence)
         counts = self._text.statistics.of(self._selection.names[drafter])
         counts.compared += len(hits)
         counts.hits += sum(hits)
-
-    def _learn_hit(self, drafter: int, position: int, confidence: float, hit: bool) -> None:
-        self._meter.compare(drafter, (confidence,), (hit,))
-        self._selection.note(drafter, position, (hit,), (confidence,))
-        counts = self._text.statistics.of(self._selection.names[drafter])
-        counts.compared += 1
-        counts.hits += hit

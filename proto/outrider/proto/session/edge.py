@@ -217,7 +217,7 @@ class EdgeSession:
         draft = self._drafting.draft()
         if draft is not None:
             return [draft]
-        held = [] if self.done else self._sender.flush(now, allowance=0)
+        held = [] if self.done else self._sender.flush(now)
         catch_up = self._drafting.catch_up()
         return held if catch_up is None else [*held, catch_up]
 

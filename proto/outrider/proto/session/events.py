@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.proto.errors import OutriderError
 from outrider.proto.policy import Measurements
@@ -73,8 +74,7 @@ class DraftJob:
         return self.truncate_to + len(self.extend_with)
 
 
-@dataclass(frozen=True, slots=True)
-class CatchUpJob:
+class CatchUpJob(NamedTuple):
     """Let an idle drafter truncate its prefix and extend it with `tokens`; a `CaughtUp` answers.
 
     Attributes:

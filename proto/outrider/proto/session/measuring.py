@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -85,34 +86,41 @@ class Meter:
 
     Attributes:
         commit_at: arrival of the newest commit or of the answer to Open, or else when that is expected, in seconds.
+        revision: number that changes whenever measurements of link or verifier may have.
     """
 
     def __init__(self, drafters: tuple[str, ...], measurements: Measurements) -> None:
         self.measurements = measurements
         self.commit_at = 0.0
+        self.revision = 0
         self._drafters = drafters
-        self._calibrations = [TextCalibration(measurements.of(name).calibration) for name in drafters]
+        self._mine = [measurements.of(name) for name in drafters]
+        self._calibrations = [TextCalibration(mine.calibration) for mine in self._mine]
         self._has_commit = False  # on this stream
         self._sent = SentMessages[tuple[float, int]]()  # when each went, and its bytes
         self._round_trip: tuple[int, float] | None = None  # bytes of the newest commit; seconds, without the uplink's
-        self._revision = [0] * len(drafters)  # changes whenever a drafter's calibration does
         self._chances: list[float] = []
-        self._chances_of: tuple[int, int, int] | None = None  # revision, epoch and drafter
+        self._survival = 1.0
+        self._chances_of: tuple[int, int] | None = None  # epoch and drafter; None: its calibration has changed since
 
     # --- measurements from outside ---
 
     def adopt(self, measurements: Measurements) -> None:
         """Go on with a snapshot that holds what other texts have measured meanwhile."""
-        self.measurements = measurements
-        self._chances_of = None
-        for name, calibration in zip(self._drafters, self._calibrations, strict=True):
-            calibration.common = measurements.of(name).calibration
+        self._take_up(measurements)
+        for mine, calibration in zip(self._mine, self._calibrations, strict=True):
+            calibration.common = mine.calibration
 
     def begin_kind(self, measurements: Measurements) -> None:
         """Go on with the measurements of another kind of text; this text's own calibration starts over."""
+        self._take_up(measurements)
+        self._calibrations = [TextCalibration(mine.calibration) for mine in self._mine]
+
+    def _take_up(self, measurements: Measurements) -> None:
         self.measurements = measurements
+        self.revision += 1
+        self._mine = [measurements.of(name) for name in self._drafters]
         self._chances_of = None
-        self._calibrations = [TextCalibration(measurements.of(name).calibration) for name in self._drafters]
 
     # --- the link and the verifier ---
 
@@ -124,6 +132,7 @@ class Meter:
 
     def open_stream(self, now: float) -> None:
         """Start over with the times of messages, for a stream whose Open is sent now."""
+        self.revision += 1
         self._round_trip = None
         self._sent.clear()
         self.commit_at = now + self.round_trip_s  # expected, so that drafts leave in time for the first step
@@ -131,6 +140,7 @@ class Meter:
 
     def time_open(self, opened_at: float, now: float) -> None:
         """Time an Open that was sent at `opened_at` and is answered now."""
+        self.revision += 1
         self.commit_at = now
         self.measurements.time_open(now - opened_at)
 
@@ -150,6 +160,7 @@ class Meter:
     def take_commit(self, commit: Commit, now: float, *, downlink: bool) -> bool:
         """Measure a commit, and its bytes with `downlink`; return whether it timed a round trip."""
         measurements, timing = self.measurements, commit.timing
+        self.revision += 1
         if self._has_commit:  # the prompt was read before the first of a stream
             measurements.pace.add(now - self.commit_at, len(commit.tokens))
         self._has_commit = True
@@ -176,40 +187,50 @@ class Meter:
 
     def drafter(self, drafter: int) -> DrafterMeasurements:
         """Return the measurements of a drafter."""
-        return self.measurements.of(self._drafters[drafter])
+        return self._mine[drafter]
 
     def compare(self, drafter: int, confidence: Sequence[float], hits: Sequence[bool]) -> None:
         """Count proposals [n] of these confidences (NaN: unknown) that were compared with the committed tokens."""
         add = self._calibrations[drafter].add
         for sure, hit in zip(confidence, hits, strict=True):
             add(sure, hit)
-        self._revision[drafter] += 1
+        if self._chances_of is not None and self._chances_of[1] == drafter:
+            self._chances_of = None
 
     def chances(self, chain: Chain, drafter: int) -> list[float]:
         """Return for each draft of the drafter's chain the chance that it agrees, given that those before it do.
 
         Chances of earlier calls are reused while calibration and chain stay the same.
         """
-        key = (self._revision[drafter], chain.epoch, drafter)
+        key = (chain.epoch, drafter)
         if key != self._chances_of:
-            self._chances_of, self._chances = key, []
-        if len(self._chances) < len(chain):
-            chance = self._calibrations[drafter].chance
-            self._chances += [chance(draft.confidence) for draft in chain.drafts[len(self._chances) :]]
-        return self._chances
+            self._chances_of, self._chances, self._survival = key, [], 1.0
+        chances = self._chances
+        if len(chances) < len(chain):
+            new = self._calibrations[drafter].chances([draft.confidence for draft in chain.drafts[len(chances) :]])
+            self._survival = math.prod(new, start=self._survival)
+            chances += new
+        return chances
+
+    def survival(self, chain: Chain, drafter: int) -> float:
+        """Return the chance that all drafts of the drafter's chain agree."""
+        self.chances(chain, drafter)
+        return self._survival
 
     # --- views for policies ---
 
     def arms(self, active: int) -> list[Arm]:
         """Return the drafters as arms of a selector; one that has not drafted yet is assumed as fast as the active."""
-        usual_s = self.drafter(active).drafting_s.value or UNMEASURED_S
-        measured = [(name, self.measurements.of(name)) for name in self._drafters]
-        return [Arm(name, of.drafting_s.value or usual_s, of.reading_s.value) for name, of in measured]
+        usual_s = self._mine[active].drafting_s.value or UNMEASURED_S
+        return [
+            Arm(name, mine.drafting_s.value or usual_s, mine.reading_s.value)
+            for name, mine in zip(self._drafters, self._mine, strict=True)
+        ]
 
     def round_costs(self) -> RoundCosts:
         """Return the costs of a round beside its drafter."""
-        step = self.measurements.step
-        return RoundCosts(self.round_trip_s, step.base or UNMEASURED_STEP_S, step.slope)
+        base_s, row_s = self.measurements.step.fit()
+        return RoundCosts(self.round_trip_s, base_s or UNMEASURED_STEP_S, row_s)
 
     def steering_view(self) -> SteeringView:
         """Return the view for the rule of steering vectors."""

@@ -61,6 +61,7 @@ class Selection:
         self._forget_new()
         self._failed: set[int] = set()
         self._view: SelectionView | None = None
+        self._due: list[int] | None = None  # idle drafters that should catch up now, best first; None: not known
 
     @classmethod
     def of_one(cls, name: str = "") -> Selection:
@@ -92,7 +93,7 @@ class Selection:
         self._prefix = [min(length, kept) for length in self._prefix]
         self._num_decided = [0] * self.drafters
         self._forget_new()
-        self._view = None
+        self._view = self._due = None
 
     def _forget_new(self) -> None:
         self._new_hits = [[] for _ in self.names]
@@ -109,9 +110,12 @@ class Selection:
             hits: [n] whether each is the token.
             confidence: [n] the drafter's probability of each; NaN: unknown.
         """
-        if self.drafters == 1 or start < self.first_undecided(drafter):
+        if self.drafters == 1:
             return
-        if start > self.first_undecided(drafter):
+        known = start - self._first - self._num_decided[drafter]
+        if known < 0:
+            return
+        if known:
             self._pad(drafter, start - self._first)
         self._new_hits[drafter] += hits
         self._new_confidence[drafter] += confidence
@@ -164,7 +168,7 @@ class Selection:
         chosen = self._selector.choose(self._view)
         if chosen in self._failed:
             chosen = next(drafter for drafter in range(self.drafters) if drafter not in self._failed)
-        self.current = chosen
+        self.current, self._due = chosen, None
         return chosen
 
     def learn(self, *, committed: int, verified: int, accepted: int, agreement: float, seconds: float) -> None:
@@ -173,9 +177,10 @@ class Selection:
             return
         for drafter in self._failed:
             self._pad(drafter, max(self._num_decided))
+        self._due = None
         if self._selector.catches_up and not any(self._new_hits):
             return  # nothing to learn from
-        hits, confidence = tuple(map(tuple, self._new_hits)), tuple(map(tuple, self._new_confidence))
+        hits, confidence = self._new_hits, self._new_confidence
         self._forget_new()
         self._selector.learn(
             RoundOutcome(
@@ -194,10 +199,11 @@ class Selection:
     def fail(self, drafter: int) -> bool:
         """Leave a broken drafter out from now on; return whether another is left."""
         self._failed.add(drafter)
+        self._due = None
         return len(self._failed) < self.drafters
 
     def _num_uncomputed_tokens(self, committed: int) -> tuple[int, ...]:
-        return tuple([max(0, committed - length) for length in self._prefix])
+        return tuple([committed - length if length < committed else 0 for length in self._prefix])
 
     # --- catching up ---
 
@@ -215,13 +221,16 @@ class Selection:
             behind = (i for i, length in enumerate(self._prefix) if length < len(transcript) and i not in self._failed)
             drafter = next(behind, None)
             return None if drafter is None else self._catch_up_of(drafter, transcript)
-        unread = self._num_uncomputed_tokens(len(transcript))
-        if max(unread) < self._selector.stride:
+        if self._due is None:
+            unread = self._num_uncomputed_tokens(len(transcript))
+            due = self._selector.score(self._view, self.current, unread) if max(unread) >= self._selector.stride else ()
+            self._due = [drafter for drafter in due if drafter not in self._failed and unread[drafter]]
+        if not self._due:
             return None
-        for drafter in self._selector.score(self._view, self.current, unread):
-            if drafter not in self._failed and unread[drafter]:
-                return self._catch_up_of(drafter, transcript)
-        return None
+        job = self._catch_up_of(self._due.pop(0), transcript)
+        if len(transcript) > job.truncate_to + len(job.tokens):
+            self._due = None  # it has not read all, and may be the first once more
+        return job
 
     def _catch_up_of(self, drafter: int, transcript: Sequence[int]) -> CatchUpJob:
         start = self._prefix[drafter]

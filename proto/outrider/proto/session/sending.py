@@ -28,22 +28,17 @@ class Sender:
     _vectors: VectorKeeper | None
     _send_q: bool
 
-    def flush(self, now: float, *, allowance: int | None = None) -> list[EdgeInstruction]:
-        """Send the drafts when the chain is complete, or when waiting for more would miss a step.
-
-        `allowance` is that of the drafters, where it is known already.
-        """
+    def flush(self, now: float) -> list[EdgeInstruction]:
+        """Send the drafts when the chain is complete, or when waiting for more would miss a step."""
         chain, stream, drafting = self._chain, self._stream, self._drafting
-        if allowance is None:
-            allowance = drafting.allowance()
-        unsent = chain.unsent(stream.credit)  # it may have shrunk
         if not stream.takes_drafts:
             return []
+        unsent = chain.unsent(stream.credit)  # it may have shrunk
         if not unsent:
-            return self._say_complete(now, allowance)
+            return self._say_complete(now)
         if chain.sent and not self._may_wait_long() and not self._worth_a_message():
             return []  # the verifier has the beginning of the chain; the rest goes after the next commit
-        whole_block = len(chain) >= stream.terms.max_drafts > chain.sent
+        whole_block, allowance = len(chain) >= stream.terms.max_drafts > chain.sent, drafting.allowance()
         if allowance and not whole_block and not self._due(now):
             return []
         return [self._send(unsent, now, complete=not allowance and not drafting.job_runs)]
@@ -61,12 +56,12 @@ class Sender:
         report = Report(drafting.enabled, mine.drafting_s.value, meter.round_trip_s, acceptance, request)
         return [Send(report)] if self._stream.changed(report) else []
 
-    def _say_complete(self, now: float, allowance: int) -> list[EdgeInstruction]:
+    def _say_complete(self, now: float) -> list[EdgeInstruction]:
         """Send an empty end of the chain to a verifier that waits in vain."""
         drafting = self._drafting
-        if not (self._stream.connected and drafting.enabled) or drafting.job_runs or allowance:
+        if not (self._stream.connected and drafting.enabled) or drafting.job_runs or self._chain.said_complete:
             return []
-        if self._chain.said_complete or not self._may_wait_long():
+        if not self._may_wait_long() or drafting.allowance():
             return []
         return [self._send([], now, complete=True)]
 

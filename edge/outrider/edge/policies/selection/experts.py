@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -73,23 +72,30 @@ class FixedShare:
         arms: number of experts.
         eta: weight of a loss, in nats.
         share: part of all weight that is spread equally after each token.
-        log_weights: [arms] natural logarithms of the weights, which add up to 1.
     """
 
     arms: int
     eta: float = 1.5
     share: float = 0.002
-    log_weights: list[float] = field(init=False)
     walks: list[Walk] = field(init=False)
-    unpaid: list[deque[float | None]] = field(init=False)
+    unpaid: list[list[float | None]] = field(init=False)
+    _weights: list[float] = field(init=False)  # which add up to 1; unused without a share
+    _log_weights: list[float] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         require_arms(self.arms)
         if not 0 <= self.share < 1:
             raise InvalidArgument("must be 0 or more, below 1", field="experts.share")
-        self.log_weights = [-math.log(self.arms)] * self.arms
+        self._weights = [1 / self.arms] * self.arms
         self.walks = [Walk() for _ in range(self.arms)]
-        self.unpaid = [deque() for _ in range(self.arms)]
+        self.unpaid = [[] for _ in range(self.arms)]
+
+    @property
+    def log_weights(self) -> list[float]:
+        """Natural logarithms of the weights, [arms]."""
+        if self._log_weights is None:
+            self._log_weights = list(map(math.log, self._weights))
+        return self._log_weights
 
     def learn(self, outcome: RoundOutcome) -> None:
         """Learn from the round that has ended, for its own arm and for those that have caught up."""
@@ -98,28 +104,32 @@ class FixedShare:
         for arm, hits in enumerate(outcome.hits):
             if hits:
                 self.unpaid[arm] += self.walks[arm].prices(hits, view, arm, longest)
-        for _ in range(min(map(len, self.unpaid))):
-            self._pay_awake([losses.popleft() for losses in self.unpaid])
+        tokens = min(map(len, self.unpaid))
+        for losses in zip(*[losses[:tokens] for losses in self.unpaid], strict=True):
+            if None in losses:
+                self._pay_awake(losses)
+            else:
+                self.pay(losses)
+        for paid in self.unpaid:
+            del paid[:tokens]
 
     def pay(self, losses: Sequence[float]) -> None:
         """Let experts pay losses [arms] for one token, or for several that nobody has written yet (a prior)."""
-        eta, share = self.eta, self.share
-        logs = [log - eta * loss for log, loss in zip(self.log_weights, losses, strict=True)]
-        top = max(logs)
-        if share:
-            weights = [math.exp(log - top) for log in logs]
+        eta, share, least = self.eta, self.share, min(losses)
+        if share:  # no weight can vanish, and so none needs a logarithm
+            paid = zip(self._weights, losses, strict=True)
+            weights = [weight * math.exp(eta * (least - loss)) for weight, loss in paid]
             kept, spread = (1 - share) / sum(weights), share / self.arms
-            self.log_weights = [math.log(kept * weight + spread) for weight in weights]
+            self._weights, self._log_weights = [kept * weight + spread for weight in weights], None
         else:
+            logs = [log - eta * loss for log, loss in zip(self.log_weights, losses, strict=True)]
+            top = max(logs)
             total = top + math.log(sum(math.exp(log - top) for log in logs))
-            self.log_weights = [log - total for log in logs]
+            self._log_weights = [log - total for log in logs]
 
-    def _pay_awake(self, losses: list[float | None]) -> None:
+    def _pay_awake(self, losses: Sequence[float | None]) -> None:
         """Let experts pay losses [arms] for one token; None: asleep."""
         awake = [(log, loss) for log, loss in zip(self.log_weights, losses, strict=True) if loss is not None]
-        if len(awake) == self.arms:
-            self.pay([loss for _, loss in awake])
-            return
         if not awake:
             return
         # The loss of one expert with the weight of all that are awake, where these lose what they do.

@@ -57,12 +57,12 @@ class Leader(Selector):
     def choose(self, view: SelectionView) -> int:
         if self.prior:
             self._pay_for_prior(view)
-        weights, longest = self.experts.log_weights, max(view.round_s)
-        leader = max(view.arms, key=weights.__getitem__)
-        if view.current is None:
+        weights, current = self.experts.log_weights, view.current
+        leader = weights.index(max(weights))
+        if current is None or leader == current:
             return leader
-        price = self.experts.eta * view.switch_s[leader] / longest
-        return leader if weights[leader] - weights[view.current] > price else view.current
+        price = self.experts.eta * view.switch_s[leader] / max(view.round_s)
+        return leader if weights[leader] - weights[current] > price else current
 
     def read_prompt(self, log_q: Sequence[float]) -> None:
         best = max((value for value in log_q if not math.isnan(value)), default=0.0)
@@ -73,16 +73,15 @@ class Leader(Selector):
     def score(self, view: SelectionView, chosen: int, unread: Sequence[int]) -> tuple[int, ...]:
         """Return idle arms with `stride` unread tokens or more, most first; arms of little weight need more."""
         del view
-        weights, stride = self.experts.log_weights, self.stride
+        stride = self.stride
+        due = [(-tokens, arm) for arm, tokens in enumerate(unread) if tokens >= stride and arm != chosen]
+        if not due:
+            return ()
+        weights = self.experts.log_weights
         best = max(weights)
-        due = [
-            (-tokens, arm)
-            for arm, tokens in enumerate(unread)
-            if tokens >= stride
-            and arm != chosen
-            and tokens >= min(4.0, 1 + (best - weights[arm]) / self.doubt) * stride
-        ]
-        return tuple([arm for _, arm in sorted(due)])
+        return tuple(
+            [arm for less, arm in sorted(due) if -less >= min(4.0, 1 + (best - weights[arm]) / self.doubt) * stride]
+        )
 
     def learn(self, outcome: RoundOutcome) -> None:
         self.experts.learn(outcome)
