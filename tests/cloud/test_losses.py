@@ -14,13 +14,13 @@ from outrider.cloud.learning.losses import (
     DraftOnPolicy,
     ExactPolicyGradient,
     JudgedRows,
-    Kind,
     Loss,
     PolicyGradient,
     ReverseThenReward,
     coupled_acceptance,
     forward_kl,
 )
+from outrider.cloud.learning.record import LessonKind
 
 P, Q = (0.75, 0.25), (0.4, 0.6)
 
@@ -28,7 +28,7 @@ P, Q = (0.75, 0.25), (0.4, 0.6)
 def judged(
     q: list[tuple[float, ...]],
     p: list[tuple[float, ...]],
-    kinds: list[Kind],
+    kinds: list[LessonKind],
     *,
     committed: list[int] | None = None,
     drafted: list[int] | None = None,
@@ -66,7 +66,7 @@ def gradients(name: str, rows: JudgedRows, step: int = 0) -> torch.Tensor:
     return gradient.norm(dim=1)
 
 
-BLOCK = [Kind.ACCEPTED, Kind.MISSED, Kind.SUFFIX]
+BLOCK = [LessonKind.ACCEPTED, LessonKind.MISSED, LessonKind.SUFFIX]
 
 
 def a_block() -> JudgedRows:
@@ -94,7 +94,7 @@ def test_a_loss_of_two_tokens_is_what_its_equation_gives_by_hand(name: str, expe
 
 
 def test_every_loss_of_no_position_is_zero_and_has_a_gradient() -> None:
-    rows = judged([Q], [P], [Kind.OWN])
+    rows = judged([Q], [P], [LessonKind.OWN])
     nothing = replace(rows, weights=torch.zeros(1, dtype=torch.float64))
     for name, make in LOSSES.items():
         (gradient,) = torch.autograd.grad(make()(nothing, 100), nothing.log_q)
@@ -124,14 +124,14 @@ def test_a_loss_learns_from_its_positions_alone(name: str, learns: list[bool]) -
 
 def test_the_positions_that_a_mask_must_leave_out_may_hold_anything() -> None:
     rows = a_block()
-    broken = replace(rows, log_p=torch.where(rows.kinds[:, None] == Kind.SUFFIX, -math.inf, rows.log_p))
+    broken = replace(rows, log_p=torch.where(rows.kinds[:, None] == LessonKind.SUFFIX, -math.inf, rows.log_p))
     for name in ("kl", "osd", "dvi", "pg", "coupled"):
         assert value(LOSSES[name](), broken, 100) == pytest.approx(value(LOSSES[name](), rows, 100)), name
 
 
 def test_a_weight_counts_a_position_as_often() -> None:
-    twice = judged([Q, (0.5, 0.5), (0.5, 0.5)], [P] * 3, [Kind.MISSED] * 3)
-    weighted = judged([Q, (0.5, 0.5)], [P] * 2, [Kind.MISSED] * 2)
+    twice = judged([Q, (0.5, 0.5), (0.5, 0.5)], [P] * 3, [LessonKind.MISSED] * 3)
+    weighted = judged([Q, (0.5, 0.5)], [P] * 2, [LessonKind.MISSED] * 2)
     weighted = replace(weighted, weights=torch.tensor([1.0, 2.0], dtype=torch.float64))
     for name in ("kl", "osd", "dvi", "pg", "ce", "coupled"):
         assert value(LOSSES[name](), weighted, 0) == pytest.approx(value(LOSSES[name](), twice, 0)), name
@@ -139,7 +139,7 @@ def test_a_weight_counts_a_position_as_often() -> None:
 
 def test_the_rest_counts_as_one_token_and_without_it_the_divergence_is_another() -> None:
     p, q = (0.5, 0.3, 0.2), (0.2, 0.3, 0.5)
-    whole = judged([q], [p], [Kind.MISSED])
+    whole = judged([q], [p], [LessonKind.MISSED])
     top = replace(whole, top=torch.tensor([[0]]), log_p=torch.tensor([[0.5]]).log(), log_rest=torch.tensor([0.5]).log())
     top = replace(top, log_p=top.log_p.double(), log_rest=top.log_rest.double())
     assert float(forward_kl(top).detach()) == pytest.approx(kl((0.5, 0.5), (0.2, 0.8)))
@@ -154,7 +154,7 @@ def test_the_rest_counts_as_one_token_and_without_it_the_divergence_is_another()
 
 def test_draft_opd_fades_by_the_depth_of_the_draft() -> None:
     near, far = (0.4, 0.6), (0.1, 0.9)
-    rows = judged([near, far], [P, P], [Kind.MISSED, Kind.SUFFIX])
+    rows = judged([near, far], [P, P], [LessonKind.MISSED, LessonKind.SUFFIX])
     expected = (kl(near, P) + 0.8 * kl(far, P)) / 1.8 / 2
     assert value(DraftOnPolicy(), rows) == pytest.approx(expected)
 
@@ -178,11 +178,11 @@ def test_dvi_takes_cross_entropy_and_entropy_where_they_have_weights() -> None:
 def test_the_policy_gradient_estimates_the_exact_one() -> None:
     """At T = 0 the mean of REINFORCE's gradient over drafts drawn from q is that of -q(y), whatever the baseline."""
     q, y = (0.5, 0.3, 0.2), 1
-    exact = judged([q], [(0.0, 1.0, 0.0)], [Kind.MISSED], committed=[y], greedy=True)
+    exact = judged([q], [(0.0, 1.0, 0.0)], [LessonKind.MISSED], committed=[y], greedy=True)
     (wanted,) = torch.autograd.grad(ExactPolicyGradient()(exact, 0), exact.log_q)
     mean = torch.zeros(1, 3, dtype=torch.float64)
     for a, chance in enumerate(q):
-        kind = Kind.ACCEPTED if a == y else Kind.MISSED
+        kind = LessonKind.ACCEPTED if a == y else LessonKind.MISSED
         rows = judged([q], [(0.0, 1.0, 0.0)], [kind], committed=[y], drafted=[a], greedy=True)
         (gradient,) = torch.autograd.grad(PolicyGradient(baseline=0.0)(rows, 0), rows.log_q)
         mean += chance * gradient
@@ -192,11 +192,11 @@ def test_the_policy_gradient_estimates_the_exact_one() -> None:
 def test_the_baseline_follows_the_rewards_and_a_checkpoint_keeps_it() -> None:
     loss = LOSSES["dvi"]()
     for _ in range(50):
-        loss(judged([Q], [P], [Kind.ACCEPTED]), 0)
+        loss(judged([Q], [P], [LessonKind.ACCEPTED]), 0)
     assert loss.means["reward"] > 0.99
     resumed, fresh = LOSSES["dvi"](), LOSSES["dvi"]()
     resumed.means.update(loss.means)
-    missed = judged([Q], [P], [Kind.MISSED])
+    missed = judged([Q], [P], [LessonKind.MISSED])
     assert value(resumed, missed, 100) == pytest.approx(value(loss, missed, 100))
     assert value(fresh, missed, 100) != pytest.approx(value(loss, missed, 100))
 
@@ -279,7 +279,7 @@ def test_the_gradient_of_the_coupled_acceptance_is_its_finite_differences() -> N
 
 
 def test_coupled_cross_entropy_needs_the_noise_and_is_lower_for_a_likely_winner() -> None:
-    rows = judged([Q], [P], [Kind.ACCEPTED], committed=[0])
+    rows = judged([Q], [P], [LessonKind.ACCEPTED], committed=[0])
     favoured = replace(rows, noise=torch.tensor([[3.0, 0.0]], dtype=torch.float64))
     expected = -math.log(0.4 * math.exp(3) / (0.4 * math.exp(3) + 0.6))
     assert value(LOSSES["cce"](), favoured, 0) == pytest.approx(expected)
@@ -295,8 +295,9 @@ def test_descending_the_loss_raises_acceptance_and_ascending_lowers_it() -> None
         results = []
         for sign in (-1, 1):
             logits = torch.from_numpy(np.log(q)).requires_grad_()
-            kinds = [Kind.ACCEPTED, Kind.MISSED] if name == "opd" else [Kind.MISSED, Kind.MISSED]
+            first = LessonKind.ACCEPTED if name == "opd" else LessonKind.MISSED
             for step in range(30):
+                kinds = [first, LessonKind.MISSED]
                 rows = judged([tuple(q)] * 2, [tuple(p)] * 2, kinds, committed=[int(p.argmax())] * 2)
                 rows = replace(rows, log_q=logits.log_softmax(-1).repeat(2, 1))
                 (gradient,) = torch.autograd.grad(LOSSES[name]()(rows, min(step, 4)), logits)

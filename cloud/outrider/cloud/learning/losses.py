@@ -11,25 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import ClassVar
 
 import torch
 
+from outrider.cloud.learning.record import LessonKind
+
 MIN_MASS = 1e-7  # of a rest: float32 sums of probabilities are not exact below
-
-
-class Kind(IntEnum):
-    """The fate of the draft at a position.
-
-    ACCEPTED and MISSED positions follow committed text. A SUFFIX position follows drafts that include a missed one; the
-    target was computed there all the same. An OWN position had no draft.
-    """
-
-    ACCEPTED = 0
-    MISSED = 1
-    OWN = 2
-    SUFFIX = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +31,11 @@ class JudgedRows:
         log_rest: float32 [n], log of the target's mass outside S; -inf: none.
         committed: int64 [n], y; any token at a SUFFIX position.
         drafted: int64 [n], a; any token at an OWN position.
-        kinds: int64 [n], values of `Kind`.
+        kinds: int64 [n], values of `LessonKind`.
         depths: int64 [n], index of the position in its block of drafts, from 0.
         greedy: bool [n], whether the text is decoded at T = 0.
         weights: float32 [n], inverse of the probability that the position was logged.
-        noise: float32 [n, vocab], the shared Gumbel noise of each position, 0 at T = 0; None: not needed by the loss.
+        noise: float32 [n, vocab], the shared Gumbel noise of each position, times the temperature; None: not given.
     """
 
     log_q: torch.Tensor
@@ -62,7 +50,7 @@ class JudgedRows:
     weights: torch.Tensor
     noise: torch.Tensor | None = None
 
-    def of_kind(self, *kinds: Kind) -> torch.Tensor:
+    def of_kind(self, *kinds: LessonKind) -> torch.Tensor:
         """Return a mask [n] of the positions of these kinds."""
         return torch.isin(self.kinds, torch.tensor([int(kind) for kind in kinds]))
 
@@ -144,10 +132,14 @@ class Loss(ABC):
 
     Attributes:
         needs_noise: whether `JudgedRows.noise` must be given.
+        on_policy: whether it wants drafts judged as the drafter of today would make them.
+        reads_suffixes: whether it learns from SUFFIX positions.
         means: running means that it keeps, which a checkpoint saves.
     """
 
     needs_noise: ClassVar[bool] = False
+    on_policy: ClassVar[bool] = False
+    reads_suffixes: ClassVar[bool] = False
     means: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     def __call__(self, rows: JudgedRows, step: int) -> torch.Tensor:
@@ -162,7 +154,7 @@ class ForwardKL(Loss):
     """`kl`: the mean of KL_S(p|q) over ACCEPTED, MISSED and OWN (distillation, Hinton et al. 2015)."""
 
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002 - the interface's
-        return rows.mean(forward_kl(rows), rows.kinds != Kind.SUFFIX)
+        return rows.mean(forward_kl(rows), rows.kinds != LessonKind.SUFFIX)
 
 
 class OnlineSpeculative(Loss):
@@ -172,8 +164,10 @@ class OnlineSpeculative(Loss):
     it; the paper, and this, train the position where the wrong token was drafted.
     """
 
+    on_policy = True
+
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002
-        return rows.mean(forward_kl(rows), rows.of_kind(Kind.MISSED))
+        return rows.mean(forward_kl(rows), rows.of_kind(LessonKind.MISSED))
 
 
 @dataclass(eq=False)
@@ -185,14 +179,16 @@ class DraftOnPolicy(Loss):
     Draft-OPD in vLLM's speculators.
     """
 
+    on_policy = True
+    reads_suffixes = True
     accepted: float = 1.0
     rejected: float = 1.0
     decay: float = 0.8
 
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002
-        kept = rows.mean(forward_kl(rows), rows.of_kind(Kind.ACCEPTED))
+        kept = rows.mean(forward_kl(rows), rows.of_kind(LessonKind.ACCEPTED))
         fade = self.decay ** rows.depths.to(rows.weights.dtype)
-        corrected = rows.mean(reverse_kl(rows), rows.of_kind(Kind.MISSED, Kind.SUFFIX), fade)
+        corrected = rows.mean(reverse_kl(rows), rows.of_kind(LessonKind.MISSED, LessonKind.SUFFIX), fade)
         return (self.accepted * kept + self.rejected * corrected) / (self.accepted + self.rejected)
 
 
@@ -203,14 +199,15 @@ class PolicyGradient(Loss):
     b is the running mean of r, which keeps `memory` of itself a step; it begins at `baseline`.
     """
 
+    on_policy = True
     baseline: float = 0.5
     memory: float = 0.9
 
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002
-        judged = rows.of_kind(Kind.ACCEPTED, Kind.MISSED)
+        judged = rows.of_kind(LessonKind.ACCEPTED, LessonKind.MISSED)
         if not judged.any():
             return rows.log_q.sum() * 0
-        reward = rows.of_kind(Kind.ACCEPTED).to(rows.log_q.dtype)
+        reward = rows.of_kind(LessonKind.ACCEPTED).to(rows.log_q.dtype)
         baseline = self.means.get("reward", self.baseline)
         mean = float(rows.mean(reward, judged))
         self.means["reward"] = self.memory * baseline + (1 - self.memory) * mean
@@ -221,7 +218,7 @@ class ExactPolicyGradient(Loss):
     """The expectation that `pg` estimates: the mean of -(expected hits) over ACCEPTED and MISSED."""
 
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002
-        return -rows.mean(expected_hits(rows), rows.of_kind(Kind.ACCEPTED, Kind.MISSED))
+        return -rows.mean(expected_hits(rows), rows.of_kind(LessonKind.ACCEPTED, LessonKind.MISSED))
 
 
 @dataclass(eq=False)
@@ -237,6 +234,7 @@ class ReverseThenReward(Loss):
         reward: L_rl; REINFORCE in the paper.
     """
 
+    on_policy = True
     reward: Loss
     warm_up: int = 5
     ramp: int = 5
@@ -252,7 +250,7 @@ class ReverseThenReward(Loss):
 
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:
         ramped = min(1.0, max(0.0, (step - self.warm_up) / self.ramp))
-        read = rows.kinds != Kind.SUFFIX
+        read = rows.kinds != LessonKind.SUFFIX
         loss = (self.kl + ramped * (self.kl_min - self.kl)) * rows.mean(reverse_kl(rows), read)
         if self.ce:
             loss = loss - self.ce * rows.mean(rows.log_q_of(rows.committed), read)
@@ -260,7 +258,7 @@ class ReverseThenReward(Loss):
             loss = loss + self.entropy * rows.mean((rows.log_q.exp() * rows.log_q).sum(-1), read)
         reward = self.reward(rows, step)  # also during warm-up, for its running mean
         if ramped:
-            imitated = -rows.mean(rows.log_q_of(rows.drafted), rows.of_kind(Kind.ACCEPTED))
+            imitated = -rows.mean(rows.log_q_of(rows.drafted), rows.of_kind(LessonKind.ACCEPTED))
             loss = loss + ramped * (self.pg_max * imitated + self.rl_max * reward)
         return loss
 
@@ -269,7 +267,7 @@ class CrossEntropy(Loss):
     """`ce`: the mean of -ln q(y) over positions that follow text; it needs no target but its tokens."""
 
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002
-        return -rows.mean(rows.log_q_of(rows.committed), rows.kinds != Kind.SUFFIX)
+        return -rows.mean(rows.log_q_of(rows.committed), rows.kinds != LessonKind.SUFFIX)
 
 
 class CoupledCrossEntropy(Loss):
@@ -285,14 +283,14 @@ class CoupledCrossEntropy(Loss):
             raise ValueError("the loss cce needs the noise of its positions")
         perturbed = (rows.log_q + rows.noise).log_softmax(-1)
         chosen = perturbed.gather(1, rows.committed[:, None])[:, 0]
-        return -rows.mean(chosen, rows.kinds != Kind.SUFFIX)
+        return -rows.mean(chosen, rows.kinds != LessonKind.SUFFIX)
 
 
 class CoupledAcceptance(Loss):
     """`coupled`: minus the acceptance itself, over ACCEPTED, MISSED and OWN; see `coupled_acceptance`."""
 
     def _value(self, rows: JudgedRows, step: int) -> torch.Tensor:  # noqa: ARG002
-        return -rows.mean(expected_hits(rows), rows.kinds != Kind.SUFFIX)
+        return -rows.mean(expected_hits(rows), rows.kinds != LessonKind.SUFFIX)
 
 
 LOSSES: Mapping[str, Callable[[], Loss]] = {
