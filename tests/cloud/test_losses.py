@@ -122,7 +122,7 @@ def test_a_loss_learns_from_its_positions_alone(name: str, learns: list[bool]) -
         assert (gradients(name, a_block(), step) > 0).tolist() == learns
 
 
-def test_the_positions_that_a_mask_must_leave_out_may_hold_anything() -> None:
+def test_the_positions_that_a_mask_leaves_out_may_hold_anything() -> None:
     rows = a_block()
     broken = replace(rows, log_p=torch.where(rows.kinds[:, None] == LessonKind.SUFFIX, -math.inf, rows.log_p))
     for name in ("kl", "osd", "dvi", "pg", "coupled"):

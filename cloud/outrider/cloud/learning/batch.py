@@ -1,0 +1,154 @@
+"""From records to judged rows: the drafter reads each text once, and the target's half comes from the record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from outrider.cloud.learning.adapted import AdaptedDrafter
+from outrider.cloud.learning.losses import JudgedRows, Loss
+from outrider.cloud.learning.record import LessonKind, LessonRecord
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.noise import TorchNoise
+from outrider.proto.types import Noise
+
+CONTEXT = 256  # tokens before the first row of a passage that the drafter reads
+PROPOSED = 128  # of the drafter's most likely tokens, among which it draws
+TOKENS_PER_PASS = 8192  # padding included
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Passage:
+    """Tokens [t] to read, the places [r] in them after which rows of `record` stand, and these rows [r]."""
+
+    record: LessonRecord
+    tokens: np.ndarray
+    places: np.ndarray
+    rows: np.ndarray
+
+
+def judged_rows(drafter: AdaptedDrafter, records: Sequence[LessonRecord], loss: Loss) -> JudgedRows | None:
+    """Return the rows of `records` that `loss` can learn from, as the drafter sees them now; None: there are none.
+
+    Where the loss asks for it, each position that follows text is judged as if the drafter of today had drafted there:
+    the noise is known, so its proposal is, and whether it hits (Daliri, Musco, Suresh 2024). Texts of
+    another noise keep the drafts that were made, and losses that need the noise pass them over.
+    """
+    if loss.needs_noise:
+        records = [record for record in records if record.sampling.noise is not Noise.VLLM]
+    passages = [passage for record in records for passage in _passages(record, suffixes=loss.reads_suffixes)]
+    if not passages:
+        return None
+    passages.sort(key=lambda passage: len(passage.tokens))
+    log_q = torch.cat([_read(drafter, part) for part in _parts(passages)])
+    rows = _from_records(passages, log_q)
+    if loss.needs_noise or loss.on_policy:
+        rows = _with_noise(rows, passages, loss)
+    return rows
+
+
+def check_record(record: LessonRecord, model: str, vocab: int) -> None:
+    """Raise InvalidArgument unless the record is about this target and its tokens.
+
+    `LessonRecord` has checked all else.
+    """
+    if record.model != model:
+        raise InvalidArgument(f"is of {record.model!r}; this trainer learns from {model!r}", field="lessons.model")
+    for name in ("tokens", "drafts", "targets", "top_ids"):
+        if getattr(record, name).max(initial=0) >= vocab:
+            raise InvalidArgument(f"holds a token beyond the vocabulary of {vocab}", field=f"lessons.{name}")
+
+
+def _passages(record: LessonRecord, *, suffixes: bool) -> Iterator[_Passage]:
+    """Yield the text with the rows that follow it, and with `suffixes` each block whose rows follow missed drafts."""
+    following = np.flatnonzero(record.kinds != LessonKind.SUFFIX)
+    places = record.positions - record.start - 1  # of the token before
+    following = following[places[following] >= 0]
+    if len(following):
+        yield _cut(record, record.tokens, places[following], following)
+    if not suffixes:
+        return
+    behind = record.rows_of(LessonKind.SUFFIX)
+    for block in np.unique(record.row_block[behind]):
+        rows = behind[record.row_block[behind] == block]
+        rows = rows[places[rows] >= 0]
+        if len(rows):
+            deepest = int(rows[np.argmax(record.row_index[rows])])
+            yield _cut(record, record.prefix(deepest), places[rows], rows)
+
+
+def _cut(record: LessonRecord, tokens: np.ndarray, places: np.ndarray, rows: np.ndarray) -> _Passage:
+    first = max(0, int(places.min()) - CONTEXT)
+    return _Passage(record, tokens[first : int(places.max()) + 1], places - first, rows)
+
+
+def _parts(passages: Sequence[_Passage]) -> Iterator[Sequence[_Passage]]:
+    """Divide passages, shortest first, into passes of at most `TOKENS_PER_PASS` or of one passage."""
+    first = 0
+    for end in range(1, len(passages) + 1):
+        if end == len(passages) or (end + 1 - first) * len(passages[end].tokens) > TOKENS_PER_PASS:
+            yield passages[first:end]
+            first = end
+
+
+def _read(drafter: AdaptedDrafter, passages: Sequence[_Passage]) -> torch.Tensor:
+    """Return the log-probabilities [n, vocab] of the passages' rows, in the order of their places in each."""
+    longest = max(len(passage.tokens) for passage in passages)
+    tokens = torch.zeros(len(passages), longest, dtype=torch.int64)  # zeros to the right: a causal model never looks
+    sources = []
+    for index, passage in enumerate(passages):
+        tokens[index, : len(passage.tokens)] = torch.from_numpy(passage.tokens.astype(np.int64))
+        sources.append(torch.from_numpy(passage.places) + index * longest)
+    log_q: torch.Tensor = drafter(tokens, torch.cat(sources))
+    return log_q
+
+
+def _from_records(passages: Sequence[_Passage], log_q: torch.Tensor) -> JudgedRows:
+    def gathered(name: str, dtype: torch.dtype) -> torch.Tensor:
+        parts = [np.asarray(getattr(passage.record, name))[passage.rows] for passage in passages]
+        return torch.from_numpy(np.concatenate(parts).astype(_NUMPY[dtype]))
+
+    greedy = [np.full(len(passage.rows), passage.record.sampling.temperature == 0) for passage in passages]
+    return JudgedRows(
+        log_q=log_q,
+        top=gathered("top_ids", torch.int64),
+        log_p=gathered("top_logp", torch.float32),
+        log_rest=gathered("rest_logp", torch.float32),
+        committed=gathered("targets", torch.int64),
+        drafted=gathered("drafted", torch.int64).clamp(min=0),
+        kinds=gathered("kinds", torch.int64),
+        depths=gathered("row_index", torch.int64),
+        greedy=torch.from_numpy(np.concatenate(greedy)),
+        weights=gathered("weights", torch.float32),
+    )
+
+
+_NUMPY = {torch.int64: np.int64, torch.float32: np.float32}
+
+
+def _with_noise(rows: JudgedRows, passages: Sequence[_Passage], loss: Loss) -> JudgedRows:
+    """Return the rows with the noise that the loss needs, and judged again where it learns from its own drafts."""
+    keys, temperatures = [], []
+    noise = TorchNoise(torch)
+    for passage in passages:
+        sampling, positions = passage.record.sampling, passage.record.positions[passage.rows].tolist()
+        keys.append(noise.row_keys([sampling.seed] * len(positions), positions))
+        temperatures += [sampling.temperature] * len(positions)
+    row_keys, heat = torch.cat(keys), torch.tensor(temperatures)[:, None]
+    if loss.needs_noise:
+        everything = torch.arange(rows.log_q.shape[1])
+        gumbel = torch.cat([noise.gumbel(part, everything).float() for part in row_keys.split(64)])
+        rows = replace(rows, noise=heat * gumbel)
+    if loss.on_policy:
+        best = rows.log_q.detach().topk(min(PROPOSED, rows.log_q.shape[1]), dim=1)
+        perturbed = best.values + heat * noise.gumbel(row_keys, best.indices).float()
+        proposed = best.indices.gather(1, perturbed.argmax(1, keepdim=True))[:, 0]
+        judged = torch.where(proposed == rows.committed, LessonKind.ACCEPTED, LessonKind.MISSED)
+        foreign = [np.full(len(each.rows), each.record.sampling.noise is Noise.VLLM) for each in passages]
+        behind = (rows.kinds == LessonKind.SUFFIX) | torch.from_numpy(np.concatenate(foreign))
+        kinds = torch.where(behind, rows.kinds, judged)
+        rows = replace(rows, kinds=kinds, drafted=torch.where(behind, rows.drafted, proposed))
+    return rows

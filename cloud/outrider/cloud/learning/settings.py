@@ -1,0 +1,50 @@
+"""Settings of a trainer that learns while a fleet serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.cloud.learning.adapted import RANK
+from outrider.cloud.learning.losses import LOSSES
+from outrider.proto.settings import Settings, above, at_least, between, no_empty_text, option
+
+LEARNING = "learning while serving"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings(Settings):
+    """The drafter that learns, from what, how fast, and with how much of a core."""
+
+    drafter: str = option(
+        "general",
+        "drafter to train on from: embedded name or package folder",
+        metavar="NAME",
+        group=LEARNING,
+        check=no_empty_text,
+    )
+    loss: str = option("kl", "what the drafter minimises", flag="learn-loss", group=LEARNING, choices=tuple(LOSSES))
+    rate: float = option(3e-3, "learning rate", flag="learn-rate", group=LEARNING, check=above(0))
+    cpu_share: float = option(
+        0.5, "share of one core that training may take", flag="learn-cpu-share", group=LEARNING, check=between(0, 1)
+    )
+    folder: Path = option(
+        Path("learned"), "folder for checkpoints and new versions", flag="learn-folder", metavar="DIR", group=LEARNING
+    )
+    rehearsal: Path | None = option(
+        None,
+        "file of records to rehearse, so that older texts are not forgotten",
+        flag="learn-rehearsal",
+        group=LEARNING,
+    )
+    publish_every: int = option(
+        16, "steps between candidates for a new version", flag="learn-publish-every", group=LEARNING, check=at_least(1)
+    )
+    seed: int = option(0, "seed of all random numbers", flag="learn-seed", group=LEARNING, check=at_least(0))
+    rank: int = RANK
+    texts: int = 8
+    positions: int = 1536
+    warm_up_steps: int = 4
+    clip: float = 1.0
+    average: float = 0.99
+    checkpoint_every: int = 8

@@ -1,0 +1,318 @@
+"""A trainer: it takes records, makes optimizer steps, and publishes adapters of its drafter; no Ray, no threads.
+
+A run is a pure function of settings, parent and records. What a crash leaves is the newest whole checkpoint and whole
+packages: both are written beside their place, and renamed last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from outrider.cloud.learning.adapted import AdaptedDrafter
+from outrider.cloud.learning.batch import check_record, judged_rows
+from outrider.cloud.learning.buffer import Buffer
+from outrider.cloud.learning.losses import LOSSES
+from outrider.cloud.learning.parent import load_parent
+from outrider.cloud.learning.record import LessonRecord
+from outrider.cloud.learning.settings import TrainerSettings
+from outrider.drafters.adapters import LowRank, read_adapter, write_adapter_package
+from outrider.drafters.packages import DrafterPackage, LearnedFrom, find_package
+from outrider.proto.errors import InvalidArgument, ModelRefused
+
+CHECKPOINT, TENSORS, STATE = "checkpoint-", "tensors.safetensors", "state.json"
+MAX_LOGITS = 1 << 25  # of a batch: 134 MB, a few times
+TOLERATED = 3  # steps in a row that are not finite
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TrainerState:
+    """What a checkpoint keeps besides tensors.
+
+    Attributes:
+        step: optimizer steps tried.
+        updates: steps since the weights were last reset, of which the average is.
+        failed: steps in a row that were not finite.
+        sequence: of the newest package published; 0: none.
+        positions, classes: positions learned from, in all and by class of prompts.
+        keys: hex salts of the keys that they came from.
+        means: running means of the loss.
+        counts: records and steps by what became of them.
+    """
+
+    step: int = 0
+    updates: int = 0
+    failed: int = 0
+    sequence: int = 0
+    positions: int = 0
+    classes: Counter[str] = field(default_factory=Counter)
+    keys: set[str] = field(default_factory=set)
+    means: dict[str, float] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class Trainer:
+    """The training of one drafter's adapter.
+
+    It goes on from the newest whole checkpoint in `settings.folder`, if that is of the same parent.
+
+    Args:
+        settings: what to train, and how.
+        rehearsal: records of the drafter's own corpus.
+
+    Raises:
+        ModelRefused: the drafter cannot be trained on.
+        NotFound, DataLoss, InvalidArgument: there is no such drafter, or its package is broken.
+    """
+
+    def __init__(self, settings: TrainerSettings, rehearsal: Sequence[LessonRecord] = ()) -> None:
+        self.settings = settings
+        self.package: DrafterPackage = find_package(settings.drafter)
+        rank = max(settings.rank, self.package.adapter.rank if self.package.adapter else 0)
+        self.drafter = AdaptedDrafter(load_parent(self.package), rank=rank, seed=settings.seed)
+        self.loss = LOSSES[settings.loss]()
+        self.buffer = Buffer(rehearsal, seed=settings.seed)
+        self.state = TrainerState(sequence=self.package.sequence)
+        self._start = self._adapter_of_parent()
+        self._published = self._start
+        self._forget_updates(self._start)
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        self._resume()
+
+    @property
+    def positions_a_step(self) -> int:
+        """Number of positions of a step, fewer for large vocabularies."""
+        return max(64, min(self.settings.positions, MAX_LOGITS // self.drafter.vocab_size))
+
+    def take(self, data: bytes) -> None:
+        """Take an encoded record.
+
+        Raises:
+            InvalidArgument: it is none, or it is about another target; it is counted, and nothing else happens.
+        """
+        try:
+            record = LessonRecord.decode(data)
+            check_record(record, self.package.target, self.drafter.vocab_size)
+        except InvalidArgument:
+            self.state.counts["records refused"] += 1
+            raise
+        self.state.counts["records"] += 1
+        self.buffer.add(record)
+
+    def ready(self) -> bool:
+        """Return whether enough is new for a step: some texts, or half a batch of positions."""
+        enough = self.buffer.waiting >= self.positions_a_step / 2
+        return enough or self.buffer.num_waiting_records >= self.settings.texts
+
+    def step(self) -> float | None:
+        """Make a step, and return its loss; None: it was not finite and changed nothing, or there was nothing to learn.
+
+        After three in a row that were not finite, the weights are those of the last version published.
+        """
+        state, settings = self.state, self.settings
+        records = self.buffer.draw(self.positions_a_step, state.step)
+        rows = judged_rows(self.drafter, records, self.loss)
+        state.step += 1
+        if rows is None:
+            return None
+        for group in self._optimizer.param_groups:
+            group["lr"] = settings.rate * min(1.0, (state.updates + 1) / settings.warm_up_steps)
+        means = dict(self.loss.means)
+        loss = self.loss(rows, state.updates)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.drafter.learned(), settings.clip)
+        if not (torch.isfinite(loss) and torch.isfinite(norm)):
+            self.loss.means.clear()
+            self.loss.means.update(means)
+            self._fail("a loss or gradient that is not finite")
+            return None
+        self._optimizer.step()
+        state.failed = 0
+        state.updates += 1
+        self._average_in()
+        self._count(records)
+        return float(loss.detach())
+
+    def published_matrices(self) -> dict[str, LowRank]:
+        """Return the average of the weights, which is what would be published, by name."""
+        averaged = iter(self._averages)
+        return {name: (next(averaged).numpy().copy(), next(averaged).numpy().copy()) for name in self._start}
+
+    def publish(self, *, name: str = "") -> Path | None:
+        """Write the average of the weights as a package, a candidate; None: it was refused, and training starts over.
+
+        Returns:
+            Its folder, `drafters/NAME/SEQUENCE` in the trainer's.
+        """
+        state, matrices = self.state, self.published_matrices()
+        name = name or self.package.name
+        home = self.settings.folder / "drafters" / name
+        for left in home.glob(".*"):  # by a trainer that died while it wrote
+            shutil.rmtree(left, ignore_errors=True)
+        taken = [int(path.name) for path in home.glob("[0-9]*") if path.name.isdecimal()]
+        sequence = max([state.sequence, *taken]) + 1
+        learned = LearnedFrom(state.positions, len(state.keys), dict(state.classes))
+        try:
+            folder = write_adapter_package(
+                self.package.folder, home / str(sequence), matrices, sequence=sequence, learned_from=learned, name=name
+            )
+        except ModelRefused as error:
+            state.counts["versions refused"] += 1
+            log.warning("a new version of %s was refused: %s", name, error)
+            self._forget_updates(self._published)
+            return None
+        state.sequence = sequence
+        state.counts["versions"] += 1
+        self._published = matrices
+        self.save()
+        return folder
+
+    def save(self) -> Path:
+        """Write a checkpoint, which is there whole or not at all, and remove older ones."""
+        folder = self.settings.folder
+        final = folder / f"{CHECKPOINT}{self.state.step:08d}"
+        unfinished = folder / ".unfinished-checkpoint"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        save_file(self._tensors(), unfinished / TENSORS)
+        saved = {each.name: getattr(self.state, each.name) for each in fields(self.state)}
+        saved |= {"keys": sorted(self.state.keys), "means": self.loss.means}
+        saved |= {"parent": self.package.version, "loss": self.settings.loss, "rank": self.settings.rank}
+        (unfinished / STATE).write_text(json.dumps(saved), encoding="utf-8")
+        older = [path for path in folder.glob(f"{CHECKPOINT}*") if path != final]
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(unfinished, final)
+        for path in older:
+            shutil.rmtree(path, ignore_errors=True)
+        return final
+
+    def _adapter_of_parent(self) -> dict[str, LowRank]:
+        """Return the drafter's first matrices, whose product is the adapter of the package, or 0."""
+        matrices = self.drafter.matrices()
+        for name, (a, b) in (read_adapter(self.package) if self.package.adapter else {}).items():
+            own_a, own_b = matrices[name]
+            own_a[: len(a)], own_b[:, : len(a)] = a, b
+        return matrices
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint that can be read and is of this parent, loss and rank."""
+        settings = self.settings
+        for path in sorted(settings.folder.glob(f"{CHECKPOINT}*"), reverse=True):
+            try:
+                saved: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+                same = (saved.pop("parent"), saved.pop("loss"), saved.pop("rank"))
+                if same != (self.package.version, settings.loss, settings.rank):
+                    log.warning("%s is of another drafter or loss, and is passed over", path)
+                    continue
+                self._restore(load_file(path / TENSORS))
+                classes, counts = Counter(saved.pop("classes")), Counter(saved.pop("counts"))
+                self.state = TrainerState(**saved | {"classes": classes, "counts": counts, "keys": set(saved["keys"])})
+                self.loss.means.update(self.state.means)
+                return
+            except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+                log.warning("%s cannot be read: %s", path, error)
+                self._forget_updates(self._start)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        published = [torch.from_numpy(array) for pair in self._published.values() for array in pair]
+        groups: dict[str, Sequence[torch.Tensor]] = {
+            "weight": self.drafter.learned(),
+            "average": self._averages,
+            "published": published,
+        }
+        tensors = {
+            f"{kind}.{index}": tensor.detach().clone().contiguous()
+            for kind, group in groups.items()
+            for index, tensor in enumerate(group)
+        }
+        for index, moments in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"{name}.{index}": value.detach().clone() for name, value in moments.items()}
+        return tensors
+
+    def _restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        learned = self.drafter.learned()
+        with torch.no_grad():
+            for index, parameter in enumerate(learned):
+                parameter.copy_(tensors[f"weight.{index}"])
+                self._averages[index].copy_(tensors[f"average.{index}"])
+        published = iter(tensors[f"published.{index}"].numpy() for index in range(len(learned)))
+        self._published = {name: (next(published), next(published)) for name in self._start}
+        moments = {
+            index: {name: tensors[f"{name}.{index}"] for name in ("step", "exp_avg", "exp_avg_sq")}
+            for index in range(len(learned))
+            if f"step.{index}" in tensors
+        }
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": moments})
+
+    def _forget_updates(self, matrices: dict[str, LowRank]) -> None:
+        """Set the weights to `matrices`, their average too, and the optimizer to its beginning."""
+        self.drafter.load(matrices)
+        self._averages = [parameter.detach().clone() for parameter in self.drafter.learned()]
+        self._optimizer = torch.optim.AdamW(
+            self.drafter.learned(), lr=self.settings.rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.state.updates = self.state.failed = 0
+
+    def _fail(self, why: str) -> None:
+        state = self.state
+        state.counts["steps skipped"] += 1
+        state.failed += 1
+        log.warning("a step of %s was skipped: %s", self.package.name, why)
+        if state.failed >= TOLERATED:
+            state.counts["resets"] += 1
+            log.warning("%d steps in a row failed; going on from the last version published", state.failed)
+            self._forget_updates(self._published)
+
+    @torch.no_grad()
+    def _average_in(self) -> None:
+        """Add the weights to their average, whose memory grows with it to `settings.average`."""
+        kept = min(self.settings.average, self.state.updates / (self.state.updates + 9))
+        for average, parameter in zip(self._averages, self.drafter.learned(), strict=True):
+            average.lerp_(parameter, 1 - kept)
+
+    def _count(self, records: Sequence[LessonRecord]) -> None:
+        state = self.state
+        for record in records:
+            state.positions += len(record)
+            state.classes[str(record.prompt_class)] += len(record)
+            state.keys.add(record.key_salt.hex())
+
+
+class CpuShare:
+    """A share of one core's time, as a budget that fills while the clock runs.
+
+    Args:
+        share: of one core, 0 to 1.
+        clock: seconds that pass.
+        cpu: seconds of processor time that this process has used.
+        burst_s: seconds of processor time that an idle trainer may save up.
+    """
+
+    def __init__(
+        self, share: float, clock: Callable[[], float], cpu: Callable[[], float], *, burst_s: float = 10.0
+    ) -> None:
+        self._share, self._clock, self._cpu, self._burst_s = share, clock, cpu, burst_s
+        self._since, self._used = clock(), cpu()
+        self._saved_s = 0.0
+
+    def wait_s(self) -> float:
+        """Return how many seconds to rest before the next step; 0: none."""
+        now, used = self._clock(), self._cpu()
+        earned = (now - self._since) * self._share
+        self._saved_s = min(self._burst_s, self._saved_s + earned) - (used - self._used)
+        self._since, self._used = now, used
+        return 0.0 if self._saved_s >= 0 else -self._saved_s / max(self._share, 1e-3)

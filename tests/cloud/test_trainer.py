@@ -1,0 +1,347 @@
+"""The trainer's core: it learns, goes on after a crash with the same bits, and survives what is not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lessons_for_tests import bigram_target, text_record
+
+from outrider.cloud.learning import trainer as training
+from outrider.cloud.learning.batch import judged_rows
+from outrider.cloud.learning.losses import LOSSES
+from outrider.cloud.learning.record import LessonKind, LessonRecord
+from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.trainer import CpuShare, Trainer
+from outrider.drafters.packages import embedded_packages, find_package, load_package
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.noise import gumbel
+
+VOCAB = 8192
+TARGET = bigram_target(VOCAB, seed=5)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def settings(folder: Path, **changes: object) -> TrainerSettings:
+    """Small and quick: two matrices' worth of rank, short batches, no warm-up."""
+    quick = {"drafter": "general", "rank": 2, "positions": 96, "texts": 4, "warm_up_steps": 1, "rate": 0.01}
+    return TrainerSettings(folder=folder, **(quick | changes))
+
+
+def records(first: int, count: int, **kind: object) -> list[LessonRecord]:
+    return [text_record(TARGET, vocab=VOCAB, seed=number, length=16, **kind) for number in range(first, first + count)]
+
+
+def feed(trainer: Trainer, count: int = 6, first: int = 0, **kind: object) -> None:
+    for record in records(first, count, key=f"key-{first}", **kind):
+        trainer.take(record.encode())
+
+
+def weights(trainer: Trainer) -> list[np.ndarray]:
+    return [array for pair in trainer.drafter.matrices().values() for array in pair]
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def hits(trainer: Trainer, fresh: list[LessonRecord]) -> float:
+    """Share of fresh positions where the drafter's own proposal is the target's token."""
+    with torch.no_grad():
+        rows = judged_rows(trainer.drafter, fresh, LOSSES["osd"]())
+    return float((rows.kinds == LessonKind.ACCEPTED).float().mean())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_trainer_learns_to_propose_what_the_target_says(tmp_path: Path, temperature: float) -> None:
+    trainer = Trainer(settings(tmp_path))
+    fresh = records(1000, 6, temperature=temperature)
+    before = hits(trainer, fresh)
+    losses = []
+    for number in range(24):
+        feed(trainer, first=10 * number, temperature=temperature)
+        assert trainer.ready()
+        losses.append(trainer.step())
+    assert losses[-1] < 0.5 * losses[0]
+    assert hits(trainer, fresh) > before + 0.15
+
+
+def test_the_same_seed_and_records_make_the_same_bits_and_others_others(tmp_path: Path) -> None:
+    results = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        trainer = Trainer(settings(tmp_path / name, seed=seed, loss="dvi"))
+        for number in range(3):
+            feed(trainer, first=10 * number)
+            trainer.step()
+        results.append(weights(trainer))
+    assert same(results[0], results[1])
+    assert not same(results[0], results[2])
+
+
+def test_a_killed_trainer_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """The buffer is in memory alone and is lost, so both see the same new records after the checkpoint."""
+    results = []
+    for killed in (False, True):
+        folder = tmp_path / str(killed)
+        trainer = Trainer(settings(folder, loss="dvi"))
+        for number in range(3):
+            feed(trainer, first=10 * number)
+            trainer.step()
+        trainer.save()
+        if killed:
+            del trainer
+            trainer = Trainer(settings(folder, loss="dvi"))
+            assert trainer.state.step == 3
+        else:
+            trainer.buffer = type(trainer.buffer)()
+        feed(trainer, first=100)
+        trainer.step()
+        results.append((weights(trainer), trainer.published_matrices(), trainer.loss.means))
+    assert same(results[0][0], results[1][0])
+    for name, pair in results[0][1].items():
+        assert same(list(pair), list(results[1][1][name]))
+    assert results[0][2] == results[1][2]
+
+
+def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path))
+    feed(trainer)
+    trainer.step()
+    whole = trainer.save()
+    saved = weights(trainer)
+    cut = tmp_path / "checkpoint-00000009"
+    shutil.copytree(whole, cut)
+    content = (cut / "tensors.safetensors").read_bytes()
+    (cut / "tensors.safetensors").write_bytes(content[: len(content) // 2])
+    (tmp_path / ".unfinished-checkpoint").mkdir()
+    again = Trainer(settings(tmp_path))
+    assert again.state.step == 1
+    assert same(weights(again), saved)
+    feed(again)
+    again.step()
+    again.save()
+    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-00000002"]
+
+
+def test_a_checkpoint_of_another_drafter_or_loss_is_left_alone(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path))
+    feed(trainer)
+    trainer.step()
+    trainer.save()
+    assert Trainer(settings(tmp_path)).state.step == 1
+    for changed in (settings(tmp_path, loss="osd"), settings(tmp_path, rank=3), settings(tmp_path, drafter="code")):
+        assert Trainer(changed).state.step == 0
+
+
+def test_a_loss_that_is_not_finite_changes_nothing_and_three_go_back(tmp_path: Path, monkeypatch) -> None:
+    trainer = Trainer(settings(tmp_path))
+    feed(trainer)
+    trainer.step()
+    folder = trainer.publish()
+    published = trainer.published_matrices()
+    feed(trainer, first=20)
+    trainer.step()
+    good = weights(trainer)
+
+    def broken(*arguments: object) -> object:
+        rows = judged_rows(*arguments)
+        return replace(rows, log_q=rows.log_q * math.nan)
+
+    monkeypatch.setattr(training, "judged_rows", broken)
+    for number in range(2):
+        feed(trainer, first=40 + number)
+        assert trainer.step() is None
+        assert same(weights(trainer), good)
+    feed(trainer, first=60)
+    assert trainer.step() is None
+    assert trainer.state.counts["steps skipped"] == 3
+    assert trainer.state.counts["resets"] == 1
+    assert same(weights(trainer), [array for pair in published.values() for array in pair])
+    monkeypatch.undo()
+    feed(trainer, first=80)
+    assert trainer.step() is not None
+    assert load_package(folder).parent == find_package("general").version
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path))
+    feed(trainer)
+    before = weights(trainer)
+    trainer.drafter.learned()[1].register_hook(lambda gradient: gradient * math.inf)
+    assert trainer.step() is None
+    assert same(weights(trainer), before)
+    assert all(np.isfinite(array).all() for array in weights(trainer))
+
+
+def test_an_update_is_published_as_an_adapter_of_its_parent(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path))
+    for number in range(2):
+        feed(trainer, first=10 * number)
+        trainer.step()
+    package = load_package(trainer.publish())
+    parent = find_package("general")
+    assert package.folder == tmp_path / "drafters" / "general" / str(parent.sequence + 1)
+    assert (package.name, package.parent, package.adapter.rank) == ("general", parent.version, 2)
+    assert package.learned_from.keys == 2
+    assert package.learned_from.positions == package.learned_from.classes["0"] >= 2 * 96
+    assert load_package(trainer.publish()).sequence == package.sequence + 1
+    assert Trainer(settings(tmp_path)).state.sequence == package.sequence + 1
+
+
+def test_a_trainer_that_died_while_publishing_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path))
+    feed(trainer)
+    trainer.step()
+    home = tmp_path / "drafters" / "general"
+    left = home / ".1.abcdef"
+    left.mkdir(parents=True)
+    (left / "manifest.json").write_text("{")
+    folder = trainer.publish()
+    assert [path.name for path in home.iterdir()] == [folder.name]
+    # It died after the package's renaming, before its checkpoint: the number is taken, and the next is free.
+    for path in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    assert int(Trainer(settings(tmp_path)).publish().name) == int(folder.name) + 1
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, 1e3])
+def test_weights_that_are_huge_or_no_numbers_are_never_published(tmp_path: Path, broken: float) -> None:
+    trainer = Trainer(settings(tmp_path, average=0.0))
+    feed(trainer)
+    trainer.step()
+    assert trainer.publish() is not None
+    good = trainer.published_matrices()
+    trainer._averages[1].fill_(broken)
+    assert trainer.publish() is None
+    assert trainer.state.counts["versions refused"] == 1
+    assert len(list((tmp_path / "drafters" / "general").iterdir())) == 1
+    assert same(weights(trainer), [array for pair in good.values() for array in pair])
+
+
+def test_what_is_published_is_the_average_of_the_weights(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path))
+    seen = []
+    for number in range(4):
+        feed(trainer, first=10 * number)
+        trainer.step()
+        seen.append(weights(trainer)[-1])
+    expected = np.zeros_like(seen[0])
+    for number, each in enumerate(seen, start=1):
+        kept = number / (number + 9)
+        expected = kept * expected + (1 - kept) * each
+    assert np.allclose(list(trainer.published_matrices().values())[-1][1], expected, atol=1e-6)
+
+
+def test_records_of_another_target_and_garbage_are_refused_and_counted(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path))
+    foreign = text_record(TARGET, vocab=VOCAB, model="another")
+    wide = bigram_target(VOCAB + 8, seed=1)
+    beyond = text_record(lambda tokens: np.roll(wide(tokens), 8190), vocab=VOCAB + 8)
+    for data, field in ((foreign.encode(), "model"), (beyond.encode(), "to"), (b"garbage", "lessons")):
+        with pytest.raises(InvalidArgument) as caught:
+            trainer.take(data)
+        assert field in caught.value.field
+    assert trainer.state.counts == {"records refused": 3}
+    assert len(trainer.buffer) == 0
+
+
+def test_drafts_are_judged_again_as_the_drafter_of_today_would_make_them(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path))
+    record = text_record(TARGET, vocab=VOCAB, seed=3, temperature=1.0)
+    rows = judged_rows(trainer.drafter, [record], LOSSES["osd"]())
+    best = rows.log_q.detach().topk(128, dim=1)
+    proposed = []
+    for row, position in enumerate(record.positions):
+        tokens = best.indices[row].numpy()
+        proposed.append(tokens[(best.values[row].numpy() + gumbel(3, int(position), tokens)).argmax()])
+    assert rows.drafted.tolist() == proposed
+    assert (rows.kinds == LessonKind.ACCEPTED).tolist() == (np.array(proposed) == record.targets).tolist()
+    logged = judged_rows(trainer.drafter, [record], LOSSES["kl"]())
+    assert logged.kinds.tolist() == record.kinds.tolist()
+    noisy = judged_rows(trainer.drafter, [record], LOSSES["cce"]())
+    expected = gumbel(3, int(record.positions[2]), np.arange(VOCAB))
+    assert np.allclose(noisy.noise[2].numpy(), expected, atol=1e-5)
+    assert (TARGET(record.prefix(2)) + noisy.noise[2].numpy()).argmax() == record.targets[2]
+
+
+def test_rows_behind_a_miss_follow_the_drafts_and_only_their_losses_read_them(tmp_path: Path) -> None:
+    record = text_record(TARGET, vocab=VOCAB, length=3)
+    # One block of three drafts at the first position: a miss, then two rows that follow drafts 7 and 8.
+    behind = replace(
+        record,
+        block_starts=record.block_starts[:1],
+        block_ends=np.array([3], np.uint32),
+        drafts=np.array([(int(record.targets[0]) + 1) % 12, 7, 8], np.uint32),
+        row_block=np.zeros(3, np.uint32),
+        row_index=np.arange(3, dtype=np.uint32),
+        kinds=np.array([LessonKind.MISSED, LessonKind.SUFFIX, LessonKind.SUFFIX], np.uint8),
+    )
+    drafter = Trainer(settings(tmp_path)).drafter
+    assert len(judged_rows(drafter, [behind], LOSSES["kl"]()).kinds) == 1
+    rows = judged_rows(drafter, [behind], LOSSES["opd"]())
+    assert sorted(rows.kinds.tolist()) == [LessonKind.MISSED, LessonKind.SUFFIX, LessonKind.SUFFIX]
+    deepest = behind.prefix(2).astype(np.int64)
+    with torch.no_grad():
+        expected = drafter(torch.from_numpy(deepest)[None], torch.tensor([len(deepest) - 1]))[0]
+    assert torch.allclose(rows.log_q[rows.depths == 2][0], expected, atol=1e-5)
+
+
+def test_a_package_with_an_adapter_is_trained_on_from_it(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path / "one"))
+    for number in range(2):
+        feed(trainer, first=10 * number)
+        trainer.step()
+    folder = trainer.publish()
+    later = Trainer(settings(tmp_path / "two", drafter=str(folder), rank=1))
+    rounded = {name: b.astype(np.float16) for name, (_, b) in trainer.published_matrices().items()}
+    assert all(np.allclose(later.drafter.matrices()[name][1], b) for name, b in rounded.items())
+    feed(later)
+    later.step()
+    assert load_package(later.publish()).sequence == 2
+
+
+@pytest.mark.parametrize("name", embedded_packages())
+def test_every_embedded_drafter_can_be_trained_on(tmp_path: Path, name: str) -> None:
+    trainer = Trainer(settings(tmp_path, drafter=name))
+    feed(trainer)
+    assert trainer.step() is not None
+    assert load_package(trainer.publish()).name == name
+
+
+def test_the_share_of_a_core_is_kept_and_an_idle_trainer_may_catch_up() -> None:
+    now = used = 0.0
+    share = CpuShare(0.25, lambda: now, lambda: used, burst_s=2.0)
+    for _ in range(200):
+        now += max(share.wait_s(), 0.0)
+        share.wait_s()
+        used += 1.0
+        now += 1.0
+    assert used / now == pytest.approx(0.25, rel=0.05)
+    share.wait_s()
+    now += 1e6
+    assert share.wait_s() == 0
+    used += 1.5
+    assert share.wait_s() == 0  # of the two seconds that it had saved
+    used += 1.0
+    assert share.wait_s() == pytest.approx(2.0)
+
+
+def test_the_state_of_a_checkpoint_is_plain_json_without_keys_or_texts(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path))
+    feed(trainer)
+    trainer.step()
+    state = json.loads((trainer.save() / "state.json").read_text())
+    assert state["step"] == 1
+    assert state["counts"]["records"] == 6
+    assert len(state["keys"][0]) == 32  # a salted hash
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"state.json", "tensors.safetensors"}
