@@ -141,7 +141,9 @@ cloud_frames = (
     | st.builds(t.Goaway, words, doubles)
 )
 files = st.builds(t.RemoteFile, st.from_regex(r"[a-z0-9_][a-z0-9_.]{0,20}", fullmatch=True), hashes, big_counts)
-manifests = st.builds(t.DrafterManifest, names, names, words, words, st.lists(files, max_size=3).map(tuple))
+manifests = st.builds(
+    t.DrafterManifest, names, names, words, words, st.lists(files, max_size=3).map(tuple), st.floats(0, 1)
+)
 lease_requests = st.builds(
     t.LeaseRequest,
     words,

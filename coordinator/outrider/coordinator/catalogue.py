@@ -28,7 +28,7 @@ SCAN_DEPTH = 2  # drafters/tiny/7/manifest.json
 class _Scan:
     """One scan of the folders; replaced as a whole, so that readers need no lock."""
 
-    manifests: tuple[DrafterManifest, ...] = ()
+    packages: tuple[Package, ...] = ()
     content_by_sha256: Mapping[str, Content] = field(default_factory=dict)
     refused: Mapping[Path, OutriderError] = field(default_factory=dict)
 
@@ -53,7 +53,12 @@ class Catalogue:
     @property
     def manifests(self) -> tuple[DrafterManifest, ...]:
         """All drafters, sorted by name, the newest version of each first."""
-        return self._scan.manifests
+        return tuple(package.manifest for package in self._scan.packages)
+
+    @property
+    def packages(self) -> tuple[Package, ...]:
+        """Their packages in the same order."""
+        return self._scan.packages
 
     @property
     def refused(self) -> Mapping[Path, OutriderError]:
@@ -120,7 +125,7 @@ class Catalogue:
         """Run `rescan` in a thread, and return whether the drafters changed."""
         changed = await asyncio.to_thread(self.rescan)
         if changed:
-            self._wake()
+            self.wake()
         return changed
 
     async def changed(self) -> bool:
@@ -132,7 +137,7 @@ class Catalogue:
     def close(self) -> None:
         """End all waiting for changes."""
         self._closed = True
-        self._wake()
+        self.wake()
 
     def _keep(self, name: str, text: str) -> RemoteFile:
         data = text.encode()
@@ -140,7 +145,8 @@ class Catalogue:
         self._kept[file.sha256] = MemoryContent(data)
         return file
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """End one `changed` of everybody who waits."""
         woken, self._changed = self._changed, asyncio.Event()
         woken.set()
 
@@ -184,7 +190,7 @@ def _collect(outcomes: Mapping[Path, Package | OutriderError]) -> _Scan:
     contents: dict[str, Content] = {}
     for package in ordered:
         contents.update(package.content_by_sha256)
-    return _Scan(tuple(package.manifest for package in ordered), contents, refused)
+    return _Scan(tuple(ordered), contents, refused)
 
 
 def _age_key(package: Package) -> tuple[int, list[tuple[int, int, str]]]:

@@ -63,13 +63,21 @@ class CoordinatorConfig(GrpcServerSettings):
     relay_streams: int = option(256, "streams relayed at once", group=ACCESS, check=at_least(1))
     lease_seconds: float = option(600.0, "how long a lease lasts", metavar="S", check=above(0))
     drafters: tuple[Path, ...] = option((), "folder of further drafter packages, up to two levels deep", metavar="DIR")
+    votes_a_day: int = option(
+        1,
+        "texts of one edge that count a day where a new drafter is compared with the old one",
+        metavar="N",
+        check=at_least(1),
+    )
     poll_s: float = option(1.0, "time between polls of verifiers and drafter folders", check=above(0))
     ray_address: str = option(
         "", "Ray cluster of the verifiers; auto: the one on this machine; empty: no Ray", metavar="ADDRESS"
     )
     verifiers: tuple[StaticVerifier, ...] = ()
     drain_grace_s: float = option(10.0, "time for the sessions of a drained verifier to move", check=at_least(0))
-    state: Path | None = option(None, "file that keeps the fleet's statistics over a restart; not set: they are lost")
+    state: Path | None = option(
+        None, "file that keeps the fleet's statistics and the states of drafters over a restart; not set: they are lost"
+    )
     max_request_bytes: int = option(1 * MIB, "largest message taken from an edge", check=at_least(64 << 10))
     # One chunk of a drafter file is 256 KiB; a smaller limit would make every download fail late.
     max_reply_bytes: int = option(

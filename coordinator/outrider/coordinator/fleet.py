@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 
+from outrider.proto.policy.sequential import MIN_CLASS_SHARE
 from outrider.proto.types import (
     LINK_CLASSES,
     MAX_REPORTED_DRAFTERS,
@@ -25,6 +26,7 @@ from outrider.proto.types import (
 REPORT_COMPARED = 256  # limit of the tokens of one text that count for one drafter
 HALF_LIFE = 8192.0  # compared tokens after which older ones of the same cell weigh half
 BROADER_TRIALS = 64.0  # limit of the weight of other links, and of other kinds of prompt, in an answer
+INHERITED = 0.5  # weight of the parent's hits where a version begins
 MAX_DRAFTERS = 64  # over all models; the one least recently reported goes
 MAX_UNSERVED = 8  # drafters of one model that are not in the catalogue; the one with fewest trials goes
 MAX_SHOWN = 256
@@ -115,6 +117,35 @@ class FleetAcceptance:
             self._drafters.move_to_end(identity)
         while len(self._drafters) > MAX_DRAFTERS:
             self._drafters.popitem(last=False)
+
+    def inherit(self, name: str, version: str, parent: str) -> None:
+        """Let a version begin with its parent's hits at half their weight, unless it has hits of its own."""
+        for model, other_name, other in list(self._drafters):
+            if (other_name, other) == (name, parent) and (model, name, version) not in self._drafters:
+                halves = {
+                    which: hits.times(INHERITED) for which, hits in self._drafters[model, name, parent].of.items()
+                }
+                self._drafters[model, name, version] = _Cells(halves)
+
+    def forget(self, name: str, version: str) -> None:
+        """Drop the hits of a version that is offered no more."""
+        for identity in [identity for identity in self._drafters if identity[1:] == (name, version)]:
+            del self._drafters[identity]
+
+    def total(self, name: str, version: str) -> Hits:
+        """Return the hits of a version in all texts for all models."""
+        of_version = [cells for identity, cells in self._drafters.items() if identity[1:] == (name, version)]
+        return Hits.total(hits for cells in of_version for hits in cells.of.values())
+
+    def classes(self, name: str, version: str) -> frozenset[int]:
+        """Return the kinds of text, those of no known kind left out, that have a common share of a version's trials."""
+        trials: defaultdict[int, float] = defaultdict(float)
+        for identity, cells in self._drafters.items():
+            if identity[1:] == (name, version):
+                for (prompt_class, _), hits in cells.of.items():
+                    trials[prompt_class] += hits.trials
+        common = MIN_CLASS_SHARE * sum(trials.values())
+        return frozenset(which for which, count in trials.items() if which and count >= common)
 
     def prior(self, model: str, prompt_class: int, link_class: int) -> tuple[DrafterPrior, ...]:
         """Return the expected hit rates of the drafters of `model`, most trials first; class 0: any.

@@ -68,14 +68,14 @@ class CoordinatorServer:
         cluster = self._cluster = self._cluster or cluster_from_config(self._config)
         catalogue = Catalogue(self._config.drafters)
         self.service = service = ControlService(self._config, cluster, catalogue, metrics=metrics)
-        await catalogue.refresh()
+        await service.scan_drafters()
         await service.refresh()
         self._server = self._build(service)
         address = self._bind(self._server)
         await self._server.start()
         for name in (codec.CONTROL_SERVICE, *([codec.DECODING_SERVICE] if self._relay is not None else [])):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        for work in (service.refresh, catalogue.refresh, service.save):
+        for work in (service.refresh, service.scan_drafters, service.save):
             self._tasks.append(asyncio.create_task(_repeat(work, self._config.poll_s), name=work.__qualname__))
         logger.info("coordinator listens on %s", address)
         return address

@@ -18,6 +18,7 @@ from outrider.coordinator.metrics import CoordinatorMetrics, FleetMetrics, Relay
 from outrider.coordinator.placement import place
 from outrider.coordinator.prefixes import PrefixMemory
 from outrider.coordinator.statistics import FleetStatistics
+from outrider.coordinator.versions import VersionState
 from outrider.proto.errors import (
     InvalidArgument,
     NotFound,
@@ -75,7 +76,7 @@ class ControlService:
         keys = Keys.from_file(config.api_keys) if config.api_keys is not None else None
         self.admission = CallerAdmission(keys, remote_drain=config.remote_drain)
         self.relay_metrics = RelayMetrics(self.metrics.registry) if config.relay else None
-        self._statistics = FleetStatistics()
+        self._statistics = FleetStatistics(unix_clock=clock, votes_a_day=config.votes_a_day)
         if config.state is not None:
             self._statistics.load(config.state)
         self._unsaved = False
@@ -107,6 +108,13 @@ class ControlService:
                     await self._learn_tokenizer(verifier)
                     await self._learn_chat_template(verifier)
 
+    async def scan_drafters(self) -> None:
+        """Scan the folders of drafters, and take in what is new there."""
+        await self.catalogue.refresh()
+        packages = self.catalogue.packages
+        offered = [(package.manifest.name, package.manifest.version, package.sequence) for package in packages]
+        self._note_versions(changed=self._statistics.look(offered))
+
     async def open_lease(self, request: LeaseRequest, caller: Caller = ANYBODY) -> Lease:
         """Return a lease for one session on the most suitable verifier.
 
@@ -131,7 +139,7 @@ class ControlService:
             raise
         if not request.inquiry:
             self._count_grant(request, verifier, caller)
-        drafters = self.catalogue.fits(verifier.tokenizer_sha256)
+        drafters = self._offers(verifier.tokenizer_sha256)
         fitting = {(drafter.name, drafter.version) for drafter in drafters}
         relayed = self.relay_metrics is not None
         return Lease(
@@ -178,9 +186,26 @@ class ControlService:
         return sign_lease(claim, self._config.lease_secret)
 
     async def list_drafters(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
-        """Return the drafters with this tokenizer; empty: all. Raises `InvalidArgument`."""
+        """Return the offered drafters with this tokenizer; empty: all. Raises `InvalidArgument`."""
         _check_tokenizer(tokenizer_sha256, "list_drafters.tokenizer_sha256")
-        return self.catalogue.fits(tokenizer_sha256)
+        return self._offers(tokenizer_sha256)
+
+    def _offers(self, tokenizer_sha256: str) -> tuple[DrafterManifest, ...]:
+        """Return the drafters with this tokenizer in states in which edges take them, the current of a name first."""
+        offers = []
+        for manifest in self.catalogue.fits(tokenizer_sha256):
+            share = self._statistics.share(manifest.name, manifest.version)
+            if self._statistics.versions.state(manifest.name, manifest.version) is VersionState.CURRENT:
+                offers.append(manifest)
+            elif share:
+                offers.append(replace(manifest, share=share))
+        return tuple(sorted(offers, key=lambda offer: offer.share > 0))
+
+    def _note_versions(self, *, changed: bool) -> None:
+        """Tell edges that watch, and save, if the state of any version changed."""
+        if changed:
+            self._unsaved = True
+            self.catalogue.wake()
 
     async def fetch(self, sha256: str, offset: int) -> AsyncGenerator[bytes, None]:
         """Read the content with this hash from `offset`, in chunks of 256 KiB at most; raises like `Catalogue.open`."""
@@ -193,7 +218,8 @@ class ControlService:
         models = {v.model for v in self._known if v.model}
         if models and report.model not in models:
             raise NotFound(f"no verifier serves {report.model[:MAX_NAME_LENGTH]!r}", field="report.model")
-        self._statistics.add(report, {(drafter.name, drafter.version) for drafter in self.catalogue.manifests})
+        served = {(drafter.name, drafter.version) for drafter in self._offers("")}
+        self._note_versions(changed=self._statistics.add(report, served, caller.tenant))
         self.admission.settle(caller, report)
         self.metrics.report(report)
         self._unsaved = True
@@ -208,6 +234,7 @@ class ControlService:
             relay=self.relay_metrics.status() if self.relay_metrics is not None else None,
             edges=self._statistics.edges,
             acceptance=self._statistics.acceptance.shown,
+            versions=self._statistics.version_states,
         )
 
     async def drain(self, name: str) -> int:
@@ -242,7 +269,7 @@ class ControlService:
         shown: tuple[DrafterManifest, ...] | None = None
         while True:
             # No await between the comparison and `changed`, or a change could be missed.
-            now = self.catalogue.fits(tokenizer_sha256)
+            now = self._offers(tokenizer_sha256)
             if now != shown:
                 shown = now
                 yield now

@@ -8,13 +8,14 @@ import math
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.coordinator.fleet import Drafter, FleetAcceptance, Hits
+from outrider.coordinator.versions import DrafterVersions, VersionChange, VersionState
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.types import DraftingPrior, EdgeStatus, SessionReport
+from outrider.proto.types import DraftingPrior, EdgeStatus, SessionReport, VersionStatus
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ MEMORY_TOKENS = 400_000
 MAX_ROWS = 1024
 MAX_EDGES = 256
 MAX_NAME_LENGTH = 256
+MAX_SHOWN_VERSIONS = 256
+DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +45,107 @@ class FleetStatistics:
         recent: newest reports, without kinds of prompt and link, which only go into sums.
         leases_granted: number of leases, saved ones included.
         acceptance: hits of drafters by kind of prompt and link.
+        versions: states of the drafters' versions.
+
+    Args:
+        clock: monotonic time in seconds.
+        unix_clock: Unix time in seconds.
+        votes_a_day: texts of one edge that count a day where versions are compared.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+        *,
+        votes_a_day: int = 1,
+    ) -> None:
         self._clock = clock
+        self._unix_clock = unix_clock
+        self._votes_a_day = votes_a_day
         self._edges: OrderedDict[str, _Edge] = OrderedDict()  # the newest last
+        self._began_s = clock()
+        self._edges_before = 0  # named ones before a restart, which count until they had a day to come back
         self.recent: deque[SessionReport] = deque(maxlen=RECENT_REPORTS)
         self.leases_granted = 0
         self.acceptance = FleetAcceptance()
+        self.versions = DrafterVersions(self.acceptance.classes)
         self._rows: OrderedDict[tuple[str, str, str], Hits] = OrderedDict()  # accepted of verified drafts
 
-    def add(self, report: SessionReport, served: Collection[Drafter] = ()) -> None:
-        """Count a finished session; raises `InvalidArgument` for impossible numbers.
+    def look(self, offered: Iterable[tuple[str, str, int]]) -> bool:
+        """Take in name, version and sequence of the catalogue's drafters; return whether any version's state changed.
+
+        The newest version of a name comes first.
+        """
+        return self._follow(self.versions.look(offered, self._unix_clock()))
+
+    def add(self, report: SessionReport, served: Collection[Drafter] = (), tenant: str = "") -> bool:
+        """Count a finished session, and return whether it changed the state of any version.
 
         Args:
             report: report of the session.
             served: drafters of the catalogue.
+            tenant: name of the API key that it came with; empty: none.
+
+        Raises:
+            InvalidArgument: its numbers are impossible.
         """
         check_report(report)
         self.acceptance.add(report, served)
+        voter = f"{tenant}/{report.edge}" if report.edge else ""
+        hits, now_s = report.drafter_hits, self._unix_clock()
+        changed = self._follow(self.versions.add(hits, report.prompt_class, voter, now_s, self._votes_a_day))
         report = replace(report, drafter_hits=(), prompt_class=0, link_class=0)
         self.recent.append(report)
         self._see_edge(report)
         if not report.verified_tokens:
-            return
+            return changed
         key = (report.model, report.drafter, report.drafter_version)
         session = Hits(report.accepted_tokens, report.verified_tokens).limited(REPORT_TOKENS)
         self._rows[key] = self._rows.pop(key, Hits()).plus(session).limited(MEMORY_TOKENS)
         while len(self._rows) > MAX_ROWS:
             self._rows.popitem(last=False)
+        return changed
+
+    def share(self, name: str, version: str) -> float:
+        """Return the share of edges that are offered a version, 0 to 1."""
+        recently = self._clock() - self._began_s < DAY_S
+        return self.versions.share(name, version, max(len(self._edges), self._edges_before if recently else 0))
+
+    @property
+    def version_states(self) -> tuple[VersionStatus, ...]:
+        """The versions of all drafters, by name."""
+        shown = []
+        for name, version, known in self.versions.known():
+            comparison, hits = known.comparison, self.acceptance.total(name, version)
+            shown.append(
+                VersionStatus(
+                    drafter=name,
+                    version=version,
+                    state=known.state.value,
+                    share=self.share(name, version),
+                    why=known.why,
+                    age_s=max(0.0, self._unix_clock() - known.since_s),
+                    against=comparison.against if comparison else "",
+                    texts=comparison.test.texts if comparison else 0,
+                    difference=comparison.test.difference if comparison else 0.0,
+                    evidence=comparison.test.evidence if comparison else 0.0,
+                    acceptance=hits.rate,
+                    trials=hits.trials,
+                )
+            )
+        return tuple(shown[:MAX_SHOWN_VERSIONS])
+
+    def _follow(self, changes: Sequence[VersionChange]) -> bool:
+        """Carry hits over to versions that begin, and drop those of retired ones; return whether there are changes."""
+        for change in changes:
+            log = logger.warning if change.state is VersionState.RETIRED and change.why else logger.info
+            log("drafter %s version %s is %s: %s", change.name, change.version, change.state, change.why or "new")
+            if change.state is VersionState.CANDIDATE:
+                self.acceptance.inherit(change.name, change.version, change.against)
+            elif change.state is VersionState.RETIRED:
+                self.acceptance.forget(change.name, change.version)
+        return bool(changes)
 
     @property
     def edges(self) -> tuple[EdgeStatus, ...]:
@@ -111,7 +186,13 @@ class FleetStatistics:
         """Write the statistics to `path`, whole or not at all; raises `OSError`."""
         rows = [[*key, row.hits, row.trials] for key, row in self._rows.items()]
         whole = json.dumps(
-            {"leases_granted": self.leases_granted, "verified": rows, "acceptance": self.acceptance.rows()}
+            {
+                "leases_granted": self.leases_granted,
+                "verified": rows,
+                "acceptance": self.acceptance.rows(),
+                "versions": self.versions.saved(),
+                "edges": max(len(self._edges), self._edges_before),
+            }
         )
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_text(whole)
@@ -122,14 +203,15 @@ class FleetStatistics:
         try:
             parsed = json.loads(path.read_text())
             rows = {(str(m), str(d), str(v)): Hits(float(a), float(j)) for m, d, v, a, j in parsed["verified"]}
-            leases_granted = int(parsed["leases_granted"])
-            self.acceptance.take_over(parsed.get("acceptance", ()))  # which older releases did not write
+            leases_granted, edges = int(parsed["leases_granted"]), int(parsed.get("edges", 0))
+            self.versions.take_over(parsed.get("versions", {}))  # which older releases did not write
+            self.acceptance.take_over(parsed.get("acceptance", ()))  # nor this
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("statistics in %s cannot be read, and begin with nothing: %r", path, error)
             return
-        self.leases_granted = leases_granted
+        self.leases_granted, self._edges_before = leases_granted, edges
         self._rows = OrderedDict(list(rows.items())[-MAX_ROWS:])
 
 

@@ -61,7 +61,14 @@ class ActorSettings(Settings):
 UP = Command(
     "outrider.deploy.servers:up",
     (
-        part(CoordinatorConfig, *LISTENING, "lease_seconds", "drafters", ACCESS),
+        part(
+            CoordinatorConfig,
+            *LISTENING,
+            *("lease_seconds", "drafters", "state", "votes_a_day"),
+            ACCESS,
+            # The edges of a local cluster are mostly its owner's, and few.
+            defaults={"votes_a_day": 1000},
+        ),
         part(ServerTls, defaults=NO_CERTIFICATE),
         part(UpSettings),
         part(VerifierConfig, TARGET, ENGINE, HERE),
@@ -73,10 +80,7 @@ COORDINATOR = Command(
         part(
             CoordinatorConfig,
             *LISTENING,
-            "lease_seconds",
-            "drafters",
-            "ray_address",
-            "state",
+            *("lease_seconds", "drafters", "ray_address", "state", "votes_a_day"),
             ACCESS,
             defaults={"ray_address": "auto"},
         ),

@@ -37,6 +37,7 @@ STATUS = Table(
     relay=optional(Table(t.RelayStatus, pb.RelayStatus)),
     edges=many(Table(t.EdgeStatus, pb.EdgeStatus, last=one(REPORT))),
     acceptance=many(Table(t.ClassAcceptance, pb.ClassAcceptance, prior=one(DRAFTER_PRIOR))),
+    versions=many(Table(t.VersionStatus, pb.VersionStatus)),
 )
 # They serve DrafterUpdate and WatchDraftersRequest too, which have the same fields.
 DRAFTERS: Single[tuple[t.DrafterManifest, ...]] = Single(pb.ListDraftersReply, "drafters", many(MANIFEST))

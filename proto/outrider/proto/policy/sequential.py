@@ -140,6 +140,11 @@ class PairedTest:
         """Mean difference of hit rates, not clipped; 0 without texts."""
         return self._difference / self.texts if self.texts else 0.0
 
+    @property
+    def evidence(self) -> float:
+        """Natural log of the wealth that bets on its being better have made; 0 without texts."""
+        return self._all.above.log_wealth
+
     def add(self, difference: float, prompt_class: int = 0) -> None:
         """Count a text of this kind: hit rate of the version less that of its parent, in [-1, 1]."""
         if not -1 <= difference <= 1:

@@ -24,6 +24,7 @@ from outrider.proto.types.control import (
     RemoteFile,
     SessionReport,
     VerifierStatus,
+    VersionStatus,
 )
 from outrider.proto.types.decoding import (
     MAX_TOP_LOGPROBS,
@@ -101,5 +102,6 @@ __all__ = [
     "Timing",
     "TopLogprobs",
     "VerifierStatus",
+    "VersionStatus",
     "token_ids",
 ]

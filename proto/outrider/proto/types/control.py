@@ -29,17 +29,23 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class DrafterManifest:
-    """A drafter package: its identity and its files, `manifest.json` among them."""
+    """A drafter package: its identity and its files, `manifest.json` among them.
+
+    Attributes:
+        share: share of the edges, by hash of their id, that take it beside the current version; 0: all take it.
+    """
 
     name: str
     version: str
     tokenizer_sha256: str
     target: str
     files: tuple[RemoteFile, ...]
+    share: float = 0.0
 
     def __post_init__(self) -> None:
         require(bool(NAME.fullmatch(self.name)), "drafter.name", "must be 1 to 64 of A-Z a-z 0-9 - _")
         require(bool(NAME.fullmatch(self.version)), "drafter.version", "must be 1 to 64 of A-Z a-z 0-9 - _")
+        require(0 <= self.share <= 1, "drafter.share", "must be between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +155,18 @@ class DrafterHits:
     Attributes:
         hits: proposals that agree with the committed token.
         compared: proposals that were compared with one.
+        draft_s: smoothed time to draft a token, in seconds; 0: unknown.
     """
 
     drafter: str
     drafter_version: str
     hits: int
     compared: int
+    draft_s: float = 0.0
 
     def __post_init__(self) -> None:
         require(0 <= self.hits <= self.compared, "report.drafter_hits", "must not have more hits than compared")
+        require(0 <= self.draft_s < math.inf, "report.drafter_hits", "must have finite times, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +210,37 @@ class ClassAcceptance:
     prompt_class: int
     link_class: int
     prior: DrafterPrior
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStatus:
+    """One version of a drafter, and how it compares with the one before it.
+
+    Attributes:
+        state: `waiting`, `candidate`, `current`, `former` or `retired`.
+        share: share of the edges that are offered it.
+        why: reason for its state; empty: none yet.
+        age_s: time in this state, in seconds.
+        against: version that it is compared with; empty: none.
+        texts: texts compared so far.
+        difference: mean difference of hit rates over these texts.
+        evidence: natural log of the wealth that bets on its being better have made.
+        acceptance: share of hits over all texts.
+        trials: tokens that the share rests on, faded with age.
+    """
+
+    drafter: str
+    version: str
+    state: str
+    share: float = 0.0
+    why: str = ""
+    age_s: float = 0.0
+    against: str = ""
+    texts: int = 0
+    difference: float = 0.0
+    evidence: float = 0.0
+    acceptance: float = 0.0
+    trials: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +304,4 @@ class ClusterStatus:
     relay: RelayStatus | None = None
     edges: tuple[EdgeStatus, ...] = ()
     acceptance: tuple[ClassAcceptance, ...] = ()
+    versions: tuple[VersionStatus, ...] = ()

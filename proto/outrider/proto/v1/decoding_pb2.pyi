@@ -457,18 +457,20 @@ class RemoteFile(_message.Message):
     def __init__(self, name: _Optional[str] = ..., sha256: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class DrafterManifest(_message.Message):
-    __slots__ = ("name", "version", "tokenizer_sha256", "target", "files")
+    __slots__ = ("name", "version", "tokenizer_sha256", "target", "files", "share")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_SHA256_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     tokenizer_sha256: str
     target: str
     files: _containers.RepeatedCompositeFieldContainer[RemoteFile]
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., target: _Optional[str] = ..., files: _Optional[_Iterable[_Union[RemoteFile, _Mapping]]] = ...) -> None: ...
+    share: float
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., target: _Optional[str] = ..., files: _Optional[_Iterable[_Union[RemoteFile, _Mapping]]] = ..., share: _Optional[float] = ...) -> None: ...
 
 class ListDraftersRequest(_message.Message):
     __slots__ = ("tokenizer_sha256",)
@@ -539,16 +541,18 @@ class SessionReport(_message.Message):
     def __init__(self, session: _Optional[str] = ..., model: _Optional[str] = ..., verifier: _Optional[str] = ..., drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., resumes: _Optional[int] = ..., round_trip_s: _Optional[float] = ..., verified_tokens: _Optional[int] = ..., edge: _Optional[str] = ..., drafter_hits: _Optional[_Iterable[_Union[DrafterHits, _Mapping]]] = ..., prompt_class: _Optional[int] = ..., link_class: _Optional[int] = ...) -> None: ...
 
 class DrafterHits(_message.Message):
-    __slots__ = ("drafter", "drafter_version", "hits", "compared")
+    __slots__ = ("drafter", "drafter_version", "hits", "compared", "draft_s")
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     COMPARED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_S_FIELD_NUMBER: _ClassVar[int]
     drafter: str
     drafter_version: str
     hits: int
     compared: int
-    def __init__(self, drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., hits: _Optional[int] = ..., compared: _Optional[int] = ...) -> None: ...
+    draft_s: float
+    def __init__(self, drafter: _Optional[str] = ..., drafter_version: _Optional[str] = ..., hits: _Optional[int] = ..., compared: _Optional[int] = ..., draft_s: _Optional[float] = ...) -> None: ...
 
 class SessionReportReply(_message.Message):
     __slots__ = ()
@@ -633,7 +637,7 @@ class RelayStatus(_message.Message):
     def __init__(self, streams: _Optional[int] = ..., streams_total: _Optional[int] = ..., refused: _Optional[int] = ..., broken: _Optional[int] = ..., uplink_bytes: _Optional[int] = ..., downlink_bytes: _Optional[int] = ..., forward_p50_s: _Optional[float] = ..., forward_p99_s: _Optional[float] = ...) -> None: ...
 
 class ClusterStatus(_message.Message):
-    __slots__ = ("verifiers", "drafters", "leases_granted", "recent", "relay", "edges", "acceptance")
+    __slots__ = ("verifiers", "drafters", "leases_granted", "recent", "relay", "edges", "acceptance", "versions")
     VERIFIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     LEASES_GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -641,6 +645,7 @@ class ClusterStatus(_message.Message):
     RELAY_FIELD_NUMBER: _ClassVar[int]
     EDGES_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     verifiers: _containers.RepeatedCompositeFieldContainer[VerifierStatus]
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterManifest]
     leases_granted: int
@@ -648,7 +653,36 @@ class ClusterStatus(_message.Message):
     relay: RelayStatus
     edges: _containers.RepeatedCompositeFieldContainer[EdgeStatus]
     acceptance: _containers.RepeatedCompositeFieldContainer[ClassAcceptance]
-    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ...) -> None: ...
+    versions: _containers.RepeatedCompositeFieldContainer[VersionStatus]
+    def __init__(self, verifiers: _Optional[_Iterable[_Union[VerifierStatus, _Mapping]]] = ..., drafters: _Optional[_Iterable[_Union[DrafterManifest, _Mapping]]] = ..., leases_granted: _Optional[int] = ..., recent: _Optional[_Iterable[_Union[SessionReport, _Mapping]]] = ..., relay: _Optional[_Union[RelayStatus, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[EdgeStatus, _Mapping]]] = ..., acceptance: _Optional[_Iterable[_Union[ClassAcceptance, _Mapping]]] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ...) -> None: ...
+
+class VersionStatus(_message.Message):
+    __slots__ = ("drafter", "version", "state", "share", "why", "age_s", "against", "texts", "difference", "evidence", "acceptance", "trials")
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    AGAINST_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    TRIALS_FIELD_NUMBER: _ClassVar[int]
+    drafter: str
+    version: str
+    state: str
+    share: float
+    why: str
+    age_s: float
+    against: str
+    texts: int
+    difference: float
+    evidence: float
+    acceptance: float
+    trials: float
+    def __init__(self, drafter: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[str] = ..., share: _Optional[float] = ..., why: _Optional[str] = ..., age_s: _Optional[float] = ..., against: _Optional[str] = ..., texts: _Optional[int] = ..., difference: _Optional[float] = ..., evidence: _Optional[float] = ..., acceptance: _Optional[float] = ..., trials: _Optional[float] = ...) -> None: ...
 
 class ClassAcceptance(_message.Message):
     __slots__ = ("model", "prompt_class", "link_class", "prior")
