@@ -95,6 +95,7 @@ class DrafterPool:
         self._errors = [self._too_large(member.name, member.bytes) for member in members]
         self._loaded: dict[int, Drafter] = {}
         self._evicted: dict[int, weakref.ref[Drafter]] = {}  # perhaps still held by a session
+        self._former: list[tuple[weakref.ref[Drafter], int]] = []  # likewise, of the pool before: drafter and bytes
         self._wanted: list[int] = []  # the most wanted first
         self._wanted_at = [-math.inf] * len(members)
         self._look_again_at = -math.inf
@@ -113,6 +114,39 @@ class DrafterPool:
 
         pool = cls([member(drafter) for drafter in drafters], limit_bytes=0)
         pool._loaded = dict(enumerate(drafters))
+        return pool
+
+    def renewed(self, members: Sequence[Member], *, limit_bytes: float) -> DrafterPool:
+        """Return a pool of `members` that goes on with what is loaded here; this one still has to be closed.
+
+        A drafter of the same version is taken over. Another version of one that is loaded here is loaded now, in this
+        thread, and where it cannot be, the one that is here stays in its place.
+        """
+        with self._lock:
+            here = {self._members[index].name: (index, drafter) for index, drafter in self._loaded.items()}
+        kept, loaded = list(members), dict[int, tuple[Drafter, int]]()
+        for place, member in enumerate(members):
+            if member.name not in here:
+                continue
+            index, drafter = here[member.name]
+            size = self._bytes[index]
+            if member.version != self._members[index].version:
+                try:
+                    drafter = member.load()
+                    size = max(size, member.bytes)
+                except Exception as error:  # a drafter may be anybody's code, and the old one serves
+                    old = kept[place] = self._members[index]
+                    log.warning("keeping version %s of the drafter %s: %s", old.version, old.name, error)
+            loaded[place] = drafter, size
+        pool = DrafterPool(kept, limit_bytes=limit_bytes, clock=self._clock)
+        for place, (drafter, size) in loaded.items():
+            pool._loaded[place], pool._bytes[place] = drafter, size
+        taken_over = {id(drafter) for drafter, _ in loaded.values()}
+        pool._former = [
+            (weakref.ref(drafter), self._bytes[index])
+            for index, drafter in here.values()
+            if id(drafter) not in taken_over
+        ]
         return pool
 
     def __len__(self) -> int:
@@ -316,7 +350,9 @@ class DrafterPool:
 
     def _in_memory(self) -> int:
         self._evicted = {index: evicted for index, evicted in self._evicted.items() if evicted() is not None}
-        return sum(self._bytes[index] for index in (*self._loaded, *self._evicted))
+        self._former = [(former, size) for former, size in self._former if former() is not None]
+        own = sum(self._bytes[index] for index in (*self._loaded, *self._evicted))
+        return own + sum(size for _, size in self._former)
 
 
 def own_bytes() -> int | None:

@@ -87,15 +87,16 @@ class TextHistory:
     def _report(
         self, ready: Ready, session: str, machine: EdgeSession, seconds: float, features: TextFeatures
     ) -> SessionReport:
-        statistics, pool = machine.statistics, ready.drafters
-        versions = dict(zip(pool.names, pool.versions, strict=True)) if pool is not None else {}
+        statistics = machine.statistics
+        (drafter, version), *_ = machine.drafters  # the text's, though texts that begin now may have others
+        versions = dict(machine.drafters)
         versions.pop(RETRIEVAL, None)  # its hits would tell of this edge's documents, and others have other ones
         return SessionReport(
             session=session,
             model=ready.model,
             verifier=machine.verifier,
-            drafter=ready.drafter.name if ready.drafter else "",
-            drafter_version=ready.drafter.version if ready.drafter else "",
+            drafter=drafter,
+            drafter_version=version,
             committed_tokens=statistics.committed,
             accepted_tokens=statistics.accepted - statistics.accepted_here,
             drafted_tokens=statistics.drafted,

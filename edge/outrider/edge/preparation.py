@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -249,11 +249,14 @@ class Preparation:
             return FoundDrafters(DrafterPool.of(*self._drafters, *self._copier()))
         if self._config.drafter == "none":
             return FoundDrafters(None)
-        find = self._any_drafters if self._config.drafter == "auto" else self._named_drafters
         try:
-            return await asyncio.to_thread(find, offers, tokenizer_sha256)
+            return await asyncio.to_thread(self._found, offers, tokenizer_sha256)
         except BROKEN as error:
             return self._without_drafter(error)
+
+    def _found(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> FoundDrafters:
+        found, limit_bytes = self._members(offers, tokenizer_sha256)
+        return self._pool(found, limit_bytes, tokenizer_sha256)
 
     def _without_drafter(self, error: Exception) -> FoundDrafters:
         log.warning("decoding without a drafter: %s", error)
@@ -264,8 +267,42 @@ class Preparation:
         """Return the drafter that copies where there is something to copy from, else none."""
         return (RetrievalDrafter(),) if self._copies else ()
 
-    def _named_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> FoundDrafters:
-        """Make a pool of the drafters that the config names."""
+    def offers(self, tokenizer_sha256: str) -> AsyncIterator[tuple[DrafterManifest, ...]]:
+        """Yield the drafters that the coordinator offers now, and again each time they change."""
+        if self._coordinator is None:
+            raise ConfigError("is needed to watch drafters", field="coordinator")
+        return self._coordinator.watch_drafters(tokenizer_sha256)
+
+    def renewed(
+        self, pool: DrafterPool | None, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str
+    ) -> DrafterPool | None:
+        """Return a pool of what the coordinator offers now, for the texts to come; None: it offers what is in `pool`.
+
+        Blocks while new versions load. What cannot be had stays as it is; see `DrafterPool.renewed`.
+
+        Raises:
+            OutriderError, OSError: none of the drafters can be had.
+        """
+        found, limit_bytes = self._members(_any_subject_first(offers), tokenizer_sha256)
+        if pool is None:
+            return self._loaded(found, limit_bytes, None).drafters
+        known = list(zip(pool.names, pool.versions, strict=True))
+        if [(member.name, member.version) for member in found] == known:
+            return None
+        return pool.renewed(found, limit_bytes=limit_bytes)
+
+    @property
+    def offers_change(self) -> bool:
+        """Whether the drafters depend on what a coordinator offers, which may change while the client lives."""
+        return bool(self._config.coordinator) and self._config.drafter != "none" and not self._drafters
+
+    def _members(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> tuple[list[Member], float]:
+        """Return the requested drafters, and the limit of their memory in bytes."""
+        find = self._any_drafters if self._config.drafter == "auto" else self._named_drafters
+        return find(offers, tokenizer_sha256)
+
+    def _named_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> tuple[list[Member], float]:
+        """Return the drafters that the config names."""
         names = self._config.drafters
         if self._copies and RETRIEVAL not in names:
             names = (*names, RETRIEVAL)
@@ -275,10 +312,10 @@ class Preparation:
         else:
             found = search.named(names, tokenizer_sha256)
         several = names[0] == "all" or len(names) > 1
-        return self._pool(found, self._limit_bytes if several else math.inf, tokenizer_sha256)
+        return found, self._limit_bytes if several else math.inf
 
-    def _any_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> FoundDrafters:
-        """Make a pool of all drafters that fit, of which none but the first is steered.
+    def _any_drafters(self, offers: tuple[DrafterManifest, ...], tokenizer_sha256: str) -> tuple[list[Member], float]:
+        """Return all drafters that fit, of which none but the first is steered.
 
         Replayed over all links, a steered one among others gains nothing, and its vectors cost bytes of every commit.
         The first goes alone, with what copies, where it would fill the memory for several.
@@ -287,9 +324,9 @@ class Preparation:
         first, *others = search.all(tokenizer_sha256)
         copying = search.named((RETRIEVAL,), tokenizer_sha256) if self._copies else []
         if _MEMORY_OF_GRAPHS * first.bytes > self._limit_bytes:
-            return self._pool([first, *copying], math.inf, tokenizer_sha256)
+            return [first, *copying], math.inf
         plain = (member for member in others if member.steering is None)
-        return self._pool([first, *plain, *copying], self._limit_bytes, tokenizer_sha256)
+        return [first, *plain, *copying], self._limit_bytes
 
     @property
     def _limit_bytes(self) -> float:

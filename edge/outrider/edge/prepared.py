@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from dataclasses import replace
 
+from outrider.drafters.pool import DrafterPool
 from outrider.edge.config import EdgeConfig
 from outrider.edge.link import Channels
 from outrider.edge.preparation import Preparation, Ready
+from outrider.proto.errors import OutriderError
 from outrider.proto.session import DrafterSteering
-from outrider.proto.types import SteeringRequest
+from outrider.proto.types import DrafterManifest, SteeringRequest
+
+WATCH_AGAIN_S = 5.0  # after a coordinator went away, or cannot be watched
+
+log = logging.getLogger(__name__)
+
+
+def _close_pool(renewing: asyncio.Task[DrafterPool | None]) -> None:
+    if not renewing.cancelled() and renewing.exception() is None and (pool := renewing.result()) is not None:
+        pool.close()
 
 
 class Prepared:
@@ -28,6 +41,7 @@ class Prepared:
         self._preparation = preparation
         self._lock = asyncio.Lock()
         self._loading: asyncio.Task[Ready] | None = None  # waits for the first drafter
+        self._watching: asyncio.Task[None] | None = None  # for other drafters of the coordinator
 
     async def find(self, channels: Channels) -> Ready:
         """Find everything, once, and leave a large drafter to load; see `Preparation.run`."""
@@ -37,6 +51,8 @@ class Prepared:
                 ready = self._take(await self._preparation.run())
                 if ready.pending is not None:
                     self._loading = asyncio.create_task(self._load(ready))
+                if self._preparation.offers_change:
+                    self._watching = asyncio.create_task(self._watch(ready))
                 if (expected := ready.route.expected()) is not None:  # the first text waits for no handshake
                     channels.connect(expected.address, expected.tls_name if expected.tls else None)
             return ready
@@ -48,9 +64,10 @@ class Prepared:
 
     async def close(self) -> None:
         """Close drafters and local texts; a drafter that loads is dropped when it is there."""
-        if self._loading is not None:
-            self._loading.cancel()
-            await asyncio.gather(self._loading, return_exceptions=True)
+        for task in (self._loading, self._watching):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self.ready is not None:
             self.ready.close_drafters()
         if self.ready is not None and self.ready.local_texts is not None:
@@ -59,10 +76,47 @@ class Prepared:
     async def _load(self, ready: Ready) -> Ready:
         return self._take(await ready.with_drafters())
 
+    async def _watch(self, ready: Ready) -> None:
+        """Give the texts to come the drafters that the coordinator offers; texts that run keep theirs."""
+        if self._loading is not None:
+            await asyncio.wait((self._loading,))
+        while True:
+            try:
+                async for offers in self._preparation.offers(ready.tokenizer_sha256):
+                    await self._renew(offers)
+            except OutriderError as error:
+                log.info("the coordinator's drafters are not watched: %s", error)
+            await asyncio.sleep(WATCH_AGAIN_S)
+
+    async def _renew(self, offers: tuple[DrafterManifest, ...]) -> None:
+        ready = self.ready
+        if ready is None:
+            return
+        renewing = asyncio.create_task(
+            asyncio.to_thread(self._preparation.renewed, ready.drafters, offers, ready.tokenizer_sha256)
+        )
+        try:
+            pool = await asyncio.shield(renewing)
+        except asyncio.CancelledError:
+            renewing.add_done_callback(_close_pool)
+            raise
+        except (OutriderError, OSError) as error:
+            log.warning("keeping the drafters: %s", error)
+            return
+        if pool is None:
+            return
+        self._take(replace(ready, drafters=pool, drafter_error="", pending=None))
+        pool.want(range(len(pool)))
+        if ready.drafters is not None:
+            ready.drafters.close()
+        versions = map("@".join, zip(pool.names, pool.versions, strict=True))
+        log.info("texts from now on have the drafters %s", ", ".join(versions))
+
     def _take(self, ready: Ready) -> Ready:
         self.ready = ready
         shape = ready.drafters.steering if ready.drafters is not None else None
         policy = self._config.steering_policy(shape.rank, shape.gain) if shape is not None else None
+        self.steering = self.steering_request = None
         if shape is not None and policy is not None:
             self.steering = DrafterSteering(shape.rank, policy)
             self.steering_request = SteeringRequest(shape.projection)

@@ -75,7 +75,12 @@ class Drafting:
     @property
     def drafter(self) -> DrafterName:
         """Name and version of the active drafter."""
-        return self._selection.names[self.active], self._selection.versions[self.active]
+        return self.drafters[self.active]
+
+    @property
+    def drafters(self) -> tuple[DrafterName, ...]:
+        """Name and version of each drafter, by its index."""
+        return tuple(zip(self._selection.names, self._selection.versions, strict=True))
 
     @property
     def job_runs(self) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable, UnknownToken
 from outrider.proto.policy import Measurements, SurvivalWindow, WindowPolicy
-from outrider.proto.session.chain import Chain
+from outrider.proto.session.chain import Chain, DrafterName
 from outrider.proto.session.drafting import Drafting, job_tokens
 from outrider.proto.session.events import (
     CaughtUp,
@@ -150,6 +150,11 @@ class EdgeSession:
     def connected(self) -> bool:
         """Whether a verifier has the session, running or kept."""
         return self._stream.connected
+
+    @property
+    def drafters(self) -> tuple[DrafterName, ...]:
+        """Name and version of each drafter, by its index."""
+        return self._drafting.drafters
 
     @property
     def drafter(self) -> int:

@@ -1,0 +1,176 @@
+"""New versions of a drafter reach a client that lives: texts that run keep theirs, and no text changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.server import VerifierServer
+from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
+from outrider.coordinator.server import CoordinatorServer
+from outrider.drafters import find_package
+from outrider.drafters.adapters import weights_of, write_adapter_package
+from outrider.drafters.packages import LearnedFrom, sha256_of
+from outrider.drafters.tensor_file import write_tensors
+from outrider.edge import Client, EdgeConfig, preparation
+from outrider.edge.control import CoordinatorClient
+from outrider.edge.decoding import Observer
+from outrider.edge.event_stream import Tokens
+from outrider.proto.types import Draft, EdgeFrame, RemoteFile
+
+SECRET = b"a secret of the two of them"
+PROMPT = "def count(words):\n    "
+HEAD = "model.lm_head.weight"
+Meanwhile = Callable[[], Awaitable[None]]
+
+
+class Listening(Observer):
+    """Keeps the drafters that drafts name."""
+
+    def __init__(self) -> None:
+        self.named: list[tuple[str, str]] = []
+
+    def sent(self, frame: EdgeFrame, now: float) -> None:
+        if isinstance(frame, Draft) and frame.drafter:
+            self.named.append((frame.drafter, frame.drafter_version))
+
+
+def publish(catalogue: Path, sequence: int) -> str:
+    """An update of the embedded drafter that changes its head a little, at random; return its version."""
+    parent = find_package("general")
+    rng = np.random.default_rng(sequence)
+    rows, columns = weights_of(parent)[HEAD].shape
+    a, b = rng.standard_normal((8, columns)) / columns, rng.standard_normal((rows, 8)) * 0.3
+    folder = write_adapter_package(
+        parent.folder,
+        catalogue / f"general-{sequence}",
+        {HEAD: (a, b)},
+        sequence=sequence,
+        learned_from=LearnedFrom(1000, 8, {"code": 1000}),
+    )
+    return str(json.loads((folder / "manifest.json").read_text())["version"])
+
+
+def poison(catalogue: Path, sequence: int) -> None:
+    """A later version whose hashes are right and whose numbers are not."""
+    publish(catalogue.parent / "unpublished", sequence)
+    made, folder = catalogue.parent / "unpublished" / f"general-{sequence}", catalogue / f".general-{sequence}"
+    shutil.copytree(made, folder)
+    path = folder / "adapter.safetensors"
+    path.unlink()
+    tensors = {f"{HEAD}.A": np.full((8, 192), np.nan, np.float16), f"{HEAD}.B": np.ones((8192, 8), np.float16)}
+    write_tensors(path, tensors)
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"version": "bad0bad0bad0"}
+    manifest["files"][path.name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    folder.rename(catalogue / f"general-{sequence}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - the catalogue is polled
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.usefixtures("all_drafts_pay")
+def test_a_version_that_is_published_in_mid_text_drafts_the_next(
+    tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    catalogue = tmp_path / "drafters"
+    catalogue.mkdir()
+    embedded = find_package("general").version
+    fetched: list[str] = []
+
+    def counting(*arguments, **options):
+        fetch = right(*arguments, **options)
+
+        def counted(file: RemoteFile, offset: int):
+            fetched.append(file.name)
+            return fetch(file, offset)
+
+        return counted
+
+    right = preparation.file_fetcher
+    monkeypatch.setattr(preparation, "file_fetcher", counting)
+
+    async def text(client: Client, in_the_middle: Meanwhile | None = None) -> tuple[list[int], list[tuple[str, str]]]:
+        listening, ids = Listening(), []
+        async for event in client.generate(PROMPT, max_tokens=48, temperature=1.0, seed=5, observer=listening):
+            if isinstance(event, Tokens):
+                ids += [token.id for token in event.tokens]
+                if in_the_middle is not None and len(ids) > 4:
+                    meanwhile, in_the_middle = in_the_middle, None
+                    await meanwhile()
+        assert in_the_middle is None
+        return ids, listening.named
+
+    tokenizer_json = tokenizer_file.read_text()
+
+    async def main() -> None:
+        verifier = VerifierServer(VerifierConfig(threads=1), lease_secret=SECRET)
+        fixed = StaticVerifier("verifier", await verifier.start(), "reference", tokenizer_json)
+        coordinator = CoordinatorServer(
+            CoordinatorConfig(
+                lease_secret=SECRET,
+                listen="127.0.0.1:0",
+                verifiers=(fixed,),
+                drafters=(catalogue,),
+                poll_s=0.05,
+            )
+        )
+        where = {"coordinator": await coordinator.start(), "cache": tmp_path / "cache"}
+
+        async with Client(EdgeConfig(**where, drafter="none")) as client:
+            alone, _ = await text(client)
+        async with Client(EdgeConfig(**where, drafter="general")) as client:
+
+            def is_current(version: str) -> bool:
+                return client.drafter is not None and client.drafter.version == version
+
+            async def publish_first() -> None:
+                published.append(publish(catalogue, 1))
+                await until(lambda: is_current(published[0]))
+
+            published: list[str] = []
+            fetched.clear()
+            during, named_during = await text(client, publish_first)
+            after, named_after = await text(client)
+            assert fetched == ["manifest.json", "adapter.safetensors"], "graph and tokenizer ship with the wheel"
+            assert during == after == alone
+            assert named_during == [("general", embedded)], "a text that runs keeps its drafter"
+            assert named_after == [("general", published[0])]
+
+            async def publish_poison() -> None:
+                poison(catalogue, 2)
+                await until(lambda: f"keeping version {published[0]} of the drafter general" in caplog.text)
+                assert is_current(published[0])
+
+            poisoned, named_poisoned = await text(client, publish_poison)
+            again, named_again = await text(client)
+            assert poisoned == again == alone
+            assert named_poisoned == named_again == [("general", published[0])]
+            assert "not finite" in caplog.text
+
+            async def publish_third() -> None:
+                published.append(publish(catalogue, 3))
+                await until(lambda: is_current(published[1]))
+
+            await text(client, publish_third)
+            _, named = await text(client)
+            assert named == [("general", published[1])], "a bad version does not stand in a later one's way"
+        control = CoordinatorClient(where["coordinator"])
+        reports = [report for report in (await control.status()).recent if report.drafter]
+        said = [report.drafter_version for report in reports]
+        assert sorted(said) == sorted([embedded, *[published[0]] * 4, published[1]]), "what a text began with"
+        await control.close()
+        await coordinator.stop(0)
+        await verifier.stop(0)
+
+    asyncio.run(main())
