@@ -59,7 +59,7 @@ ROOMS = {
 COMMANDS = {
     *("deploy.certs", "deploy.control", "deploy.daemon", "deploy.decode", "deploy.demo", "deploy.doctor"),
     *("deploy.fleet", "deploy.models", "deploy.servers", "deploy.submit", "deploy.training"),
-    *("bench.benchmark", "bench.comparison", "bench.engine", "bench.length_training", "bench.traces"),
+    *("bench.benchmark", "bench.capacity", "bench.comparison", "bench.engine", "bench.length_training", "bench.traces"),
 }
 Graph = dict[str, set[str]]
 

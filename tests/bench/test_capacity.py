@@ -11,11 +11,11 @@ from outrider.bench.capacity.crowd import load_of
 from outrider.bench.capacity.record import Capacities
 from outrider.bench.capacity.search import Bounds, most_sessions
 from outrider.bench.record import from_json, save
+from outrider.bench.recording import CostSheet, DrafterCosts, TargetCosts
 from outrider.bench.replay.optimum import colocated
 from outrider.bench.replay.traced import Policy
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.simulator.clock import Costs
-from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts
 from outrider.deploy.arguments import read_text
 from outrider.deploy.cli import main
 

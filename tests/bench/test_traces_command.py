@@ -11,14 +11,7 @@ import pytest
 
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.record import save
-from outrider.bench.replay.optimum import synchronous, tokens_per_second
-from outrider.bench.replay.record import HitRecorder
-from outrider.bench.replay.traced import Policy
-from outrider.bench.replay.traced import replay as replay_texts
-from outrider.bench.replay.traces import HitTrace, load_traces, save_traces
-from outrider.bench.simulator.clock import Costs
-from outrider.bench.traces.record import DrafterProbe, Recorder
-from outrider.bench.traces.recording import (
+from outrider.bench.recording import (
     CostSheet,
     DrafterCosts,
     Recording,
@@ -27,6 +20,13 @@ from outrider.bench.traces.recording import (
     load_costs,
     load_recording,
 )
+from outrider.bench.replay.optimum import synchronous, tokens_per_second
+from outrider.bench.replay.record import HitRecorder
+from outrider.bench.replay.traced import Policy
+from outrider.bench.replay.traced import replay as replay_texts
+from outrider.bench.replay.traces import HitTrace, load_traces, save_traces
+from outrider.bench.simulator.clock import Costs
+from outrider.bench.traces.record import DrafterProbe, Recorder
 from outrider.bench.traces.sweep import WARM_UP_TOKENS, Sweep, policy_of
 from outrider.cloud.testing import save_tiny_target
 from outrider.cloud.text_writer import TextRequest, TextWriter, WrittenText

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from outrider.bench.record import save
+from outrider.bench.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.traces import overhead
 from outrider.bench.traces.overhead import CALIBRATION, LENGTH, PARTS, SELECTOR, SESSION, Stopwatch
-from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
 from outrider.deploy.cli import main
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.outputs import LINE_S, progress
 from outrider.bench.record import save
+from outrider.bench.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.texts import texts_of
 from outrider.bench.replay.traced import Policy, replay
@@ -34,7 +35,6 @@ from outrider.bench.traces.pool import (
     run_texts,
     variants_of,
 )
-from outrider.bench.traces.recording import CostSheet, DrafterCosts, Recording, TargetCosts, costs_path
 from outrider.bench.traces.stages import Aligned, Stage
 from outrider.bench.traces.sweep import WARM_UP_TOKENS
 from outrider.deploy.cli import main

@@ -5,6 +5,7 @@ This module loads neither numpy nor torch, since help and completion read it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from outrider.proto.types import Goal, Sampling
 
 PER_LINK = "one for all links, or one for each"
 MODES = ("cloud", "sync", "colocated", "edge", "outrider", "optimum", "hf-generate", "hf-assisted")
+GOALS = ("latency", "efficiency")
 LLAMA_8BIT = "llama-8bit"
 PEERS = ("llama", LLAMA_8BIT, "vllm", "vllm-compiled")
 OTHER_ENGINES = "other engines"
@@ -258,11 +260,50 @@ class OverheadSettings(LinkListSettings):
     json: Path | None = option(None, "file to write all results to")
 
 
+def check_drafting(text: str) -> None:
+    """Refuse a text that is not `CLOUD:EDGE`, two times above 0."""
+    try:
+        times = [float(part) for part in text.split(":")]
+    except ValueError:
+        times = []
+    if len(times) != 2 or not all(0 < time < math.inf for time in times):
+        raise ValueError(f"{text!r} is not CLOUD:EDGE in ms, such as 8:2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndsSettings(LinkListSettings):
+    """A recording to replay by who drafts, with emulated drafters."""
+
+    traces: Path = option(REQUIRED, "file written by `outrider traces record`", metavar="FILE", positional=True)
+    rtt: tuple[float, ...] = (2.0, 10.0, 30.0, 60.0, 120.0, 200.0)
+    up: tuple[float, ...] = (0.0,)
+    down: tuple[float, ...] = (0.0,)
+    drafting: tuple[str, ...] = listed(
+        ("2:2", "8:2"),
+        "times of a drafted token beside the target and at the edge, CLOUD:EDGE, ms",
+        check=check_drafting,
+    )
+    min_step: float = option(
+        30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=at_least(0)
+    )
+    goal: tuple[str, ...] = listed(
+        GOALS, "goals of edges and both ends: earliest tokens, least work of the cloud", choices=GOALS
+    )
+    optimum: bool = option(False, "replay the best policy in hindsight, too, which takes long")
+    drafter: str = option("", "recorded drafter to replay; empty: the only one", metavar="NAME")
+    json: Path | None = option(None, "file to write the record to")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSettings(Settings):
     """A benchmark whose work in the cloud is summed up."""
 
-    record: Path = option(REQUIRED, "file that `outrider bench` wrote for --json", metavar="FILE", positional=True)
+    record: Path = option(
+        REQUIRED,
+        "file that `outrider bench` or `outrider traces ends` wrote for --json",
+        metavar="FILE",
+        positional=True,
+    )
     step_cores: float = option(
         0.0, "cores that a target step occupies; 0: the threads of the record's target", metavar="N", check=at_least(0)
     )
@@ -350,6 +391,8 @@ RECORD = Command(
 )
 REPLAY = Command("outrider.bench.traces.replay:replay", (part(ReplaySettings),))
 OVERHEAD = Command("outrider.bench.traces.overhead:overhead", (part(OverheadSettings),))
+_PRICE = tuple(argument for argument in part(VerifierConfig, HERE) if argument.field.name == "draft_price")
+ENDS = Command("outrider.bench.benchmark.ends:ends", (part(EndsSettings), _PRICE))
 COSTS = Command("outrider.bench.benchmark.costs:costs", (part(CostSettings),))
 CAPACITY = Command("outrider.bench.capacity.command:capacity", (part(CapacitySettings),))
 TRAIN_POLICY = Command("outrider.bench.length_training.command:train_policy", (part(PolicySettings),))

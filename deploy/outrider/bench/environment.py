@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -15,7 +16,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from outrider.bench.record import RECORD
+from outrider.bench.record import RECORD, from_json
 from outrider.cloud.config import VerifierConfig
 
 PACKAGES = ("outrider", "torch", "transformers", "onnxruntime", "grpcio", "ray")
@@ -54,7 +55,7 @@ def environment(verifier: VerifierConfig, dtype: str, **options: Any) -> Environ
     `options` are further fields of `Environment`.
     """
     return Environment(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=_now(),
         command=command_line(),
         python=platform.python_version(),
         platform=platform.platform(),
@@ -69,9 +70,23 @@ def environment(verifier: VerifierConfig, dtype: str, **options: Any) -> Environ
     )
 
 
+def environment_of_replay(recorded: Mapping[str, Any]) -> Environment:
+    """Return the environment of the running command, which replays what was recorded in another.
+
+    Raises:
+        ConfigError: the recorded one lacks a field, or one is wrong.
+    """
+    text = json.dumps({**recorded, "command": command_line(), "date": _now(), "revision": _revision()})
+    return from_json(Environment, text, "costs.environment", prefix="costs.environment.", remedy="record again")
+
+
 def command_line() -> str:
     """Return the running command in the form that one would type."""
     return shlex.join(["outrider", *sys.argv[1:]])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _version(package: str) -> str | None:

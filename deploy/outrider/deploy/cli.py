@@ -101,6 +101,11 @@ COMMANDS = {
         f"{MEASURING}:OVERHEAD",
         "traces_overhead",
     ),
+    "traces ends": Entry(
+        "simulate who drafts, at given times of a drafted token: nobody, verifier, edge, both",
+        f"{MEASURING}:ENDS",
+        "traces_ends",
+    ),
     "completion": Entry("print the completion script of a shell", f"{OPERATING}:COMPLETION"),
 }
 

@@ -6,6 +6,7 @@ library   the baselines of transformers, in another
 measure   decode a prompt, and observe its session
 runs      from observations to runs
 replays   modes that are replayed, and the lengths that replays choose
+ends      the modes replayed on a recording, with emulated times of a drafted token
 record    runs as JSON
 table     runs as tables
 plots     runs as pictures

@@ -344,7 +344,8 @@ class Bench:
     def _replayed(self, link: BenchLink, known: Known) -> list[BenchmarkRun]:
         if "optimum" not in self._options.modes or self._options.sessions > 1 or not known.traces:
             return []
-        return self._replays(known).runs(link, known.colocated_length, self._common)
+        replays = self._replays(known)
+        return [replays.optimum(link, self._common), *replays.modes(link, known.colocated_length, self._common)]
 
     # --- many sessions on unlike links ---
 

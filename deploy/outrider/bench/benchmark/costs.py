@@ -10,6 +10,7 @@ from outrider.bench.benchmark.record import Benchmark, BenchmarkRun
 from outrider.bench.benchmark.table import by_condition, by_link, fastest, mode_name
 from outrider.bench.commands import CostSettings
 from outrider.bench.links import link_name
+from outrider.bench.metrics import grouped
 from outrider.bench.record import from_json
 from outrider.bench.table import UNKNOWN, Grid, draw, number
 from outrider.deploy.arguments import Given, read_text
@@ -36,7 +37,7 @@ def costs(given: Given) -> int:
 
 
 def cost_grids(record: Benchmark, cores: float) -> list[Grid]:
-    """Return a table for each condition: a row for each way of decoding, the fastest of its kind, a block a link.
+    """Return a table for each condition: a row for each mode and goal, the fastest of its kind, a block a link.
 
     Args:
         record: record of `outrider bench`.
@@ -46,12 +47,12 @@ def cost_grids(record: Benchmark, cores: float) -> list[Grid]:
     for condition, runs in by_condition(record).items():
         blocks = []
         for link, over_link in by_link(runs).items():
-            modes = dict.fromkeys(run.mode for run in over_link if run.steps_per_token is not None)
-            chosen = [run for mode in modes if (run := fastest(over_link, mode)) is not None]
+            known = grouped((run for run in over_link if run.steps_per_token is not None), lambda r: (r.mode, r.goal))
+            chosen = [run for (mode, _), own in known.items() if (run := fastest(own, mode)) is not None]
             cloud = fastest(over_link, "cloud")
             names = (link_name(link), *[""] * (len(chosen) - 1))
             blocks.append([(name, *_row(run, cloud, cores)) for name, run in zip(names, chosen, strict=True)])
-        caption = f"A step occupies {cores:g} cores while it lasts, and a drafter one"
+        caption = f"A step occupies {cores:g} core{'' if cores == 1 else 's'} while it lasts, and a drafter one"
         grids.append(Grid(f"Cloud work: {condition}", HEADINGS, 2, blocks, caption))
     return grids
 

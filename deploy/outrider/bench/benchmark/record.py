@@ -7,12 +7,11 @@ from typing import Annotated
 from pydantic import AfterValidator, ValidationInfo, field_validator
 from pydantic.dataclasses import dataclass
 
-from outrider.bench.commands import MODES
+from outrider.bench.commands import GOALS, MODES
 from outrider.bench.environment import Environment
 from outrider.bench.links import LinkRecord
 from outrider.bench.record import RECORD, Count, Metric, one_of, rising
 
-GOALS = ("latency", "efficiency")
 LANES = ("draft", "up", "verify", "down", "idle")
 QUANTILES = 101  # 0, 1, … 100 %
 
@@ -52,6 +51,8 @@ class BenchmarkRun:
         goal: goal of the policies, one of `GOALS`; None: the mode has no such choice.
         sync_length: draft tokens a round of synchronous speculation.
         drafts_here: drafts that the verifier's own drafter made before every step, in co-located drafting.
+        drafting_ms, drafting_here_ms: emulated times of a drafted token at the edge and beside the target; None: their
+            own.
         replayed: whether computed from recorded hits on a virtual clock instead of measured.
         tokens: tokens committed by all sessions together.
         seconds: time in which they were committed.
@@ -86,6 +87,8 @@ class BenchmarkRun:
     goal: Annotated[str, one_of(*GOALS)] | None = None
     sync_length: Count | None = None
     drafts_here: Count | None = None
+    drafting_ms: Metric | None = None
+    drafting_here_ms: Metric | None = None
     replayed: bool = False
     tokens: Count | None = None
     seconds: Metric | None = None

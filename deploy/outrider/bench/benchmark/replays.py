@@ -50,22 +50,26 @@ class Replays:
         length, _ = best_length(policy_of, self.traces, link.shape_at, self.costs, warm_up_tokens=WARM_UP_TOKENS)
         return length
 
-    def runs(self, link: BenchLink, colocated_length: int, common: Mapping[str, Any]) -> list[BenchmarkRun]:
-        """Return the optimum over a link, and the modes that need no search but that of a length.
+    def optimum(self, link: BenchLink, common: Mapping[str, Any]) -> BenchmarkRun:
+        """Return the best of many policies over a link, in hindsight; `common` are fields that all runs have."""
+        best = best_in_hindsight(self.traces, link.shape_at, self.costs, warm_up_tokens=WARM_UP_TOKENS, here=self.here)
+        return replayed_run("optimum", link.record, best.outcomes, **common)
+
+    def modes(self, link: BenchLink, colocated_length: int, common: Mapping[str, Any]) -> list[BenchmarkRun]:
+        """Return the modes over a link that need no search but that of a length.
 
         Args:
             link: link between edge and verifier.
             colocated_length: drafts before every step of a drafter beside the target; 0: leave it out.
             common: fields that all runs have.
         """
-        best = best_in_hindsight(self.traces, link.shape_at, self.costs, warm_up_tokens=WARM_UP_TOKENS, here=self.here)
-        runs = [replayed_run("optimum", link.record, best.outcomes, **common)]
         policies = {"cloud": Policy(drafting=False)}
         if colocated_length:
             policies["colocated"] = colocated(colocated_length)
         if self.here:
             policies["edge"] = Policy(goal=self.goal)
         policies["outrider"] = Policy(goal=self.goal, here=self.here, price=self.price)
+        runs = []
         for mode, policy in policies.items():
             policy = replace(policy, logprobs=self.logprobs)
             outcomes = replay(self.traces, link.shape_at, self.costs, policy, warm_up_tokens=WARM_UP_TOKENS)

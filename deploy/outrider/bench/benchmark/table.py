@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from rich.console import Group
 
@@ -39,16 +39,21 @@ class Condition:
     temperature: float
     sessions: int
     domain: str
+    drafting_ms: float | None
+    drafting_here_ms: float | None
 
     def __str__(self) -> str:
+        own = self.drafting_ms is None
+        drafting = "" if own else f"a draft {self.drafting_here_ms:g} ms in the cloud, {self.drafting_ms:g} at the edge"
         sessions = "1 session" if self.sessions == 1 else f"{self.sessions} sessions"
         step = f"target step at least {self.min_step_ms:g} ms" if self.min_step_ms else "target at its own speed"
-        return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, step, self.domain) if part)
+        return ", ".join(part for part in (f"T = {self.temperature:g}", sessions, step, drafting, self.domain) if part)
 
 
 def by_condition(benchmark: Benchmark) -> dict[Condition, list[BenchmarkRun]]:
     """Group runs by condition, in order of appearance; within one, by link, mode and sync length."""
-    found = grouped(benchmark.runs, lambda run: Condition(run.min_step_ms, run.temperature, run.sessions, run.domain))
+    names = [field.name for field in fields(Condition)]
+    found = grouped(benchmark.runs, lambda run: Condition(**{name: getattr(run, name) for name in names}))
     return {condition: sorted(runs, key=_order) for condition, runs in found.items()}
 
 

@@ -15,8 +15,8 @@ from outrider.bench.capacity.tables import capacity_tables
 from outrider.bench.commands import CapacitySettings, check_once
 from outrider.bench.environment import command_line
 from outrider.bench.outputs import check_file, hand_out, progress
+from outrider.bench.recording import load_recording
 from outrider.bench.simulator.clock import Costs
-from outrider.bench.traces.recording import load_recording
 from outrider.deploy.arguments import Given
 from outrider.proto.errors import ConfigError
 
@@ -26,10 +26,8 @@ MEASURED, FLAT = "measured", "flat"
 def capacity(given: Given) -> int:
     """Run `outrider capacity`."""
     options = given(CapacitySettings)
-    recording = load_recording(options.traces).only((options.drafter,) if options.drafter else ())
-    if len(recording.traces) > 1:
-        raise ConfigError(f"must name one of {', '.join(recording.traces)}", field="drafter")
-    ((drafter, traces),) = recording.traces.items()
+    recording = load_recording(options.traces)
+    drafter, traces = recording.one(options.drafter)
     for name in ("rtt", "drafting", "draft_threads", "step_costs"):
         values = getattr(options, name)
         if not values:

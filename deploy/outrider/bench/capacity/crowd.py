@@ -92,8 +92,7 @@ def load_of(
     texts = [_text(trace, number, costs) for number, trace in enumerate(endless)]
     local = None
     if policy.here:
-        here_costs = replace(costs, drafting_s=costs.drafting_here_s or costs.drafting_s)
-        beside = {str(number): _text(trace, number, here_costs) for number, trace in enumerate(endless)}
+        beside = {str(number): _text(trace, number, costs.here) for number, trace in enumerate(endless)}
         local = LocalThreads(clock, DraftingHere("here", policy.price), beside.__getitem__, threads)
     verifier = SimulatedVerifier(clock, _rules(texts, policy), ManyTexts(texts), costs, local=local)
     simulations = [_simulation(clock, verifier, text, policy, costs, rtt_s) for text in texts]

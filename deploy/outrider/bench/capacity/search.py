@@ -85,16 +85,8 @@ class Search:
                 yield self._found(both, costs, Policy(here=True))
 
     def _costs_of(self, model: StepModel, drafting_ms: float) -> Costs:
-        drafting_s = drafting_ms / 1e3
-        return replace(
-            self._costs,
-            step_s=model.step_ms / 1e3,
-            row_s=model.row_ms / 1e3,
-            min_step_s=model.min_step_ms / 1e3,
-            drafting_s=drafting_s,
-            drafting_here_s=drafting_s,
-            catch_up_s=self._costs.catch_up_s * drafting_s / self._costs.drafting_s,
-        )
+        steps = {f"{name}_s": getattr(model, f"{name}_ms") / 1e3 for name in ("step", "row", "min_step")}
+        return replace(self._costs.with_drafting(drafting_ms / 1e3), **steps)
 
     def _found(self, cell: HeldSessions, costs: Costs, policy: Policy) -> HeldSessions:
         """Return the cell with its capacity, and with the load at it."""

@@ -210,9 +210,7 @@ class Replay(Simulation):
         )
         local = None
         if here is not None:
-            beside = TracedText(
-                (DrafterArm(trace, replace(costs, drafting_s=costs.drafting_here_s or costs.drafting_s)),)
-            )
+            beside = TracedText((DrafterArm(trace, costs.here),))
             local = LocalThreads(clock, here, lambda _: beside)
         verifier = SimulatedVerifier(clock, rules, text, costs, batching, local)
         opened = None if first else VerifierSession(frame, rules, 0.0).opened()

@@ -18,9 +18,9 @@ from outrider.bench.environment import command_line
 from outrider.bench.links import BenchLink, LinkRecord, link_name, links_of
 from outrider.bench.outputs import check_file
 from outrider.bench.record import RECORD, Count, Metric, save
+from outrider.bench.recording import Recording, load_recording
 from outrider.bench.replay.traced import DrafterArm, replay
 from outrider.bench.table import Grid, draw, paced
-from outrider.bench.traces.recording import Recording, load_recording
 from outrider.bench.traces.sweep import ADAPTIVE, WARM_UP_TOKENS, policy_of
 from outrider.deploy.arguments import Given
 from outrider.edge.policies.selection import selector_named

@@ -13,8 +13,8 @@ from pydantic.dataclasses import dataclass as record_dataclass
 from outrider.bench.links import LinkRecord
 from outrider.bench.metrics import Bootstrap, Interval, grouped
 from outrider.bench.record import RECORD, Count, Metric
+from outrider.bench.recording import Recording
 from outrider.bench.replay.texts import PoolText, joined
-from outrider.bench.traces.recording import Recording
 from outrider.bench.traces.stages import Stage, Trajectory
 from outrider.edge.policies.selection import selector_named
 from outrider.proto.errors import ConfigError

@@ -17,10 +17,10 @@ from outrider.bench.drafters import find_packages, load_drafters
 from outrider.bench.environment import environment
 from outrider.bench.outputs import check_file, progress
 from outrider.bench.record import save
+from outrider.bench.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
 from outrider.bench.replay.record import Chances, HitRecorder
 from outrider.bench.replay.traces import HitTrace, save_traces
 from outrider.bench.simulator.clock import Costs
-from outrider.bench.traces.recording import CostSheet, DrafterCosts, TargetCosts, costs_path
 from outrider.bench.vectors import SentVectors
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.distribution import VerificationInput, processed_logits

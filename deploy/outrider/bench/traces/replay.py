@@ -13,11 +13,11 @@ from outrider.bench.commands import ReplaySettings, check_once
 from outrider.bench.environment import command_line
 from outrider.bench.links import BenchLink, link_name, links_of
 from outrider.bench.outputs import check_plot_folder, hand_out, progress
+from outrider.bench.recording import Recording, load_recording
 from outrider.bench.replay.optimum import synchronous
 from outrider.bench.replay.traced import Policy
 from outrider.bench.traces.plots import draw_pool, draw_sweep
 from outrider.bench.traces.pool import STATIC, Pool, PoolReplayed
-from outrider.bench.traces.recording import Recording, load_recording
 from outrider.bench.traces.stages import Stage
 from outrider.bench.traces.sweep import Replayed, Sweep, WindowResult, policy_of
 from outrider.bench.traces.tables import pool_tables, sweep_tables

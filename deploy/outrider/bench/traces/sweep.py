@@ -12,9 +12,9 @@ from pydantic.dataclasses import dataclass as record_dataclass
 from outrider.bench.links import BenchLink, LinkRecord
 from outrider.bench.metrics import bytes_per_token, grouped, pooled
 from outrider.bench.record import RECORD, Count, Metric
+from outrider.bench.recording import Recording
 from outrider.bench.replay.optimum import synchronous, tokens_per_second
 from outrider.bench.replay.traced import Policy, ReplayOutcome, replay
-from outrider.bench.traces.recording import Recording
 from outrider.edge.policies.length import RULES, USAGE, rule_by_name
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import EdgeView, FixedWindow, LearningRule, SurvivalWindow, WindowPolicy

@@ -126,6 +126,17 @@ class Recording:
         check_once(names, "drafter")
         return Recording({name: self.traces[name] for name in names}, self.costs)
 
+    def one(self, name: str) -> tuple[str, Sequence[HitTrace]]:
+        """Return a drafter with its traces; an empty name stands for the only one.
+
+        Raises:
+            ConfigError: it was not recorded, or none is named of several.
+        """
+        found = self.only((name,) if name else ()).traces
+        if len(found) > 1:
+            raise ConfigError(f"must name one of {', '.join(found)}", field="drafter")
+        return next(iter(found.items()))
+
 
 def load_recording(path: Path) -> Recording:
     """Read a recording.
