@@ -1,0 +1,293 @@
+"""The judge of candidates: exact hits on fresh texts alone, and no candidate passes that was not better on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from lessons_for_tests import bigram_target, text_record
+
+from outrider.cloud.learning.judge import MAX_TEXTS, ShadowJudge, ShadowText, hits_of
+from outrider.cloud.learning.record import LessonKind, LessonRecord, salted
+from outrider.drafters import ProposalRule, find_package
+from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.protocol import TokenPrefix
+from outrider.proto.errors import InvalidArgument
+from outrider.proto.noise import gumbel
+from outrider.proto.types import DraftToken, Sampling
+
+VOCAB, WORDS = 48, 12
+TARGET = bigram_target(VOCAB, seed=1)
+
+
+class BigramDrafter:
+    """A drafter of a bigram model, which proposes by the shared noise; `right` of its positions follow the target."""
+
+    steering = None
+
+    def __init__(self, right: float, *, version: str = "1", wrong_class_seed: int = 0) -> None:
+        self.name, self.version = "bigram", version
+        self.right = right
+        self._seed = wrong_class_seed
+        self.opened = 0
+
+    def open(self, rule: ProposalRule) -> _BigramState:
+        self.opened += 1
+        return _BigramState(self, rule)
+
+    def proposal(self, tokens: list[int], rule: ProposalRule) -> int:
+        position = len(tokens)
+        if np.random.default_rng([self._seed, rule.sampling.seed, position]).random() >= self.right:
+            return VOCAB - 1  # which the target hardly ever takes
+        noise = gumbel(rule.sampling.seed, position, np.arange(VOCAB)) if rule.sampling.temperature else 0.0
+        return int((TARGET(np.array(tokens)) / (rule.sampling.temperature or 1) + noise).argmax())
+
+
+class _BigramState(TokenPrefix):
+    def __init__(self, drafter: BigramDrafter, rule: ProposalRule) -> None:
+        super().__init__()
+        self._drafter, self._rule = drafter, rule
+
+    def propose(self, n: int) -> tuple[DraftToken, ...]:
+        drafts = []
+        for _ in range(n):
+            drafts.append(DraftToken(self._drafter.proposal(self.tokens, self._rule)))
+            self.tokens.append(drafts[-1].id)
+        return tuple(drafts)
+
+    def score(self, tokens: list[int]) -> np.ndarray:
+        raise NotImplementedError
+
+
+def text(
+    seed: int, *, key: str = "", temperature: float = 1.0, length: int = 32, prompt_class: int = 1
+) -> LessonRecord:
+    return text_record(
+        TARGET,
+        vocab=VOCAB,
+        seed=seed,
+        temperature=temperature,
+        length=length,
+        prompt=6,
+        key=key or f"key-{seed}",
+        prompt_class=prompt_class,
+    )
+
+
+def judged(judge: ShadowJudge, seeds: range) -> int | None:
+    """Show the judge texts until it has judged; return how many it took."""
+    for count, seed in enumerate(seeds, 1):
+        judge.take(text(seed))
+        if judge.judgement() is not None:
+            return count
+    return None
+
+
+# --- hits ---
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=0.6, seed=9)])
+def test_hits_are_the_bits_of_verification_of_the_same_drafter(sampling: Sampling) -> None:
+    """A record says of each position whether the draft there was accepted; the drafter made it, token by token."""
+    package = find_package("swift")
+    drafter, vocab = OnnxDrafter(package), package.vocab_size
+    target = bigram_target(vocab, seed=1)
+    rule = ProposalRule(sampling, prompt_length=4)
+
+    def drafted(tokens: np.ndarray) -> int:
+        state = drafter.open(rule)
+        state.extend(tokens.tolist())
+        (draft,) = state.propose(1)
+        state.close()
+        return draft.id
+
+    def copying(tokens: np.ndarray) -> np.ndarray:
+        """A target that mostly wants what the drafter proposes, so that there are hits and misses."""
+        row = target(tokens)
+        if len(tokens) % 3:
+            row[drafted(tokens)] = 50.0
+        return row - row.max() - np.log(np.exp(row - row.max()).sum())
+
+    record = text_record(
+        copying, vocab=vocab, seed=sampling.seed, temperature=sampling.temperature, prompt=4, drafted=drafted, length=20
+    )
+    record = replace(record, sampling=sampling)
+    found = ShadowText.of(record)
+    assert found is not None
+    hits = hits_of(drafter, found)
+    assert hits.tolist() == (record.kinds == LessonKind.ACCEPTED).tolist()
+    assert 0.4 < hits.mean() < 0.9, "both happen"
+
+
+def test_a_drafter_that_is_the_target_hits_always_and_with_other_noise_it_does_not() -> None:
+    record = text(5)
+    found = ShadowText.of(record)
+    assert found is not None
+    assert hits_of(BigramDrafter(1.0), found).all()
+    other = ShadowText.of(replace(record, sampling=replace(record.sampling, seed=6)))
+    assert other is not None
+    assert not hits_of(BigramDrafter(1.0), other).all()
+
+
+def test_a_record_from_the_middle_of_a_text_or_too_short_a_one_is_no_text() -> None:
+    assert ShadowText.of(text(1, length=7)) is None
+    whole = text(1)
+    assert ShadowText.of(whole) is not None
+    kept = whole.positions >= 8
+    middle = replace(
+        whole,
+        start=2,
+        tokens=whole.tokens[2:],
+        **{
+            name: getattr(whole, name)[kept]
+            for name in ("row_block", "row_index", "kinds", "targets", "top_ids", "top_logp", "rest_logp", "weights")
+        },
+    )
+    assert ShadowText.of(middle) is None
+
+
+# --- judgements ---
+
+
+def test_a_better_candidate_passes_and_is_what_the_next_one_is_compared_with() -> None:
+    judge, better = ShadowJudge(BigramDrafter(0.5)), BigramDrafter(0.8)
+    judge.begin(better)
+    assert judged(judge, range(100)) is not None
+    assert judge.current is better
+    assert judge.test is None
+    judge.begin(BigramDrafter(0.5))
+    assert judge.candidates == 2
+    assert judge.test is not None
+    assert judge.test.number == 2
+
+
+def test_a_poisoned_candidate_is_dropped_within_sixty_texts_and_never_passes() -> None:
+    current = BigramDrafter(0.6)
+    judge = ShadowJudge(current)
+    judge.begin(BigramDrafter(0.3))
+    count = judged(judge, range(60))
+    assert count is not None
+    assert judge.current is current
+
+
+def test_a_candidate_that_is_no_better_is_dropped_in_the_end() -> None:
+    judge = ShadowJudge(BigramDrafter(0.6))
+    judge.begin(BigramDrafter(0.6, wrong_class_seed=1))
+    test = judge.test
+    assert test is not None
+    rng = np.random.default_rng(1)
+    for _ in range(MAX_TEXTS):
+        assert judge.judgement() is None
+        test.add(float(rng.normal(0, 0.1)), 1)
+    judgement = judge.judgement()
+    assert judgement is not None
+    assert (judgement.better, judgement.texts) == (False, MAX_TEXTS)
+    assert "which shows nothing" in judgement.why
+    assert judge.test is None
+
+
+def test_a_candidate_that_loses_a_kind_of_text_does_not_pass() -> None:
+    class Forgetful(BigramDrafter):
+        def proposal(self, tokens: list[int], rule: ProposalRule) -> int:
+            self.right = 0.9 if rule.sampling.seed % 2 else 0.45
+            return super().proposal(tokens, rule)
+
+    judge = ShadowJudge(BigramDrafter(0.55))
+    judge.begin(Forgetful(0.5))
+    judgement = None
+    for seed in range(400):
+        judge.take(text(seed, prompt_class=1 + seed % 2))
+        judgement = judgement or judge.judgement()
+    assert judgement is not None
+    assert not judgement.better
+    assert judgement.difference > 0.05, "over all texts it gains"
+    assert "of class 1" in judgement.why
+
+
+# --- test, then train ---
+
+
+def test_a_text_that_came_before_the_candidate_never_judges_it() -> None:
+    """A candidate that knows by heart what it was trained on gains there alone."""
+    learned = [text(seed) for seed in range(40)]
+    judge = ShadowJudge(BigramDrafter(0.5))
+    for record in learned:
+        assert judge.take(record) is record, "without a candidate a record goes on at once"
+    candidate = BigramDrafter(1.0)
+    judge.begin(candidate)
+    for record in learned:
+        assert judge.take(record) is record
+    assert judge.test is not None
+    assert judge.test.texts == 0
+    assert candidate.opened == 0, "it is not even asked"
+    judge.take(text(99))
+    assert judge.test.texts == 1
+
+
+@pytest.mark.parametrize("same", ["session", "beginning"])
+def test_a_text_of_which_a_part_was_learned_never_judges(same: str) -> None:
+    first, second = text(1, length=16), text(2)
+    if same == "session":
+        second = replace(second, session_salt=first.session_salt)
+    else:
+        second = replace(text(1, length=32), session_salt=salted(b"", "another"))
+    judge = ShadowJudge(BigramDrafter(0.5))
+    judge.take(first)
+    judge.begin(BigramDrafter(1.0))
+    judge.take(second)
+    assert judge.test is not None
+    assert judge.test.texts == 0
+
+
+def test_a_text_judges_a_candidate_once_though_it_comes_in_parts() -> None:
+    judge = ShadowJudge(BigramDrafter(0.5))
+    judge.begin(BigramDrafter(1.0))
+    judge.take(text(1, length=16))
+    judge.take(text(1, length=32))
+    assert judge.test is not None
+    assert judge.test.texts == 1
+
+
+def test_a_record_is_judged_before_it_is_let_go() -> None:
+    """A drafter that changes while it is asked would show that training saw the record first."""
+    order: list[str] = []
+
+    class Noting(BigramDrafter):
+        def open(self, rule: ProposalRule) -> _BigramState:
+            order.append("judged")
+            return super().open(rule)
+
+    judge = ShadowJudge(BigramDrafter(0.5))
+    judge.begin(Noting(0.6))
+    for seed in range(3):
+        judge.take(text(seed))
+        order.append("trained")
+    assert order == ["judged", "trained"] * 3
+
+
+def test_two_candidates_are_not_judged_at_once() -> None:
+    judge = ShadowJudge(BigramDrafter(0.5))
+    judge.begin(BigramDrafter(0.6))
+    with pytest.raises(InvalidArgument, match="one candidate at a time"):
+        judge.begin(BigramDrafter(0.7))
+
+
+def test_a_key_that_floods_has_two_shares_at_most() -> None:
+    judge = ShadowJudge(BigramDrafter(0.5))
+    for key in range(9):  # the fleet has ten keys
+        judge.take(text(1000 + key, key=f"other-{key}"))
+    judge.begin(BigramDrafter(0.5, wrong_class_seed=1))
+    for seed in range(60):
+        judge.take(text(seed, key="flood"))
+        if seed % 10 == 0:
+            judge.take(text(2000 + seed, key=f"other-{seed // 10}"))
+    assert judge.test is not None
+    of_flood = judge.test.texts - 6
+    assert of_flood <= 3, "of 66 texts 60 came from one key"
+    alone = ShadowJudge(BigramDrafter(0.5))
+    alone.begin(BigramDrafter(0.5, wrong_class_seed=1))
+    for seed in range(20):
+        alone.take(text(seed, key="only"))
+    assert alone.test is not None
+    assert alone.test.texts == 20, "the only key of a fleet is not held back"
