@@ -21,6 +21,7 @@ from outrider.cloud.learning.losses import (
     forward_kl,
 )
 from outrider.cloud.learning.record import LessonKind
+from outrider.cloud.learning.settings import LOSS_NAMES
 
 P, Q = (0.75, 0.25), (0.4, 0.6)
 
@@ -286,6 +287,7 @@ def test_coupled_cross_entropy_needs_the_noise_and_is_lower_for_a_likely_winner(
     with pytest.raises(ValueError, match="noise"):
         LOSSES["cce"]()(replace(rows, noise=None), 0)
     assert {name for name, make in LOSSES.items() if make().needs_noise} == {"cce"}
+    assert tuple(LOSSES) == LOSS_NAMES
 
 
 def test_descending_the_loss_raises_acceptance_and_ascending_lowers_it() -> None:

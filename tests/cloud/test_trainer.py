@@ -15,10 +15,11 @@ from lessons_for_tests import bigram_target, text_record
 
 from outrider.cloud.learning import trainer as training
 from outrider.cloud.learning.batch import judged_rows
+from outrider.cloud.learning.cpu_share import CpuShare
 from outrider.cloud.learning.losses import LOSSES
 from outrider.cloud.learning.record import LessonKind, LessonRecord
 from outrider.cloud.learning.settings import TrainerSettings
-from outrider.cloud.learning.trainer import CpuShare, Trainer
+from outrider.cloud.learning.trainer import Trainer
 from outrider.drafters.packages import embedded_packages, find_package, load_package
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.noise import gumbel
@@ -44,7 +45,13 @@ def records(first: int, count: int, **kind: object) -> list[LessonRecord]:
 
 def feed(trainer: Trainer, count: int = 6, first: int = 0, **kind: object) -> None:
     for record in records(first, count, key=f"key-{first}", **kind):
-        trainer.take(record.encode())
+        trainer.buffer.add(trainer.decode(record.encode()))
+
+
+def publish(trainer: Trainer) -> Path:
+    candidate = trainer.write_candidate()
+    assert candidate is not None
+    return trainer.publish(candidate)
 
 
 def weights(trainer: Trainer) -> list[np.ndarray]:
@@ -147,7 +154,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_three_go_back(tmp_path: P
     trainer = Trainer(settings(tmp_path))
     feed(trainer)
     trainer.step()
-    folder = trainer.publish()
+    folder = publish(trainer)
     published = trainer.published_matrices()
     feed(trainer, first=20)
     trainer.step()
@@ -188,13 +195,13 @@ def test_an_update_is_published_as_an_adapter_of_its_parent(tmp_path: Path) -> N
     for number in range(2):
         feed(trainer, first=10 * number)
         trainer.step()
-    package = load_package(trainer.publish())
+    package = load_package(publish(trainer))
     parent = find_package("general")
     assert package.folder == tmp_path / "drafters" / "general" / str(parent.sequence + 1)
     assert (package.name, package.parent, package.adapter.rank) == ("general", parent.version, 2)
     assert package.learned_from.keys == 2
     assert package.learned_from.positions == package.learned_from.classes["0"] >= 2 * 96
-    assert load_package(trainer.publish()).sequence == package.sequence + 1
+    assert load_package(publish(trainer)).sequence == package.sequence + 1
     assert Trainer(settings(tmp_path)).state.sequence == package.sequence + 1
 
 
@@ -203,15 +210,16 @@ def test_a_trainer_that_died_while_publishing_leaves_nothing_and_goes_on(tmp_pat
     feed(trainer)
     trainer.step()
     home = tmp_path / "drafters" / "general"
-    left = home / ".1.abcdef"
+    left = tmp_path / "candidates" / ".1.abcdef"
     left.mkdir(parents=True)
     (left / "manifest.json").write_text("{")
-    folder = trainer.publish()
+    folder = publish(trainer)
+    assert not list((tmp_path / "candidates").iterdir())
     assert [path.name for path in home.iterdir()] == [folder.name]
     # It died after the package's renaming, before its checkpoint: the number is taken, and the next is free.
     for path in tmp_path.glob("checkpoint-*"):
         shutil.rmtree(path)
-    assert int(Trainer(settings(tmp_path)).publish().name) == int(folder.name) + 1
+    assert int(publish(Trainer(settings(tmp_path))).name) == int(folder.name) + 1
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, 1e3])
@@ -219,10 +227,10 @@ def test_weights_that_are_huge_or_no_numbers_are_never_published(tmp_path: Path,
     trainer = Trainer(settings(tmp_path, average=0.0))
     feed(trainer)
     trainer.step()
-    assert trainer.publish() is not None
+    publish(trainer)
     good = trainer.published_matrices()
     trainer._averages[1].fill_(broken)
-    assert trainer.publish() is None
+    assert trainer.write_candidate() is None
     assert trainer.state.counts["versions refused"] == 1
     assert len(list((tmp_path / "drafters" / "general").iterdir())) == 1
     assert same(weights(trainer), [array for pair in good.values() for array in pair])
@@ -249,7 +257,7 @@ def test_records_of_another_target_and_garbage_are_refused_and_counted(tmp_path:
     beyond = text_record(lambda tokens: np.roll(wide(tokens), 8190), vocab=VOCAB + 8)
     for data, field in ((foreign.encode(), "model"), (beyond.encode(), "to"), (b"garbage", "lessons")):
         with pytest.raises(InvalidArgument) as caught:
-            trainer.take(data)
+            trainer.decode(data)
         assert field in caught.value.field
     assert trainer.state.counts == {"records refused": 3}
     assert len(trainer.buffer) == 0
@@ -301,13 +309,13 @@ def test_a_package_with_an_adapter_is_trained_on_from_it(tmp_path: Path) -> None
     for number in range(2):
         feed(trainer, first=10 * number)
         trainer.step()
-    folder = trainer.publish()
+    folder = publish(trainer)
     later = Trainer(settings(tmp_path / "two", drafter=str(folder), rank=1))
     rounded = {name: b.astype(np.float16) for name, (_, b) in trainer.published_matrices().items()}
     assert all(np.allclose(later.drafter.matrices()[name][1], b) for name, b in rounded.items())
     feed(later)
     later.step()
-    assert load_package(later.publish()).sequence == 2
+    assert load_package(publish(later)).sequence == 2
 
 
 @pytest.mark.parametrize("name", embedded_packages())
@@ -315,7 +323,7 @@ def test_every_embedded_drafter_can_be_trained_on(tmp_path: Path, name: str) -> 
     trainer = Trainer(settings(tmp_path, drafter=name))
     feed(trainer)
     assert trainer.step() is not None
-    assert load_package(trainer.publish()).name == name
+    assert load_package(publish(trainer)).name == name
 
 
 def test_the_share_of_a_core_is_kept_and_an_idle_trainer_may_catch_up() -> None:
@@ -343,5 +351,27 @@ def test_the_state_of_a_checkpoint_is_plain_json_without_keys_or_texts(tmp_path:
     state = json.loads((trainer.save() / "state.json").read_text())
     assert state["step"] == 1
     assert state["counts"]["records"] == 6
-    assert len(state["keys"][0]) == 32  # a salted hash
+    assert [len(key) for key in state["keys"]] == [32]  # a salted hash
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"state.json", "tensors.safetensors"}
+
+
+def test_a_version_may_spread_once_enough_keys_taught_it(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path, min_keys=3))
+    assert not trainer.may_spread()
+    for number in range(3):
+        assert not trainer.may_spread()
+        feed(trainer, first=10 * number)
+        trainer.step()
+    assert trainer.may_spread()
+    trainer.state.keys["flood"] = 100_000  # the others are below a fiftieth now
+    assert not trainer.may_spread()
+    trainer.settings = settings(tmp_path, min_keys=1)
+    assert trainer.may_spread()
+
+
+def test_rehearsal_teaches_and_counts_for_no_key(tmp_path: Path) -> None:
+    trainer = Trainer(settings(tmp_path), records(500, 4, key="corpus"))
+    feed(trainer)
+    trainer.step()
+    assert len(trainer.state.keys) == 1
+    assert trainer.state.positions > trainer.state.keys.total()

@@ -50,6 +50,7 @@ COMMANDS = {
     "up": Entry("run a local Ray cluster with verifiers and a coordinator", f"{SERVING}:UP"),
     "coordinator": Entry("serve leases and drafters for a fleet of verifiers", f"{SERVING}:COORDINATOR"),
     "verifier": Entry("serve a target, here or as an actor in a Ray cluster", f"{SERVING}:VERIFIER"),
+    "trainer": Entry("train a drafter on what verifiers log, as an actor in their Ray cluster", f"{SERVING}:TRAINER"),
     "generate": Entry("decode prompts on a running cluster", f"{EDGE}:GENERATE"),
     "edge": Entry("serve OpenAI's HTTP API on this machine", f"{EDGE}:EDGE"),
     "train": Entry("train drafters, or rules for the length of drafts"),
@@ -83,6 +84,9 @@ COMMANDS = {
         "time a target's steps on a CPU by part, and those of other engines",
         f"{MEASURING}:ENGINE_BENCH",
         "engine_bench",
+    ),
+    "learn-bench": Entry(
+        "measure how drafters improve on a stream of texts, by loss", f"{MEASURING}:LEARN_BENCH", "learn_bench"
     ),
     "compare": Entry("measure the block efficiency of drafters", f"{MEASURING}:COMPARE"),
     "traces": Entry("record which drafts would hit, and replay them over any link"),

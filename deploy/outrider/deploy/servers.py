@@ -9,10 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.deploy.arguments import Given, read_text, split_pair
 from outrider.deploy.cluster import embedded_drafters, local_cluster
-from outrider.deploy.commands.serving import ActorSettings, FixedVerifierSettings, SecretSettings, UpSettings
+from outrider.deploy.commands.serving import (
+    ActorSettings,
+    FixedVerifierSettings,
+    SecretSettings,
+    TrainerActorSettings,
+    UpSettings,
+)
 from outrider.deploy.credentials import lease_secret, serving_tls
 from outrider.deploy.termination import until_stopped
 from outrider.proto.address import is_local_address
@@ -132,6 +139,25 @@ def _verifier_actor(settings: ActorSettings, config: VerifierConfig, secret: byt
     info = wait_until_loaded(config.name, actor)
     print(f"verifier {config.name} of {config.model_id} on {info['address']}", flush=True)
     _print_metrics(config.name, info["metrics_address"])
+    return 0
+
+
+def trainer(given: Given) -> int:
+    """Run `outrider trainer`: start a detached actor in a running Ray cluster, and leave it there."""
+    from outrider.cloud.learning.actor import start_trainer_actor
+    from outrider.cloud.learning.learner import drafters_folder, target_of
+    from outrider.coordinator.ray_cluster import connect_ray
+    from outrider.deploy.cluster import wait_until_loaded
+
+    settings, cluster = given(TrainerSettings), given(TrainerActorSettings)
+    folder = drafters_folder(settings)
+    model = target_of(settings)
+    connect_ray(cluster.ray_address)
+    settings = replace(settings, folder=folder.parent)
+    actor = start_trainer_actor(model, settings, ray_options={"num_cpus": cluster.cpus}, **given.logging)
+    info = wait_until_loaded(f"trainer of {model}", actor)
+    print(f"trainer of {info['drafter']} for {model}, after {info['steps']} steps; versions in {folder}", flush=True)
+    print(f"give the coordinator --drafters {folder}", flush=True)
     return 0
 
 

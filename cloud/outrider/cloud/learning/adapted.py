@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 import numpy as np
 import torch
@@ -10,8 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.cloud.learning.parent import Parent
-
-RANK = 8
+from outrider.cloud.learning.settings import RANK
 
 
 class Change(nn.Module):
@@ -49,7 +49,7 @@ class AdaptedDrafter(nn.Module):
         self.rank = rank
         self.vocab_size: int = parent.model.config.vocab_size
         self.context_length = parent.package.context_length
-        self._body = parent.model.model
+        self._body = deepcopy(parent.model.model)
         self._embedding = parent.model.get_input_embeddings().get_parameter("weight")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -69,7 +69,7 @@ class AdaptedDrafter(nn.Module):
                 ("up", mlp, ("up_proj",)),
                 ("down", mlp, ("down_proj",)),
             ):
-                linears = [_plain(getattr(owner, attribute)) for attribute in attributes]
+                linears = [getattr(owner, attribute) for attribute in attributes]
                 rows = sum(linear.out_features for linear in linears)
                 change = Change(rows, linears[0].in_features, self.rank)
                 first = 0
@@ -109,8 +109,3 @@ class AdaptedDrafter(nn.Module):
         for name, change in self._changes.items():
             for parameter, array in zip((change.A, change.B), matrices[name], strict=True):
                 parameter.copy_(torch.from_numpy(np.asarray(array, dtype=np.float32)))
-
-
-def _plain(linear: nn.Linear | _Changed) -> nn.Linear:
-    """Return the parent's own product: a model that was adapted before is adapted from there."""
-    return linear.linear if isinstance(linear, _Changed) else linear

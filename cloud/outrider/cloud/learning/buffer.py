@@ -75,6 +75,7 @@ class Buffer:
         self._retention_s = retention_s
         self._new: dict[bytes, deque[LessonRecord]] = {}
         self._sample: dict[int, _Class] = {}
+        self.rehearsed_keys = {record.key_salt for record in self._rehearsal}
         self.waiting = 0
         """Positions of new records."""
 

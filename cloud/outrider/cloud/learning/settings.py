@@ -1,15 +1,15 @@
-"""Settings of a trainer that learns while a fleet serves."""
+"""Settings of a trainer that learns while a fleet serves; help texts read them, so torch is not loaded here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.cloud.learning.adapted import RANK
-from outrider.cloud.learning.losses import LOSSES
 from outrider.proto.settings import Settings, above, at_least, between, no_empty_text, option
 
 LEARNING = "learning while serving"
+LOSS_NAMES = ("kl", "osd", "opd", "dvi", "dvi-exact", "pg", "ce", "cce", "coupled")  # of `losses`
+RANK = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +19,12 @@ class TrainerSettings(Settings):
     drafter: str = option(
         "general",
         "drafter to train on from: embedded name or package folder",
+        flag="learn-drafter",
         metavar="NAME",
         group=LEARNING,
         check=no_empty_text,
     )
-    loss: str = option("kl", "what the drafter minimises", flag="learn-loss", group=LEARNING, choices=tuple(LOSSES))
+    loss: str = option("kl", "what the drafter minimises", flag="learn-loss", group=LEARNING, choices=LOSS_NAMES)
     rate: float = option(3e-3, "learning rate", flag="learn-rate", group=LEARNING, check=above(0))
     cpu_share: float = option(
         0.5, "share of one core that training may take", flag="learn-cpu-share", group=LEARNING, check=between(0, 1)
@@ -39,6 +40,13 @@ class TrainerSettings(Settings):
     )
     publish_every: int = option(
         16, "steps between candidates for a new version", flag="learn-publish-every", group=LEARNING, check=at_least(1)
+    )
+    min_keys: int = option(
+        8,
+        "API keys that must have taught a version before others get it, each a fiftieth of it",
+        flag="learn-min-keys",
+        group=LEARNING,
+        check=at_least(1),
     )
     seed: int = option(0, "seed of all random numbers", flag="learn-seed", group=LEARNING, check=at_least(0))
     rank: int = RANK

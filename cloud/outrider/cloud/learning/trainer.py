@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from outrider.proto.errors import InvalidArgument, ModelRefused
 
 CHECKPOINT, TENSORS, STATE = "checkpoint-", "tensors.safetensors", "state.json"
 MAX_LOGITS = 1 << 25  # of a batch: 134 MB, a few times
+MIN_SHARE_OF_KEY = 0.02  # of the positions, for a key to count among those that taught
 TOLERATED = 3  # steps in a row that are not finite
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class TrainerState:
         failed: steps in a row that were not finite.
         sequence: of the newest package published; 0: none.
         positions, classes: positions learned from, in all and by class of prompts.
-        keys: hex salts of the keys that they came from.
+        keys: positions by the hex salt of the key that they came from.
         means: running means of the loss.
         counts: records and steps by what became of them.
     """
@@ -59,9 +60,18 @@ class TrainerState:
     sequence: int = 0
     positions: int = 0
     classes: Counter[str] = field(default_factory=Counter)
-    keys: set[str] = field(default_factory=set)
+    keys: Counter[str] = field(default_factory=Counter)
     means: dict[str, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VersionCandidate:
+    """A version that is not published yet: its package and the matrices in it."""
+
+    folder: Path
+    sequence: int
+    matrices: dict[str, LowRank]
 
 
 class Trainer:
@@ -97,8 +107,8 @@ class Trainer:
         """Number of positions of a step, fewer for large vocabularies."""
         return max(64, min(self.settings.positions, MAX_LOGITS // self.drafter.vocab_size))
 
-    def take(self, data: bytes) -> None:
-        """Take an encoded record.
+    def decode(self, data: bytes) -> LessonRecord:
+        """Return the record in `data`.
 
         Raises:
             InvalidArgument: it is none, or it is about another target; it is counted, and nothing else happens.
@@ -110,7 +120,7 @@ class Trainer:
             self.state.counts["records refused"] += 1
             raise
         self.state.counts["records"] += 1
-        self.buffer.add(record)
+        return record
 
     def ready(self) -> bool:
         """Return whether enough is new for a step: some texts, or half a batch of positions."""
@@ -152,34 +162,57 @@ class Trainer:
         averaged = iter(self._averages)
         return {name: (next(averaged).numpy().copy(), next(averaged).numpy().copy()) for name in self._start}
 
-    def publish(self, *, name: str = "") -> Path | None:
-        """Write the average of the weights as a package, a candidate; None: it was refused, and training starts over.
+    def write_candidate(self) -> VersionCandidate | None:
+        """Write the average of the weights as a package that no catalogue sees; None: it was refused.
 
-        Returns:
-            Its folder, `drafters/NAME/SEQUENCE` in the trainer's.
+        One that is refused, since it is not finite or changes the parent by too much, makes training go on from the
+        last version published.
         """
-        state, matrices = self.state, self.published_matrices()
-        name = name or self.package.name
-        home = self.settings.folder / "drafters" / name
-        for left in home.glob(".*"):  # by a trainer that died while it wrote
-            shutil.rmtree(left, ignore_errors=True)
-        taken = [int(path.name) for path in home.glob("[0-9]*") if path.name.isdecimal()]
-        sequence = max([state.sequence, *taken]) + 1
+        state, matrices, name = self.state, self.published_matrices(), self.package.name
+        home = self.settings.folder / "candidates"
+        shutil.rmtree(home, ignore_errors=True)
+        sequence = max([state.sequence, self.package.sequence, *self._sequences()]) + 1
         learned = LearnedFrom(state.positions, len(state.keys), dict(state.classes))
         try:
             folder = write_adapter_package(
-                self.package.folder, home / str(sequence), matrices, sequence=sequence, learned_from=learned, name=name
+                self.package.folder, home / str(sequence), matrices, sequence=sequence, learned_from=learned
             )
         except ModelRefused as error:
             state.counts["versions refused"] += 1
             log.warning("a new version of %s was refused: %s", name, error)
-            self._forget_updates(self._published)
+            self.go_back()
             return None
-        state.sequence = sequence
+        state.counts["candidates"] += 1
+        return VersionCandidate(folder, sequence, matrices)
+
+    def may_spread(self) -> bool:
+        """Return whether others may get what was learned: enough keys taught it, a fiftieth of the positions each."""
+        keys = self.state.keys
+        least = MIN_SHARE_OF_KEY * keys.total()
+        return sum(positions >= least for positions in keys.values()) >= self.settings.min_keys
+
+    def publish(self, candidate: VersionCandidate) -> Path:
+        """Move a candidate to where catalogues look, `drafters/NAME/SEQUENCE` in the trainer's folder; return that."""
+        state = self.state
+        home = self._home()
+        home.mkdir(parents=True, exist_ok=True)
+        folder = candidate.folder.rename(home / str(candidate.sequence))
+        state.sequence = candidate.sequence
         state.counts["versions"] += 1
-        self._published = matrices
+        self._published = candidate.matrices
         self.save()
         return folder
+
+    def go_back(self) -> None:
+        """Go on from the last version published, or from the parent."""
+        self._forget_updates(self._published)
+
+    def _home(self) -> Path:
+        return self.settings.folder / "drafters" / self.package.name
+
+    def _sequences(self) -> list[int]:
+        """Return the numbers of the versions that are there: one may have been published just before a crash."""
+        return [int(path.name) for path in self._home().glob("[0-9]*") if path.name.isdecimal()]
 
     def save(self) -> Path:
         """Write a checkpoint, which is there whole or not at all, and remove older ones."""
@@ -190,7 +223,7 @@ class Trainer:
         unfinished.mkdir()
         save_file(self._tensors(), unfinished / TENSORS)
         saved = {each.name: getattr(self.state, each.name) for each in fields(self.state)}
-        saved |= {"keys": sorted(self.state.keys), "means": self.loss.means}
+        saved |= {"means": self.loss.means}
         saved |= {"parent": self.package.version, "loss": self.settings.loss, "rank": self.settings.rank}
         (unfinished / STATE).write_text(json.dumps(saved), encoding="utf-8")
         older = [path for path in folder.glob(f"{CHECKPOINT}*") if path != final]
@@ -219,8 +252,8 @@ class Trainer:
                     log.warning("%s is of another drafter or loss, and is passed over", path)
                     continue
                 self._restore(load_file(path / TENSORS))
-                classes, counts = Counter(saved.pop("classes")), Counter(saved.pop("counts"))
-                self.state = TrainerState(**saved | {"classes": classes, "counts": counts, "keys": set(saved["keys"])})
+                counters = {name: Counter(saved[name]) for name in ("classes", "counts", "keys")}
+                self.state = TrainerState(**saved | counters)
                 self.loss.means.update(self.state.means)
                 return
             except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
@@ -275,7 +308,7 @@ class Trainer:
         if state.failed >= TOLERATED:
             state.counts["resets"] += 1
             log.warning("%d steps in a row failed; going on from the last version published", state.failed)
-            self._forget_updates(self._published)
+            self.go_back()
 
     @torch.no_grad()
     def _average_in(self) -> None:
@@ -289,30 +322,5 @@ class Trainer:
         for record in records:
             state.positions += len(record)
             state.classes[str(record.prompt_class)] += len(record)
-            state.keys.add(record.key_salt.hex())
-
-
-class CpuShare:
-    """A share of one core's time, as a budget that fills while the clock runs.
-
-    Args:
-        share: of one core, 0 to 1.
-        clock: seconds that pass.
-        cpu: seconds of processor time that this process has used.
-        burst_s: seconds of processor time that an idle trainer may save up.
-    """
-
-    def __init__(
-        self, share: float, clock: Callable[[], float], cpu: Callable[[], float], *, burst_s: float = 10.0
-    ) -> None:
-        self._share, self._clock, self._cpu, self._burst_s = share, clock, cpu, burst_s
-        self._since, self._used = clock(), cpu()
-        self._saved_s = 0.0
-
-    def wait_s(self) -> float:
-        """Return how many seconds to rest before the next step; 0: none."""
-        now, used = self._clock(), self._cpu()
-        earned = (now - self._since) * self._share
-        self._saved_s = min(self._burst_s, self._saved_s + earned) - (used - self._used)
-        self._since, self._used = now, used
-        return 0.0 if self._saved_s >= 0 else -self._saved_s / max(self._share, 1e-3)
+            if record.key_salt not in self.buffer.rehearsed_keys:
+                state.keys[record.key_salt.hex()] += len(record)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.cloud.config import ENGINE, HERE, TARGET, VerifierConfig
+from outrider.cloud.learning.settings import TrainerSettings
 from outrider.coordinator.config import ACCESS, CoordinatorConfig
 from outrider.deploy.arguments import Command, part
 from outrider.proto.errors import ConfigError
@@ -58,6 +59,14 @@ class ActorSettings(Settings):
     placement: str = option("pack", "pack: on few nodes of the cluster; spread: on many", choices=("pack", "spread"))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerActorSettings(Settings):
+    """The Ray cluster of a trainer, and what it needs there."""
+
+    ray_address: str = option("auto", "Ray cluster of the verifiers", metavar="ADDRESS")
+    cpus: float = option(1.0, "CPUs that Ray reserves for the trainer", metavar="N", check=at_least(0))
+
+
 UP = Command(
     "outrider.deploy.servers:up",
     (
@@ -74,6 +83,7 @@ UP = Command(
         part(VerifierConfig, TARGET, ENGINE, HERE),
     ),
 )
+TRAINER = Command("outrider.deploy.servers:trainer", (part(TrainerSettings), part(TrainerActorSettings)))
 COORDINATOR = Command(
     "outrider.deploy.servers:coordinator",
     (

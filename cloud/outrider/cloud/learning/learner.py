@@ -1,0 +1,143 @@
+"""Learning from records to published versions: judge first, then train, then let the next candidate be judged."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from outrider.cloud.learning.judge import ShadowJudge
+from outrider.cloud.learning.record_file import read_records
+from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.trainer import Trainer, VersionCandidate
+from outrider.drafters.onnx import OnnxDrafter
+from outrider.drafters.packages import DrafterPackage, find_package, load_package
+from outrider.proto.errors import InvalidArgument, OutriderError
+
+log = logging.getLogger(__name__)
+
+
+class Learner:
+    """A trainer, and the judge that its records go through.
+
+    A candidate is made every so many updates, judged on records that come later, and published if it proves better;
+    then the next is compared with it. One that does not is dropped, and training goes on from the last version.
+
+    Args:
+        settings: those of the trainer.
+
+    Raises:
+        OutriderError: the drafter cannot be trained on, or the file of rehearsal cannot be read.
+    """
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        rehearsal = read_records(settings.rehearsal) if settings.rehearsal else []
+        self.trainer = Trainer(settings, rehearsal)
+        self._candidate: VersionCandidate | None = None
+        self._tried_at = self.trainer.state.updates
+        candidates = self.trainer.state.counts["candidates"]
+        self.judge = ShadowJudge(_loaded(self._newest()), candidates=candidates)
+
+    def take(self, data: bytes) -> bool:
+        """Judge on an encoded record, and keep it to learn from; return whether it was one."""
+        try:
+            record = self.trainer.decode(data)
+        except InvalidArgument as error:
+            log.warning("a record was refused: %s", error)
+            return False
+        self.trainer.buffer.add(self.judge.take(record))
+        self._decide()
+        return True
+
+    def step(self, wall_s: float) -> bool:
+        """Make one step, if enough is new, at Unix time `wall_s`; return whether there was one."""
+        trainer, settings = self.trainer, self.trainer.settings
+        trainer.buffer.expire(wall_s)
+        if not trainer.ready():
+            return False
+        trainer.step()
+        if trainer.state.step % settings.checkpoint_every == 0:
+            trainer.save()
+        self._tried_at = min(self._tried_at, trainer.state.updates)  # the weights may have gone back
+        due = trainer.state.updates - self._tried_at >= settings.publish_every
+        if self._candidate is None and due and trainer.may_spread():
+            self._begin()
+        return True
+
+    def forget(self, key_salt: bytes) -> int:
+        """Drop all records of a key, and return their number of positions."""
+        return self.trainer.buffer.forget(key_salt)
+
+    def status(self) -> dict[str, Any]:
+        """Return plain values about the learning so far."""
+        state, test = self.trainer.state, self.judge.test
+        return {
+            "drafter": self.trainer.package.name,
+            "model": self.trainer.package.target,
+            "sequence": state.sequence,
+            "steps": state.step,
+            "positions": state.positions,
+            "keys": len(state.keys),
+            "waiting": self.trainer.buffer.waiting,
+            "candidate_texts": test.texts if test else 0,
+            "candidate_difference": test.difference if test else 0.0,
+            "counts": dict(state.counts),
+        }
+
+    def _newest(self) -> DrafterPackage:
+        """Return the newest version that was published here, or the parent."""
+        trainer = self.trainer
+        folder = trainer.settings.folder / "drafters" / trainer.package.name / str(trainer.state.sequence)
+        return load_package(folder) if folder.is_dir() else trainer.package
+
+    def _begin(self) -> None:
+        """Make a candidate, and let the records to come judge it."""
+        self._tried_at = self.trainer.state.updates
+        candidate = self.trainer.write_candidate()
+        if candidate is None:
+            return
+        self.trainer.save()  # the number of candidates counts for the evidence that the next one needs
+        try:
+            self.judge.begin(_loaded(load_package(candidate.folder)))
+        except OutriderError as error:
+            self._drop(candidate, str(error))
+            return
+        self._candidate = candidate
+
+    def _decide(self) -> None:
+        """Publish or drop the candidate if it was judged."""
+        candidate, judgement = self._candidate, self.judge.judgement()
+        if candidate is None or judgement is None:
+            return
+        self._candidate = None
+        self._tried_at = self.trainer.state.updates
+        log.info("version %d of %s: %s", candidate.sequence, self.trainer.package.name, asdict(judgement))
+        if judgement.better:
+            self.trainer.publish(candidate)
+            return
+        self._drop(candidate, judgement.why)
+        if judgement.difference < 0:
+            self.trainer.go_back()  # and not where it was only too early to tell
+
+    def _drop(self, candidate: VersionCandidate, why: str) -> None:
+        log.warning("version %d of %s was dropped: %s", candidate.sequence, self.trainer.package.name, why)
+        shutil.rmtree(candidate.folder, ignore_errors=True)
+        self.trainer.state.counts["candidates dropped"] += 1
+
+
+def _loaded(package: DrafterPackage) -> OnnxDrafter:
+    return OnnxDrafter(package, threads=1)
+
+
+def drafters_folder(settings: TrainerSettings) -> Path:
+    """Return the folder of published versions, for a coordinator's catalogue; make it."""
+    folder = settings.folder.expanduser().resolve() / "drafters"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def target_of(settings: TrainerSettings) -> str:
+    """Return the id of the target of the drafter that learns; raises what `find_package` does."""
+    return find_package(settings.drafter).target
