@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import HERE, TARGET, VerifierConfig
+from outrider.cloud.learning.settings import LOSS_NAMES
 from outrider.deploy.arguments import Command, Part, part
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.edge.config import DRAFTING, EdgeConfig
@@ -338,6 +339,33 @@ class CapacitySettings(Settings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnBenchSettings(Settings):
+    """Drafters that learn from a stream of texts, each with every loss."""
+
+    stream: Path = option(
+        REQUIRED, "file of the domain to learn, as for `outrider train drafter`", metavar="FILE", positional=True
+    )
+    drafter: str = option("general", "drafter to begin with: embedded name or package folder", metavar="NAME")
+    cold: str = option("", "drafter that hardly knows anything, to begin with too; empty: none", metavar="NAME")
+    target: str = option("reference", "target: embedded name, folder or hub name", metavar="NAME")
+    kept: tuple[Path, ...] = option(
+        (), "files of domains that must not be forgotten, a tenth of each batch", many="words"
+    )
+    arms: tuple[str, ...] = listed(LOSS_NAMES, "losses to compare", choices=LOSS_NAMES)
+    tokens: int = option(60_000, "tokens of the stream", check=at_least(10_000))
+    fresh: int = option(96, "texts of 96 tokens to measure on, half of it in each kept domain", check=at_least(2))
+    seeds: int = option(5, "runs of each loss, with different orders of the stream", check=at_least(1))
+    cold_seeds: int = option(1, "runs of each loss from --cold", check=at_least(0))
+    minutes: float = option(0.0, "time after which no run begins; 0: no limit", metavar="M", check=at_least(0))
+    output: Path = option(REQUIRED, "folder for texts and runs, which are not made again", metavar="DIR")
+    json: Path | None = option(None, "file to write the record to")
+
+    def check_together(self) -> None:
+        """Refuse an arm that is named twice."""
+        check_once(self.arms, "arms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings(Settings):
     """Training of length rules on recorded traces."""
 
@@ -395,4 +423,5 @@ _PRICE = tuple(argument for argument in part(VerifierConfig, HERE) if argument.f
 ENDS = Command("outrider.bench.benchmark.ends:ends", (part(EndsSettings), _PRICE))
 COSTS = Command("outrider.bench.benchmark.costs:costs", (part(CostSettings),))
 CAPACITY = Command("outrider.bench.capacity.command:capacity", (part(CapacitySettings),))
+LEARN_BENCH = Command("outrider.bench.learning.command:learn_bench", (part(LearnBenchSettings),))
 TRAIN_POLICY = Command("outrider.bench.length_training.command:train_policy", (part(PolicySettings),))

@@ -1,0 +1,1 @@
+"""Measurement of online learning: one stream of texts, several losses."""

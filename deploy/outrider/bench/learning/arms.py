@@ -1,0 +1,148 @@
+"""One loss on one stream: every text is measured before it is learned from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from outrider.bench.learning.record import HitShares, LearningRun
+from outrider.cloud.learning.adapted import AdaptedDrafter
+from outrider.cloud.learning.batch import judged_rows
+from outrider.cloud.learning.losses import LOSSES
+from outrider.cloud.learning.parent import load_parent
+from outrider.cloud.learning.record import LessonKind, LessonRecord
+from outrider.cloud.learning.settings import TrainerSettings
+from outrider.cloud.learning.trainer import Trainer
+
+TEXTS_A_MEASUREMENT = 4  # of the eight of a step
+CURVE_POINTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTexts:
+    """Texts of a run: the stream, fresh ones of its domain, some of other domains to measure on and to rehearse."""
+
+    stream: Sequence[LessonRecord]
+    fresh: Sequence[LessonRecord]
+    kept: Mapping[str, Sequence[LessonRecord]]
+    rehearsal: Sequence[LessonRecord]
+
+
+@torch.no_grad()
+def hits_of(drafter: AdaptedDrafter, records: Sequence[LessonRecord]) -> HitShares:
+    """Return the drafter's hits: the share of positions where its proposal, with the noise, is the target's token."""
+    shares = []
+    for greedy in (True, False):
+        of_kind = [record for record in records if (record.sampling.temperature == 0) is greedy]
+        hits = positions = 0
+        for first in range(0, len(of_kind), 8):
+            rows = judged_rows(drafter, of_kind[first : first + 8], LOSSES["osd"]())
+            if rows is not None:
+                hits += int((rows.kinds == LessonKind.ACCEPTED).sum())
+                positions += len(rows.kinds)
+        shares.append(hits / max(1, positions))
+    return HitShares(*shares)
+
+
+def run_arm(arm: str, start: str, package: str, seed: int, texts: StreamTexts, before: Before) -> LearningRun:
+    """Let a drafter learn from the stream, in an order of the seed's.
+
+    Args:
+        arm: name of the loss.
+        start: "warm" or "cold", for the record.
+        package: drafter to begin with.
+        seed: of the order, of the first matrices and of the batches.
+        texts: texts of the run.
+        before: hits of the drafter as it begins.
+    """
+    with TemporaryDirectory() as folder:
+        settings = TrainerSettings(drafter=package, loss=arm, seed=seed, folder=Path(folder))
+        trainer = Trainer(settings, texts.rehearsal)
+    served = AdaptedDrafter(load_parent(trainer.package), rank=trainer.drafter.rank)
+    order = np.random.default_rng([seed, 9]).permutation(len(texts.stream))
+    waiting: list[LessonRecord] = []
+    curve: list[tuple[int, int, float]] = []  # tokens served, tokens measured, hits
+    tokens, cpu_s = 0, 0.0
+    for index in order.tolist():
+        record = texts.stream[index]
+        trainer.buffer.add(record)
+        waiting.append(record)
+        tokens += len(record)
+        if not trainer.ready():
+            continue
+        served.load(trainer.published_matrices())
+        measured = waiting[:TEXTS_A_MEASUREMENT]
+        found = hits_of(served, measured)
+        sizes = [
+            sum(len(each) for each in measured if (each.sampling.temperature == 0) is greedy)
+            for greedy in (True, False)
+        ]
+        curve.append((tokens, sum(sizes), found.greedy * sizes[0] + found.sampled * sizes[1]))
+        waiting.clear()
+        began = time.process_time()
+        trainer.step()
+        cpu_s += time.process_time() - began
+    served.load(trainer.published_matrices())
+    after = hits_of(served, texts.fresh)
+    exponent, half = regret(curve, (before.fresh.greedy + before.fresh.sampled) / 2, (after.greedy + after.sampled) / 2)
+    return LearningRun(
+        arm=arm,
+        start=start,
+        seed=seed,
+        tokens=tokens,
+        steps=trainer.state.step,
+        before=before.fresh,
+        after=after,
+        kept_before=before.kept,
+        kept_after={name: hits_of(served, records) for name, records in texts.kept.items()},
+        curve=thinned(curve),
+        exponent=exponent,
+        half_gain_tokens=half,
+        cpu_s=round(cpu_s, 1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """HitShares of a drafter before it learns."""
+
+    fresh: HitShares
+    kept: Mapping[str, HitShares]
+
+
+def measure_start(package: str, texts: StreamTexts) -> Before:
+    """Return a drafter's hits before it learns."""
+    with TemporaryDirectory() as folder:
+        drafter = Trainer(TrainerSettings(drafter=package, folder=Path(folder))).drafter
+    return Before(hits_of(drafter, texts.fresh), {name: hits_of(drafter, each) for name, each in texts.kept.items()})
+
+
+def thinned(curve: Sequence[tuple[int, int, float]]) -> list[tuple[int, float]]:
+    """Return about `CURVE_POINTS` points: tokens served, and the mean of the hits since the point before."""
+    parts = np.array_split(np.array(curve), min(CURVE_POINTS, len(curve)))
+    return [(int(part[-1, 0]), round(float(part[:, 2].sum() / part[:, 1].sum()), 4)) for part in parts]
+
+
+def regret(curve: Sequence[tuple[int, int, float]], before: float, after: float) -> tuple[float | None, int | None]:
+    """Return the exponent b of the cumulative regret t^b to the last drafter, and the tokens to half the gain.
+
+    The regret after t tokens is the sum of what the last drafter's share of hits, `after`, exceeds that of the time by;
+    b is the slope of its logarithm over that of t, from a tenth of the stream on. Below 1 it flattens.
+    """
+    if after <= before or len(curve) < 8:
+        return None, None
+    tokens = np.array([point[0] for point in curve], dtype=float)
+    shares = np.array([point[2] / point[1] for point in curve])
+    lost = np.cumsum((after - shares) * np.diff(tokens, prepend=0.0))
+    late = (tokens >= tokens[-1] / 10) & (lost > 0)
+    exponent = float(np.polyfit(np.log(tokens[late]), np.log(lost[late]), 1)[0]) if late.sum() >= 4 else None
+    width = max(1, len(shares) // 10)
+    smooth = np.convolve(shares, np.ones(width) / width, mode="valid")
+    reached = np.flatnonzero(smooth >= (before + after) / 2)
+    return exponent, int(tokens[reached[0] + width - 1]) if len(reached) else None
