@@ -112,7 +112,12 @@ class Engine:
         slot.session.on_verified(Verified((), (CommittedToken(9, None),)), 1.0)
 
     def seconds(self) -> float:
-        return self.metrics._drafting_here._value.get()
+        return self.metrics.own_drafts.drafting_here_s
+
+    def shown(self) -> dict[str, float]:
+        """What Prometheus sees, by the name's end."""
+        samples = [sample for family in self.metrics.registry.collect() for sample in family.samples]
+        return {sample.name.removeprefix("outrider:verifier_"): sample.value for sample in samples}
 
 
 def done(task: DraftTask, tokens: int = 3, seconds: float = 0.25) -> DraftResult:
@@ -138,7 +143,8 @@ def test_drafts_come_to_their_session_and_their_time_is_counted() -> None:
     assert task.job.job.extend_with == (5, 6)
     task.answer(task, done(task))
     assert [draft.id for draft in slot.session.block()] == [7, 7, 7]
-    assert engine.seconds() == 0.25
+    assert engine.seconds() == engine.shown()["drafting_seconds_total"] == 0.25
+    assert engine.metrics.own_drafts.drafted_here == engine.shown()["own_drafts_made_total"] == 3
 
 
 def test_a_job_that_no_thread_has_begun_gives_way_to_the_next_and_keeps_its_turn() -> None:
@@ -171,6 +177,7 @@ def test_a_failure_ends_drafting_in_its_text_alone(caplog) -> None:
 def test_failures_of_texts_in_a_row_end_it_for_all(caplog) -> None:
     engine = Engine(num_threads=MAX_FAILURES + 2)
     idle, other = engine.admit(), engine.admit()
+    assert engine.shown()["own_drafter"] == 1
     engine.source.drive(1.0)
     works, waits = engine.hand.take(), engine.hand.take()
     for _ in range(MAX_FAILURES - 1):
@@ -182,6 +189,7 @@ def test_failures_of_texts_in_a_row_end_it_for_all(caplog) -> None:
     assert engine.source.here is not None, "they were not in a row"
     fail(engine)
     assert engine.source.here is None
+    assert engine.shown()["own_drafter"] == 0
     assert f"failed in {MAX_FAILURES} texts in a row" in caplog.text
     assert idle.session.ends is other.session.ends is engine.admit().session.ends is None
     waits.answer(waits, done(waits))

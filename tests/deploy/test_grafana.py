@@ -271,7 +271,7 @@ async def _decode_and_scrape(tokenizer_file) -> list[str]:
     from outrider.edge.metrics import EdgeMetrics
 
     metrics = EdgeMetrics()
-    verifier = VerifierServer(VerifierConfig(threads=1, metrics_listen="127.0.0.1:0"), SECRET)
+    verifier = VerifierServer(VerifierConfig(threads=1, metrics_listen="127.0.0.1:0", draft_here="on"), SECRET)
     address = await verifier.start()
     fixed = StaticVerifier("verifier", address, "reference", tokenizer_file.read_text(encoding="utf-8"))
     config = CoordinatorConfig(

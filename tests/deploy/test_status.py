@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 from rich.console import Console
 
@@ -38,8 +39,17 @@ def report(verifier: str = "llama-0", edge: str = "kitchen", **fields: object) -
 
 def cluster() -> ClusterStatus:
     reports = (report(), report(edge="garden", seconds=8.0, round_trip_s=0.05, verified_tokens=0, accepted_tokens=0))
+    drafting = {
+        "drafter_here": "general@27a9646b40d5",
+        "committed_tokens": 123_456,
+        "drafted_here": 90_123,
+        "verified_here": 70_000,
+        "accepted_here": 41_000,
+        "drafting_here_s": 312.3456,
+    }
+    host, kept = "10.244.12.103:50061", ("bytes", "bfloat16")
     verifier = VerifierStatus(
-        "llama-0", "10.244.12.103:50061", "llama", "ready", 12, 0.0105, 1, 1024, "0.1.0", 32, 2048, "bytes", "bfloat16"
+        "llama-0", host, "llama", "ready", 12, 0.0105, 1, 1024, "0.1.0", 32, 2048, *kept, **drafting
     )
     return ClusterStatus(
         verifiers=(verifier, VerifierStatus("llama-1", "", "llama", "down", release="0.1.0")),
@@ -94,8 +104,15 @@ def test_the_json_object_has_the_documented_shape() -> None:
         "kv_pages_free": 1024,
         "guarantee": "bytes",
         "precision": "bfloat16",
+        "drafter_here": "general@27a9646b40d5",
+        "committed_tokens": 123_456,
+        "drafted_here": 90_123,
+        "verified_here": 70_000,
+        "accepted_here": 41_000,
+        "drafting_here_s": 312.346,
+        "share_here": 0.3321,
     }
-    assert (second["links"], second["load"]) == (None, 0.0)
+    assert (second["links"], second["load"], second["drafter_here"], second["share_here"]) == (None, 0.0, "", None)
     assert shown["edges"][1] == {
         "edge": "kitchen",
         "age_s": 130.0,
@@ -120,7 +137,27 @@ def test_the_tables_fit_80_columns_and_cut_nothing() -> None:
     words = ("llama-0", "10.244.12.103:50061", "12/32", "10.5", "50%", "down", "0.1.0", "kitchen", "garden", "30.0 ms")
     for word in (*words, "75%", "2 m", "general", "7 leases granted, 12 sessions now; 1 of them relayed"):
         assert word in text.getvalue()
-    assert sum("llama-0" in line for line in lines) == 4, "as a verifier, and by links, guarantee and precision"
+    assert sum("llama-0" in line for line in lines) == 5, "as a verifier, and by drafts, links, guarantee, precision"
+
+
+def test_the_drafters_beside_targets_have_a_table_where_there_are_any() -> None:
+    def said(*verifiers: VerifierStatus) -> list[list[str]]:
+        text = io.StringIO()
+        Console(file=text, width=80).print(tables(ClusterStatus(verifiers, (), 0, ())))
+        lines = [line.split() for line in text.getvalue().splitlines()]
+        begin = next((n for n, line in enumerate(lines) if "own" in line), len(lines))
+        return list(itertools.takewhile(bool, lines[begin:]))
+
+    works = cluster().verifiers[0]
+    idle = VerifierStatus("llama-2", "", "llama", "ready", drafter_here="ngram@1")
+    broken = VerifierStatus("llama-3", "", "llama", "ready", committed_tokens=100, drafted_here=7, drafting_here_s=0.5)
+    none = VerifierStatus("llama-1", "", "llama", "ready", committed_tokens=100)
+    assert said(none) == []
+    assert said(none, works, idle, broken)[1:] == [
+        ["llama-0", "general@27a9646b40d5", "90123", "70000", "41000", "33%", "312.3"],
+        ["llama-2", "ngram@1", "0", "0", "0", "-", "0.0"],
+        ["llama-3", "given", "up", "7", "0", "0", "0%", "0.5"],
+    ]
 
 
 def test_every_guarantee_names_its_verifiers() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from outrider.cloud.drafted_text import OwnDrafter
 from outrider.cloud.own_drafter import load_own_drafter
-from outrider.cloud.server import VerifierServer
 from outrider.drafters import NgramDrafter, ProposalRule
 from outrider.drafters.protocol import TokenPrefix
 from outrider.edge import Sampling
@@ -80,14 +79,6 @@ async def texts(client: Any, prompts: Sequence[Any], sampling: Sampling) -> list
     return [(await client.complete(prompt.text, sampling)).ids for prompt in prompts]
 
 
-def verified_here(served: VerifierServer) -> float:
-    return served._engine.metrics._verified_here._value.get()
-
-
-def accepted_here(served: VerifierServer) -> float:
-    return served._engine.metrics._accepted_here._value.get()
-
-
 @pytest.mark.parametrize("own", OWN)
 def test_no_drafter_beside_the_target_changes_a_text(edge, prompts, drafting, own) -> None:
     """Not one of its session's, for which it always drafts, and not one of an edge that drafts itself."""
@@ -97,10 +88,10 @@ def test_no_drafter_beside_the_target_changes_a_text(edge, prompts, drafting, ow
         async with drafting(OWN[own]) as (address, served):
             async with edge(address, drafter="none", drafts_here=0) as client:
                 expected = [await texts(client, chosen, sampling) for sampling in WAYS.values()]
-            assert verified_here(served) == 0
+            assert served.status().verified_here == 0
             async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
                 assert [await texts(client, chosen, sampling) for sampling in WAYS.values()] == expected
-            assert verified_here(served) > 0 or own in NEVER_VERIFIED
+            assert served.status().verified_here > 0 or own in NEVER_VERIFIED
             async with edge(address, drafter="general") as client:
                 assert [await texts(client, chosen, sampling) for sampling in WAYS.values()] == expected
 
@@ -115,7 +106,13 @@ def test_an_edge_without_a_drafter_needs_far_fewer_steps(serving, edge, prompts,
         async with drafting(OWN["the edge's own"]) as (address, served):
             async with edge(address, drafter="none", drafts_here=4, patience=UNTIL_DRAFTED) as client:
                 drafted = [await client.complete(prompt.text, sampling) for prompt in chosen]
-            assert accepted_here(served) > 0
+            status = served.status()
+            assert status.drafter_here.startswith("general@")
+            assert status.committed_tokens == sum(len(each.ids) for each in drafted)
+            assert status.accepted_here == sum(each.statistics.accepted_here for each in drafted) > 0
+            assert status.verified_here == sum(each.statistics.verified_here for each in drafted)
+            assert status.drafted_here >= status.verified_here >= status.accepted_here
+            assert status.drafting_here_s > 0
         assert [each.ids for each in drafted] == [each.ids for each in plain]
         assert all(each.statistics.steps == len(each.ids) for each in plain)
         assert sum(each.statistics.steps for each in drafted) < 0.6 * sum(len(each.ids) for each in drafted)

@@ -122,7 +122,7 @@ class LocalSource(NoSource):
     def serve(self, slots: Slots, batching: Batching, post: Post, metrics: VerifierMetrics) -> None:
         """Draft for the sessions of one engine."""
         self._slots, self._batching, self._post, self._metrics = slots, batching, post, metrics
-        metrics.watch_drafting(lambda: self._threads.num_waiting)
+        metrics.watch_drafting(self._own.name, lambda: self._threads.num_waiting)
 
     def drive(self, now: float) -> None:
         """Issue the jobs that are due, and close the texts whose sessions have left."""
@@ -195,7 +195,7 @@ class LocalSource(NoSource):
             return  # all has stopped
         followed.task = None
         if not isinstance(result, BaseException):
-            self._metrics.drafted_here(result.done.seconds)
+            self._metrics.drafted_here(len(result.done.drafts), result.done.seconds)
         ends = followed.slot.session.ends
         if followed.gone or ends is None:
             self._leave(followed)
@@ -232,6 +232,7 @@ class LocalSource(NoSource):
     def _give_up(self, reason: str) -> None:
         """Draft no more, in any text."""
         self.here = None
+        self._metrics.stop_drafting()
         log.warning("the drafter %s %s; none is drafted here any more", self._own.name, reason)
         for slot in self._slots:
             slot.session.draft_here_no_more()

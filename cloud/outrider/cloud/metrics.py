@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -36,15 +37,29 @@ class _Engine(Protocol):
     def draining(self) -> bool: ...
 
 
+@dataclass(slots=True)
+class OwnDrafts:
+    """A verifier's own drafter and its work since the verifier started, as `VerifierStatus` has them."""
+
+    drafter_here: str = ""
+    committed_tokens: int = 0
+    drafted_here: int = 0
+    verified_here: int = 0
+    accepted_here: int = 0
+    drafting_here_s: float = 0.0
+
+
 class VerifierMetrics:
     """The metrics of one verifier, counted by the engine's thread and the server's loop; any thread may read them.
 
     Attributes:
         registry: Prometheus registry of this verifier alone.
+        own_drafts: work of its own drafter.
     """
 
     def __init__(self, model: str, verifier: str) -> None:
         self.registry = CollectorRegistry()
+        self.own_drafts = OwnDrafts()
         self._whose = (model, verifier)
         self._running = 0
         self._drafts = SpeculationMetrics(self.registry).labels(PART, model, "")  # only the edge knows the drafter
@@ -71,6 +86,7 @@ class VerifierMetrics:
         self._drafting_here = self._own(
             Counter, "verifier_drafting_seconds", "Time that the verifier's own drafter has worked."
         )
+        self._drafted_here = self._own(Counter, "verifier_own_drafts_made", "Tokens that its own drafter has proposed.")
         self._verified_here = self._own(Counter, "verifier_own_drafts", "Drafts of its own drafter that were verified.")
         self._accepted_here = self._own(Counter, "verifier_own_drafts_accepted", "Those that became text.")
         self._rows = self._own(
@@ -105,6 +121,9 @@ class VerifierMetrics:
         self._drafting_queue = self._own(
             Gauge, "verifier_drafting_queue", "Jobs that wait for a thread of its own drafter."
         )
+        self._drafter = self._own(
+            Gauge, "verifier_own_drafter", "1 while its own drafter works, 0 once it is given up.", labels=("drafter",)
+        )
         self._draining = self._own(Gauge, "verifier_draining", "1 while sessions are sent elsewhere.")
 
     def watch(self, engine: _Engine, *, max_sessions: int) -> None:
@@ -136,23 +155,36 @@ class VerifierMetrics:
         """Count a commit that goes to an edge."""
         if commit.tokens:
             self._generated.inc(len(commit.tokens))
+            self.own_drafts.committed_tokens += len(commit.tokens)
             self._waits.observe(commit.timing.queue_s)
         if commit.verified:
             self._drafts.count(commit.verified, commit.accepted)
             self._verified_here.inc(commit.verified_here)
             self._accepted_here.inc(commit.accepted_here)
+            self.own_drafts.verified_here += commit.verified_here
+            self.own_drafts.accepted_here += commit.accepted_here
         if commit.steering is not None:
             self._vectors.inc()
             self._vector_bytes.inc(len(commit.steering.values))
         if commit.finish is not None:
             self._finished.labels(*self._whose, commit.finish.name.lower()).inc()
 
-    def watch_drafting(self, queue: Callable[[], int]) -> None:
-        """Read from `queue` how many jobs wait for a thread of the verifier's own drafter."""
+    def watch_drafting(self, drafter: str, queue: Callable[[], int]) -> None:
+        """Show `drafter` (name@version) as the verifier's own; `queue` counts the jobs that wait for a thread."""
+        self.own_drafts.drafter_here = drafter
+        self._drafter.labels(*self._whose, drafter).set(1)
         self._drafting_queue.set_function(lambda: float(queue()))
 
-    def drafted_here(self, seconds: float) -> None:
-        """Count time that the verifier's own drafter has worked."""
+    def stop_drafting(self) -> None:
+        """Show that the verifier's own drafter has been given up."""
+        self._drafter.labels(*self._whose, self.own_drafts.drafter_here).set(0)
+        self.own_drafts.drafter_here = ""
+
+    def drafted_here(self, tokens: int, seconds: float) -> None:
+        """Count tokens that the verifier's own drafter has proposed, and the time of its work."""
+        self.own_drafts.drafted_here += tokens
+        self.own_drafts.drafting_here_s += seconds
+        self._drafted_here.inc(tokens)
         self._drafting_here.inc(seconds)
 
     def refuse(self, error: OutriderError) -> None:

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -196,7 +197,6 @@ class VerifierServer:
 
     def status(self) -> VerifierStatus:
         """Return the verifier's state for the coordinator."""
-        capacity = self._backend.capacity
         return VerifierStatus(
             name=self.rules.name,
             address=self._address,
@@ -204,12 +204,13 @@ class VerifierServer:
             state="down" if self._engine.failed else "draining" if self._engine.draining else "ready",
             sessions=self._engine.session_count,
             step_s=self._engine.step_s,
-            kv_pages_free=capacity.free_pages,
+            kv_pages_free=self._backend.capacity.free_pages,
             release=release(),
             max_sessions=self._config.max_sessions,
-            kv_pages=capacity.pages,
+            kv_pages=self._backend.capacity.pages,
             guarantee=self.rules.guarantee.name.lower(),
             precision=self.rules.precision,
+            **asdict(self._engine.metrics.own_drafts),
         )
 
     async def _set_health(self, status: Any) -> None:

@@ -8,6 +8,10 @@ The JSON object:
         step_ms, restarts, kv_pages, kv_pages_free
         guarantee (bytes, bytes_by_tiles, distribution; "": not known yet): what a text keeps whatever shares its steps
         precision (such as bfloat16; "": not known yet): a text that has begun goes on in the same alone
+        drafter_here (of its own, name@version; "": none that works), and since the verifier started: committed_tokens
+        (of all texts), drafted_here, verified_here, accepted_here (tokens of its own drafter that it proposed, that
+        steps verified, that became text), drafting_here_s (of work, over all threads)
+        share_here (accepted_here / committed_tokens; null without any text)
         links       see below, over the newest reports of its sessions; null without any
     drafters        list of name, version, target, tokenizer_sha256, bytes
     edges           list, the newest report first: edge, age_s, sessions, verifier, model, drafter, drafter_version
@@ -40,7 +44,16 @@ from outrider.proto.types import ClassAcceptance, ClusterStatus, EdgeStatus, Ses
 
 MAX_EDGES = 20
 SUMMED_UP = ("drafter_hits", "prompt_class", "link_class")
-TEXTS = {"verifier", "state", "address", "link", "drafter", "version", "made for"}  # columns; all others hold numbers
+TEXTS = {
+    "verifier",
+    "state",
+    "address",
+    "link",
+    "drafter",
+    "own drafter",
+    "version",
+    "made for",
+}  # columns; all others hold numbers
 GUARANTEES = {
     "bytes": "a text keeps its bytes whatever shares its steps",
     "bytes_by_tiles": "a text keeps its bytes whatever shares its steps, by slow tiles",
@@ -106,6 +119,8 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
 def tables(status: ClusterStatus) -> RenderableType:
     """Return tables for a terminal of 80 columns."""
     parts: list[RenderableType] = [_verifiers(status.verifiers)]
+    if any(v.drafter_here or v.drafted_here for v in status.verifiers):
+        parts += ["", _drafting_here(status.verifiers)]
     if status.recent:
         parts += ["", _links(status)]
     return Group(*parts, "", _drafters(status), "", _sums(status))
@@ -116,6 +131,8 @@ def _verifier(v: VerifierStatus, links: Links | None) -> dict[str, Any]:
     return shown | {
         "step_ms": round(1e3 * shown.pop("step_s"), 3),
         "load": round(v.sessions / v.max_sessions, 4) if v.max_sessions else 0.0,
+        "drafting_here_s": round(v.drafting_here_s, 3),
+        "share_here": round(v.accepted_here / v.committed_tokens, 4) if v.committed_tokens else None,
         "links": asdict(links) if links else None,
     }
 
@@ -168,6 +185,23 @@ def _verifier_row(v: VerifierStatus) -> tuple[RenderableType, ...]:
         used,
         str(v.restarts),
     )
+
+
+def _drafting_here(verifiers: Sequence[VerifierStatus]) -> Table:
+    """Return the work of the verifiers' own drafters since the verifiers started."""
+    table = _table("verifier", "own drafter", "drafted", "verified", "accepted", "of text", "seconds")
+    for v in verifiers:
+        if v.drafter_here or v.drafted_here:
+            table.add_row(
+                v.name,
+                v.drafter_here or Text("given up", "yellow"),
+                str(v.drafted_here),
+                str(v.verified_here),
+                str(v.accepted_here),
+                f"{v.accepted_here / v.committed_tokens:.0%}" if v.committed_tokens else "-",
+                f"{v.drafting_here_s:.1f}",
+            )
+    return table
 
 
 def _links(status: ClusterStatus) -> Table:

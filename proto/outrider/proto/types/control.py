@@ -252,6 +252,12 @@ class VerifierStatus:
         guarantee: what its texts keep whatever shares their steps: `bytes`, `bytes_by_tiles`, `distribution`; empty:
             unknown.
         precision: what decides its rounding, such as `bfloat16`; empty: unknown.
+        drafter_here: drafter of its own, as name@version; empty: none that works.
+        committed_tokens: tokens of all its texts since it started, as are the next.
+        drafted_here: tokens that its own drafter has proposed.
+        verified_here: those that its steps verified.
+        accepted_here: those that became text.
+        drafting_here_s: time that its own drafter has worked, over all its threads, in seconds.
     """
 
     name: str
@@ -267,6 +273,12 @@ class VerifierStatus:
     kv_pages: int = 0
     guarantee: str = ""
     precision: str = ""
+    drafter_here: str = ""
+    committed_tokens: int = 0
+    drafted_here: int = 0
+    verified_here: int = 0
+    accepted_here: int = 0
+    drafting_here_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -575,7 +575,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VerifierStatus(_message.Message):
-    __slots__ = ("name", "address", "model", "state", "sessions", "step_s", "restarts", "kv_pages_free", "release", "max_sessions", "kv_pages", "guarantee", "precision")
+    __slots__ = ("name", "address", "model", "state", "sessions", "step_s", "restarts", "kv_pages_free", "release", "max_sessions", "kv_pages", "guarantee", "precision", "drafter_here", "committed_tokens", "drafted_here", "verified_here", "accepted_here", "drafting_here_s")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -589,6 +589,12 @@ class VerifierStatus(_message.Message):
     KV_PAGES_FIELD_NUMBER: _ClassVar[int]
     GUARANTEE_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_HERE_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_HERE_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_HERE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_HERE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_HERE_S_FIELD_NUMBER: _ClassVar[int]
     name: str
     address: str
     model: str
@@ -602,7 +608,13 @@ class VerifierStatus(_message.Message):
     kv_pages: int
     guarantee: str
     precision: str
-    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., step_s: _Optional[float] = ..., restarts: _Optional[int] = ..., kv_pages_free: _Optional[int] = ..., release: _Optional[str] = ..., max_sessions: _Optional[int] = ..., kv_pages: _Optional[int] = ..., guarantee: _Optional[str] = ..., precision: _Optional[str] = ...) -> None: ...
+    drafter_here: str
+    committed_tokens: int
+    drafted_here: int
+    verified_here: int
+    accepted_here: int
+    drafting_here_s: float
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[str] = ..., sessions: _Optional[int] = ..., step_s: _Optional[float] = ..., restarts: _Optional[int] = ..., kv_pages_free: _Optional[int] = ..., release: _Optional[str] = ..., max_sessions: _Optional[int] = ..., kv_pages: _Optional[int] = ..., guarantee: _Optional[str] = ..., precision: _Optional[str] = ..., drafter_here: _Optional[str] = ..., committed_tokens: _Optional[int] = ..., drafted_here: _Optional[int] = ..., verified_here: _Optional[int] = ..., accepted_here: _Optional[int] = ..., drafting_here_s: _Optional[float] = ...) -> None: ...
 
 class EdgeStatus(_message.Message):
     __slots__ = ("edge", "last", "age_s", "sessions")
