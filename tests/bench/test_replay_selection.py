@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -32,7 +33,8 @@ from outrider.edge.policies.selection.leader import Hedge, default_selector
 from outrider.edge.policies.selection.rewards import Alignment, BlockEfficiency
 from outrider.proto.errors import ConfigError
 from outrider.proto.policy import EdgeView, SurvivalWindow, WindowPolicy
-from outrider.proto.policy.selection import Arm, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.selection import RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.window import DraftPrice
 from outrider.proto.session import CatchUpJob, Selection
 from outrider.proto.session.allowance import Allowance
 
@@ -48,6 +50,16 @@ DOMAINS = np.array(
         [0.50, 0.45, 0.40, 0.86],
     ]
 )
+
+
+class Arm(NamedTuple):
+    """A drafter's name, and the time of a token that it drafts or reads."""
+
+    name: str
+    drafting_s: float
+    catch_up_s: float
+
+
 FAMILY = [Arm(name, 0.0006, 0.0001) for name in ("general", "code", "docs", "prose", "math")]
 
 
@@ -398,10 +410,10 @@ def test_a_rule_asked_at_a_kept_price_decides_as_if_it_saw_everything(monkeypatc
     def trajectories(window: Callable[[], WindowPolicy]) -> list[tuple[list[float], list[int]]]:
         return played(window, lambda: default_selector(len(FAMILY)))
 
-    price_of = Allowance._price_of
+    price_of, prices = Allowance._price_of, dict[Allowance, DraftPrice]()
     kept = trajectories(SurvivalWindow)
     assert trajectories(Viewed) == kept
-    monkeypatch.setattr(Allowance, "_price_of", lambda self, rule: self._price or price_of(self, rule))
+    monkeypatch.setattr(Allowance, "_price_of", lambda self, rule: prices.setdefault(self, price_of(self, rule)))
     assert trajectories(SurvivalWindow) != kept, "a price that is kept for good is another"
 
 

@@ -20,7 +20,7 @@ from outrider.edge.policies.selection.experts import FixedShare
 from outrider.edge.policies.selection.leader import Hedge, Leader
 from outrider.proto.errors import InvalidArgument
 from outrider.proto.policy import FixedWindow
-from outrider.proto.policy.selection import Arm, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session import Selection
 from outrider.proto.types import Commit, FinishReason, Opened, Patience, Sampling, token_ids
 
@@ -342,7 +342,7 @@ def test_a_selector_that_is_kept_for_the_next_text_hears_of_the_same_token_from_
 
     leader = Listening(experts=FixedShare(arms=2))
     selection = Selection(leader, ("a", "b"))
-    arms = [Arm("a", 0.001, 0.0), Arm("b", 0.001, 0.0)]
+    arms = ArmCosts((0.001, 0.001), (0.0, 0.0))
     costs = RoundCosts(0.01, 0.03, 0.001)
     for _ in range(2):
         selection.begin_text(5, 0)
@@ -354,3 +354,19 @@ def test_a_selector_that_is_kept_for_the_next_text_hears_of_the_same_token_from_
     assert [sum(len(hits[arm]) for hits in learned) for arm in (0, 1)] == [20, 20]
     assert learned[0][1] == (None, False, *[None] * 8)
     assert not any(leader.experts.unpaid), "nothing is left over from a text"
+
+
+def test_before_the_first_choice_most_of_a_prompt_is_read_in_larger_jobs() -> None:
+    selection = Selection(Leader(experts=FixedShare(arms=2)), ("a", "b"))
+    selection.begin_text(200, 0)
+    prompt = list(range(200))
+    jobs = [job for job in iter(lambda: selection.next_catch_up(prompt), None) if job.drafter == 0]
+    assert [len(job.tokens) for job in jobs] == [64, 64, 16, 16, 16, 16, 8]
+    assert [token for job in jobs for token in job.tokens] == prompt
+    assert [job.score for job in jobs] == [1, 1, 8, 16, 16, 16, 8], "the last 64 tokens show the prompt's subject"
+    selection.choose(ArmCosts((0.001, 0.001), (0.0, 0.0)), RoundCosts(0.01, 0.03, 0.001), 200)
+    selection.begin_text(400, 0)
+    selection.choose(ArmCosts((0.001, 0.001), (0.0, 0.0)), RoundCosts(0.01, 0.03, 0.001), 400)
+    job = selection.next_catch_up(list(range(400)))
+    assert job is not None
+    assert len(job.tokens) == 16, "a commit may come meanwhile"

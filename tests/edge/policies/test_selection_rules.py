@@ -21,7 +21,7 @@ from outrider.edge.policies.selection.experts import FixedShare, Walk
 from outrider.edge.policies.selection.leader import Hedge, Leader, default_selector
 from outrider.edge.policies.selection.rewards import Alignment, BlockDivergence, BlockEfficiency, Throughput
 from outrider.proto.errors import ConfigError, InvalidArgument
-from outrider.proto.policy.selection import Arm, RoundCosts, RoundOutcome, SelectionView, StaticSelector
+from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, StaticSelector
 
 
 def view_of(*round_s: float, switch_s: tuple[float, ...] = (), drafts: int = 4, **fields) -> SelectionView:
@@ -57,7 +57,7 @@ class Dice:
 
 
 def test_a_round_takes_drafting_round_trip_and_step_and_a_switch_has_to_catch_up() -> None:
-    arms = [Arm("fast", 0.001, 0.0002), Arm("slow", 0.01, 0.002)]
+    arms = ArmCosts((0.001, 0.01), (0.0002, 0.002))
     view = SelectionView.of_rounds(arms, (0, 30), RoundCosts(0.04, 0.02, 0.001), drafts=5, current=0)
     assert view.waiting_s == pytest.approx(0.066)
     assert view.round_s == pytest.approx((0.071, 0.116))
@@ -259,7 +259,7 @@ def test_a_target_that_does_not_wait_writes_the_first_tokens_after_a_miss_alone(
 
 
 def test_the_lead_of_a_stream_is_what_the_link_takes_in_steps() -> None:
-    arms = [Arm("quick", 0.001, 0.0), Arm("slow", 0.01, 0.002)]
+    arms = ArmCosts((0.001, 0.01), (0.0, 0.002))
     costs = RoundCosts(round_trip_s=0.06, step_s=0.03, row_s=0.002)
     view = SelectionView.of_stream(arms, (0, 5), costs, drafts=4, current=1)
     assert view.lead == (2, 3)

@@ -35,8 +35,9 @@ CALLS, TRIALS = 2_000, 10  # of a function that does nothing, which show the sto
 LENGTH, SELECTOR, CALIBRATION, SESSION = "length rule", "selector", "calibration", "session"
 PARTS: Mapping[str, Sequence[tuple[type, str]]] = {
     LENGTH: ((Drafting, "allowance"),),
-    SELECTOR: tuple(
-        (Selection, name) for name in ("choose", "learn", "note", "note_prompt", "next_catch_up", "forced_from")
+    SELECTOR: (
+        (Drafting, "_choose"),
+        *((Selection, name) for name in ("learn", "note", "note_prompt", "next_catch_up", "forced_from")),
     ),
     CALIBRATION: ((Meter, "compare"),),
     SESSION: ((EdgeSession, "handle"),),

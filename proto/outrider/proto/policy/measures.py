@@ -51,7 +51,8 @@ class Acceptance:
     @property
     def rate(self) -> float:
         """Share of hits, between 0.02 and 0.98 so that one lucky or unlucky run decides nothing for good."""
-        return min(0.98, max(0.02, self.hits / self.trials))
+        rate = self.hits / self.trials
+        return 0.98 if rate > 0.98 else max(0.02, rate)
 
 
 _BIN_EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)

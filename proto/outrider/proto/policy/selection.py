@@ -8,6 +8,7 @@ each drafter's speed, its switch and the link in T. `outrider.edge.policies.sele
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, Self
@@ -15,17 +16,16 @@ from typing import ClassVar, NamedTuple, Protocol, Self
 from outrider.proto.errors import InvalidArgument
 
 
-class Arm(NamedTuple):
-    """A drafter, with the costs that are known before it is chosen.
+class ArmCosts(NamedTuple):
+    """Costs of K drafters that are known before one is chosen, in seconds.
 
     Attributes:
-        drafting_s: time to draft one token, in seconds.
-        catch_up_s: time to read one token that others have committed, in a batched pass, in seconds.
+        drafting_s: [K] time to draft one token.
+        catch_up_s: [K] time to read one token that others have committed, in a batched pass.
     """
 
-    name: str
-    drafting_s: float
-    catch_up_s: float
+    drafting_s: Sequence[float]
+    catch_up_s: Sequence[float]
 
 
 class RoundCosts(NamedTuple):
@@ -95,7 +95,7 @@ class SelectionView(_View):
     @classmethod
     def of_rounds(
         cls,
-        arms: Sequence[Arm],
+        arms: ArmCosts,
         num_uncomputed_tokens: Sequence[int],
         costs: RoundCosts,
         *,
@@ -104,17 +104,17 @@ class SelectionView(_View):
     ) -> Self:
         """Return the view of synchronous rounds: draft, send, wait for the commit, begin again.
 
-        The other arguments are as the attributes of the view; `arms` [K] are the drafters.
+        The other arguments are as the attributes of the view; `arms` are those of the drafters.
         """
         waiting_s = costs.round_trip_s + costs.step_s + costs.row_s * (drafts + 1)
-        round_s = tuple([drafts * arm.drafting_s + waiting_s for arm in arms])
+        round_s = tuple([drafts * drafting_s + waiting_s for drafting_s in arms.drafting_s])
         switch_s = _switch_s(arms, num_uncomputed_tokens)
         return cls._make((drafts, round_s, switch_s, tuple(num_uncomputed_tokens), waiting_s, current, (), 0.0))
 
     @classmethod
     def of_stream(
         cls,
-        arms: Sequence[Arm],
+        arms: ArmCosts,
         num_uncomputed_tokens: Sequence[int],
         costs: RoundCosts,
         *,
@@ -128,10 +128,9 @@ class SelectionView(_View):
         """
         trip_s, alone_s = costs.round_trip_s, costs.step_s + costs.row_s
         step_s = costs.step_s + costs.row_s * (drafts + 1)
-        drafting_s = [drafts * arm.drafting_s for arm in arms]
-        round_s = tuple([step_s if step_s > round_s else round_s for round_s in drafting_s])
+        round_s = tuple([max(step_s, drafts * drafting_s) for drafting_s in arms.drafting_s])
         switch_s = _switch_s(arms, num_uncomputed_tokens)
-        lead = tuple([math.ceil((trip_s + arm.drafting_s) / alone_s) if alone_s else 0 for arm in arms])
+        lead = tuple([math.ceil((trip_s + drafting_s) / alone_s) if alone_s else 0 for drafting_s in arms.drafting_s])
         return cls._make((drafts, round_s, switch_s, tuple(num_uncomputed_tokens), trip_s, current, lead, alone_s))
 
     @property
@@ -140,8 +139,8 @@ class SelectionView(_View):
         return range(len(self.round_s))
 
 
-def _switch_s(arms: Sequence[Arm], num_uncomputed_tokens: Sequence[int]) -> tuple[float, ...]:
-    return tuple([arm.catch_up_s * tokens for arm, tokens in zip(arms, num_uncomputed_tokens, strict=True)])
+def _switch_s(arms: ArmCosts, num_uncomputed_tokens: Sequence[int]) -> tuple[float, ...]:
+    return tuple(map(operator.mul, arms.catch_up_s, num_uncomputed_tokens))
 
 
 class RoundOutcome(NamedTuple):

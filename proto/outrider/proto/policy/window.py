@@ -73,6 +73,9 @@ class DraftPrice(NamedTuple):
     fixed_s: float
 
 
+UNKNOWN_PRICE = DraftPrice(0.0, 1.0, 0.0)
+
+
 @runtime_checkable
 class PricedRule(WindowPolicy, Protocol):
     """A rule that compares survival with a price, so that a session asks for prices when these may have changed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.proto.policy import EdgeView, LearningRule, WindowPolicy
-from outrider.proto.policy.window import DraftPrice, PricedRule
+from outrider.proto.policy.window import UNKNOWN_PRICE, DraftPrice, PricedRule
 from outrider.proto.session.chain import Chain
 from outrider.proto.session.measuring import DRAFT_BYTES, Meter
 from outrider.proto.session.stream import EdgeStream
@@ -24,8 +24,8 @@ class Allowance:
         self._window = window
         self._learner = window if isinstance(window, LearningRule) else None
         self._priced = window if isinstance(window, PricedRule) else None
-        self._price: DraftPrice | None = None
-        self._price_at = 0  # revision of the measurements
+        self._price = UNKNOWN_PRICE
+        self._price_at = -1  # revision of the measurements
         self._battery = battery
         self._known: tuple[int, int] | None = None  # a drafter, and its tokens since the last review
 
@@ -45,19 +45,23 @@ class Allowance:
             self._learner.observe(hits, missed)
 
     def _tokens(self, drafter: int) -> int:
-        text, stream, in_flight = self._text, self._stream, len(self._chain)
+        text, stream, meter = self._text, self._stream, self._meter
         if not stream.takes_drafts or text.done:
             return 0
+        in_flight = len(self._chain.drafts)
         room = min(stream.credit, stream.max_tokens - text.generated - 1) - in_flight
         if room <= 0:
             return 0
-        if self._priced is None:
+        rule = self._priced
+        if rule is None:
             return min(room, self._window.more(self._view(drafter)))
-        mine = self._meter.drafter(drafter)
-        more = self._priced.more_at(
-            self._price_of(self._priced),
+        if self._price_at != meter.revision:
+            self._price_at, self._price = meter.revision, self._price_of(rule)
+        mine = meter.drafter(drafter)
+        more = rule.more_at(
+            self._price,
             in_flight=in_flight,
-            survival=self._meter.survival(self._chain, drafter),
+            survival=meter.survival(self._chain, drafter),
             acceptance=mine.calibration.acceptance.rate,
             drafting_s=mine.drafting_s.value,
             covered=stream.covered,
@@ -65,23 +69,18 @@ class Allowance:
         return min(room, more)
 
     def _price_of(self, rule: PricedRule) -> DraftPrice:
-        """Return the rule's price of a draft, computed once for each change of the measurements."""
+        """Return the rule's price of a draft by the present measurements."""
         meter = self._meter
-        if self._price is None or self._price_at != meter.revision:
-            measured = meter.measurements
-            step_s, row_s = measured.step.fit()
-            self._price_at, self._price = (
-                meter.revision,
-                rule.price(
-                    step_s=step_s,
-                    row_s=row_s,
-                    round_trip_s=meter.round_trip_s,
-                    byte_s=measured.round_trip.slope,
-                    token_s=measured.pace.token_s,
-                    goal=self._stream.terms.goal,
-                ),
-            )
-        return self._price
+        measured = meter.measurements
+        step_s, row_s = measured.step.fit()
+        return rule.price(
+            step_s=step_s,
+            row_s=row_s,
+            round_trip_s=meter.round_trip_s,
+            byte_s=measured.round_trip.slope,
+            token_s=measured.pace.token_s,
+            goal=self._stream.terms.goal,
+        )
 
     def _view(self, drafter: int) -> EdgeView:
         meter, stream = self._meter, self._stream

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from outrider.proto.policy import Measurements
 from outrider.proto.policy.measurements import DrafterMeasurements
 from outrider.proto.policy.measures import TextCalibration
-from outrider.proto.policy.selection import Arm, RoundCosts
+from outrider.proto.policy.selection import ArmCosts, RoundCosts
 from outrider.proto.policy.steering import SteeringView, commit_bytes
 from outrider.proto.policy.window import TOKEN_BYTES
 from outrider.proto.session.chain import Chain
@@ -214,18 +214,19 @@ class Meter:
 
     def survival(self, chain: Chain, drafter: int) -> float:
         """Return the chance that all drafts of the drafter's chain agree."""
-        self.chances(chain, drafter)
-        return self._survival
+        if chain.drafts:
+            self.chances(chain, drafter)
+            return self._survival
+        return 1.0
 
     # --- views for policies ---
 
-    def arms(self, active: int) -> list[Arm]:
-        """Return the drafters as arms of a selector; one that has not drafted yet is assumed as fast as the active."""
+    def arms(self, active: int) -> ArmCosts:
+        """Return the costs of the drafters; one that has not drafted yet is assumed as fast as the active."""
         usual_s = self._mine[active].drafting_s.value or UNMEASURED_S
-        return [
-            Arm(name, mine.drafting_s.value or usual_s, mine.reading_s.value)
-            for name, mine in zip(self._drafters, self._mine, strict=True)
-        ]
+        return ArmCosts(
+            [mine.drafting_s.value or usual_s for mine in self._mine], [mine.reading_s.value for mine in self._mine]
+        )
 
     def round_costs(self) -> RoundCosts:
         """Return the costs of a round beside its drafter."""

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 
 from outrider.proto.errors import InvalidArgument
-from outrider.proto.policy.selection import Arm, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
+from outrider.proto.policy.selection import ArmCosts, RoundCosts, RoundOutcome, SelectionView, Selector, StaticSelector
 from outrider.proto.session.events import CatchUpJob
 
 READ_TOKENS = 16  # tokens of a catch-up job; a commit that comes meanwhile has to wait for it
+READ_PROMPT_TOKENS = 64  # tokens of a job before the first choice, which reads what of a prompt shows nothing
 PROMPT_TOKENS = 64  # last tokens of a prompt, which show its subject before there is any text
 ROUND_DRAFTS = 8  # drafts of a round in views of selectors
 
@@ -146,7 +147,7 @@ class Selection:
 
     # --- the active drafter ---
 
-    def choose(self, arms: Sequence[Arm], costs: RoundCosts, committed: int, patience_s: float = 0.0) -> int:
+    def choose(self, arms: ArmCosts, costs: RoundCosts, committed: int, patience_s: float = 0.0) -> int:
         """Choose and return the active drafter of a text with `committed` tokens, prompt included.
 
         The text asks its verifier to wait for `patience_s` seconds.
@@ -183,17 +184,7 @@ class Selection:
         hits, confidence = self._new_hits, self._new_confidence
         self._forget_new()
         self._selector.learn(
-            RoundOutcome(
-                view=self._view,
-                arm=self.current,
-                committed=committed,
-                verified=verified,
-                accepted=accepted,
-                agreement=agreement,
-                seconds=seconds,
-                hits=hits,
-                confidence=confidence,
-            )
+            RoundOutcome(self._view, self.current, committed, verified, accepted, agreement, seconds, hits, confidence)
         )
 
     def fail(self, drafter: int) -> bool:
@@ -233,12 +224,14 @@ class Selection:
         return job
 
     def _catch_up_of(self, drafter: int, transcript: Sequence[int]) -> CatchUpJob:
-        start = self._prefix[drafter]
+        start, scored = self._prefix[drafter], self._first - PROMPT_TOKENS
         end = min(len(transcript), start + READ_TOKENS)
+        if self._view is None:
+            end = max(end, min(start + READ_PROMPT_TOKENS, scored))
         self._prefix[drafter] = end
         # Scoring and teacher forcing compute, and need a token before; skipping alone would leave all work for later.
         if start < self._first:
-            skip = max(1, min(self._first - PROMPT_TOKENS, end - 1), start) - start
+            skip = max(1, min(scored, end - 1), start) - start
             score = max(0, min(end, self._first) - start - skip)
         else:
             skip, score = min(end - 1, max(start, self.first_undecided(drafter))) - start, 0

@@ -105,6 +105,8 @@ class FixedShare:
             if hits:
                 self.unpaid[arm] += self.walks[arm].prices(hits, view, arm, longest)
         tokens = min(map(len, self.unpaid))
+        if not tokens:
+            return
         for losses in zip(*[losses[:tokens] for losses in self.unpaid], strict=True):
             if None in losses:
                 self._pay_awake(losses)
