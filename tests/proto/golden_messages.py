@@ -98,6 +98,7 @@ EXAMPLES = {
     ),
     "open with vLLM's noise": _edge(t.Open("m", HASH, (1,), t.Sampling(noise=t.Noise.VLLM), "s")),
     "open that bids the verifier draft": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", drafts_here=8)),
+    "open that allows learning": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", learning=t.Learning(3))),
     "open, least": _edge(t.Open("m", HASH, (1,), t.Sampling(), "s", drafting=False, logp=False)),
     "continue": _edge(t.Continue(start=300, prompt=(4, 5, 600), sampling=SAMPLING, chain=7)),
     "continue, least": _edge(t.Continue(0, ())),

@@ -72,6 +72,7 @@ opens = st.builds(
     steering=st.none() | requests,
     logp=st.booleans(),
     protocol_version=counts,
+    learning=st.none() | st.builds(t.Learning, st.integers(0, t.PROMPT_CLASSES - 1)),
 )
 
 
@@ -348,6 +349,12 @@ def wire_open(**sampling):
     return wire
 
 
+def wire_learning(prompt_class):
+    wire = wire_open()
+    wire.open.learning.prompt_class = prompt_class
+    return wire.SerializeToString()
+
+
 def wire_request(**fields):
     request = {"projection": "0123456789ab", "precision": "PRECISION_INT8", "every": 1} | fields
     return pb.EdgeFrame(report=pb.Report(steering=pb.SteeringRequest(**request))).SerializeToString()
@@ -386,6 +393,7 @@ def wire_prior(**fields):
         (wire_open(max_tokens=0).SerializeToString(), "sampling.max_tokens"),
         (pb.EdgeFrame(report=pb.Report(acceptance=1.5)).SerializeToString(), "report.acceptance"),
         (pb.EdgeFrame(report=pb.Report(acceptance=math.nan)).SerializeToString(), "report.acceptance"),
+        (wire_learning(t.PROMPT_CLASSES), "learning.prompt_class"),
         (wire_request(projection=""), "steering.projection"),
         (wire_request(projection="0123456789AB"), "steering.projection"),
         (wire_request(projection="0123456789ab\n"), "steering.projection"),

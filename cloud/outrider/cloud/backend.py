@@ -113,11 +113,14 @@ class StepOutput:
             may verify fewer drafts than it was given. None: the row only read, or was put off; `handle.length` tells.
         taps: [tapped rows with tokens, taps * hidden] float32, in their order; None: there are none.
         forwarded: moment at which the logits were there, on the monotonic clock, seconds.
+        logits: [sum of verified rows, vocab] float32, of the rows that `sampled` has tokens for, in their order, before
+            any processing; valid until the next step. None: they are not at hand.
     """
 
     sampled: Sequence[Sampled | None]
     taps: torch.Tensor | None
     forwarded: float
+    logits: torch.Tensor | None = None
 
 
 class Backend(Protocol):

@@ -13,7 +13,9 @@ from outrider.cloud.admission import Admission, verifier_failed
 from outrider.cloud.backend import Backend
 from outrider.cloud.batching import Batch, Batching
 from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine_state import EngineState
 from outrider.cloud.grammar import GrammarMatcher
+from outrider.cloud.learning.lessons import NoLessons, StepLessons
 from outrider.cloud.local_source import NoSource
 from outrider.cloud.masks import Masks, masks_by_of
 from outrider.cloud.metrics import VerifierMetrics
@@ -21,7 +23,7 @@ from outrider.cloud.recovery import Probe, Recovery, VerifierFailed
 from outrider.cloud.runner import ModelRunner
 from outrider.cloud.slots import Outbox, Slot, Slots
 from outrider.cloud.steering import Projection
-from outrider.cloud.step_timing import StepMeter, StepTiming
+from outrider.cloud.step_timing import StepMeter
 from outrider.proto.errors import InvalidArgument, OutriderError, Unavailable
 from outrider.proto.plumbing.logs import about
 from outrider.proto.session import Verified, VerifierRules
@@ -33,7 +35,7 @@ BACKLOG_S = 0.05  # between looks at a client that leaves its commits unread
 log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(EngineState):
     """The decoding of many sessions on one target, `backend`; `post_*` may be called from any thread."""
 
     def __init__(
@@ -44,6 +46,7 @@ class Engine:
         projections: Mapping[str, Projection] | None = None,
         on_failure: Callable[[], None] = lambda: None,
         source: NoSource | None = None,
+        lessons: NoLessons | None = None,
     ) -> None:
         """Decode on `backend`.
 
@@ -54,16 +57,18 @@ class Engine:
             projections: projections that make steering vectors, by id.
             on_failure: called once, in the engine's thread, when steps fail whatever they are for.
             source: drafts made beside the target; None: there are none.
+            lessons: what is kept of the steps for those who train drafters; None: nothing.
         """
         self.rules = replace(rules, projections=frozenset(projections or ()))
         self.metrics = VerifierMetrics(rules.model, rules.name)
         self.backend = backend
-        self._slots = Slots(backend, rules.name, self.metrics.begin_text)
+        slots = Slots(backend, rules.name, self.metrics.begin_text)
         self._source = source or NoSource()
-        self._admission = Admission(self._slots, self.rules, config.max_sessions, self._source)
+        self._lessons = lessons or NoLessons()
+        admission = Admission(slots, self.rules, config.max_sessions, self._source)
+        super().__init__(slots, admission, StepMeter(self.metrics, time.monotonic()))
         self._batching = Batching(config.max_gap_s, config.prefill_chunk)
         self._runner = ModelRunner(backend, projections or {}, min_step_s=config.min_step_s)
-        self._meter = StepMeter(self.metrics, time.monotonic())
         self._masks = Masks(self._slots, self._wake)
         probe = Probe(self.rules, backend, self._batching, self._runner)
         self._recovery = Recovery(self._slots, self._batching, probe, backend, self._step, self._masks)
@@ -86,12 +91,22 @@ class Engine:
         self._post(self._stop)
         self._thread.join()
         self._source.stop()
+        self._lessons.stop()
 
     def post_open(
-        self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None = None, isolation: str = ""
+        self,
+        key: int,
+        frame: Open,
+        outbox: Outbox,
+        matcher: GrammarMatcher | None = None,
+        isolation: str = "",
+        teacher: str | None = None,
     ) -> None:
-        """Admit a session as `key`, or put the error into its outbox; those of one `isolation` share KV pages."""
-        self._post(lambda: self._admit(key, frame, outbox, matcher, isolation))
+        """Admit a session as `key`, or put the error into its outbox; those of one `isolation` share KV pages.
+
+        `teacher` names an API key that allows learning from its texts, which its edge must allow, too; None: no key.
+        """
+        self._post(lambda: self._admit(key, frame, outbox, matcher, isolation, teacher))
 
     def post_frame(
         self, key: int, frame: EdgeFrame, taken: Callable[[], None], matcher: GrammarMatcher | None = None
@@ -111,41 +126,6 @@ class Engine:
     def post_drain(self) -> None:
         """Send all sessions elsewhere and admit no more."""
         self._post(self._admission.drain)
-
-    @property
-    def session_count(self) -> int:
-        """Admitted sessions, without those that are parked until their next turn."""
-        return self._slots.num_running
-
-    @property
-    def parked_count(self) -> int:
-        """Sessions that are parked until their next turn."""
-        return self._slots.num_parked
-
-    @property
-    def credit(self) -> int:
-        """Unverified tokens that a session may have in flight."""
-        return self._admission.credit
-
-    @property
-    def step_s(self) -> float:
-        """Smoothed time of a decoding step, seconds; 0: none yet."""
-        return self._meter.step_s.value
-
-    @property
-    def timings(self) -> deque[StepTiming]:
-        """Times of the newest steps; a reader may take them out."""
-        return self._meter.timings
-
-    @property
-    def draining(self) -> bool:
-        """Whether sessions are being sent away."""
-        return self._admission.draining
-
-    @property
-    def failed(self) -> bool:
-        """Whether steps fail whatever they are for, so that sessions are refused until the process is replaced."""
-        return self._admission.failed
 
     def _post(self, event: Callable[[], None]) -> None:
         with self._bell:
@@ -254,14 +234,21 @@ class Engine:
         result = self._runner.run(batch.shares)
         self._meter.record(batch, result.times)
         self._batching.measure(batch, result.times.verify_s, self._slots.num_running)
-        for slot, verified in result.verified:
-            try:
-                self._commit(slot, verified)
-            except Exception as error:  # a defect, and this session's alone
-                log.exception("a commit failed")
-                self._recovery.end(slot, error)
+        judged = [
+            StepLessons(slot.key, slot.session, verified, self._commit_or_end(slot, verified))
+            for slot, verified in result.verified
+        ]
+        self._lessons.take(result.logits, judged)
 
-    def _commit(self, slot: Slot, verified: Verified) -> None:
+    def _commit_or_end(self, slot: Slot, verified: Verified) -> Commit | None:
+        try:
+            return self._commit(slot, verified)
+        except Exception as error:  # a defect, and this session's alone
+            log.exception("a commit failed")
+            self._recovery.end(slot, error)
+            return None
+
+    def _commit(self, slot: Slot, verified: Verified) -> Commit:
         now = time.monotonic()
         slot.session.credit = self._admission.credit
         commit = slot.session.on_verified(verified, now)
@@ -271,6 +258,7 @@ class Engine:
         slot.ready_since = now
         self._send(slot, commit)
         self._recovery.note_commit()
+        return commit
 
     def _send(self, slot: Slot, commit: Commit) -> None:
         self.metrics.commit(commit)
@@ -280,7 +268,15 @@ class Engine:
 
     # --- events ---
 
-    def _admit(self, key: int, frame: Open, outbox: Outbox, matcher: GrammarMatcher | None, isolation: str) -> None:
+    def _admit(
+        self,
+        key: int,
+        frame: Open,
+        outbox: Outbox,
+        matcher: GrammarMatcher | None,
+        isolation: str,
+        teacher: str | None,
+    ) -> None:
         try:
             slot = self._admission.admit(key, frame, outbox, matcher, isolation, time.monotonic())
         except OutriderError as error:
@@ -290,6 +286,8 @@ class Engine:
             log.exception("an admission failed")
             self._recovery.refuse(outbox, frame.prompt, error)
             return
+        if teacher is not None and frame.learning is not None:
+            self._lessons.permit(key, teacher)
         self.metrics.admitted.inc()
         log.info("a session is admitted", extra=about(frame.session, self.rules.name))
         outbox.put(slot.session.opened())
@@ -311,6 +309,7 @@ class Engine:
                     slot.session.on_report(frame)
                 case Cancel():
                     self._send(slot, slot.session.on_cancel())
+                    self._lessons.end(key)
                 case Open():
                     raise InvalidArgument("comes twice in one stream; open another stream", field="frame.open")
         except OutriderError as error:
@@ -320,6 +319,7 @@ class Engine:
             self._recovery.end(slot, error)
 
     def _close(self, key: int) -> None:
+        self._lessons.close(key)
         if slot := self._slots.get(key):
             self._slots.release(slot)
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from outrider.cloud.backend import Backend, StepRow
 from outrider.cloud.batching import Share
 from outrider.cloud.distribution import VerificationInput
@@ -24,10 +26,12 @@ class StepResult:
     Attributes:
         verified: result of each session that has read its prompt to the end.
         times: moments of the step.
+        logits: [rows, vocab] raw ones of the verified rows, in the same order, until the next step; None: not at hand.
     """
 
     verified: Sequence[tuple[Slot, Verified]]
     times: StepTimes
+    logits: torch.Tensor | None
 
 
 class ModelRunner:
@@ -74,7 +78,7 @@ class ModelRunner:
             )
             for (share, sampled), vector in zip(done, vectors, strict=True)
         ]
-        return StepResult(verified, times)
+        return StepResult(verified, times, output.logits)
 
     @staticmethod
     def _wait_until(end: float) -> None:

@@ -90,7 +90,7 @@ class TransformersBackend:
             self.target.pool.register(_own(row.handle), row.handle.length - drafts)
         left = iter(sampled)
         of_rows = [None if row.verification is None else next(left) for row in rows]
-        return StepOutput(of_rows, self._taps(rows, inputs, sampled), forwarded)
+        return StepOutput(of_rows, self._taps(rows, inputs, sampled), forwarded, logits)
 
     def close(self) -> None:
         """Do nothing: what it holds ends with this process."""

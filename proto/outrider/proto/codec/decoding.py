@@ -70,6 +70,7 @@ OPEN = Table(
     patience=optional(Table(t.Patience, pb.Patience)),
     steering=optional(STEERING_REQUEST),
     drafts_here=optional_number,
+    learning=optional(Table(t.Learning, pb.Learning)),
 )
 CONTINUE = Table(t.Continue, pb.Continue, sampling=optional(SAMPLING))
 REPORT = Table(

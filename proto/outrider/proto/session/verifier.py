@@ -84,6 +84,7 @@ class VerifierSession:
         self._frame = frame
         self._first_chain = 0  # of this turn
         self._granted = self.credit  # with which a turn begins
+        self.learning = frame.learning
         self.logprobs = frame.logprobs
         self.top_logprobs = frame.top_logprobs
         self._rules = rules
@@ -118,7 +119,7 @@ class VerifierSession:
             release=rules.release,
             steered=self.steered,
             noise=self.noise,
-            drafter_here=self.ends.here.name if self.ends is not None else "",
+            drafter_here=self.own_drafter,
             precision=rules.precision,
         )
 
@@ -186,6 +187,11 @@ class VerifierSession:
     def drafter(self) -> DrafterName:
         """Name and version of the drafter of the edge's newest drafts, as the edge says; empty: it says none."""
         return self._next.received.drafter
+
+    @property
+    def own_drafter(self) -> str:
+        """The verifier's own drafter in this text, as name@version; empty: there is none."""
+        return self.ends.here.name if self.ends is not None else ""
 
     @property
     def waits_for_drafts(self) -> bool:

@@ -5,12 +5,11 @@ Positions are absolute (prompt + text, from 0). Token ids are Python ints in tup
 
 from __future__ import annotations
 
-from outrider.proto.types.checks import MAX_TOKEN_ID
+from outrider.proto.types.checks import MAX_TOKEN_ID, PROMPT_CLASSES
 from outrider.proto.types.control import (
     LINK_CLASSES,
     MAX_PREFIXES,
     MAX_REPORTED_DRAFTERS,
-    PROMPT_CLASSES,
     ClassAcceptance,
     ClusterStatus,
     DrafterHits,
@@ -41,6 +40,7 @@ from outrider.proto.types.decoding import (
     Goal,
     Goaway,
     Guarantee,
+    Learning,
     Open,
     Opened,
     Patience,
@@ -84,6 +84,7 @@ __all__ = [
     "Grammar",
     "GrammarKind",
     "Guarantee",
+    "Learning",
     "Lease",
     "LeaseRequest",
     "Noise",

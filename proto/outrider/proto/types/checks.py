@@ -7,6 +7,7 @@ import re
 from outrider.proto.errors import InvalidArgument
 
 MAX_TOKEN_ID = (1 << 31) - 1
+PROMPT_CLASSES = 16  # 0 included: unknown
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from outrider.proto.types.checks import NAME, SHA256, require
+from outrider.proto.types.checks import NAME, PROMPT_CLASSES, SHA256, require
 from outrider.proto.types.decoding import PROTOCOL_VERSION
 
-PROMPT_CLASSES, LINK_CLASSES = 16, 6  # 0 included: unknown
+LINK_CLASSES = 6  # 0 included: unknown
 MAX_REPORTED_DRAFTERS = 16  # in a report or a prior
 MAX_PREFIXES = 24  # of a text
 

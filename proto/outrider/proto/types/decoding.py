@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from outrider.proto.types.checks import MAX_TOKEN_ID, NAME, SHA256, require, require_tokens
+from outrider.proto.types.checks import MAX_TOKEN_ID, NAME, PROMPT_CLASSES, SHA256, require, require_tokens
 from outrider.proto.types.sampling import Noise, Sampling
 
 PROTOCOL_VERSION = 2
@@ -98,6 +98,21 @@ class SteeringRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Learning:
+    """Permission to keep a prompt and its text in memory for a day, and to train drafters with them.
+
+    Attributes:
+        prompt_class: kind of text, as in the lease's request; 0: unknown.
+    """
+
+    prompt_class: int = 0
+
+    def __post_init__(self) -> None:
+        known = 0 <= self.prompt_class < PROMPT_CLASSES
+        require(known, "learning.prompt_class", f"must be below {PROMPT_CLASSES}; 0 means unknown")
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """Everything that decides a text, so that any verifier can begin it or take it over.
 
@@ -114,6 +129,7 @@ class Open:
         steering: requested steering vectors, which do not change the text; None: none.
         drafts_here: drafts that the verifier makes itself before every step, none during one, as a drafter beside the
             target does; 0: none at all; None: as it prices them.
+        learning: permission to learn from the text; None: nothing may be kept of it.
     """
 
     model: str
@@ -134,6 +150,7 @@ class Open:
     keep_s: float = 0.0
     steering: SteeringRequest | None = None
     drafts_here: int | None = None
+    learning: Learning | None = None
 
     def __post_init__(self) -> None:
         require(self.drafts_here is None or self.drafts_here >= 0, "open.drafts_here", "must be 0 or more")

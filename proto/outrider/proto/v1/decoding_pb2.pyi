@@ -139,7 +139,7 @@ class Patience(_message.Message):
     def __init__(self, seconds: _Optional[float] = ..., drafts: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here")
+    __slots__ = ("protocol_version", "lease", "session", "model", "tokenizer_sha256", "sampling", "prompt", "committed", "patience", "drafting", "window", "max_drafts", "logp", "logprobs", "top_logprobs", "keep_s", "steering", "drafts_here", "learning")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +158,7 @@ class Open(_message.Message):
     KEEP_S_FIELD_NUMBER: _ClassVar[int]
     STEERING_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_HERE_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     lease: bytes
     session: str
@@ -176,7 +177,14 @@ class Open(_message.Message):
     keep_s: float
     steering: SteeringRequest
     drafts_here: int
-    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ..., drafts_here: _Optional[int] = ...) -> None: ...
+    learning: Learning
+    def __init__(self, protocol_version: _Optional[int] = ..., lease: _Optional[bytes] = ..., session: _Optional[str] = ..., model: _Optional[str] = ..., tokenizer_sha256: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., committed: _Optional[_Iterable[int]] = ..., patience: _Optional[_Union[Patience, _Mapping]] = ..., drafting: _Optional[bool] = ..., window: _Optional[int] = ..., max_drafts: _Optional[int] = ..., logp: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., keep_s: _Optional[float] = ..., steering: _Optional[_Union[SteeringRequest, _Mapping]] = ..., drafts_here: _Optional[int] = ..., learning: _Optional[_Union[Learning, _Mapping]] = ...) -> None: ...
+
+class Learning(_message.Message):
+    __slots__ = ("prompt_class",)
+    PROMPT_CLASS_FIELD_NUMBER: _ClassVar[int]
+    prompt_class: int
+    def __init__(self, prompt_class: _Optional[int] = ...) -> None: ...
 
 class SteeringRequest(_message.Message):
     __slots__ = ("projection", "precision", "every")

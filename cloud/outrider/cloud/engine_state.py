@@ -1,0 +1,53 @@
+"""The state of an engine, for whoever reports it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from outrider.cloud.admission import Admission
+from outrider.cloud.slots import Slots
+from outrider.cloud.step_timing import StepMeter, StepTiming
+
+
+class EngineState:
+    """What an engine has and does at present; any thread may ask."""
+
+    def __init__(self, slots: Slots, admission: Admission, meter: StepMeter) -> None:
+        self._slots = slots
+        self._admission = admission
+        self._meter = meter
+
+    @property
+    def session_count(self) -> int:
+        """Admitted sessions, without those that are parked until their next turn."""
+        return self._slots.num_running
+
+    @property
+    def parked_count(self) -> int:
+        """Sessions that are parked until their next turn."""
+        return self._slots.num_parked
+
+    @property
+    def credit(self) -> int:
+        """Unverified tokens that a session may have in flight."""
+        return self._admission.credit
+
+    @property
+    def step_s(self) -> float:
+        """Smoothed time of a decoding step, seconds; 0: none yet."""
+        return self._meter.step_s.value
+
+    @property
+    def timings(self) -> deque[StepTiming]:
+        """Times of the newest steps; a reader may take them out."""
+        return self._meter.timings
+
+    @property
+    def draining(self) -> bool:
+        """Whether sessions are being sent away."""
+        return self._admission.draining
+
+    @property
+    def failed(self) -> bool:
+        """Whether steps fail whatever they are for, so that sessions are refused until the process is replaced."""
+        return self._admission.failed

@@ -1,0 +1,506 @@
+"""Lessons: what a verifier keeps of its steps, that no text knows of it, and that nothing is kept without consent."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafting_outbox import DraftingOutbox
+
+from outrider.cloud.config import VerifierConfig
+from outrider.cloud.engine import Engine
+from outrider.cloud.learning import lessons, sink
+from outrider.cloud.learning.inclusion import BURST_S
+from outrider.cloud.learning.lessons import LessonCollector, Lost, may_teach
+from outrider.cloud.learning.packing import StepRows, read_steps, teaching
+from outrider.cloud.learning.record import LessonKind, LessonRecord, salted
+from outrider.cloud.learning.sink import LessonSink
+from outrider.cloud.target import SessionRows, Target
+from outrider.cloud.testing.kept_lessons import KeptLessons
+from outrider.cloud.testing.tiny_target import CONTEXT, VOCAB, tiny_llama
+from outrider.cloud.transformers_backend import TransformersBackend
+from outrider.proto.session import VerifierRules
+from outrider.proto.testing import word_tokenizer
+from outrider.proto.types import Cancel, Grammar, GrammarKind, Learning, Sampling
+
+torch.set_num_threads(1)
+
+SAMPLING = Sampling(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
+PROMPT = (5, 6, 7, 8)
+Counted = Counter[LessonKind | Lost]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_llama(sharpness=60.0), word_tokenizer(VOCAB), kv_tokens=8192, page_size=16)
+
+
+def make_engine(target: Target, sink: LessonSink | None = None, **options: Any) -> Engine:
+    rules = VerifierRules("v", "tiny", target.tokenizer_sha256, VOCAB, CONTEXT, target.eos_tokens)
+    collector = LessonCollector("tiny", sink, options.pop("rate", 1e6), **options) if sink is not None else None
+    engine = Engine(TransformersBackend(target), rules, VerifierConfig(threads=1, max_sessions=8), lessons=collector)
+    engine.start()
+    return engine
+
+
+@pytest.fixture
+def engines(target) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(*args: Any, **options: Any) -> Engine:
+        made.append(make_engine(target, *args, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.stop()
+
+
+def plain_text(engine: Engine, prompt: tuple[int, ...] = PROMPT, sampling: Sampling = SAMPLING) -> list[int]:
+    edge = DraftingOutbox(engine, 1000, prompt)
+    edge.open(sampling, learning=None, teacher=None, session="plain")
+    text = edge.end()
+    engine.post_close(1000)
+    return text
+
+
+def drafter_of(text: list[int], count: int = 5, wrong_every: int = 7) -> Callable[[list[int]], list[int]]:
+    """Proposes the text's own tokens, but for those at some positions."""
+
+    def drafts(before: list[int]) -> list[int]:
+        first = len(before)
+        ahead = enumerate(text[first : first + count], first)
+        return [(token + 1) % VOCAB if place % wrong_every == 0 else token for place, token in ahead]
+
+    return drafts
+
+
+def target_says(target: Target, prefix: np.ndarray) -> np.ndarray:
+    """Log p of every token after `prefix`, by the model's own forward."""
+    cache = target.pool.allocate(len(prefix))
+    logits = target.forward([SessionRows(cache, tuple(prefix.tolist()), 1)])
+    cache.truncate(0)
+    target.pool.release(cache)
+    return torch.log_softmax(logits[0].double(), -1).numpy()
+
+
+def test_every_row_says_what_the_target_says_after_its_prefix(target, engines) -> None:
+    kept = KeptLessons()
+    engine = engines(kept)
+    text = plain_text(engine)
+    edge = DraftingOutbox(engine, 1, PROMPT, drafter_of(text), ("swift", "12ab"))
+    edge.open(SAMPLING, learning=Learning(3))
+    assert edge.end() == text
+    (record,) = kept.wait_for(1)
+    engine.stop()
+    kinds = Counter(map(LessonKind, record.kinds.tolist()))
+    assert min(kinds[kind] for kind in LessonKind) > 0
+    for row in range(len(record)):
+        logp = target_says(target, record.prefix(row))
+        said = np.exp(logp[record.top_ids[row]])
+        assert np.abs(np.exp(record.top_logp[row].astype(float)) - said).max() < 2e-3
+        assert sorted(record.top_ids[row].tolist()) == list(range(VOCAB))
+        assert record.rest_logp[row] == -np.inf
+    committed = record.kinds != LessonKind.SUFFIX
+    assert record.positions[committed].tolist() == list(range(len(PROMPT), len(text)))
+    assert record.targets[committed].tolist() == text[len(PROMPT) :]
+    assert record.tokens.tolist() == text
+    assert (record.model, record.prompt_class, record.first_generated) == ("tiny", 3, len(PROMPT))
+    assert record.sampling.seed == SAMPLING.seed
+    assert record.drafters == ("swift@12ab",)
+    assert ((record.row_drafter == 0) == (record.drafted >= 0)).all()
+    assert (record.weights == 1).all()
+    verified = sum(commit.verified + 1 for commit in edge.commits if commit.tokens)
+    after_the_end = edge.commits[-1].verified + 1 - len(edge.commits[-1].tokens)
+    assert len(record) == verified - after_the_end
+    assert kinds[LessonKind.ACCEPTED] == sum(commit.accepted for commit in edge.commits)
+
+
+def test_likeliest_tokens_and_the_rest_are_those_of_the_raw_logits() -> None:
+    logits = torch.randn(7, 500, generator=torch.Generator().manual_seed(1)) * 4
+    said = teaching(logits)
+    probability = torch.softmax(logits.double(), -1)
+    best = probability.topk(64, dim=-1)
+    assert np.array_equal(said.top_ids, best.indices.numpy())
+    assert np.abs(np.exp(said.top_logp.astype(float)) - best.values.numpy()).max() < 2e-3
+    assert np.exp(said.rest_logp) == pytest.approx(1 - best.values.sum(-1).numpy(), abs=1e-5)
+    assert said.finite.all()
+
+
+def test_rows_of_penalised_texts_hold_the_logits_before_the_penalty(target, engines) -> None:
+    kept = KeptLessons()
+    engine = engines(kept)
+    sampling = Sampling(temperature=0.7, seed=2, top_k=3, repetition_penalty=2.0, max_tokens=12, ignore_eos=True)
+    edge = DraftingOutbox(engine, 1, PROMPT)
+    edge.open(sampling)
+    edge.end()
+    (record,) = kept.wait_for(1)
+    engine.stop()
+    for row in range(len(record)):
+        logp = target_says(target, record.prefix(row))[record.top_ids[row]]
+        assert np.abs(np.exp(record.top_logp[row].astype(float)) - np.exp(logp)).max() < 2e-3
+    assert record.sampling.repetition_penalty == 2.0
+
+
+def test_texts_beside_each_other_do_not_mix(target, engines) -> None:
+    kept = KeptLessons()
+    engine = engines(kept)
+    prompts = [(5, 6, 7), (9, 8), (11, 12, 13, 14), (3,)]
+    texts = [plain_text(engine, prompt) for prompt in prompts]
+    edges = [DraftingOutbox(engine, key, prompt, drafter_of(texts[key])) for key, prompt in enumerate(prompts)]
+    for key, edge in enumerate(edges):
+        edge.open(SAMPLING, learning=Learning() if key != 2 else None)
+    assert [edge.end() for edge in edges] == texts
+    records = kept.wait_for(3)
+    engine.stop()
+    assert sorted(record.tokens.tolist() for record in records) == sorted(texts[i] for i in (0, 1, 3))
+    for record in records:
+        for row in range(0, len(record), 5):
+            logp = target_says(target, record.prefix(row))[record.top_ids[row]]
+            assert np.abs(np.exp(record.top_logp[row].astype(float)) - np.exp(logp)).max() < 2e-3
+    assert len({record.session_salt for record in records}) == 3
+    assert len({record.key_salt for record in records}) == 1
+
+
+def test_a_long_text_makes_a_record_now_and_then_and_each_has_what_comes_before(engines, monkeypatch) -> None:
+    monkeypatch.setattr(lessons, "RECORD_TOKENS", 50)
+    monkeypatch.setattr(lessons, "CONTEXT", 10)
+    kept = KeptLessons()
+    engine = engines(kept)
+    sampling = Sampling(temperature=1.0, seed=5, max_tokens=160, ignore_eos=True)
+    text = plain_text(engine, sampling=sampling)
+    edge = DraftingOutbox(engine, 1, PROMPT, drafter_of(text))
+    edge.open(sampling)
+    edge.end()
+    records = kept.wait_for(4)
+    rows = [record.positions[record.kinds != LessonKind.SUFFIX].tolist() for record in records]
+    assert list(itertools.chain(*rows)) == list(range(len(PROMPT), len(text)))
+    for record in records:
+        assert record.start >= 0
+        assert record.tokens.tolist() == text[record.start : record.start + len(record.tokens)]
+    assert records[1].start == rows[1][0] - 10
+
+
+def test_every_turn_of_a_conversation_has_its_own_record(engines) -> None:
+    kept = KeptLessons()
+    engine = engines(kept)
+    edge = DraftingOutbox(engine, 1, PROMPT)
+    edge.open(SAMPLING, keep_s=60.0)
+    first = list(edge.end())
+    edge.begin_turn((9, 10, 11), Sampling(temperature=1.0, seed=6, max_tokens=10, ignore_eos=True))
+    second = edge.end()
+    records = kept.wait_for(2)
+    assert [record.tokens.tolist() for record in records] == [first, second]
+    assert [record.first_generated for record in records] == [len(PROMPT), len(first) + 3]
+    assert [record.sampling.seed for record in records] == [5, 6]
+
+
+def test_a_cancelled_text_and_one_whose_stream_closes_leave_what_they_taught(engines) -> None:
+    kept = KeptLessons()
+    engine = engines(kept)
+    for key, leave in (
+        (1, lambda: engine.post_frame(1, Cancel("enough"), lambda: None)),
+        (2, lambda: engine.post_close(2)),
+    ):
+        edge = DraftingOutbox(engine, key, PROMPT)
+        edge.open(Sampling(temperature=1.0, seed=5, max_tokens=900, ignore_eos=True))
+        while len(edge.commits) < 5:
+            time.sleep(0.001)
+        leave()
+        record = kept.wait_for(key)[-1]
+        assert record.tokens.tolist() == edge.transcript[: len(record.tokens)]
+        assert len(record) >= 5
+
+
+# === consent ====================================================================================================
+
+
+@pytest.mark.parametrize(("learn", "shares", "allows"), list(itertools.product((False, True), repeat=3)))
+def test_nothing_is_kept_unless_verifier_edge_and_key_all_say_so(engines, learn, shares, allows) -> None:
+    kept = KeptLessons()
+    engine = engines(kept if learn else None)
+    edge = DraftingOutbox(engine, 1, PROMPT)
+    edge.open(SAMPLING, learning=Learning() if shares else None, teacher="alice" if allows else None)
+    text = edge.end()
+    sentinel = DraftingOutbox(engine, 2, (9, 9))  # whose record comes after that of the text, if there is one
+    sentinel.open(SAMPLING)
+    end = sentinel.end()
+    if not learn:
+        time.sleep(3 * lessons.TICK_S)
+        assert kept.records == []
+        return
+    records = kept.wait_for(2 if shares and allows else 1)
+    assert [record.tokens.tolist() for record in records] == [text, end][-len(records) :]
+    assert len(records) == 1 + (shares and allows)
+
+
+@pytest.mark.parametrize(
+    "constrained",
+    [
+        {"logit_bias": ((5, 1.0),)},
+        {"allowed_tokens": tuple(range(30))},
+    ],
+)
+def test_constrained_turns_are_not_kept_and_free_ones_beside_them_are(engines, constrained) -> None:
+    kept = KeptLessons()
+    engine = engines(kept)
+    edge = DraftingOutbox(engine, 1, PROMPT)
+    edge.open(Sampling(max_tokens=8, ignore_eos=True, **constrained), keep_s=60.0)
+    edge.end()
+    edge.begin_turn((9,), Sampling(max_tokens=8, ignore_eos=True))
+    free = list(edge.end())
+    edge.begin_turn((9,), Sampling(max_tokens=8, ignore_eos=True, **constrained))
+    edge.end()
+    edge.begin_turn((9,), Sampling(max_tokens=8, ignore_eos=True))
+    freed = edge.end()
+    assert [record.tokens.tolist() for record in kept.wait_for(2)] == [free, freed]
+
+
+def test_a_grammar_a_bias_and_allowed_tokens_keep_a_text_from_teaching() -> None:
+    assert may_teach(Sampling(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1, frequency_penalty=1.0))
+    assert not may_teach(Sampling(grammar=Grammar(GrammarKind.JSON_OBJECT)))
+    assert not may_teach(Sampling(logit_bias=((1, 1.0),)))
+    assert not may_teach(Sampling(allowed_tokens=(1,)))
+
+
+# === texts know nothing of it ===================================================================================
+
+
+class Silent:
+    """Never answers."""
+
+    def __init__(self) -> None:
+        self.pushes = 0
+
+    def push(self, records: tuple[bytes, ...]) -> Future[object]:
+        self.pushes += 1
+        return Future()
+
+    def forget(self, key_salt: bytes) -> Future[int]:
+        return Future()
+
+
+class Stuck(Silent):
+    """Does not even return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def push(self, records: tuple[bytes, ...]) -> Future[object]:
+        self.pushes += 1
+        self.released.wait(60)
+        return Future()
+
+
+class Dead(Silent):
+    def push(self, records: tuple[bytes, ...]) -> Future[object]:
+        self.pushes += 1
+        raise ConnectionError("the trainer is gone")
+
+    forget = push  # type: ignore[assignment]
+
+
+class Failing(Silent):
+    def push(self, records: tuple[bytes, ...]) -> Future[object]:
+        self.pushes += 1
+        answer: Future[object] = Future()
+        answer.set_exception(RuntimeError("out of memory, say"))
+        return answer
+
+
+@pytest.mark.parametrize("make", [None, KeptLessons, Silent, Stuck, Dead, Failing])
+def test_texts_are_the_same_without_lessons_with_them_and_with_any_sink(engines, monkeypatch, make) -> None:
+    monkeypatch.setattr(lessons, "TICK_S", 0.002)
+    monkeypatch.setattr(lessons, "RECORD_TOKENS", 20)
+    monkeypatch.setattr(sink, "RETRY_S", 0.0)
+    monkeypatch.setattr(lessons, "STOP_WITHIN_S", 0.1)
+    taking = make() if make else None
+    engine, alone = engines(taking), engines()
+    prompts = [(5, 6, 7), (9, 8), (11, 12, 13, 14)]
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(temperature=temperature, seed=5, max_tokens=120, ignore_eos=True)
+        texts = [plain_text(alone, prompt, sampling) for prompt in prompts]
+        edges = [
+            DraftingOutbox(engine, key, prompt, drafter_of(texts[key], wrong_every=5))
+            for key, prompt in enumerate(prompts)
+        ]
+        for key, edge in enumerate(edges):
+            edge.open(sampling, session=f"t{temperature:.0f}-{key}")
+        assert [edge.end() for edge in edges] == texts
+        for key in range(len(prompts)):
+            engine.post_close(key)
+    until = time.monotonic() + 30
+    while isinstance(taking, Silent) and not taking.pushes and time.monotonic() < until:
+        time.sleep(0.005)
+    assert not isinstance(taking, Silent) or taking.pushes
+    if isinstance(taking, Stuck):
+        taking.released.set()
+
+
+def test_a_defect_in_the_collector_ends_no_text(engines, monkeypatch, caplog) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(LessonCollector, "_copy", broken)
+    engine = engines(KeptLessons())
+    edge = DraftingOutbox(engine, 1, PROMPT)
+    edge.open(SAMPLING)
+    assert edge.end() == plain_text(engine)
+    assert "the lessons of a step are lost" in caplog.text
+
+
+def counting(counted: Counted) -> Callable[[LessonKind | Lost, int], None]:
+    def count(what: LessonKind | Lost, rows: int) -> None:
+        counted[what] += rows
+
+    return count
+
+
+def test_a_silent_sink_gets_one_push_and_the_rest_is_dropped_and_counted(engines, monkeypatch) -> None:
+    monkeypatch.setattr(lessons, "TICK_S", 0.002)
+    monkeypatch.setattr(lessons, "RECORD_TOKENS", 20)
+    monkeypatch.setattr(sink, "MAX_WAITING_BYTES", 30_000)
+    counted, silent = Counted(), Silent()
+    engine = engines(silent, count=counting(counted))
+    for key in range(6):
+        edge = DraftingOutbox(engine, key, PROMPT)
+        edge.open(SAMPLING)
+        edge.end()
+    until = time.monotonic() + 30
+    while not counted[Lost.TRAINER] and time.monotonic() < until:
+        time.sleep(0.005)
+    assert silent.pushes == 1
+    assert counted[Lost.TRAINER] >= 20
+
+
+def test_logits_that_nobody_reads_are_dropped_oldest_first_and_counted(engines, monkeypatch) -> None:
+    monkeypatch.setattr(lessons, "TICK_S", 0.002)
+    monkeypatch.setattr(lessons, "RECORD_TOKENS", 20)
+    monkeypatch.setattr(lessons, "MAX_QUEUED_BYTES", 10 * VOCAB * 4)
+    counted, stuck = Counted(), Stuck()
+    engine = engines(stuck, count=counting(counted))
+    collector = engine._lessons
+    for key in range(3):
+        edge = DraftingOutbox(engine, key, PROMPT)
+        edge.open(SAMPLING)
+        edge.end()
+        if key == 0:
+            while not stuck.pushes:
+                time.sleep(0.002)
+    queued = [item for item in list(collector._queue) if isinstance(item, StepRows)]
+    assert sum(step.nbytes for step in queued) <= 10 * VOCAB * 4
+    stuck.push = Silent().push  # type: ignore[method-assign]
+    stuck.released.set()
+    until = time.monotonic() + 30
+    while not counted[Lost.QUEUE] and time.monotonic() < until:
+        time.sleep(0.005)
+    assert counted[Lost.QUEUE] >= 60
+
+
+def test_the_rate_is_kept_and_what_is_kept_stands_for_the_rest(engines) -> None:
+    kept, rate = KeptLessons(), 40.0
+    engine = engines(kept, rate=rate)
+    text, began, rows = plain_text(engine), time.monotonic(), 0
+    for key in range(8):
+        edge = DraftingOutbox(engine, key, PROMPT, drafter_of(text))
+        edge.open(SAMPLING)
+        edge.end()
+        rows += sum(commit.verified + 1 for commit in edge.commits if commit.tokens)
+    budget = rate * (BURST_S + time.monotonic() - began) + 17
+    time.sleep(3 * lessons.TICK_S)
+    got = sum(map(len, kept.records))
+    assert 0 < got <= budget < rows
+
+
+def test_records_older_than_a_day_are_dropped(engines, monkeypatch) -> None:
+    counted, kept = Counted(), KeptLessons()
+    engine = engines(kept, count=counting(counted))
+    monkeypatch.setattr(lessons, "MAX_AGE_S", -1.0)
+    edge = DraftingOutbox(engine, 1, PROMPT)
+    edge.open(SAMPLING)
+    edge.end()
+    while not counted[Lost.AGE]:
+        time.sleep(0.005)
+    assert kept.records == []
+
+
+def test_rows_that_are_no_numbers_are_left_out() -> None:
+    logits = torch.zeros(3, 80)
+    logits[1, 5] = float("nan")
+    step = StepRows(logits)
+    read_steps([step])
+    assert step.said is not None
+    assert step.said.finite.tolist() == [True, False, True]
+
+
+# === forgetting =================================================================================================
+
+
+def test_a_key_is_forgotten_here_and_at_the_sink_and_others_are_not(engines) -> None:
+    kept = KeptLessons()
+    engine = engines(kept, secret=b"secret")
+    for key, teacher in enumerate(("alice", "bob", "alice")):
+        edge = DraftingOutbox(engine, key, PROMPT)
+        edge.open(SAMPLING, teacher=teacher)
+        edge.end()
+    kept.wait_for(3)
+    assert engine._lessons.forget("alice").result(30) == 2 * SAMPLING.max_tokens
+    (record,) = kept.records
+    assert record.key_salt == salted(b"secret", "key bob")
+    edge = DraftingOutbox(engine, 7, PROMPT)
+    edge.open(SAMPLING, teacher="alice")
+    edge.end()
+    assert len(kept.wait_for(2)) == 2, "later texts teach again"
+
+
+def test_what_has_not_been_pushed_is_forgotten_too(engines, monkeypatch) -> None:
+    monkeypatch.setattr(lessons, "TICK_S", 0.002)
+    counted, silent = Counted(), Silent()
+    answers: list[Future[object]] = []
+
+    def push(records: tuple[bytes, ...]) -> Future[object]:
+        assert LessonRecord.decode(records[0]).key_salt == salted(b"", "key bob"), "alice's were to be forgotten"
+        answers.append(Future())
+        return answers[-1]
+
+    monkeypatch.setattr(silent, "push", push)
+    monkeypatch.setattr(silent, "forget", KeptLessons().forget)
+    engine = engines(silent, count=counting(counted))
+    for key, teacher in enumerate(("bob", "alice", "bob")):
+        edge = DraftingOutbox(engine, key, PROMPT)
+        edge.open(SAMPLING, teacher=teacher)
+        edge.end()
+        while not answers:
+            time.sleep(0.002)
+    running = DraftingOutbox(engine, 7, PROMPT)  # what it has taught so far, too
+    running.open(Sampling(max_tokens=900, ignore_eos=True), teacher="alice")
+    while len(running.commits) < 5:
+        time.sleep(0.002)
+    answer = engine._lessons.forget("alice")
+    time.sleep(0.1)
+    assert not answer.done(), "a push is on its way, which may hold lessons of the key"
+    engine.post_close(7)
+    answers[0].set_result(None)
+    assert answer.result(30) == 0
+    while counted[Lost.FORGOTTEN] < SAMPLING.max_tokens + 5:
+        time.sleep(0.002)
+    answers[-1].set_result(None)
+
+
+def test_a_sink_that_cannot_forget_says_so(engines) -> None:
+    engine = engines(Dead())
+    with pytest.raises(ConnectionError):
+        engine._lessons.forget("alice").result(30)
+
+
+def test_nothing_is_to_be_forgotten_where_nothing_is_kept(engines) -> None:
+    assert engines()._lessons.forget("alice").result(0) == 0
