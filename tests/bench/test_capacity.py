@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from outrider.bench.capacity.crowd import load_of
-from outrider.bench.capacity.record import Capacities
-from outrider.bench.capacity.search import Bounds, most_sessions
+from outrider.bench.capacity import search
+from outrider.bench.capacity.crowd import Load, load_of
+from outrider.bench.capacity.record import Capacities, StepModel
+from outrider.bench.capacity.search import Bounds, Search, most_sessions, sizes_to
 from outrider.bench.record import from_json, save
 from outrider.bench.recording import CostSheet, DrafterCosts, TargetCosts
 from outrider.bench.replay.optimum import colocated
@@ -69,15 +70,48 @@ def test_a_drafter_beside_the_target_makes_the_round_trip_unimportant() -> None:
     assert far < 0.7 * near
 
 
+@pytest.mark.parametrize("guess", [1, 6, 16, 99])
 @pytest.mark.parametrize("most", [0, 1, 2, 5, 15, 16])
-def test_the_search_finds_the_most_sessions(most: int) -> None:
+def test_the_search_finds_the_most_sessions(most: int, guess: int) -> None:
     tried: list[int] = []
-    assert most_sessions(lambda n: tried.append(n) or n <= most, 16) == most
+    assert most_sessions(lambda n: tried.append(n) or n <= most, 16, guess) == most
     assert max(tried) <= 16
+    assert len(set(tried)) == len(tried), "each number is tried once"
 
 
-def test_a_large_capacity_is_found_to_a_sixteenth() -> None:
-    assert 94 <= most_sessions(lambda n: n <= 100, 10_000) <= 100
+@pytest.mark.parametrize("guess", [1, 5, 10, 16])
+@pytest.mark.parametrize("failed", range(1, 12))
+def test_one_failed_trial_does_not_end_the_search(failed: int, guess: int) -> None:
+    assert most_sessions(lambda n: n <= 12 and n != failed, 16, guess) == 12
+
+
+def test_a_large_capacity_is_found_to_an_eighth_of_it() -> None:
+    assert 88 <= most_sessions(lambda n: n <= 100, 10_000) <= 100
+    assert sizes_to(20) == [*range(1, 17), 18, 20]
+
+
+def test_a_capacity_is_the_median_of_searches_and_keeps_their_range(monkeypatch) -> None:
+    held, seconds = (9, 4, 7), {}
+
+    def loaded(*_: object, sessions: int, seed: int, **more: float) -> Load:
+        seconds[sessions] = more["seconds"]
+        return Load(0.01 if sessions <= held[seed] else 1.0, 40.0, 1.0, 1.0, 0.0, 0.0)
+
+    monkeypatch.setattr(search, "load_of", loaded)
+    searched = Search(TRACES, COSTS, Bounds(0.06, math.inf, 16, 24.0, seeds=3))
+    (cloud,) = searched.capacities(StepModel("flat", 30.0, 0.1, 30.0), 2.0, (1,), (2.0,), ("cloud",))
+    assert (cloud.sessions, cloud.low, cloud.high) == (7, 4, 9)
+    assert cloud.tokens_per_second == 40.0
+    assert (seconds[1], seconds[8], seconds[16]) == (24.0, 3.0, 1.5), "of all sessions together, and not too short"
+
+
+def test_another_seed_gives_sessions_other_texts_and_beginnings() -> None:
+    one, same, other = (
+        load_of(TRACES, COSTS, Policy(here=True), sessions=3, rtt_s=0.01, threads=1, seconds=1.5, seed=seed)
+        for seed in (0, 0, 1)
+    )
+    assert one == same
+    assert one != other
 
 
 def test_gap_and_pace_both_bound_what_is_held() -> None:
@@ -97,9 +131,9 @@ def recording(tmp_path_factory):
 
 
 def test_the_command_prints_a_table_and_writes_record_and_plot(recording, tmp_path, capsys) -> None:
-    grid = ("--rtt", "2,200", "--drafting", "2", "--draft-threads", "1", "--step-costs", "flat", "--max-sessions", "2")
+    grid = ("--rtt", "2,200", "--drafting", "2", "--draft-threads", "1", "--seeds", "2", "--max-sessions", "2")
     written = ("--json", str(tmp_path / "c.json"), "--plot", str(tmp_path / "c.png"))
-    assert main(["capacity", str(recording), *grid, "--seconds", "0.5", *written]) == 0
+    assert main(["capacity", str(recording), *grid, "--seconds", "4", *written]) == 0
     found = from_json(Capacities, read_text(tmp_path / "c.json", "json"), "json")
     by_mode = {}
     for result in found.results:
@@ -113,6 +147,7 @@ def test_the_command_prints_a_table_and_writes_record_and_plot(recording, tmp_pa
     assert by_mode["cloud"][0].sessions == 0, "33 tokens/s are below the pace"
     assert by_mode["colocated"][0].sessions == 2
     assert by_mode["edge"][1].sessions < by_mode["edge"][0].sessions == 2
+    assert all(own.low <= own.sessions <= own.high for results in by_mode.values() for own in results)
     shown = capsys.readouterr().out
     assert "Sessions, flat steps: 30 ms + 0.1 ms a row" in shown
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
@@ -123,6 +158,7 @@ def test_the_command_prints_a_table_and_writes_record_and_plot(recording, tmp_pa
     [
         (["--rtt", ""], "rtt: is empty"),
         (["--drafting", "2,2"], "drafting: names 2.0 twice"),
+        (["--modes", ""], "modes: is empty"),
         (["--drafter", "other"], "drafter: 'other' was not recorded"),
     ],
 )

@@ -22,6 +22,7 @@ from outrider.proto.types import Goal, Sampling
 
 PER_LINK = "one for all links, or one for each"
 MODES = ("cloud", "sync", "colocated", "edge", "outrider", "optimum", "hf-generate", "hf-assisted")
+CROWD_MODES = ("cloud", "colocated", "edge", "outrider")
 GOALS = ("latency", "efficiency")
 LLAMA_8BIT = "llama-8bit"
 PEERS = ("llama", LLAMA_8BIT, "vllm", "vllm-compiled")
@@ -319,9 +320,12 @@ class CapacitySettings(Settings):
         (2.0, 10.0, 30.0, 60.0, 120.0, 200.0), "round-trip times of the links, ms", check=at_least(0)
     )
     drafting: tuple[float, ...] = listed((0.5, 2.0, 10.0), "times of a drafted token at either end, ms", check=above(0))
-    draft_threads: tuple[int, ...] = listed((1, 4), "threads of the verifier that draft", check=at_least(1))
+    draft_threads: tuple[int, ...] = listed((1,), "threads of the verifier that draft", check=at_least(1))
+    modes: tuple[str, ...] = listed(
+        CROWD_MODES, "who drafts: nobody, the verifier alone, edges alone, both", choices=CROWD_MODES
+    )
     step_costs: tuple[str, ...] = listed(
-        ("measured", "flat"),
+        ("flat",),
         "assumed times of a step: by the recorded costs, or flat: the minimum and little for a row, as on a GPU",
         choices=("measured", "flat"),
     )
@@ -329,10 +333,13 @@ class CapacitySettings(Settings):
         30.0, "minimum time of a target step, to imitate a larger target", metavar="MS", check=above(0)
     )
     flat_row: float = option(0.1, "time of a row of flat steps", metavar="MS", check=at_least(0))
-    gap: float = option(60.0, "longest 95th percentile of the gaps between tokens", metavar="MS", check=above(0))
+    gap: float = option(75.0, "longest 95th percentile of the gaps between tokens", metavar="MS", check=above(0))
     pace: float = option(25.0, "longest mean time a token of a session; 0: any", metavar="MS", check=at_least(0))
     max_sessions: int = option(128, "most sessions to try", check=at_least(1))
-    seconds: float = option(4.0, "simulated time of a trial, after a warm-up", metavar="S", check=above(0))
+    seconds: float = option(
+        48.0, "simulated time of a trial, of all sessions together, after a warm-up", metavar="S", check=above(0)
+    )
+    seeds: int = option(3, "searches of each capacity, with different texts and beginnings", check=at_least(1))
     drafter: str = option("", "recorded drafter to replay; empty: the only one", metavar="NAME")
     json: Path | None = option(None, "file to write all results to")
     plot: Path | None = option(None, "file to plot them in: .png, .pdf or .svg")

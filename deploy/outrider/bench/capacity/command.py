@@ -28,7 +28,7 @@ def capacity(given: Given) -> int:
     options = given(CapacitySettings)
     recording = load_recording(options.traces)
     drafter, traces = recording.one(options.drafter)
-    for name in ("rtt", "drafting", "draft_threads", "step_costs"):
+    for name in ("rtt", "drafting", "draft_threads", "step_costs", "modes"):
         values = getattr(options, name)
         if not values:
             raise ConfigError("is empty; give one value or more", field=name)
@@ -36,14 +36,15 @@ def capacity(given: Given) -> int:
     costs = recording.costs.of(drafter)
     models = [_model(name, costs, options) for name in options.step_costs]
     pace_s = options.pace / 1e3 if options.pace else math.inf
-    search = Search(traces, costs, Bounds(options.gap / 1e3, pace_s, options.max_sessions, options.seconds))
+    bounds = Bounds(options.gap / 1e3, pace_s, options.max_sessions, options.seconds, options.seeds)
+    search = Search(traces, costs, bounds)
 
     def found() -> Capacities:
         results: list[HeldSessions] = []
         cells = list(itertools.product(models, options.drafting))
         with progress(Console(stderr=True, highlight=False), "replaying", len(cells)) as advance:
             for model, drafting_ms in cells:
-                results += search.capacities(model, drafting_ms, options.draft_threads, options.rtt)
+                results += search.capacities(model, drafting_ms, options.draft_threads, options.rtt, options.modes)
                 advance()
         return Capacities(
             command=command_line(),
@@ -53,6 +54,7 @@ def capacity(given: Given) -> int:
             pace_ms=options.pace,
             max_sessions=options.max_sessions,
             seconds=options.seconds,
+            seeds=options.seeds,
             models=tuple(models),
             results=tuple(results),
         )

@@ -75,7 +75,7 @@ def load_of(
     """Return how `sessions` at once fare.
 
     Prompts are left out: each session has a prompt of one token, then the recorded texts, one after the other, from
-    another one on than the session before it.
+    the next one on after the session before it.
 
     Args:
         traces: recorded texts of one drafter.
@@ -85,10 +85,12 @@ def load_of(
         rtt_s: round-trip time of all links, whose rates have no limit, in seconds.
         threads: threads of the verifier that draft, where `policy.here`.
         seconds: time that is measured after a warm-up.
-        seed: seed of the sessions' beginnings, which lie in the first half of the warm-up.
+        seed: seed of the first session's text, and of the moments at which sessions begin, which lie in the first half
+            of the warm-up.
     """
     clock, rng, end_s = VirtualClock(), random.Random(seed), WARM_UP_S + seconds
-    endless = [_endless(traces, number, int(end_s * MAX_TOKENS_A_S)) for number in range(sessions)]
+    first = rng.randrange(len(traces))
+    endless = [_endless(traces, first + number, int(end_s * MAX_TOKENS_A_S)) for number in range(sessions)]
     texts = [_text(trace, number, costs) for number, trace in enumerate(endless)]
     local = None
     if policy.here:

@@ -18,6 +18,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "edge": {"color": HUES[5], "linestyle": "--", "marker": "o"},
     "outrider": {"color": HUES[0], "marker": "o"},
 }
+BAND = 0.15  # opacity of the range of several searches
 MORE_THREADS: dict[str, Any] = {"markerfacecolor": "white", "linewidth": 1.3}
 
 
@@ -53,6 +54,8 @@ def _panel(axes: Any, results: Sequence[HeldSessions], rtts: Sequence[float], li
         style = STYLES[mode] | (MORE_THREADS if threads > fewest[mode] else {})
         counted = f", {threads} thread{'s' if threads > 1 else ''}" if threads else ""
         (lines[NAMES[mode] + counted],) = axes.plot(*zip(*sorted(points), strict=True), **style, clip_on=False)
+        ranges = sorted((rtt, result.low, result.high) for result in own for rtt in _places(result, rtts))
+        axes.fill_between(*zip(*ranges, strict=True), color=style["color"], alpha=BAND, linewidth=0)
     if len(rtts) > 1 and rtts[0] > 0:
         axes.set_xscale("log")
     axes.set_xticks(rtts, [f"{rtt:g}" for rtt in rtts])

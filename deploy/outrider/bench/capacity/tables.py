@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rich.console import Group
 
-from outrider.bench.capacity.record import MODES, Capacities, HeldSessions
+from outrider.bench.capacity.record import Capacities, HeldSessions
+from outrider.bench.commands import CROWD_MODES
 from outrider.bench.metrics import grouped
 from outrider.bench.table import UNKNOWN, Block, Grid, draw
 
@@ -25,8 +26,8 @@ def capacity_tables(found: Capacities) -> Group:
     pace = f", and at most {found.pace_ms:g} ms a token on average" if found.pace_ms else ""
     legend = (
         f"most sessions of one verifier with a 95th percentile of the gaps between tokens of {found.gap_ms:g} ms or "
-        f"less{pace}; from {found.max_sessions} on none were tried. threads: of the verifier, that draft. All is "
-        "replayed on recorded hits; edges draft on machines of their own"
+        f"less{pace}: the median of {found.seeds} searches, and their range; {found.max_sessions} were the most tried. "
+        "threads: of the verifier, that draft. All is replayed on recorded hits; edges draft on machines of their own"
     )
     return draw(grids, legend)
 
@@ -36,14 +37,19 @@ def _by_drafting(results: Sequence[HeldSessions]) -> dict[float, list[HeldSessio
 
 
 def _block(drafting_ms: float, cells: Sequence[HeldSessions], rtts: Sequence[float]) -> Block:
-    lines = grouped(cells, lambda cell: (MODES.index(cell.mode), cell.threads))
+    lines = grouped(cells, lambda cell: (CROWD_MODES.index(cell.mode), cell.threads))
     rows: list[tuple[str, ...]] = []
     for key in sorted(lines):
         own = {cell.rtt_ms: cell for cell in lines[key]}
         first = lines[key][0]
         length = f" {first.drafts_here}" if first.drafts_here is not None else ""
         shown = [own.get(rtt) or own.get(None) for rtt in rtts]
-        numbers = [UNKNOWN if cell is None else str(cell.sessions) for cell in shown]
+        numbers = [UNKNOWN if cell is None else _sessions(cell) for cell in shown]
         name = f"{drafting_ms:g} ms" if not rows else ""
         rows.append((name, first.mode + length, str(first.threads) if first.threads else "", *numbers))
     return rows
+
+
+def _sessions(cell: HeldSessions) -> str:
+    """Return the capacity, with its range where searches differ."""
+    return str(cell.sessions) if cell.low == cell.high else f"{cell.sessions} {cell.low}-{cell.high}"
