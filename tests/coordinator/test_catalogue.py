@@ -214,6 +214,35 @@ def test_the_order_of_versions_with_one_sequence_does_not_depend_on_folders(tmp_
     ]
 
 
+def test_an_adapter_without_a_graph_takes_the_one_beside_it(tmp_path: Path) -> None:
+    graph, other = {"model.onnx": b"the graph"}, {"model.onnx": b"one more!"}
+    write_package(tmp_path / "a-other", name="other", files=other)
+    folder = write_package(
+        tmp_path / "math", name="math", version="2", files={**graph, "adapter.safetensors": b"A and B"}
+    )
+    (folder / "model.onnx").unlink()
+    catalogue = scanned(tmp_path)
+    assert [m.name for m in catalogue.manifests] == ["other"]
+    assert "model.onnx" in str(catalogue.refused[folder])
+    write_package(tmp_path / "general", name="general", files=graph)
+    assert catalogue.rescan()
+    assert [m.name for m in catalogue.manifests] == ["general", "math", "other"]
+    files = {file.name: file.sha256 for file in catalogue.manifests[1].files}
+    assert set(files) == {"manifest.json", "model.onnx", "adapter.safetensors"}
+    with catalogue.open(files["model.onnx"], 0) as reader:
+        assert reader.read() == b"the graph"
+    write_package(tmp_path / "general", name="general", version="3", files={"model.onnx": b"a new one"})
+    assert catalogue.rescan()
+    assert [m.name for m in catalogue.manifests] == ["general", "other"], "its graph is gone"
+
+
+def test_a_plain_package_takes_nothing_from_beside_it(tmp_path: Path) -> None:
+    write_package(tmp_path / "general", name="general", files={"model.onnx": b"the graph"})
+    folder = write_package(tmp_path / "math", name="math", files={"model.onnx": b"the graph"})
+    (folder / "model.onnx").unlink()
+    assert [m.name for m in scanned(tmp_path).manifests] == ["general"]
+
+
 def test_a_removed_version_is_no_longer_served(tmp_path: Path) -> None:
     package = write_package(tmp_path / "d")
     catalogue = scanned(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from outrider.coordinator.package import MANIFEST, Content, MemoryContent, Package, Stamp, load_package, stamp
+from outrider.coordinator.package import (
+    MANIFEST,
+    Content,
+    MemoryContent,
+    Package,
+    Stamp,
+    graphs_beside,
+    load_package,
+    stamp,
+)
 from outrider.proto.errors import ConfigError, DataLoss, InvalidArgument, NotFound, OutriderError
 from outrider.proto.tokenizer import tokenizer_hash
 from outrider.proto.types import DrafterManifest, RemoteFile
@@ -215,10 +223,10 @@ def _walk(folder: Path, depth: int) -> Iterator[Path]:
 
 def _stamps(folder: Path) -> tuple[tuple[str, Stamp], ...]:
     stamps = []
-    for name in sorted(os.listdir(folder)):
+    for path in (*sorted(folder.iterdir()), *graphs_beside(folder)):
         try:
-            stamps.append((name, stamp((folder / name).stat())))
+            stamps.append((str(path), stamp(path.stat())))
         except FileNotFoundError:
             # Gone since the listing, or a dangling link; the next scan sees another stamp.
-            stamps.append((name, (-1, 0, 0, 0)))
+            stamps.append((str(path), (-1, 0, 0, 0)))
     return tuple(stamps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from outrider.proto.types import DrafterManifest, RemoteFile
 from outrider.proto.types.checks import SHA256
 
 MANIFEST = "manifest.json"
+ADAPTER, GRAPHS = "adapter.safetensors", ("model.onnx", "steering.onnx")
 MAX_MANIFEST_BYTES = 1 << 20
 
 Stamp = tuple[int, int, int, int]
@@ -120,7 +122,7 @@ def load_package(folder: Path) -> Package:
         raise ConfigError("tokenizer_sha256 must be 64 hexadecimal digits", field=where)
     contents = {itself.sha256: StoredContent(manifest_path, manifest_stamp)}
     for file in listed:
-        contents[file.sha256] = _checked(_path_of(file, folder, manifest), file, folder)
+        contents[file.sha256] = _content_of(file, folder, manifest)
     return Package(manifest, contents, sequence, parent)
 
 
@@ -166,12 +168,24 @@ def _listed_files(parsed: Any) -> tuple[RemoteFile, ...]:
     return tuple(listed)
 
 
-def _path_of(file: RemoteFile, folder: Path, manifest: DrafterManifest) -> Path:
-    """Return the path of a file in the folder, or of a tokenizer that ships with Outrider."""
+def graphs_beside(folder: Path) -> tuple[Path, ...]:
+    """Return the graphs of packages beside `folder` that may be its own, where it has an adapter and no graph."""
+    if not (folder / ADAPTER).is_file():
+        return ()
+    missing = (name for name in GRAPHS if not (folder / name).exists())
+    return tuple(path for name in missing for path in sorted(folder.parent.glob(f"[!.]*/{name}")))
+
+
+def _content_of(file: RemoteFile, folder: Path, manifest: DrafterManifest) -> StoredContent:
+    """Return the file in the folder, or what stands in for it: a tokenizer that ships with Outrider, a graph beside."""
     own = folder / file.name
     if file.name == TOKENIZER_FILE and not own.exists():
-        return shipped_tokenizer(manifest.tokenizer_sha256) or own
-    return own
+        own = shipped_tokenizer(manifest.tokenizer_sha256) or own
+    for path in graphs_beside(folder):
+        if path.name == file.name:
+            with contextlib.suppress(DataLoss):
+                return _checked(path, file, folder)
+    return _checked(own, file, folder)
 
 
 def _checked(path: Path, file: RemoteFile, folder: Path) -> StoredContent:
