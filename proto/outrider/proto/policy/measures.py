@@ -46,7 +46,11 @@ class Acceptance:
     def believe(self, rate: float) -> None:
         """Begin from another edge's rate, worth a few trials; ignore it after the first trial here."""
         if self.trials <= _PRIOR_TRIALS:
-            self.hits, self.trials = rate * _BELIEVED_TRIALS, _BELIEVED_TRIALS
+            self.restate(rate)
+
+    def restate(self, rate: float) -> None:
+        """Begin once more from a rate that another has measured since, worth a few trials."""
+        self.hits, self.trials = rate * _BELIEVED_TRIALS, _BELIEVED_TRIALS
 
     @property
     def rate(self) -> float:

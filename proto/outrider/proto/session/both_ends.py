@@ -11,13 +11,13 @@ from outrider.proto.session.drafting import CATCH_UP
 from outrider.proto.session.events import Drafted
 from outrider.proto.session.local import DraftingHere, LocalDrafts, LocalJob, common_length
 from outrider.proto.session.received import ReceivedDrafts
+from outrider.proto.session.verifier_arm import BETTER
 from outrider.proto.types import DraftToken, Patience
 
 FIRST_DRAFTS, FIRST_SURVIVAL = 4, 0.2  # while no step has been measured
 HOPELESS = 0.02  # chance of acceptance below which nothing is drafted, not even for free
 MAX_COVERED = 255
 PROBE_EVERY, PROBE = 32, 2  # tokens without a job, after which a few drafts show what they cost now
-_BETTER = 0.1  # by which an end's acceptance must exceed the other's before its chain is preferred
 
 
 class BothEnds:
@@ -214,7 +214,7 @@ class BothEnds:
 
     def _is_better_here(self) -> bool:
         own, edge = self.local.calibration.common.acceptance, self._received.acceptance
-        return own.rate > edge.rate + _BETTER
+        return own.rate > edge.rate + BETTER
 
     def _covered(self) -> int:
         """Return how far the text is before the edge's answer to the newest commit can come."""

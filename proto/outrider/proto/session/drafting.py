@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 
 from outrider.proto.errors import OutriderError, UnknownToken
@@ -17,6 +15,7 @@ from outrider.proto.session.selection import Selection
 from outrider.proto.session.steering import Steer, VectorKeeper
 from outrider.proto.session.stream import EdgeStream
 from outrider.proto.session.text import EdgeText
+from outrider.proto.session.verifier_arm import VerifierArm
 from outrider.proto.types import Commit, DraftToken, token_ids
 
 CATCH_UP = 8  # a job that first has to read more tokens than this says nothing about drafting speed
@@ -60,9 +59,11 @@ class Drafting:
         self._meter = meter
         self._selection = selection
         self._length = Allowance(text, chain, stream, meter, window, battery)
+        self._verifier = VerifierArm()
         self._vectors = vectors
         self._job_tokens = job_tokens
         self._choice_due = True
+        self._yields = False  # the verifier's own drafter is the better one
         self._stalled = False  # the drafter had nothing to say; ask again after the next commit
         self._issued_in = 0  # turn of the text in which the newest job was issued
         selection.begin_text(text.prompt_length, 0)
@@ -92,22 +93,24 @@ class Drafting:
         """Chance that all drafts in flight agree with the target."""
         return self._meter.survival(self._chain, self.active)
 
-    def expected_unsent(self) -> float:
-        """Return the expected number of unsent drafts that the verifier will accept."""
-        survival = itertools.accumulate(self._chances(), operator.mul)
-        unsent: float = sum(itertools.islice(survival, self._chain.sent, None))
-        return unsent
-
-    def _chances(self) -> list[float]:
-        return self._meter.chances(self._chain, self.active)
-
     def review(self) -> None:
         """Ask the length rule once more, now that an event may have changed what it looks at."""
         self._length.review()
 
     def allowance(self) -> int:
         """Return how many more tokens may be drafted now."""
-        return 0 if self._stalled or not self.enabled else self._length.tokens(self.active)
+        return 0 if self._stalled or self._yields or not self.enabled else self._length.tokens(self.active)
+
+    @property
+    def rests(self) -> bool:
+        """Whether the verifier drafts alone, since it grants no credit or hits more."""
+        stream = self._stream
+        return self._yields or (not stream.credit and bool(stream.terms.drafter_here))
+
+    @property
+    def should_lead(self) -> bool:
+        """Whether the active drafter hits more than the verifier's own, and rests all the same."""
+        return self.rests and self._verifier.is_worse_than(self._meter.drafter(self.active).calibration.acceptance)
 
     # --- jobs ---
 
@@ -155,7 +158,10 @@ class Drafting:
         """Issue a job to an idle drafter; None: there is nothing worth reading, or the first Open has not left yet."""
         if self._text.done or not self._stream.has_opened:
             return None
-        job = self.running = self._selection.next_catch_up(self._text.tokens)
+        job = self._selection.next_catch_up(self._text.tokens)
+        if job is None and self.rests and self.enabled:
+            job = self._selection.catch_up_active(self._text.tokens)
+        self.running = job
         self._issued_in = self._text.turns
         return job
 
@@ -241,7 +247,8 @@ class Drafting:
 
     def begin_turn(self, kept: int) -> None:
         """Begin with another prompt, whose first `kept` tokens the drafters may know."""
-        self._stalled = False
+        self._stalled = self._yields = False
+        self._verifier = VerifierArm()
         self.abandon()
         self._selection.begin_text(self._text.prompt_length, kept)
 
@@ -266,6 +273,9 @@ class Drafting:
         else:
             chain.advance(hits)
         self._length.observe(hits, missed=missed)
+        self._verifier.take(commit)
+        self._yields = self._verifier.is_better_than(self._meter.drafter(self.active).calibration.acceptance)
+        self._choice_due = self._choice_due or self.rests  # a chain would be another drafter's, perhaps
         text.statistics.of(self._selection.names[self.active]).committed += len(tokens)
         self._selection.learn(
             committed=len(tokens),

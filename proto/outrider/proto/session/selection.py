@@ -12,6 +12,7 @@ from outrider.proto.session.events import CatchUpJob
 READ_TOKENS = 16  # tokens of a catch-up job; a commit that comes meanwhile has to wait for it
 READ_PROMPT_TOKENS = 64  # tokens of a job before the first choice, which reads what of a prompt shows nothing
 PROMPT_TOKENS = 64  # last tokens of a prompt, which show its subject before there is any text
+REST_TOKENS = 4  # new tokens from which on a resting drafter reads
 ROUND_DRAFTS = 8  # drafts of a round in views of selectors
 
 
@@ -222,6 +223,12 @@ class Selection:
         if len(transcript) > job.truncate_to + len(job.tokens):
             self._due = None  # it has not read all, and may be the first once more
         return job
+
+    def catch_up_active(self, transcript: Sequence[int]) -> CatchUpJob | None:
+        """Return a job for the active drafter while it rests, so that its hits stay known; None: too little is new."""
+        if self.agreed > len(transcript) - REST_TOKENS or self.current in self._failed:
+            return None
+        return self._catch_up_of(self.current, transcript)
 
     def _catch_up_of(self, drafter: int, transcript: Sequence[int]) -> CatchUpJob:
         start, scored = self._prefix[drafter], self._first - PROMPT_TOKENS

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from dataclasses import dataclass
 
 from outrider.proto.policy.window import due_to_flush, worth_a_message
@@ -54,7 +56,7 @@ class Sender:
             request = self._vectors.changed_request(drafting=drafting.enabled)
         acceptance = mine.calibration.acceptance.rate
         report = Report(drafting.enabled, mine.drafting_s.value, meter.round_trip_s, acceptance, request)
-        return [Send(report)] if self._stream.changed(report) else []
+        return [Send(report)] if self._stream.changed(report, wants_to_lead=drafting.should_lead) else []
 
     def _say_complete(self, now: float) -> list[EdgeInstruction]:
         """Send an empty end of the chain to a verifier that waits in vain."""
@@ -76,7 +78,8 @@ class Sender:
 
     def _worth_a_message(self) -> bool:
         measured = self._meter.measurements
-        expected = self._drafting.expected_unsent()
+        survival = itertools.accumulate(self._meter.chances(self._chain, self._drafting.active), operator.mul)
+        expected = sum(itertools.islice(survival, self._chain.sent, None))  # of the unsent drafts, accepted ones
         return worth_a_message(expected, step_s=measured.step.mean, byte_s=measured.round_trip.slope)
 
     def _due(self, now: float) -> bool:

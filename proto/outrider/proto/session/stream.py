@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from outrider.proto.errors import InvalidArgument, LeaseExpired, OutriderError, ResourceExhausted, Unavailable
 from outrider.proto.session.events import Reopen
 from outrider.proto.session.text import EdgeText
+from outrider.proto.session.verifier_arm import BETTER
 from outrider.proto.types import (
     MAX_TOKEN_ID,
     Commit,
@@ -184,13 +185,17 @@ class EdgeStream:
             raise InvalidArgument("contradicts the transcript", field="commit.tokens")
         return known
 
-    def changed(self, report: Report) -> bool:
-        """Return whether the report differs by a quarter from the verifier's; it counts as sent then."""
+    def changed(self, report: Report, *, wants_to_lead: bool) -> bool:
+        """Return whether the report differs by a quarter from the verifier's; it counts as sent then.
+
+        Acceptance counts where the edge `wants_to_lead`; otherwise the verifier sees for itself.
+        """
         old = self.reported
         same = (
             report.steering is None
             and report.drafting == old.drafting
             and math.isclose(report.drafting_s, old.drafting_s, rel_tol=0.25)
+            and not (wants_to_lead and abs(report.acceptance - old.acceptance) > BETTER)
             and math.isclose(report.round_trip_s, old.round_trip_s, rel_tol=0.25, abs_tol=1e-3)
         )
         if not same:

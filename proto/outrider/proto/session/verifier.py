@@ -288,7 +288,9 @@ class VerifierSession:
                 self._without_vector = math.inf  # the edge's vector is of another projection
             self._steering = report.steering
         if report.acceptance:
-            self._next.received.acceptance.believe(report.acceptance)
+            resting = self.ends is not None and self.ends.edge_rests
+            acceptance = self._next.received.acceptance
+            (acceptance.restate if resting else acceptance.believe)(report.acceptance)
         self._next.drafting = report.drafting
 
     def on_cancel(self) -> Commit:
