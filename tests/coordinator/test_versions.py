@@ -13,7 +13,7 @@ import pytest
 
 from outrider.coordinator.statistics import FleetStatistics
 from outrider.coordinator.testing import ScriptedCluster, ready, write_package
-from outrider.coordinator.versions import MAX_SLOWDOWN, VersionState
+from outrider.coordinator.versions import MAX_SLOWDOWN, TRIAL_S, UNANSWERED_S, VersionState
 from outrider.proto.types import DrafterHits, SessionReport, VersionStatus
 
 Serve = Callable[..., None]
@@ -106,6 +106,24 @@ def test_one_candidate_at_a_time_and_the_newest_that_waited_is_next() -> None:
     assert fleet.states == {"1": CURRENT, "2": RETIRED, "3": RETIRED, "4": CANDIDATE}
     fleet.publish("1", "2", "3", "4")
     assert fleet.states["4"] is CANDIDATE, "what is retired stays retired"
+
+
+def test_a_candidate_that_shows_nothing_gives_way_only_to_a_newer_version() -> None:
+    fleet = Fleet()
+    fleet.publish("1")
+    fleet.publish("1", "2")
+    fleet.now_s += UNANSWERED_S
+    fleet.publish("1", "2")
+    assert fleet.states["2"] is CANDIDATE, "nothing waits"
+    fleet.publish("1", "2", "3")
+    assert (fleet.states["2"], fleet.states["3"]) == (RETIRED, CANDIDATE)
+    assert fleet.status("2").why == "no edge has compared it"
+    fleet.texts(1, {"1": 0.0, "3": 0.0})
+    fleet.publish("1", "2", "3", "4")
+    assert fleet.states["4"] is WAITING, "one that is being compared has a week"
+    fleet.now_s += TRIAL_S
+    fleet.publish("1", "2", "3", "4")
+    assert (fleet.states["3"], fleet.states["4"]) == (RETIRED, CANDIDATE)
 
 
 def test_a_better_candidate_becomes_current_and_the_one_before_stays_beside_it() -> None:
@@ -206,6 +224,12 @@ def test_drafting_that_takes_longer_than_the_limit_retires_however_much_it_hits(
         fleet.texts(40, {"1": 0.0, "2": 0.02}, **{"1": 0.001, "2": 0.001 * (MAX_SLOWDOWN + 0.2)})
     assert fleet.states["2"] is RETIRED
     assert "drafting takes 1.25 times as long as in 1" in fleet.status("2").why
+    noisy = Fleet()
+    noisy.publish("1")
+    noisy.publish("1", "2")
+    noisy.texts(1, {"1": 0.0, "2": 0.15}, **{"1": 0.001, "2": 0.009})
+    noisy.texts(60, {"1": 0.0, "2": 0.15}, **{"1": 0.001, "2": 0.001})
+    assert noisy.states["2"] is CURRENT, "one slow text of one edge decides nothing"
     within = Fleet()
     within.publish("1")
     within.publish("1", "2")

@@ -18,7 +18,7 @@ from outrider.drafters import pool as pool_module
 from outrider.drafters.onnx import OnnxDrafter
 from outrider.drafters.packages import DrafterPackage, SteeringShape, sha256_of
 from outrider.drafters.pool import LOOK_AGAIN_S, MIN_LOADED_S, DrafterPool, Member, give_back, own_bytes
-from outrider.drafters.search import DrafterSearch
+from outrider.drafters.search import DrafterSearch, on_trial_here
 from outrider.edge import Client, EdgeConfig
 from outrider.edge.doctor import Outcome, speed
 from outrider.edge.doctor.agreement import Visit
@@ -671,6 +671,77 @@ def test_an_offer_that_is_not_what_its_manifest_says_is_left_out(offered, caplog
     assert "going on without the drafter far" in caplog.text
     with pytest.raises(DataLoss):
         search.named(("far",), "")
+
+
+OLD, NEW, STEERED = "1" * 12, "2" * 12, "3" * 12
+
+
+@pytest.fixture
+def on_trial(tmp_path):
+    """A current version of one drafter and others at a share of the edges; returns the search of one edge."""
+    server = tmp_path / "server"
+    versions = {}
+    for version, steered in ((OLD, False), (NEW, False), (STEERED, True)):
+        (server / version).mkdir(parents=True)
+        versions[version] = package(server / version, "far", steered=steered, version=version)
+    folders = {file.sha256: one.folder for one in versions.values() for file in one.files}
+
+    def offer(version: str, share: float) -> DrafterManifest:
+        one = versions[version]
+        path = one.folder / "manifest.json"
+        manifest = RemoteFile("manifest.json", sha256_of(path), path.stat().st_size)
+        folders[manifest.sha256] = one.folder
+        return DrafterManifest(one.name, version, one.tokenizer_sha256, one.target, (manifest, *one.files), share)
+
+    def fetch(file, skip):
+        yield (folders[file.sha256] / file.name).read_bytes()[skip:]
+
+    def search(*offers: tuple[str, float], edge: str = "pi") -> DrafterSearch:
+        made = tuple(offer(version, share) for version, share in offers)
+        return DrafterSearch(made, DrafterCache(tmp_path / "cache"), fetch, 1, edge)
+
+    return search
+
+
+@pytest.mark.parametrize("find", [lambda s: s.named(("far",), ""), lambda s: s.all(tokenizer_hash(WORD_TOKENIZER))[:2]])
+def test_a_version_on_trial_is_a_drafter_beside_the_current_with_its_own_name(on_trial, find):
+    found = find(on_trial((OLD, 0.0), (NEW, 1.0)))
+    assert [(one.name, one.version) for one in found] == [("far", OLD), (f"far@{NEW}", NEW)]
+    assert [one.load().name for one in found] == ["far", f"far@{NEW}"]
+    pool = DrafterPool(found, limit_bytes=1e9)
+    assert pool.versions == (OLD, NEW)
+    pool.close()
+
+
+def test_a_share_of_the_edges_tries_a_version_and_another_share_the_next():
+    edges = [f"edge-{number}" for number in range(2000)]
+
+    def trying(version: str, share: float) -> set[str]:
+        offer = DrafterManifest("far", version, "0" * 64, "t", (), share)
+        return {edge for edge in edges if on_trial_here(offer, edge)}
+
+    assert len(trying("2", 0.1)) == pytest.approx(200, abs=60)
+    assert trying("2", 0.1) < trying("2", 0.25) < trying(NEW, 1.0) == set(edges), "a share that grows keeps its edges"
+    assert len(trying("2", 0.1) & trying("3", 0.1)) < 60
+    assert trying("2", 0.1) == trying("2", 0.1)
+
+
+def test_an_edge_outside_the_share_and_one_without_a_name_try_nothing(on_trial):
+    assert [one.name for one in on_trial((OLD, 0.0), (NEW, 1e-9)).named(("far",), "")] == ["far"]
+    assert [one.name for one in on_trial((OLD, 0.0), (NEW, 1.0), edge="").named(("far",), "")] == ["far"]
+
+
+def test_a_steered_version_is_not_tried_since_no_vectors_would_reach_it(on_trial):
+    assert [one.name for one in on_trial((OLD, 0.0), (STEERED, 1.0)).named(("far",), "")] == ["far"]
+    assert [one.name for one in on_trial((STEERED, 0.0), (NEW, 1.0)).named(("far",), "")] == ["far"]
+
+
+def test_a_version_on_trial_that_cannot_be_fetched_leaves_the_current_one(on_trial, tmp_path, caplog):
+    search = on_trial((OLD, 0.0), (NEW, 1.0))
+    (tmp_path / "server" / NEW / "far" / "manifest.json").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert [one.name for one in search.named(("far",), "")] == ["far"]
+    assert f"not trying version {NEW} of the drafter far" in caplog.text
 
 
 # --- the edge's config, and its client ---

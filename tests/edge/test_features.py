@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 
 from outrider.edge.features import MIN_COMPARED, PromptClass, TextFeatures, link_class, prompt_class, reported_hits
+from outrider.proto.drafter_format import trial_name
+from outrider.proto.policy import Measurements
 from outrider.proto.session import DrafterCounts
 from outrider.proto.types import LINK_CLASSES, MAX_REPORTED_DRAFTERS, PROMPT_CLASSES, DrafterHits
 
@@ -164,13 +166,29 @@ def test_counts_of_too_few_tokens_stay_at_the_edge():
         "general": DrafterCounts(hits=40, compared=90),
         "ngram": DrafterCounts(hits=3, compared=MIN_COMPARED - 1),
     }
-    assert reported_hits(counts, versions) == (DrafterHits("general", "1", 40, 90), DrafterHits("code", "2", 8, 8))
-    assert reported_hits({}, versions) == ()
+    measured = Measurements()
+    assert reported_hits(counts, versions, measured) == (
+        DrafterHits("general", "1", 40, 90),
+        DrafterHits("code", "2", 8, 8),
+    )
+    assert reported_hits({}, versions, measured) == ()
+
+
+def test_a_version_on_trial_is_reported_under_its_name_with_its_own_speed():
+    trial, measured = trial_name("general", "2"), Measurements()
+    measured.of("general").drafting_s.add(0.001)
+    measured.of(trial).drafting_s.add(0.002)
+    counts = {"general": DrafterCounts(hits=40, compared=90), trial: DrafterCounts(hits=50, compared=80)}
+    assert reported_hits(counts, {"general": "1", trial: "2"}, measured) == (
+        DrafterHits("general", "1", 40, 90, 0.001),
+        DrafterHits("general", "2", 50, 80, 0.002),
+    )
 
 
 def test_at_most_the_allowed_number_of_drafters_is_reported_the_most_compared_first():
     counts = {f"d{i}": DrafterCounts(hits=1, compared=10 + i) for i in range(MAX_REPORTED_DRAFTERS + 4)}
-    reported = reported_hits(counts, dict.fromkeys(counts, "1"))
+    reported = reported_hits(counts, dict.fromkeys(counts, "1"), Measurements())
     assert len(reported) == MAX_REPORTED_DRAFTERS
     assert reported[0].drafter == f"d{MAX_REPORTED_DRAFTERS + 3}"
-    assert reported_hits({"other": DrafterCounts(hits=1, compared=10)}, {"general": "1"}) == (), "version unknown"
+    unknown = reported_hits({"other": DrafterCounts(hits=1, compared=10)}, {"general": "1"}, Measurements())
+    assert unknown == (), "version unknown"

@@ -61,8 +61,10 @@ def test_one_edges_texts_are_another_edges_prior(tokenizer_file: Path, tmp_path:
             await first.complete("Hi", max_tokens=2)
             whole = await first.complete(CODE, max_tokens=24)
         newest = [codec.decode_report(request) for request in said["ReportSession"]][-1]
-        reported = DrafterHits(*drafter, whole.statistics.hits, whole.statistics.compared)
-        assert newest.drafter_hits == (reported,)
+        (reported,) = newest.drafter_hits
+        counted = DrafterHits(*drafter, whole.statistics.hits, whole.statistics.compared, reported.draft_s)
+        assert reported == counted
+        assert 0 < reported.draft_s < 1
         assert reported.compared >= MIN_COMPARED
         control = CoordinatorClient(config.coordinator)
         while len((status := await control.status()).recent) < 4:  # noqa: ASYNC110 - reports come beside the texts

@@ -13,17 +13,19 @@ import pytest
 
 from outrider.cloud.config import VerifierConfig
 from outrider.cloud.server import VerifierServer
+from outrider.coordinator import versions
 from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
 from outrider.coordinator.server import CoordinatorServer
 from outrider.drafters import find_package
 from outrider.drafters.adapters import weights_of, write_adapter_package
 from outrider.drafters.packages import LearnedFrom, sha256_of
+from outrider.drafters.pool import DrafterPool
 from outrider.drafters.tensor_file import write_tensors
 from outrider.edge import Client, EdgeConfig, preparation
 from outrider.edge.control import CoordinatorClient
 from outrider.edge.decoding import Observer
 from outrider.edge.event_stream import Tokens
-from outrider.proto.types import Draft, EdgeFrame, RemoteFile
+from outrider.proto.types import Draft, DrafterHits, EdgeFrame, RemoteFile, SessionReport
 
 SECRET = b"a secret of the two of them"
 PROMPT = "def count(words):\n    "
@@ -71,6 +73,20 @@ def poison(catalogue: Path, sequence: int) -> None:
     manifest["files"][path.name] = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     folder.rename(catalogue / f"general-{sequence}")
+
+
+async def states(control: CoordinatorClient) -> dict[str, str]:
+    return {version.version: version.state for version in (await control.status()).versions}
+
+
+async def prove(control: CoordinatorClient, current: str, candidate: str) -> None:
+    """Report texts of other edges in which the candidate hits more, until it takes the current one's place."""
+    for edge in range(100):
+        hits = (DrafterHits("general", current, 50, 100), DrafterHits("general", candidate, 70, 100))
+        await control.report(SessionReport("s", "reference", "verifier", edge=str(edge), drafter_hits=hits))
+        if (await states(control))[candidate] == "current":
+            return
+    raise AssertionError("100 texts prove nothing")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -134,6 +150,11 @@ def test_a_version_that_is_published_in_mid_text_drafts_the_next(
             def is_current(version: str) -> bool:
                 return client.drafter is not None and client.drafter.version == version
 
+            def pool() -> DrafterPool:
+                assert client.ready is not None
+                assert client.ready.drafters is not None
+                return client.ready.drafters
+
             async def publish_first() -> None:
                 published.append(publish(catalogue, 1))
                 await until(lambda: is_current(published[0]))
@@ -149,26 +170,47 @@ def test_a_version_that_is_published_in_mid_text_drafts_the_next(
 
             async def publish_poison() -> None:
                 poison(catalogue, 2)
-                await until(lambda: f"keeping version {published[0]} of the drafter general" in caplog.text)
+                await until(lambda: "not finite" in caplog.text)
                 assert is_current(published[0])
 
             poisoned, named_poisoned = await text(client, publish_poison)
             again, named_again = await text(client)
             assert poisoned == again == alone
             assert named_poisoned == named_again == [("general", published[0])]
-            assert "not finite" in caplog.text
+            control = CoordinatorClient(where["coordinator"])
+            assert await states(control) == {published[0]: "current", "bad0bad0bad0": "candidate"}
+
+            monkeypatch.setattr(versions, "UNANSWERED_S", 0.0)  # no edge can load it, and so compare it
 
             async def publish_third() -> None:
                 published.append(publish(catalogue, 3))
-                await until(lambda: is_current(published[1]))
+                await until(lambda: published[1] in pool().versions)
 
             await text(client, publish_third)
+            assert is_current(published[0]), "a version on trial drafts beside it"
+            await until(lambda: pool().loaded(1) is not None)
+            tried, named_tried = await text(client)
+            assert tried == alone
+            assert set(named_tried) <= {("general", version) for version in published}
+            assert await states(control) == {
+                published[0]: "current",
+                "bad0bad0bad0": "retired",
+                published[1]: "candidate",
+            }
+            (third,) = [v for v in (await control.status()).versions if v.version == published[1]]
+            assert third.texts == 1, "the edge has reported the hits of both on the text"
+            await prove(control, published[0], published[1])
+            await until(lambda: is_current(published[1]))
             _, named = await text(client)
-            assert named == [("general", published[1])], "a bad version does not stand in a later one's way"
-        control = CoordinatorClient(where["coordinator"])
-        reports = [report for report in (await control.status()).recent if report.drafter]
+            assert ("general", published[1]) in named, "a bad version does not stand in a later one's way"
+            assert await states(control) == {
+                published[0]: "former",
+                "bad0bad0bad0": "retired",
+                published[1]: "current",
+            }
+        reports = [report for report in (await control.status()).recent if report.drafter and not report.edge.isdigit()]
         said = [report.drafter_version for report in reports]
-        assert sorted(said) == sorted([embedded, *[published[0]] * 4, published[1]]), "what a text began with"
+        assert sorted(said) == sorted([embedded, *[published[0]] * 5, published[1]]), "what a text began with"
         await control.close()
         await coordinator.stop(0)
         await verifier.stop(0)

@@ -17,6 +17,7 @@ A false report can hold a good version back, or a bad one in place, for a while;
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ MIN_EDGES = 2  # that the share should amount to
 MAX_SLOWDOWN = 1.05  # of drafting a token, against the version before
 SLOWDOWN_CLIP = 0.25
 MAX_VOTERS = 4096  # of a comparison, a day
+UNANSWERED_S = 3600.0  # after which a candidate without any text gives way to one that waits
+TRIAL_S = 7 * 86400.0  # after which any other does
 MAX_RETIRED = 16  # versions of a name that are remembered though they are no longer in the catalogue
 _DAY_S = 86400
 
@@ -94,7 +97,9 @@ class VersionComparison:
         test = self.test
         if self._slower.shows(candidate_error(test.number)):
             return Verdict.WORSE, f"drafting takes {self.slowdown:.2f} times as long as in {self.against}"
-        if test.verdict is Verdict.OPEN or (test.verdict is Verdict.BETTER and self.slowdown > MAX_SLOWDOWN):
+        # A single edge's time says little; half of what retires a version keeps it from becoming current.
+        perhaps_slower = 2 * self._slower.log_wealth >= -math.log(candidate_error(test.number))
+        if test.verdict is Verdict.OPEN or (test.verdict is Verdict.BETTER and perhaps_slower):
             return Verdict.OPEN, ""
         where = f" of class {test.lost_class}" if test.lost_class is not None else ""
         return test.verdict, f"hits {test.difference:+.3f} against {self.against} in {test.texts} texts{where}"
@@ -181,6 +186,8 @@ class _Line:
                 yield self.set(version, VersionState.WAITING, now_s)
         yield from self._miss(here, now_s)
         waiting = [version for version in here if self.versions[version].state is VersionState.WAITING]
+        if waiting and (why := self._undecided(now_s)):
+            yield self.set(self.one(VersionState.CANDIDATE), VersionState.RETIRED, now_s, why)
         if waiting and not self.one(VersionState.CANDIDATE):
             yield self._try(waiting[0], now_s)
             for version in waiting[1:]:
@@ -212,6 +219,16 @@ class _Line:
     def _try(self, version: str, now_s: float) -> VersionChange:
         self.candidates += 1
         return self.set(version, VersionState.CANDIDATE, now_s, against=self.one(VersionState.CURRENT))
+
+    def _undecided(self, now_s: float) -> str:
+        """Return why the candidate gives way to a newer version that waits; empty: it does not."""
+        candidate = self.one(VersionState.CANDIDATE)
+        known = self.versions[candidate] if candidate else None
+        if known is None or known.comparison is None:
+            return ""
+        if known.comparison.test.texts == 0 and now_s - known.since_s >= UNANSWERED_S:
+            return "no edge has compared it"
+        return "nothing shown, and a newer version waits" if now_s - known.since_s >= TRIAL_S else ""
 
     def _compare_anew(self, now_s: float) -> Iterator[VersionChange]:
         """Compare the candidate with what is current now, and what is current with the former version or nothing."""

@@ -86,15 +86,16 @@ def _translated(refusal: type[OutriderError], doing: str) -> Iterator[None]:
 class OnnxDrafter:
     """A drafter package in ONNX Runtime on the CPU, shared by all sessions of the process."""
 
-    def __init__(self, package: DrafterPackage, *, threads: int = 1) -> None:
+    def __init__(self, package: DrafterPackage, *, threads: int = 1, name: str = "") -> None:
         """Load the model and try it once; ModelRefused where it does not keep the contract.
 
         Args:
             package: package from `load_package`, every hash checked.
             threads: threads for one step of one session.
+            name: name among the drafters of an edge; empty: the package's.
         """
         self.package = package
-        self.name = package.name
+        self.name = name or package.name
         self.version = package.version
         self.steering = package.steering
         with _translated(ModelRefused, f"drafter {package.name}"):

@@ -4,7 +4,8 @@ With them other edges begin with the drafter that does well in such texts. What 
 
     with a lease's request      two small numbers: the prompt's class (`PromptClass`) and the link's (`link_class`);
                                 beside them, for placement, keyed hashes of its beginnings (`outrider.edge.prefixes`)
-    when the text is done       both again, and for each drafter how many tokens were compared and how many it hit
+    when the text is done       both again, and for each drafter how many tokens were compared, how many it hit, and
+                                how long it takes to draft one
 
 No text and no token leaves it. A class is less than three bits and made of shares of characters and lines alone: it
 shows what kind of text a prompt is and not what it says. Counts of fewer than `MIN_COMPARED` tokens stay here, so
@@ -24,6 +25,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Self
 
+from outrider.proto.drafter_format import published_name
+from outrider.proto.policy import Measurements
 from outrider.proto.session import DrafterCounts
 from outrider.proto.types import MAX_REPORTED_DRAFTERS, DrafterHits
 
@@ -120,15 +123,20 @@ def link_class(round_trip_s: float) -> int:
     return 1 + sum(1e3 * round_trip_s >= octave for octave in OCTAVES_MS)
 
 
-def reported_hits(counts: Mapping[str, DrafterCounts], versions: Mapping[str, str]) -> tuple[DrafterHits, ...]:
+def reported_hits(
+    counts: Mapping[str, DrafterCounts], versions: Mapping[str, str], measured: Measurements
+) -> tuple[DrafterHits, ...]:
     """Return hits of a text's drafters for a report: the most compared ones, none below `MIN_COMPARED` tokens.
 
     Args:
         counts: counts of the text by name of the drafter.
         versions: versions of the drafters by name; a drafter without one is left out.
+        measured: measurements of the text, of which the time to draft a token is reported.
     """
     reported = [
-        DrafterHits(name, versions[name], each.hits, each.compared)
+        DrafterHits(
+            published_name(name), versions[name], each.hits, each.compared, measured.of(name).drafting_s.value or 0.0
+        )
         for name, each in counts.items()
         if name in versions and each.compared >= MIN_COMPARED
     ]

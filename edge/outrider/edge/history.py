@@ -15,6 +15,7 @@ from outrider.edge.policies.selection import selector_named
 from outrider.edge.policies.selection.leader import default_selector
 from outrider.edge.preparation import Ready
 from outrider.edge.warm_start import OwnTexts, TextKind
+from outrider.proto.drafter_format import published_name
 from outrider.proto.policy.selection import Selector, StaticSelector
 from outrider.proto.session import EdgeSession, Selection, SharedMeasurements
 from outrider.proto.types import Sampling, SessionReport
@@ -95,7 +96,7 @@ class TextHistory:
             session=session,
             model=ready.model,
             verifier=machine.verifier,
-            drafter=drafter,
+            drafter=published_name(drafter),
             drafter_version=version,
             committed_tokens=statistics.committed,
             accepted_tokens=statistics.accepted - statistics.accepted_here,
@@ -108,7 +109,7 @@ class TextHistory:
             resumes=statistics.resumes,
             round_trip_s=statistics.round_trip_s,
             edge=self._config.edge or edge_of_this_process(),
-            drafter_hits=reported_hits(statistics.of_drafters, versions),
+            drafter_hits=reported_hits(statistics.of_drafters, versions, machine.measurements),
             prompt_class=features.prompt_class,
             link_class=features.link_class,
         )

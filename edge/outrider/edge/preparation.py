@@ -19,7 +19,7 @@ from outrider.drafters.pool import BROKEN, DrafterPool, Member
 from outrider.drafters.protocol import Drafter
 from outrider.drafters.search import RETRIEVAL, DrafterSearch
 from outrider.drafters.suffix_index import SuffixIndex
-from outrider.edge.config import EdgeConfig
+from outrider.edge.config import EdgeConfig, edge_of_this_process
 from outrider.edge.control import CoordinatorClient, file_fetcher
 from outrider.edge.kept_answers import KeptAnswers
 from outrider.edge.local_texts import LocalFiles, LocalTexts
@@ -333,7 +333,8 @@ class Preparation:
         return self._config.drafter_memory_mb * 1e6
 
     def _search(self, offers: tuple[DrafterManifest, ...]) -> DrafterSearch:
-        return DrafterSearch(offers, self._cache, self._fetcher(), self._config.threads)
+        edge = self._config.edge or edge_of_this_process()
+        return DrafterSearch(offers, self._cache, self._fetcher(), self._config.threads, edge)
 
     def _pool(self, found: list[Member], limit_bytes: float, tokenizer_sha256: str) -> FoundDrafters:
         """Begin to load: a large drafter while texts begin, unless they need the tokenizer that is checked with it."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.edge.features import TextFeatures
+from outrider.proto.drafter_format import published_name
 from outrider.proto.session import DrafterCounts
 from outrider.proto.types import DrafterPrior, Lease, LeaseRequest
 
@@ -74,7 +75,7 @@ class OwnTexts:
 
         An unknown drafter among known ones counts as their average, so that it is tried.
         """
-        found = [self._acceptance(kind, name, fleet.get((name, version))) for name, version in drafters]
+        found = [self._acceptance(kind, name, fleet.get((published_name(name), version))) for name, version in drafters]
         known = [rate for rate in found if rate is not None]
         if not known:
             return ()

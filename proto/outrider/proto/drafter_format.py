@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DRAFTER_FORMAT = "outrider-drafter/2"
+ON_TRIAL = "@"  # which no name contains
 CACHE_LAYOUT = "[1, kv_head, position, head_dim]"  # keys, and values, of a layer
+
+
+def trial_name(name: str, version: str) -> str:
+    """Return the name of a version on trial, which drafts beside the current version of the same name."""
+    return f"{name}{ON_TRIAL}{version}"
+
+
+def published_name(name: str) -> str:
+    """Return the name in the manifest of a drafter that may be on trial."""
+    return name.partition(ON_TRIAL)[0]
 
 
 @dataclass(frozen=True, slots=True)

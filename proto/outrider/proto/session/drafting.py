@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from outrider.proto.drafter_format import published_name
 from outrider.proto.errors import OutriderError, UnknownToken
 from outrider.proto.policy import WindowPolicy
 from outrider.proto.session.allowance import Allowance
@@ -75,8 +76,9 @@ class Drafting:
 
     @property
     def drafter(self) -> DrafterName:
-        """Name and version of the active drafter."""
-        return self.drafters[self.active]
+        """Name in the manifest and version of the active drafter."""
+        name, version = self.drafters[self.active]
+        return published_name(name), version
 
     @property
     def drafters(self) -> tuple[DrafterName, ...]:
