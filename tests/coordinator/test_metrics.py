@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.coordinator.cluster import VerifierState
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.metrics import MAX_MODELS, CoordinatorMetrics
-from outrider.coordinator.testing import ScriptedCluster, ready
+from outrider.coordinator.testing import ScriptedCluster, ready, write_package
 from outrider.proto.errors import ConfigError, NotFound
-from outrider.proto.types import LeaseRequest, SessionReport
+from outrider.proto.types import DrafterHits, LeaseRequest, SessionReport
 
 
 def scrape(address: str) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -86,6 +86,30 @@ def test_a_relay_shows_its_streams_and_the_latency_that_it_adds(serve) -> None:
         assert found["outrider:relay_forward_seconds_sum", ()] == pytest.approx(0.0006)
 
     serve(scenario, ScriptedCluster(ready("a")), metrics_listen="127.0.0.1:0", relay=True)
+
+
+def test_the_versions_of_a_drafter_are_shown_by_state_and_with_their_evidence(serve, drafters) -> None:
+    write_package(drafters / "1", version="1")
+
+    async def scenario(call) -> None:
+        write_package(drafters / ".2", version="2").rename(drafters / "2")
+        await call.until(lambda: len(call.server.service.catalogue.manifests) == 2)
+        await call.server.service.scan_drafters()
+        hits = (DrafterHits("tiny-drafter", "1", 50, 100), DrafterHits("tiny-drafter", "2", 60, 100))
+        await call("ReportSession", SessionReport("s", "tiny", "a", edge="pi", drafter_hits=hits))
+        found = await asyncio.to_thread(scrape, call.server.metrics_address)
+        version = "outrider:coordinator_drafter_version"
+        assert found[f"{version}s", ("tiny-drafter", "current")] == 1
+        assert found[f"{version}s", ("tiny-drafter", "candidate")] == 1
+        assert found[f"{version}s", ("tiny-drafter", "retired")] == 0
+        assert found[f"{version}_acceptance", ("tiny-drafter", "1")] == 0.5
+        assert found[f"{version}_acceptance", ("tiny-drafter", "2")] == pytest.approx(0.6)
+        assert found[f"{version}_share", ("tiny-drafter", "2")] == 1
+        assert found[f"{version}_texts", ("tiny-drafter", "2")] == 1
+        assert found[f"{version}_difference", ("tiny-drafter", "2")] == pytest.approx(0.1)
+        assert (f"{version}_evidence", ("tiny-drafter", "2")) in found
+
+    serve(scenario, ScriptedCluster(ready("a")), drafters=(drafters,), metrics_listen="127.0.0.1:0")
 
 
 def test_no_metrics_are_served_unless_asked_for(serve) -> None:

@@ -122,6 +122,18 @@ def test_every_query_names_metrics_and_labels_that_exist(root) -> None:
     assert {title: wrong for title, query in asked if (wrong := faults(query, series))} == {}
 
 
+def test_no_two_panels_share_a_number_or_a_place(root) -> None:
+    panels = dashboard_of(root)["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    cells = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+
+
 @pytest.mark.parametrize(
     ("query", "fault"),
     [
@@ -267,6 +279,7 @@ async def _decode_and_scrape(tokenizer_file) -> list[str]:
     from outrider.cloud.server import VerifierServer
     from outrider.coordinator.config import CoordinatorConfig, StaticVerifier
     from outrider.coordinator.server import CoordinatorServer
+    from outrider.deploy.cluster import embedded_drafters
     from outrider.edge import Client, EdgeConfig
     from outrider.edge.metrics import EdgeMetrics
 
@@ -275,7 +288,12 @@ async def _decode_and_scrape(tokenizer_file) -> list[str]:
     address = await verifier.start()
     fixed = StaticVerifier("verifier", address, "reference", tokenizer_file.read_text(encoding="utf-8"))
     config = CoordinatorConfig(
-        lease_secret=SECRET, listen="127.0.0.1:0", verifiers=(fixed,), metrics_listen="127.0.0.1:0", relay=True
+        lease_secret=SECRET,
+        listen="127.0.0.1:0",
+        verifiers=(fixed,),
+        drafters=(embedded_drafters(),),
+        metrics_listen="127.0.0.1:0",
+        relay=True,
     )
     coordinator = CoordinatorServer(config)
     try:

@@ -19,6 +19,7 @@ from outrider.proto.types import (
     RemoteFile,
     SessionReport,
     VerifierStatus,
+    VersionStatus,
 )
 
 
@@ -76,7 +77,8 @@ def test_the_json_object_has_the_documented_shape() -> None:
         "resumes": 0,
     }
     shown = as_json(cluster())
-    assert set(shown) == {"verifiers", "drafters", "edges", "acceptance", "leases_granted", "relay", "recent"}
+    keys = {"verifiers", "drafters", "edges", "acceptance", "versions", "leases_granted", "relay", "recent"}
+    assert set(shown) == keys
     assert shown["acceptance"][0] == {
         "model": "llama",
         "drafter": "general",
@@ -196,3 +198,53 @@ def test_without_sessions_there_are_no_links() -> None:
 
 def test_the_whole_view_survives_the_wire() -> None:
     assert codec.decode_status(codec.encode_status(cluster())) == cluster()
+
+
+# --- versions ---
+
+VERSIONS = (
+    VersionStatus("code", "1" * 12, "current", 1.0),
+    VersionStatus("general", "abc", "current", 1.0, "hits +0.081 against 0ld in 64 texts", 86400.0, acceptance=0.7),
+    VersionStatus("general", "def0123456789", "candidate", 0.1, "", 60.0, "abc", 31, 0.01234, 1.5, 0.7512, 800.04),
+    VersionStatus("general", "bad", "retired", 0.0, "hits -0.121 against abc in 12 texts", 7200.0),
+)
+
+
+def shown_table(status: ClusterStatus) -> str:
+    text = io.StringIO()
+    Console(file=text, width=200).print(tables(status))
+    return text.getvalue()
+
+
+def test_versions_are_shown_with_what_decided_on_each() -> None:
+    status = ClusterStatus((), (), 0, (), versions=VERSIONS)
+    lines = [line for line in shown_table(status).splitlines() if line.startswith("general")]
+    assert [line.split()[1:3] for line in lines] == [
+        ["abc", "current"],
+        ["def012345678", "candidate"],
+        ["bad", "retired"],
+    ]
+    assert "10%" in lines[1]
+    assert "75%" in lines[1]
+    assert "+0.012 in 31" in lines[1]
+    assert "hits -0.121 against abc in 12 texts" in lines[2]
+    assert "code" not in shown_table(status), "a drafter with one version has nothing to compare"
+    assert "candidate" not in shown_table(ClusterStatus((), (), 0, (), versions=VERSIONS[:2]))
+
+
+def test_versions_in_json_hold_every_field_and_round_what_is_measured() -> None:
+    (candidate,) = [v for v in as_json(ClusterStatus((), (), 0, (), versions=VERSIONS))["versions"] if v["texts"]]
+    assert candidate == {
+        "drafter": "general",
+        "version": "def0123456789",
+        "state": "candidate",
+        "share": 0.1,
+        "why": "",
+        "age_s": 60.0,
+        "against": "abc",
+        "texts": 31,
+        "difference": 0.0123,
+        "evidence": 1.5,
+        "acceptance": 0.7512,
+        "trials": 800.0,
+    }

@@ -10,8 +10,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from outrider.coordinator.cluster import VerifierInfo, VerifierState
+from outrider.coordinator.versions import VersionState
 from outrider.proto.errors import OutriderError
-from outrider.proto.types import RelayStatus, SessionReport
+from outrider.proto.types import RelayStatus, SessionReport, VersionStatus
 
 MAX_MODELS = 64  # labels for models in reports, which come from strangers; further ones count as `other`
 FORWARD_BOUNDS_S = (
@@ -26,6 +27,13 @@ _FLEET: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Cal
     (GaugeMetricFamily, "kv_pages_free", "KV pages that no session holds.", lambda v: v.kv_pages_free),
     (CounterMetricFamily, "restarts", "Restarts of a verifier.", lambda v: v.restarts),
 )
+_VERSION = {  # by field of a version's status
+    "acceptance": "Share of hits of a version that edges are offered.",
+    "share": "Share of the edges that are offered a version.",
+    "texts": "Texts on which a version was compared with the one before it.",
+    "difference": "Mean difference of hit rates between a version and the one before it.",
+    "evidence": "Natural log of the wealth that bets on a version's being better have made.",
+}
 _REPORTED = {  # by field of a report
     "committed_tokens": "Tokens committed in reported sessions.",
     "accepted_tokens": "Drafts accepted in reported sessions.",
@@ -97,11 +105,18 @@ class FleetMetrics(Collector):
     Args:
         verifiers: returns the known verifiers.
         drafters: returns the number of drafter packages served.
+        versions: returns the versions of all drafters.
     """
 
-    def __init__(self, verifiers: Callable[[], tuple[VerifierInfo, ...]], drafters: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        verifiers: Callable[[], tuple[VerifierInfo, ...]],
+        drafters: Callable[[], int],
+        versions: Callable[[], tuple[VersionStatus, ...]],
+    ) -> None:
         self._verifiers = verifiers
         self._drafters = drafters
+        self._versions = versions
 
     def describe(self) -> Iterator[Metric]:
         """Return the metrics, which the registry asks for their names."""
@@ -120,6 +135,24 @@ class FleetMetrics(Collector):
                 family.add_metric((verifier.model, verifier.name), value(verifier))
             yield family
         yield GaugeMetricFamily("outrider:coordinator_drafters", "Drafter packages served.", value=self._drafters())
+        versions = self._versions()
+        counts = GaugeMetricFamily(
+            "outrider:coordinator_drafter_versions",
+            "Versions of a drafter by state (waiting, candidate, current, former, retired).",
+            labels=("drafter", "state"),
+        )
+        for name in dict.fromkeys(version.drafter for version in versions):
+            for kept in VersionState:
+                count = sum((version.drafter, version.state) == (name, kept) for version in versions)
+                counts.add_metric((name, kept.value), count)
+        yield counts
+        for field, meaning in _VERSION.items():
+            name = f"outrider:coordinator_drafter_version_{field}"
+            shown = GaugeMetricFamily(name, meaning, labels=("drafter", "version"))
+            for version in versions:
+                if version.share:
+                    shown.add_metric((version.drafter, version.version), getattr(version, field))
+            yield shown
 
 
 class RelayMetrics:

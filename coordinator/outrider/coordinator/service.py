@@ -72,11 +72,15 @@ class ControlService:
         self._known: tuple[VerifierInfo, ...] = ()
         self._draining: Counter[str] = Counter()
         self.metrics = metrics or CoordinatorMetrics()
-        self.metrics.registry.register(FleetMetrics(lambda: self.verifiers, lambda: len(catalogue.manifests)))
         keys = Keys.from_file(config.api_keys) if config.api_keys is not None else None
         self.admission = CallerAdmission(keys, remote_drain=config.remote_drain)
         self.relay_metrics = RelayMetrics(self.metrics.registry) if config.relay else None
         self._statistics = FleetStatistics(unix_clock=clock, votes_a_day=config.votes_a_day)
+        self.metrics.registry.register(
+            FleetMetrics(
+                lambda: self.verifiers, lambda: len(catalogue.manifests), lambda: self._statistics.version_states
+            )
+        )
         if config.state is not None:
             self._statistics.load(config.state)
         self._unsaved = False

@@ -66,7 +66,7 @@ def metrics_by_part() -> dict[str, tuple[Described, ...]]:
     http = CollectorRegistry()
     HttpMetrics(http)
     coordinator = CoordinatorMetrics().registry
-    coordinator.register(FleetMetrics(tuple, int))
+    coordinator.register(FleetMetrics(tuple, int, tuple))
     RelayMetrics(coordinator)
     registries = {
         "Edge": EdgeMetrics().registry,

@@ -20,6 +20,11 @@ The JSON object:
                     prompt_class (prose, docs, code, math, numbers, foreign; unknown without one),
                     link_class (1 to 5: round trips below 4, 16, 64, 256 ms, or more; 0: unknown),
                     acceptance (share of hits), trials (compared tokens, faded with age)
+    versions        list by drafter: drafter, version, state (waiting, candidate, current, former, retired), share (of
+                    the edges that are offered it), why (reason for its state), age_s (time in this state)
+        against, texts, difference: version that it is compared with, texts so far, mean difference of hit rates
+        evidence    natural log of the wealth that bets on its being better have made
+        acceptance, trials: share of hits over all texts, and the tokens that it rests on, faded with age
     leases_granted  since the coordinator started, or since its state file did
     relay           streams relayed by the coordinator (`RelayStatus`); null without a relay
     recent          newest reports (`SessionReport`, without the fields that `acceptance` sums up), newest last
@@ -40,26 +45,33 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.edge.features import class_name
-from outrider.proto.types import ClassAcceptance, ClusterStatus, EdgeStatus, SessionReport, VerifierStatus
+from outrider.proto.types import (
+    ClassAcceptance,
+    ClusterStatus,
+    EdgeStatus,
+    SessionReport,
+    VerifierStatus,
+    VersionStatus,
+)
 
 MAX_EDGES = 20
 SUMMED_UP = ("drafter_hits", "prompt_class", "link_class")
-TEXTS = {
-    "verifier",
-    "state",
-    "address",
-    "link",
-    "drafter",
-    "own drafter",
-    "version",
-    "made for",
-}  # columns; all others hold numbers
+# Columns; all others hold numbers.
+TEXTS = {*("verifier", "state", "address", "link"), *("drafter", "own drafter", "version", "made for", "why")}
 GUARANTEES = {
     "bytes": "a text keeps its bytes whatever shares its steps",
     "bytes_by_tiles": "a text keeps its bytes whatever shares its steps, by slow tiles",
     "distribution": "near-ties of a text may fall either way",
 }
-STATE_STYLES = {"ready": "green", "draining": "yellow", "down": "red"}
+STATE_STYLES = {
+    "ready": "green",
+    "draining": "yellow",
+    "down": "red",
+    "current": "green",
+    "candidate": "yellow",
+    "retired": "red",
+}
+SHORT = 12  # characters of a version, which is a hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +122,7 @@ def as_json(status: ClusterStatus) -> dict[str, Any]:
         ],
         "edges": [_edge(edge) for edge in status.edges],
         "acceptance": [_acceptance(cell) for cell in status.acceptance],
+        "versions": [_version(version) for version in status.versions],
         "leases_granted": status.leases_granted,
         "relay": asdict(status.relay) if status.relay else None,
         "recent": [{k: v for k, v in asdict(report).items() if k not in SUMMED_UP} for report in status.recent],
@@ -123,7 +136,10 @@ def tables(status: ClusterStatus) -> RenderableType:
         parts += ["", _drafting_here(status.verifiers)]
     if status.recent:
         parts += ["", _links(status)]
-    return Group(*parts, "", _drafters(status), "", _sums(status))
+    parts += ["", _drafters(status)]
+    if any(version.state != "current" for version in status.versions):
+        parts += ["", _versions(status.versions)]
+    return Group(*parts, "", _sums(status))
 
 
 def _verifier(v: VerifierStatus, links: Links | None) -> dict[str, Any]:
@@ -161,6 +177,11 @@ def _acceptance(cell: ClassAcceptance) -> dict[str, Any]:
         "acceptance": round(cell.prior.acceptance, 4),
         "trials": round(cell.prior.trials, 1),
     }
+
+
+def _version(version: VersionStatus) -> dict[str, Any]:
+    rounded = {"age_s": 1, "difference": 4, "evidence": 3, "acceptance": 4, "trials": 1}
+    return {k: round(v, rounded[k]) if k in rounded else v for k, v in asdict(version).items()}
 
 
 def _verifiers(verifiers: Sequence[VerifierStatus]) -> Table:
@@ -236,6 +257,25 @@ def _drafters(status: ClusterStatus) -> Table:
     table = _table("drafter", "version", "made for", "MB")
     for d in status.drafters:
         table.add_row(d.name, d.version, d.target, f"{sum(file.bytes for file in d.files) / 1e6:.1f}")
+    return table
+
+
+def _versions(versions: Sequence[VersionStatus]) -> Table:
+    """Return the versions of every drafter that has several, with what decided on each."""
+    several = {version.drafter for version in versions if version.state != "current"}
+    table = _table("drafter", "version", "state", "edges", "hits", "compared", "ago", "why")
+    for version in versions:
+        if version.drafter in several:
+            table.add_row(
+                version.drafter,
+                version.version[:SHORT],
+                Text(version.state, STATE_STYLES.get(version.state, "")),
+                f"{version.share:.0%}",
+                f"{version.acceptance:.0%}" if version.trials else "-",
+                f"{version.difference:+.3f} in {version.texts}" if version.texts else "-",
+                _ago(version.age_s),
+                version.why or "-",
+            )
     return table
 
 
