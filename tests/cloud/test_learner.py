@@ -105,14 +105,14 @@ def test_rehearsal_comes_from_a_file_and_a_broken_one_is_refused(tmp_path: Path)
     file = tmp_path / "corpus.lessons"
     write_records(file, corpus)
     assert [record.sampling.seed for record in read_records(file)] == [0, 1, 2]
-    learner = Learner(settings(tmp_path / "a", rehearsal=file))
+    learner = Learner(settings(tmp_path / "a", rehearsal=(file,)))
     assert learner.trainer.buffer.rehearsed_keys == {salted(b"", "corpus")}
     for broken in (file.read_bytes()[:-5], b"\xff" * 50, b"ab"):
         (tmp_path / "broken").write_bytes(broken)
         with pytest.raises(InvalidArgument):
             read_records(tmp_path / "broken")
     with pytest.raises(InvalidArgument, match="cannot read"):
-        Learner(settings(tmp_path / "b", rehearsal=tmp_path / "nowhere"))
+        Learner(settings(tmp_path / "b", rehearsal=(tmp_path / "nowhere",)))
 
 
 @pytest.fixture

@@ -60,9 +60,9 @@ def test_a_buffer_without_older_records_gives_new_ones_for_the_whole_batch() -> 
     assert len(buffer) == 50
 
 
-def test_a_tenth_of_a_batch_is_rehearsed_and_never_ages() -> None:
+def test_a_share_of_a_batch_is_rehearsed_and_never_ages() -> None:
     corpus = [record(1000 + number, key="corpus", at_s=0.0) for number in range(30)]
-    buffer = Buffer(corpus)
+    buffer = Buffer(corpus, rehearsed=0.1)
     for number in range(30):
         buffer.add(record(number))
     buffer.expire(1e9)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.cloud.config import HERE, TARGET, VerifierConfig
-from outrider.cloud.learning.settings import LOSS_NAMES
+from outrider.cloud.learning.settings import LOSS_NAMES, REHEARSED
 from outrider.deploy.arguments import Command, Part, part
 from outrider.deploy.commands.decoding import BuiltInPrompts
 from outrider.edge.config import DRAFTING, EdgeConfig
@@ -356,10 +356,13 @@ class LearnBenchSettings(Settings):
     cold: str = option("", "drafter that hardly knows anything, to begin with too; empty: none", metavar="NAME")
     target: str = option("reference", "target: embedded name, folder or hub name", metavar="NAME")
     kept: tuple[Path, ...] = option(
-        (), "files of domains that must not be forgotten, a tenth of each batch", many="words"
+        (), "files of domains that must not be forgotten; some texts of them are rehearsed", many="words"
     )
     arms: tuple[str, ...] = listed(LOSS_NAMES, "losses to compare", choices=LOSS_NAMES)
-    tokens: int = option(60_000, "tokens of the stream", check=at_least(10_000))
+    rehearsed: tuple[float, ...] = listed(
+        (REHEARSED,), "shares of a batch that are rehearsed, with --kept", check=between(0, 1)
+    )
+    tokens: int = option(60_000, "tokens of the stream at most, 96 a text", check=at_least(10_000))
     fresh: int = option(96, "texts of 96 tokens to measure on, half of it in each kept domain", check=at_least(2))
     seeds: int = option(5, "runs of each loss, with different orders of the stream", check=at_least(1))
     cold_seeds: int = option(1, "runs of each loss from --cold", check=at_least(0))
@@ -368,8 +371,9 @@ class LearnBenchSettings(Settings):
     json: Path | None = option(None, "file to write the record to")
 
     def check_together(self) -> None:
-        """Refuse an arm that is named twice."""
+        """Refuse what is named twice."""
         check_once(self.arms, "arms")
+        check_once(self.rehearsed, "rehearsed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,11 @@ from typing import TypeVar
 import numpy as np
 
 from outrider.cloud.learning.record import LessonRecord
+from outrider.cloud.learning.settings import REHEARSED
 
 CLASS_POSITIONS = 100_000  # about 33 MB
 KEY_SHARE = 0.05  # of a class
 NEW_POSITIONS = 32_768  # not learned from yet; older ones go to the sample unread
-REHEARSED = 0.1  # share of a batch from the drafter's own corpus
 RETENTION_S = 24 * 3600.0
 
 Item = TypeVar("Item")
@@ -53,6 +53,7 @@ class Buffer:
         class_positions: positions of a class in the sample.
         key_share: largest share of these that one key has.
         new_positions: positions that wait to be learned from; the oldest go to the sample unread.
+        rehearsed: share of a batch that is rehearsed, where there is something to.
         retention_s: age at which a record is dropped, in seconds.
     """
 
@@ -64,6 +65,7 @@ class Buffer:
         class_positions: int = CLASS_POSITIONS,
         key_share: float = KEY_SHARE,
         new_positions: int = NEW_POSITIONS,
+        rehearsed: float = REHEARSED,
         retention_s: float = RETENTION_S,
     ) -> None:
         self._rehearsal = list(rehearsal)
@@ -73,6 +75,7 @@ class Buffer:
         self._key_positions = int(class_positions * key_share)
         self._new_positions = new_positions
         self._retention_s = retention_s
+        self._rehearsed = rehearsed
         self._new: dict[bytes, deque[LessonRecord]] = {}
         self._sample: dict[int, _Class] = {}
         self.rehearsed_keys = {record.key_salt for record in self._rehearsal}
@@ -99,11 +102,11 @@ class Buffer:
     def draw(self, positions: int, step: int) -> list[LessonRecord]:
         """Return records of about `positions` positions for optimizer step `step`: half new, half of the sample.
 
-        A tenth of all is rehearsal where there is any. Keys take turns among the new records, classes in the sample.
-        What was new is in the sample from now on.
+        A share of all is rehearsed where there is something to. Keys take turns among the new records, classes in the
+        sample. What was new is in the sample from now on.
         """
         choose = np.random.default_rng([self._seed, 2, step])
-        rehearsed = _up_to(positions * REHEARSED, _shuffled(choose, self._rehearsal))
+        rehearsed = _up_to(positions * self._rehearsed, _shuffled(choose, self._rehearsal))
         left = positions - sum(map(len, rehearsed))
         older = _up_to(left / 2, self._of_sample(choose))
         new = _up_to(left - sum(map(len, older)), self._of_new())

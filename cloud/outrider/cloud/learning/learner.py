@@ -33,7 +33,7 @@ class Learner:
     """
 
     def __init__(self, settings: TrainerSettings) -> None:
-        rehearsal = read_records(settings.rehearsal) if settings.rehearsal else []
+        rehearsal = [record for path in settings.rehearsal for record in read_records(path)]
         self.trainer = Trainer(settings, rehearsal)
         self._candidate: VersionCandidate | None = None
         self._tried_at = self.trainer.state.updates

@@ -10,6 +10,7 @@ from outrider.proto.settings import Settings, above, at_least, between, no_empty
 LEARNING = "learning while serving"
 LOSS_NAMES = ("kl", "osd", "opd", "dvi", "dvi-exact", "pg", "ce", "cce", "coupled")  # of `losses`
 RANK = 8
+REHEARSED = 0.33  # of a batch; with a tenth, a stream of one domain cost the others .05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +33,16 @@ class TrainerSettings(Settings):
     folder: Path = option(
         Path("learned"), "folder for checkpoints and new versions", flag="learn-folder", metavar="DIR", group=LEARNING
     )
-    rehearsal: Path | None = option(
-        None,
-        "file of records to rehearse, so that older texts are not forgotten",
+    rehearsal: tuple[Path, ...] = option(
+        (),
+        "files of records to rehearse, so that what traffic does not have is not forgotten; `outrider learn-bench` "
+        "leaves some in its --output",
         flag="learn-rehearsal",
         group=LEARNING,
+        many="words",
+    )
+    rehearsed: float = option(
+        REHEARSED, "share of a batch that is rehearsed", flag="learn-rehearsed", group=LEARNING, check=between(0, 1)
     )
     publish_every: int = option(
         16, "steps between candidates for a new version", flag="learn-publish-every", group=LEARNING, check=at_least(1)

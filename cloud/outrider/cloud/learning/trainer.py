@@ -94,7 +94,7 @@ class Trainer:
         rank = max(settings.rank, self.package.adapter.rank if self.package.adapter else 0)
         self.drafter = AdaptedDrafter(load_parent(self.package), rank=rank, seed=settings.seed)
         self.loss = LOSSES[settings.loss]()
-        self.buffer = Buffer(rehearsal, seed=settings.seed)
+        self.buffer = Buffer(rehearsal, seed=settings.seed, rehearsed=settings.rehearsed)
         self.state = TrainerState(sequence=self.package.sequence)
         self._start = self._adapter_of_parent()
         self._published = self._start

@@ -34,6 +34,21 @@ class StreamTexts:
     rehearsal: Sequence[LessonRecord]
 
 
+@dataclass(frozen=True, slots=True)
+class LearningTrial:
+    """A run to make; `start` is "warm" or "cold"."""
+
+    start: str
+    arm: str
+    rehearsed: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of its file."""
+        return f"{self.start}-{self.arm}-{self.rehearsed:g}-{self.seed}.json"
+
+
 @torch.no_grad()
 def hits_of(drafter: AdaptedDrafter, records: Sequence[LessonRecord]) -> HitShares:
     """Return the drafter's hits: the share of positions where its proposal, with the noise, is the target's token."""
@@ -50,22 +65,22 @@ def hits_of(drafter: AdaptedDrafter, records: Sequence[LessonRecord]) -> HitShar
     return HitShares(*shares)
 
 
-def run_arm(arm: str, start: str, package: str, seed: int, texts: StreamTexts, before: Before) -> LearningRun:
+def run_arm(trial: LearningTrial, package: str, texts: StreamTexts, before: Before) -> LearningRun:
     """Let a drafter learn from the stream, in an order of the seed's.
 
     Args:
-        arm: name of the loss.
-        start: "warm" or "cold", for the record.
+        trial: loss, share of rehearsal and seed, which is that of the order, the first matrices and the batches.
         package: drafter to begin with.
-        seed: of the order, of the first matrices and of the batches.
         texts: texts of the run.
         before: hits of the drafter as it begins.
     """
     with TemporaryDirectory() as folder:
-        settings = TrainerSettings(drafter=package, loss=arm, seed=seed, folder=Path(folder))
+        settings = TrainerSettings(
+            drafter=package, loss=trial.arm, seed=trial.seed, rehearsed=trial.rehearsed, folder=Path(folder)
+        )
         trainer = Trainer(settings, texts.rehearsal)
     served = AdaptedDrafter(load_parent(trainer.package), rank=trainer.drafter.rank)
-    order = np.random.default_rng([seed, 9]).permutation(len(texts.stream))
+    order = np.random.default_rng([trial.seed, 9]).permutation(len(texts.stream))
     waiting: list[LessonRecord] = []
     curve: list[tuple[int, int, float]] = []  # tokens served, tokens measured, hits
     tokens, cpu_s = 0, 0.0
@@ -92,9 +107,10 @@ def run_arm(arm: str, start: str, package: str, seed: int, texts: StreamTexts, b
     after = hits_of(served, texts.fresh)
     exponent, half = regret(curve, (before.fresh.greedy + before.fresh.sampled) / 2, (after.greedy + after.sampled) / 2)
     return LearningRun(
-        arm=arm,
-        start=start,
-        seed=seed,
+        arm=trial.arm,
+        start=trial.start,
+        seed=trial.seed,
+        rehearsed=trial.rehearsed,
         tokens=tokens,
         steps=trainer.state.step,
         before=before.fresh,

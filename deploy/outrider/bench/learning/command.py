@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from statistics import mean, stdev
 
 import torch
@@ -12,7 +14,7 @@ from rich.table import Table
 
 from outrider.bench.commands import LearnBenchSettings
 from outrider.bench.environment import command_line
-from outrider.bench.learning.arms import Before, StreamTexts, measure_start, run_arm
+from outrider.bench.learning.arms import Before, LearningTrial, StreamTexts, measure_start, run_arm
 from outrider.bench.learning.record import LearningRun, LearningRuns
 from outrider.bench.learning.stream import TEXT_TOKENS, StreamPlan, StreamWriter
 from outrider.bench.outputs import check_file
@@ -38,19 +40,17 @@ def learn_bench(given: Given) -> int:
     runs: list[LearningRun] = []
     starts = {"warm": options.drafter} | ({"cold": options.cold} if options.cold else {})
     before: dict[str, Before] = {}
-    for seed in range(options.seeds):
-        for start, package in starts.items():
-            for arm in options.arms if seed < options.cold_seeds or start == "warm" else ():
-                path = results / f"{start}-{arm}-{seed}.json"
-                if not path.exists():
-                    if options.minutes and time.monotonic() - began > 60 * options.minutes:
-                        continue
-                    if start not in before:
-                        before[start] = measure_start(package, texts)
-                    run = run_arm(arm, start, package, seed, texts, before[start])
-                    path.write_text(to_json(run), encoding="utf-8")
-                    console.print(f"{start} {arm} seed {seed}: {_change(run)}")
-                runs.append(from_json(LearningRun, path.read_text(encoding="utf-8"), str(path)))
+    for trial in _trials(options):
+        path, package = results / trial.name, starts[trial.start]
+        if not path.exists():
+            if options.minutes and time.monotonic() - began > 60 * options.minutes:
+                continue
+            if trial.start not in before:
+                before[trial.start] = measure_start(package, texts)
+            run = run_arm(trial, package, texts, before[trial.start])
+            path.write_text(to_json(run), encoding="utf-8")
+            console.print(f"{trial.name}: {_change(run)}")
+        runs.append(from_json(LearningRun, path.read_text(encoding="utf-8"), str(path)))
     record = LearningRuns(
         command=command_line(),
         target=options.target,
@@ -62,6 +62,14 @@ def learn_bench(given: Given) -> int:
     if options.json:
         save(record, options.json)
     return 0
+
+
+def _trials(options: LearnBenchSettings) -> Iterator[LearningTrial]:
+    """Yield the runs to make, those of the first seed first."""
+    for seed, rehearsed in itertools.product(range(options.seeds), options.rehearsed):
+        starts = ["warm"] + (["cold"] if options.cold and seed < options.cold_seeds else [])
+        for start, arm in itertools.product(starts, options.arms):
+            yield LearningTrial(start, arm, rehearsed, seed)
 
 
 def _texts(options: LearnBenchSettings, console: Console) -> StreamTexts:
@@ -86,14 +94,26 @@ def _change(run: LearningRun) -> str:
 def table(record: LearningRuns) -> Table:
     """Return means over the seeds, with their standard deviations, by start and arm."""
     shown = Table(title=f"{record.drafter} on {record.stream}, share of hits")
-    columns = ("start", "loss", "seeds", "T=0", "gain", "T=1", "gain", "worst kept T=0 / T=1", "regret", "half of it")
-    for column in columns:
+    columns = (
+        "start",
+        "loss",
+        "rehearsed",
+        "seeds",
+        "T=0",
+        "gain",
+        "T=1",
+        "gain",
+        "worst kept T=0 / T=1",
+        "regret",
+        "half of it",
+    )
+    for column in (*columns, "regret", "half of it"):
         shown.add_column(column, justify="right" if column != "loss" else "left")
-    grouped: dict[tuple[str, str], list[LearningRun]] = defaultdict(list)
+    grouped: dict[tuple[str, str, float], list[LearningRun]] = defaultdict(list)
     for run in record.runs:
-        grouped[run.start, run.arm].append(run)
-    for (start, arm), runs in grouped.items():
-        cells = [start, arm, str(len(runs))]
+        grouped[run.start, run.arm, run.rehearsed].append(run)
+    for (start, arm, rehearsed), runs in grouped.items():
+        cells = [start, arm, f"{rehearsed:g}", str(len(runs))]
         for kind in ("greedy", "sampled"):
             cells.append(f"{mean(getattr(run.after, kind) for run in runs):.3f}")
             cells.append(_spread([getattr(run.after, kind) - getattr(run.before, kind) for run in runs]))

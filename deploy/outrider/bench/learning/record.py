@@ -23,6 +23,7 @@ class LearningRun:
 
     Attributes:
         start: "warm" or "cold".
+        rehearsed: share of a batch that is of other domains' texts.
         before, after: on fresh texts of the stream's domain, before and after.
         kept_before, kept_after: the same on texts of other domains, by name.
         curve: (tokens served, share of hits on texts that were not learned from yet), as the stream went.
@@ -34,6 +35,7 @@ class LearningRun:
     arm: str
     start: str
     seed: Count
+    rehearsed: Metric
     tokens: Count
     steps: Count
     before: HitShares
