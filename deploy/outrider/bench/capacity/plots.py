@@ -40,6 +40,7 @@ def draw_capacities(found: Capacities, path: Path) -> None:
                 _panel(axes, own, rtts, lines)
                 axes.set_title(f"{model.name} steps, {price:g} ms a drafted token")
             row[0].set_ylabel("sessions held")
+            row[0].set_ylim(0, 1.05 * max(1, *(r.high for r in found.results if r.steps == model.name)))
         for axes in panels[-1]:
             axes.set_xlabel("round-trip time (ms)")
         drawn.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=min(4, len(lines)), handlelength=2.6)
@@ -60,7 +61,6 @@ def _panel(axes: Any, results: Sequence[HeldSessions], rtts: Sequence[float], li
         axes.set_xscale("log")
     axes.set_xticks(rtts, [f"{rtt:g}" for rtt in rtts])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
 
 
 def _places(result: HeldSessions, rtts: Sequence[float]) -> Sequence[float]:

@@ -24,9 +24,10 @@ def capacity_tables(found: Capacities) -> Group:
         title = f"Sessions, {model.name} steps: {step}, at least {model.min_step_ms:g} ms"
         grids.append(Grid(title, headings, 2, blocks))
     pace = f", and at most {found.pace_ms:g} ms a token on average" if found.pace_ms else ""
+    searches = f": the median of {found.seeds} searches, and their range" if found.seeds > 1 else ""
     legend = (
         f"most sessions of one verifier with a 95th percentile of the gaps between tokens of {found.gap_ms:g} ms or "
-        f"less{pace}: the median of {found.seeds} searches, and their range; {found.max_sessions} were the most tried. "
+        f"less{pace}{searches}; {found.max_sessions} were the most tried. "
         "threads: of the verifier, that draft. All is replayed on recorded hits; edges draft on machines of their own"
     )
     return draw(grids, legend)
